@@ -1,0 +1,5 @@
+"""`python -m deploy` is `calib8`."""
+
+from deploy.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""One file per runtime; `BACKENDS` is the table of targets."""

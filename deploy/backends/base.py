@@ -1,0 +1,45 @@
+"""What every runtime offers: a `Session` to run an engine with, and the specs of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, numpy dtype name and shape of a graph input or output.
+
+    A dimension is an int, a str (symbolic) or None (unknown).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...]
+
+
+class Session(Protocol):
+    """An engine that is loaded and ready to run."""
+
+    @property
+    def inputs(self) -> Sequence[TensorSpec]:
+        """Specs of the inputs, in the engine's order."""
+        ...
+
+    @property
+    def outputs(self) -> Sequence[TensorSpec]:
+        """Specs of the outputs, in the engine's order."""
+        ...
+
+    def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+        """One inference: input name -> array in, output name -> array out.
+
+        Raises:
+            BackendError: the runtime refused the feed.
+        """
+        ...

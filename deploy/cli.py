@@ -1,0 +1,81 @@
+"""The `calib8` command: a table of subcommands, each imported only when it is called.
+
+Commands hold arguments and printing, no logic. `--help` must answer in under half a second, so
+nothing heavy (onnx, onnxruntime, cv2, torch) is imported at the top of a command module.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from deploy import __version__
+from deploy.errors import Calib8Error
+
+# name: (module:attribute, one line for `calib8 --help`)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "build": (
+        "deploy.commands.build:build",
+        "Calibrate (or reuse a calibration), build int8, measure, report.",
+    ),
+    "calibrate": (
+        "deploy.commands.calibrate:calibrate",
+        "Calibrate only, and write the calibration cache.",
+    ),
+    "bench": ("deploy.commands.bench:bench", "Latency of one or two models, side by side."),
+    "inspect": (
+        "deploy.commands.inspect:inspect",
+        "What would be quantized in a model and why not; what a cache holds.",
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    """A click group that imports a command's module only when that command runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the table's order, which is the order of a user's work."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import and return one command, or None where the table has no such name."""
+        if name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[name][0].split(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands from the table, importing none of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="calib8")
+def cli() -> None:
+    """Calibrate a trained CNN once, on any machine, and deploy it in int8 anywhere."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; every expected failure is one sentence on stderr and exit code 1."""
+    try:
+        cli.main(args=argv, prog_name="calib8", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("calib8: interrupted; nothing half-written was left behind", err=True)
+        sys.exit(130)
+    except Calib8Error as error:
+        click.echo(f"calib8: error: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

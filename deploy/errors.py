@@ -1,0 +1,58 @@
+"""The one error tree.
+
+::
+
+    Calib8Error                 (calibrators.errors, so that calibrators/ stands alone)
+    |-- CalibrationError        statistics or a search gave no sound scale
+    |-- ModelError              a model that cannot be read, analysed or lifted
+    |-- FeedError               images or arrays that cannot be fed to the model
+    |-- CacheError              a cache that is broken, foreign or stale
+    |-- ConfigError             options or configuration files that contradict the rules
+    |-- ExportError             a file format that cannot express what was asked
+    `-- BackendError            a runtime refused to build or to run
+        `-- SdkMissingError     the SDK or the device is not on this machine
+
+Every message is: the rule, what was got, the way out.
+"""
+
+from calibrators.errors import Calib8Error, CalibrationError
+
+__all__ = [
+    "BackendError",
+    "CacheError",
+    "Calib8Error",
+    "CalibrationError",
+    "ConfigError",
+    "ExportError",
+    "FeedError",
+    "ModelError",
+    "SdkMissingError",
+]
+
+
+class ModelError(Calib8Error):
+    """A model that cannot be read, analysed or lifted to the opset that quantization needs."""
+
+
+class FeedError(Calib8Error):
+    """Images or arrays that cannot be fed to the model."""
+
+
+class CacheError(Calib8Error):
+    """A calibration cache that is broken, foreign or stale."""
+
+
+class ConfigError(Calib8Error):
+    """Options or configuration files that contradict the rules."""
+
+
+class ExportError(Calib8Error):
+    """A file format that cannot express what was asked."""
+
+
+class BackendError(Calib8Error):
+    """A runtime refused to build or to run a model."""
+
+
+class SdkMissingError(BackendError):
+    """The SDK or the device that this step needs is not on this machine."""
