@@ -1,5 +1,23 @@
-"""Tensors in, scales out: numpy only, no graph, no files."""
+"""Tensors in, scales out: numpy (and OpenCV's histogram), no graph, no files.
 
+`ACTIVATION` is the table of searches that turn the streamed statistics of a tensor into its
+clip range. A new algorithm is one file here and one row there.
+"""
+
+from collections.abc import Callable
+
+from calibrators.entropy import entropy
+from calibrators.histogram import Histogram
+from calibrators.minmax import minmax
+from calibrators.mse import mse
+from calibrators.percentile import percentile
 from calibrators.scales import Scale, Scales
 
-__all__ = ["Scale", "Scales"]
+ACTIVATION: dict[str, Callable[[Histogram], Scale]] = {
+    "minmax": minmax,
+    "entropy": entropy,
+    "percentile": percentile,
+    "mse": mse,
+}
+
+__all__ = ["ACTIVATION", "Histogram", "Scale", "Scales"]

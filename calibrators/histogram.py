@@ -1,0 +1,186 @@
+"""Streaming histogram of one tensor: fixed size, any order, exact merges.
+
+A signed value x of a tensor whose range is R falls into bin trunc(x * BINS / R), so that bin 0
+holds |x| < R / BINS and bins k and -k mirror each other::
+
+      -R                 0                  R
+       |----|----|-- ... --|-- ... --|----|----|
+     -BINS                 0               BINS      index
+       '-- counts[0]       '-- counts[BINS]   '-- counts[2 * BINS]: x == R alone
+
+A later value beyond R doubles R until it fits and merges bins pairwise, outwards from 0. Scaling
+by a power of two is exact in binary floating point, so the doubled histogram is the one that the
+larger R would have given from the start. Two range rules use this:
+
+* `Histogram()`: R is the smallest power of two that holds the data. The counts are then a
+  function of the set of values alone: no order, batch size or thread count can show.
+* `Histogram(base=m)`: R starts at m, TensorRT's rule with m = the first batch's largest |x|
+  (measured on tables that TensorRT 7.2 wrote). As there, x == R is counted in bin BINS - 1 before
+  any doubling. The result depends on what the first batch was.
+
+Memory is 8 * (2 * BINS + 1) bytes a tensor, however many images are seen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrators.errors import CalibrationError
+
+BINS = 4096  # bins a side; twice TensorRT's 2048, into which they nest pair by pair
+_CHUNK = 1 << 17  # values binned at a time, so that they stay in a core's cache
+_SMALLEST_RANGE = 2.0**-100  # below this BINS / R would overflow float32
+
+
+def range_for(amax: float) -> float:
+    """Smallest power of two >= amax (both in real units): the order-independent range."""
+    mantissa, exponent = math.frexp(max(amax, _SMALLEST_RANGE))
+    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
+
+
+def count(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
+    """Count [N] finite float32 values, |x| <= full_range, into [2 * BINS + 1] signed bins."""
+    counts = np.zeros(2 * BINS + 1, np.int64)
+    scale = np.float32(BINS / full_range)
+    for chunk in np.split(x, range(_CHUNK, x.size, _CHUNK)):
+        index = (chunk * scale).astype(np.int16)  # a C cast truncates towards zero
+        index += np.int16(BINS)
+        histogram = cv2.calcHist(
+            [index.view(np.uint16).reshape(1, -1)], [0], None, [2 * BINS + 1], [0, 2 * BINS + 1]
+        )
+        counts += histogram.reshape(-1).astype(np.int64)
+    return counts
+
+
+def close(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A copy in which |x| == R is counted in the last bin inside the range."""
+    closed = counts.copy()
+    closed[1] += closed[0]
+    closed[-2] += closed[-1]
+    closed[0] = closed[-1] = 0
+    return closed
+
+
+def halve(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Merge bins pairwise, outwards from bin 0: the histogram of the doubled range."""
+    merged = np.zeros_like(counts)
+    half = BINS // 2
+    # index k goes to trunc(k / 2): -1, 0 and 1 meet in 0; 2 and 3 in 1; ...; BINS in BINS / 2
+    up = counts[BINS + 2 : 2 * BINS].reshape(-1, 2).sum(axis=1)
+    down = counts[1 : BINS - 1].reshape(-1, 2).sum(axis=1)
+    merged[BINS + 1 : BINS + half] = up
+    merged[BINS - half + 1 : BINS] = down
+    merged[BINS + half], merged[BINS - half] = counts[-1], counts[0]
+    merged[BINS] = counts[BINS - 1 : BINS + 2].sum()
+    return merged
+
+
+class Histogram:
+    """Counts, extremes and oddities of one tensor over any number of batches.
+
+    Attributes:
+        counts: [2 * BINS + 1] int64.
+        full_range: R in real units; 0 while only zeros were seen.
+        minimum, maximum: extremes of the finite values (inf, -inf while empty).
+        total: finite values seen.
+        infinite: +-Inf values seen; they are in no bin.
+    """
+
+    def __init__(self, *, base: float | None = None) -> None:
+        if base is not None and not (math.isfinite(base) and base >= 0):
+            raise CalibrationError(f"a histogram's base range must be finite and >= 0, got {base}")
+        self.base = base or None
+        self.counts = np.zeros(2 * BINS + 1, np.int64)
+        self.full_range = 0.0
+        self.minimum = math.inf
+        self.maximum = -math.inf
+        self.total = 0
+        self.infinite = 0
+
+    @property
+    def amax(self) -> float:
+        """Largest |x| seen; 0 for a tensor that is empty or always zero."""
+        return max(abs(self.minimum), abs(self.maximum)) if self.total else 0.0
+
+    def observe(self, x: NDArray[np.floating]) -> None:
+        """Add every value of `x`, any shape, float16/32/64 (binned as float32).
+
+        Raises:
+            CalibrationError: `x` holds a NaN. The histogram is unchanged then.
+        """
+        flat = np.ascontiguousarray(x, np.float32).reshape(-1)
+        if flat.size == 0:
+            return
+        low, high = float(flat.min()), float(flat.max())
+        if math.isnan(low):
+            raise CalibrationError(f"values must be numbers, got {int(np.isnan(flat).sum())} NaN")
+        if math.isinf(low) or math.isinf(high):
+            finite = flat[np.isfinite(flat)]
+            self.infinite += flat.size - finite.size
+            self.observe(finite)
+            return
+        self._widen(max(abs(low), abs(high)))
+        self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
+        self.total += flat.size
+        if self.full_range:
+            counts = count(flat, self.full_range)
+            self.counts += counts if self.base is None else close(counts)
+        else:
+            self.counts[BINS] += flat.size
+
+    def merge(self, other: Histogram) -> None:
+        """Add what `other` saw; exact, in any order. `other` is left as it is.
+
+        Raises:
+            CalibrationError: the two follow different range rules.
+        """
+        if self.base != other.base:
+            raise CalibrationError(
+                f"histograms merge only with equal bases, got {self.base} and {other.base}"
+            )
+        self._widen_to(other.full_range)
+        counts, full_range = other.counts, other.full_range
+        while full_range and full_range < self.full_range:
+            counts, full_range = halve(counts), full_range * 2
+        self.counts += counts
+        self.minimum = min(self.minimum, other.minimum)
+        self.maximum = max(self.maximum, other.maximum)
+        self.total += other.total
+        self.infinite += other.infinite
+
+    def magnitudes(self, bins: int) -> NDArray[np.int64]:
+        """[bins] int64 histogram of |x| over [0, R]; `bins` divides BINS."""
+        counts = close(self.counts)
+        folded = counts[BINS : 2 * BINS]
+        folded[1:] += counts[BINS - 1 : 0 : -1]
+        return np.asarray(folded.reshape(bins, -1).sum(axis=1), np.int64)
+
+    def edges(self) -> NDArray[np.float64]:
+        """[2 * BINS] bin edges of `signed()`, in real units, ascending."""
+        index = np.concatenate([np.arange(-BINS, 0), np.arange(1, BINS + 1)])
+        return index * (self.full_range / BINS)
+
+    def signed(self) -> NDArray[np.int64]:
+        """[2 * BINS - 1] int64 counts between `edges()`; the middle bin spans both sides of 0."""
+        return close(self.counts)[1:-1]
+
+    def _widen(self, amax: float) -> None:
+        if amax <= self.full_range:
+            return
+        target = range_for(amax)
+        if self.base is not None:
+            target = self.full_range or self.base
+            while target < amax:
+                target *= 2
+        self._widen_to(target)
+
+    def _widen_to(self, target: float) -> None:
+        if self.full_range == 0.0:
+            self.full_range = target
+        while self.full_range < target:
+            self.counts = halve(self.counts)
+            self.full_range *= 2

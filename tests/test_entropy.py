@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from calibrators.entropy import BINS, _divergences, divergence, entropy, search, threshold
+from calibrators.histogram import Histogram
+
+LENET = Path("../shared/golden/tensorrt/lenet/histograms.npz")
+INDICES = {
+    "data": 2040, "conv1": 704, "conv2": 962, "fc1": 1153, "ip1": 1155, "ip2": 1289, "prob": 1081,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not LENET.exists(), reason="the LeNet histograms are not beside this checkout")
+@pytest.mark.parametrize("name", INDICES)
+def test_the_index_is_the_one_that_tensorrt_chose(name):
+    assert search(np.load(LENET)[name].astype(np.int64)) == INDICES[name]
+
+
+histograms = hnp.arrays(
+    np.int64, BINS, elements=st.one_of(st.just(0), st.integers(0, 10_000)), fill=st.just(0)
+)
+
+
+@given(histograms)
+@settings(max_examples=20, deadline=None)
+def test_the_search_by_prefix_sums_finds_the_last_minimum_of_the_definition(histogram):
+    h = histogram.astype(np.float64)
+    h[0] = 0
+    if not h.any():
+        assert search(histogram) == BINS
+        return
+    exact = np.array([divergence(h, i) for i in range(128, BINS + 1)])
+    finite = np.isfinite(exact)
+    assert np.array_equal(finite, np.isfinite(_divergences(h)))
+    assert np.allclose(exact[finite], _divergences(h)[finite], atol=1e-10)
+    expected = BINS - int(np.argmin(exact[::-1]))
+    assert search(histogram) == expected
+
+
+def test_a_tie_goes_to_the_last_index():
+    h = np.zeros(BINS, np.int64)
+    h[[512, 1024, 2047]] = 7  # three isolated values: nothing is lost at i = 2048
+    assert divergence(h.astype(float), 2048) == 0.0
+    assert search(h) == 2048
+
+
+def test_a_constant_gets_half_a_bin_more_than_itself():
+    h = Histogram()
+    h.observe(np.ones(10, np.float32))
+    assert entropy(h).amax == 2048.5 / 2048 == threshold(2048, 1.0)
+    assert (entropy(h).lo, entropy(h).hi) == (1.0, 1.0)

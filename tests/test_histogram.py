@@ -1,0 +1,125 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from calibrators.errors import CalibrationError
+from calibrators.histogram import BINS, Histogram, close, count, range_for
+
+values = hnp.arrays(
+    np.float32,
+    st.integers(1, 200),
+    elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_nan=False),
+)
+
+
+# powers of two are the values that can lie on a range's end
+ends = hnp.arrays(np.float32, st.integers(1, 6), elements=st.sampled_from([-4, -2, -1, 1, 2, 4, 3]))
+
+
+def plain_counts(x: np.ndarray, full_range: float) -> np.ndarray:
+    """The definition, value by value."""
+    counts = np.zeros(2 * BINS + 1, np.int64)
+    for value in x.astype(np.float32):
+        counts[BINS + math.trunc(float(value * np.float32(BINS / full_range)))] += 1
+    return counts
+
+
+def state(h: Histogram) -> tuple:
+    return (h.counts.tolist(), h.full_range, h.minimum, h.maximum, h.total, h.infinite)
+
+
+@given(values)
+@settings(max_examples=50)
+def test_counts_are_those_of_the_definition(x):
+    h = Histogram()
+    h.observe(x)
+    if h.amax > 0:
+        assert h.full_range == range_for(h.amax)
+        assert h.full_range / 2 < h.amax <= h.full_range or h.amax < 2.0**-100
+        assert h.counts.tolist() == plain_counts(x, h.full_range).tolist()
+    assert h.counts.sum() == x.size == h.total
+
+
+@given(values | ends, st.lists(st.integers(0, 200), max_size=5), st.randoms())
+@settings(max_examples=50)
+def test_any_split_any_order_and_any_merge_tree_gives_the_same_state(x, cuts, random):
+    whole = Histogram()
+    whole.observe(x)
+    parts = np.split(x, sorted(min(c, x.size) for c in cuts))
+    random.shuffle(parts)
+    sequential, merged = Histogram(), Histogram()
+    for part in parts:
+        sequential.observe(part)
+        alone = Histogram()
+        alone.observe(part)
+        merged.merge(alone)
+    assert state(sequential) == state(whole) == state(merged)
+
+
+@given(values, values)
+@settings(max_examples=50)
+def test_a_base_range_doubles_as_if_the_larger_range_had_been_there_from_the_start(first, later):
+    base = float(np.abs(first).max())
+    if base < 1e-20:
+        return
+    h = Histogram(base=base)
+    h.observe(first)
+    assert h.full_range == base and h.counts[0] == h.counts[-1] == 0
+    h.observe(later)
+    ratio = math.log2(h.full_range / base)
+    assert ratio == int(ratio) >= 0
+    inside = first[np.abs(first) < base]  # TensorRT counts |x| == R one bin lower
+    expected = close(plain_counts(np.concatenate([inside, later]), h.full_range))
+    moved = h.counts - expected
+    assert moved.sum() == first.size - inside.size and moved.min() >= 0
+
+
+def test_counts_do_not_depend_on_the_chunk_size():
+    x = np.random.default_rng(1).normal(size=400_000).astype(np.float32)
+    expected = np.bincount(
+        (x * np.float32(BINS / 8)).astype(np.int64) + BINS, minlength=2 * BINS + 1
+    )
+    assert count(x, 8.0).tolist() == expected.tolist()
+
+
+def test_magnitudes_fold_both_signs_and_nest_into_fewer_bins():
+    h = Histogram()
+    h.observe(np.array([-1.0, 1.0, 0.5, -0.25, 0.0], np.float32))
+    fine, coarse = h.magnitudes(BINS), h.magnitudes(2048)
+    assert fine[BINS - 1] == 2 and coarse[2047] == 2
+    assert coarse[1024] == 1 and coarse[512] == 1 and coarse[0] == 1
+    assert fine.reshape(2048, 2).sum(axis=1).tolist() == coarse.tolist()
+
+
+def test_nan_is_refused_and_leaves_no_trace():
+    h = Histogram()
+    h.observe(np.ones(3, np.float32))
+    before = state(h)
+    with pytest.raises(CalibrationError, match="1 NaN"):
+        h.observe(np.array([1.0, np.nan], np.float32))
+    assert state(h) == before
+
+
+def test_infinities_are_counted_apart():
+    h = Histogram()
+    h.observe(np.array([np.inf, -np.inf, 2.0], np.float32))
+    assert (h.infinite, h.total, h.amax) == (2, 1, 2.0)
+
+
+def test_zeros_and_nothing():
+    h = Histogram()
+    h.observe(np.zeros(0, np.float32))
+    assert (h.total, h.amax, h.full_range) == (0, 0.0, 0.0)
+    h.observe(np.zeros(4, np.float32))
+    assert (h.total, h.amax, h.counts[BINS]) == (4, 0.0, 4)
+    h.observe(np.array([3.0], np.float32))
+    assert h.full_range == 4.0 and h.counts[BINS] == 4
+
+
+def test_different_bases_do_not_merge():
+    with pytest.raises(CalibrationError, match="equal bases"):
+        Histogram(base=1.0).merge(Histogram())

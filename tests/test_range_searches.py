@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calibrators import ACTIVATION, Histogram
+from calibrators.errors import CalibrationError
+from calibrators.histogram import BINS
+from calibrators.int8 import INT8, UINT8, dequantize, quantize
+from calibrators.percentile import percentile, quantile
+
+seeds = st.integers(0, 10_000)
+
+
+def observed(x: np.ndarray) -> Histogram:
+    h = Histogram()
+    h.observe(x.astype(np.float32))
+    return h
+
+
+def sample(seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_t(rng.uniform(1.5, 8), size=4000) * rng.uniform(1e-3, 1e3)
+    return np.maximum(x, 0) if seed % 3 == 0 else x + rng.normal()
+
+
+@given(seeds)
+@settings(max_examples=30, deadline=None)
+def test_every_search_gives_a_range_inside_the_data(seed):
+    h = observed(sample(seed))
+    for name, search in ACTIVATION.items():
+        scale = search(h)
+        assert h.minimum <= scale.lo or scale.lo >= 0, name
+        assert scale.hi <= h.maximum, name
+        assert 0 < scale.amax <= h.full_range * (1 + 0.5 / 2048)
+
+
+@given(seeds)
+@settings(max_examples=30, deadline=None)
+def test_percentiles_are_those_of_the_values_within_a_bin(seed):
+    x = sample(seed).astype(np.float32)
+    h = observed(x)
+    bin_width = h.full_range / BINS
+    scale = percentile(h, percent=99)
+    assert scale.amax == pytest.approx(np.quantile(np.abs(x), 0.99), abs=3 * bin_width + 0.05)
+    if x.min() < 0:
+        low = min(np.quantile(x, 0.01, method="inverted_cdf"), 0)
+        assert abs(scale.lo - low) <= max(3 * bin_width, 0.1 * abs(low))
+
+
+def test_percentile_100_is_minmax_within_a_bin():
+    h = observed(np.random.default_rng(0).normal(size=1000))
+    scale = percentile(h, percent=100)
+    assert scale.amax == pytest.approx(h.amax, abs=h.full_range / BINS)
+
+
+def test_quantile_positions():
+    counts = np.array([0, 2, 0, 2])
+    assert [quantile(counts, s) for s in (0.0, 0.25, 0.5, 0.75, 1.0)] == [0.0, 1.5, 2.0, 3.5, 4.0]
+
+
+@pytest.mark.parametrize("percent", [50, 0, 100.1, float("nan")])
+def test_a_percentile_out_of_range_is_refused(percent):
+    with pytest.raises(CalibrationError, match="percentile"):
+        percentile(observed(np.ones(3)), percent=percent)
+
+
+@given(seeds)
+@settings(max_examples=15, deadline=None)
+def test_mse_is_no_worse_than_any_other_search(seed):
+    x = sample(seed).astype(np.float32)
+    h = observed(x)
+    losses = {}
+    for name, search in ACTIVATION.items():
+        for grid in (INT8, UINT8):
+            scale, zero = search(h).on(grid)
+            back = dequantize(quantize(x, scale, zero, grid), scale, zero)
+            losses[name, grid.name] = float(np.mean((back - x) ** 2, dtype=np.float64))
+    for (_, grid_name), loss in losses.items():
+        assert losses["mse", grid_name] <= loss * 1.1  # a candidate step, and bins for values
+
+
+def test_minmax_is_exact():
+    scale = ACTIVATION["minmax"](observed(np.array([-3.5, 1.25])))
+    assert (scale.lo, scale.hi, scale.amax) == (-3.5, 1.25, 3.5)
