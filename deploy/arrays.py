@@ -12,11 +12,10 @@ may be
 from __future__ import annotations
 
 import bisect
-import struct
 import tempfile
 import threading
+import warnings
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,19 +30,6 @@ from deploy.images import shown
 from deploy.preprocess import describe
 
 Item = dict[str, Array]
-_BROKEN_FILE = (  # what zipfile and numpy raise on damaged or hostile bytes
-    OSError,
-    ValueError,
-    EOFError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    MemoryError,
-    RuntimeError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 LABEL_KEYS = ("labels", "label", "y")
 
 
@@ -96,9 +82,11 @@ def from_file(path: Path, specs: tuple[TensorSpec, ...]) -> ArraySource:
     """
     notes: list[str] = []
     try:
-        single = path.suffix.lower() == ".npy"
-        arrays = {"": _load_npy(path)} if single else _load_npz(path, notes)
-    except _BROKEN_FILE as e:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy's about headers written by Python 2
+            single = path.suffix.lower() == ".npy"
+            arrays = {"": _load_npy(path)} if single else _load_npz(path, notes)
+    except Exception as e:  # on hostile bytes numpy and zipfile raise a dozen kinds of error
         raise FeedError(
             f"{shown(str(path))} cannot be read as plain numpy arrays: {_first_line(e)};"
             " write it with numpy.save or numpy.savez"
