@@ -1,0 +1,298 @@
+"""TensorRT's own calibrators (8.5 to 10.16), fed and watched.
+
+TensorRT runs the network and searches the scales itself; a calibrator only hands over batches and
+a cache. Three habits of TensorRT make that treacherous, and are answered here:
+
+* An exception in a callback is printed and taken for "no more data". It is kept, and `check`
+  raises it once the build is over.
+* A feed that ends early gives scales like any other. `check` compares batches taken and promised.
+* `get_batch` must give exactly one device address a name; fewer are read beyond the end.
+
+::
+
+    feed --dict of arrays--> get_batch --copy--> DeviceMemory --addresses--> TensorRT
+                                                    ^ pycuda on a GPU, plain host buffers in tests
+
+Sources: NVIDIA/TensorRT include/NvInfer.h (IInt8Calibrator and its four subclasses) and
+python/src/infer/pyInt8.cpp, where the bindings swallow exceptions and copy the address list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrators.errors import CalibrationError
+
+Array = NDArray[Any]
+
+# Name of the search -> TensorRT's class; the algorithm word of the cache header is in the writer.
+CLASSES = {
+    "entropy2": "IInt8EntropyCalibrator2",
+    "entropy": "IInt8EntropyCalibrator",
+    "minmax": "IInt8MinMaxCalibrator",
+    "legacy": "IInt8LegacyCalibrator",
+}
+
+
+class DeviceMemory(Protocol):
+    """Buffers that TensorRT reads its batches from, one a network input."""
+
+    def put(self, name: str, array: Array) -> int:
+        """Copy a C-contiguous array to the buffer of `name`; give the buffer's address."""
+        ...
+
+    def free(self) -> None:
+        """Release every buffer."""
+        ...
+
+
+class HostMemory:
+    """Buffers in host memory: what a machine without a GPU can offer, and all a test needs."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Array] = {}
+
+    def put(self, name: str, array: Array) -> int:
+        """Copy `array`; give the address of the copy."""
+        self._buffers[name] = np.array(array, order="C", copy=True)
+        return int(self._buffers[name].ctypes.data)
+
+    def free(self) -> None:
+        """Drop every buffer."""
+        self._buffers.clear()
+
+
+class CudaMemory:
+    """Buffers on the GPU by pycuda, in the device's primary context, which torch uses too."""
+
+    def __init__(self, device: int = 0) -> None:
+        import pycuda.driver as cuda
+
+        cuda.init()
+        self._cuda = cuda
+        self._context = cuda.Device(device).retain_primary_context()
+        self._buffers: dict[str, tuple[int, Any]] = {}
+
+    def put(self, name: str, array: Array) -> int:
+        """Copy `array` to the GPU, into the buffer of `name`, made larger where it must be."""
+        self._context.push()
+        try:
+            size, buffer = self._buffers.get(name, (-1, None))
+            if size < array.nbytes:
+                buffer = self._cuda.mem_alloc(max(array.nbytes, 1))
+                self._buffers[name] = (array.nbytes, buffer)
+            self._cuda.memcpy_htod(buffer, array)
+            return int(buffer)
+        finally:
+            self._context.pop()
+
+    def free(self) -> None:
+        """Release every buffer."""
+        self._context.push()
+        try:
+            for _, buffer in self._buffers.values():
+                buffer.free()
+            self._buffers.clear()
+        finally:
+            self._context.pop()
+
+
+class Callbacks:
+    """What all four calibrators do when TensorRT calls; mixed in before TensorRT's own class.
+
+    Args:
+        feed: batches, input name -> array; float32 but for index inputs.
+        batches: how many batches the feed promises.
+        shapes: input name -> the shape that TensorRT calibrates with (the profile's OPT shape).
+        memory: where TensorRT reads the batches.
+        known: the bytes of a cache that fits, or None to calibrate.
+    """
+
+    def __init__(
+        self,
+        feed: Iterable[Mapping[str, Array]],
+        *,
+        batches: int,
+        shapes: Mapping[str, Sequence[int]],
+        memory: DeviceMemory,
+        known: bytes | None = None,
+    ) -> None:
+        self._feed: Iterator[Mapping[str, Array]] = iter(feed)
+        self._memory = memory
+        self._known = known
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.promised = batches
+        self.taken = 0
+        self.written: bytes | None = None
+        self.error: BaseException | None = None
+
+    def get_batch_size(self) -> int:
+        """1: with explicit batch dimensions the batch is part of the shape."""
+        return 1
+
+    def get_batch(self, names: list[str]) -> list[int]:
+        """Addresses of the next batch, in the order of `names`; empty at the end or on error."""
+        try:
+            return self._next_addresses(names)
+        except BaseException as error:  # TensorRT would swallow it: keep it for `check`
+            self.error = self.error or error
+            return []
+
+    def read_calibration_cache(self) -> Any:
+        """The known cache, or None to calibrate anew. TensorRT asks more than once."""
+        return self._known
+
+    def write_calibration_cache(self, cache: Any) -> None:
+        """Keep a copy: the memory is TensorRT's and is gone after the call."""
+        try:
+            self.written = bytes(cache)
+        except BaseException as error:
+            self.error = self.error or error
+
+    def check(self) -> bytes:
+        """After the build: the cache in force, known or new.
+
+        Raises:
+            CalibrationError: TensorRT took fewer batches than promised, or wrote no cache.
+            BaseException: whatever a callback raised while TensorRT was building.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.taken == 0 and self._known is not None:
+            return self.written or self._known
+        if self.taken != self.promised:
+            raise CalibrationError(
+                f"TensorRT must see every batch, got {self.taken} of {self.promised};"
+                " its scales are not usable; see TensorRT's log above for why it stopped"
+            )
+        if not self.written:
+            raise CalibrationError(
+                f"TensorRT took {self.taken} batches but wrote no calibration cache;"
+                " see its log above"
+            )
+        return self.written
+
+    def _next_addresses(self, names: list[str]) -> list[int]:
+        batch = next(self._feed, None) if self.taken < self.promised else None
+        if batch is None:
+            return []
+        addresses = [self._memory.put(name, self._checked(name, batch)) for name in names]
+        self.taken += 1
+        return addresses
+
+    def _checked(self, name: str, batch: Mapping[str, Array]) -> Array:
+        if name not in batch:
+            raise CalibrationError(
+                f"batch {self.taken} must hold every network input, got {sorted(batch)}"
+                f" without {name!r}"
+            )
+        array = np.ascontiguousarray(batch[name])
+        wanted = self.shapes.get(name)
+        if wanted is not None and array.shape != wanted:
+            raise CalibrationError(
+                f"TensorRT calibrates {name!r} with the profile's OPT shape {list(wanted)} only,"
+                f" got {list(array.shape)} in batch {self.taken}; give both the same shape"
+            )
+        if array.dtype not in (np.float32, np.int32):
+            raise CalibrationError(
+                f"TensorRT reads calibration batches as float32 (indices as int32), got"
+                f" {array.dtype} for {name!r} in batch {self.taken}"
+            )
+        if array.dtype == np.float32 and not np.isfinite(array).all():
+            raise CalibrationError(
+                f"a calibration batch must be finite, got NaN or Inf in {name!r} of batch"
+                f" {self.taken}"
+            )
+        return array
+
+
+def calibrator(
+    algorithm: str,
+    feed: Iterable[Mapping[str, Array]],
+    *,
+    batches: int,
+    shapes: Mapping[str, Sequence[int]],
+    memory: DeviceMemory,
+    known: bytes | None = None,
+    quantile: float = 0.999999,
+    cutoff: float = 1.0,
+) -> Callbacks:
+    """A calibrator for `IBuilderConfig.int8_calibrator`; keep it alive until the build is over.
+
+    The arguments are those of `Callbacks`; `quantile` and `cutoff` count for "legacy" only.
+
+    Raises:
+        CalibrationError: no such algorithm, or this TensorRT has no calibrators (11 and later).
+    """
+    import tensorrt as trt
+
+    if algorithm not in CLASSES:
+        raise CalibrationError(f"TensorRT's calibrators are {sorted(CLASSES)}, got {algorithm!r}")
+    if not hasattr(trt, CLASSES[algorithm]):
+        raise CalibrationError(
+            f"TensorRT {trt.__version__} has no {CLASSES[algorithm]} (calibrators ended with"
+            " 10.16); build from the Q/DQ model instead"
+        )
+    made: Callbacks = _subclass(algorithm, quantile=quantile, cutoff=cutoff)(
+        feed, batches=batches, shapes=shapes, memory=memory, known=known
+    )
+    return made
+
+
+def _subclass(algorithm: str, *, quantile: float, cutoff: float) -> type[Callbacks]:
+    """The calibrator class for `algorithm`.
+
+    Each calls TensorRT's `__init__` itself: without that the first callback is a segfault.
+    """
+    import tensorrt as trt
+
+    made: type[Callbacks]
+    if algorithm == "entropy2":
+
+        class Entropy2(Callbacks, trt.IInt8EntropyCalibrator2):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                trt.IInt8EntropyCalibrator2.__init__(self)
+                Callbacks.__init__(self, *args, **options)
+
+        made = Entropy2
+    elif algorithm == "entropy":
+
+        class Entropy(Callbacks, trt.IInt8EntropyCalibrator):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                trt.IInt8EntropyCalibrator.__init__(self)
+                Callbacks.__init__(self, *args, **options)
+
+        made = Entropy
+    elif algorithm == "minmax":
+
+        class MinMax(Callbacks, trt.IInt8MinMaxCalibrator):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                trt.IInt8MinMaxCalibrator.__init__(self)
+                Callbacks.__init__(self, *args, **options)
+
+        made = MinMax
+    else:
+
+        class Legacy(Callbacks, trt.IInt8LegacyCalibrator):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                trt.IInt8LegacyCalibrator.__init__(self)
+                Callbacks.__init__(self, *args, **options)
+
+            def get_quantile(self) -> float:
+                return quantile
+
+            def get_regression_cutoff(self) -> float:
+                return cutoff
+
+            def read_histogram_cache(self, length: int) -> None:
+                return None
+
+            def write_histogram_cache(self, pointer: Any, length: int) -> None:
+                return None
+
+        made = Legacy
+    return made

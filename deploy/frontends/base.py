@@ -1,0 +1,43 @@
+"""What every frontend gives: a float32 ONNX model that is clean, checked and known by a digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.backends.base import TensorSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready for graph analysis; made by `deploy.frontends.load`.
+
+    Attributes:
+        model: the cleaned model, with all weights inside and shapes inferred. Its activation
+            tensors carry the names they have in the original; its node names are unique.
+        source: the file it was read from, None for a model given in memory.
+        name: the file's stem, or the graph's name.
+        digest: sha256 (hex) of the original graph and its weights. How a file stores them
+            (external data, raw or typed fields, order of initializers, names of nodes,
+            documentation, metadata) does not count.
+        notes: one plain sentence for each thing that was done or left alone.
+        inputs: what must be fed, in the model's order.
+        outputs: what the model gives, in the model's order.
+    """
+
+    model: onnx.ModelProto
+    source: Path | None
+    name: str
+    digest: str
+    notes: tuple[str, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+# (path, or "path.py:factory", or a model in memory; fold_batchnorm) -> LoadedModel
+Loader = Callable[["str | Path | onnx.ModelProto", bool], LoadedModel]

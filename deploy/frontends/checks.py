@@ -1,0 +1,161 @@
+"""What calib8 refuses to calibrate, each with one sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deploy.errors import ModelError
+from deploy.frontends.graphs import all_nodes
+
+if TYPE_CHECKING:
+    import onnx
+    from numpy.typing import NDArray
+
+OLDEST_OPSET = 7
+WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
+_QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
+_QUANTIZED_ENDS = ("Integer", "IntegerToFloat", "FloatBias")
+_HALF = ("float16", "bfloat16")
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """Version of the default operator set; 0 where the model does not import it."""
+    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    return max(versions, default=0)
+
+
+def check_opset(model: onnx.ModelProto) -> None:
+    """Refuse operator sets older than 7."""
+    opset = opset_of(model)
+    if opset < OLDEST_OPSET:
+        raise ModelError(
+            f"the model must use ONNX opset {OLDEST_OPSET} or newer, got {opset}; export it again"
+        )
+
+
+def check_float(model: onnx.ModelProto) -> None:
+    """Refuse models that hold int8 nodes already, by the first such node."""
+    for node in all_nodes(model.graph):
+        if _is_quantized(node.op_type):
+            raise ModelError(
+                "the model must be a float32 one, got one that is quantized already "
+                f"({node.op_type} '{node.name}'); give the model it was made from"
+            )
+
+
+def _is_quantized(op_type: str) -> bool:
+    return (
+        op_type in _QUANTIZED
+        or op_type.startswith(_QUANTIZED_STARTS)
+        or op_type.endswith(_QUANTIZED_ENDS)
+    )
+
+
+def check_ends(model: onnx.ModelProto) -> None:
+    """Refuse graphs without inputs, outputs or nodes, and inputs that are no tensors."""
+    graph = model.graph
+    for what, found in (("input", graph.input), ("output", graph.output), ("node", graph.node)):
+        if not found:
+            raise ModelError(f"the model must have at least one {what}, got none; export it again")
+    for value in graph.input:
+        if not value.type.HasField("tensor_type"):
+            raise ModelError(
+                f"every input must be a tensor, got a sequence or map for '{value.name}'; "
+                "export the part of the model that takes tensors"
+            )
+
+
+def check_precision(model: onnx.ModelProto) -> None:
+    """Refuse float16 inputs and weights: int8 scales are measured on the float32 model."""
+    for value in model.graph.input:
+        _refuse_half(f"input '{value.name}'", type_name(value.type.tensor_type.elem_type))
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type in WEIGHTED:
+            for name in node.input:
+                if name in types:
+                    _refuse_half(f"weight '{name}'", type_name(types[name]))
+
+
+def _refuse_half(what: str, dtype: str) -> None:
+    if dtype in _HALF:
+        raise ModelError(
+            f"the model must be a float32 one, got {dtype} for {what}; export it in float32, "
+            "calibration needs its full range"
+        )
+
+
+def type_name(elem_type: int) -> str:
+    """Numpy dtype name of an ONNX element type; 'unknown' where there is none."""
+    from onnx import TensorProto, helper
+
+    if elem_type == TensorProto.STRING:
+        return "str"
+    try:
+        return str(np.dtype(helper.tensor_dtype_to_np_dtype(elem_type)).name)
+    except KeyError:
+        return "unknown"
+
+
+def check_weights(model: onnx.ModelProto) -> None:
+    """Refuse NaN in any constant, and infinity in the weights of a Conv, Gemm or MatMul."""
+    weights = {n for node in model.graph.node if node.op_type in WEIGHTED for n in node.input}
+    for tensor in model.graph.initializer:
+        array = to_array(tensor)
+        if array.dtype.kind != "f":
+            continue
+        if np.isnan(array).any():
+            _refuse_weight(tensor.name, "NaN", int(np.isnan(array).sum()), array)
+        if tensor.name in weights and np.isinf(array).any():
+            _refuse_weight(tensor.name, "infinity", int(np.isinf(array).sum()), array)
+
+
+def _refuse_weight(name: str, what: str, count: int, array: NDArray[Any]) -> None:
+    raise ModelError(
+        f"weights must be finite, got {what} in '{name}' ({count} of {array.size} elements); "
+        "the training diverged or the file is damaged: export a sound checkpoint"
+    )
+
+
+def to_array(tensor: onnx.TensorProto) -> NDArray[Any]:
+    """Values of a tensor as numpy has them.
+
+    Raises:
+        ModelError: the stored bytes do not fit the tensor's shape and type.
+    """
+    from onnx import numpy_helper
+
+    try:
+        return np.asarray(numpy_helper.to_array(tensor))
+    except (ValueError, TypeError, KeyError, OverflowError, MemoryError, NotImplementedError) as e:
+        raise ModelError(
+            f"constant '{tensor.name}' must hold as many values as its shape "
+            f"{tuple(tensor.dims)} says, got: {first_line(e)}; export or copy the model again"
+        ) from e
+
+
+def check_valid(model: onnx.ModelProto) -> None:
+    """Let ONNX's own checker judge the model; unknown ranks, which it objects to, are fine."""
+    import onnx
+
+    judged = onnx.ModelProto()
+    judged.CopyFrom(model)
+    for value in (*judged.graph.input, *judged.graph.output):
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()
+    try:
+        onnx.checker.check_model(judged)
+    # The checker is C++ behind a binding: its error type depends on what is broken.
+    except Exception as error:
+        raise ModelError(
+            f"the model must be valid ONNX, got: {first_line(error)}; export it again"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that says something, at most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300].rstrip(" .;:")

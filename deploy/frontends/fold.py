@@ -1,0 +1,178 @@
+"""Constant folding: nodes whose values are known before any image is seen become constants.
+
+::
+
+    Constant ----.                                          value of Constant
+    Shape(x) -- Slice -- Concat -- Cast -- Pad      ==>     and of Cast  ---- Pad
+    x --------------------------------------'               x ---------------'
+
+Values come from ONNX Runtime itself, so they are to the bit those that the model would compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deploy.frontends.graphs import reads, rename_reads, replace_nodes, subgraphs, users
+from deploy.frontends.runtime import evaluate
+
+if TYPE_CHECKING:
+    import onnx
+    from numpy.typing import NDArray
+
+_DEFAULT = ("", "ai.onnx")
+_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike")
+_NEVER = (*_RANDOM, "Bernoulli", "Multinomial", "Constant", "Shape")
+# A constant may not make the file much larger: what Expand or Tile blow up stays a node.
+_LARGEST = 1 << 20  # elements
+
+
+def fold_constants(model: onnx.ModelProto) -> int:
+    """Turn constant nodes of the main graph into initializers, in place; counts the nodes.
+
+    Nodes that are random, have subgraphs, are of a custom domain, give a graph output or more
+    than 2**20 elements (and more than they read) are left.
+    """
+    graph = model.graph
+    shapes = static_shapes(graph)
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    outputs = {value.name for value in graph.output}
+    kept = []
+    for node in graph.node:
+        values = None
+        if node.domain in _DEFAULT and not outputs.intersection(node.output):
+            values = _values(model, node, constants, shapes)
+        if values is None:
+            kept.append(node)
+        else:
+            constants.update({tensor.name: tensor for tensor in values})
+            graph.initializer.extend(values)
+    folded = len(graph.node) - len(kept)
+    if folded:
+        replace_nodes(graph, kept)
+    return folded
+
+
+def _values(
+    model: onnx.ModelProto,
+    node: onnx.NodeProto,
+    constants: dict[str, onnx.TensorProto],
+    shapes: dict[str, tuple[int, ...]],
+) -> list[onnx.TensorProto] | None:
+    """What a node gives whatever the images are; None where that is not known."""
+    from onnx import numpy_helper
+
+    if node.op_type == "Constant":
+        return _constant(node)
+    if node.op_type == "Shape" and node.input[0] in shapes:
+        array = np.array(_slice_of_shape(node, shapes[node.input[0]]), np.int64)
+        return [numpy_helper.from_array(array, node.output[0])]
+    if node.op_type in _NEVER or not node.input or any(True for _ in subgraphs(node)):
+        return None
+    if any(name not in constants for name in reads(node)):
+        return None
+    return _evaluated(model, node, [constants[name] for name in dict.fromkeys(reads(node))])
+
+
+def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
+    """The tensor of a Constant node; None for sparse tensors."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    if len(node.attribute) != 1 or len(node.output) != 1:
+        return None
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        tensor = TensorProto.FromString(attribute.t.SerializeToString())
+        tensor.name = node.output[0]
+        return [tensor]
+    value = helper.get_attribute_value(attribute)
+    dtype = {"value_float": np.float32, "value_int": np.int64}.get(attribute.name.rstrip("s"))
+    if dtype is None:
+        return None
+    return [numpy_helper.from_array(np.asarray(value, dtype), node.output[0])]
+
+
+def _slice_of_shape(node: onnx.NodeProto, shape: tuple[int, ...]) -> tuple[int, ...]:
+    given = {attribute.name: attribute.i for attribute in node.attribute}
+    return shape[given.get("start", 0) : given.get("end", len(shape))]
+
+
+def _evaluated(
+    model: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto]
+) -> list[onnx.TensorProto] | None:
+    """Outputs of one node on constant inputs, by ONNX Runtime; None where it cannot."""
+    from onnx import ModelProto, NodeProto, helper, numpy_helper, shape_inference
+
+    names = [name for name in node.output if name]
+    alone = NodeProto.FromString(node.SerializeToString())
+    tiny = helper.make_model(
+        helper.make_graph([alone], "constant", [], [], inputs),
+        opset_imports=list(model.opset_import),
+        ir_version=model.ir_version,
+    )
+    try:
+        shapes = static_shapes(shape_inference.infer_shapes(tiny, data_prop=True).graph)
+        room = max(_LARGEST, *(int(np.prod(t.dims, dtype=np.int64)) for t in inputs))
+        if any(name not in shapes or _elements(shapes[name]) > room for name in names):
+            return None
+        tiny.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
+        arrays: list[NDArray[Any]] = evaluate(ModelProto.FromString(tiny.SerializeToString()), {})
+    # Both libraries raise many kinds of errors; whatever it is, the node stays where it was.
+    except Exception:
+        return None
+    return [numpy_helper.from_array(a, n) for a, n in zip(arrays, names, strict=True)]
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:  # Python integers: a hostile shape must not wrap around
+        count *= size
+    return count
+
+
+def static_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
+    """Tensors of the main graph whose shape is known to the last dimension."""
+    found: dict[str, tuple[int, ...]] = {t.name: tuple(t.dims) for t in graph.initializer}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        tensor = value.type.tensor_type
+        dims = tensor.shape.dim
+        if tensor.HasField("shape") and all(d.HasField("dim_value") for d in dims):
+            shape = tuple(d.dim_value for d in dims)
+            if all(size >= 0 for size in shape):
+                found[value.name] = shape
+    return found
+
+
+def remove_identity(graph: onnx.GraphProto) -> int:
+    """Remove Identity, and Dropout as it is in inference, in place; counts the nodes.
+
+    Its readers read what it read. One that gives a graph output stays, since that name must.
+    """
+    outputs = {value.name for value in graph.output}
+    counts = users(graph)
+    new_name: dict[str, str] = {}
+    kept = []
+    for node in graph.node:
+        if _passes_on(node, counts) and node.output[0] not in outputs:
+            new_name[node.output[0]] = new_name.get(node.input[0], node.input[0])
+        else:
+            kept.append(node)
+    removed = len(graph.node) - len(kept)
+    if removed:
+        rename_reads(kept, new_name)
+        replace_nodes(graph, kept)
+    return removed
+
+
+def _passes_on(node: onnx.NodeProto, counts: dict[str, int]) -> bool:
+    if node.domain not in _DEFAULT or not node.input or not node.output[0]:
+        return False
+    if node.op_type == "Identity":
+        return True
+    # Inputs of Dropout: data, ratio, training_mode; with the third one it may be training.
+    training = len(node.input) > 2 and node.input[2]
+    return (
+        node.op_type == "Dropout" and not training and not any(counts[o] for o in node.output[1:])
+    )

@@ -1,0 +1,109 @@
+"""Opset 7 to 12 lifted to 13, the first in which DequantizeLinear has a scale per channel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deploy.frontends.checks import first_line, opset_of
+from deploy.frontends.graphs import all_nodes, subgraphs
+
+if TYPE_CHECKING:
+    import onnx
+
+TARGET_OPSET = 13
+
+# Operators that mean the same thing, with the same inputs and attributes, in all of opset 7 to
+# 13 although their schema got a new number: only types were added.
+_SAME_MEANING = """
+    Abs Add And ArgMax ArgMin AveragePool Cast Ceil Compress Concat Constant ConstantOfShape
+    Conv ConvTranspose Cos DepthToSpace Div Elu Equal Erf Exp Expand Flatten Floor GRU Gather
+    GatherElements Gemm GlobalAveragePool GlobalMaxPool Greater HardSigmoid Identity If
+    InstanceNormalization IsNaN LRN LSTM LeakyRelu Less Log Loop MatMul Max MaxPool Mean Min Mod
+    Mul Neg NonZero Not OneHot Or PRelu Pow Range Reciprocal ReduceL1 ReduceL2 ReduceMax
+    ReduceMean ReduceMin ReduceProd Relu Reshape Shape Sigmoid Sign Sin Size SpaceToDepth Sqrt
+    Sub Sum Tan Tanh Tile Transpose Where Xor
+"""
+# The same for operators that changed their meaning, and then no more up to opset 13.
+_SAME_SINCE = {
+    "BatchNormalization": 9,
+    "Clip": 11,
+    "Pad": 11,
+    "Resize": 11,
+    "Slice": 10,
+    "TopK": 11,
+}
+
+
+def lift(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str | None]:
+    """The model at opset 13 or newer where that can be done, and a note on what happened.
+
+    Onnx's converter does it where it can. It does not go into subgraphs and knows no custom
+    domain: then, and where it fails, the number alone is raised if every operator in the model
+    means the same in opset 13; else the opset stays, and weights get one scale per tensor.
+    """
+    opset = opset_of(model)
+    if opset >= TARGET_OPSET:
+        return model, None
+    done = f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
+    reason = _why_not_converted(model)
+    if not reason:
+        try:
+            return _converted(model), done
+        except Exception as error:  # C++ behind a binding: no error class of its own
+            reason = f"onnx's version converter says: {first_line(error)}"
+    changed = _changed_meaning(model)
+    if changed:
+        return model, (
+            f"Left at opset {opset}, so weights get one scale per tensor: {reason}, and "
+            f"{', '.join(changed)} changed on the way to opset {TARGET_OPSET}."
+        )
+    _set_opset(model, TARGET_OPSET)
+    return model, done
+
+
+def _why_not_converted(model: onnx.ModelProto) -> str:
+    nodes = list(all_nodes(model.graph))
+    custom = sorted({node.domain for node in nodes} - {"", "ai.onnx"})
+    if custom:
+        return f"it has operators of the domain {', '.join(custom)}"
+    if any(True for node in nodes for _ in subgraphs(node)):
+        return "it has subgraphs"
+    return ""
+
+
+def _converted(model: onnx.ModelProto) -> onnx.ModelProto:
+    from onnx import version_converter
+
+    lifted = version_converter.convert_version(model, TARGET_OPSET)
+    before = {name for node in model.graph.node for name in node.output if name}
+    after = {name for node in lifted.graph.node for name in node.output if name}
+    missing = before - after
+    if missing:
+        raise ValueError(f"tensor '{min(missing)}' lost its name")
+    return lifted
+
+
+def _changed_meaning(model: onnx.ModelProto) -> list[str]:
+    """Operators of the default domain that opset 13 may define in another way."""
+    from onnx import defs
+
+    opset = opset_of(model)
+    same_meaning = set(_SAME_MEANING.split())
+
+    def same(op_type: str) -> bool:
+        if op_type in same_meaning or opset >= _SAME_SINCE.get(op_type, TARGET_OPSET):
+            return True
+        try:
+            old = defs.get_schema(op_type, opset, "").since_version
+            return old == defs.get_schema(op_type, TARGET_OPSET, "").since_version
+        except defs.SchemaError:
+            return False
+
+    used = {n.op_type for n in all_nodes(model.graph) if n.domain in ("", "ai.onnx")}
+    return sorted(op_type for op_type in used if not same(op_type))
+
+
+def _set_opset(model: onnx.ModelProto, version: int) -> None:
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx"):
+            entry.version = version

@@ -1,0 +1,240 @@
+"""ONNX files: read, checked, lifted to opset 13 and cleaned without changing what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.backends.base import TensorSpec
+from deploy.errors import ModelError
+from deploy.frontends import checks
+from deploy.frontends.base import LoadedModel
+from deploy.frontends.batchnorm import fold_batchnorm as fold_norms
+from deploy.frontends.digest import model_digest
+from deploy.frontends.fold import fold_constants, remove_identity
+from deploy.frontends.graphs import all_nodes, drop_dead, name_nodes, sort_nodes, subgraphs
+from deploy.frontends.lift import lift
+from deploy.frontends.reader import read_model, refuse_external
+from deploy.frontends.runtime import open_session
+
+if TYPE_CHECKING:
+    import onnx
+
+_ROUNDS = 8  # folding a Shape makes new constants; real models are done after two rounds
+_OLDEST_IR = 7  # the one that came with opset 13; IR 3 still wants weights among the inputs
+_ORT_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
+_RECURRENT = ("LSTM", "GRU", "RNN")
+
+
+def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:
+    """Load an ONNX file, or a model in memory, which is copied; see `deploy.frontends.load`.
+
+    Raises:
+        ModelError: one sentence on what is wrong with the model and what to do.
+    """
+    path, model = _read(source)
+    _check(model)
+    digest = model_digest(model)
+    model, notes = _clean(model, fold_batchnorm)
+    _check_cleaned(model)
+    name = path.stem if path else model.graph.name or "model"
+    inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
+    return LoadedModel(model, path, name, digest, tuple(notes), inputs, outputs)
+
+
+def _read(source: str | Path | onnx.ModelProto) -> tuple[Path | None, onnx.ModelProto]:
+    if isinstance(source, str | Path):
+        return Path(source), read_model(Path(source))
+    model = type(source)()
+    model.CopyFrom(source)
+    refuse_external(model)
+    return None, model
+
+
+def _check(model: onnx.ModelProto) -> None:
+    """Everything that can be judged before the graph is touched."""
+    checks.check_opset(model)
+    checks.check_float(model)
+    for tensor in model.graph.initializer:
+        checks.to_array(tensor)
+
+
+def _check_cleaned(model: onnx.ModelProto) -> None:
+    checks.check_valid(model)
+    checks.check_precision(model)
+    checks.check_weights(model)
+    _check_runs(model)
+
+
+def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProto, list[str]]:
+    """The cleaned model and what was done to it, in the order it was done."""
+    model.ir_version = max(model.ir_version, _OLDEST_IR)
+    notes: list[str | None] = [_free_inputs(model.graph)]
+    if model.functions:
+        model, note = _inline(model)
+        notes.append(note)
+        checks.check_float(model)
+    checks.check_ends(model)
+    _check_domains(model)
+    if sort_nodes(model.graph):
+        notes.append("Put the nodes into the order in which they run.")
+    name_nodes(model.graph)
+    model = _infer(model)  # also fills in the types of outputs
+    checks.check_valid(model)
+    model, lifted = lift(model)
+    notes.append(lifted)
+    model, done = _fold(model)
+    notes += done
+    if fold_batchnorm:
+        notes += _fold_norms(model.graph)
+    name_nodes(model.graph)
+    model = _infer(model)
+    notes += _left_float(model)
+    return model, [note for note in notes if note]
+
+
+def _free_inputs(graph: onnx.GraphProto) -> str | None:
+    """Take initializers off the list of inputs, where IR 3 had to put them."""
+    constants = {tensor.name for tensor in graph.initializer}
+    kept = [value for value in graph.input if value.name not in constants]
+    taken = len(graph.input) - len(kept)
+    if not taken:
+        return None
+    copies = [type(value).FromString(value.SerializeToString()) for value in kept]
+    del graph.input[:]
+    graph.input.extend(copies)
+    return f"Took {_count(taken, 'weight')} off the list of inputs; they are constants now."
+
+
+def _inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+    from onnx import inliner
+
+    count = len(model.functions)
+    try:
+        inlined = inliner.inline_local_functions(model)
+    except Exception as error:  # C++ behind a binding: no error class of its own
+        raise ModelError(
+            f"the model's functions must be valid ONNX, got: {checks.first_line(error)}; "
+            "export it again"
+        ) from error
+    return inlined, f"Replaced {_count(count, 'function')} by the nodes in them."
+
+
+def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
+    constants = identities = 0
+    model = _infer(model)
+    for _ in range(_ROUNDS):
+        identities += (removed := remove_identity(model.graph))
+        constants += (folded := fold_constants(model))
+        if not folded and not removed:
+            break
+        model = _infer(model)
+    dead = drop_dead(model.graph)
+    return model, [
+        sentence
+        for count, sentence in (
+            (constants, f"Folded {_count(constants, 'constant node')}."),
+            (identities, f"Removed {_count(identities, 'Identity or Dropout node')}."),
+            (dead, f"Removed {_count(dead, 'node')} that no output needs."),
+        )
+        if count
+    ]
+
+
+def _fold_norms(graph: onnx.GraphProto) -> list[str]:
+    folded, left = fold_norms(graph)
+    drop_dead(graph)
+    norms = "BatchNormalization node"
+    notes = []
+    if folded:
+        notes.append(f"Folded {_count(folded, norms)} into the layer before.")
+    if left:
+        notes.append(
+            f"Left {_count(left, norms)} in float: no Conv, ConvTranspose or Gemm before that "
+            "has constant weights and no other reader."
+        )
+    return notes
+
+
+def _left_float(model: onnx.ModelProto) -> list[str]:
+    """What the graph analysis will not go into."""
+    notes = []
+    control = sorted(n.op_type for n in model.graph.node if any(True for _ in subgraphs(n)))
+    recurrent = sorted(n.op_type for n in model.graph.node if n.op_type in _RECURRENT)
+    custom = sorted(f"{n.domain}.{n.op_type}" for n in model.graph.node if n.domain.strip("aionx."))
+    for what, types in (
+        ("and all nodes inside stay float", control),
+        ("stay float: recurrent layers", recurrent),
+        ("stay float: not of the standard operator set", custom),
+    ):
+        if types:
+            names = ", ".join(f"{types.count(t)} {t}" for t in sorted(set(types)))
+            notes.append(f"{names} {what}.")
+    return notes
+
+
+def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Shapes and types inferred afresh; of the file's own only those that inference lacks."""
+    from onnx import shape_inference
+
+    own = [type(value).FromString(value.SerializeToString()) for value in model.graph.value_info]
+    del model.graph.value_info[:]
+    try:
+        inferred = shape_inference.infer_shapes(model, data_prop=True)
+    except Exception as error:  # C++ behind a binding: no error class of its own
+        raise ModelError(
+            f"shapes of the model must fit together, got: {checks.first_line(error)}; "
+            "export it again"
+        ) from error
+    known = {value.name for value in inferred.graph.value_info}
+    made = {name for node in inferred.graph.node for name in node.output}
+    made -= {value.name for value in inferred.graph.output}
+    inferred.graph.value_info.extend(v for v in own if v.name in made and v.name not in known)
+    return inferred
+
+
+def _check_domains(model: onnx.ModelProto) -> None:
+    """Refuse operators that neither ONNX nor ONNX Runtime knows."""
+    for node in all_nodes(model.graph):
+        if node.domain not in _ORT_DOMAINS and not node.domain.startswith("com.microsoft"):
+            raise ModelError(
+                f"onnxruntime must know every operator, got {node.op_type} of the domain "
+                f"'{node.domain}' ('{node.name or next(iter(node.output), '')}'); export the "
+                "model with standard ONNX operators"
+            )
+
+
+def _check_runs(model: onnx.ModelProto) -> None:
+    try:
+        open_session(model)
+    except Exception as error:  # onnxruntime's errors share no base class
+        raise ModelError(
+            f"onnxruntime must load the model, got: {_runtime_reason(error)}; export it again "
+            "with operators that onnxruntime has on the CPU"
+        ) from error
+
+
+def _runtime_reason(error: Exception) -> str:
+    """Onnxruntime's message without its code and its own file names."""
+    text = checks.first_line(error).removeprefix("[ONNXRuntimeError] : ")
+    return text.split(" : ", 2)[-1]
+
+
+def _specs(values: object) -> tuple[TensorSpec, ...]:
+    return tuple(_spec(value) for value in values)  # type: ignore[attr-defined]
+
+
+def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    tensor = value.type.tensor_type
+    dims = tuple(_dimension(dim) for dim in tensor.shape.dim)
+    return TensorSpec(value.name, checks.type_name(tensor.elem_type), dims)
+
+
+def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    if dim.HasField("dim_param"):  # Paddle writes "?" for any dimension that it does not know
+        return dim.dim_param if dim.dim_param not in ("", "?") else None
+    return dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,189 @@
+"""Bytes to an `onnx.ModelProto` with all weights in it, or one sentence on what the file is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.errors import ModelError
+from deploy.frontends.graphs import all_nodes, subgraphs
+
+if TYPE_CHECKING:
+    import onnx
+
+_LIMIT = 2**31 - 1  # bytes of one protobuf message
+
+# (where, these bytes, what such a file is, the way out)
+_SIGNS: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"version https://git-lfs", "a Git LFS pointer", "run 'git lfs pull'"),
+    (0, b"PK\x03\x04", "a zip archive, as torch.save writes", "export the model to ONNX"),
+    (0, b"\x80\x02", "a Python pickle, as torch.save writes", "export the model to ONNX"),
+    (0, b"\x80\x03", "a Python pickle", "export the model to ONNX"),
+    (0, b"\x80\x04", "a Python pickle", "export the model to ONNX"),
+    (0, b"\x80\x05", "a Python pickle", "export the model to ONNX"),
+    (0, b"\x1f\x8b", "gzip-compressed", "unpack it first"),
+    (0, b"\x89HDF", "an HDF5 file", "export the model to ONNX"),
+    (4, b"ORTM", "in onnxruntime's own ORT format", "give the ONNX model it was made from"),
+    (4, b"TFL3", "a TensorFlow Lite model", "export the model to ONNX"),
+)
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """Read an ONNX file and the external data beside it.
+
+    Raises:
+        ModelError: no such file, not ONNX, truncated, too large, or external data amiss.
+    """
+    model = parse_model(_read_bytes(path), str(path))
+    _read_external(model, path)
+    return model
+
+
+def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
+    """Parse the bytes of an ONNX model; `shown` is what the error calls it."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    _refuse_others(data, shown)
+    try:
+        model = onnx.ModelProto()
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise ModelError(
+            f"{shown} must be an ONNX model, got {_describe(data)}; export or copy it again"
+        ) from error
+    if not model.HasField("graph") or not model.opset_import or not model.ir_version:
+        raise ModelError(
+            f"{shown} must be an ONNX model, got a file without graph, opset or IR version; "
+            "export or copy it again"
+        )
+    return model
+
+
+def refuse_external(model: onnx.ModelProto) -> None:
+    """A model in memory must have its weights in memory too."""
+    tensor = next(_external_tensors(model), None)
+    if tensor is not None:
+        raise ModelError(
+            f"a model given in memory must hold its weights, got '{tensor.name}' in an external "
+            "file; give the path of the model, or call onnx.load_external_data_for_model first"
+        )
+
+
+def _read_bytes(path: Path) -> bytes:
+    if path.is_dir():
+        raise ModelError(f"{path} must be an ONNX file, got a folder; name the file in it")
+    if not path.exists():
+        raise ModelError(f"{path} must be an ONNX file, got nothing there; check the path")
+    if not path.is_file():
+        raise ModelError(f"{path} must be an ONNX file, got a device or pipe; check the path")
+    try:
+        if path.stat().st_size > _LIMIT:
+            raise ModelError(
+                f"{path} must be below 2 GB, the limit of one protobuf message, got "
+                f"{path.stat().st_size / 2**30:.1f} GB; use a smaller model"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(
+            f"{path} must be readable, got: {error.strerror or error}; check its permissions"
+        ) from error
+
+
+def _refuse_others(data: bytes, shown: str) -> None:
+    if not data:
+        raise ModelError(f"{shown} must be an ONNX model, got an empty file; copy it again")
+    for start, sign, kind, remedy in _SIGNS:
+        if data[start : start + len(sign)] == sign:
+            raise ModelError(f"{shown} must be an ONNX model, got a file that is {kind}; {remedy}")
+
+
+def _describe(data: bytes) -> str:
+    """What bytes that are no protobuf look like."""
+    head = data[:512]
+    if all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head):
+        return "a text file"
+    return "bytes that do not parse (not ONNX, or truncated)"
+
+
+def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    import onnx
+
+    nodes = [*all_nodes(model.graph)]
+    for function in model.functions:
+        nodes += [inner for node in function.node for inner in (node, *_below(node))]
+    graphs = [model.graph, *(body for node in nodes for body in subgraphs(node))]
+    attributes = [attribute for node in nodes for attribute in node.attribute]
+    held = (
+        *(tensor for graph in graphs for tensor in graph.initializer),
+        *(attribute.t for attribute in attributes if attribute.HasField("t")),
+        *(tensor for attribute in attributes for tensor in attribute.tensors),
+    )
+    yield from (t for t in held if t.data_location == onnx.TensorProto.EXTERNAL)
+
+
+def _below(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    for body in subgraphs(node):
+        yield from all_nodes(body)
+
+
+def _read_external(model: onnx.ModelProto, path: Path) -> None:
+    """Move external data into the tensors; nothing outside the model's folder is opened."""
+    import onnx
+
+    total = model.ByteSize()
+    for tensor in _external_tensors(model):
+        entry = {pair.key: pair.value for pair in tensor.external_data}
+        data = _slice_of(path, tensor.name, entry, _LIMIT - total)
+        total += len(data)
+        tensor.raw_data = data
+        del tensor.external_data[:]
+        tensor.data_location = onnx.TensorProto.DEFAULT
+
+
+def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> bytes:
+    location = entry.get("location", "")
+    try:
+        offset, length = int(entry.get("offset", 0)), int(entry.get("length", -1))
+    except ValueError:
+        offset, length = -1, -1
+    file = _external_file(path, name, location)
+    size = file.stat().st_size
+    length = size - offset if length < 0 else length
+    if offset < 0 or length < 0 or offset + length > size:
+        raise ModelError(
+            f"external data of '{name}' must lie within its file, got bytes {offset} to "
+            f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
+        )
+    if length > room:
+        raise ModelError(
+            f"{path} with its external data must be below 2 GB, got more; use a smaller model"
+        )
+    try:
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(length)
+    except OSError as error:
+        raise ModelError(
+            f"external data {file} must be readable, got: {error.strerror or error}; "
+            "check its permissions"
+        ) from error
+
+
+def _external_file(path: Path, name: str, location: str) -> Path:
+    folder = Path(os.path.realpath(path.parent))
+    # Read through links first: a link that leads out of the folder escapes it as ".." does.
+    file = Path(os.path.realpath(folder / location)) if "\0" not in location else folder
+    if not location or Path(location).is_absolute() or folder not in file.parents:
+        raise ModelError(
+            f"external data of '{name}' must lie in the model's folder, got {location!a}; "
+            "save the model again with a relative location"
+        )
+    if not file.is_file():
+        raise ModelError(
+            f"external data of '{name}' must lie beside the model, got no file {file}; "
+            "copy it there under that name"
+        )
+    return file

@@ -1,0 +1,514 @@
+import gc
+import os
+import threading
+import time
+import zipfile
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deploy.backends.base import TensorSpec
+from deploy.errors import ConfigError, FeedError
+from deploy.feed import open_feed
+from deploy.preprocess import Preprocess
+from deploy.presets import preset
+from deploy.stream import Stream
+
+IMAGE = TensorSpec("image", "float32", ("n", 3, 16, 20))
+
+
+def write_image(path, seed=0, shape=(30, 40, 3), dtype=np.uint8, params=()):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = np.random.default_rng(seed).integers(0, np.iinfo(dtype).max, shape, dtype)
+    ok, encoded = cv2.imencode(path.suffix.lower(), data, list(params))
+    assert ok
+    path.write_bytes(encoded.tobytes())
+    return data
+
+
+@pytest.fixture
+def photos(tmp_path):
+    folder = tmp_path / "photos"
+    for index, name in enumerate(["b.png", "a.JPG", "sub/c.jpeg", "sub/deep/d.bmp", "e f.Png"]):
+        write_image(folder / name, index)
+    (folder / "notes.md").write_text("not an image")
+    (folder / ".hidden.png").write_bytes(b"")
+    return folder
+
+
+def collect(feed):
+    with feed.samples() as stream:
+        return list(stream)
+
+
+def run_name(feed):
+    return [s["image"].tobytes() for s in collect(feed)]
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "calib8-feed"]
+
+
+# ---- images ---------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_recursively_sorted_and_any_case(photos):
+    feed = open_feed(photos, [IMAGE])
+    assert feed.names == ("a.JPG", "b.png", "e f.Png", "sub/c.jpeg", "sub/deep/d.bmp")
+    assert len(feed) == 5
+    samples = collect(feed)
+    assert [s["image"].shape for s in samples] == [(1, 3, 16, 20)] * 5
+    assert all(s["image"].dtype == np.float32 for s in samples)
+    assert run_name(feed) == [s["image"].tobytes() for s in samples]
+    assert feed.labels is None
+    assert "preset 'unit'" in feed.notes[0]
+
+
+def test_pixels_are_those_of_the_file(tmp_path):
+    data = write_image(tmp_path / "x.png", 3, (16, 20, 3))
+    (sample,) = collect(open_feed(tmp_path, [IMAGE], preprocess=preset("raw")))
+    assert np.array_equal(sample["image"][0].transpose(1, 2, 0)[:, :, ::-1], data)
+
+
+def test_a_list_file_with_labels_spaces_comments_bom_and_crlf(photos):
+    listing = photos / "list.txt"
+    lines = ["# a comment", "e f.Png 3", "", "  sub/c.jpeg\t0  ", f"{photos / 'b.png'} 12"]
+    listing.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    feed = open_feed(str(listing), [IMAGE])
+    assert feed.labels == (3, 0, 12)
+    assert feed.names[:2] == ("e f.Png", "sub/c.jpeg")
+    assert len(collect(feed)) == 3
+
+
+def test_a_line_that_is_a_file_as_a_whole_has_no_label(tmp_path):
+    for name in ("shot 1", "shot"):
+        write_image(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.png").rename(tmp_path / name)
+    (tmp_path / "list.txt").write_text("shot 1\n")
+    feed = open_feed(tmp_path / "list.txt", [IMAGE])
+    assert feed.names == ("shot 1",)
+    assert feed.labels is None
+
+
+def test_one_image_is_a_feed_of_one(photos):
+    assert len(collect(open_feed(photos / "b.png", [IMAGE]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "suffix"),
+    [
+        ((30, 40), np.uint8, ".png"),
+        ((30, 40, 4), np.uint8, ".png"),
+        ((30, 40, 3), np.uint16, ".png"),
+        ((30, 40), np.uint16, ".tiff"),
+        ((1, 1, 3), np.uint8, ".png"),
+    ],
+)
+def test_grey_alpha_16_bit_and_tiny_pictures_are_read_as_colour(tmp_path, shape, dtype, suffix):
+    data = write_image(tmp_path / f"x{suffix}", 1, shape, dtype)
+    if shape == (30, 40, 3):  # the upper byte of 16 bits
+        spec = TensorSpec("image", "float32", (1, 3, 30, 40))
+        (sample,) = collect(open_feed(tmp_path, [spec], preprocess=preset("raw")))
+        assert np.abs(sample["image"][0].transpose(1, 2, 0)[:, :, ::-1] - data / 256).max() <= 1
+    (sample,) = collect(open_feed(tmp_path, [IMAGE]))
+    assert sample["image"].shape == (1, 3, 16, 20)
+
+
+def test_exif_orientation_is_applied(tmp_path):
+    stored = np.zeros((16, 32, 3), np.uint8)
+    stored[:, 16:] = 255
+    encoded = cv2.imencode(".jpg", stored)[1].tobytes()
+    exif = (
+        b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"  # rotate 90 cw
+    )
+    segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif
+    (tmp_path / "x.jpg").write_bytes(encoded[:2] + segment + encoded[2:])
+    spec = TensorSpec("image", "float32", (1, 3, 32, 16))
+    (sample,) = collect(open_feed(tmp_path, [spec]))
+    assert sample["image"][0, 0, :14].max() < 0.1
+    assert sample["image"][0, 0, 18:].min() > 0.9
+
+
+def test_uint8_and_float16_inputs(photos):
+    spec = TensorSpec("image", "uint8", (1, 3, 16, 20))
+    samples = collect(open_feed(photos, [spec], preprocess=preset("raw")))
+    assert samples[0]["image"].dtype == np.uint8
+    with pytest.raises(FeedError, match="use the preset 'raw'"):
+        open_feed(photos, [spec])
+    half = TensorSpec("image", "float16", (1, 3, 16, 20))
+    assert collect(open_feed(photos, [half]))[0]["image"].dtype == np.float16
+    with pytest.raises(FeedError, match="int64"):
+        open_feed(photos, [TensorSpec("image", "int64", (1, 3, 16, 20))])
+
+
+# ---- what is told ---------------------------------------------------------------------------
+
+
+def broken_files(folder):
+    good = (folder / "b.png").read_bytes()
+    jpeg = (folder / "a.JPG").read_bytes()
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 0xFF
+    return {
+        "bad0.png": b"",
+        "bad1.png": good[: len(good) // 2],
+        "bad2.png": bytes(flipped),
+        "bad3.jpg": jpeg[: len(jpeg) // 2],
+        "bad4.jpg": b"hello, this is no picture",
+        "bad5.png": good[:8],
+    }
+
+
+def test_broken_images_are_told_by_name_or_skipped_and_stderr_stays_quiet(photos, capfd):
+    bad = broken_files(photos)
+    for name, data in bad.items():
+        (photos / name).write_bytes(data)
+        with pytest.raises(FeedError, match=rf"{name}.*--skip-bad"):
+            collect(open_feed(photos, [IMAGE]))
+        feed = open_feed(photos, [IMAGE], skip_bad=True)
+        assert len(collect(feed)) == 5
+        assert name in feed.skipped[0]
+        assert len(feed) == 5
+        assert "1 skipped" in feed.notes[-1]
+        (photos / name).unlink()
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    assert captured.out == ""
+
+
+def test_labels_follow_the_images_that_were_not_skipped(photos):
+    (photos / "bad.png").write_bytes(b"x")
+    (photos / "l.txt").write_text("a.JPG 1\nbad.png 2\ngone.png 4\nb.png 3\n")
+    feed = open_feed(photos / "l.txt", [IMAGE], skip_bad=True)
+    assert len(collect(feed)) == 2
+    assert feed.labels == (1, 3)
+    assert feed.names == ("a.JPG", "b.png")
+    with pytest.raises(FeedError, match=r"1 of 4 .*gone\.png"):
+        open_feed(photos / "l.txt", [IMAGE])
+
+
+def test_when_all_are_bad_skipping_does_not_help(tmp_path):
+    (tmp_path / "x.png").write_bytes(b"x")
+    with pytest.raises(FeedError, match="all 1 were skipped"):
+        collect(open_feed(tmp_path, [IMAGE], skip_bad=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "got no line"),
+        ("# only this\n", "got no line"),
+        ("a.JPG 1\nb.png\n", "1 of 2 without, the first on line 2"),
+        ("a.JPG cat\n", "whole number from 0, got 'cat' on line 1"),
+        ("a.JPG -1\n", "whole number from 0, got '-1'"),
+        ("a.JPG 1.5\n", "whole number"),
+        ("nothere.png\n", r"1 of 1 .*nothere\.png"),
+        ("a\0b\n", "got a file that is none of these"),
+        ("\xff\xfea\0", "got a file that is none of these"),
+    ],
+)
+def test_wrong_list_files_are_told(photos, content, message):
+    (photos / "l.txt").write_bytes(content.encode("latin-1"))
+    with pytest.raises(FeedError, match=message):
+        open_feed(photos / "l.txt", [IMAGE])
+
+
+def test_wrong_sources_are_told(tmp_path, photos):
+    with pytest.raises(FeedError, match="does not exist"):
+        open_feed(tmp_path / "nowhere", [IMAGE])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(FeedError, match=r"must hold images .*got none"):
+        open_feed(empty, [IMAGE])
+    two = [IMAGE, TensorSpec("state", "float32", (1, 4))]
+    with pytest.raises(FeedError, match=r"images feed one input, the model has 2.*\.npz"):
+        open_feed(photos, two)
+    with pytest.raises(FeedError, match="must have an input"):
+        open_feed(photos, [])
+    with pytest.raises(ConfigError, match="limit must be 1 or more"):
+        open_feed(photos, [IMAGE], limit=0)
+
+
+def test_a_file_name_that_is_no_utf8_is_shown_and_fed(tmp_path):
+    write_image(tmp_path / "x.png")
+    odd = os.fsencode(tmp_path) + b"/\xff\n.png"
+    os.rename(tmp_path / "x.png", odd)
+    feed = open_feed(tmp_path, [IMAGE])
+    assert len(collect(feed)) == 1
+    feed.manifest()
+    with open(odd, "wb") as file:
+        file.write(b"x")
+    with pytest.raises(FeedError, match=r"\\xff\\n\.png"):
+        collect(open_feed(tmp_path, [IMAGE]))
+
+
+# ---- limit, batch, manifest -----------------------------------------------------------------
+
+
+def test_a_limit_is_spread_over_the_folder(photos):
+    feed = open_feed(photos, [IMAGE], limit=2)
+    assert feed.names == ("a.JPG", "e f.Png")
+    assert "2 of 5" in feed.notes[-1]
+    assert len(collect(feed)) == 2
+
+
+def test_a_fixed_batch_is_filled_with_the_first_samples(photos):
+    spec = TensorSpec("image", "float32", (4, 3, 16, 20))
+    feed = open_feed(photos, [spec])
+    batches = [s["image"] for s in collect(feed)]
+    single = [s["image"] for s in collect(open_feed(photos, [IMAGE]))]
+    assert len(feed) == len(batches) == 2
+    assert np.array_equal(batches[0], np.concatenate(single[:4]))
+    assert np.array_equal(batches[1], np.concatenate([single[4], *single[:3]]))
+    assert "filled with the first 3 samples" in feed.notes[-1]
+    huge = TensorSpec("image", "float32", (12, 3, 16, 20))
+    (batch,) = collect(open_feed(photos, [huge]))
+    assert np.array_equal(batch["image"][10:], np.concatenate(single[:2]))
+
+
+def test_the_manifest_follows_the_bytes_the_names_and_the_options(photos):
+    def manifest(**options):
+        return open_feed(photos, [IMAGE], **options).manifest()
+
+    base = manifest()
+    assert base == manifest()
+    assert base["count"] == 5
+    mean = manifest(preprocess=Preprocess(mean=(0.25,)))
+    assert (mean["sha256"], mean["preprocess"] != base["preprocess"]) == (base["sha256"], True)
+    assert manifest(limit=4)["names_sha256"] != base["names_sha256"]
+    data = (photos / "b.png").read_bytes()
+    (photos / "b.png").write_bytes(data + b"\0")
+    touched = manifest()
+    assert touched["sha256"] != base["sha256"]
+    assert touched["names_sha256"] == base["names_sha256"]
+    (photos / "b.png").write_bytes(data)
+    assert manifest() == base
+    (photos / "b.png").rename(photos / "b2.png")
+    assert manifest()["names_sha256"] != base["names_sha256"]
+
+
+# ---- arrays ---------------------------------------------------------------------------------
+
+BATCH = np.random.default_rng(0).standard_normal((5, 3, 16, 20)).astype(np.float32)
+
+
+def values(feed, name="image"):
+    return np.concatenate([s[name] for s in collect(feed)])
+
+
+@pytest.mark.parametrize("form", ["npy", "npz", "compressed", "fortran", "stacked", "labelled"])
+def test_array_files(tmp_path, form):
+    path = tmp_path / ("x.npy" if form in ("npy", "fortran", "stacked") else "x.npz")
+    if form == "npy":
+        np.save(path, BATCH)
+    elif form == "fortran":
+        np.save(path, np.asfortranarray(BATCH))
+    elif form == "stacked":
+        np.save(path, BATCH[:, None])
+    elif form == "npz":
+        np.savez(path, anything=BATCH)
+    elif form == "compressed":
+        np.savez_compressed(path, image=BATCH)
+    else:
+        np.savez(path, image=BATCH, labels=np.arange(5))
+    feed = open_feed(path, [IMAGE])
+    assert np.array_equal(values(feed), BATCH)
+    assert feed.labels == ((0, 1, 2, 3, 4) if form == "labelled" else None)
+    assert any("compressed" in n for n in feed.notes) == (form == "compressed")
+    assert feed.manifest()["sha256"] == open_feed([BATCH], [IMAGE]).manifest()["sha256"]
+
+
+def test_several_inputs_by_name_with_a_state_and_a_scalar(tmp_path):
+    specs = [
+        TensorSpec("x", "float32", (None, 8)),
+        TensorSpec("state", "float32", (2, "n", 4)),
+        TensorSpec("rate", "int64", ()),
+    ]
+    x = np.arange(24, dtype=np.float32).reshape(3, 8)
+    state = np.ones((2, 1, 4), np.float32)
+    np.savez(tmp_path / "x.npz", x=x, state=state, rate=np.int64(16000))
+    samples = collect(open_feed(tmp_path / "x.npz", specs))
+    assert [s["x"].shape for s in samples] == [(1, 8)] * 3
+    assert all(s["state"].shape == (2, 1, 4) and s["rate"].shape == () for s in samples)
+    items = [{"x": x[i], "state": state, "rate": 16000} for i in range(3)]
+    again = collect(open_feed(items, specs))
+    assert all(np.array_equal(a[k], b[k]) for a, b in zip(samples, again, strict=True) for k in a)
+    stacked = np.stack([state] * 3)
+    np.savez(tmp_path / "y.npz", x=x, state=stacked, rate=np.full(3, 16000))
+    assert len(collect(open_feed(tmp_path / "y.npz", specs))) == 3
+
+
+@pytest.mark.parametrize("chunks", [[5], [1, 4], [2, 2, 1]])
+def test_iterables_give_the_same_samples_however_they_are_cut(chunks):
+    parts = np.split(BATCH, np.cumsum(chunks)[:-1])
+    listed = open_feed(parts, [IMAGE])
+    named = open_feed([{"image": p} for p in parts], [IMAGE])
+    spooled = open_feed((p for p in parts), [IMAGE])
+    for feed in (listed, named, spooled):
+        assert np.array_equal(values(feed), BATCH)
+        assert np.array_equal(values(feed), BATCH)
+        assert feed.manifest()["sha256"] == listed.manifest()["sha256"]
+        assert len(feed) == 5
+    assert listed.notes == ()
+    assert "temporary file" in spooled.notes[0]
+    assert np.array_equal(values(open_feed(list(BATCH), [IMAGE])), BATCH)
+    assert np.array_equal(values(open_feed(BATCH, [IMAGE])), BATCH)
+
+
+def test_a_fixed_batch_of_arrays(tmp_path):
+    spec = TensorSpec("image", "float32", (2, 3, 16, 20))
+    feed = open_feed(BATCH, [spec])
+    assert [s["image"].shape[0] for s in collect(feed)] == [2, 2, 2]
+    assert np.array_equal(values(feed), np.concatenate([BATCH, BATCH[:1]]))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (BATCH.astype(np.float64), r"dtype of the input .*\.astype\('float32'\)"),
+        ((BATCH * 9).astype(np.uint8), "must be preprocessed first"),
+        (BATCH[:, :, :8], "must fit the input 'image'"),
+        (BATCH.transpose(0, 2, 3, 1), r"turn it with \.transpose\(0, 3, 1, 2\)"),
+        (BATCH[:0], "must give samples, got none"),
+        ([(BATCH, np.arange(5))], r"got a tuple of 2; where a loader gives"),
+        ([{"image": BATCH, "more": BATCH}], r"must name exactly the inputs \['image'\]"),
+        ([{"picture": BATCH}], "must name exactly the inputs"),
+        (["a string"], "array of numbers"),
+        ([], "got none"),
+        ([object()], "array of numbers"),
+    ],
+)
+def test_wrong_arrays_are_told(value, message):
+    with pytest.raises(FeedError, match=message):
+        open_feed(value, [IMAGE])
+
+
+def test_nan_is_told_by_sample_and_input_or_skipped():
+    bad = BATCH.copy()
+    bad[3, 0, 0, :2] = np.nan, np.inf
+    with pytest.raises(FeedError, match=r"sample 3 of .* holds 2 NaN or Inf .*'image'"):
+        collect(open_feed(bad, [IMAGE]))
+    feed = open_feed(bad, [IMAGE], skip_bad=True)
+    assert np.array_equal(values(feed), np.delete(BATCH, 3, 0))
+    assert len(feed) == 4
+
+
+def test_preprocessing_of_arrays_is_refused():
+    with pytest.raises(ConfigError, match="arrays are fed as they are"):
+        open_feed(BATCH, [IMAGE], preprocess=preset("imagenet"))
+
+
+def test_arrays_that_hold_objects_or_do_not_agree_are_told(tmp_path):
+    np.save(tmp_path / "o.npy", np.array([{}], object), allow_pickle=True)
+    np.savez(tmp_path / "o.npz", image=np.array([{}], object))
+    for name in ("o.npy", "o.npz"):
+        with pytest.raises(FeedError, match="cannot be read as plain numpy arrays"):
+            open_feed(tmp_path / name, [IMAGE])
+    np.savez(tmp_path / "l.npz", image=BATCH, labels=np.arange(4))
+    with pytest.raises(FeedError, match="one label per sample, got 4 for 5"):
+        open_feed(tmp_path / "l.npz", [IMAGE])
+    specs = [IMAGE, TensorSpec("z", "float32", (1, 2))]
+    np.savez(tmp_path / "n.npz", image=BATCH, z=np.zeros((4, 2), np.float32))
+    with pytest.raises(FeedError, match="as many samples, got image: 5, z: 4"):
+        open_feed(tmp_path / "n.npz", specs)
+    np.savez(tmp_path / "m.npz", image=BATCH)
+    with pytest.raises(FeedError, match=r"exactly the inputs \['image', 'z'\], got \['image'\]"):
+        open_feed(tmp_path / "m.npz", specs)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_damaged_array_files_end_in_a_feed_error_or_in_samples(tmp_path, data):
+    source = tmp_path / data.draw(st.sampled_from(["a.npy", "b.npz", "c.npz"]))
+    small = np.arange(12, dtype=np.float32).reshape(3, 4)
+    if source.name == "a.npy":
+        np.save(source, small)
+    elif source.name == "b.npz":
+        np.savez(source, x=small)
+    else:
+        np.savez_compressed(source, x=small)
+    content = bytearray(source.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(content)))
+    source.write_bytes(content[: cut if data.draw(st.booleans()) else None])
+    try:
+        collect(open_feed(source, [TensorSpec("x", "float32", ("n", 4))]))
+    except FeedError as error:
+        assert source.name in str(error)
+
+
+def test_a_zip_that_is_no_npz_is_told(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    with pytest.raises(FeedError, match="cannot be read as plain numpy arrays"):
+        open_feed(tmp_path / "x.npz", [IMAGE])
+
+
+# ---- the stream -----------------------------------------------------------------------------
+
+
+def test_several_workers_share_one_stream_and_miss_nothing():
+    feed = open_feed([np.full((1, 3, 16, 20), i, np.float32) for i in range(200)], [IMAGE])
+    seen, lock = [], threading.Lock()
+
+    def work(stream):
+        for sample in stream:
+            with lock:
+                seen.append(int(sample["image"][0, 0, 0, 0]))
+
+    with feed.samples() as stream:
+        workers = [threading.Thread(target=work, args=(stream,)) for _ in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(30)
+            assert not worker.is_alive()
+    assert sorted(seen) == list(range(200))
+
+
+def test_an_exception_crosses_over_after_the_good_samples():
+    def produce():
+        yield 1
+        yield 2
+        raise FeedError("image x is bad")
+
+    stream = Stream(produce)
+    assert [next(stream), next(stream)] == [1, 2]
+    with pytest.raises(FeedError, match="image x is bad"):
+        next(stream)
+    assert list(stream) == []
+    stream.close()
+
+
+def test_leaving_early_ends_the_thread_and_the_queue_is_bounded():
+    made = []
+
+    def produce():
+        for i in range(10_000):
+            made.append(i)
+            yield i
+
+    with Stream(produce, depth=3) as stream:
+        assert next(stream) == 0
+        time.sleep(0.2)
+        assert len(made) <= 6
+    assert not threads()
+    stream.close()
+    assert list(stream) == []
+
+
+def test_a_dropped_stream_ends_its_thread():
+    stream = Stream(lambda: iter(range(10_000)))
+    next(stream)
+    del stream
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads()

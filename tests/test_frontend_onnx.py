@@ -1,0 +1,367 @@
+"""Loading ONNX: what is cleaned, that values and names stay, and what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.errors import ModelError
+from deploy.frontends import FRONTENDS, load
+from deploy.frontends.graphs import all_nodes
+
+F32 = TensorProto.FLOAT
+RNG = np.random.default_rng(7)
+
+
+def floats(name, *shape):
+    return numpy_helper.from_array(RNG.normal(size=shape).astype(np.float32), name)
+
+
+def ints(name, *values):
+    return numpy_helper.from_array(np.array(values, np.int64), name)
+
+
+def float_output(name):
+    return helper.make_tensor_value_info(name, F32, None)
+
+
+def model_of(nodes, weights=(), *, inputs=None, outputs=None, opset=13, ir=8, extra=()):
+    inputs = inputs or [helper.make_tensor_value_info("x", F32, ["n", 3, 8, 8])]
+    outputs = outputs or [float_output(nodes[-1].output[0])]
+    graph = helper.make_graph(list(nodes), "g", inputs, outputs, list(weights))
+    imports = [helper.make_opsetid("", opset), *extra]
+    return helper.make_model(graph, opset_imports=imports, ir_version=ir)
+
+
+def norm(name, source, target, channels, **attributes):
+    """A BatchNormalization node and its four parameters."""
+    variance = RNG.uniform(0.2, 2, channels).astype(np.float32)
+    weights = [floats(f"{name}_{p}", channels) for p in ("gamma", "beta", "mean")]
+    weights.append(numpy_helper.from_array(variance, f"{name}_var"))
+    names = [source, *(w.name for w in weights)]
+    return helper.make_node("BatchNormalization", names, [target], name=name, **attributes), weights
+
+
+def run(model, x, names=None):
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options)
+    return session.run(names, {session.get_inputs()[0].name: x})
+
+
+def types(model):
+    return [node.op_type for node in model.graph.node]
+
+
+def sample(*shape):
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
+# ---------------------------------------------------------------- folding
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["Conv", "ConvTranspose", "grouped", "Gemm", "GemmT"])
+def test_batchnorm_folds_into_the_layer_and_keeps_its_own_output_name(kind, bias):
+    x = sample(2, 4, 6, 6)
+    if kind.startswith("Gemm"):
+        x = sample(5, 4)
+        weight = floats("w", 6, 4) if kind == "GemmT" else floats("w", 4, 6)
+        attributes = {"transB": int(kind == "GemmT"), "alpha": 0.5, "beta": 2.0}
+        op, inputs = "Gemm", [helper.make_tensor_value_info("x", F32, ["n", 4])]
+    else:
+        inputs = [helper.make_tensor_value_info("x", F32, ["n", 4, 6, 6])]
+        attributes = {"group": 2} if kind != "Conv" else {}
+        op = "Conv" if kind in ("Conv", "grouped") else "ConvTranspose"
+        weight = floats(
+            "w", *{"Conv": (6, 4, 3, 3), "grouped": (6, 2, 3, 3)}.get(kind, (4, 3, 3, 3))
+        )
+    weights = [weight, floats("b", 6)] if bias else [weight]
+    layer = helper.make_node(op, ["x", *(w.name for w in weights)], ["c"], **attributes)
+    bn, parameters = norm("bn", "c", "y", 6, epsilon=1e-3)
+    model = model_of([layer, bn], [*weights, *parameters], inputs=inputs)
+    loaded = load(model)
+    assert types(loaded.model) == [op]
+    assert loaded.model.graph.node[0].output[0] == "y"
+    np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
+    assert any("Folded 1 BatchNormalization" in note for note in loaded.notes)
+    assert "BatchNormalization" in types(load(model, fold_batchnorm=False).model)
+
+
+def test_batchnorm_stays_where_its_input_is_needed_elsewhere():
+    conv = helper.make_node("Conv", ["x", "w"], ["c"])
+    bn, parameters = norm("bn", "c", "y", 4)
+    weights = [floats("w", 4, 3, 1, 1), *parameters]
+    add = helper.make_node("Add", ["c", "y"], ["z"])
+    two_users = model_of([conv, bn, add], weights)
+    is_output = model_of([conv, bn], weights, outputs=[float_output(n) for n in ("c", "y")])
+    for model in (two_users, is_output):
+        loaded = load(model)
+        assert "BatchNormalization" in types(loaded.model)
+        assert any("Left 1 BatchNormalization" in note for note in loaded.notes)
+
+
+def test_a_weight_shared_by_two_convs_is_not_scaled_for_both():
+    convs = [helper.make_node("Conv", ["x", "w"], [out]) for out in ("c", "d")]
+    bn, parameters = norm("bn", "c", "y", 4)
+    add = helper.make_node("Add", ["d", "y"], ["z"])
+    model = model_of([*convs, bn, add], [floats("w", 4, 3, 1, 1), *parameters])
+    x = sample(1, 3, 8, 8)
+    loaded = load(model)
+    assert types(loaded.model) == ["Conv", "Conv", "Add"]
+    np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_batchnorm_with_a_negative_variance_is_left_alone():
+    conv = helper.make_node("Conv", ["x", "w"], ["c"])
+    bn, parameters = norm("bn", "c", "y", 4)
+    parameters[3].CopyFrom(numpy_helper.from_array(np.full(4, -1, np.float32), "bn_var"))
+    loaded = load(model_of([conv, bn], [floats("w", 4, 3, 1, 1), *parameters]))
+    assert types(loaded.model) == ["Conv", "BatchNormalization"]
+
+
+def test_pads_computed_from_constants_become_one_constant():
+    nodes = [
+        helper.make_node("Constant", [], ["four"], value_ints=[4]),
+        helper.make_node("ConstantOfShape", ["four"], ["zeros"], value=ints("v", 0)),
+        helper.make_node("Constant", [], ["given"], value=ints("g", 0, 1, 0, 1)),
+        helper.make_node("Concat", ["given", "zeros"], ["all"], axis=0),
+        helper.make_node("Reshape", ["all", "shape"], ["pairs"]),
+        helper.make_node("Slice", ["pairs", "start", "end", "axis", "step"], ["back"]),
+        helper.make_node("Transpose", ["back"], ["turned"], perm=[1, 0]),
+        helper.make_node("Reshape", ["turned", "minus"], ["flat"]),
+        helper.make_node("Cast", ["flat"], ["pads"], to=TensorProto.INT64),
+        helper.make_node("Pad", ["x", "pads"], ["y"], mode="constant"),
+    ]
+    weights = [
+        ints("shape", -1, 2),
+        ints("start", -1),
+        ints("end", -(2**62)),
+        ints("axis", 0),
+        ints("step", -1),
+        ints("minus", -1),
+    ]
+    model = model_of(nodes, weights)
+    loaded = load(model)
+    assert types(loaded.model) == ["Pad"]
+    assert "Folded 9 constant nodes." in loaded.notes
+    x = sample(2, 3, 8, 8)
+    np.testing.assert_array_equal(run(loaded.model, x)[0], run(model, x)[0])
+
+
+def test_shape_of_a_static_input_is_a_constant_and_of_a_dynamic_one_is_not():
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Reshape", ["x", "s"], ["y"]),
+    ]
+    static = [helper.make_tensor_value_info("x", F32, [1, 3, 8, 8])]
+    assert types(load(model_of(nodes, inputs=static)).model) == ["Reshape"]
+    assert types(load(model_of(nodes)).model) == ["Shape", "Reshape"]
+
+
+def test_random_and_huge_constants_stay_nodes():
+    nodes = [
+        helper.make_node("ConstantOfShape", ["shape"], ["big"]),
+        helper.make_node("ReduceMax", ["big"], ["m"], keepdims=0),
+        helper.make_node("RandomUniform", [], ["r"], shape=[1]),
+        helper.make_node("Add", ["m", "r"], ["s"]),
+        helper.make_node("Add", ["x", "s"], ["y"]),
+    ]
+    loaded = load(model_of(nodes, [ints("shape", 2**40)]))
+    assert types(loaded.model)[0] == "ConstantOfShape"
+    assert "RandomUniform" in types(loaded.model)
+
+
+def test_identity_and_dropout_go_and_graph_outputs_keep_their_names():
+    nodes = [
+        helper.make_node("Identity", ["w"], ["w2"]),
+        helper.make_node("Conv", ["x", "w2"], ["c"]),
+        helper.make_node("Identity", ["c"], ["c2"]),
+        helper.make_node("Dropout", ["c2"], ["c3"]),
+        helper.make_node("Relu", ["c3"], ["r"]),
+        helper.make_node("Identity", ["r"], ["y"]),
+    ]
+    model = model_of(nodes, [floats("w", 4, 3, 1, 1)])
+    loaded = load(model)
+    assert types(loaded.model) == ["Conv", "Relu", "Identity"]
+    assert [o.name for o in loaded.outputs] == ["y"]
+    x = sample(1, 3, 8, 8)
+    np.testing.assert_array_equal(run(loaded.model, x)[0], run(model, x)[0])
+
+
+def test_a_tensor_that_only_a_subgraph_reads_is_renamed_there_and_not_dead():
+    def branch(name, op):
+        node = helper.make_node(op, ["c"], [name])
+        return helper.make_graph([node], name, [], [float_output(name)])
+
+    choose = helper.make_node(
+        "If", ["flag"], ["y"], then_branch=branch("t", "Relu"), else_branch=branch("e", "Neg")
+    )
+    nodes = [
+        helper.make_node("Abs", ["x"], ["a"]),
+        helper.make_node("Identity", ["a"], ["c"]),
+        choose,
+    ]
+    flag = helper.make_tensor_value_info("flag", TensorProto.BOOL, [])
+    x = helper.make_tensor_value_info("x", F32, ["n", 3])
+    model = model_of(nodes, inputs=[x, flag])
+    loaded = load(model)
+    assert types(loaded.model) == ["Abs", "If"]
+    assert any("If and all nodes inside stay float" in note for note in loaded.notes)
+    assert [i.dtype for i in loaded.inputs] == ["float32", "bool"]
+    assert loaded.inputs[0].shape == ("n", 3)
+
+
+def test_dead_nodes_and_unread_weights_go():
+    nodes = [helper.make_node("Neg", ["x"], ["dead"]), helper.make_node("Relu", ["x"], ["y"])]
+    outputs = [float_output("y")]
+    loaded = load(model_of(nodes, [floats("unread", 5)], outputs=outputs))
+    assert types(loaded.model) == ["Relu"]
+    assert not loaded.model.graph.initializer
+
+
+def test_nodes_in_a_wrong_order_are_sorted_and_a_cycle_is_refused():
+    a, b = helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["y"])
+    outputs = [float_output("y")]
+    assert types(load(model_of([b, a], outputs=outputs)).model) == ["Relu", "Neg"]
+    loop = helper.make_node("Add", ["x", "y"], ["a"])
+    with pytest.raises(ModelError, match="cycle"):
+        load(model_of([loop, b], outputs=outputs))
+
+
+def test_node_names_are_unique_and_made_from_the_output():
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Relu", ["a"], ["b"], name="same"),
+        helper.make_node("Relu", ["b"], ["c"], name="same"),
+    ]
+    names = [node.name for node in load(model_of(nodes)).model.graph.node]
+    assert names == ["Relu_a", "same", "same_1"]
+
+
+# ---------------------------------------------------------------- lifting
+
+
+@pytest.mark.parametrize("opset", [7, 9, 11, 12])
+def test_old_opsets_are_lifted_and_weights_leave_the_inputs(opset):
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node("Softmax", ["c"], ["s"]),
+        helper.make_node("Unsqueeze", ["s"], ["y"], axes=[0]),
+    ]
+    weight = floats("w", 4, 3, 1, 1)
+    inputs = [
+        helper.make_tensor_value_info("x", F32, [2, 3, 8, 8]),
+        helper.make_tensor_value_info("w", F32, [4, 3, 1, 1]),
+    ]
+    model = model_of(nodes, [weight], inputs=inputs, opset=opset, ir=3)
+    loaded = load(model)
+    assert loaded.model.opset_import[0].version == 13
+    assert [i.name for i in loaded.inputs] == ["x"]
+    assert {"c", "s", "y"} <= {o for n in loaded.model.graph.node for o in n.output}
+    assert any(note.startswith(f"Lifted from opset {opset} to 13") for note in loaded.notes)
+    x = sample(2, 3, 8, 8)
+    np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-6, atol=1e-7)
+
+
+def if_model(inner, opset):
+    value = float_output
+    bodies = [
+        helper.make_graph([helper.make_node(inner, ["x"], [n])], n, [], [value(n)]) for n in "te"
+    ]
+    choose = helper.make_node("If", ["flag"], ["y"], then_branch=bodies[0], else_branch=bodies[1])
+    flag = helper.make_tensor_value_info("flag", TensorProto.BOOL, [])
+    x = helper.make_tensor_value_info("x", F32, [2, 3, 4])
+    return model_of([choose], inputs=[x, flag], opset=opset)
+
+
+def test_subgraphs_are_lifted_only_where_every_operator_means_the_same():
+    assert load(if_model("Relu", 11)).model.opset_import[0].version == 13
+    loaded = load(if_model("Softmax", 11))
+    assert loaded.model.opset_import[0].version == 11
+    assert any("Left at opset 11" in note and "Softmax" in note for note in loaded.notes)
+
+
+# ---------------------------------------------------------------- identity of a model
+
+
+def small():
+    rng = np.random.default_rng(3)
+    weight = numpy_helper.from_array(rng.normal(size=(4, 3, 3, 3)).astype(np.float32), "w")
+    bias = numpy_helper.from_array(rng.normal(size=4).astype(np.float32), "b")
+    return model_of([helper.make_node("Conv", ["x", "w", "b"], ["y"])], [weight, bias])
+
+
+def test_the_digest_sees_weights_and_graph_but_not_the_layout_of_the_file(tmp_path):
+    model = small()
+    digest = load(model).digest
+    inside, outside = tmp_path / "inside.onnx", tmp_path / "outside.onnx"
+    onnx.save(model, inside)
+    onnx.save(small(), outside, save_as_external_data=True, location="w.bin", size_threshold=0)
+    assert (tmp_path / "w.bin").is_file()
+    assert load(inside).digest == load(str(outside)).digest == digest
+    typed = small()
+    values = numpy_helper.to_array(typed.graph.initializer[0]).ravel().tolist()
+    typed.graph.initializer[0].ClearField("raw_data")
+    typed.graph.initializer[0].float_data.extend(values)
+    typed.graph.node[0].name, typed.doc_string, typed.producer_name = "called", "doc", "someone"
+    assert load(typed).digest == digest
+    changed = small()
+    weight = numpy_helper.to_array(changed.graph.initializer[0]).copy()
+    weight[0, 0, 0, 0] = np.nextafter(weight[0, 0, 0, 0], np.float32(9))
+    changed.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "w"))
+    assert load(changed).digest != digest
+    padded = small()
+    padded.graph.node[0].attribute.append(helper.make_attribute("pads", [1, 1, 1, 1]))
+    assert load(padded).digest != digest
+
+
+def test_the_same_file_gives_the_same_bytes_also_in_another_process(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(small(), path)
+    first = load(path).model.SerializeToString(deterministic=True)
+    code = (
+        "import sys, hashlib; from deploy.frontends import load;"
+        "m = load(sys.argv[1]).model.SerializeToString(deterministic=True);"
+        "sys.stdout.buffer.write(m)"
+    )
+    root = Path(__file__).parent.parent
+    again = subprocess.run([sys.executable, "-c", code, path], cwd=root, capture_output=True)
+    assert again.stdout == first
+
+
+def test_a_model_in_memory_is_not_changed():
+    model = small()
+    before = model.SerializeToString(deterministic=True)
+    loaded = load(model)
+    assert model.SerializeToString(deterministic=True) == before
+    assert (loaded.source, loaded.name) == (None, "g")
+
+
+def test_loading_twice_changes_nothing_more():
+    once = load(small())
+    twice = load(once.model)
+    assert twice.model.SerializeToString(deterministic=True) == once.model.SerializeToString(
+        deterministic=True
+    )
+    assert not twice.notes
+
+
+def test_importing_the_frontends_imports_no_heavy_library():
+    code = (
+        "import sys, deploy.frontends; print({'onnx', 'onnxruntime', 'torch'} & set(sys.modules))"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_every_row_of_the_table_is_a_suffix_and_a_loader():
+    assert all(suffix.startswith(".") and callable(f) for suffix, f in FRONTENDS.items())
+    assert not any(True for _ in all_nodes(onnx.GraphProto()))

@@ -1,0 +1,83 @@
+"""The calibrators against TensorRT 8.5.3.1 itself, in the environment of scripts/trt_env.sh."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CACHE_HOME = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+ENV = Path(os.environ.get("CALIB8_TRT_ENV", CACHE_HOME / "calib8" / "trt-8.5.3.1"))
+PYTHON = ENV / "bin" / "python"
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(),
+    reason=f"no TensorRT 8.5.3.1 at {ENV}; scripts/trt_env.sh makes it (Python 3.10, 550 MB)",
+)
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What the driver saw, as JSON; one process for all tests."""
+    done = subprocess.run(
+        [str(PYTHON), str(ROOT / "tests" / "drive_trt.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen: dict[str, Any] = json.loads(done.stdout)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("legacy", 0), ("entropy", 1), ("entropy2", 2), ("minmax", 3)]
+)
+def test_each_calibrator_is_tensorrts_own(seen: dict[str, Any], name: str, number: int) -> None:
+    assert seen["version"] == "8.5.3.1"
+    found = seen["algorithms"][name]
+    assert found["is_trt"]
+    assert found["cpp"] == number
+    assert found["batch_size"] == 1
+    assert found["run"].startswith("ok TRT-8503-")
+
+
+def test_legacy_hands_over_quantile_and_cutoff(seen: dict[str, Any]) -> None:
+    assert seen["algorithms"]["legacy"]["legacy"] == [0.99, 0.5]
+    assert seen["algorithms"]["legacy"]["histogram"] is None
+
+
+def test_tensorrt_reads_the_bytes_of_the_feed(seen: dict[str, Any]) -> None:
+    assert seen["bytes_seen"] is True
+    assert seen["whole"] == "ok TRT-8503-EntropyCalibration2\ndata: 3c008912\n"
+    assert seen["longer_feed"] == seen["whole"]
+
+
+def test_a_known_cache_is_read_and_no_batch_is_taken(seen: dict[str, Any]) -> None:
+    assert seen["reused"].startswith("ok ")
+    assert seen["reused_taken"] == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("short", "got 2 of 3"),
+        ("empty", "got 0 of 3"),
+        ("raises", "OSError: the disk with the images went away"),
+        ("wrong_shape", "OPT shape [2, 3, 4, 4] only, got [1, 3, 4, 4] in batch 1"),
+        ("wrong_dtype", "got float64 for 'data' in batch 1"),
+        ("nan", "NaN or Inf in 'data' of batch 1"),
+        ("missing_name", "without 'mask'"),
+        ("no_cache_written", "wrote no calibration cache"),
+        ("unknown", "got 'kl'"),
+    ],
+)
+def test_what_tensorrt_would_swallow_is_raised(seen: dict[str, Any], case: str, told: str) -> None:
+    assert told in seen[case]
