@@ -63,15 +63,17 @@ def _fold(
         return False
     if any(a.shape != arrays[-1].shape or a.ndim != 1 for a in arrays[-4:]):
         return False
-    scale, shift = _scale_and_shift(norm, *arrays[-4:])
     weight, bias = arrays[0], arrays[1] if _has_bias(layer) else None
-    scaled = _scaled_weight(layer, weight, scale)
-    moved = _moved_bias(layer, bias, scale, shift)
-    if scaled is None or moved is None or not np.isfinite(scaled).all() & np.isfinite(moved).all():
+    # A negative variance or a huge gamma gives NaN or Inf: then the layer is left as it was.
+    with np.errstate(all="ignore"):
+        scale, shift = _scale_and_shift(norm, *arrays[-4:])
+        wide = (_scaled_weight(layer, weight, scale), _moved_bias(layer, bias, scale, shift))
+        fresh = [a.astype(weight.dtype) for a in wide if a is not None]
+    if len(fresh) < 2 or not all(np.isfinite(a).all() for a in fresh):
         return False
-    _set(graph, weights, counts, layer, 1, scaled.astype(weight.dtype), layer.input[1])
+    _set(graph, weights, counts, layer, 1, fresh[0], layer.input[1])
     bias_name = layer.input[2] if _has_bias(layer) else f"{norm.output[0]}_bias"
-    _set(graph, weights, counts, layer, 2, moved.astype(weight.dtype), bias_name)
+    _set(graph, weights, counts, layer, 2, fresh[1], bias_name)
     for attribute in layer.attribute:
         if attribute.name == "beta":  # of a Gemm: it is in the new bias
             attribute.f = 1.0
@@ -105,9 +107,8 @@ def _scale_and_shift(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """[C] each: the normalization as y = x * scale + shift."""
     epsilon = next((a.f for a in norm.attribute if a.name == "epsilon"), 1e-5)
-    with np.errstate(all="ignore"):  # a negative variance gives NaN, which the caller refuses
-        scale = gamma.astype(np.float64) / np.sqrt(variance.astype(np.float64) + epsilon)
-        return scale, beta - mean * scale
+    scale = gamma.astype(np.float64) / np.sqrt(variance.astype(np.float64) + epsilon)
+    return scale, beta - mean * scale
 
 
 def _scaled_weight(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from deploy.frontends.graphs import all_nodes
 
 if TYPE_CHECKING:
     import onnx
+    from google.protobuf.message import Message
     from numpy.typing import NDArray
 
 OLDEST_OPSET = 7
@@ -25,6 +27,21 @@ def opset_of(model: onnx.ModelProto) -> int:
     """Version of the default operator set; 0 where the model does not import it."""
     versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
     return max(versions, default=0)
+
+
+def check_names(message: Message) -> None:
+    """Refuse names that are not UTF-8: protobuf gives bytes for them where text is meant."""
+    for field, value in message.ListFields():
+        parts = value if isinstance(value, MutableSequence) else [value]
+        if field.message_type:
+            for part in parts:
+                check_names(part)
+        elif field.type == field.TYPE_STRING and field.name != "doc_string":
+            for part in parts:
+                if isinstance(part, bytes):
+                    raise ModelError(
+                        f"names in the model must be UTF-8, got {part[:40]!r}; export it again"
+                    )
 
 
 def check_opset(model: onnx.ModelProto) -> None:

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from deploy.frontends.checks import to_array
+
 if TYPE_CHECKING:
     import onnx
 
@@ -15,6 +17,9 @@ def model_digest(model: onnx.ModelProto) -> str:
 
     External data must have been read. Names of nodes, documentation, metadata, producer,
     inferred shapes, the order of initializers and raw or typed tensor fields do not count.
+
+    Raises:
+        ModelError: a tensor whose bytes do not fit its shape and type.
     """
     parts = [f"{o.domain}={o.version}".encode() for o in model.opset_import]
     tree: list[object] = [sorted(parts), _graph(model.graph)]
@@ -82,8 +87,6 @@ def _attribute(attribute: onnx.AttributeProto) -> Iterable[object]:
 
 
 def _tensor(tensor: onnx.TensorProto) -> list[object]:
-    from onnx import numpy_helper
-
-    array = numpy_helper.to_array(tensor)
+    array = to_array(tensor)
     data = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
     return [tensor.name, tensor.data_type, list(tensor.dims), data]

@@ -32,11 +32,15 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     Raises:
         ModelError: one sentence on what is wrong with the model and what to do.
     """
-    path, model = _read(source)
-    _check(model)
-    digest = model_digest(model)
-    model, notes = _clean(model, fold_batchnorm)
-    _check_cleaned(model)
+    try:
+        path, model = _read(source)
+        checks.check_names(model)
+        _check(model)
+        digest = model_digest(model)
+        model, notes = _clean(model, fold_batchnorm)
+        _check_cleaned(model)
+    except ModelError as error:  # a name in a broken model may hold line breaks and worse
+        raise ModelError(_printable(str(error))) from error.__cause__
     name = path.stem if path else model.graph.name or "model"
     inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
     return LoadedModel(model, path, name, digest, tuple(notes), inputs, outputs)
@@ -218,6 +222,10 @@ def _runtime_reason(error: Exception) -> str:
     """Onnxruntime's message without its code and its own file names."""
     text = checks.first_line(error).removeprefix("[ONNXRuntimeError] : ")
     return text.split(" : ", 2)[-1]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _specs(values: object) -> tuple[TensorSpec, ...]:
