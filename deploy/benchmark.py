@@ -1,0 +1,211 @@
+"""Latency of one or two model files, side by side, on inputs made from their specs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deploy.backends.base import Array, Session, TensorSpec
+from deploy.backends.ort_session import OrtSession
+from deploy.errors import ConfigError
+from deploy.latency import measure
+from deploy.machine import this_machine
+from deploy.report.model import EngineRow, Report
+
+Shapes = Mapping[str, Sequence[int]]
+
+_FEEDS = 4  # different inputs, used in turn
+_LOAD_BUDGET_MS = 200
+
+
+def bench(
+    engine: Path | str,
+    *,
+    against: Path | str | None = None,
+    threads: int | None = None,
+    warmup_ms: float = 200,
+    duration_s: float = 3,
+    shapes: Shapes | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> Report:
+    """Measure a model, and another beside it, in ONNX Runtime on the CPU.
+
+    Args:
+        engine: ONNX file.
+        against: ONNX file to compare with; it must have the engine's inputs.
+        threads: threads inside one operator; None takes every core.
+        warmup_ms: time thrown away first, per model.
+        duration_s: time measured, per model on average.
+        shapes: input name -> dimensions, for inputs whose shape the model leaves open.
+        seed: of the random inputs.
+        progress: draw a bar on stderr where this takes over two seconds.
+
+    Raises:
+        BackendError: a file that ONNX Runtime cannot load or run.
+        ConfigError: inputs that differ, or a shape that does not fit.
+    """
+    paths = _paths(Path(engine), Path(against) if against is not None else None)
+    opened = {label: open_timed(path, threads=threads) for label, path in paths.items()}
+    sessions = {label: session for label, (session, _) in opened.items()}
+    feeds = _shared_feeds(sessions, shapes or {}, seed)
+    latencies = measure(
+        sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
+    )
+    rows = tuple(
+        EngineRow(
+            label=label,
+            reference=len(paths) > 1 and label == next(iter(paths)),
+            path=str(path),
+            size_bytes=model_size(path),
+            load_ms=opened[label][1],
+            threads=sessions[label].threads,
+            latency=latencies[label],
+        )
+        for label, path in paths.items()
+    )
+    title = f"Latency of {' and '.join(path.name for path in paths.values())}"
+    return Report(title=title, engines=rows, machine=this_machine())
+
+
+def open_timed(path: Path | str, *, threads: int | None = None) -> tuple[OrtSession, float]:
+    """Load a model; gives the session and the best of up to three load times in ms.
+
+    A model that loads slowly is loaded once, as a second and third time would cost too much.
+
+    Raises:
+        BackendError: ONNX Runtime cannot load the model.
+    """
+    import onnxruntime  # noqa: F401 (its own start-up is no part of a model's load time)
+
+    taken: list[float] = []
+    while len(taken) < 3 and sum(taken) < _LOAD_BUDGET_MS:
+        start = time.perf_counter()
+        session = OrtSession.open(path, threads=threads)
+        taken.append((time.perf_counter() - start) * 1e3)
+    return session, min(taken)
+
+
+def random_feeds(
+    inputs: Sequence[TensorSpec],
+    *,
+    shapes: Shapes | None = None,
+    count: int = _FEEDS,
+    seed: int = 0,
+) -> list[dict[str, Array]]:
+    """Seeded inputs for a session: normal floats, 0 or 1 for integers and bools.
+
+    An open first dimension is taken as a batch of 1; other open dimensions need `shapes`.
+
+    Raises:
+        ConfigError: an open dimension with no shape, a shape that does not fit, a name that is
+            no input, an input type that cannot be made up.
+    """
+    shapes = shapes or {}
+    unknown = sorted(set(shapes) - {spec.name for spec in inputs})
+    if unknown:
+        names = ", ".join(spec.name for spec in inputs)
+        raise ConfigError(f"--shape must name an input of the model ({names}), got {unknown[0]!r}")
+    random = np.random.default_rng(seed)
+    return [
+        {spec.name: _values(spec, _shape(spec, shapes.get(spec.name)), random) for spec in inputs}
+        for _ in range(count)
+    ]
+
+
+def model_size(path: Path) -> int:
+    """Bytes of an ONNX file and of the external data that it names.
+
+    A file in ONNX Runtime's own format names none.
+
+    Raises:
+        ConfigError: the file is not there.
+    """
+    import onnx
+    from onnx.external_data_helper import uses_external_data
+
+    try:
+        total = path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{path} must be a file, got: {error.strerror}") from error
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
+        return total
+    beside = {
+        entry.value
+        for tensor in model.graph.initializer
+        if uses_external_data(tensor)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    files = (path.parent / name for name in beside)
+    return total + sum(int(file.stat().st_size) for file in files if file.is_file())
+
+
+def _paths(engine: Path, against: Path | None) -> dict[str, Path]:
+    """Label -> path, the one compared with first; labels are file names, or paths where alike."""
+    if against is None:
+        return {engine.name: engine}
+    if engine.name != against.name:
+        return {against.name: against, engine.name: engine}
+    if engine == against:
+        raise ConfigError(f"--against needs another model than the engine, got {engine} twice")
+    return {str(against): against, str(engine): engine}
+
+
+def _shared_feeds(
+    sessions: Mapping[str, Session], shapes: Shapes, seed: int
+) -> list[dict[str, Array]]:
+    wanted = {label: {spec.name: spec.dtype for spec in s.inputs} for label, s in sessions.items()}
+    first, last = next(iter(wanted)), next(reversed(wanted))
+    if wanted[first] != wanted[last]:
+        raise ConfigError(
+            f"models measured side by side must have the same inputs,"
+            f" got {wanted[first]} and {wanted[last]}"
+        )
+    return random_feeds(sessions[first].inputs, shapes=shapes, seed=seed)
+
+
+def _shape(spec: TensorSpec, given: Sequence[int] | None) -> tuple[int, ...]:
+    if given is not None:
+        fits = len(given) == len(spec.shape) and all(
+            not isinstance(own, int) or own == dim
+            for own, dim in zip(spec.shape, given, strict=False)
+        )
+        if not fits or any(dim < 1 for dim in given):
+            got = "x".join(map(str, given))
+            raise ConfigError(f"input {spec.name!r} has shape {_words(spec)}, got --shape {got}")
+        return tuple(given)
+    dims = tuple(
+        1 if axis == 0 and not isinstance(d, int) else d for axis, d in enumerate(spec.shape)
+    )
+    if not all(isinstance(dim, int) for dim in dims):
+        example = "x".join(
+            "1" if i == 0 else "224" if not isinstance(d, int) else str(d)
+            for i, d in enumerate(spec.shape)
+        )
+        raise ConfigError(
+            f"every dimension of an input but the batch must be known, got {_words(spec)}"
+            f" for {spec.name!r}; give it, e.g. --shape {spec.name}:{example}"
+        )
+    return tuple(int(dim) for dim in dims if isinstance(dim, int))
+
+
+def _words(spec: TensorSpec) -> str:
+    return f"[{', '.join('?' if dim is None else str(dim) for dim in spec.shape)}]"
+
+
+def _values(spec: TensorSpec, shape: tuple[int, ...], random: np.random.Generator) -> Array:
+    try:
+        dtype = np.dtype(spec.dtype)
+    except TypeError:
+        dtype = np.dtype(object)
+    if np.issubdtype(dtype, np.floating):
+        return random.standard_normal(shape, np.float32).astype(dtype)
+    if np.issubdtype(dtype, np.integer) or dtype == np.bool_:
+        return random.integers(0, 2, shape).astype(dtype)
+    raise ConfigError(f"input {spec.name!r} must be of numbers to be made up, got {spec.dtype}")

@@ -1,0 +1,96 @@
+"""The machine that measured: a latency means nothing without it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+# Instruction sets with an int8 dot product; without one, int8 gains little on a CPU.
+# x86: AVX512-VNNI, AVX-VNNI, AMX. Arm: SDOT/UDOT ("asimddp"), I8MM.
+INT8_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
+
+_PACKAGES = ("numpy", "onnx", "onnxruntime", "opencv-python-headless")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """CPU, cores, system and versions.
+
+    Attributes:
+        cpu: the name the system gives it.
+        cores: logical cores this process may use, which may be fewer than the machine has.
+        int8: the int8 dot-product instruction sets found, of `INT8_FLAGS`.
+        os: system, release and architecture.
+        versions: package name -> version of what was measured with.
+        devices: accelerators, where a session used one.
+    """
+
+    cpu: str
+    cores: int
+    int8: tuple[str, ...]
+    os: str
+    versions: dict[str, str]
+    devices: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+@lru_cache(maxsize=1)
+def this_machine() -> Machine:
+    """Describe the machine this process runs on."""
+    cpu_info = _cpu_info()
+    return Machine(
+        cpu=_cpu_name(cpu_info),
+        cores=usable_cores(),
+        int8=tuple(flag for flag in INT8_FLAGS if flag in _cpu_flags(cpu_info)),
+        os=f"{platform.system()} {platform.release()} {platform.machine()}",
+        versions=_versions(),
+    )
+
+
+def usable_cores() -> int:
+    """Logical cores this process may use: its affinity where the system has one."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_info() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return ""
+
+
+def _cpu_name(cpu_info: str) -> str:
+    for line in cpu_info.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model", "Hardware") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _cpu_flags(cpu_info: str) -> frozenset[str]:
+    for line in cpu_info.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _versions() -> dict[str, str]:
+    from deploy import __version__
+
+    found = {"calib8": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # e.g. opencv-python in place of the headless one
+            continue
+    return found

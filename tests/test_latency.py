@@ -1,0 +1,104 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.backends.base import TensorSpec
+from deploy.errors import ConfigError
+from deploy.latency import DeviceTimes, Timing, measure, percentile
+
+FEEDS = [{"x": np.zeros(1, np.float32)}, {"x": np.ones(1, np.float32)}]
+
+
+class Recorder:
+    """A session that only writes down who ran with what."""
+
+    inputs = outputs = (TensorSpec("x", "float32", (1,)),)
+
+    def __init__(self, name, log, seconds=0.0):
+        self.name, self.log, self.seconds = name, log, seconds
+
+    def run(self, feed):
+        self.log.append((self.name, float(feed["x"][0])))
+        time.sleep(self.seconds)
+        return dict(feed)
+
+
+class Device(Recorder):
+    def device_times(self):
+        return DeviceTimes(h2d_ms=1.0, compute_ms=4.0, d2h_ms=2.0, enqueue_ms=3.5)
+
+
+@pytest.mark.parametrize(
+    ("n", "percent", "index"),
+    [(10, 90, 8), (10, 99, 9), (100, 99, 98), (1, 99, 0), (1000, 95, 949), (11, 50, 5), (4, 50, 1)],
+)
+def test_a_percentile_leaves_out_the_floor_of_the_slowest(n, percent, index):
+    assert percentile(np.arange(n, dtype=np.float64), percent) == index
+
+
+@given(st.lists(st.floats(0.001, 1e4), min_size=1, max_size=60))
+def test_percentiles_rise_between_the_extremes(samples):
+    t = Timing.of(samples)
+    assert t.min <= t.p50 <= t.p90 <= t.p95 <= t.p99 <= t.max
+    assert t.min <= t.median <= t.max
+    assert t.mean == pytest.approx(np.mean(samples))
+
+
+def test_sessions_run_in_turning_order_on_the_same_inputs():
+    log = []
+    sessions = {name: Recorder(name, log) for name in "ab"}
+    found = measure(sessions, FEEDS, warmup_ms=0, duration_s=0, min_iterations=4)
+    assert "".join(name for name, _ in log) == "ab" + "abbaabba"  # warm-up, then four rounds
+    assert [value for _, value in log[2:]] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert list(found) == ["a", "b"]
+    assert found["a"].queries == 4 and found["a"].warmup_queries == 1
+    assert len(found["a"].samples_ms) == 4
+
+
+def test_throughput_is_queries_over_a_sessions_own_time():
+    log = []
+    sessions = {"slow": Recorder("slow", log, 0.004), "fast": Recorder("fast", log)}
+    found = measure(sessions, FEEDS, warmup_ms=0, duration_s=0)
+    slow = found["slow"]
+    assert slow.queries == 10
+    assert slow.throughput_qps == pytest.approx(10 / slow.total_host_walltime_s)
+    assert slow.total_host_walltime_s == pytest.approx(sum(slow.samples_ms) / 1e3)
+    assert slow.latency.min >= 4
+
+
+def test_a_device_session_is_timed_by_its_device():
+    found = measure({"gpu": Device("gpu", [])}, FEEDS, warmup_ms=0, duration_s=0)["gpu"]
+    assert found.latency.mean == 7.0 and found.gpu_compute.median == 4.0
+    assert found.host.mean < 7.0
+    assert any("CUDA graph" in text for text in found.warnings)
+    data = found.to_json(samples=True)
+    assert data["h2d"]["mean"] == 1.0 and data["samples_ms"] == [7.0] * 10
+    assert "samples_ms" not in found.to_json()
+
+
+def test_a_host_session_has_no_device_stages():
+    found = measure({"cpu": Recorder("cpu", [])}, FEEDS, warmup_ms=0, duration_s=0)["cpu"]
+    assert found.gpu_compute is None and "gpu_compute" not in found.to_json()
+
+
+def test_a_spread_over_trtexecs_limit_is_said():
+    class Uneven(Device):
+        def device_times(self):
+            ms = 10.0 if len(self.log) % 2 else 1.0
+            return DeviceTimes(h2d_ms=0, compute_ms=ms, d2h_ms=0, enqueue_ms=0)
+
+    found = measure({"u": Uneven("u", [])}, FEEDS, warmup_ms=0, duration_s=0)["u"]
+    assert any("unstable" in text for text in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("names", "feeds", "options"),
+    [("", FEEDS, {}), ("a", [], {}), ("a", FEEDS, {"duration_s": -1}),
+     ("a", FEEDS, {"warmup_ms": float("nan")}), ("a", FEEDS, {"min_iterations": 0})],
+)  # fmt: skip
+def test_nothing_to_measure_is_refused(names, feeds, options):
+    with pytest.raises(ConfigError, match="measuring needs"):
+        measure({name: Recorder(name, []) for name in names}, feeds, **options)
