@@ -29,6 +29,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.inspect:inspect",
         "What would be quantized in a model and why not; what a cache holds.",
     ),
+    "trace": ("deploy.commands.trace:trace", "The graph of a PyTorch model, as table or code."),
+    "profile": (
+        "deploy.commands.profile:profile",
+        "Time, FLOPs and parameters of a PyTorch model, node by node.",
+    ),
+    "fuse": ("deploy.commands.fuse:fuse", "Fold BatchNorm and join ReLU in a PyTorch model."),
 }
 
 

@@ -1,0 +1,33 @@
+"""`calib8 fuse`: fold BatchNorm and join ReLU in a PyTorch model, and say what it changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("model")
+@click.option("--input", "shapes", multiple=True, metavar="SHAPE", help="1x3x224x224")
+@click.option("--weights", type=click.Path(path_type=Path), help="a state dict to load")
+@click.option("--bench", is_flag=True, help="time it before and after, and compare the outputs")
+def fuse(model: str, shapes: tuple[str, ...], weights: Path | None, bench: bool) -> None:
+    """Fuse Conv+BN(+ReLU), Linear+BN/ReLU and BN+ReLU in MODEL (file.py:factory)."""
+    from deploy.errors import ConfigError
+    from deploy.frontends.torch import parse_shape
+    from deploy.fx.fuse import fuse as fuse_module
+    from deploy.fx.source import example_inputs, load_module
+
+    if bench and not shapes:
+        raise ConfigError("--bench runs the model and needs its --input shape")
+    module = load_module(model, weights)
+    fused, report = fuse_module(module)
+    for pattern, count in sorted(report.counts().items()):
+        click.echo(f"{pattern}: {count} fused")
+    for name, reason in report.skipped:
+        click.echo(f"left alone: {name}: {reason}")
+    if bench:
+        from deploy.fx.profile import compare_speed
+
+        click.echo(compare_speed(module, fused, example_inputs([parse_shape(s) for s in shapes])))

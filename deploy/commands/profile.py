@@ -1,0 +1,38 @@
+"""`calib8 profile`: time, FLOPs, MACs and parameters of a PyTorch model, node by node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--input", "shapes", multiple=True, required=True, metavar="SHAPE", help="5x3x224x224"
+)
+@click.option("--leaf", "leaves", multiple=True, metavar="NAME|CLASS", help="keep a module whole")
+@click.option("--weights", type=click.Path(path_type=Path), help="a state dict to load")
+@click.option(
+    "--warm-up", default=5, show_default=True, type=click.IntRange(0), help="untimed runs"
+)
+@click.option("--runs", default=20, show_default=True, type=click.IntRange(1), help="timed runs")
+def profile(
+    model: str,
+    shapes: tuple[str, ...],
+    leaves: tuple[str, ...],
+    weights: Path | None,
+    warm_up: int,
+    runs: int,
+) -> None:
+    """Run MODEL (file.py:factory) node by node and print what each node costs, slowest first."""
+    from deploy.frontends.torch import parse_shape
+    from deploy.fx.profile import profile as profile_graph
+    from deploy.fx.source import example_inputs, load_module
+    from deploy.fx.trace import trace
+
+    inputs = example_inputs([parse_shape(shape) for shape in shapes])
+    graph_module = trace(load_module(model, weights), leaves=leaves)
+    result = profile_graph(graph_module, inputs, warm_up=warm_up, runs=runs)
+    click.echo(result.table(), nl=False)

@@ -1,0 +1,113 @@
+"""Convolutions and linear layers called as functions -> modules, so that passes see one kind.
+
+`F.conv2d(x, self.weight, ...)`, as layers with their own padding write it, becomes a call of an
+`nn.Conv2d` with the same weight, named `<owner of the weight>.conv`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+CONVS: dict[Any, tuple[type[nn.Module], str]] = {
+    torch.conv1d: (nn.Conv1d, "conv"),
+    torch.conv2d: (nn.Conv2d, "conv"),
+    torch.conv3d: (nn.Conv3d, "conv"),
+    functional.linear: (nn.Linear, "linear"),
+}
+_CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+def functions_to_modules(graph_module: fx.GraphModule) -> int:
+    """Make functional convolutions and linears with parameters modules, in place; gives how many.
+
+    Left alone: a weight that is computed, and one used with different options elsewhere.
+    """
+    made: dict[str, dict[str, Any]] = {}
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and node.target in CONVS:
+            _to_module(graph_module, node, made)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return len(made)
+
+
+def _to_module(
+    graph_module: fx.GraphModule, node: fx.Node, made: dict[str, dict[str, Any]]
+) -> None:
+    options = _arguments(node)
+    source, weight, bias = (options.pop(key) for key in ("input", "weight", "bias"))
+    if not _is_parameter(weight) or not (bias is None or _is_parameter(bias)):
+        return
+    kind, suffix = CONVS[node.target]
+    owner, _, _ = str(weight.target).rpartition(".")
+    name = f"{owner}.{suffix}" if owner else suffix
+    options |= {"weight": weight.target, "bias": bias and bias.target}
+    if made.get(name, options) != options or (name not in made and _taken(graph_module, name)):
+        return
+    if name not in made:
+        graph_module.add_submodule(name, _module(graph_module, kind, options))
+        made[name] = options
+    with graph_module.graph.inserting_before(node):
+        call = graph_module.graph.call_module(name, (source,))
+    node.replace_all_uses_with(call)
+    graph_module.graph.erase_node(node)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    if node.target is functional.linear:
+        return {
+            "bias": None,
+            **dict(zip(("input", "weight", "bias"), node.args, strict=False)),
+            **node.kwargs,
+        }
+    return {**_CONV_DEFAULTS, **_named(_CONV_ARGUMENTS, node)}
+
+
+def _named(names: tuple[str, ...], node: fx.Node) -> dict[str, Any]:
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _is_parameter(value: object) -> bool:
+    return isinstance(value, fx.Node) and value.op == "get_attr"
+
+
+def _taken(graph_module: fx.GraphModule, name: str) -> bool:
+    return name in dict(graph_module.named_modules())
+
+
+def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) -> nn.Module:
+    weight = _attribute(graph_module, options["weight"])
+    bias = _attribute(graph_module, options["bias"]) if options["bias"] else None
+    has_bias = bias is not None
+    if kind is nn.Linear:
+        module = kind(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
+    else:
+        groups = options["groups"]
+        sizes = (weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]))
+        hyper = {key: options[key] for key in ("stride", "padding", "dilation", "groups")}
+        module = kind(*sizes, bias=has_bias, device="meta", **_plain(hyper))
+    module.register_parameter("weight", _parameter(weight))
+    module.register_parameter("bias", _parameter(bias) if bias is not None else None)
+    return module.train(graph_module.training)
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Fx's immutable lists -> tuples, which is what the modules take."""
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+
+
+def _attribute(graph_module: fx.GraphModule, name: str) -> torch.Tensor:
+    value: Any = graph_module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)

@@ -1,0 +1,117 @@
+"""Changing a traced graph: an operation in all its spellings, a pattern, and shapes along it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.shape_prop import ShapeProp
+
+from deploy.errors import ConfigError, ModelError
+
+# torch function: (operators, in-place operators and methods, methods)
+SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "add": ((torch.add, operator.add, "add", "__add__", "__radd__"), (operator.iadd, "add_")),
+    "sub": ((torch.sub, operator.sub, "sub", "__sub__"), (operator.isub, "sub_")),
+    "mul": ((torch.mul, operator.mul, "mul", "__mul__", "__rmul__"), (operator.imul, "mul_")),
+    "div": ((torch.div, operator.truediv, "div", "__truediv__"), (operator.itruediv, "div_")),
+    "matmul": ((torch.matmul, operator.matmul, "matmul", "__matmul__"), ()),
+    "neg": ((torch.neg, operator.neg, "neg", "__neg__"), ("neg_",)),
+    "relu": ((torch.relu, torch.nn.functional.relu, "relu"), (torch.relu_, "relu_")),
+    "flatten": ((torch.flatten, "flatten"), ()),
+}
+
+
+def is_op(node: fx.Node, name: str) -> bool:
+    """Whether `node` is the operation `name` of `SPELLINGS`, in any spelling."""
+    plain, in_place = SPELLINGS[name]
+    return node.op in ("call_function", "call_method") and node.target in plain + in_place
+
+
+def replace_op(graph_module: fx.GraphModule, name: str, new: Callable[..., Any]) -> int:
+    """Make every `name` (operator, torch function, method) a call of `new`; gives how many.
+
+    Raises:
+        ConfigError: `name` is not in `SPELLINGS`, or the graph has no such node.
+        ModelError: a node with options `new` may not take (add's alpha), or an in-place one whose
+            changed input is used again.
+    """
+    if name not in SPELLINGS:
+        raise ConfigError(f"an operation is one of {', '.join(SPELLINGS)}, got {name!r}")
+    nodes = [node for node in graph_module.graph.nodes if is_op(node, name)]
+    if not nodes:
+        raise ConfigError(f"the graph has no {name} to replace")
+    for node in nodes:
+        _check_replaceable(node, name)
+        with graph_module.graph.inserting_after(node):
+            replacement = graph_module.graph.call_function(new, node.args, dict(node.kwargs))
+        node.replace_all_uses_with(replacement)
+        graph_module.graph.erase_node(node)
+    _refresh(graph_module)
+    return len(nodes)
+
+
+def replace_pattern(
+    graph_module: fx.GraphModule,
+    pattern: Callable[..., Any],
+    replacement: Callable[..., Any],
+) -> int:
+    """Replace each place where the graph computes `pattern` by `replacement`; gives how many.
+
+    Graph, pattern and replacement are first brought to one spelling of each operation, so that
+    `x + y` in the pattern also matches `x.add(y)` and `torch.add(x, y)`.
+
+    Raises:
+        ConfigError: the pattern is nowhere in the graph.
+    """
+    normalize(graph_module)
+    wanted = normalize(fx.symbolic_trace(pattern))
+    matches = fx.replace_pattern(graph_module, wanted, fx.symbolic_trace(replacement))
+    if not matches:
+        raise ConfigError("the pattern is nowhere in the graph; `calib8 trace --table` shows it")
+    _refresh(graph_module)
+    return len(matches)
+
+
+def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Give every operation of `SPELLINGS` its first spelling, the torch function; in place.
+
+    In-place spellings are left alone: their effect on the input may matter elsewhere.
+    """
+    for node in graph_module.graph.nodes:
+        for plain, _ in SPELLINGS.values():
+            if node.op in ("call_function", "call_method") and node.target in plain:
+                node.op, node.target = "call_function", plain[0]
+    _refresh(graph_module)
+    return graph_module
+
+
+def propagate_shapes(
+    graph_module: fx.GraphModule, *inputs: torch.Tensor
+) -> dict[str, tuple[int, ...]]:
+    """Run the graph once and give each tensor node's shape by the node's name.
+
+    The shapes also stay in `node.meta["tensor_meta"]`, as torch.fx's passes expect.
+    """
+    with torch.no_grad():
+        ShapeProp(graph_module).propagate(*inputs)
+    metas = {node.name: node.meta.get("tensor_meta") for node in graph_module.graph.nodes}
+    return {name: tuple(meta.shape) for name, meta in metas.items() if hasattr(meta, "shape")}
+
+
+def _check_replaceable(node: fx.Node, name: str) -> None:
+    options = sorted(set(node.kwargs) - {"input", "other"})
+    if options:
+        raise ModelError(f"{name} at {node.name} has options that differ: {', '.join(options)}")
+    source = node.args[0] if node.args else None
+    in_place = node.target in SPELLINGS[name][1]
+    if in_place and isinstance(source, fx.Node) and len(source.users) > 1:
+        raise ModelError(f"in-place {name} at {node.name} changes {source.name}, used elsewhere")
+
+
+def _refresh(graph_module: fx.GraphModule) -> None:
+    graph_module.graph.lint()
+    graph_module.recompile()

@@ -1,0 +1,46 @@
+"""Without torch, everything else works and a torch command says which extra is missing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NO_TORCH = "import sys; sys.modules['torch'] = None; "
+
+
+def run(code):
+    command = [sys.executable, "-c", NO_TORCH + code]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.mark.parametrize("command", ["trace", "profile", "fuse"])
+def test_a_torch_command_names_the_extra(command):
+    arguments = [command, "net.py:make", "--input", "1x3x8x8"]
+    done = run(f"from deploy.cli import main; main({arguments!r})")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == (
+        "calib8: error: PyTorch models need torch, which is not installed:"
+        " pip install 'calib8[torch]'\n"
+    )
+
+
+def test_help_needs_no_torch_and_imports_none():
+    code = "from deploy.cli import main; main(['--help'])"
+    assert run(code).returncode == 0
+    loaded = "import sys; from deploy.cli import cli; cli.get_command(None, 'trace');"
+    done = subprocess.run(
+        [sys.executable, "-c", loaded + "print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+
+
+def test_torch_ao_is_never_imported():
+    for source in [*(ROOT / "deploy").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        text = source.read_text()
+        assert "torch.ao" not in text and "torch.quantization" not in text, source
