@@ -1,1 +1,13 @@
-"""One file per runtime; `BACKENDS` is the table of targets."""
+"""One file per runtime; `BACKENDS` is the table of targets.
+
+New hardware is one file here that implements `deploy.backends.base.Backend`, and one row.
+"""
+
+from deploy.backends.base import Backend
+from deploy.backends.onnxruntime import OnnxRuntime
+
+BACKENDS: dict[str, type[Backend]] = {
+    "onnxruntime": OnnxRuntime,
+}
+
+__all__ = ["BACKENDS", "Backend", "OnnxRuntime"]

@@ -1,0 +1,68 @@
+"""ONNX Runtime on the CPU: the embedded default, and the reference for every other target.
+
+The engine is a Q/DQ model: uint8 activations (with int8 ones the CPU's kernels do not fuse a Relu
+and gain nothing), int8 weights per channel, int32 biases, a pair after every int8 node. ONNX
+Runtime turns it into QLinearConv, QGemm and their like when it loads the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy import atomic
+from deploy.backends.base import BuildRequest, Built, Session
+from deploy.graph import ONNXRUNTIME, Plan, analyse
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxRuntime:
+    """The ONNX Runtime CPU target.
+
+    Attributes:
+        weight_bits: 8, or 7 for x86 CPUs without VNNI, whose int8 kernels saturate.
+    """
+
+    weight_bits: int = 8
+    name: str = "onnxruntime"
+
+    def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """Tensors that need a scale: what int8 nodes read and make."""
+        return analyse(model, ONNXRUNTIME, float_nodes=float_nodes).activations
+
+    def plan(self, request: BuildRequest) -> Plan:
+        """Which nodes run in int8, with what the calibration found."""
+        return analyse(
+            request.model,
+            ONNXRUNTIME,
+            float_nodes=request.float_nodes,
+            float_tensors=request.troubles,
+        )
+
+    def build(self, request: BuildRequest) -> Built:
+        """Write `<name>.int8.onnx`."""
+        from deploy.writers.qdq import write_qdq
+
+        plan = self.plan(request)
+        model = write_qdq(request.model, plan, request.scales, weight_bits=self.weight_bits)
+        path = request.folder / f"{request.name}.int8.onnx"
+        atomic.write_bytes(path, model.SerializeToString(deterministic=True))
+        notes = () if plan.int8_nodes else ("no node of this model can run in int8",)
+        return Built(
+            target=self.name,
+            engine=path,
+            runnable=path,
+            files={"int8 engine": path},
+            decisions=plan.decisions,
+            notes=notes,
+        )
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """Load an engine with ONNX Runtime on the CPU."""
+        from deploy.backends.ort_session import OrtSession
+
+        return OrtSession.open(engine, threads=threads)
