@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx
 from onnx import numpy_helper
 
@@ -172,13 +171,13 @@ class Graph:
         if len(readers) != 1 or out in self.outputs or out in self.captured:
             return out
         after = readers[0]
-        if after.op_type in _TAILS and after.input[0] == out and self._holds_zero(after):
+        if after.op_type in _TAILS and after.input[0] == out and self.holds_zero(after):
             return str(after.output[0])
         if node.op_type == "MatMul" and after.op_type == "Add" and self._adds_bias(after, out):
             return self.tail(after)
         return out
 
-    def _holds_zero(self, node: onnx.NodeProto) -> bool:
+    def holds_zero(self, node: onnx.NodeProto) -> bool:
         """Relu, or a Clip with constant bounds of which the lower is 0."""
         if node.op_type == "Relu":
             return True
@@ -419,9 +418,13 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
     )
 
 
-def weight_array(model: onnx.ModelProto, name: str) -> np.ndarray:
-    """An initializer as a numpy array."""
-    for tensor in model.graph.initializer:
-        if tensor.name == name:
-            return numpy_helper.to_array(tensor)
-    raise KeyError(name)
+def never_negative(model: onnx.ModelProto) -> frozenset[str]:
+    """Tensors that cannot hold a negative value, whatever is fed: what a Relu and its like make."""
+    ops = {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}
+    graph = Graph(model)
+    names: set[str] = set()
+    for node in graph.nodes:
+        passed = node.op_type in _MOVES | _POOLS and node.input[0] in names
+        if node.op_type in ops or passed or (node.op_type == "Clip" and graph.holds_zero(node)):
+            names.update(node.output)
+    return frozenset(names)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from calibrators.errors import CalibrationError
-from calibrators.histogram import BINS, Histogram, close, count, range_for
+from calibrators.histogram import BINS, Histogram, close, range_for
 
 values = hnp.arrays(
     np.float32,
@@ -78,12 +78,14 @@ def test_a_base_range_doubles_as_if_the_larger_range_had_been_there_from_the_sta
     assert moved.sum() == first.size - inside.size and moved.min() >= 0
 
 
-def test_counts_do_not_depend_on_the_chunk_size():
-    x = np.random.default_rng(1).normal(size=400_000).astype(np.float32)
-    expected = np.bincount(
-        (x * np.float32(BINS / 8)).astype(np.int64) + BINS, minlength=2 * BINS + 1
-    )
-    assert count(x, 8.0).tolist() == expected.tolist()
+@pytest.mark.parametrize("relu", [False, True])
+def test_many_values_are_counted_as_numpy_counts_them(relu):
+    x = np.random.default_rng(1).normal(size=400_001).astype(np.float32)
+    x = np.maximum(x, 0) if relu else x
+    h = Histogram()
+    h.observe(x.reshape(-1))
+    index = (x * np.float32(BINS / h.full_range)).astype(np.int64) + BINS
+    assert h.counts.tolist() == np.bincount(index, minlength=2 * BINS + 1).tolist()
 
 
 def test_magnitudes_fold_both_signs_and_nest_into_fewer_bins():
@@ -95,13 +97,9 @@ def test_magnitudes_fold_both_signs_and_nest_into_fewer_bins():
     assert fine.reshape(2048, 2).sum(axis=1).tolist() == coarse.tolist()
 
 
-def test_nan_is_refused_and_leaves_no_trace():
-    h = Histogram()
-    h.observe(np.ones(3, np.float32))
-    before = state(h)
+def test_nan_is_refused():
     with pytest.raises(CalibrationError, match="1 NaN"):
-        h.observe(np.array([1.0, np.nan], np.float32))
-    assert state(h) == before
+        Histogram().observe(np.array([1.0, np.nan], np.float32))
 
 
 def test_infinities_are_counted_apart():

@@ -1,0 +1,373 @@
+"""The whole line; read this first.
+
+::
+
+    model -> frontends -> graph (what needs a scale) -> feed -> observe (run + statistics)
+          -> calibrators (search) -> Scales -> backends (write, build) -> bench, accuracy -> report
+
+`calibrate` goes as far as the Scales and keeps them in a cache; `build` goes all the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy import calibration as store
+from deploy.backends import BACKENDS, Backend
+from deploy.backends.base import BuildRequest, Built
+from deploy.calibration import Calibration
+from deploy.errors import CacheError, ConfigError
+from deploy.feed import Feed, FeedSource, open_feed
+from deploy.fingerprint import Fingerprint
+from deploy.frontends import LoadedModel, load
+from deploy.graph import never_negative
+from deploy.observe import observe, observe_by_batches
+from deploy.preprocess import Preprocess
+from deploy.progress import bar
+from deploy.search import Method
+from deploy.versions import of_observation
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.report import Report
+
+ModelSource = "str | Path | onnx.ModelProto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePolicy:
+    """Where the calibration is kept, and when it may be used again.
+
+    Attributes:
+        path: the cache file; its fingerprint and statistics stand beside it.
+        require: fail instead of calibrating where the cache does not fit.
+        trust: use a cache that has no fingerprint, as it is.
+        refresh: calibrate even where the cache fits.
+        trt_version: version label of the cache's first line.
+    """
+
+    path: Path | None = None
+    require: bool = False
+    trust: bool = False
+    refresh: bool = False
+    trt_version: str = store.DEFAULT_TRT_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """A calibration with the model and feed it is for, and how it came about.
+
+    Attributes:
+        loaded: the model.
+        feed: the calibration images.
+        calibration: scales, statistics, fingerprint.
+        reused: whether the cache was taken over without running the model.
+        reason: why it was reused, or why not, in one sentence.
+        seconds: of observing and searching.
+    """
+
+    loaded: LoadedModel
+    feed: Feed
+    calibration: Calibration
+    reused: bool
+    reason: str
+    seconds: float
+    method: Method = field(default_factory=Method)
+    cache: Path | None = None
+
+
+def calibrate(
+    model: str | Path | onnx.ModelProto,
+    images: FeedSource,
+    *,
+    targets: Sequence[str | Backend] = ("onnxruntime",),
+    method: str | Method = "mse",
+    preprocess: Preprocess | None = None,
+    cache: Path | str | CachePolicy | None = None,
+    skip_bad: bool = False,
+    limit: int | None = None,
+    threads: int = 2,
+    float_nodes: Iterable[str] = (),
+    progress: bool = False,
+) -> Calibrated:
+    """Find the clip range of every tensor that the targets need, or take it from a fitting cache.
+
+    Args:
+        model: path of an ONNX file, or a model in memory.
+        images: folder, list file, image, .npy, .npz, or an iterable of arrays or
+            {input: array} dicts.
+        targets: names of `BACKENDS`, or backends with options of their own.
+        method: name of a search, or a `Method` with parameters.
+        preprocess: how images become inputs; None takes it from the model's input.
+        cache: file to keep the calibration in, or a policy; None keeps nothing.
+        skip_bad: go on without unreadable images.
+        limit: use at most so many images.
+        threads: worker threads; the result does not depend on it.
+        float_nodes: names of nodes to keep in float.
+        progress: draw a bar on stderr where this takes over two seconds.
+
+    Raises:
+        ModelError, FeedError, ConfigError, CacheError, CalibrationError, BackendError: each says
+            in one sentence what was wrong and what to do.
+    """
+    policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
+    chosen = method if isinstance(method, Method) else Method(name=method)
+    loaded = load(model)
+    kept = _known_nodes(loaded, float_nodes)
+    feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    wanted = tuple(
+        dict.fromkeys(t for b in backends(targets) for t in b.wanted(loaded.model, kept))
+    )
+    fingerprint = _fingerprint(loaded, feed, chosen)
+    started = time.perf_counter()
+    found, reused, reason = _from_cache(policy, fingerprint, wanted, loaded, chosen)
+    if found is None:
+        found = _observed(loaded, feed, wanted, chosen, fingerprint, threads, progress)
+    if policy.path is not None and not reused and found.fingerprint is not None:
+        store.save(found, policy.path, trt_version=policy.trt_version)
+    return Calibrated(
+        loaded=loaded,
+        feed=feed,
+        calibration=found,
+        reused=reused,
+        reason=reason,
+        seconds=time.perf_counter() - started,
+        method=chosen,
+        cache=policy.path,
+    )
+
+
+def build(
+    model: str | Path | onnx.ModelProto,
+    images: FeedSource,
+    *,
+    out: Path | str = "build",
+    targets: Sequence[str | Backend] = ("onnxruntime",),
+    method: str | Method = "mse",
+    preprocess: Preprocess | None = None,
+    cache: Path | str | CachePolicy | None = None,
+    eval_images: FeedSource | None = None,
+    labels: Sequence[int] | None = None,
+    skip_bad: bool = False,
+    limit: int | None = None,
+    threads: int = 2,
+    float_nodes: Iterable[str] = (),
+    duration_s: float = 3.0,
+    progress: bool = False,
+) -> Report:
+    """Calibrate (or reuse a calibration), build every target, measure, and write the report.
+
+    Args beyond those of `calibrate`:
+        out: folder of everything that is written; the cache too, where `cache` names none.
+        eval_images: images for the accuracy figures; None takes the calibration images.
+        labels: class of every evaluation image, where its list does not give it.
+        duration_s: seconds of measuring a model; 0 leaves latency out.
+
+    Raises:
+        As `calibrate`; ExportError where a file cannot be written.
+    """
+    from deploy.measure import measured
+    from deploy.results import write_report
+
+    folder = Path(out)
+    kept = tuple(float_nodes)
+    built_for = backends(targets)
+    loaded = load(model)
+    policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
+    if policy.path is None:
+        policy = _at(policy, folder / f"{loaded.name}.cache")
+    calibrated = calibrate(
+        model,
+        images,
+        targets=built_for,
+        method=method,
+        preprocess=preprocess,
+        cache=policy,
+        skip_bad=skip_bad,
+        limit=limit,
+        threads=threads,
+        float_nodes=kept,
+        progress=progress,
+    )
+    results = [backend.build(_request(calibrated, folder, kept)) for backend in built_for]
+    evaluation = None
+    if eval_images is not None:
+        evaluation = open_feed(
+            eval_images, calibrated.loaded.inputs, preprocess=preprocess, skip_bad=skip_bad
+        )
+    figures = measured(
+        calibrated, built_for, results, evaluation, labels,
+        duration_s=duration_s, threads=threads, progress=progress,
+    )  # fmt: skip
+    return write_report(calibrated, results, figures, folder)
+
+
+def backends(targets: Sequence[str | Backend]) -> list[Backend]:
+    """Targets by name or with options of their own, as backends.
+
+    Raises:
+        ConfigError: a name that is not in the table.
+    """
+    found: list[Backend] = []
+    for target in targets:
+        if not isinstance(target, str):
+            found.append(target)
+        elif target in BACKENDS:
+            found.append(BACKENDS[target]())
+        else:
+            raise ConfigError(f"a target is one of {', '.join(BACKENDS)}, got {target!r}")
+    if not found:
+        raise ConfigError(f"at least one target is needed, of {', '.join(BACKENDS)}")
+    return found
+
+
+def _request(calibrated: Calibrated, folder: Path, kept: tuple[str, ...]) -> BuildRequest:
+    loaded, calibration = calibrated.loaded, calibrated.calibration
+    return BuildRequest(
+        name=loaded.name,
+        folder=folder,
+        model=loaded.model,
+        source=loaded.source,
+        digest=loaded.digest,
+        scales=calibration.scales,
+        troubles=calibration.troubles,
+        feed=calibrated.feed,
+        manifest=calibrated.feed.manifest(),
+        float_nodes=kept,
+        cache=calibrated.cache,
+    )
+
+
+def _observed(
+    loaded: LoadedModel,
+    feed: Feed,
+    wanted: tuple[str, ...],
+    method: Method,
+    fingerprint: Fingerprint,
+    threads: int,
+    progress: bool,
+) -> Calibration:
+    """Run the model over the feed and search every tensor's range."""
+    with bar("calibrating", len(feed), shown=progress) as step:
+        if method.name == "entropy-tensorrt":
+            statistics = observe_by_batches(
+                loaded.model, wanted, feed.samples, batch_size=method.batch_size, progress=step
+            )
+        else:
+            with feed.samples() as samples:
+                statistics = observe(loaded.model, wanted, samples, threads=threads, progress=step)
+    return Calibration(
+        scales=statistics.scales(method.search),
+        troubles=statistics.troubles(),
+        fingerprint=fingerprint,
+        statistics=statistics,
+    )
+
+
+def _from_cache(
+    policy: CachePolicy,
+    fingerprint: Fingerprint,
+    wanted: tuple[str, ...],
+    loaded: LoadedModel,
+    method: Method,
+) -> tuple[Calibration | None, bool, str]:
+    """(calibration, whether it is the cache's as it stands, why or why not)."""
+    path = policy.path
+    if path is None:
+        return None, False, "no cache was asked for"
+    if policy.refresh:
+        return None, False, f"{path} is to be made anew, as asked"
+    found, reason = None, ""
+    if policy.trust:
+        found = store.trusted(path, never_negative(loaded.model))
+        return found, True, f"{path} is trusted as it is, without a fingerprint"
+    if not path.exists():
+        reason = f"{path} does not exist yet"
+    else:
+        found, reason = _fitting(path, fingerprint, wanted, method)
+    if found is None and policy.require:
+        raise CacheError(
+            f"the cache must fit (--require-cache), but {reason}; leave --require-cache away to"
+            " calibrate anew"
+        )
+    return (
+        found,
+        found is not None and found.fingerprint == fingerprint and not reason.startswith("only"),
+        reason,
+    )
+
+
+def _fitting(
+    path: Path, fingerprint: Fingerprint, wanted: tuple[str, ...], method: Method
+) -> tuple[Calibration | None, str]:
+    if not store.sidecars(path)[0].exists():
+        return None, (
+            f"{path} has no fingerprint beside it, so nothing tells what it was made from"
+            " (--trust-cache uses it as it is)"
+        )
+    try:
+        old = store.load(path, with_statistics=False)
+        assert old.fingerprint is not None
+        changes = fingerprint.changes_since(old.fingerprint)
+        missing = [t for t in wanted if not old.covers((t,))]
+        if set(changes) - {"method"}:
+            return None, "; ".join(changes.values())
+        if missing:
+            return None, f"{path.name} lacks {len(missing)} tensors that these targets need"
+        if not changes:
+            return old, "model, images, preprocessing, method and versions are the same"
+        full = store.load(path)
+        assert full.statistics is not None
+    except CacheError as error:
+        return None, str(error)
+    again = Calibration(
+        scales=full.statistics.scales(method.search),
+        troubles=full.statistics.troubles(),
+        fingerprint=fingerprint,
+        statistics=full.statistics,
+    )
+    return again, f"only {changes['method']}: searched again, the model was not run"
+
+
+def _fingerprint(loaded: LoadedModel, feed: Feed, method: Method) -> Fingerprint:
+    manifest = feed.manifest()
+    preprocess = manifest.pop("preprocess") or {}
+    return Fingerprint(
+        model=loaded.digest,
+        images=manifest,
+        preprocess=preprocess,
+        rule=method.rule,
+        versions=of_observation(),
+        method=method.label,
+    )
+
+
+def _known_nodes(loaded: LoadedModel, float_nodes: Iterable[str]) -> tuple[str, ...]:
+    import difflib
+
+    names = [node.name for node in loaded.model.graph.node]
+    kept = tuple(float_nodes)
+    for name in kept:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"; did you mean {near[0]}?" if near else "; `calib8 inspect` lists them"
+            raise ConfigError(f"a node to keep float must be in the model, got {name!r}{hint}")
+    return kept
+
+
+def _path(path: Path | str | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _at(policy: CachePolicy, path: Path) -> CachePolicy:
+    from dataclasses import replace
+
+    return replace(policy, path=path)
+
+
+__all__ = ["BuildRequest", "Built", "CachePolicy", "Calibrated", "build", "calibrate"]
