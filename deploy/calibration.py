@@ -102,12 +102,12 @@ def load(path: Path, *, with_statistics: bool = True) -> Calibration:
     """
     json_path, npz_path = sidecars(path)
     document = _document(json_path)
-    text = _read(path)
+    text = read(path)
     if _sha256(text) != document["sha256"]["cache"]:
         raise CacheError(f"{path} was changed after {json_path.name} was written")
     statistics = None
     if with_statistics:
-        packed = _read(npz_path)
+        packed = read(npz_path)
         if _sha256(packed) != document["sha256"]["statistics"]:
             raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
         statistics = _unpack(packed, npz_path)
@@ -133,7 +133,7 @@ def trusted(path: Path, non_negative: frozenset[str]) -> Calibration:
     Raises:
         CacheError: the file is not such a cache, or holds no usable entry.
     """
-    cache = trt_cache.parse(_read(path), origin=str(path))
+    cache = trt_cache.parse(read(path), origin=str(path))
     flaws = cache.flaws()
     scales = {
         name: _symmetric(float(scale) * 127, name in non_negative, cache.header.algorithm)
@@ -159,7 +159,7 @@ def _is_minmax(scales: Scales) -> bool:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(_read(path))
+        document = json.loads(read(path))
         complete = (
             document["schema"] == SCHEMA
             and isinstance(document["troubles"], dict)
@@ -173,7 +173,12 @@ def _document(path: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def _read(path: Path) -> bytes:
+def read(path: Path) -> bytes:
+    """Bytes of one of the files.
+
+    Raises:
+        CacheError: it cannot be read.
+    """
     try:
         return path.read_bytes()
     except OSError as error:

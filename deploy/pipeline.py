@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.report import Report
-
-ModelSource = "str | Path | onnx.ModelProto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +62,7 @@ class Calibrated:
 
     Attributes:
         loaded: the model.
+        images: where the images came from, in words.
         feed: the calibration images.
         calibration: scales, statistics, fingerprint.
         reused: whether the cache was taken over without running the model.
@@ -72,6 +71,7 @@ class Calibrated:
     """
 
     loaded: LoadedModel
+    images: str
     feed: Feed
     calibration: Calibration
     reused: bool
@@ -82,7 +82,7 @@ class Calibrated:
 
 
 def calibrate(
-    model: str | Path | onnx.ModelProto,
+    model: str | Path | onnx.ModelProto | LoadedModel,
     images: FeedSource,
     *,
     targets: Sequence[str | Backend] = ("onnxruntime",),
@@ -98,7 +98,7 @@ def calibrate(
     """Find the clip range of every tensor that the targets need, or take it from a fitting cache.
 
     Args:
-        model: path of an ONNX file, or a model in memory.
+        model: path of an ONNX file, or a model in memory, loaded or not.
         images: folder, list file, image, .npy, .npz, or an iterable of arrays or
             {input: array} dicts.
         targets: names of `BACKENDS`, or backends with options of their own.
@@ -117,7 +117,7 @@ def calibrate(
     """
     policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
     chosen = method if isinstance(method, Method) else Method(name=method)
-    loaded = load(model)
+    loaded = model if isinstance(model, LoadedModel) else load(model)
     kept = _known_nodes(loaded, float_nodes)
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     wanted = tuple(
@@ -132,6 +132,7 @@ def calibrate(
         store.save(found, policy.path, trt_version=policy.trt_version)
     return Calibrated(
         loaded=loaded,
+        images=str(images) if isinstance(images, str | Path) else "arrays in memory",
         feed=feed,
         calibration=found,
         reused=reused,
@@ -180,9 +181,9 @@ def build(
     loaded = load(model)
     policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
     if policy.path is None:
-        policy = _at(policy, folder / f"{loaded.name}.cache")
+        policy = replace(policy, path=folder / f"{loaded.name}.cache")
     calibrated = calibrate(
-        model,
+        loaded,
         images,
         targets=built_for,
         method=method,
@@ -201,9 +202,16 @@ def build(
             eval_images, calibrated.loaded.inputs, preprocess=preprocess, skip_bad=skip_bad
         )
     figures = measured(
-        calibrated, built_for, results, evaluation, labels,
-        duration_s=duration_s, threads=threads, progress=progress,
-    )  # fmt: skip
+        loaded,
+        built_for,
+        results,
+        calibration=calibrated.feed,
+        evaluation=evaluation,
+        labels=labels,
+        duration_s=duration_s,
+        threads=threads,
+        progress=progress,
+    )
     return write_report(calibrated, results, figures, folder)
 
 
@@ -362,12 +370,6 @@ def _known_nodes(loaded: LoadedModel, float_nodes: Iterable[str]) -> tuple[str, 
 
 def _path(path: Path | str | None) -> Path | None:
     return None if path is None else Path(path)
-
-
-def _at(policy: CachePolicy, path: Path) -> CachePolicy:
-    from dataclasses import replace
-
-    return replace(policy, path=path)
 
 
 __all__ = ["BuildRequest", "Built", "CachePolicy", "Calibrated", "build", "calibrate"]

@@ -1,0 +1,86 @@
+"""`calib8 build`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from deploy.commands.options import FeedOptions, feed_options
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    default=("onnxruntime",),
+    show_default=True,
+    help="onnxruntime, tensorrt or ascend; may be repeated: one calibration serves all.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("build"),
+    show_default=True,
+    help="Folder of everything that is written.",
+)
+@click.option("--cache", type=click.Path(path_type=Path), help="Calibration cache [in --out].")
+@click.option(
+    "--eval-images",
+    metavar="PATH",
+    help="Images for the accuracy figures; a list file may hold labels.",
+)
+@click.option(
+    "--labels",
+    type=click.Path(path_type=Path),
+    help="One class number a line, for the evaluation images in order.",
+)
+@click.option(
+    "--duration",
+    type=click.FloatRange(min=0),
+    default=3.0,
+    show_default=True,
+    help="Seconds of latency runs a model; 0 leaves them out.",
+)
+@feed_options
+def build(
+    model: Path,
+    targets: tuple[str, ...],
+    out: Path,
+    cache: Path | None,
+    eval_images: str | None,
+    labels: Path | None,
+    duration: float,
+    feed: FeedOptions,
+) -> None:
+    r"""Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
+
+    \b
+    calib8 build model.onnx --images photos/ --preprocess imagenet
+    calib8 build model.onnx --images list.txt --target onnxruntime --target tensorrt
+    """
+    from deploy.commands.labels import read_labels
+    from deploy.pipeline import build as run
+    from deploy.report import to_screen
+
+    report = run(
+        model,
+        feed.images,
+        out=out,
+        targets=targets,
+        method=feed.method,
+        preprocess=feed.preprocess,
+        cache=replace(feed.cache, path=cache),
+        eval_images=eval_images,
+        labels=read_labels(labels) if labels else None,
+        skip_bad=feed.skip_bad,
+        limit=feed.limit,
+        threads=feed.threads,
+        float_nodes=feed.keep_float,
+        duration_s=duration,
+        progress=True,
+    )
+    click.echo(to_screen(report), nl=False)

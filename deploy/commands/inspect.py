@@ -1,0 +1,85 @@
+"""`calib8 inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--target", default="onnxruntime", show_default=True, help="Rules to judge a model by."
+)
+@click.option("--all", "everything", is_flag=True, help="List every node or tensor.")
+def inspect(path: Path, target: str, everything: bool) -> None:
+    r"""What would be quantized in a model (.onnx) and why not; or what a cache holds.
+
+    \b
+    calib8 inspect model.onnx
+    calib8 inspect model.cache
+    """
+    if path.suffix in {".onnx", ".py"} or _looks_like_onnx(path):
+        _inspect_model(path, target, everything)
+    else:
+        _inspect_cache(path)
+
+
+def _inspect_model(path: Path, target: str, everything: bool) -> None:
+    from deploy.frontends import load
+    from deploy.graph import PLACEMENTS, analyse
+    from deploy.pipeline import backends
+
+    backends([target])  # a name that is not in the table is told
+    loaded = load(path)
+    placement = PLACEMENTS[target]
+    plan = analyse(loaded.model, placement)
+    click.echo(f"{path}: {len(plan.decisions)} nodes, {len(plan.int8_nodes)} in int8 on {target}")
+    for spec in (*loaded.inputs, *loaded.outputs):
+        click.echo(f"  {spec.name} {spec.dtype} {list(spec.shape)}")
+    for note in loaded.notes:
+        click.echo(f"  {note}")
+    click.echo(f"{len(plan.activations)} tensors need a scale, {len(plan.weights)} weights int8")
+    if everything:
+        for decision in plan.decisions:
+            click.echo(f"  {'int8 ' if decision.int8 else 'float'} {decision.op_type:20}"
+                       f" {decision.node}  {decision.reason}".rstrip())  # fmt: skip
+        return
+    for op_type, count in Counter(d.op_type for d in plan.decisions if d.int8).most_common():
+        click.echo(f"  int8   {count:4} {op_type}")
+    reasons = Counter((d.op_type, d.reason) for d in plan.decisions if not d.int8)
+    for (op_type, reason), count in reasons.most_common():
+        click.echo(f"  float  {count:4} {op_type}: {reason}")
+
+
+def _inspect_cache(path: Path) -> None:
+    from deploy import calibration as store
+    from deploy.errors import CacheError
+    from deploy.writers import trt_cache
+
+    cache = trt_cache.parse(store.read(path), origin=str(path))
+    click.echo(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")
+    try:
+        known = store.load(path, with_statistics=False)
+    except CacheError as error:
+        click.echo(f"no fitting fingerprint: {error}")
+        known = None
+    if known is not None and known.fingerprint is not None:
+        mark = known.fingerprint
+        click.echo(f"model {mark.model[:12]}, {mark.images.get('count')} images, {mark.method}")
+    for entry in cache.entries:
+        flaw = f"  ({entry.flaw})" if entry.flaw else ""
+        scale = f"{entry.scale:.6g}"
+        click.echo(f"  {entry.name}: amax {float(entry.scale) * 127:.6g}, scale {scale}{flaw}")
+
+
+def _looks_like_onnx(path: Path) -> bool:
+    """Anything that does not start as text is taken for a model, which then says what it is."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError:
+        return path.suffix != ".cache"
+    return b"\0" in head or head[:1] == b"\x08"

@@ -1,0 +1,26 @@
+"""The file of `--labels`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deploy.errors import FeedError
+
+
+def read_labels(path: Path) -> tuple[int, ...]:
+    """One class number a line, the last word of the line; empty lines are left out.
+
+    Raises:
+        FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FeedError(f"labels are read from a text file, {path} cannot be: {error}") from error
+    words = [(number, line.split()[-1]) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, word in words:
+        if not word.isdecimal():
+            raise FeedError(
+                f"a label is a class number, line {number} of {path} ends in {word[:40]!r}"
+            )
+    return tuple(int(word) for _, word in words)
