@@ -52,6 +52,11 @@ class Placement:
     bias: bool
     per_tensor: frozenset[str] = frozenset()
 
+    @property
+    def heavy_or_glue(self) -> frozenset[str]:
+        """Op types that can run in int8."""
+        return self.heavy | self.glue
+
 
 ONNXRUNTIME = Placement(
     name="onnxruntime",
@@ -216,9 +221,7 @@ def analyse(
     pairs = _pairs(graph, placement, chosen)
     return Plan(
         placement=placement,
-        decisions=tuple(
-            Decision(n.name, n.op_type, not why[n.name], why[n.name]) for n in graph.nodes
-        ),
+        decisions=_decisions(graph, placement, why),
         pairs=pairs,
         weights=tuple(w for n in chosen for w in _weights(graph, placement, n)),
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
@@ -235,9 +238,7 @@ def _refusal(
     """Why a node cannot run in int8 on its own account; "" where it can."""
     if node.domain not in ("", "ai.onnx"):
         return f"custom domain {node.domain}"
-    if node.op_type not in placement.heavy | placement.glue:
-        if node.op_type in _TAILS and _is_tail(graph, node, placement):
-            return "computed inside the node before it"
+    if node.op_type not in placement.heavy_or_glue:
         return f"{node.op_type} is not run in int8 on {placement.name}"
     if node.name in kept:
         return "kept float as asked"
@@ -274,10 +275,17 @@ def _weight_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     return ""
 
 
-def _is_tail(graph: Graph, node: onnx.NodeProto, placement: Placement) -> bool:
-    before = graph.producer.get(node.input[0])
-    ops = placement.heavy | placement.glue
-    return before is not None and before.op_type in ops and graph.tail(before) == node.output[0]
+def _decisions(graph: Graph, placement: Placement, why: Mapping[str, str]) -> tuple[Decision, ...]:
+    """One decision a node; a tail runs where the node before it runs."""
+    heads = {graph.tail(n): n.name for n in graph.nodes if n.op_type in placement.heavy_or_glue}
+    found = []
+    for node in graph.nodes:
+        reason = why[node.name]
+        head = heads.get(node.output[0], node.name)
+        if reason and head != node.name:
+            reason = why[head] and "the node before it is float"
+        found.append(Decision(node.name, node.op_type, not reason, reason))
+    return tuple(found)
 
 
 def _drop_glue(

@@ -80,11 +80,13 @@ def with_outputs(model: ModelProto, names: Iterable[str]) -> bytes:
 def _dequantized(model: ModelProto) -> dict[str, str]:
     """Input of a QuantizeLinear -> output of the DequantizeLinear that reads its result."""
     back = {node.input[0]: node.output[0] for node in model.graph.node if _is(node, "Dequantize")}
-    return {
+    read_as = {
         node.input[0]: back[node.output[0]]
         for node in model.graph.node
         if _is(node, "Quantize") and node.output[0] in back
     }
+    # where all readers read int8, deploy.writers.qdq gives the tensor's own name to the result
+    return read_as | {name: name for name in read_as.values()}
 
 
 def _is(node: object, prefix: str) -> bool:

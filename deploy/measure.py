@@ -67,8 +67,7 @@ def measured(
         threads: threads inside one inference.
         progress: draw bars on stderr.
     """
-    float_model = loaded.source if _is_onnx(loaded.source) else loaded.model.SerializeToString()
-    reference, load_ms = _timed(lambda: OrtSession.open(float_model, threads=threads))
+    reference, load_ms = _timed(lambda: OrtSession.open(_float_model(loaded), threads=threads))
     runnable = [_runnable(b, r, threads) for b, r in zip(backends, built, strict=True)]
     accuracy: dict[str, Accuracy] = {}
     for result, (session, _) in zip(built, runnable, strict=True):
@@ -175,11 +174,13 @@ def _timed(make: Callable[[], T]) -> tuple[T, float]:
     return made, (time.perf_counter() - start) * 1e3
 
 
-def _is_onnx(source: Path | None) -> bool:
-    return source is not None and source.suffix != ".py"
+def _float_model(loaded: LoadedModel) -> Path | bytes:
+    """The user's own file where there is one, so that its speed is what is compared with."""
+    if loaded.source is not None and loaded.source.suffix != ".py":
+        return loaded.source
+    return bytes(loaded.model.SerializeToString())
 
 
 def _size(loaded: LoadedModel) -> int:
-    if loaded.source is not None and _is_onnx(loaded.source):
-        return loaded.source.stat().st_size
-    return loaded.model.ByteSize()
+    float_model = _float_model(loaded)
+    return len(float_model) if isinstance(float_model, bytes) else float_model.stat().st_size

@@ -1,0 +1,128 @@
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.graph import ONNXRUNTIME, TENSORRT, Plan, analyse, never_negative
+
+
+def make(nodes, weights, *, inputs=("x",), outputs=("y",), shape=(1, 4, 8, 8), opset=13):
+    """A model of float tensors from nodes given as (op, inputs, outputs, attributes)."""
+    rng = np.random.default_rng(0)
+    built = [
+        helper.make_node(op, list(i), list(o), name=f"{op}_{k}", **attributes)
+        for k, (op, i, o, attributes) in enumerate(nodes)
+    ]
+    graph = helper.make_graph(
+        built,
+        "g",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in inputs],
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in outputs],
+        [
+            numpy_helper.from_array(
+                w if isinstance(w, np.ndarray) else rng.normal(size=w).astype(np.float32), n
+            )
+            for n, w in weights.items()
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def decided(plan: Plan) -> dict[str, str]:
+    return {d.node: d.reason for d in plan.decisions}
+
+
+CONV = {"w": (4, 4, 3, 3), "b": (4,)}
+PADS = {"pads": [1, 1, 1, 1]}
+
+
+def test_the_pair_goes_behind_the_relu_and_not_between():
+    model = make([("Conv", "xwb", ["c"], PADS), ("Relu", "c", "y", {})], CONV)
+    plan = analyse(model, ONNXRUNTIME)
+    assert [p.tensor for p in plan.pairs] == ["x", "y"]
+    assert all(d.int8 for d in plan.decisions)
+    assert [(w.name, w.axis, w.bias) for w in plan.weights] == [("w", 0, "b")]
+    assert [p.tensor for p in analyse(model, TENSORRT).pairs] == ["x"]
+
+
+def test_a_relu_whose_input_has_another_reader_is_no_tail():
+    nodes = [("Conv", "xwb", ["c"], PADS), ("Relu", "c", "r", {}), ("Add", "cr", "y", {})]
+    plan = analyse(make(nodes, CONV), ONNXRUNTIME)
+    assert [p.tensor for p in plan.pairs] == ["x", "c"]
+    assert "not run in int8" in decided(plan)["Relu_1"]
+
+
+def test_a_clip_that_does_not_end_at_zero_is_no_tail():
+    nodes = [("Conv", "xwb", ["c"], PADS), ("Clip", ["c", "lo", "hi"], "y", {})]
+    weights = {**CONV, "lo": np.array(-1, np.float32), "hi": np.array(1, np.float32)}
+    assert [p.tensor for p in analyse(make(nodes, weights), ONNXRUNTIME).pairs] == ["x", "c"]
+    weights["lo"] = np.array(0, np.float32)
+    assert [p.tensor for p in analyse(make(nodes, weights), ONNXRUNTIME).pairs] == ["x", "y"]
+
+
+def test_glue_runs_in_int8_only_between_int8():
+    nodes = [
+        ("Conv", "xwb", ["c"], PADS),
+        ("Add", "xc", "a", {}),
+        ("Conv", "awb", ["d"], PADS),
+        ("Add", "dx", "y", {}),
+    ]
+    plan = analyse(make(nodes, CONV), ONNXRUNTIME)
+    assert decided(plan) == {
+        "Conv_0": "", "Add_1": "", "Conv_2": "", "Add_3": "nothing after it runs in int8",
+    }  # fmt: skip
+
+
+def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():
+    nodes = [("Conv", "xwb", ["c"], PADS), ("Add", "cx", "a", {}), ("Conv", "awb", ["y"], PADS)]
+    pairs = {p.tensor: p.consumers for p in analyse(make(nodes, CONV), TENSORRT).pairs}
+    assert pairs == {"x": ("Conv_0", "Add_1"), "a": ("Conv_2",)}
+
+
+def test_moving_nodes_share_the_scale_of_what_they_move():
+    nodes = [
+        ("Conv", "xwb", ["c"], PADS),
+        ("Relu", "c", "r", {}),
+        ("MaxPool", "r", "m", {"kernel_shape": [2, 2], "strides": [2, 2]}),
+        ("Flatten", "m", "f", {}),
+        ("Gemm", ["f", "g"], "y", {}),
+    ]
+    plan = analyse(make(nodes, {**CONV, "g": (64, 10)}), ONNXRUNTIME)
+    assert dict(plan.owners) == {"m": "r", "f": "r"}
+    assert plan.activations == ("x", "r")
+    assert [(w.name, w.axis) for w in plan.weights] == [("w", 0), ("g", 1)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "weights", "reason"),
+    [
+        ([("Conv", ["x", "x"], "y", {})], {}, "its weights are not constant"),
+        ([("Gemm", ["x", "g"], "y", {"alpha": 2.0})], {"g": (8, 3)}, "alpha or beta"),
+        ([("MatMul", ["g", "x"], "y", {})], {"g": (8, 8)}, "first factor"),
+        ([("Sin", "x", "y", {})], {}, "Sin is not run in int8 on onnxruntime"),
+    ],
+)
+def test_what_stays_float_says_why(nodes, weights, reason):
+    shape = (8, 8) if nodes[0][0] == "Gemm" else (1, 4, 8, 8)
+    plan = analyse(make(nodes, weights, shape=shape), ONNXRUNTIME)
+    assert reason in plan.decisions[0].reason
+    assert plan.pairs == () and plan.weights == ()
+
+
+def test_a_tensor_without_a_scale_makes_its_nodes_float():
+    model = make([("Conv", "xwb", ["c"], PADS), ("Conv", "cwb", ["y"], PADS)], CONV)
+    plan = analyse(model, ONNXRUNTIME, float_tensors={"y": "was 0 in every sample"})
+    assert decided(plan) == {"Conv_0": "", "Conv_1": "y was 0 in every sample"}
+    kept = analyse(model, ONNXRUNTIME, float_nodes=["Conv_0"])
+    assert decided(kept)["Conv_0"] == "kept float as asked"
+
+
+def test_never_negative_follows_pools_and_reshapes():
+    nodes = [
+        ("Relu", "x", "r", {}),
+        ("GlobalAveragePool", "r", "p", {}),
+        ("Flatten", "p", "f", {}),
+        ("Neg", "f", "y", {}),
+    ]
+    assert never_negative(make(nodes, {})) == {"r", "p", "f"}
