@@ -118,6 +118,57 @@ def test_a_weight_shared_by_two_convs_is_not_scaled_for_both():
     np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
 
 
+PER_CHANNEL = RNG.uniform(0.5, 2, (1, 4, 1, 1)).astype(np.float32)
+PER_COLUMN = RNG.uniform(0.5, 2, 8).astype(np.float32)
+
+
+@pytest.mark.parametrize("layer", ["Conv", "ConvTranspose"])
+@pytest.mark.parametrize(
+    ("op", "constant", "folds"),
+    [
+        ("Mul", np.float32(0.7), True),
+        ("Mul", PER_CHANNEL, True),
+        ("Div", PER_CHANNEL, True),
+        ("Add", PER_CHANNEL[0], True),
+        ("Sub", np.float32([[0.3]]), True),
+        ("Add", PER_COLUMN, False),
+        ("Mul", PER_CHANNEL[None], False),
+        ("Div", np.float32(0), False),
+    ],
+)
+def test_a_constant_per_channel_folds_and_any_other_stays(layer, op, constant, folds):
+    x = sample(2, 4, 8, 8)
+    nodes = [
+        helper.make_node(layer, ["x", "w"], ["c"]),
+        helper.make_node(op, ["c", "k"], ["y"]),
+    ]
+    inputs = [helper.make_tensor_value_info("x", F32, ["n", 4, 8, 8])]
+    weights = [floats("w", 4, 4, 1, 1), numpy_helper.from_array(np.asarray(constant), "k")]
+    model = model_of(nodes, weights, inputs=inputs)
+    loaded = load(model)
+    assert types(loaded.model) == ([layer] if folds else [layer, op])
+    if folds:
+        np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_scales_and_shifts_in_a_row_fold_one_after_another():
+    bn, parameters = norm("bn", "c", "b", 4)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        bn,
+        helper.make_node("Mul", ["two", "b"], ["m"]),
+        helper.make_node("Add", ["m", "two"], ["a"]),
+        helper.make_node("Sub", ["two", "a"], ["y"]),
+    ]
+    weights = [floats("w", 4, 3, 3, 3), floats("two", 1), *parameters]
+    model = model_of(nodes, weights)
+    loaded = load(model)
+    assert types(loaded.model) == ["Conv", "Sub"]
+    assert loaded.model.graph.node[0].output[0] == "a"
+    x = sample(2, 3, 8, 8)
+    np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_batchnorm_with_a_negative_variance_is_left_alone():
     conv = helper.make_node("Conv", ["x", "w"], ["c"])
     bn, parameters = norm("bn", "c", "y", 4)

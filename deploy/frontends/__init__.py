@@ -25,7 +25,8 @@ def load(source: str | Path | onnx.ModelProto, *, fold_batchnorm: bool = True) -
     Args:
         source: an ONNX file of opset 7 or newer (external data beside it is read), an
             `onnx.ModelProto` in memory, or another kind of the table FRONTENDS.
-        fold_batchnorm: fold BatchNormalization into the Conv, ConvTranspose or Gemm before it.
+        fold_batchnorm: fold BatchNormalization, and Mul and Add with constants per channel, into
+            the Conv, ConvTranspose or Gemm before them.
 
     Raises:
         ModelError: it cannot be read, is quantized already, or onnxruntime cannot load it.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from deploy.backends.base import TensorSpec
 from deploy.errors import ModelError
 from deploy.frontends import checks
+from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel
-from deploy.frontends.batchnorm import fold_batchnorm as fold_norms
 from deploy.frontends.digest import model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.graphs import all_nodes, drop_dead, name_nodes, sort_nodes, subgraphs
@@ -146,16 +146,17 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
 
 
 def _fold_norms(graph: onnx.GraphProto) -> list[str]:
-    folded, left = fold_norms(graph)
+    folded = fold_affine(graph)
     drop_dead(graph)
-    norms = "BatchNormalization node"
-    notes = []
-    if folded:
-        notes.append(f"Folded {_count(folded, norms)} into the layer before.")
+    notes = [
+        f"Folded {_count(number, f'{op_type} node')} into the layer before."
+        for op_type, number in sorted(folded.items())
+    ]
+    left = sum(node.op_type == NORM for node in graph.node)
     if left:
         notes.append(
-            f"Left {_count(left, norms)} in float: no Conv, ConvTranspose or Gemm before that "
-            "has constant weights and no other reader."
+            f"Left {_count(left, f'{NORM} node')} in float: no Conv, ConvTranspose or Gemm before "
+            "that has constant weights and no other reader."
         )
     return notes
 

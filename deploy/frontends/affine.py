@@ -1,0 +1,232 @@
+"""Nodes that scale and shift each channel, folded into the Conv before them, in float64.
+
+BatchNormalization, and Mul, Div, Add and Sub with a constant per channel or for all, as Paddle
+exports leave after Conv, ConvTranspose and Gemm:
+
+    (conv(x, W) + b) * s + t  =  conv(x, W s) + (b s + t)     for each output channel
+    BatchNormalization: s = gamma / sqrt(var + epsilon), t = beta - mean s
+
+The layer then gives the tensor that the folded node gave, under its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deploy.frontends.checks import to_array
+from deploy.frontends.graphs import replace_nodes, unused, users
+
+if TYPE_CHECKING:
+    import onnx
+    from numpy.typing import NDArray
+
+    Affine = tuple[NDArray[np.float64], NDArray[np.float64]]  # [C] scale, [C] shift
+
+_INTO = ("Conv", "ConvTranspose", "Gemm")
+_ARITHMETIC = ("Mul", "Div", "Add", "Sub")
+NORM = "BatchNormalization"
+
+
+def fold_affine(graph: onnx.GraphProto) -> Counter[str]:
+    """Fold what can be folded exactly, in place; counts the folded nodes by their type.
+
+    A node stays where its input is not that of a layer with constant weights, or where
+    something else needs that input too.
+    """
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    counts = users(graph)
+    makers = {name: node for node in graph.node for name in node.output if name}
+    folded: dict[str, str] = {}
+    for node in graph.node:
+        source = _varying_input(node, weights)
+        layer = makers.get(source)
+        if layer is None or layer.op_type not in _INTO or counts[source] != 1:
+            continue
+        if _fold(graph, weights, counts, layer, node):
+            folded[node.output[0]] = node.op_type
+            makers[node.output[0]] = layer
+    if folded:
+        replace_nodes(
+            graph, (n for n in graph.node if n.op_type in _INTO or n.output[0] not in folded)
+        )
+    return Counter(folded.values())
+
+
+def _varying_input(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> str:
+    """The tensor that an affine node scales and shifts; "" for any other node."""
+    if node.domain not in ("", "ai.onnx"):
+        return ""
+    if node.op_type == NORM:
+        return str(node.input[0])
+    if node.op_type not in _ARITHMETIC or len(node.input) != 2:
+        return ""
+    first, second = (str(name) for name in node.input)
+    if second in weights:
+        return first
+    return second if first in weights and node.op_type in ("Mul", "Add") else ""
+
+
+def _fold(
+    graph: onnx.GraphProto,
+    weights: dict[str, onnx.TensorProto],
+    counts: dict[str, int],
+    layer: onnx.NodeProto,
+    node: onnx.NodeProto,
+) -> bool:
+    """Fold one pair where that is exact; says whether it did."""
+    weight = _constant(weights, layer.input[1])
+    bias = _constant(weights, layer.input[2]) if _has_bias(layer) else None
+    if weight is None or (bias is None and _has_bias(layer)):
+        return False
+    # A negative variance or a huge gamma gives NaN or Inf: then the layer is left as it was.
+    with np.errstate(all="ignore"):
+        affine = _affine(node, weights, _channels(layer, weight), weight.ndim)
+        if affine is None:
+            return False
+        wide = (_scaled_weight(layer, weight, affine[0]), _moved_bias(layer, bias, *affine))
+        fresh = [a.astype(weight.dtype) for a in wide if a is not None]
+    if len(fresh) < 2 or not all(np.isfinite(a).all() for a in fresh):
+        return False
+    _set(graph, weights, counts, layer, 1, fresh[0], layer.input[1])
+    bias_name = layer.input[2] if _has_bias(layer) else f"{node.output[0]}_bias"
+    _set(graph, weights, counts, layer, 2, fresh[1], bias_name)
+    for attribute in layer.attribute:
+        if attribute.name == "beta":  # of a Gemm: it is in the new bias
+            attribute.f = 1.0
+    layer.output[0] = node.output[0]
+    return True
+
+
+def _affine(
+    node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int, rank: int
+) -> Affine | None:
+    """What the node does to a tensor of that rank and so many channels on axis 1."""
+    if node.op_type == NORM:
+        return _of_norm(node, weights, channels)
+    name = next(n for n in reversed(node.input) if n in weights)
+    given = _constant(weights, name)
+    values = None if given is None else _per_channel(given.astype(np.float64), channels, rank)
+    if values is None:
+        return None
+    one, zero = np.ones(channels), np.zeros(channels)
+    return {
+        "Mul": (values, zero),
+        "Div": (1 / values, zero),
+        "Add": (one, values),
+        "Sub": (one, -values),
+    }[node.op_type]
+
+
+def _per_channel(
+    values: NDArray[np.float64], channels: int, rank: int
+) -> NDArray[np.float64] | None:
+    """[C] of a constant that broadcasts along axis 1 alone; None for any other shape."""
+    if values.ndim > rank:
+        return None
+    shape = (1,) * (rank - values.ndim) + values.shape
+    if values.size != 1 and shape != (1, channels, *[1] * (rank - 2)):
+        return None
+    return np.broadcast_to(values.reshape(-1), (channels,))
+
+
+def _of_norm(
+    norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int
+) -> Affine | None:
+    """The inference form of a BatchNormalization with constant parameters."""
+    given = {a.name: a for a in norm.attribute}
+    trains = "training_mode" in given and given["training_mode"].i
+    if trains or len([o for o in norm.output if o]) > 1 or len(norm.input) != 5:
+        return None
+    arrays = [a for name in norm.input[1:] if (a := _constant(weights, name)) is not None]
+    if len(arrays) < 4 or any(a.shape != (channels,) for a in arrays):
+        return None
+    gamma, beta, mean, variance = (a.astype(np.float64) for a in arrays)
+    epsilon = given["epsilon"].f if "epsilon" in given else 1e-5
+    scale = gamma / np.sqrt(variance + epsilon)
+    return scale, beta - mean * scale
+
+
+def _channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
+    """Output channels of a layer; 0 for a weight of an impossible shape."""
+    given = {a.name: a.i for a in layer.attribute}
+    if weight.ndim < 2:
+        return 0
+    if layer.op_type == "ConvTranspose":  # [I, O/group, ...]
+        group = int(given.get("group", 1))
+        return int(weight.shape[1]) * group if 0 < group <= weight.shape[0] else 0
+    transposed = layer.op_type == "Gemm" and not given.get("transB", 0)  # [K, N]
+    return int(weight.shape[1 if transposed else 0])
+
+
+def _constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[Any] | None:
+    """The array of that name; None where it is no constant of floats."""
+    array = to_array(weights[name]) if name in weights else None
+    return array if array is not None and array.dtype in (np.float32, np.float64) else None
+
+
+def _has_bias(layer: onnx.NodeProto) -> bool:
+    return len(layer.input) > 2 and bool(layer.input[2])
+
+
+def _scaled_weight(
+    layer: onnx.NodeProto, weight: NDArray[Any], scale: NDArray[np.float64]
+) -> NDArray[np.float64] | None:
+    """The weight with each output channel times its scale; None where the shapes do not fit."""
+    given = {a.name: a.i for a in layer.attribute}
+    if layer.op_type == "Conv":  # [O, I/group, ...]
+        fits = weight.ndim >= 2 and weight.shape[:1] == scale.shape
+        return weight * scale.reshape(-1, *[1] * (weight.ndim - 1)) if fits else None
+    if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
+        axis = 0 if given.get("transB", 0) else 1
+        fits = weight.ndim == 2 and weight.shape[axis : axis + 1] == scale.shape
+        return weight * (scale[:, None] if axis == 0 else scale) if fits else None
+    group = given.get("group", 1)  # ConvTranspose: [I, O/group, ...], channel = group first
+    if weight.ndim < 2 or group < 1 or weight.shape[0] % group:
+        return None
+    if scale.shape != (weight.shape[1] * group,):
+        return None
+    grouped = weight.reshape(group, -1, *weight.shape[1:])
+    by_group = scale.reshape(group, 1, -1, *[1] * (weight.ndim - 2))
+    return np.asarray(grouped * by_group, np.float64).reshape(weight.shape)
+
+
+def _moved_bias(
+    layer: onnx.NodeProto,
+    bias: NDArray[Any] | None,
+    scale: NDArray[np.float64],
+    shift: NDArray[np.float64],
+) -> NDArray[np.float64] | None:
+    """[C] bias of the folded layer; None where the old one is not one value per channel."""
+    if bias is None:
+        return shift
+    if layer.op_type == "Gemm":
+        beta = next((a.f for a in layer.attribute if a.name == "beta"), 1.0)
+        bias = bias.astype(np.float64) * beta
+        bias = np.broadcast_to(bias.reshape(-1), shift.shape) if bias.size == 1 else bias
+        bias = bias.reshape(-1) if bias.ndim == 2 and bias.shape[0] == 1 else bias
+    return bias * scale + shift if bias.shape == shift.shape else None
+
+
+def _set(
+    graph: onnx.GraphProto,
+    weights: dict[str, onnx.TensorProto],
+    counts: dict[str, int],
+    layer: onnx.NodeProto,
+    position: int,
+    array: NDArray[Any],
+    name: str,
+) -> None:
+    """Let an input of the layer be `array`; a tensor with other readers keeps its values."""
+    from onnx import numpy_helper
+
+    if counts[name] != 1 or name not in weights:
+        name = unused(name, {*weights, *counts})
+        weights[name] = graph.initializer.add()
+    weights[name].CopyFrom(numpy_helper.from_array(array, name))
+    counts[name] = 1
+    while len(layer.input) <= position:
+        layer.input.append("")
+    layer.input[position] = name
