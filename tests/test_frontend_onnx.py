@@ -404,10 +404,8 @@ def test_loading_twice_changes_nothing_more():
     assert not twice.notes
 
 
-def test_importing_the_frontends_imports_no_heavy_library():
-    code = (
-        "import sys, deploy.frontends; print({'onnx', 'onnxruntime', 'torch'} & set(sys.modules))"
-    )
+def test_importing_the_frontends_imports_no_runtime():
+    code = "import sys, deploy.frontends; print({'onnxruntime', 'torch'} & set(sys.modules))"
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
