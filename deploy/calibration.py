@@ -123,15 +123,16 @@ def load(path: Path, *, with_statistics: bool = True) -> Calibration:
     )
 
 
-def trusted(path: Path, non_negative: frozenset[str]) -> Calibration:
+def trusted(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -> Calibration:
     """A cache without a fingerprint, taken as it is: symmetric ranges of amax = 127 * scale.
 
     Args:
         path: TensorRT's text format, from any tool.
+        wanted: tensors that need a scale.
         non_negative: tensors that cannot be negative, whose range starts at 0.
 
     Raises:
-        CacheError: the file is not such a cache, or holds no usable entry.
+        CacheError: the file is not such a cache, or holds no usable entry for this model.
     """
     cache = trt_cache.parse(read(path), origin=str(path))
     flaws = cache.flaws()
@@ -140,9 +141,13 @@ def trusted(path: Path, non_negative: frozenset[str]) -> Calibration:
         for name, scale in cache.scales().items()
         if name not in flaws
     }
-    if not scales:
-        raise CacheError(f"{path} holds no entry with a usable scale; calibrate again")
-    troubles = {name: f"has a {flaw} scale in {path.name}" for name, flaw in flaws.items()}
+    if not scales.keys() & set(wanted):
+        raise CacheError(
+            f"a trusted cache must know the model's tensors, {path} has a usable scale for none of"
+            f" the {len(wanted)} wanted (such as {', '.join(wanted[:2])}); it is another model's"
+        )
+    troubles = {n: f"has no entry in {path.name}" for n in wanted if n not in scales}
+    troubles |= {name: f"has a {flaw} scale in {path.name}" for name, flaw in flaws.items()}
     return Calibration(scales=Scales(scales), troubles=troubles, fingerprint=None, statistics=None)
 
 

@@ -248,8 +248,9 @@ def _refusal(
     for tensor in tensors:
         if not graph.is_float(tensor):
             return f"{tensor} is not float32"
-        if tensor in without:
-            return f"{tensor} {without[tensor]}"
+        owner = _owner(graph, placement, tensor)
+        if owner in without:
+            return f"{owner} {without[owner]}"
     return "" if graph.data_inputs(node) else "all its inputs are constant"
 
 
@@ -385,15 +386,16 @@ def _channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
 
 
 def _owners(graph: Graph, placement: Placement, paired: Iterable[str]) -> dict[str, str]:
-    """Paired tensor -> the tensor whose scale it has, through the nodes that only move values."""
-    owners: dict[str, str] = {}
-    for tensor in paired:
-        root = tensor
-        while (source := _moved_from(graph, placement, root)) is not None:
-            root = source
-        if root != tensor:
-            owners[tensor] = root
-    return owners
+    """Paired tensor -> the tensor whose scale it has, where that is another one."""
+    owners = {tensor: _owner(graph, placement, tensor) for tensor in paired}
+    return {tensor: owner for tensor, owner in owners.items() if owner != tensor}
+
+
+def _owner(graph: Graph, placement: Placement, tensor: str) -> str:
+    """Where a tensor's values were made, through the nodes that only move them."""
+    while (source := _moved_from(graph, placement, tensor)) is not None:
+        tensor = source
+    return tensor
 
 
 def _moved_from(graph: Graph, placement: Placement, tensor: str) -> str | None:

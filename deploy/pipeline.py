@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy import atomic
 from deploy import calibration as store
 from deploy.backends import BACKENDS, Backend
 from deploy.backends.base import BuildRequest, Built
@@ -176,6 +177,7 @@ def build(
     from deploy.results import write_report
 
     folder = Path(out)
+    atomic.remove_leftovers(folder)
     kept = tuple(float_nodes)
     built_for = backends(targets)
     loaded = load(model)
@@ -292,7 +294,7 @@ def _from_cache(
         return None, False, f"{path} is to be made anew, as asked"
     found, reason = None, ""
     if policy.trust:
-        found = store.trusted(path, never_negative(loaded.model))
+        found = store.trusted(path, wanted, never_negative(loaded.model))
         return found, True, f"{path} is trusted as it is, without a fingerprint"
     if not path.exists():
         reason = f"{path} does not exist yet"

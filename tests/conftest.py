@@ -1,0 +1,63 @@
+"""Fixtures that several test files share."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+
+@pytest.fixture(scope="session")
+def small_cnn(tmp_path_factory) -> Path:
+    """A residual CNN of random weights: x [batch, 3, 16, 16] -> logits [batch, 10]."""
+    rng = np.random.default_rng(7)
+
+    def weight(name: str, *shape: int, spread: float = 0.3) -> onnx.TensorProto:
+        return numpy_helper.from_array(
+            rng.normal(scale=spread, size=shape).astype(np.float32), name
+        )
+
+    def node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:
+        return helper.make_node(op, inputs.split(), [output], name=f"{op}_{output}", **attributes)
+
+    nodes = [
+        node("Conv", "x w1 b1", "c1", pads=[1, 1, 1, 1]),
+        node("Relu", "c1", "r1"),
+        node("Conv", "r1 w2 b2", "c2", pads=[1, 1, 1, 1]),
+        node("Add", "c2 r1", "a"),
+        node("Relu", "a", "r2"),
+        node("Conv", "r2 w3 b3", "c3", pads=[1, 1, 1, 1], group=8),
+        node("Relu", "c3", "r3"),
+        node("MaxPool", "r3", "p", kernel_shape=[2, 2], strides=[2, 2]),
+        node("Flatten", "p", "f"),
+        node("Gemm", "f w4 b4", "logits", transB=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "small_cnn",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 16, 16])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 10])],
+        [
+            weight("w1", 8, 3, 3, 3), weight("b1", 8), weight("w2", 8, 8, 3, 3), weight("b2", 8),
+            weight("w3", 8, 1, 3, 3), weight("b3", 8), weight("w4", 10, 512, spread=0.05),
+            weight("b4", 10),
+        ],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    path = tmp_path_factory.mktemp("models") / "small_cnn.onnx"
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory) -> Path:
+    """A folder of 20 small PNG pictures."""
+    import cv2
+
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(11)
+    for number in range(20):
+        noise = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+        cv2.imwrite(str(folder / f"{number:02}.png"), cv2.resize(noise, (20, 18)))
+    return folder

@@ -1,0 +1,275 @@
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from deploy.calibration import load as load_calibration
+from deploy.calibration import sidecars
+from deploy.errors import CacheError, ConfigError
+from deploy.pipeline import CachePolicy, build, calibrate
+from deploy.preprocess import Preprocess
+from deploy.search import METHODS, Method
+from deploy.writers import trt_cache
+
+UNIT = Preprocess(size=(16, 16))
+
+
+@pytest.fixture
+def calibrated(small_cnn, pictures, tmp_path):
+    """A calibration in a fresh folder, and its cache's path."""
+    cache = tmp_path / "m.cache"
+    return calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache), cache
+
+
+def files(cache: Path) -> list[bytes]:
+    return [p.read_bytes() for p in (cache, *sidecars(cache))]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_builds_an_engine_that_is_close(small_cnn, pictures, tmp_path, method):
+    report = build(small_cnn, pictures, preprocess=UNIT, method=method, out=tmp_path, duration_s=0)
+    (engine,) = [e for e in report.engines if not e.reference]
+    assert engine.accuracy.outputs[0].sqnr_db > (6 if "entropy" in method else 20)
+    onnx.checker.check_model(onnx.load(engine.path), full_check=True)
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["calibration"]["method"].startswith(method)
+    assert all(row["int8"] for row in written["nodes"])
+
+
+def test_batch_size_and_threads_leave_every_byte_as_it_is(small_cnn, pictures, tmp_path):
+    for method in ("minmax", "entropy", "percentile", "mse"):
+        seen = set()
+        for batch, threads in ((1, 1), (7, 2), (32, 2), (1, 3)):
+            cache = tmp_path / f"{method}-{batch}-{threads}" / "m.cache"
+            calibrate(
+                small_cnn,
+                pictures,
+                preprocess=UNIT,
+                method=Method(name=method, batch_size=batch),
+                threads=threads,
+                cache=cache,
+            )
+            seen.add(tuple(files(cache)))
+        assert len(seen) == 1, method
+
+
+def test_a_fitting_cache_is_reused_and_not_touched(small_cnn, pictures, calibrated):
+    first, cache = calibrated
+    assert not first.reused and "does not exist yet" in first.reason
+    before = files(cache)
+    second = calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache)
+    assert second.reused and files(cache) == before
+    assert second.calibration.scales.to_json() == first.calibration.scales.to_json()
+
+
+def test_another_method_is_searched_without_running_the_model(
+    small_cnn, pictures, calibrated, tmp_path, monkeypatch
+):
+    _, cache = calibrated
+    fresh = tmp_path / "fresh" / "m.cache"
+    calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=fresh)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the model was run")
+
+    monkeypatch.setattr("deploy.pipeline.observe", refuse)
+    again = calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=cache)
+    assert "the model was not run" in again.reason
+    assert files(cache) == files(fresh)
+
+
+def changed_weight(small_cnn: Path, folder: Path) -> Path:
+    model = onnx.load(small_cnn)
+    weight = numpy_helper.to_array(model.graph.initializer[0]).copy()
+    weight.flat[0] = np.nextafter(weight.flat[0], np.float32(np.inf))
+    model.graph.initializer[0].CopyFrom(
+        numpy_helper.from_array(weight, model.graph.initializer[0].name)
+    )
+    onnx.save(model, folder / "changed.onnx")
+    return folder / "changed.onnx"
+
+
+def test_one_weight_one_image_or_the_mean_makes_it_stale(small_cnn, pictures, calibrated, tmp_path):
+    _, cache = calibrated
+    kept = files(cache)
+
+    def stale(model: Path, images: Path, how: Preprocess) -> str:
+        result = calibrate(model, images, preprocess=how, cache=cache)
+        assert not result.reused
+        for path, data in zip((cache, *sidecars(cache)), kept, strict=True):
+            path.write_bytes(data)
+        return result.reason
+
+    assert "weights or graph" in stale(changed_weight(small_cnn, tmp_path), pictures, UNIT)
+    copied = tmp_path / "copied"
+    shutil.copytree(pictures, copied)
+    first = copied / "00.png"
+    first.write_bytes(first.read_bytes() + b"\0")
+    assert "the images changed (sha256)" in stale(small_cnn, copied, UNIT)
+    (copied / "00.png").unlink()
+    assert "count 20 -> 19" in stale(small_cnn, copied, UNIT)
+    other = replace(UNIT, mean=(0.5,))
+    assert "the preprocessing changed (mean" in stale(small_cnn, pictures, other)
+
+
+def test_the_cache_can_be_required_refreshed_and_trusted(small_cnn, pictures, calibrated):
+    _, cache = calibrated
+    required = CachePolicy(path=cache, require=True)
+    assert calibrate(small_cnn, pictures, preprocess=UNIT, cache=required).reused
+    with pytest.raises(CacheError, match=r"--require-cache.*mean"):
+        calibrate(small_cnn, pictures, preprocess=replace(UNIT, mean=(0.5,)), cache=required)
+    refreshed = CachePolicy(path=cache, refresh=True)
+    assert not calibrate(small_cnn, pictures, preprocess=UNIT, cache=refreshed).reused
+    for sidecar in sidecars(cache):
+        sidecar.unlink()
+    alone = calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache)
+    assert not alone.reused and "no fingerprint" in alone.reason
+    for sidecar in sidecars(cache):
+        sidecar.unlink()
+    trusted = calibrate(
+        small_cnn, pictures, preprocess=UNIT, cache=CachePolicy(path=cache, trust=True)
+    )
+    assert trusted.reused and trusted.calibration.fingerprint is None
+    scales = trusted.calibration.scales
+    assert scales["r1"].lo == 0 and scales["c2"].lo < 0  # a Relu's output cannot be negative
+    assert not any(sidecar.exists() for sidecar in sidecars(cache))
+
+
+def test_a_trusted_cache_that_lacks_tensors_leaves_their_nodes_float(
+    small_cnn, pictures, calibrated, tmp_path
+):
+    _, cache = calibrated
+    text = cache.read_bytes().splitlines(keepends=True)
+    short = tmp_path / "short.cache"
+    short.write_bytes(b"".join(line for line in text if not line.startswith(b"c2")))
+    report = build(
+        small_cnn,
+        pictures,
+        preprocess=UNIT,
+        cache=CachePolicy(path=short, trust=True),
+        out=tmp_path,
+        duration_s=0,
+    )
+    reasons = {n.name: n.reason for n in report.nodes if not n.int8}
+    assert "c2" in reasons["Conv_c2"] and "short.cache" in reasons["Conv_c2"]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign"])
+def test_a_damaged_cache_is_told_and_made_anew(small_cnn, pictures, calibrated, which, damage):
+    _, cache = calibrated
+    good = files(cache)
+    path = (cache, *sidecars(cache))[which]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x5A
+    path.write_bytes(
+        {"cut": bytes(data[: len(data) // 3]), "flipped": bytes(data), "empty": b"",
+         "foreign": b'{"a": [1, 2]}'}[damage]
+    )  # fmt: skip
+    result = calibrate(small_cnn, pictures, preprocess=UNIT, method="minmax", cache=cache)
+    assert not result.reused and result.reason
+    assert load_calibration(cache).fingerprint is not None
+    calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache)
+    assert files(cache) == good
+
+
+def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp_path):
+    model = onnx.load(small_cnn)
+    for tensor in model.graph.initializer:
+        if tensor.name == "b1":  # so far down that the first Relu never opens
+            tensor.CopyFrom(numpy_helper.from_array(np.full(8, -100, np.float32), "b1"))
+    onnx.save(model, tmp_path / "dead.onnx")
+    report = build(tmp_path / "dead.onnx", pictures, preprocess=UNIT, out=tmp_path, duration_s=0)
+    reasons = {n.name: n.reason for n in report.nodes}
+    assert reasons["Conv_c1"] == "r1 was 0 in every sample"
+    assert any("no scale for r1" in note for note in report.notes)
+    entries = trt_cache.parse((tmp_path / "dead.cache").read_bytes(), origin="cache").scales()
+    assert entries["r1"] == 0
+
+
+def test_arrays_and_dicts_are_a_feed_too(small_cnn, tmp_path):
+    rng = np.random.default_rng(5)
+    arrays = rng.normal(size=(6, 3, 16, 16)).astype(np.float32)
+    one = calibrate(small_cnn, arrays)
+    two = calibrate(small_cnn, ({"x": a[None]} for a in arrays))
+    assert one.calibration.scales.to_json() == two.calibration.scales.to_json()
+    np.save(tmp_path / "a.npy", arrays)
+    three = calibrate(small_cnn, tmp_path / "a.npy")
+    assert three.calibration.scales.to_json() == one.calibration.scales.to_json()
+
+
+def test_words_that_name_nothing_are_told(small_cnn, pictures):
+    with pytest.raises(ConfigError, match="did you mean Conv_c2"):
+        calibrate(small_cnn, pictures, preprocess=UNIT, float_nodes=["Conv_c22"])
+    with pytest.raises(ConfigError, match="a target is one of"):
+        calibrate(small_cnn, pictures, preprocess=UNIT, targets=["onnx"])
+    with pytest.raises(ConfigError, match="a method is one of"):
+        calibrate(small_cnn, pictures, preprocess=UNIT, method="kl")
+
+
+LENET = Path("../shared/golden/tensorrt/lenet")
+INDICES = {
+    "data": 2040, "conv1": 704, "conv2": 962, "fc1": 1153, "ip1": 1155, "ip2": 1289, "prob": 1081,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not LENET.exists(), reason="the LeNet triple is not beside this checkout")
+def test_the_whole_line_finds_the_indices_that_tensorrt_found():
+    from calibrators.entropy import search
+    from deploy.feed import open_feed
+    from deploy.frontends import load
+    from deploy.observe import observe_by_batches
+
+    loaded = load(LENET / "lenet.onnx")
+    pixels = np.load(LENET / "images.npz")["images"].astype(np.float32) / np.float32(255)
+    feed = open_feed(pixels[:, None], loaded.inputs)
+    statistics = observe_by_batches(loaded.model, INDICES, feed.samples, batch_size=50)
+    assert {n: search(h.magnitudes(2048)) for n, h in statistics.items()} == INDICES
+
+
+def command(small_cnn: Path, pictures: Path, out: Path) -> list[str]:
+    words = ["--size", "16x16", "--duration", "0", "--method", "entropy", "--out"]
+    return [sys.executable, "-m", "deploy", "build", str(small_cnn), "--images", str(pictures),
+            *words, str(out)]  # fmt: skip
+
+
+def test_kill_9_at_any_moment_leaves_nothing_half_written(small_cnn, pictures, tmp_path):
+    out = tmp_path / "out"
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    start = time.perf_counter()
+    subprocess.run(
+        command(small_cnn, pictures, tmp_path / "whole"),
+        env=environment, check=True, capture_output=True,
+    )  # fmt: skip
+    whole = time.perf_counter() - start
+    names = [p.name for p in (tmp_path / "whole").iterdir() if "report" not in p.name]
+    moments = random.Random(2)
+    for _ in range(20):
+        process = subprocess.Popen(
+            command(small_cnn, pictures, out),
+            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(moments.uniform(0.4, 1.0) * whole)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        for name in names:  # what is there is whole: the same bytes as of a run left alone
+            if (out / name).exists():
+                assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        if (out / "report.json").exists():
+            json.loads((out / "report.json").read_text())
+    done = subprocess.run(
+        command(small_cnn, pictures, out), env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert all((out / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)

@@ -1,0 +1,127 @@
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+from calibrators.scales import Scale, Scales
+from deploy.errors import ExportError
+from deploy.frontends import load
+from deploy.graph import ONNXRUNTIME, TENSORRT, analyse
+from deploy.observe import observe
+from deploy.search import Method
+from deploy.writers.qdq import write_qdq
+
+
+@pytest.fixture(scope="module")
+def calibrated(small_cnn):
+    model = load(small_cnn).model
+    rng = np.random.default_rng(1)
+    samples = [{"x": rng.normal(size=(1, 3, 16, 16)).astype(np.float32)} for _ in range(8)]
+    tensors = {t for p in (ONNXRUNTIME, TENSORRT) for t in analyse(model, p).activations}
+    scales = observe(model, sorted(tensors), samples).scales(Method(name="minmax").search)
+    return model, scales, samples
+
+
+def run(model: onnx.ModelProto, sample: dict, *, plain: bool = False) -> np.ndarray:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    if plain:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(model.SerializeToString(), options)
+    return session.run(None, sample)[0]
+
+
+@pytest.mark.parametrize("placement", [ONNXRUNTIME, TENSORRT], ids=lambda p: p.name)
+def test_the_quantized_model_is_valid_and_close(calibrated, placement):
+    model, scales, samples = calibrated
+    before = model.SerializeToString(deterministic=True)
+    quantized = write_qdq(model, analyse(model, placement), scales)
+    assert model.SerializeToString(deterministic=True) == before
+    onnx.checker.check_model(quantized, full_check=True)
+    want = np.concatenate([run(model, s) for s in samples])
+    got = np.concatenate([run(quantized, s) for s in samples])
+    noise = ((want - got) ** 2).sum() / (want**2).sum()
+    assert 0 < noise < 10 ** (-25 / 10)
+
+
+def test_weights_are_int8_and_no_float_copy_is_left(calibrated):
+    model, scales, _ = calibrated
+    quantized = write_qdq(model, analyse(model, ONNXRUNTIME), scales)
+    floats = [
+        t.name
+        for t in quantized.graph.initializer
+        if t.data_type == onnx.TensorProto.FLOAT and np.prod(t.dims) > 64
+    ]
+    assert floats == []
+    kinds = {t.data_type for t in quantized.graph.initializer if t.name.endswith("/quantized")}
+    assert kinds == {onnx.TensorProto.INT8, onnx.TensorProto.INT32}
+    assert len(quantized.SerializeToString()) < len(model.SerializeToString()) / 2
+
+
+def test_onnxruntime_fuses_every_layer_into_its_int8_kernels(calibrated, tmp_path):
+    model, scales, _samples = calibrated
+    quantized = write_qdq(model, analyse(model, ONNXRUNTIME), scales)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(quantized.SerializeToString(), options)
+    kinds = {n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node}
+    assert {"QLinearConv", "QLinearAdd", "QGemm"} <= kinds
+    assert not kinds & {"Conv", "FusedConv", "Gemm", "Add", "Relu"}
+
+
+def test_names_of_outputs_and_inner_tensors_stay(calibrated):
+    model, scales, _ = calibrated
+    plan = analyse(model, ONNXRUNTIME)
+    quantized = write_qdq(model, plan, scales)
+    assert [o.name for o in quantized.graph.output] == [o.name for o in model.graph.output]
+    made = {name for n in quantized.graph.node for name in n.output}
+    assert {p.tensor for p in plan.pairs} - {"x"} <= made
+
+
+def test_a_missing_scale_is_named(calibrated):
+    model, scales, _ = calibrated
+    fewer = Scales({n: s for n, s in scales.items() if n != "x"})
+    with pytest.raises(ExportError, match=r"1 have none \(x\)"):
+        write_qdq(model, analyse(model, ONNXRUNTIME), fewer)
+
+
+def test_a_bias_beyond_int32_widens_its_weight_scale(small_cnn):
+    model = load(small_cnn).model
+    for tensor in model.graph.initializer:
+        if tensor.name == "w1":
+            weight = numpy_helper.to_array(tensor).copy()
+            weight[0] = 1e-9
+            tensor.CopyFrom(numpy_helper.from_array(weight, "w1"))
+        if tensor.name == "b1":
+            tensor.CopyFrom(numpy_helper.from_array(np.full(8, 3.0, np.float32), "b1"))
+    plan = analyse(model, ONNXRUNTIME)
+    one = Scale(lo=-1, hi=1, amax=1, observed_min=-1, observed_max=1, method="minmax")
+    quantized = write_qdq(model, plan, dict.fromkeys(plan.activations, one))
+    ints = {t.name: numpy_helper.to_array(t) for t in quantized.graph.initializer}
+    (name,) = [n for n in ints if n.startswith("b1/") and n.endswith("/quantized")]
+    scale = ints[name.replace("/quantized", "/scale")]
+    assert np.allclose(ints[name].astype(np.float64) * scale, 3.0, rtol=1e-5)
+
+
+def test_seven_bit_weights_for_cpus_that_saturate(calibrated):
+    model, scales, _ = calibrated
+    quantized = write_qdq(model, analyse(model, ONNXRUNTIME), scales, weight_bits=7)
+    for tensor in quantized.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.INT8 and tensor.dims:
+            assert np.abs(numpy_helper.to_array(tensor).astype(int)).max() <= 63
+
+
+def test_tensorrt_pairs_are_symmetric_with_zero_point_0(calibrated):
+    model, scales, _ = calibrated
+    quantized = write_qdq(model, analyse(model, TENSORRT), scales)
+    constants = {t.name: numpy_helper.to_array(t) for t in quantized.graph.initializer}
+    pairs = [n for n in quantized.graph.node if n.op_type == "QuantizeLinear"]
+    assert pairs
+    for node in pairs:
+        tensor = node.name.removesuffix("/Q")
+        assert constants[node.input[2]] == 0 and constants[node.input[2]].dtype == np.int8
+        owner = analyse(model, TENSORRT).owners.get(tensor, tensor)
+        assert constants[node.input[1]] == scales[owner].symmetric
+    assert not [t for t in quantized.graph.initializer if t.data_type == onnx.TensorProto.INT32]
