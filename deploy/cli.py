@@ -35,6 +35,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Time, FLOPs and parameters of a PyTorch model, node by node.",
     ),
     "fuse": ("deploy.commands.fuse:fuse", "Fold BatchNorm and join ReLU in a PyTorch model."),
+    "cache": (
+        "deploy.commands.cache:cache",
+        "Show, check and convert TensorRT calibration caches.",
+    ),
 }
 
 

@@ -200,8 +200,7 @@ def test_legacy_header_holds_cutoff_and_quantile() -> None:
     assert (cache.header.cutoff, cache.header.quantile) == (1.0, 0.999999)
     assert cache.header.label is None
     assert cache.header.algorithm == LEGACY
-    with pytest.raises(CacheError, match="no version label"):
-        relabel(cache, version="8.5.3")
+    assert relabel(cache, version="8.5.3") == cache
     moved = relabel(cache, version="8.5.3", algorithm=ENTROPY2)
     assert dump(moved).startswith(b"TRT-8503-EntropyCalibration2\n")
 

@@ -212,21 +212,19 @@ def relabel(
 ) -> CalibrationCache:
     """The same entries under the header of another TensorRT version or algorithm.
 
-    Raises:
-        CacheError: the legacy form, which has no label, without an algorithm to go to.
+    The legacy form has no version label: without an algorithm to go to it stays as it is.
     """
-    if cache.header.label is None and algorithm is None:
-        raise CacheError(
-            "a cache of the legacy calibrator has no version label to change; name the algorithm"
-            f" to write it for, such as {ENTROPY2}"
-        )
-    header = _new_header(
+    header = cache.header
+    if header.label is None and algorithm is None:
+        version_label(version)
+        return cache
+    made = _new_header(
         version,
-        algorithm or cache.header.algorithm,
-        quantile=cache.header.quantile if cache.header.quantile is not None else 0.999999,
-        cutoff=cache.header.cutoff if cache.header.cutoff is not None else 1.0,
+        algorithm or header.algorithm,
+        quantile=0.999999 if header.quantile is None else header.quantile,
+        cutoff=1.0 if header.cutoff is None else header.cutoff,
     )
-    return replace(cache, header=replace(header, end=cache.header.end))
+    return replace(cache, header=replace(made, end=header.end))
 
 
 def _new_header(version: str, algorithm: str, quantile: float, cutoff: float) -> Header:

@@ -1,0 +1,291 @@
+"""`calib8 cache`: look into TensorRT calibration caches, mend them, and to Q/DQ and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from deploy.writers.trt_cache import CalibrationCache
+    from deploy.writers.trt_match import Match
+
+FILE = click.Path(path_type=Path)
+_OUT = click.option("-o", "--out", type=FILE, required=True, metavar="FILE", help="File to write.")
+_ALGORITHMS = ("EntropyCalibration2", "MinMaxCalibration", "EntropyCalibration")
+_ALGORITHM = click.option(
+    "--algorithm", type=click.Choice(_ALGORITHMS), help="Calibrator named in the first line."
+)
+_PARSER = click.option(
+    "--parser",
+    type=click.Choice(["onnx", "caffe"]),
+    help="Parser of TensorRT that named the tensors; by default judged from the model.",
+)
+
+
+@click.group()
+def cache() -> None:
+    """Show, compare, check and convert TensorRT calibration caches.
+
+    \b
+    Examples:
+      calib8 cache show model.cache
+      calib8 cache check model.cache --model model.onnx --trt-version 10.3.0
+      calib8 cache relabel model.cache --trt-version 10.3.0 -o model-10.3.cache
+      calib8 cache to-qdq model.onnx model.cache -o model.qdq.onnx
+    """  # noqa: D301 (click reads the backspace)
+
+
+@cache.command(short_help="Header and entries of a cache.")
+@click.argument("path", type=FILE, metavar="CACHE")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def show(path: Path, as_json: bool) -> None:
+    """Print the header and every entry of CACHE: scale, largest value, oddity, tensor."""
+    import json
+
+    from deploy.tensorrt.cache_tools import read_cache
+
+    read = read_cache(path)
+    if as_json:
+        click.echo(json.dumps(_document(read), indent=1))
+        return
+    click.echo(_head(read))
+    for entry in read.entries:
+        amax = float(entry.scale) * 127
+        click.echo(f"{float(entry.scale):14.8g} {amax:12.6g}  {entry.flaw or '':8} {entry.name}")
+
+
+@cache.command(short_help="What differs between two caches.")
+@click.argument("first", type=FILE)
+@click.argument("second", type=FILE)
+@click.option("--limit", type=int, default=50, show_default=True, help="Lines to print; 0: all.")
+@click.pass_context
+def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
+    """Compare two caches, largest change first; exit code 1 where they differ."""
+    from deploy.tensorrt import cache_tools
+
+    a, b = cache_tools.read_cache(first), cache_tools.read_cache(second)
+    found = cache_tools.diff(a, b)
+    if a.header.text != b.header.text:
+        click.echo(f"first line: {a.header.text} | {b.header.text}")
+    same = len(set(a.scales()) & set(b.scales())) - sum(
+        d.first is not None and d.second is not None for d in found
+    )
+    click.echo(f"{same} scales are equal, {len(found)} tensors differ")
+    for item in found[: limit or None]:
+        numbers = "  ".join(
+            f"{'-':>14}" if v is None else f"{float(v):14.8g}" for v in (item.first, item.second)
+        )
+        ratio = f"{item.ratio:9.4f}x" if item.ratio else f"{'':10}"
+        click.echo(f"{numbers} {ratio}  {item.name}")
+    if len(found) > limit > 0:
+        click.echo(f"... and {len(found) - limit} more (--limit 0 prints all)")
+    context.exit(1 if found or a.header.text != b.header.text else 0)
+
+
+@cache.command(short_help="The union of several caches.")
+@click.argument("paths", type=FILE, nargs=-1, required=True, metavar="CACHE...")
+@_OUT
+@click.option(
+    "--on-conflict",
+    type=click.Choice(["error", "first", "last", "max"]),
+    default="error",
+    show_default=True,
+    help="Which of two different scales of one tensor to take.",
+)
+def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
+    """Merge caches of one version and algorithm into one."""
+    from deploy.atomic import write_bytes
+    from deploy.tensorrt import cache_tools
+    from deploy.writers.trt_cache import dump
+
+    merged = cache_tools.merge(
+        [cache_tools.read_cache(path) for path in paths], on_conflict=on_conflict
+    )
+    write_bytes(out, dump(merged))
+    click.echo(f"{out}: {len(merged.entries)} entries from {len(paths)} caches")
+
+
+@cache.command(short_help="The same cache for another TensorRT.")
+@click.argument("path", type=FILE, metavar="CACHE")
+@click.option("--trt-version", required=True, metavar="X.Y.Z", help="TensorRT that is to read it.")
+@_ALGORITHM
+@_OUT
+def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> None:
+    """Write CACHE under the first line of another TensorRT version or calibrator.
+
+    TensorRT ignores a cache whose first line is not its own. The scales stay as they are: they do
+    not depend on the version, as long as the model is the same.
+    """
+    from deploy.atomic import write_bytes
+    from deploy.tensorrt.cache_tools import read_cache
+    from deploy.writers.trt_cache import dump
+    from deploy.writers.trt_cache import relabel as under
+
+    read = read_cache(path)
+    made = under(read, version=trt_version, algorithm=algorithm)
+    write_bytes(out, dump(made))
+    click.echo(f"{out}: {len(made.entries)} entries, {read.header.text} -> {made.header.text}")
+    if made.header.label is None:
+        click.echo("the legacy form has no version to change; it was written as it is")
+
+
+@cache.command(short_help="Whether a cache is sound, and fits a model and a TensorRT.")
+@click.argument("path", type=FILE, metavar="CACHE")
+@click.option("--model", type=FILE, metavar="ONNX", help="Model that it should be for.")
+@click.option("--trt-version", metavar="X.Y.Z", help="TensorRT that is to read it.")
+@_ALGORITHM
+@_PARSER
+@click.option("--verbose", is_flag=True, help="Every entry and every tensor, with its reason.")
+@click.pass_context
+def check(
+    context: click.Context,
+    path: Path,
+    model: Path | None,
+    trt_version: str | None,
+    algorithm: str | None,
+    parser: str | None,
+    verbose: bool,
+) -> None:
+    """Check CACHE; exit code 1 where TensorRT would not do with it what one expects."""
+    from deploy.tensorrt import cache_tools
+
+    read = cache_tools.read_cache(path)
+    matched = _matched(read, model, parser) if model is not None else None
+    findings = cache_tools.check(read, version=trt_version, algorithm=algorithm, matched=matched)
+    click.echo(_head(read))
+    for finding in findings:
+        click.echo(f"{'WRONG' if finding.harmful else 'note '}  {finding.text}")
+    if matched is not None and verbose:
+        _print_match(matched)
+    harmful = any(finding.harmful for finding in findings)
+    click.echo("not fit as it is" if harmful else "ok")
+    context.exit(1 if harmful else 0)
+
+
+@cache.command("to-qdq", short_help="A cache becomes a Q/DQ model for TensorRT 10, 11 and CPUs.")
+@click.argument("model", type=FILE, metavar="MODEL.ONNX")
+@click.argument("path", type=FILE, metavar="CACHE")
+@_OUT
+@click.option(
+    "--keep-batchnorm",
+    is_flag=True,
+    help="Leave BatchNormalization unfolded: the way back is then exact to the bit.",
+)
+@click.option(
+    "--own-concat-scales",
+    is_flag=True,
+    help="Do not give the tensors of a Concat one scale; TensorRT then requantizes them.",
+)
+@_PARSER
+@click.option("--verbose", is_flag=True, help="Every entry and every tensor, with its reason.")
+def to_qdq(
+    model: Path,
+    path: Path,
+    out: Path,
+    keep_batchnorm: bool,
+    own_concat_scales: bool,
+    parser: str | None,
+    verbose: bool,
+) -> None:
+    """Write MODEL.ONNX with the scales of CACHE in QuantizeLinear/DequantizeLinear pairs."""
+    from deploy.atomic import write_bytes
+    from deploy.tensorrt import cache_tools
+
+    quantized, matched = cache_tools.cache_to_qdq(
+        model,
+        cache_tools.read_cache(path),
+        keep_batchnorm=keep_batchnorm,
+        own_concat_scales=own_concat_scales,
+        parser=parser,
+    )
+    write_bytes(out, quantized.SerializeToString(deterministic=True))
+    _print_match(matched, everything=verbose)
+    click.echo(f"{out}: {matched.covered} tensors quantized")
+
+
+@cache.command("from-qdq", short_help="A Q/DQ model becomes a plain model and its cache.")
+@click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
+@click.option(
+    "-o",
+    "--out",
+    type=(FILE, FILE),
+    required=True,
+    metavar="PLAIN.ONNX PLAIN.CACHE",
+    help="Files to write.",
+)
+@click.option("--trt-version", default="8.5.3", show_default=True, metavar="X.Y.Z")
+def from_qdq(model: Path, out: tuple[Path, Path], trt_version: str) -> None:
+    """Take the pairs out of MODEL.QDQ.ONNX: the float model, and a cache for DLA and TensorRT 8."""
+    from deploy.atomic import write_bytes
+    from deploy.tensorrt import cache_tools
+    from deploy.tensorrt.naming import trt_tensors
+    from deploy.writers.trt_cache import dump
+
+    plain, made = cache_tools.qdq_to_cache(model, version=trt_version)
+    write_bytes(out[0], plain.model.SerializeToString(deterministic=True))
+    write_bytes(out[1], dump(made))
+    click.echo(f"{out[0]}: the float model")
+    click.echo(f"{out[1]}: {len(made.entries)} entries under {made.header.text}")
+    if plain.weights:
+        click.echo(
+            f"{len(plain.weights)} weights were stored as integers; they are now those integers"
+            " times their scale"
+        )
+    without = [name for name in trt_tensors(plain.model) if name not in plain.scales]
+    if without:
+        click.echo(
+            f"{len(without)} tensors have no pair and so no entry; TensorRT warns of a missing"
+            f" scale there and runs them in float: {', '.join(without[:5])}"
+            + (", ..." if len(without) > 5 else "")
+        )
+
+
+def _matched(read: CalibrationCache, model: Path, parser: str | None) -> Match:
+    from deploy.frontends import load
+    from deploy.tensorrt.cache_tools import original_of
+    from deploy.writers.trt_match import match
+
+    return match(read, load(model).model, original=original_of(model), parser=parser)
+
+
+def _head(read: CalibrationCache) -> str:
+    header = read.header
+    written = f"TensorRT {header.version}, " if header.version else ""
+    more = f", quantile {header.quantile}, cutoff {header.cutoff}" if header.version is None else ""
+    return f"{header.text}: {written}{header.algorithm}{more}, {len(read.entries)} entries"
+
+
+def _document(read: CalibrationCache) -> dict[str, object]:
+    header = read.header
+    return {
+        "header": header.text,
+        "version": header.version,
+        "algorithm": header.algorithm,
+        "cutoff": header.cutoff,
+        "quantile": header.quantile,
+        "entries": [
+            {"name": e.name, "bits": e.digits, "scale": _plain(float(e.scale)), "flaw": e.flaw}
+            for e in read.entries
+        ],
+    }
+
+
+def _plain(value: float) -> float | str:
+    """JSON has no infinity."""
+    return value if value - value == 0 else str(value)
+
+
+def _print_match(matched: Match, *, everything: bool = True) -> None:
+    click.echo(
+        f"{matched.used} of {len(matched.entries)} entries used,"
+        f" {matched.covered} of {len(matched.tensors)} tensors covered"
+    )
+    for entry in matched.entries:
+        if everything or (not entry.used and not entry.reason.startswith("no pair")):
+            click.echo(f"  {'used  ' if entry.used else 'unused'}  {entry.name}: {entry.reason}")
+    for tensor in matched.tensors:
+        if everything or not tensor.covered:
+            word = "covered" if tensor.covered else "left in float"
+            click.echo(f"  {word}  {tensor.tensor}{': ' if tensor.reason else ''}{tensor.reason}")

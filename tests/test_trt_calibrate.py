@@ -1,0 +1,166 @@
+"""A TensorRT cache made on the CPU, held against tables that TensorRT wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.errors import ConfigError
+from deploy.frontends import load
+from deploy.tensorrt.calibrate import TensorrtCalibration, calibrate
+from deploy.writers.trt_cache import CalibrationCache, dump, parse
+
+LENET = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt" / "lenet"
+NEEDS_LENET = pytest.mark.skipif(not LENET.exists(), reason=f"no golden LeNet at {LENET}")
+
+Samples = Callable[[], Iterator[dict[str, np.ndarray]]]
+
+
+def lenet(batch_size: int | None, method: str = "entropy") -> TensorrtCalibration:
+    images = np.load(LENET / "images.npz")["images"].astype(np.float32)[:, None] / np.float32(255)
+    path = LENET / "lenet.onnx"
+    return calibrate(
+        load(path, fold_batchnorm=False).model,
+        lambda: ({"data": images[i : i + 1]} for i in range(len(images))),
+        version="7.2.2",
+        method=method,
+        batch_size=batch_size,
+        original=onnx.load(path),
+    )
+
+
+def indices(calibration: TensorrtCalibration, cache: CalibrationCache) -> list[int]:
+    """Grid index of every entry, from its scale: T = (i + 0.5) * R / 2048."""
+    ranges = {name: h.full_range for name, h in calibration.statistics.items()}
+    sources = ["data", "conv1", "conv1", "conv2", "conv2", "fc1", "ip1", "ip2", "prob"]
+    return [
+        round(float(entry.scale) * 127 * 2048 / ranges[source] - 0.5)
+        for entry, source in zip(cache.entries, sources, strict=True)
+    ]
+
+
+@NEEDS_LENET
+def test_lenet_is_reproduced_entry_for_entry() -> None:
+    real = parse((LENET / "table.cache").read_bytes(), origin="table.cache")
+    made = lenet(batch_size=50)
+    assert dump(made.cache).splitlines()[0] == b"TRT-7202-EntropyCalibration2"
+    assert [e.name for e in made.cache.entries] == [e.name for e in real.entries]
+    assert indices(made, made.cache) == [2040, 704, 704, 962, 962, 1153, 1155, 1289, 1081]
+    assert indices(made, real) == indices(made, made.cache)
+    for ours, theirs in zip(made.cache.entries, real.entries, strict=True):
+        assert abs(ours.bits - theirs.bits) <= 5, ours.name
+
+
+@NEEDS_LENET
+def test_minmax_is_the_largest_value_and_legacy_has_its_own_form() -> None:
+    made = lenet(batch_size=50, method="minmax")
+    assert made.cache.header.text == "TRT-7202-MinMaxCalibration"
+    assert made.cache.scales()["data"] == np.float32(1 / 127)
+    legacy = lenet(batch_size=50, method="legacy")
+    assert legacy.cache.header.text == "03ff00000000000003feffffde7210be9"
+    assert legacy.cache.scales()["data"] == np.float32(1 / 127)
+
+
+@NEEDS_LENET
+def test_order_independent_differs_from_tensorrts_rule_by_little() -> None:
+    faithful, independent = lenet(batch_size=50).cache.scales(), lenet(batch_size=None).cache
+    for name, scale in independent.scales().items():
+        assert abs(float(scale) / float(faithful[name]) - 1) < 0.1, name
+
+
+def residual() -> onnx.ModelProto:
+    """Conv + BatchNormalization, a dead branch, a mask with infinity, a Gemm."""
+    rng = np.random.default_rng(3)
+    weights = {
+        "w": rng.standard_normal((4, 3, 3, 3)).astype(np.float32),
+        "s": np.full(4, 2, np.float32),
+        "o": np.zeros(4, np.float32),
+        "m": np.zeros(4, np.float32),
+        "v": np.ones(4, np.float32),
+        "none": np.zeros((1, 4, 1, 1), np.float32),
+        "inf": np.full((1, 4, 1, 1), -np.inf, np.float32),
+        "fc": rng.standard_normal((4, 2)).astype(np.float32),
+        "fb": np.ones(2, np.float32),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], "/conv", kernel_shape=[3, 3]),
+        helper.make_node("BatchNormalization", ["c", "s", "o", "m", "v"], ["n"], "/bn"),
+        helper.make_node("Relu", ["n"], ["r"], "/relu"),
+        helper.make_node("Mul", ["r", "none"], ["dead"], "/dead"),
+        helper.make_node("Min", ["dead", "inf"], ["mask"], "/mask"),
+        helper.make_node("Max", ["r", "mask"], ["kept"], "/kept"),
+        helper.make_node("GlobalAveragePool", ["kept"], ["p"], "/pool"),
+        helper.make_node("Flatten", ["p"], ["f"], "/flat"),
+        helper.make_node("Gemm", ["f", "fc", "fb"], ["y"], "/fc/Gemm"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 6, 6])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2])],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    opset = [helper.make_opsetid("", 13)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=8, producer_name="test")
+
+
+def samples() -> Iterator[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(5)
+    for _ in range(6):
+        yield {"x": rng.standard_normal((1, 3, 6, 6)).astype(np.float32)}
+
+
+def made(**options: object) -> TensorrtCalibration:
+    model = residual()
+    given = {"version": "10.3.0", "batch_size": 2, "original": model} | options
+    return calibrate(load(model, fold_batchnorm=False).model, samples, **given)  # type: ignore
+
+
+def test_what_stands_in_a_cache_of_10() -> None:
+    scales = made().cache.scales()
+    assert list(scales) == [
+        *("x", "c", "n", "r", "dead", "mask", "kept", "p", "f", "/fc/Gemm_output", "y")
+    ]
+    assert scales["n"] == np.float32(2) * scales["c"] or abs(scales["n"] / scales["c"] - 2) < 1e-3
+    assert scales["p"] == scales["kept"]
+    assert scales["dead"] == 0
+    assert np.isinf(scales["mask"])
+
+
+def test_the_product_of_a_gemm_is_what_it_gives_before_its_bias() -> None:
+    found = made(method="minmax")
+    products = found.statistics["/fc/Gemm_output"]
+    outputs = found.statistics["y"]
+    assert np.isclose(outputs.maximum - products.maximum, 1, atol=1e-5)
+    assert np.isclose(outputs.minimum - products.minimum, 1, atol=1e-5)
+
+
+def test_the_notes_tell_of_infinity_and_of_what_legacy_lacks() -> None:
+    assert any("infinity" in note for note in made().notes)
+    assert any("regression" in note for note in made(method="legacy").notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [({"method": "kl"}, "got 'kl'"), ({"batch_size": 0}, "1 sample or more")]
+)
+def test_options_that_make_no_sense(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        made(**options)
+
+
+def test_order_independent_caches_do_not_depend_on_threads_or_order() -> None:
+    def backwards() -> Iterator[dict[str, np.ndarray]]:
+        return iter(list(samples())[::-1])
+
+    model = load(residual(), fold_batchnorm=False).model
+    texts = {
+        dump(calibrate(model, feed, version="8.5.3", batch_size=None, threads=n).cache)
+        for feed in (samples, backwards)
+        for n in (1, 2)
+    }
+    assert len(texts) == 1

@@ -1,0 +1,302 @@
+"""Cache to Q/DQ and back: scales and float outputs to the bit, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.errors import CacheError, ExportError
+from deploy.frontends import load
+from deploy.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
+from deploy.tensorrt.calibrate import calibrate
+from deploy.tensorrt.from_qdq import from_qdq
+from deploy.tensorrt.naming import trt_tensors
+from deploy.tensorrt.to_qdq import scale_nodes
+from deploy.writers.trt_cache import CalibrationCache, from_scales
+from deploy.writers.trt_match import match
+
+RNG = np.random.default_rng(11)
+FEED = {"x": RNG.standard_normal((2, 3, 8, 8)).astype(np.float32)}
+
+
+def residual(*, batchnorm: bool = False) -> onnx.ModelProto:
+    """stem -> (a -> b) + skip -> concat with a branch -> pool -> Gemm."""
+    weights: dict[str, np.ndarray] = {}
+    nodes: list[onnx.NodeProto] = []
+
+    def conv(name: str, source: str, shape: tuple[int, ...]) -> str:
+        weights[f"{name}.w"] = RNG.standard_normal(shape).astype(np.float32)
+        weights[f"{name}.b"] = RNG.standard_normal(shape[0]).astype(np.float32)
+        inputs = [source, f"{name}.w", f"{name}.b"]
+        out = f"{name}_out"
+        nodes.append(helper.make_node("Conv", inputs, [out], f"/{name}", pads=[1, 1, 1, 1]))
+        if not batchnorm:
+            return out
+        for key in "sbmv":
+            weights[f"{name}.n{key}"] = RNG.random(shape[0]).astype(np.float32) + 0.5
+        norm = [out, *(f"{name}.n{key}" for key in "sbmv")]
+        nodes.append(helper.make_node("BatchNormalization", norm, [f"{name}_bn"], f"/{name}/bn"))
+        return f"{name}_bn"
+
+    def then(op: str, sources: list[str], out: str, **attributes: object) -> str:
+        nodes.append(helper.make_node(op, sources, [out], f"/{out}", **attributes))
+        return out
+
+    stem = then("Relu", [conv("stem", "x", (4, 3, 3, 3))], "stem_relu")
+    a = then("Relu", [conv("a", stem, (4, 4, 3, 3))], "a_relu")
+    added = then("Add", [conv("b", a, (4, 4, 3, 3)), stem], "added")
+    body = then("Relu", [added], "body")
+    side = then("Relu", [conv("side", body, (4, 4, 3, 3))], "side_relu")
+    both = then("Concat", [body, side], "both", axis=1)
+    last = then("Relu", [conv("last", both, (4, 8, 3, 3))], "last_relu")
+    then("Flatten", [then("GlobalAveragePool", [last], "pooled")], "flat")
+    weights["fc.w"] = RNG.standard_normal((5, 4)).astype(np.float32)
+    weights["fc.b"] = RNG.standard_normal(5).astype(np.float32)
+    nodes.append(helper.make_node("Gemm", ["flat", "fc.w", "fc.b"], ["y"], "/fc", transB=1))
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 5])],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    opset = [helper.make_opsetid("", 13)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=8, producer_name="test")
+
+
+def cache_of(model: onnx.ModelProto, version: str = "8.5.3") -> CalibrationCache:
+    plain = load(model, fold_batchnorm=False).model
+    return calibrate(
+        plain, lambda: iter([FEED]), version=version, batch_size=1, original=model
+    ).cache
+
+
+def outputs(model: onnx.ModelProto) -> np.ndarray:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, FEED)[0])
+
+
+@pytest.mark.parametrize(
+    ("batchnorm", "version"), [(False, "8.5.3"), (True, "8.5.3"), (False, "10.3.0")]
+)
+def test_there_and_back(tmp_path: Path, batchnorm: bool, version: str) -> None:
+    model = residual(batchnorm=batchnorm)
+    cache = cache_of(model, version)
+    quantized, matched = cache_to_qdq(model, cache, keep_batchnorm=batchnorm)
+    onnx.checker.check_model(quantized)
+    assert all(tensor.covered for tensor in matched.tensors)
+    path = tmp_path / "m.qdq.onnx"
+    path.write_bytes(quantized.SerializeToString())
+    plain, again = qdq_to_cache(path, version=version)
+    onnx.checker.check_model(plain.model)
+    assert {e.name: e.bits for e in again.entries} == {
+        name: int(scale.view(np.uint32)) for name, scale in scale_nodes(quantized)
+    }
+    assert np.array_equal(outputs(plain.model), outputs(model))
+    assert plain.weights == ()
+    error = np.abs(outputs(quantized) - outputs(model)).max()
+    assert 0 < error < 0.2 * np.abs(outputs(model)).max()
+
+
+def test_scales_of_the_model_are_those_of_the_cache_but_for_concat_groups() -> None:
+    model = residual()
+    cache = cache_of(model)
+    scales = cache.scales()
+    plain, _ = cache_to_qdq(model, cache, own_concat_scales=True)
+    assert all(scales[name] == scale for name, scale in scale_nodes(plain))
+    shared, _ = cache_to_qdq(model, cache)
+    for name, scale in scale_nodes(shared):
+        assert scale == scales[name] or name in ("both", "body")
+
+
+def test_tensors_that_meet_in_a_concat_get_one_scale() -> None:
+    from deploy.tensorrt.to_qdq import concat_scales
+
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"], "/a"),
+        helper.make_node("Relu", ["x"], ["b"], "/b"),
+        helper.make_node("Concat", ["a", "b"], ["c"], "/c", axis=1),
+        helper.make_node("Conv", ["c", "w"], ["d"], "/d"),
+        helper.make_node("Conv", ["a", "w2"], ["e"], "/e"),
+        helper.make_node("Add", ["d", "e"], ["y"], "/y"),
+    ]
+    weights = {"w": np.ones((2, 4, 1, 1), np.float32), "w2": np.ones((2, 2, 1, 1), np.float32)}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 2, 4, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2, 4, 4])],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    loaded = load(model).model
+    given = {name: np.float32(s) for s, name in enumerate(trt_tensors(loaded), start=1)}
+    matched = match(from_scales(given, version="8.5.3"), loaded)
+    shared = concat_scales(loaded, matched.plan, matched.scales)
+    assert shared["a"] == shared["c"] == max(given["a"], given["c"])
+
+
+def pairs(model: onnx.ModelProto) -> set[str]:
+    return {name for name, _ in scale_nodes(model)}
+
+
+def test_pairs_stand_where_tensorrt_wants_them() -> None:
+    model = residual()
+    quantized, _ = cache_to_qdq(model, cache_of(model))
+    # inputs of Conv and Gemm, and the skip branch of the Add; nothing between a Conv and its Relu
+    assert pairs(quantized) == {"x", "stem_relu", "a_relu", "body", "both", "flat"}
+    add = next(node for node in quantized.graph.node if node.op_type == "Add")
+    makers = {out: n for n in quantized.graph.node for out in n.output}
+    assert [makers[name].op_type for name in add.input] == ["Conv", "DequantizeLinear"]
+    for node in quantized.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            zero = next(t for t in quantized.graph.initializer if t.name == node.input[2])
+            assert not numpy_helper.to_array(zero).any()
+            assert zero.data_type == TensorProto.INT8
+        if node.op_type == "Conv":
+            weight = makers[node.input[1]]
+            assert weight.op_type == "DequantizeLinear"
+            assert helper.get_attribute_value(weight.attribute[0]) == 0
+            assert node.input[2] not in makers
+
+
+def test_every_entry_and_tensor_is_accounted_for() -> None:
+    model = residual(batchnorm=True)
+    scales = dict(cache_of(model).scales())
+    del scales["both"]
+    scales["stem_relu"] = np.float32(0)
+    scales["elsewhere"] = np.float32(1)
+    scales["(Unnamed Layer* 9) [Constant]_output"] = np.float32(1)
+    scales["(Unnamed Layer* 9) [Shuffle]_output"] = np.float32(1)
+    matched = match(from_scales(scales, version="8.5.3"), load(model).model, original=model)
+    assert len(matched.entries) == len(scales)
+    why = {entry.name: entry.reason for entry in matched.entries if not entry.used}
+    assert "zero" in why["stem_relu"]
+    assert "no tensor" in why["elsewhere"]
+    assert "constant" in why["(Unnamed Layer* 9) [Constant]_output"]
+    assert "layer number" in why["(Unnamed Layer* 9) [Shuffle]_output"]
+    assert "folding" in why["stem_out"]
+    gaps = {tensor.tensor: tensor.reason for tensor in matched.tensors if not tensor.covered}
+    assert set(gaps) == {"both", "stem_relu"}
+    assert "zero" in gaps["stem_relu"]
+    assert "no entry" in gaps["both"]
+
+
+def test_renamed_tensors_are_found_by_position_only_between_two_that_match() -> None:
+    model = residual()
+    scales = cache_of(model).scales()
+    renamed = {n if n != "a_relu" else "Relu__7:0": s for n, s in scales.items()}
+    matched = match(from_scales(renamed, version="7.2.2"), load(model).model, original=model)
+    entry = next(e for e in matched.entries if e.name == "Relu__7:0")
+    assert (entry.tensor, entry.used) == ("a_relu", True)
+    assert "position" in entry.reason
+    mixed = dict(sorted(renamed.items(), key=lambda item: item[0][::-1]))
+    matched = match(from_scales(mixed, version="8.5.3"), load(model).model, original=model)
+    assert next(e for e in matched.entries if e.name == "Relu__7:0").tensor is None
+    first = {n if n != "x" else "renamed": s for n, s in scales.items()}
+    matched = match(from_scales(first, version="7.2.2"), load(model).model, original=model)
+    assert next(e for e in matched.entries if e.name == "renamed").tensor is None
+
+
+def test_a_foreign_cache_is_refused() -> None:
+    foreign = from_scales({"elsewhere": np.float32(1)}, version="8.5.3")
+    with pytest.raises(CacheError, match="none can be used"):
+        cache_to_qdq(residual(), foreign)
+
+
+def qdq_model(
+    scale: object = 0.1, zero: object = np.int8(0), second: object = None
+) -> onnx.ModelProto:
+    """x -> Q -> DQ -> Relu, as small as it gets."""
+    constants = {"s": np.asarray(scale, np.float32), "z": np.asarray(zero)}
+    constants["s2"] = np.asarray(scale if second is None else second, np.float32)
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], "q"),
+        helper.make_node("DequantizeLinear", ["q", "s2", "z"], ["d"], "d"),
+        helper.make_node("Relu", ["d"], ["y"], "r"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 3])],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def test_the_smallest_qdq_model() -> None:
+    plain = from_qdq(qdq_model())
+    assert plain.scales == {"x": np.float32(0.1)}
+    assert [node.op_type for node in plain.model.graph.node] == ["Relu"]
+    assert list(plain.model.graph.node[0].input) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (qdq_model(zero=np.uint8(3)), "uint8 with zero-point 3"),
+        (qdq_model(zero=np.int8(5)), "zero-point 5"),
+        (qdq_model(scale=[0.1, 0.2, 0.3], zero=np.zeros(3, np.int8)), "one a channel"),
+        (qdq_model(second=0.2), "must be equal"),
+        (qdq_model(scale=0.0), "positive and finite"),
+        (qdq_model(scale=np.nan), "positive and finite"),
+        (residual(), "plain already"),
+    ],
+)
+def test_what_a_cache_cannot_say_is_refused(model: onnx.ModelProto, told: str) -> None:
+    with pytest.raises(ExportError, match=told):
+        from_qdq(model)
+
+
+def test_integer_operators_and_lone_nodes_are_refused() -> None:
+    model = qdq_model()
+    model.graph.node[1].op_type = "QLinearConv"
+    with pytest.raises(ExportError, match="integer operator QLinearConv"):
+        from_qdq(model)
+    lone = qdq_model()
+    del lone.graph.node[0]
+    lone.graph.input[0].name = "q"
+    with pytest.raises(ExportError, match="follows its QuantizeLinear"):
+        from_qdq(lone)
+
+
+def test_models_of_onnxruntimes_own_quantizer_come_back(tmp_path: Path) -> None:
+    """Symmetric Q/DQ as onnxruntime writes it: int8 weights, int32 biases, pairs on outputs."""
+    from onnxruntime import quantization as ortq
+
+    class Reader(ortq.CalibrationDataReader):
+        def __init__(self) -> None:
+            self.feed = iter([FEED])
+
+        def get_next(self) -> dict[str, np.ndarray] | None:  # type: ignore[override]
+            return next(self.feed, None)
+
+    source, target = tmp_path / "m.onnx", tmp_path / "q.onnx"
+    onnx.save(residual(), source)
+    ortq.quantize_static(
+        source,
+        target,
+        Reader(),
+        quant_format=ortq.QuantFormat.QDQ,
+        activation_type=ortq.QuantType.QInt8,
+        weight_type=ortq.QuantType.QInt8,
+        per_channel=True,
+        extra_options={"ActivationSymmetric": True, "WeightSymmetric": True},
+    )
+    plain, cache = qdq_to_cache(target, version="8.5.3")
+    onnx.checker.check_model(plain.model)
+    assert plain.weights
+    assert {"x", "stem_relu", "y"} <= set(cache.scales())
+    close = np.abs(outputs(plain.model) - outputs(residual_like(plain.model))).max()
+    assert close == 0
+
+
+def residual_like(model: onnx.ModelProto) -> onnx.ModelProto:
+    assert not [n for n in model.graph.node if "Quantize" in n.op_type]
+    return model
