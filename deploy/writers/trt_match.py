@@ -133,6 +133,7 @@ def _plan(
         for tensor, source in wanted.items()
         if source not in sound
     }
+    missing |= {owners[tensor]: why for tensor, why in missing.items()}
     plan = replace(analyse(model, TENSORRT, float_tensors=missing), owners={})
     return plan, wanted, {name: sound[wanted[name]] for name in plan.activations}
 
