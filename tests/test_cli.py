@@ -1,0 +1,81 @@
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from deploy import __version__
+from deploy.cli import COMMANDS, cli, main
+from deploy.errors import ConfigError
+
+
+def test_help_lists_every_command_without_importing_one():
+    code = (
+        "import sys; from deploy.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in sys.modules if m.startswith('deploy.commands.')], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name, (_, summary) in COMMANDS.items():
+        assert f"  {name} " in done.stdout and summary.split()[0] in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_loads_nothing_heavy(name):
+    code = (
+        "import sys; from deploy.cli import main\n"
+        f"try: main([{name!r}, '--help'])\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"Usage: calib8 {name}")
+    loaded = set(done.stderr.split())
+    assert not loaded & {"numpy", "onnx", "onnxruntime", "cv2", "torch", "tensorrt"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_what_it_does(name):
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None and command.help
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and parameter.name != "help":
+            assert parameter.help, f"{name} {parameter.opts} has no help text"
+
+
+def test_the_version():
+    assert CliRunner().invoke(cli, ["--version"]).output.strip() == f"calib8, version {__version__}"
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["biuld"])
+    assert stop.value.code == 2 and "No such command 'biuld'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [(ConfigError("a rule, what was got"), 1, "calib8: error: a rule, what was got\n"),
+     (KeyboardInterrupt(), 130, "calib8: interrupted"),
+     (click.Abort(), 130, "calib8: interrupted"),
+     (click.UsageError("no"), 2, "Error: no\n")],
+)  # fmt: skip
+def test_failures_are_one_sentence_and_a_code(error, code, words, monkeypatch, capsys):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(cli, "main", fail)
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == code
+    assert words in capsys.readouterr().err
+
+
+def test_python_dash_m_deploy_is_calib8():
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"calib8, version {__version__}\n"
