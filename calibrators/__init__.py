@@ -1,23 +1,30 @@
 """Tensors in, scales out: numpy (and OpenCV's histogram), no graph, no files.
 
-`ACTIVATION` is the table of searches that turn the streamed statistics of a tensor into its
-clip range. A new algorithm is one file here and one row there.
+The names are imported when first used, so that reaching `calibrators.errors` costs nothing.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
-from calibrators.entropy import entropy
-from calibrators.histogram import Histogram
-from calibrators.minmax import minmax
-from calibrators.mse import mse
-from calibrators.percentile import percentile
-from calibrators.scales import Scale, Scales
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-ACTIVATION: dict[str, Callable[[Histogram], Scale]] = {
-    "minmax": minmax,
-    "entropy": entropy,
-    "percentile": percentile,
-    "mse": mse,
+if TYPE_CHECKING:
+    from calibrators.activation import ACTIVATION as ACTIVATION
+    from calibrators.histogram import Histogram as Histogram
+    from calibrators.scales import Scale as Scale
+    from calibrators.scales import Scales as Scales
+
+_FACE = {
+    "ACTIVATION": "calibrators.activation",
+    "Histogram": "calibrators.histogram",
+    "Scale": "calibrators.scales",
+    "Scales": "calibrators.scales",
 }
 
 __all__ = ["ACTIVATION", "Histogram", "Scale", "Scales"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FACE:
+        raise AttributeError(f"module 'calibrators' has no attribute {name!r}")
+    return getattr(import_module(_FACE[name]), name)
