@@ -1,0 +1,1 @@
+"""What only Ascend needs: AMCT's configuration, layers, calibration pass, executor."""

@@ -1,0 +1,333 @@
+"""From float layer and record to int8: the arrays, and the surgery that every Ascend model shares.
+
+::
+
+    x -> Conv -> y    becomes    x -> [Mul 1/factor] -> pre -> Conv' -> post -> y
+
+`pre` and `post` differ between the deploy model (AscendQuant, AscendDequant) and the fake-quant
+model (plain ops); the layer's weight and bias are replaced by integers in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from calibrators.arq import arq_integers, channels_back, channels_first
+from deploy.ascend.layers import Index, Layer, LayerGraph
+from deploy.errors import ExportError
+from deploy.writers.ascend_record import LayerRecord, check_record
+
+# GE keeps the quantize scale in float16: quant_host_cpu_op_common.h, MIN/MAX_SCALE_VALUE
+_LEAST, _MOST = 2.0**-14, 65504.0
+
+Float32Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantLayer:
+    """One layer's integers.
+
+    Attributes:
+        layer, record: where they come from.
+        scale: what AscendQuant multiplies with, float32: 1 / scale_d.
+        weight: int8 in the deploy model's layout (a Gemm's is [C_in, C_out]); None for a pool.
+        bias: int32 [C_out]; None without bias.
+        dequant: scale_w * scale_d, float32 [C_out] or [1].
+        inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
+    """
+
+    layer: Layer
+    record: LayerRecord
+    scale: np.float32
+    weight: NDArray[np.int8] | None
+    bias: NDArray[np.int32] | None
+    dequant: Float32Array
+    inverse_factors: Float32Array | None
+
+
+def quantize_layers(
+    model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
+) -> dict[str, QuantLayer]:
+    """Integers of every layer that has a record.
+
+    Raises:
+        ConfigError: the record does not fit the model.
+        ExportError: a scale or a bias outside what the hardware takes; all such layers are named.
+    """
+    check_record(records, graph)
+    index = Index(model.graph)
+    made, troubles = {}, []
+    for name, layer in graph.layers.items():
+        if name not in records:
+            continue
+        try:
+            made[name] = _quantize(layer, records[name], index)
+        except ExportError as error:
+            troubles.append(f"{name}: {error}")
+    if troubles:
+        raise ExportError(
+            f"{len(troubles)} layer(s) do not fit Ascend's int8 path, got "
+            + "; ".join(troubles[:5])
+            + "; put them under skip_layers of the configuration"
+        )
+    return made
+
+
+def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
+    """Weight in ONNX layout times its DMQ factors, one per input channel [C_in]."""
+    if not factors.size:
+        return weight
+    if layer.kind == "Conv":
+        per_group = factors.reshape(layer.group, 1, weight.shape[1])
+        rows = np.repeat(per_group, weight.shape[0] // layer.group, axis=1)
+        scaled = weight * rows.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.ndim - 2))
+    elif layer.kind == "Gemm" and layer.trans_b:
+        scaled = weight * factors
+    else:
+        scaled = weight * factors.reshape(-1, *[1] * (weight.ndim - 1))
+    return np.asarray(scaled, np.float32)
+
+
+def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
+    """Weight in ONNX layout -> output channels on axis 0, as `calibrators.arq` wants it."""
+    if layer.kind == "ConvTranspose":
+        return np.ascontiguousarray(channels_first(weight, layer.group), np.float32)
+    if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
+        return np.ascontiguousarray(weight.T)
+    return weight
+
+
+def array_of(index: Index, name: str) -> Float32Array:
+    """The value of a constant."""
+    return np.asarray(numpy_helper.to_array(index.constants[name]), np.float32)
+
+
+def _quantize(layer: Layer, record: LayerRecord, index: Index) -> QuantLayer:
+    assert record.scale_d is not None
+    scale = np.float32(np.float32(1) / record.scale_d)
+    if not _LEAST <= scale <= _MOST:
+        raise ExportError(f"1 / scale_d must be in [2^-14, 65504], got {scale}")
+    channels = record.factors.size
+    shape = (1, channels, *[1] * layer.rank) if layer.rank else (1, channels)
+    inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
+    scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
+    dequant = np.asarray(scale_w * record.scale_d, np.float32)
+    weight = None
+    if layer.weight:
+        weight = _integers(array_of(index, layer.weight), layer, record)
+    bias = _bias(array_of(index, layer.bias), dequant) if layer.bias else None
+    return QuantLayer(
+        layer=layer,
+        record=record,
+        scale=scale,
+        weight=weight,
+        bias=bias,
+        dequant=dequant,
+        inverse_factors=inverse,
+    )
+
+
+def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArray[np.int8]:
+    channels_in = weight.shape[1] * layer.group if layer.kind == "Conv" else weight.shape[0]
+    if layer.trans_b:
+        channels_in = weight.shape[1]
+    if record.factors.size not in (0, channels_in):
+        raise ExportError(f"{channels_in} DMQ factors are needed, got {record.factors.size}")
+    rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
+    if record.scale_w.size not in (1, rows.shape[0]):
+        raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
+    offset = np.zeros(record.scale_w.size, np.int32)
+    integers = arq_integers(rows, record.scale_w, offset)
+    if layer.kind == "ConvTranspose":
+        return np.ascontiguousarray(channels_back(integers, layer.group), np.int8)
+    if layer.kind in ("Gemm", "MatMul"):
+        return np.ascontiguousarray(integers.T)
+    return integers
+
+
+def _bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
+    with np.errstate(over="ignore"):
+        steps = np.rint(bias.reshape(-1).astype(np.float64) / dequant)
+    limits = np.iinfo(np.int32)
+    if not ((steps >= limits.min) & (steps <= limits.max)).all():
+        raise ExportError(
+            f"bias / (scale_w * scale_d) must fit int32, got {np.abs(steps).max():.3g}"
+        )
+    return steps.astype(np.int32)
+
+
+# -- surgery ----------------------------------------------------------------------------------
+
+Nodes = list[onnx.NodeProto]
+Before = Callable[[QuantLayer, str], tuple[Nodes, str]]
+After = Callable[[QuantLayer, str, str], Nodes]
+
+
+def rewrite(
+    model: onnx.ModelProto,
+    layers: Mapping[str, QuantLayer],
+    *,
+    before: Before,
+    after: After,
+    store: Callable[[str, NDArray[Any]], onnx.TensorProto],
+    suffix: str,
+) -> onnx.ModelProto:
+    """A copy of `model` whose `layers` run on integers.
+
+    Args:
+        model: float model, nodes named.
+        layers: by node name.
+        before: nodes from the layer's input to its integers, and the tensor they end in.
+        after: nodes from the layer's integers to its output.
+        store: how an integer weight or bias is kept.
+        suffix: a layer's output is called '<layer>.<suffix>.output0'.
+    """
+    out = type(model)()
+    out.CopyFrom(model)
+    index = Index(out.graph)
+    surgery = _Surgery(out.graph, index, store, suffix)
+    ends = {q.layer.bias_add or name: q for name, q in layers.items()}
+    nodes: Nodes = []
+    for node in out.graph.node:
+        if node.name in layers:
+            nodes += surgery.enter(node, layers[node.name], before)
+        nodes.append(node)
+        if node.name in ends:
+            nodes += surgery.leave(node, ends[node.name], after)
+    surgery.finish(nodes)
+    return out
+
+
+class _Surgery:
+    def __init__(
+        self,
+        graph: onnx.GraphProto,
+        index: Index,
+        store: Callable[[str, NDArray[Any]], onnx.TensorProto],
+        suffix: str,
+    ) -> None:
+        self.graph, self.index, self.store, self.suffix = graph, index, store, suffix
+        self.tensors: dict[str, onnx.TensorProto] = {}
+        self.shared: dict[tuple[str, float, int], str] = {}
+
+    def enter(self, node: onnx.NodeProto, q: QuantLayer, before: Before) -> Nodes:
+        """Nodes before the layer; the layer itself gets its integer weight and bias."""
+        nodes, start = [], node.input[0]
+        if q.inverse_factors is not None:
+            nodes += balance(q, start)
+            start = f"{node.name}.mul.output0"
+        key = (start, float(q.scale), q.record.offset_d)
+        if key not in self.shared:
+            more, self.shared[key] = before(q, start)
+            nodes += more
+        node.input[0] = self.shared[key]
+        if q.weight is not None:
+            self.tensors[node.input[1]] = self.store(node.input[1], q.weight)
+        if q.bias is not None and not q.layer.bias_add:
+            node.input[2] = self.keep_bias(q, node.input[2])
+        for attribute in node.attribute:
+            if attribute.name == "transB":
+                attribute.i = 0
+        return nodes
+
+    def leave(self, node: onnx.NodeProto, q: QuantLayer, after: After) -> Nodes:
+        """Nodes after the layer, or after the Add that holds a MatMul's bias."""
+        if q.layer.bias_add and q.bias is not None:
+            place = list(node.input).index(q.layer.bias)
+            node.input[place] = self.keep_bias(q, q.layer.bias)
+        name, output = q.layer.name, node.output[0]
+        if output in self.index.outputs:
+            node.output[0] = f"{name}_output0"
+            return after(q, node.output[0], output)
+        replaced = f"{name}.{self.suffix}.output0"
+        for reader in self.index.consumers[output]:
+            _rewire(reader, output, replaced)
+        return after(q, output, replaced)
+
+    def keep_bias(self, q: QuantLayer, name: str) -> str:
+        """The bias's name; one of its own where other nodes read the float bias too."""
+        assert q.bias is not None
+        own = f"{q.layer.name}.quant_bias" if len(self.index.consumers[name]) > 1 else name
+        self.tensors[own] = self.store(own, q.bias)
+        return own
+
+    def finish(self, nodes: Nodes) -> None:
+        """Put nodes and tensors in place: replaced weights first as they were, then the new."""
+        gone = set(self.tensors)
+        constants = [n for n in nodes if n.op_type == "Constant" and n.output[0] not in gone]
+        others = [n for n in nodes if n.op_type != "Constant"]
+        tensors = [self.tensors.pop(t.name, t) for t in self.graph.initializer]
+        names = {t.name for t in tensors}
+        inputs = [value for value in self.graph.input if value.name not in names]
+        _replace(self.graph.initializer, [*tensors, *self.tensors.values()])
+        _replace(self.graph.node, constants + others)
+        _replace(self.graph.input, inputs)
+        del self.graph.value_info[:]
+
+
+def balance(q: QuantLayer, start: str) -> Nodes:
+    """Divide the input by its DMQ factors, as a multiplication with their inverses."""
+    assert q.inverse_factors is not None
+    name = q.layer.name
+    constant = make_constant(f"{name}.tensor_balance_factor", q.inverse_factors)
+    inputs = [start, constant.output[0]]
+    return [constant, helper.make_node("Mul", inputs, [f"{name}.mul.output0"], name=f"{name}.mul")]
+
+
+def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto:
+    """A Constant node; its output is '<name>.output0'."""
+    tensor = numpy_helper.from_array(np.asarray(value))
+    return helper.make_node("Constant", [], [f"{name}.output0"], name=name, value=tensor)
+
+
+def _rewire(node: onnx.NodeProto, old: str, new: str) -> None:
+    for place, name in enumerate(node.input):
+        if name == old:
+            node.input[place] = new
+
+
+def _replace(repeated: Any, values: Iterable[Any]) -> None:
+    copies = [type(value).FromString(value.SerializeToString()) for value in values]
+    del repeated[:]
+    repeated.extend(copies)
+
+
+def rewrite_inputs(
+    model: onnx.ModelProto,
+    layers: Mapping[str, Layer],
+    weights: Mapping[str, onnx.TensorProto],
+    inverse_factors: Mapping[str, Float32Array],
+) -> onnx.ModelProto:
+    """A float copy with other weights, and inputs multiplied by `inverse_factors` [C_in]."""
+    out = type(model)()
+    out.CopyFrom(model)
+    nodes: Nodes = []
+    for node in out.graph.node:
+        if node.name in inverse_factors:
+            layer, name = layers[node.name], node.name
+            shape = (1, -1, *[1] * layer.rank)
+            constant = make_constant(
+                f"{name}.tensor_balance_factor", inverse_factors[name].reshape(shape)
+            )
+            inputs = [node.input[0], constant.output[0]]
+            mul = helper.make_node("Mul", inputs, [f"{name}.mul.output0"], name=f"{name}.mul")
+            nodes += [constant, mul]
+            node.input[0] = mul.output[0]
+        if not (node.op_type == "Constant" and node.output[0] in weights):
+            nodes.append(node)
+    tensors = [weights.get(t.name, t) for t in out.graph.initializer]
+    names = {t.name for t in tensors}
+    tensors += [t for name, t in weights.items() if name not in names]
+    names |= set(weights)
+    inputs_left = [value for value in out.graph.input if value.name not in names]
+    _replace(out.graph.initializer, tensors)
+    _replace(out.graph.node, nodes)
+    _replace(out.graph.input, inputs_left)
+    return out
