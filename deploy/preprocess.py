@@ -72,7 +72,7 @@ class Preprocess:
             object.__setattr__(self, name, _size(name, getattr(self, name)))
         if self.short_side is not None:
             _side("short_side", self.short_side)
-        object.__setattr__(self, "scale", _numbers("scale", (self.scale,))[0])
+        object.__setattr__(self, "scale", _number("scale", self.scale))
         for name in ("mean", "std", "pad"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
             self._check_channels(name)
@@ -241,6 +241,13 @@ def _size(name: str, value: Any) -> Size | None:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ConfigError(f"{name} must be (height, width), got {value!r}")
     return _side(name, value[0]), _side(name, value[1])
+
+
+def _number(name: str, value: Any) -> float:
+    numbers = _numbers(name, value)
+    if isinstance(value, list | tuple):
+        raise ConfigError(f"{name} must be one number, got {value!r}")
+    return numbers[0]
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:

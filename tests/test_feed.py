@@ -73,6 +73,15 @@ def test_pixels_are_those_of_the_file(tmp_path):
     assert np.array_equal(sample["image"][0].transpose(1, 2, 0)[:, :, ::-1], data)
 
 
+def test_cubic_pixels_do_not_depend_on_the_thread_that_decodes(tmp_path):
+    """Intel's IPP rounds otherwise, and is switched off for one thread at a time."""
+    write_image(tmp_path / "x.png", 5, (200, 300, 3))
+    spec = TensorSpec("image", "float32", (1, 3, 64, 97))
+    how = preset("efficientnet-lite")
+    runs = [collect(open_feed(tmp_path, [spec], preprocess=how)) for _ in range(3)]
+    assert len({r[0]["image"].tobytes() for r in runs}) == 1
+
+
 def test_a_list_file_with_labels_spaces_comments_bom_and_crlf(photos):
     listing = photos / "list.txt"
     lines = ["# a comment", "e f.Png 3", "", "  sub/c.jpeg\t0  ", f"{photos / 'b.png'} 12"]
