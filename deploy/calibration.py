@@ -61,8 +61,14 @@ def sidecars(path: Path) -> tuple[Path, Path]:
     return path.with_name(path.name + ".json"), path.with_name(path.name + ".npz")
 
 
-def save(calibration: Calibration, path: Path, *, trt_version: str = DEFAULT_TRT_VERSION) -> None:
-    """Write the three files.
+def save(
+    calibration: Calibration,
+    path: Path,
+    *,
+    trt_version: str = DEFAULT_TRT_VERSION,
+    text: bytes | None = None,
+) -> None:
+    """Write the three files; `text` is the cache's where it is not `cache_text`.
 
     Raises:
         ExportError: the folder is not writable.
@@ -71,7 +77,8 @@ def save(calibration: Calibration, path: Path, *, trt_version: str = DEFAULT_TRT
     if calibration.fingerprint is None or calibration.statistics is None:
         raise CacheError("only a calibration with its fingerprint and statistics can be saved")
     json_path, npz_path = sidecars(path)
-    text = cache_text(calibration, trt_version=trt_version)
+    if text is None:
+        text = cache_text(calibration, trt_version=trt_version)
     packed = _pack(calibration.statistics)
     document = {
         "schema": SCHEMA,

@@ -73,7 +73,9 @@ def cli() -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; every expected failure is one sentence on stderr and exit code 1."""
     try:
-        cli.main(args=argv, prog_name="calib8", standalone_mode=False)
+        code = cli.main(args=argv, prog_name="calib8", standalone_mode=False)
+        if isinstance(code, int) and code:  # click gives the code of `Context.exit` back
+            sys.exit(code)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.ClickException as error:

@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from calibrators.entropy import entropy
+from calibrators import ACTIVATION
 from calibrators.histogram import Histogram
-from calibrators.int8 import symmetric_scale
-from calibrators.minmax import minmax
 from calibrators.percentile import percentile
 from calibrators.statistics import Statistics
 from deploy.errors import CalibrationError, ConfigError
@@ -40,11 +38,14 @@ if TYPE_CHECKING:
 Samples = Callable[[], Iterable[Mapping[str, "Array"]]]
 QUANTILE = 0.999999  # of the legacy calibrator, as in the table that comes with TensorRT 6
 
-# Our word -> the algorithm in the cache's header.
+# Our word -> the algorithm in the cache's header. TensorRT has no percentile or MSE calibrator; it
+# takes their scales under the name of the one that `trtexec --calib` reads.
 ALGORITHMS = {
     "entropy": trt_cache.ENTROPY2,
     "minmax": trt_cache.MINMAX,
     "legacy": trt_cache.LEGACY,
+    "percentile": trt_cache.ENTROPY2,
+    "mse": trt_cache.ENTROPY2,
 }
 
 
@@ -81,7 +82,7 @@ def calibrate(
         model: cleaned, with its BatchNormalization nodes (`load(..., fold_batchnorm=False)`).
         samples: a fresh pass over {input: array} with each call.
         version: "X.Y.Z", which decides the header and some names.
-        method: "entropy", "minmax" or "legacy".
+        method: one of ALGORITHMS; "entropy", "minmax" and "legacy" are TensorRT's.
         batch_size: samples in TensorRT's calibration batch, whose rule is then followed; None
             for the order-independent range.
         original: the model as TensorRT reads it (see `naming.cache_tensors`).
@@ -189,11 +190,9 @@ def _scale(histogram: Histogram, method: str) -> np.float32:
         raise CalibrationError("a tensor without values has no scale; feed at least one sample")
     if histogram.amax == 0:
         return np.float32(0)
-    if method == "minmax":
-        return minmax(histogram).symmetric
     if method == "legacy":
-        return symmetric_scale(percentile(histogram, percent=QUANTILE * 100).amax)
-    return entropy(histogram).symmetric
+        return percentile(histogram, percent=QUANTILE * 100).symmetric
+    return ACTIVATION[method](histogram).symmetric
 
 
 def _notes(

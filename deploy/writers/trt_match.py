@@ -109,7 +109,8 @@ def match(
     sound = {tensor: scales[name] for name, (tensor, _) in found.items() if name not in flaws}
     why = {tensor: f"has a {flaws[n]} scale" for n, (tensor, _) in found.items() if n in flaws}
     plan, wanted, chosen = _plan(model, sound, why)
-    entries = tuple(_entry(name, found.get(name), flaws.get(name), chosen) for name in scales)
+    serving = {wanted[tensor] for tensor in chosen}
+    entries = tuple(_entry(name, found.get(name), flaws.get(name), serving) for name in scales)
     entries = tuple(
         e if e.tensor else replace(e, reason=_stranger(e.name, model, original)) for e in entries
     )
