@@ -1,0 +1,160 @@
+"""What calibrating costs beside plain inference of the same images, and what the engine wins.
+
+    python benchmarks/calibration_cost.py [--images 200] [--rounds 3]
+
+EfficientNet-Lite0, photos of the ai-benchmark wheel, two threads. Every figure of a row comes from
+one run: plain FP32 inference and the calibrations take turns, each in a process of its own, so
+that CPU time and peak memory are theirs alone. Both decode the same files. Only ratios are meant
+to be compared between machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.fetch_models import cache_folder, fetch
+
+METHODS = ("minmax", "entropy", "percentile", "mse")
+THREADS = 2
+
+
+def photos(count: int) -> list[Path]:
+    """The first `count` photos of the wheel, in order."""
+    found = sorted(fetch("ai-benchmark", "0.1.2").rglob("*.jpg"))
+    found += sorted(fetch("ai-benchmark", "0.1.2").rglob("*.png"))
+    return found[:count]
+
+
+def image_list(count: int) -> Path:
+    """A list file of the photos."""
+    path = cache_folder() / f"photos-{count}.txt"
+    path.write_text("".join(f"{p}\n" for p in photos(count)))
+    return path
+
+
+def one(task: str, images: Path) -> dict[str, float]:
+    """Run one task in this process: seconds of wall and CPU, and peak memory in MB."""
+    from deploy.feed import open_feed
+    from deploy.frontends import load
+    from deploy.graph import ONNXRUNTIME, analyse
+    from deploy.observe import observe
+    from deploy.presets import preset
+    from deploy.search import Method
+
+    loaded = load(cache_folder() / "efficientnet-lite0.onnx")
+    feed = open_feed(images, loaded.inputs, preprocess=preset("efficientnet-lite"))
+    if task == "plain":
+        from deploy.backends.ort_session import OrtSession
+
+        session = OrtSession.open(loaded.model.SerializeToString(), threads=THREADS)
+        start, cpu = time.perf_counter(), _cpu()
+        for sample in feed.samples():
+            session.run(sample)
+    else:
+        tensors = analyse(loaded.model, ONNXRUNTIME).activations
+        start, cpu = time.perf_counter(), _cpu()
+        with feed.samples() as samples:
+            statistics = observe(loaded.model, tensors, samples, threads=THREADS)
+        statistics.scales(Method(name=task).search)
+    return {
+        "wall": time.perf_counter() - start,
+        "cpu": _cpu() - cpu,
+        "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def apart(task: str, images: Path) -> dict[str, float]:
+    """`one` in a process of its own."""
+    words = [sys.executable, __file__, "--one", task, "--list", str(images)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout))
+
+
+def cost(images: int, rounds: int) -> None:
+    """Print the ratios of every method to plain inference, the median over `rounds`."""
+    listed = image_list(images)
+    runs: dict[str, list[dict[str, float]]] = {task: [] for task in ("plain", *METHODS)}
+    for _ in range(rounds):
+        for task in runs:
+            runs[task].append(apart(task, listed))
+    print(f"\n{images} photos, {THREADS} threads, median of {rounds} rounds")
+    print(f"{'':12}{'wall':>8}{'ratio':>8}{'CPU':>8}{'ratio':>8}{'peak RSS':>10}")
+    for task, taken in runs.items():
+        walls = [r["wall"] / p["wall"] for r, p in zip(taken, runs["plain"], strict=True)]
+        cpus = [r["cpu"] / p["cpu"] for r, p in zip(taken, runs["plain"], strict=True)]
+        print(
+            f"{task:12}{statistics.median(r['wall'] for r in taken):7.2f}s"
+            f"{statistics.median(walls):7.2f}x"
+            f"{statistics.median(r['cpu'] for r in taken):7.2f}s"
+            f"{statistics.median(cpus):7.2f}x{max(r['rss_mb'] for r in taken):7.0f} MB"
+        )
+
+
+def growth() -> None:
+    """Print the peak memory of 50 and of 200 images."""
+    few, many = (apart("entropy", image_list(n))["rss_mb"] for n in (50, 200))
+    print(f"\npeak RSS with entropy: {few:.0f} MB for 50 images, {many:.0f} MB for 200")
+
+
+def engines(images: int) -> None:
+    """Print each method's engine: cosine of the logits, top-1 of 20 labelled photos, speed-up."""
+    from deploy import build
+    from deploy.presets import preset
+
+    labelled = cache_folder() / "labelled.txt"
+    data = fetch("foolbox", "3.3.4") / "foolbox" / "data"
+    lines = [f"{p} {p.stem.rsplit('_', 1)[1]}" for p in sorted(data.glob("imagenet_*.jpg"))]
+    labelled.write_text("\n".join(lines) + "\n")
+    print(f"\n{'':12}{'cosine':>9}{'worst':>9}{'SQNR':>9}{'top-1':>9}{'FP32':>8}{'speed-up':>10}")
+    for method in METHODS:
+        report = build(
+            cache_folder() / "efficientnet-lite0.onnx",
+            image_list(images),
+            preprocess=preset("efficientnet-lite"),
+            method=method,
+            eval_images=labelled,
+            out=cache_folder() / "build",
+            threads=THREADS,
+        )
+        plain, int8 = report.engines
+        assert plain.latency and int8.latency and int8.accuracy
+        out = int8.accuracy.outputs[0]
+        print(
+            f"{method:12}{out.cosine_mean:9.4f}{out.cosine_min:9.4f}{out.sqnr_db:6.1f} dB"
+            f"{int8.accuracy.top1_candidate or 0:9.2f}{int8.accuracy.top1_reference or 0:8.2f}"
+            f"{plain.latency.latency.median / int8.latency.latency.median:9.2f}x"
+        )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--list", type=Path, help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.one:
+        print(json.dumps(one(words.one, words.list)))
+        return
+    cost(words.images, words.rounds)
+    growth()
+    engines(words.images)
+
+
+if __name__ == "__main__":
+    main()
