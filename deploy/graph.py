@@ -62,7 +62,7 @@ ONNXRUNTIME = Placement(
     name="onnxruntime",
     grid=UINT8,
     heavy=frozenset({"Conv", "Gemm", "MatMul"}),
-    glue=_MOVES | _POOLS | {"Add", "Concat", "Resize", "Split"},
+    glue=_MOVES | _POOLS | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split"},
     keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,
@@ -244,6 +244,8 @@ def _refusal(
         return "kept float as asked"
     if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node)):
         return reason
+    if node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input):
+        return "one of its operands is constant"
     tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
     for tensor in tensors:
         if not graph.is_float(tensor):

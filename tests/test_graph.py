@@ -74,6 +74,21 @@ def test_glue_runs_in_int8_only_between_int8():
     }  # fmt: skip
 
 
+def test_silu_runs_in_int8_and_an_add_of_a_constant_does_not():
+    nodes = [
+        ("Conv", "xwb", ["c"], PADS),
+        ("Sigmoid", "c", "s", {}),
+        ("Mul", "cs", "m", {}),
+        ("Conv", "mwb", ["d"], PADS),
+        ("Add", ["d", "three"], "e", {}),
+        ("Conv", "ewb", ["y"], PADS),
+    ]
+    plan = analyse(make(nodes, {**CONV, "three": np.array(3, np.float32)}), ONNXRUNTIME)
+    floats = {d.node: d.reason for d in plan.decisions if not d.int8}
+    assert floats == {"Add_4": "one of its operands is constant"}
+    assert [p.tensor for p in plan.pairs] == ["x", "c", "s", "m", "d", "e", "y"]
+
+
 def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():
     nodes = [("Conv", "xwb", ["c"], PADS), ("Add", "cx", "a", {}), ("Conv", "awb", ["y"], PADS)]
     pairs = {p.tensor: p.consumers for p in analyse(make(nodes, CONV), TENSORRT).pairs}
