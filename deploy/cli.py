@@ -6,6 +6,7 @@ nothing heavy (onnx, onnxruntime, cv2, torch) is imported at the top of a comman
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -87,6 +88,15 @@ def main(argv: list[str] | None = None) -> None:
     except Calib8Error as error:
         click.echo(f"calib8: error: {error}", err=True)
         sys.exit(1)
+    except Exception as error:
+        if os.environ.get("CALIB8_TRACEBACK"):
+            raise
+        click.echo(
+            f"calib8: a fault of calib8 itself ({type(error).__name__}: {error}); please report it"
+            " with what CALIB8_TRACEBACK=1 shows",
+            err=True,
+        )
+        sys.exit(70)
 
 
 if __name__ == "__main__":

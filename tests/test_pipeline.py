@@ -244,6 +244,28 @@ def command(small_cnn: Path, pictures: Path, out: Path) -> list[str]:
             *words, str(out)]  # fmt: skip
 
 
+def test_two_builds_at_once_leave_whole_files_that_the_next_build_judges(
+    small_cnn, pictures, tmp_path
+):
+    out = tmp_path / "out"
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    words = command(small_cnn, pictures, out)
+    for _ in range(2):
+        racing = [
+            subprocess.Popen(
+                [m if w == "entropy" else w for w in words],
+                env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+            for m in ("entropy", "minmax")
+        ]  # fmt: skip
+        assert [process.wait() for process in racing] == [0, 0]
+        assert not list(out.glob(".calib8-*"))
+        last = calibrate(
+            small_cnn, pictures, preprocess=UNIT, method="mse", cache=out / "small_cnn.cache"
+        )
+        assert {s.method for s in last.calibration.scales.values()} == {"mse"}
+
+
 def test_kill_9_at_any_moment_leaves_nothing_half_written(small_cnn, pictures, tmp_path):
     out = tmp_path / "out"
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}

@@ -51,15 +51,26 @@ class OnnxRuntime:
         model = write_qdq(request.model, plan, request.scales, weight_bits=self.weight_bits)
         path = request.folder / f"{request.name}.int8.onnx"
         atomic.write_bytes(path, model.SerializeToString(deterministic=True))
-        notes = () if plan.int8_nodes else ("no node of this model can run in int8",)
         return Built(
             target=self.name,
             engine=path,
             runnable=path,
             files={"int8 engine": path},
             decisions=plan.decisions,
-            notes=notes,
+            notes=self._notes(plan),
         )
+
+    def _notes(self, plan: Plan) -> tuple[str, ...]:
+        from deploy.machine import this_machine
+
+        notes = [] if plan.int8_nodes else ["no node of this model can run in int8"]
+        machine = this_machine()
+        if self.weight_bits == 8 and "x86" in machine.os and not machine.int8:
+            notes.append(
+                "this CPU has no VNNI: its int8 kernels add pairs in 16 bits and can saturate;"
+                " compare with --weight-bits 7"
+            )
+        return tuple(notes)
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         """Load an engine with ONNX Runtime on the CPU."""

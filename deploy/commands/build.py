@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from deploy.commands.options import FeedOptions, feed_options
+
+if TYPE_CHECKING:
+    from deploy.backends.base import Backend
 
 
 @click.command()
@@ -45,6 +49,13 @@ from deploy.commands.options import FeedOptions, feed_options
     show_default=True,
     help="Seconds of latency runs a model; 0 leaves them out.",
 )
+@click.option(
+    "--weight-bits",
+    type=click.IntRange(7, 8),
+    default=8,
+    show_default=True,
+    help="onnxruntime: 7 for x86 CPUs without VNNI, whose int8 kernels can saturate.",
+)
 @feed_options
 def build(
     model: Path,
@@ -54,6 +65,7 @@ def build(
     eval_images: str | None,
     labels: Path | None,
     duration: float,
+    weight_bits: int,
     feed: FeedOptions,
 ) -> None:
     r"""Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
@@ -70,7 +82,7 @@ def build(
         model,
         feed.images,
         out=out,
-        targets=targets,
+        targets=[_backend(name, weight_bits) for name in targets],
         method=feed.method,
         preprocess=feed.preprocess,
         cache=replace(feed.cache, path=cache),
@@ -84,3 +96,10 @@ def build(
         progress=True,
     )
     click.echo(to_screen(report), nl=False)
+
+
+def _backend(name: str, weight_bits: int) -> str | Backend:
+    """A target with the options that are its own; others by name."""
+    from deploy.backends import OnnxRuntime
+
+    return OnnxRuntime(weight_bits=weight_bits) if name == "onnxruntime" else name
