@@ -204,7 +204,12 @@ def _rounds(seconds: float, rounds: int, progress: bool) -> Iterator[int]:
     index = 0
     form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s"
     with tqdm(
-        total=seconds, desc="measuring", bar_format=form, delay=2, leave=False, disable=not progress
+        total=seconds,
+        desc="measuring",
+        bar_format=form,
+        delay=2,
+        leave=False,
+        disable=None if progress else True,
     ) as bar:
         while index < rounds or time.perf_counter() - start < seconds:
             yield index

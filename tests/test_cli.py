@@ -79,3 +79,9 @@ def test_python_dash_m_deploy_is_calib8():
         [sys.executable, "-m", "deploy", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"calib8, version {__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_in_a_help_text_keep_their_lines(name):
+    help_text = CliRunner().invoke(cli, [name, "--help"]).output
+    assert "\\b" not in help_text and "\b" not in help_text

@@ -68,12 +68,12 @@ def build(
     weight_bits: int,
     feed: FeedOptions,
 ) -> None:
-    r"""Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
+    """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
 
     \b
     calib8 build model.onnx --images photos/ --preprocess imagenet
     calib8 build model.onnx --images list.txt --target onnxruntime --target tensorrt
-    """
+    """  # noqa: D301 (click reads the backspace)
     from deploy.commands.labels import read_labels
     from deploy.pipeline import build as run
     from deploy.report import to_screen

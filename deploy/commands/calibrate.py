@@ -48,7 +48,7 @@ def calibrate(
     parser: str | None,
     feed: FeedOptions,
 ) -> None:
-    r"""Calibrate MODEL on images and write the calibration cache.
+    """Calibrate MODEL on images and write the calibration cache.
 
     \b
     calib8 calibrate model.onnx --images photos/ --preprocess imagenet -o model.cache
@@ -58,7 +58,7 @@ def calibrate(
     statistics (.npz), with which another --method needs no second run. For --target tensorrt alone
     it is the cache that TensorRT's own calibrator would write: every tensor that its parser names,
     before any fusion.
-    """
+    """  # noqa: D301 (click reads the backspace)
     if set(targets) == {"tensorrt"}:
         _for_tensorrt(model, out, calibrator, order_independent, parser, feed)
         return

@@ -15,12 +15,12 @@ import click
 )
 @click.option("--all", "everything", is_flag=True, help="List every node or tensor.")
 def inspect(path: Path, target: str, everything: bool) -> None:
-    r"""What would be quantized in a model (.onnx) and why not; or what a cache holds.
+    """What would be quantized in a model (.onnx) and why not; or what a cache holds.
 
     \b
     calib8 inspect model.onnx
     calib8 inspect model.cache
-    """
+    """  # noqa: D301 (click reads the backspace)
     if path.suffix in {".onnx", ".py"} or _looks_like_onnx(path):
         _inspect_model(path, target, everything)
     else:
