@@ -216,6 +216,43 @@ def test_shape_of_a_static_input_is_a_constant_and_of_a_dynamic_one_is_not():
     assert types(load(model_of(nodes)).model) == ["Shape", "Reshape"]
 
 
+def test_a_size_of_zero_is_one_that_the_exporter_did_not_know():
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Reshape", ["x", "s"], ["y"]),
+    ]
+    inputs = [helper.make_tensor_value_info("x", F32, [0, 3, 8, 8])]
+    loaded = load(model_of(nodes, inputs=inputs))
+    assert types(loaded.model) == ["Shape", "Reshape"]
+    assert loaded.inputs[0].shape == (None, 3, 8, 8)
+
+
+def test_local_functions_are_replaced_by_their_nodes():
+    body = [helper.make_node("Mul", ["a", "a"], ["m"]), helper.make_node("Relu", ["m"], ["b"])]
+    function = helper.make_function(
+        "own", "Squared", ["a"], ["b"], body, [helper.make_opsetid("", 13)]
+    )
+    nodes = [
+        helper.make_node("Squared", ["x"], ["c"], domain="own"),
+        helper.make_node("Neg", ["c"], ["y"]),
+    ]
+    model = model_of(nodes, extra=[helper.make_opsetid("own", 1)])
+    model.functions.append(function)
+    loaded = load(model)
+    assert types(loaded.model) == ["Mul", "Relu", "Neg"]
+    assert loaded.notes == ("Inlined 1 function.",)
+    x = sample(1, 3, 8, 8)
+    np.testing.assert_array_equal(run(loaded.model, x)[0], run(model, x)[0])
+
+
+def test_a_contrib_operator_is_left_in_float():
+    node = helper.make_node("Gelu", ["x"], ["y"], domain="com.microsoft")
+    loaded = load(model_of([node], extra=[helper.make_opsetid("com.microsoft", 1)]))
+    assert loaded.notes == (
+        "Left in float: 1 com.microsoft.Gelu (not of the standard operator set).",
+    )
+
+
 def test_random_and_huge_constants_stay_nodes():
     nodes = [
         helper.make_node("ConstantOfShape", ["shape"], ["big"]),
@@ -264,7 +301,7 @@ def test_a_tensor_that_only_a_subgraph_reads_is_renamed_there_and_not_dead():
     model = model_of(nodes, inputs=[x, flag])
     loaded = load(model)
     assert types(loaded.model) == ["Abs", "If"]
-    assert any("If and all nodes inside stay float" in note for note in loaded.notes)
+    assert any(note == "Left in float: 1 If (with all nodes inside)." for note in loaded.notes)
     assert [i.dtype for i in loaded.inputs] == ["float32", "bool"]
     assert loaded.inputs[0].shape == ("n", 3)
 

@@ -66,7 +66,8 @@ def _values(
 
     if node.op_type == "Constant":
         return _constant(node)
-    if node.op_type == "Shape" and node.input[0] in shapes:
+    # Some exporters write 0 for a size that they do not know.
+    if node.op_type == "Shape" and all(shapes.get(node.input[0], (0,))):
         array = np.array(_slice_of_shape(node, shapes[node.input[0]]), np.int64)
         return [numpy_helper.from_array(array, node.output[0])]
     if node.op_type in _NEVER or not node.input or any(True for _ in subgraphs(node)):

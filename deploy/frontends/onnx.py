@@ -121,7 +121,7 @@ def _inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
             f"the model's functions must be valid ONNX, got: {checks.first_line(error)}; "
             "export it again"
         ) from error
-    return inlined, f"Replaced {_count(count, 'function')} by the nodes in them."
+    return inlined, f"Inlined {_count(count, 'function')}."
 
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
@@ -163,19 +163,20 @@ def _fold_norms(graph: onnx.GraphProto) -> list[str]:
 
 def _left_float(model: onnx.ModelProto) -> list[str]:
     """What the graph analysis will not go into."""
-    notes = []
-    control = sorted(n.op_type for n in model.graph.node if any(True for _ in subgraphs(n)))
-    recurrent = sorted(n.op_type for n in model.graph.node if n.op_type in _RECURRENT)
-    custom = sorted(f"{n.domain}.{n.op_type}" for n in model.graph.node if n.domain.strip("aionx."))
-    for what, types in (
-        ("and all nodes inside stay float", control),
-        ("stay float: recurrent layers", recurrent),
-        ("stay float: not of the standard operator set", custom),
-    ):
-        if types:
-            names = ", ".join(f"{types.count(t)} {t}" for t in sorted(set(types)))
-            notes.append(f"{names} {what}.")
-    return notes
+    control = [n.op_type for n in model.graph.node if any(True for _ in subgraphs(n))]
+    recurrent = [n.op_type for n in model.graph.node if n.op_type in _RECURRENT]
+    custom = [
+        f"{n.domain}.{n.op_type}" for n in model.graph.node if n.domain not in _ORT_DOMAINS[:2]
+    ]
+    return [
+        f"Left in float: {', '.join(f'{types.count(t)} {t}' for t in sorted(set(types)))} ({why})."
+        for types, why in (
+            (control, "with all nodes inside"),
+            (recurrent, "recurrent"),
+            (custom, "not of the standard operator set"),
+        )
+        if types
+    ]
 
 
 def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -242,7 +243,7 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
 def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     if dim.HasField("dim_param"):  # Paddle writes "?" for any dimension that it does not know
         return dim.dim_param if dim.dim_param not in ("", "?") else None
-    return dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None
+    return dim.dim_value if dim.dim_value > 0 else None
 
 
 def _count(number: int, noun: str) -> str:

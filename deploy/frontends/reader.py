@@ -179,7 +179,7 @@ def _external_file(path: Path, name: str, location: str) -> Path:
     if not location or Path(location).is_absolute() or folder not in file.parents:
         raise ModelError(
             f"external data of '{name}' must lie in the model's folder, got {location!a}; "
-            "save the model again with a relative location"
+            "put the file itself, not a link to it, beside the model and save its relative location"
         )
     if not file.is_file():
         raise ModelError(
