@@ -126,6 +126,7 @@ class Callbacks:
         self._known = known
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.promised = batches
+        self.asked = 0
         self.taken = 0
         self.written: bytes | None = None
         self.error: BaseException | None = None
@@ -136,6 +137,7 @@ class Callbacks:
 
     def get_batch(self, names: list[str]) -> list[int]:
         """Addresses of the next batch, in the order of `names`; empty at the end or on error."""
+        self.asked += 1
         try:
             return self._next_addresses(names)
         except BaseException as error:  # TensorRT would swallow it: keep it for `check`
@@ -162,8 +164,13 @@ class Callbacks:
         """
         if self.error is not None:
             raise self.error
-        if self.taken == 0 and self._known is not None:
+        if self.asked == 0 and self._known is not None:
             return self.written or self._known
+        if self.taken == 0 and self._known is not None:
+            raise CalibrationError(
+                "TensorRT must take the known cache, but refused it and asked for batches, of which"
+                " there are none; its first line must name this version and calibrator"
+            )
         if self.taken != self.promised:
             raise CalibrationError(
                 f"TensorRT must see every batch, got {self.taken} of {self.promised};"

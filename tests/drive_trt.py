@@ -100,10 +100,10 @@ def outcome(calib: Callbacks) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def run_all(calib: Callbacks, *names: str) -> str:
+def run_all(calib: Callbacks, *names: str, refuses: bool = False) -> str:
     """What the builder does: ask for the cache, take batches until there are none, write."""
     builder = Builder(calib)
-    if builder.read() is None:
+    if builder.read() is None or refuses:
         while builder.batch(*(names or ("data", "ids"))) is not None:
             pass
     builder.write(b"TRT-8503-EntropyCalibration2\ndata: 3c008912\n")
@@ -182,6 +182,8 @@ def main() -> None:
             "no_cache_written": outcome(_taken(make(batches(1), 1))),
             "reused": run_all(reused),
             "reused_taken": reused.taken,
+            "refused": run_all(make([], 1, known=known), refuses=True),
+            "refused_but_fed": run_all(make(batches(2), 2, known=known), refuses=True),
             "unknown": unknown_algorithm(),
         },
         sys.stdout,

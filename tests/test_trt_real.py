@@ -63,6 +63,7 @@ def test_tensorrt_reads_the_bytes_of_the_feed(seen: dict[str, Any]) -> None:
 def test_a_known_cache_is_read_and_no_batch_is_taken(seen: dict[str, Any]) -> None:
     assert seen["reused"].startswith("ok ")
     assert seen["reused_taken"] == 0
+    assert seen["refused_but_fed"] == seen["whole"]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_a_known_cache_is_read_and_no_batch_is_taken(seen: dict[str, Any]) -> No
         ("nan", "NaN or Inf in 'data' of batch 1"),
         ("missing_name", "without 'mask'"),
         ("no_cache_written", "wrote no calibration cache"),
+        ("refused", "must take the known cache"),
         ("unknown", "got 'kl'"),
     ],
 )

@@ -5,9 +5,11 @@ New hardware is one file here that implements `deploy.backends.base.Backend`, an
 
 from deploy.backends.base import Backend
 from deploy.backends.onnxruntime import OnnxRuntime
+from deploy.backends.tensorrt import TensorRT
 
 BACKENDS: dict[str, type[Backend]] = {
     "onnxruntime": OnnxRuntime,
+    "tensorrt": TensorRT,
 }
 
-__all__ = ["BACKENDS", "Backend", "OnnxRuntime"]
+__all__ = ["BACKENDS", "Backend", "OnnxRuntime", "TensorRT"]

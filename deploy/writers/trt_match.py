@@ -13,7 +13,7 @@ a pair is covered, or not with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -89,6 +89,7 @@ def match(
     *,
     original: onnx.ModelProto | None = None,
     parser: str | None = None,
+    float_nodes: Iterable[str] = (),
 ) -> Match:
     """Hold a cache against a cleaned model.
 
@@ -97,6 +98,7 @@ def match(
         model: cleaned float model, BatchNormalization folded or not.
         original: the model as TensorRT reads it, for the names its parser gives.
         parser: see `deploy.tensorrt.naming.cache_tensors`.
+        float_nodes: names of nodes that the user keeps in float.
 
     Raises:
         CacheError: one tensor stands in the cache with two scales.
@@ -108,7 +110,7 @@ def match(
     found = _resolve(list(scales), listed, scales, known)
     sound = {tensor: scales[name] for name, (tensor, _) in found.items() if name not in flaws}
     why = {tensor: f"has a {flaws[n]} scale" for n, (tensor, _) in found.items() if n in flaws}
-    plan, wanted, chosen = _plan(model, sound, why)
+    plan, wanted, chosen = _plan(model, sound, why, tuple(float_nodes))
     serving = {wanted[tensor] for tensor in chosen}
     entries = tuple(_entry(name, found.get(name), flaws.get(name), serving) for name in scales)
     entries = tuple(
@@ -119,14 +121,17 @@ def match(
 
 
 def _plan(
-    model: onnx.ModelProto, sound: Mapping[str, np.float32], why: Mapping[str, str]
+    model: onnx.ModelProto,
+    sound: Mapping[str, np.float32],
+    why: Mapping[str, str],
+    float_nodes: tuple[str, ...],
 ) -> tuple[Plan, dict[str, str], dict[str, np.float32]]:
     """(plan with what is covered, tensor that wants a pair -> whose scale, scale of each pair).
 
     A tensor that is a moved copy of another (Flatten, MaxPool) has an entry of its own; where that
     is missing, the other's serves.
     """
-    full = analyse(model, TENSORRT)
+    full = analyse(model, TENSORRT, float_nodes=float_nodes)
     owners = {pair.tensor: full.owners.get(pair.tensor, pair.tensor) for pair in full.pairs}
     wanted = {t: owner if t not in sound and owner in sound else t for t, owner in owners.items()}
     missing = {
@@ -135,7 +140,8 @@ def _plan(
         if source not in sound
     }
     missing |= {owners[tensor]: why for tensor, why in missing.items()}
-    plan = replace(analyse(model, TENSORRT, float_tensors=missing), owners={})
+    plan = analyse(model, TENSORRT, float_nodes=float_nodes, float_tensors=missing)
+    plan = replace(plan, owners={})
     return plan, wanted, {name: sound[wanted[name]] for name in plan.activations}
 
 

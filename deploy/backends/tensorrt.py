@@ -1,0 +1,258 @@
+"""TensorRT, 8.5 to 11: an engine where there is a GPU, and everywhere what is needed to build it.
+
+Written always, on any machine::
+
+    m.tensorrt.onnx      the cleaned float model          } together for 8.5 to 10.16 (and DLA):
+    m.tensorrt.cache     its calibration cache            } implicit quantization
+    m.tensorrt.qdq.onnx  the symmetric Q/DQ model           for 8.5 to 11: explicit quantization
+
+The Q/DQ model is made from the cache, so both hold the same scales. An engine is built from the
+cache where TensorRT still has calibrators, else from the Q/DQ model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deploy import atomic
+from deploy.backends.base import BuildRequest, Built, Session
+from deploy.errors import ConfigError, SdkMissingError
+from deploy.writers import trt_cache
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.tensorrt.builder import Settings
+    from deploy.tensorrt.sdk import Sdk
+    from deploy.writers.trt_match import Match
+
+_VERSION = "8.5.3"  # of the cache's first line where nothing says another
+_FORMS = ("auto", "cache", "qdq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRT:
+    """The TensorRT target.
+
+    Attributes:
+        version: TensorRT that is to read the cache, "X.Y.Z"; None takes that of the calibration
+            cache (`--trt-version`), or of the TensorRT that builds here.
+        form: what the engine is built from: "cache", "qdq", or "auto".
+        fp16: let what does not run in int8 run in fp16.
+        workspace_mib: TensorRT's scratch memory; None leaves its own limit.
+        max_batch: largest batch of an engine whose batch is dynamic.
+        cuda_graph: run the engine from a captured CUDA graph.
+    """
+
+    version: str | None = None
+    form: str = "auto"
+    fp16: bool = True
+    workspace_mib: int | None = None
+    max_batch: int = 8
+    cuda_graph: bool = False
+    name: str = "tensorrt"
+
+    def __post_init__(self) -> None:
+        if self.form not in _FORMS:
+            raise ConfigError(f"an engine is built from {', '.join(_FORMS)}, got {self.form!r}")
+
+    def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """Every float tensor: TensorRT's cache lists them all."""
+        from deploy.tensorrt.naming import trt_tensors
+
+        return tuple(trt_tensors(model))
+
+    def build(self, request: BuildRequest) -> Built:
+        """Write the three files, and the engine where TensorRT and a GPU are at hand."""
+        from deploy.tensorrt.to_qdq import to_qdq
+        from deploy.writers.trt_match import match
+
+        version = self.version or _version_of(request.cache)
+        cache = cache_of(request, version)
+        matched = match(cache, request.model, float_nodes=request.float_nodes)
+        quantized = to_qdq(request.model, matched.plan, matched.scales)
+        stem = request.folder / f"{request.name}.tensorrt"
+        files = {
+            "float model for TensorRT": _written(stem, ".onnx", _bytes(request.model)),
+            "TensorRT cache": _written(stem, ".cache", trt_cache.dump(cache)),
+            "TensorRT Q/DQ model": _written(stem, ".qdq.onnx", _bytes(quantized)),
+        }
+        notes = _match_notes(matched)
+        engine = None
+        try:
+            engine = self._engine(request, files, cache)
+            files["TensorRT engine"] = engine
+        except SdkMissingError as error:
+            notes += (f"no engine was built: {error}", *commands(request, files, version))
+        return Built(
+            target=self.name,
+            engine=engine,
+            runnable=files["TensorRT Q/DQ model"],
+            files=files,
+            decisions=matched.plan.decisions,
+            notes=notes,
+        )
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """Load an engine on this machine's GPU."""
+        from deploy.tensorrt.session import TensorrtSession
+
+        return TensorrtSession.open(engine, cuda_graph=self.cuda_graph)
+
+    def _engine(
+        self, request: BuildRequest, files: Mapping[str, Path], cache: trt_cache.CalibrationCache
+    ) -> Path:
+        """Build, or take the engine that was built from the same files on the same GPU."""
+        from deploy.tensorrt import builder, sdk
+
+        here = sdk.find()
+        implicit = here.calibrators and self.form != "qdq"
+        if self.form == "cache" and not implicit:
+            raise ConfigError(
+                f"TensorRT {here.version} has no calibrators any more, so it takes no cache; build"
+                " from the Q/DQ model (form qdq)"
+            )
+        source = files["float model for TensorRT" if implicit else "TensorRT Q/DQ model"]
+        path = request.folder / f"{request.name}.engine"
+        settings = self._settings(request)
+        known = trt_cache.dump(trt_cache.relabel(cache, version=_plain(here.version)))
+        key = builder.engine_key(
+            here,
+            settings,
+            model_sha256=_sha256(source.read_bytes()),
+            cache_sha256=_sha256(known) if implicit else None,
+        )
+        if builder.cached_engine(path, key):
+            return path
+        calibrator = _calibrator(known, here) if implicit else None
+        engine = builder.build_engine(source, settings, calibrator=calibrator)
+        return builder.keep_engine(path, engine, key)
+
+    def _settings(self, request: BuildRequest) -> Settings:
+        from deploy.tensorrt.builder import Settings, profiles_for
+
+        shapes = {i.name: _shape(i) for i in _inputs(request.model)}
+        fed = {name: array.shape for name, array in _first_sample(request).items()}
+        return Settings(
+            fp16=self.fp16,
+            workspace_mib=self.workspace_mib,
+            profiles=profiles_for(shapes, fed, most_batch=self.max_batch),
+            timing_cache=request.folder / "tensorrt.timing",
+        )
+
+
+def cache_of(request: BuildRequest, version: str) -> trt_cache.CalibrationCache:
+    """The calibration as TensorRT's cache, its pools with the scale of their input.
+
+    The header names EntropyCalibration2 whatever the search was: it is the only one that
+    `trtexec --calib` reads, and scales mean the same under any.
+    """
+    from deploy.tensorrt.naming import ONNX, cache_tensors
+
+    scales = {name: scale.symmetric for name, scale in request.scales.items()}
+    for name, why in request.troubles.items():
+        scales[name] = np.float32(np.inf if "infinite" in why else 0)
+    tensors = cache_tensors(request.model, version=version, parser=ONNX)
+    pooled = {t.source: t.shares for t in tensors if t.shares is not None}
+
+    def owner(name: str) -> str:
+        while name in pooled:
+            name = pooled[name]
+        return name
+
+    entries = {t.name: scales[owner(t.source)] for t in tensors if owner(t.source) in scales}
+    return trt_cache.from_scales(entries, version=version, algorithm=trt_cache.ENTROPY2)
+
+
+def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> tuple[str, ...]:
+    """The command lines that build the engine on a GPU machine with these files."""
+    plain, cache, qdq = (
+        files[role].name
+        for role in ("float model for TensorRT", "TensorRT cache", "TensorRT Q/DQ model")
+    )
+    engine = f"{request.name}.engine"
+    shapes = _shape_words(request)
+    implicit = f"trtexec --onnx={plain} --int8 --fp16 --calib={cache}{shapes} --saveEngine={engine}"
+    explicit = f"trtexec --onnx={qdq} --int8 --fp16{shapes} --saveEngine={engine}"
+    strong = f"trtexec --onnx={qdq}{shapes} --saveEngine={engine}"
+    label = trt_cache.version_label(version)
+    if label >= 110000:
+        return (f"on a GPU machine with TensorRT {version}: {strong}",)
+    return (
+        f"on a GPU machine with TensorRT {version}: {implicit}",
+        f"with any TensorRT from 8.5 to 10: {explicit}",
+        f"with TensorRT 11: {strong}",
+    )
+
+
+def _calibrator(known: bytes, here: Sdk) -> Any:
+    """A calibrator that has the cache and no data: should TensorRT refuse the cache, it fails."""
+    from calibrators.tensorrt import HostMemory, calibrator
+
+    return calibrator("entropy2", (), batches=1, shapes={}, memory=HostMemory(), known=known)
+
+
+def _match_notes(matched: Match) -> tuple[str, ...]:
+    missing = [t for t in matched.tensors if not t.covered]
+    return tuple(f"no Q/DQ pair on {t.tensor}: it {t.reason}" for t in missing)
+
+
+def _version_of(path: Path | None) -> str:
+    """The version in the first line of the calibration cache."""
+    if path is None or not path.is_file():
+        return _VERSION
+    return trt_cache.parse(path.read_bytes(), origin=str(path)).header.version or _VERSION
+
+
+def _plain(version: str) -> str:
+    return ".".join(version.split(".")[:3])
+
+
+def _inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return [value for value in model.graph.input if value.name not in constants]
+
+
+def _shape(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...]:
+    dims = value.type.tensor_type.shape.dim
+    return tuple(d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in dims)
+
+
+def _first_sample(request: BuildRequest) -> Mapping[str, Any]:
+    samples = request.feed.samples()
+    try:
+        sample: Mapping[str, Any] = next(iter(samples))
+    finally:
+        if hasattr(samples, "close"):
+            samples.close()
+    return sample
+
+
+def _shape_words(request: BuildRequest) -> str:
+    """`--shapes=...` where an input is dynamic; empty where none is."""
+    dynamic = [
+        v.name for v in _inputs(request.model) if not all(isinstance(d, int) for d in _shape(v))
+    ]
+    if not dynamic:
+        return ""
+    sample = _first_sample(request)
+    words = (f"{name}:{'x'.join(map(str, sample[name].shape))}" for name in dynamic)
+    return f" --shapes={','.join(words)}"
+
+
+def _bytes(model: onnx.ModelProto) -> bytes:
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def _written(stem: Path, suffix: str, data: bytes) -> Path:
+    return atomic.write_bytes(stem.with_name(stem.name + suffix), data)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,80 @@
+"""Is TensorRT here, which one, and what can it do: answered by features, never by version bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.errors import SdkMissingError
+
+
+@dataclass(frozen=True, slots=True)
+class Sdk:
+    """The TensorRT that is installed, and its GPU.
+
+    Attributes:
+        version: "X.Y.Z" or "X.Y.Z.B".
+        calibrators: whether it has int8 calibrators (8.x to 10.16).
+        int8_flag: whether int8 must be allowed by a builder flag (until 10.16).
+        gpu: name and compute capability of the device.
+    """
+
+    version: str
+    calibrators: bool
+    int8_flag: bool
+    gpu: str
+
+
+def find() -> Sdk:
+    """The TensorRT and the GPU of this machine.
+
+    Raises:
+        SdkMissingError: the wheel, the driver, the GPU or pycuda is missing; says which.
+    """
+    trt = load()
+    return Sdk(
+        version=str(trt.__version__),
+        calibrators=hasattr(trt, "IInt8EntropyCalibrator2"),
+        int8_flag=hasattr(trt.BuilderFlag, "INT8"),
+        gpu=_gpu(),
+    )
+
+
+def load() -> Any:
+    """The module `tensorrt`.
+
+    Raises:
+        SdkMissingError: it is not installed, or cannot be loaded.
+    """
+    try:
+        import tensorrt as trt
+    except (ImportError, OSError) as error:
+        raise SdkMissingError(
+            f"an engine is built by TensorRT, which is not on this machine ({error}); on a GPU"
+            " machine: pip install tensorrt pycuda"
+        ) from error
+    if not hasattr(trt, "Builder"):  # a folder of type stubs answers to the name too
+        raise SdkMissingError(
+            "an engine is built by TensorRT, and `tensorrt` is an empty package on this machine;"
+            " on a GPU machine: pip install tensorrt pycuda"
+        )
+    return trt
+
+
+def _gpu() -> str:
+    try:
+        import pycuda.driver as cuda
+    except (ImportError, OSError) as error:
+        raise SdkMissingError(
+            f"an engine is built on an NVIDIA GPU by way of pycuda, which cannot be loaded"
+            f" ({error}); pip install pycuda on a machine with a driver"
+        ) from error
+    try:
+        cuda.init()
+        device = cuda.Device(0)
+        major, minor = device.compute_capability()
+        return f"{device.name()} sm_{major}{minor}"
+    except cuda.Error as error:
+        raise SdkMissingError(
+            f"an engine is built on an NVIDIA GPU, got {error}; go on with a machine that has one"
+        ) from error

@@ -1,0 +1,222 @@
+"""`--target tensorrt` on a machine without a GPU, and the parts of the builder that need none."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.backends.tensorrt import TensorRT
+from deploy.errors import ConfigError, SdkMissingError
+from deploy.frontends import load
+from deploy.pipeline import CachePolicy, build
+from deploy.tensorrt import sdk
+from deploy.tensorrt.builder import (
+    Engine,
+    Profile,
+    Settings,
+    cached_engine,
+    engine_key,
+    keep_engine,
+    profiles_for,
+)
+from deploy.tensorrt.cache_tools import cache_to_qdq
+from deploy.tensorrt.log import KeepingLogger, missing_tensors, sort_missing
+from deploy.tensorrt.sdk import Sdk
+from deploy.tensorrt.to_qdq import scale_nodes
+from deploy.writers.trt_cache import ENTROPY2, parse
+
+RNG = np.random.default_rng(4)
+HERE = Sdk(version="8.5.3.1", calibrators=True, int8_flag=True, gpu="Some GPU sm_90")
+
+
+def residual() -> onnx.ModelProto:
+    weights = {
+        "a.w": RNG.standard_normal((4, 3, 3, 3)).astype(np.float32),
+        "b.w": RNG.standard_normal((4, 4, 1, 1)).astype(np.float32),
+        "fc": RNG.standard_normal((4, 5)).astype(np.float32),
+        "fb": RNG.standard_normal(5).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "a.w"], ["a"], "/a"),
+        helper.make_node("Relu", ["a"], ["ar"], "/ar"),
+        helper.make_node("Conv", ["ar", "b.w"], ["b"], "/b"),
+        helper.make_node("Add", ["b", "ar"], ["sum"], "/sum"),
+        helper.make_node("Relu", ["sum"], ["body"], "/body"),
+        helper.make_node("Conv", ["body", "b.w"], ["c"], "/c"),
+        helper.make_node("GlobalAveragePool", ["c"], ["p"], "/p"),
+        helper.make_node("Flatten", ["p"], ["f"], "/f"),
+        helper.make_node("Gemm", ["f", "fc", "fb"], ["y"], "/fc"),
+        helper.make_node("ArgMax", ["y"], ["best"], "/best", axis=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 8, 8])],
+        [
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 5]),
+            helper.make_tensor_value_info("best", TensorProto.INT64, ["n", 1]),
+        ],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    opset = [helper.make_opsetid("", 13)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=8, producer_name="test")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "net.onnx"
+    onnx.save(residual(), path)
+    return path
+
+
+def images() -> list[np.ndarray]:
+    return [RNG.standard_normal((1, 3, 8, 8)).astype(np.float32) for _ in range(4)]
+
+
+def no_engine(*args: object, **options: object) -> Sdk:
+    raise SdkMissingError("no GPU in this test")
+
+
+@pytest.fixture
+def built(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sdk, "find", no_engine)  # the same on a machine that has TensorRT
+    out = tmp_path / "out"
+    policy = CachePolicy(trt_version="10.3.0")
+    report = build(
+        model, images(), out=out, targets=("tensorrt",), method="minmax", cache=policy, duration_s=0
+    )
+    assert any(
+        "no engine was built: no GPU" in note for row in report.engines for note in row.notes
+    )
+    return out
+
+
+def test_everything_but_the_engine_is_there(built: Path) -> None:
+    names = {path.name for path in built.iterdir()}
+    assert {"net.tensorrt.onnx", "net.tensorrt.cache", "net.tensorrt.qdq.onnx"} <= names
+    onnx.checker.check_model(built / "net.tensorrt.qdq.onnx")
+    cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
+    assert (cache.header.version, cache.header.algorithm) == ("10.3.0", ENTROPY2)
+    assert {"x", "a", "ar", "b", "sum", "body", "c", "p", "f", "y"} <= set(cache.scales())
+    assert cache.scales()["p"] == cache.scales()["c"]
+
+
+def test_the_qdq_model_and_the_cache_hold_the_same_scales(built: Path, model: Path) -> None:
+    quantized = onnx.load(built / "net.tensorrt.qdq.onnx")
+    cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
+    made = dict(scale_nodes(quantized))
+    assert set(made) == {"x", "ar", "body", "f"}
+    assert all(cache.scales()[name] == scale for name, scale in made.items())
+    for source in (built / "net.tensorrt.onnx", model):
+        again, _ = cache_to_qdq(source, cache)
+        assert dict(scale_nodes(again)) == made
+
+
+def test_the_command_lines_name_the_files_and_shapes(built: Path) -> None:
+    report = (built / "report.json").read_text()
+    lines = [re.sub(r'".*', "", part) for part in report.split("trtexec ")[1:]]
+    assert len(lines) >= 3
+    for line in lines[:3]:
+        words = shlex.split(line)
+        named = dict(word[2:].split("=", 1) for word in words if "=" in word)
+        assert (built / named["onnx"]).is_file()
+        assert named["shapes"] == "x:1x3x8x8"
+        if "calib" in named:
+            assert (built / named["calib"]).is_file()
+    assert "--calib" in lines[0]
+    assert not any("--int8" in line for line in lines[2:3])
+
+
+def test_nodes_kept_in_float_get_no_pair(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kept"
+    build(
+        model, images(), out=out, targets=("tensorrt",), float_nodes=("/fc",), duration_s=0
+    )  # fmt: skip
+    assert "f" not in dict(scale_nodes(onnx.load(out / "net.tensorrt.qdq.onnx")))
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'engine'"):
+        TensorRT(form="engine")
+
+
+def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", types.ModuleType("tensorrt"))
+    with pytest.raises(SdkMissingError, match="empty package"):
+        sdk.load()
+
+
+def test_profiles_open_the_batch_and_fix_the_rest() -> None:
+    shapes = {"x": ("n", 3, None, 8), "fixed": (1, 4), "m": (2, "len")}
+    fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
+    profiles = profiles_for(shapes, fed, most_batch=8)
+    assert profiles == {
+        "x": Profile((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
+        "m": Profile((2, 7), (2, 7), (2, 7)),
+    }
+    with pytest.raises(ConfigError, match="must fit"):
+        profiles_for({"x": (1, 3)}, {"x": (1, 4)}, most_batch=1)
+
+
+def test_an_engine_is_used_again_only_under_the_same_key(tmp_path: Path) -> None:
+    path = tmp_path / "m.engine"
+    key = engine_key(HERE, Settings(), model_sha256="m", cache_sha256="c")
+    assert not cached_engine(path, key)
+    keep_engine(path, Engine(b"plan", (), None), key)
+    assert cached_engine(path, key)
+    for other in (
+        engine_key(HERE, Settings(fp16=False), model_sha256="m", cache_sha256="c"),
+        engine_key(HERE, Settings(), model_sha256="other", cache_sha256="c"),
+        engine_key(HERE, Settings(), model_sha256="m", cache_sha256=None),
+        engine_key(
+            Sdk(version="8.6.1", calibrators=True, int8_flag=True, gpu=HERE.gpu),
+            Settings(),
+            model_sha256="m",
+            cache_sha256="c",
+        ),
+    ):
+        assert not cached_engine(path, other)
+    profiled = Settings(profiles={"x": Profile((1, 3), (2, 3), (8, 3))})
+    key = engine_key(HERE, profiled, model_sha256="m", cache_sha256="c")
+    keep_engine(path, Engine(b"plan", (), None), key)
+    assert cached_engine(path, key)
+    path.write_bytes(b"pla")
+    assert not cached_engine(path, key)
+
+
+LOG = (
+    "[W] Missing scale and zero-point for tensor {}, expect fall back to non-int8 implementation"
+    " for any layer consuming or producing given tensor"
+)
+
+
+def test_missing_scales_are_sorted_into_harmless_and_harmful() -> None:
+    names = ["fb", "fb_output", "(Unnamed Layer* 3) [Constant]_output", "best", "y", "a", "sum"]
+    names += ["x", "ar", "f", "p", "(Unnamed Layer* 7) [Shuffle]_output", "x"]
+    lines = [LOG.format(name) for name in names] + ["Calibrated batch 1 in 0.01 seconds."]
+    found = missing_tensors(lines)
+    assert found == list(dict.fromkeys(names))
+    judged = sort_missing(found, load(residual()).model)
+    assert {item.tensor for item in judged if item.harmful} == {"x", "ar", "f"}
+    assert [item.harmful for item in judged] == sorted((i.harmful for i in judged), reverse=True)
+    why = {item.tensor: item.reason for item in judged}
+    assert "constant" in why["fb_output"]
+    assert "index" in why["best"]
+    assert "output of the model" in why["y"]
+    assert "fused" in why["a"]
+
+
+def test_the_log_keeps_errors_apart() -> None:
+    kept = KeepingLogger(least=3)
+    for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
+        kept.keep(severity, 1, message)
+    assert kept.errors == ["internal", "error"]
+    assert kept.lines == ["internal", "error", "warning", "info"]
