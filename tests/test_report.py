@@ -29,7 +29,7 @@ from deploy.report import (
 )
 from deploy.report.svg import latency_figure, range_bar
 
-HOSTILE = "<script>alert('x')</script>|`*_[a](b)&\"\n# no heading"
+HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no heading"
 
 
 def latency(ms: float) -> Latency:
@@ -159,12 +159,37 @@ def test_the_page_is_whole_and_fetches_nothing():
 def test_hostile_names_stay_words():
     page = Page(to_html(full(HOSTILE)))
     assert "script" not in page.tags
-    assert sum(HOSTILE in words for words in page.words) >= 8
+    written = HOSTILE.replace("\udcff", "?")
+    assert sum(written in words for words in page.words) >= 8
     text = to_markdown(full(HOSTILE))
     assert not re.search(r"^# no heading", text, re.MULTILINE)
     for line in text.splitlines():
         if line.startswith("|"):
             assert "<script>" not in line
+
+
+def test_names_can_be_written_and_do_not_steer_the_terminal():
+    for form in (to_screen, to_markdown, to_html):
+        form(full(HOSTILE)).encode("utf-8")
+    json.dumps(to_json(full(HOSTILE))).encode("utf-8")
+    assert "\x1b" not in to_screen(full(HOSTILE))
+
+
+def test_many_rows_and_names_are_folded():
+    nodes = tuple(NodeRow(name=f"n{i}", op="Op", int8=False, reason="r") for i in range(9))
+    tensors = tuple(
+        TensorRow(name=f"t{i}", observed_min=0, observed_max=1, lo=0, hi=1, amax=1, method="m")
+        for i in range(41)
+    )
+    page = Page(to_html(Report(nodes=nodes, tensors=tensors)))
+    assert page.tags.count("details") == 2
+    assert "n0, n1, n2, n3, n4, n5, n6, n7, n8" in page.words
+
+
+def test_inner_tensors_are_listed_unless_the_tensor_table_has_them():
+    layers = full().layers
+    assert "Inner tensors" in to_html(Report(layers=layers))
+    assert "Inner tensors" not in to_html(full())
 
 
 def test_markdown_tables_have_as_many_cells_in_every_row():

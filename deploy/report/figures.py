@@ -73,3 +73,8 @@ def ratio(value: float) -> str:
 def count(number: int, noun: str) -> str:
     """1 node, 2 nodes."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def encodable(text: str) -> str:
+    """Text that UTF-8 can hold: a file name of other bytes reaches Python as lone surrogates."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from deploy.report import figures
+from deploy.report.figures import encodable
 from deploy.report.model import Report
 from deploy.report.screen import calibration_words
 from deploy.report.style import STYLE
@@ -21,7 +22,8 @@ from deploy.report.table import (
     worst,
 )
 
-_MANY = 40  # rows above which a table starts folded
+_MANY = 40  # rows above which a table can be folded
+_FEW = 8  # names that a cell shows unfolded
 
 
 def to_html(report: Report) -> str:
@@ -39,7 +41,7 @@ def to_html(report: Report) -> str:
         _files(report),
     )
     body = "\n".join(block for section in sections for block in section)
-    return (
+    return encodable(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(report.title)}</title>\n<style>{STYLE}</style>\n</head>\n"
@@ -149,8 +151,16 @@ def _nodes(report: Report) -> Iterator[str]:
     yield f"<p>{escape(coverage(report) + (': ' + operators if operators else ''))}.</p>"
     groups = float_groups(report)
     if groups:
-        rows = ([group.op, ", ".join(group.names), group.reason] for group in groups)
-        yield _table(["float operator", "nodes", "why it stays float"], rows, "words")
+        rows = ([escape(g.op), _names(g.names), escape(g.reason)] for g in groups)
+        yield _raw_table(["float operator", "nodes", "why it stays float"], rows, "words")
+
+
+def _names(names: Sequence[str]) -> str:
+    """Names in a cell, folded where they are many."""
+    text = escape(", ".join(names))
+    if len(names) <= _FEW:
+        return text
+    return f"<details><summary>{len(names)} nodes</summary>{text}</details>"
 
 
 def _tensors(report: Report) -> Iterator[str]:
@@ -168,11 +178,12 @@ def _tensors(report: Report) -> Iterator[str]:
         cells = [*map(figures.real, numbers), figures.percent(row.clipped)]
         cells += [figures.decibels(row.sqnr_db), row.method]
         rows.append([escape(row.name), range_bar(row), *map(escape, cells)])
-    yield _raw_table(heads, rows, "tensors")
+    yield _fold(_raw_table(heads, rows, "tensors"), len(rows))
 
 
 def _layers(report: Report) -> Iterator[str]:
-    if report.layers:
+    shown = {row.name for row in report.tensors}
+    if not shown.issuperset(row.name for row in report.layers):
         yield f"<h2>Inner tensors ({len(report.layers)})</h2>"
         rows = (
             [row.name, figures.decibels(row.sqnr_db), figures.cosine(row.cosine_mean)]
@@ -225,4 +236,4 @@ def _raw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -
 def _fold(table: str, rows: int) -> str:
     if rows <= _MANY:
         return table
-    return f"<details><summary>{rows} rows</summary>{table}</details>"
+    return f"<details open><summary>{rows} rows</summary>{table}</details>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from deploy.report import figures
+from deploy.report.figures import encodable
 from deploy.report.model import Report
 from deploy.report.screen import calibration_words
 from deploy.report.table import coverage, engine_lines, float_groups, int8_operators
@@ -21,7 +22,7 @@ def to_markdown(report: Report) -> str:
         _where(report),
         _notes(report),
     )
-    return "\n\n".join(block for part in parts for block in part) + "\n"
+    return encodable("\n\n".join(block for part in parts for block in part) + "\n")
 
 
 def _head(report: Report) -> Iterator[str]:

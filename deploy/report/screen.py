@@ -24,7 +24,15 @@ def to_screen(report: Report) -> str:
         tuple(_where(report)),
         tuple(_notes(report)),
     )
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    text = "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return "".join(map(_visible, text))
+
+
+def _visible(character: str) -> str:
+    """A name from a file must not steer the terminal, nor fail to be encoded."""
+    return (
+        character if character.isprintable() or character == "\n" else "\N{REPLACEMENT CHARACTER}"
+    )
 
 
 def _how(report: Report) -> Iterator[str]:
