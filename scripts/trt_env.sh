@@ -4,8 +4,8 @@
 #   scripts/trt_env.sh [FOLDER]      prints FOLDER/bin/python; default $CALIB8_TRT_ENV, then
 #                                    ${XDG_CACHE_HOME:-~/.cache}/calib8/trt-8.5.3.1
 #
-# It holds tensorrt 8.5.3.1 from PyPI (550 MB, CPython 3.8-3.10), numpy and OpenCV. `import tensorrt` also loads the
-# plugin library, which is linked to cuBLAS 11 and cuDNN 8 (2 GB of wheels) that nothing here calls: empty
+# It holds tensorrt 8.5.3.1 from PyPI (550 MB, CPython 3.8-3.10), numpy, OpenCV and onnx. `import tensorrt` also loads
+# the plugin library, which is linked to cuBLAS 11 and cuDNN 8 (2 GB of wheels) that nothing here calls: empty
 # libraries of a few KB stand in for them, and one that is called says so and aborts.
 # Needs python3.10 (or $PYTHON310), gcc and nm. Exit code 3, with one sentence, where one of them is missing.
 set -euo pipefail
@@ -50,7 +50,7 @@ stand_in() {
 
 works() {
   [ -x "$1/bin/python" ] && "$1/bin/python" -c '
-import cv2, numpy, tensorrt
+import cv2, numpy, onnx, tensorrt
 assert tensorrt.__version__ == "'$version'", tensorrt.__version__' 2>/dev/null
 }
 
@@ -72,7 +72,8 @@ trap 'rm -rf "$unfinished"' EXIT
 rm -rf "$folder"
 "$python" -m venv "$unfinished"
 "$unfinished/bin/python" -m pip install -q --disable-pip-version-check --no-deps \
-  "tensorrt==$version" "numpy==1.26.4" "opencv-python-headless==4.11.0.86" >&2 || give_up "the wheels could not be installed (network?)"
+  "tensorrt==$version" "numpy==1.26.4" "opencv-python-headless==4.11.0.86" "onnx==1.17.0" "protobuf==5.29.5" \
+  >&2 || give_up "the wheels could not be installed (network?)"
 package=$(echo "$unfinished"/lib/python3.10/site-packages/tensorrt)
 plugin=$package/libnvinfer_plugin.so.8
 for library in libcublas.so.11 libcublasLt.so.11 libcudnn.so.8; do

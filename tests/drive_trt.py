@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,6 +163,74 @@ def unknown_algorithm() -> str:
     return "accepted"
 
 
+# What `deploy.tensorrt` calls on TensorRT's objects, none of which can be made without a GPU.
+USED = {
+    "Builder": "create_network create_builder_config create_optimization_profile"
+    " build_serialized_network",
+    "INetworkDefinition": "get_input num_inputs",
+    "IBuilderConfig": "set_flag add_optimization_profile set_calibration_profile int8_calibrator"
+    " set_memory_pool_limit create_timing_cache set_timing_cache get_timing_cache",
+    "IOptimizationProfile": "set_shape",
+    "ITimingCache": "serialize",
+    "OnnxParser": "parse_from_file num_errors get_error",
+    "Runtime": "deserialize_cuda_engine",
+    "ICudaEngine": "num_io_tensors get_tensor_name get_tensor_shape get_tensor_mode"
+    " get_tensor_dtype create_execution_context",
+    "IExecutionContext": "set_input_shape get_tensor_shape set_tensor_address execute_async_v3",
+    "BuilderFlag": "INT8 FP16",
+    "NetworkDefinitionCreationFlag": "EXPLICIT_BATCH",
+    "MemoryPoolType": "WORKSPACE",
+    "TensorIOMode": "INPUT",
+    "ITensor": "name shape",
+}
+
+
+def lacking() -> list[str]:
+    """Of `USED`, what this TensorRT does not have."""
+    return [
+        f"{owner}.{name}"
+        for owner, names in USED.items()
+        for name in names.split()
+        if not hasattr(getattr(trt, owner), name)
+    ]
+
+
+def without_gpu() -> str:
+    """What the builder says where there is no driver; "built" where there is one."""
+    from onnx import TensorProto, helper, save
+
+    from deploy.errors import BackendError
+    from deploy.tensorrt.builder import Settings, build_engine
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "m.onnx"
+        save(helper.make_model(graph, ir_version=8), model)
+        try:
+            build_engine(model, Settings())
+        except BackendError as error:
+            return str(error)
+    return "built"
+
+
+def small_parts() -> dict[str, Any]:
+    """The pieces of the session and the log that need no GPU."""
+    from deploy.tensorrt.log import make_logger
+    from deploy.tensorrt.session import _dtype, dims
+
+    kept, logger = make_logger()
+    logger.log(trt.ILogger.Severity.ERROR, "wrong")
+    logger.log(trt.ILogger.Severity.INFO, "said")
+    logger.log(trt.ILogger.Severity.VERBOSE, "whispered")
+    types = [trt.float32, trt.float16, trt.int8, trt.int32, trt.bool]
+    return {
+        "dims": dims(trt.Dims([1, -1, 3])),
+        "dtypes": [_dtype(data_type) for data_type in types],
+        "log": [kept.errors, kept.lines],
+    }
+
+
 def main() -> None:
     nan = np.full(SHAPE, np.nan, np.float32)
     known = b"TRT-8503-EntropyCalibration2\nknown: 3c008912\n"
@@ -185,6 +255,9 @@ def main() -> None:
             "refused": run_all(make([], 1, known=known), refuses=True),
             "refused_but_fed": run_all(make(batches(2), 2, known=known), refuses=True),
             "unknown": unknown_algorithm(),
+            "lacking": lacking(),
+            "without_gpu": without_gpu(),
+            "small_parts": small_parts(),
         },
         sys.stdout,
     )

@@ -83,3 +83,16 @@ def test_a_known_cache_is_read_and_no_batch_is_taken(seen: dict[str, Any]) -> No
 )
 def test_what_tensorrt_would_swallow_is_raised(seen: dict[str, Any], case: str, told: str) -> None:
     assert told in seen[case]
+
+
+def test_8_5_has_all_that_the_builder_and_the_session_call(seen: dict[str, Any]) -> None:
+    assert seen["lacking"] == []
+    parts = seen["small_parts"]
+    assert parts["dims"] == [1, -1, 3]
+    assert parts["dtypes"] == ["float32", "float16", "int8", "int32", "bool"]
+    assert parts["log"] == [["wrong"], ["wrong", "said"]]
+
+
+def test_without_a_driver_the_builder_says_so_in_one_sentence(seen: dict[str, Any]) -> None:
+    told = seen["without_gpu"]
+    assert told == "built" or "could not make a builder on this machine: CUDA init" in told

@@ -180,7 +180,8 @@ def _builder(logger: trt.ILogger, kept: KeepingLogger) -> trt.Builder:
         return trt.Builder(logger)
     except (TypeError, RuntimeError) as error:  # a null builder, from a driver that does not fit
         raise BackendError(
-            f"TensorRT could not make a builder on this machine: {' | '.join(kept.errors) or error}"
+            "TensorRT could not make a builder on this machine:"
+            f" {' | '.join(kept.errors or kept.lines[-1:]) or error}"
         ) from error
 
 

@@ -71,7 +71,13 @@ class TensorrtSession:
             data = path.read_bytes()
         except OSError as error:
             raise BackendError(f"{path} must be a readable file, got: {error.strerror}") from error
-        engine = trt.Runtime(logger).deserialize_cuda_engine(data)
+        try:
+            engine = trt.Runtime(logger).deserialize_cuda_engine(data)
+        except TypeError as error:  # a null runtime, from a driver that does not fit
+            raise BackendError(
+                "TensorRT could not start on this machine:"
+                f" {' | '.join(kept.errors or kept.lines[-1:]) or error}"
+            ) from error
         if engine is None:
             raise BackendError(
                 f"{path.name} must be an engine that TensorRT {sdk.version} built on {sdk.gpu}:"
