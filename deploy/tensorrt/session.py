@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,11 +35,17 @@ class TensorrtSession:
     """An engine that is loaded on the GPU; made by `open`."""
 
     def __init__(
-        self, engine: trt.ICudaEngine, context: trt.IExecutionContext, *, cuda_graph: bool
+        self,
+        engine: trt.ICudaEngine,
+        context: trt.IExecutionContext,
+        primary: Any,
+        *,
+        cuda_graph: bool,
     ) -> None:
         import pycuda.driver as cuda
 
         self._cuda = cuda
+        self._primary = primary
         self._engine = engine
         self._context = context
         self._stream = cuda.Stream()
@@ -64,26 +71,28 @@ class TensorrtSession:
         import pycuda.driver as cuda
         import tensorrt as trt
 
-        cuda.Device(0).retain_primary_context().push()
-        kept, logger = make_logger()
-        trt.init_libnvinfer_plugins(logger, "")
         try:
             data = path.read_bytes()
         except OSError as error:
             raise BackendError(f"{path} must be a readable file, got: {error.strerror}") from error
-        try:
-            engine = trt.Runtime(logger).deserialize_cuda_engine(data)
-        except TypeError as error:  # a null runtime, from a driver that does not fit
-            raise BackendError(
-                "TensorRT could not start on this machine:"
-                f" {' | '.join(kept.errors or kept.lines[-1:]) or error}"
-            ) from error
-        if engine is None:
-            raise BackendError(
-                f"{path.name} must be an engine that TensorRT {sdk.version} built on {sdk.gpu}:"
-                f" {' | '.join(kept.errors)}; build it again on this machine"
-            )
-        return cls(engine, engine.create_execution_context(), cuda_graph=cuda_graph)
+        kept, logger = make_logger()
+        primary = cuda.Device(0).retain_primary_context()
+        with _current(primary):
+            trt.init_libnvinfer_plugins(logger, "")
+            try:
+                engine = trt.Runtime(logger).deserialize_cuda_engine(data)
+            except TypeError as error:  # a null runtime, from a driver that does not fit
+                raise BackendError(
+                    "TensorRT could not start on this machine:"
+                    f" {' | '.join(kept.errors or kept.lines[-1:]) or error}"
+                ) from error
+            if engine is None:
+                raise BackendError(
+                    f"{path.name} must be an engine that TensorRT {sdk.version} built on {sdk.gpu}:"
+                    f" {' | '.join(kept.errors)}; build it again on this machine"
+                )
+            context = engine.create_execution_context()
+            return cls(engine, context, primary, cuda_graph=cuda_graph)
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
@@ -101,6 +110,10 @@ class TensorrtSession:
         Raises:
             BackendError: a missing input, a shape outside the profile, a failing kernel.
         """
+        with _current(self._primary):
+            return self._run(feed)
+
+    def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         self._place(feed)
         start, copied, computed, end = self._events
         start.record(self._stream)
@@ -124,7 +137,9 @@ class TensorrtSession:
         from deploy.latency import DeviceTimes
 
         marks = self._events
-        h2d, compute, d2h = (float(a.time_till(b)) for a, b in pairwise(marks))
+        with _current(self._primary):
+            spans = [float(a.time_till(b)) for a, b in pairwise(marks)]
+        h2d, compute, d2h = spans
         return DeviceTimes(h2d_ms=h2d, compute_ms=compute, d2h_ms=d2h, enqueue_ms=self._enqueue_ms)
 
     def _place(self, feed: Mapping[str, Array]) -> None:
@@ -171,6 +186,16 @@ class TensorrtSession:
         elif self._graph is not None:  # the first run with new shapes may allocate: capture next
             self._stream.synchronize()
             self._graph.capture(lambda: self._context.execute_async_v3(self._stream.handle))
+
+
+@contextmanager
+def _current(context: Any) -> Iterator[None]:
+    """Make a pycuda context the thread's own for a while; pycuda aborts on one left over."""
+    context.push()
+    try:
+        yield
+    finally:
+        context.pop()
 
 
 class _Graph:

@@ -1,0 +1,98 @@
+"""The whole of `benchmarks/gpu_check.py`, where a GPU with TensorRT and pycuda is at hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import gpu_check
+from deploy.errors import SdkMissingError
+from deploy.feed import open_feed
+from deploy.frontends import load
+from deploy.latency import Latency, Timing
+from deploy.tensorrt import sdk
+from deploy.tensorrt.builder import Profile
+from deploy.writers.trt_cache import from_scales
+
+ROOT = Path(__file__).parents[1]
+
+
+def reason() -> str:
+    """Why there is nothing to check on; "" where there is."""
+    try:
+        sdk.find()
+    except SdkMissingError as error:
+        return str(error)
+    return ""
+
+
+NO_GPU = reason()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)
+def test_tensorrt_agrees_on_this_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not NO_GPU, reason="a GPU is at hand")
+def test_without_a_gpu_the_check_says_so(tmp_path: Path) -> None:
+    assert gpu_check.main(["--out", str(tmp_path)]) == 77
+
+
+def case() -> gpu_check.Case:
+    path = ROOT / "datasets" / "fashion" / "fashion.onnx"
+    loaded = load(path, fold_batchnorm=False)
+    images = str(ROOT / "datasets" / "fashion" / "calib")
+    return gpu_check.Case(path, loaded, open_feed(images, loaded.inputs, limit=25), 10)
+
+
+def test_tensorrt_gets_whole_batches_of_what_our_own_search_sees() -> None:
+    batches = list(case().batches())
+    assert [batch["image"].shape for batch in batches] == [(10, 1, 28, 28)] * 2
+    fed = np.concatenate([sample["image"] for sample in islice(case().feed.samples(), 20)])
+    assert np.array_equal(np.concatenate([batch["image"] for batch in batches]), fed)
+    profile = case().settings(1).profiles["image"]
+    assert profile == Profile((1, 1, 28, 28), (1, 1, 28, 28), (10, 1, 28, 28))
+
+
+def test_caches_are_held_against_each_other_entry_by_entry() -> None:
+    mine = {f"t{i}": np.float32(i + 1) for i in range(10)} | {"dead": np.float32(0)}
+    ours = from_scales(mine, version="8.5.3")
+    theirs = from_scales(mine | {"constant_output": np.float32(1)}, version="8.5.3")
+    finding = gpu_check.Finding("entropy2")
+    gpu_check._hold(finding, theirs, ours)
+    assert (finding.equal, finding.entries, finding.wrong) == (11, 11, [])
+    off = from_scales(
+        {name: scale * np.float32(1.01) for name, scale in mine.items()}, version="8.5.3"
+    )
+    gpu_check._hold(finding, theirs, off)
+    assert finding.equal == 1
+    assert "only 1 of 11" in finding.wrong[0]
+    stranger = from_scales(mine | {"made up": np.float32(1)}, version="8.5.3")
+    finding = gpu_check.Finding("minmax")
+    gpu_check._hold(finding, theirs, stranger)
+    assert "made up" in finding.wrong[0]
+
+
+def test_the_table_has_a_line_for_each_engine_and_what_is_wrong() -> None:
+    timing = Timing.of([1.0, 2.0, 3.0])
+    latency = Latency(
+        queries=3, warmup_queries=1, total_host_walltime_s=1.0, throughput_qps=3.0,
+        latency=timing, host=timing, enqueue=timing, h2d=timing, gpu_compute=timing, d2h=timing,
+    )  # fmt: skip
+    fine = gpu_check.Finding("entropy2", equal=7, entries=7, cosine=0.999, latency=latency)
+    bad = gpu_check.Finding("Q/DQ", cosine=0.5, wrong=["an output's cosine is 0.5000"])
+    lines = gpu_check.table([fine, bad]).splitlines()
+    assert len(lines) == 6
+    assert lines[2].count("|") == lines[0].count("|")
+    assert lines[-1] == "- Q/DQ: an output's cosine is 0.5000"
