@@ -191,6 +191,28 @@ class Histogram:
         self.total += other.total
         self.infinite += other.infinite
 
+    def clamped(self, floor: float, ceiling: float) -> Histogram:
+        """The histogram as if every value had been clamped to [floor, ceiling], to a bin.
+
+        For a tensor whose readers cannot tell values beyond these bounds apart, so that a clip
+        range should spend no integers on them.
+        """
+        clamped = Histogram(base=self.base)
+        clamped.__dict__.update(self.__dict__)
+        if self.total == 0 or (floor <= self.minimum and self.maximum <= ceiling):
+            return clamped
+        clamped.minimum = min(max(self.minimum, floor), ceiling)
+        clamped.maximum = max(min(self.maximum, ceiling), floor)
+        low, high = (
+            min(max(math.trunc(v * BINS / self.full_range), -BINS), BINS) + BINS
+            for v in (clamped.minimum, clamped.maximum)
+        )
+        clamped.counts = self.counts.copy()
+        clamped.counts[low] += clamped.counts[:low].sum()
+        clamped.counts[high] += clamped.counts[high + 1 :].sum()
+        clamped.counts[:low] = clamped.counts[high + 1 :] = 0
+        return clamped
+
     def magnitudes(self, bins: int) -> NDArray[np.int64]:
         """[bins] int64 histogram of |x| over [0, R]; `bins` divides BINS."""
         counts = close(self.counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,9 +47,20 @@ class Statistics(Mapping[str, Histogram]):
         for name, histogram in self.items():
             histogram.merge(other[name])
 
-    def scales(self, search: Callable[[Histogram], Scale]) -> Scales:
-        """Search every tensor that has a scale: seen, finite, not always zero."""
-        return Scales({name: search(h) for name, h in self.items() if trouble(h) is None})
+    def scales(
+        self,
+        search: Callable[[Histogram], Scale],
+        bounds: Mapping[str, tuple[float, float]] | None = None,
+    ) -> Scales:
+        """Search every tensor that has a scale: seen, finite, not always zero.
+
+        Args:
+            search: a row of `calibrators.ACTIVATION`.
+            bounds: tensor -> (floor, ceiling) beyond which its readers see no difference.
+        """
+        known = bounds or {}
+        sound = {name: h for name, h in self.items() if trouble(h) is None}
+        return Scales({n: _searched(h, search, known.get(n)) for n, h in sound.items()})
 
     def troubles(self) -> dict[str, str]:
         """Tensor name -> why it gets no scale, as the end of a sentence."""
@@ -96,6 +108,15 @@ def trouble(histogram: Histogram) -> str | None:
     if histogram.amax == 0:
         return "was 0 in every sample"
     return None
+
+
+def _searched(
+    histogram: Histogram, search: Callable[[Histogram], Scale], bounds: tuple[float, float] | None
+) -> Scale:
+    if bounds is None:
+        return search(histogram)
+    scale = search(histogram.clamped(*bounds))
+    return replace(scale, observed_min=histogram.minimum, observed_max=histogram.maximum)
 
 
 def _restore(arrays: Mapping[str, NDArray[np.generic]], row: int) -> Histogram:

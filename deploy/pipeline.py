@@ -29,6 +29,7 @@ from deploy.graph import never_negative
 from deploy.observe import observe, observe_by_batches
 from deploy.preprocess import Preprocess
 from deploy.progress import bar
+from deploy.saturation import bounds
 from deploy.search import Method
 from deploy.versions import of_observation
 
@@ -272,7 +273,7 @@ def _observed(
             with feed.samples() as samples:
                 statistics = observe(loaded.model, wanted, samples, threads=threads, progress=step)
     return Calibration(
-        scales=statistics.scales(method.search),
+        scales=statistics.scales(method.search, bounds(loaded.model)),
         troubles=statistics.troubles(),
         fingerprint=fingerprint,
         statistics=statistics,
@@ -299,7 +300,7 @@ def _from_cache(
     if not path.exists():
         reason = f"{path} does not exist yet"
     else:
-        found, reason = _fitting(path, fingerprint, wanted, method)
+        found, reason = _fitting(path, fingerprint, wanted, loaded, method)
     if found is None and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {reason}; leave --require-cache away to"
@@ -313,7 +314,11 @@ def _from_cache(
 
 
 def _fitting(
-    path: Path, fingerprint: Fingerprint, wanted: tuple[str, ...], method: Method
+    path: Path,
+    fingerprint: Fingerprint,
+    wanted: tuple[str, ...],
+    loaded: LoadedModel,
+    method: Method,
 ) -> tuple[Calibration | None, str]:
     if not store.sidecars(path)[0].exists():
         return None, (
@@ -336,7 +341,7 @@ def _fitting(
     except CacheError as error:
         return None, str(error)
     again = Calibration(
-        scales=full.statistics.scales(method.search),
+        scales=full.statistics.scales(method.search, bounds(loaded.model)),
         troubles=full.statistics.troubles(),
         fingerprint=fingerprint,
         statistics=full.statistics,

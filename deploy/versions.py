@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from calibrators.statistics import FORMAT
 
+# Raise one where a change of code gives other numbers for the same model and images.
+FRONTEND = 1  # names or values of the cleaned model
+SEARCHES = 1  # scales from the same statistics
+
 
 def of_observation() -> dict[str, str | int]:
     """What computed the activations and in which form the statistics are kept."""
     import onnxruntime
 
-    return {"onnxruntime": onnxruntime.__version__, "statistics": FORMAT}
+    return {
+        "onnxruntime": onnxruntime.__version__,
+        "statistics": FORMAT,
+        "frontend": FRONTEND,
+        "searches": SEARCHES,
+    }
