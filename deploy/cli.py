@@ -36,6 +36,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Time, FLOPs and parameters of a PyTorch model, node by node.",
     ),
     "fuse": ("deploy.commands.fuse:fuse", "Fold BatchNorm and join ReLU in a PyTorch model."),
+    "ascend": (
+        "deploy.commands.ascend:ascend",
+        "Ascend's configurations and records: made, checked, searched.",
+    ),
     "cache": (
         "deploy.commands.cache:cache",
         "Show, check and convert TensorRT calibration caches.",

@@ -14,7 +14,7 @@ from deploy.backends.base import Array, Backend, Built, Samples, Session
 from deploy.backends.ort_session import OrtSession
 from deploy.errors import SdkMissingError
 from deploy.latency import Latency, measure
-from deploy.layerwise import compare_layers
+from deploy.layerwise import compare_layers, shared_tensors
 from deploy.report import EngineRow
 
 if TYPE_CHECKING:
@@ -154,8 +154,11 @@ def _layers(
     path = next((r.runnable for r in built if r.runnable is not None), None)
     if path is None or not any(d.int8 for r in built for d in r.decisions):
         return ()
+    candidate = onnx.load(path)
+    if not shared_tensors(loaded.model, candidate):  # a fake-quant model has no DequantizeLinear
+        return ()
     samples = itertools.islice(calibration.samples(), _LAYER_SAMPLES)
-    return compare_layers(loaded.model, onnx.load(path), samples, threads=threads)
+    return compare_layers(loaded.model, candidate, samples, threads=threads)
 
 
 def _notes(accuracy: Mapping[str, Accuracy], evaluation: Samples | None) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def calibrate(
     layers = {name: layer for name, layer in layers.items() if name not in failed}
     tensors = {n: _observed(layer, factors) for n, layer in layers.items()}
     prepared = prepared_model(model, layers, config, weights, factors)
-    session = _Runner(prepared, sorted(set(tensors.values())))
+    session = Runner(prepared, sorted(set(tensors.values())))
     values = session.run(first)
     plan = _Plan.of(layers, config, tensors, values, exact_bytes)
     say(plan.sentence(config.batch_num))
@@ -211,7 +211,7 @@ def _balance(
     wanted = {n: s for n in layers if (s := config.layers[n].dmq_balancer_param) is not None}
     if not wanted:
         return {}
-    values = _Runner(model, sorted({layers[n].input for n in wanted})).run(first)
+    values = Runner(model, sorted({layers[n].input for n in wanted})).run(first)
     index = Index(model.graph)
     factors = {}
     for name, strength in wanted.items():
@@ -406,7 +406,7 @@ def _observer(params: IfmrParams | HfmgParams, streams: bool) -> _Observer:
     return _Streaming(params) if streams else _Exact(params)
 
 
-class _Runner:
+class Runner:
     """ONNX Runtime on a model with the wanted tensors among its outputs."""
 
     def __init__(self, model: onnx.ModelProto, tensors: list[str]) -> None:

@@ -155,10 +155,16 @@ ELSEWHERE = {
 }
 
 
-@cache
 def message_class(name: str) -> Any:
     """The protobuf class of a message in `MESSAGES` (proto2: a field knows whether it was set)."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import message_factory
+
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+
+
+@cache
+def _pool() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool
 
     file = descriptor_pb2.FileDescriptorProto(
         name="calib8/ascend.proto", package=_PACKAGE, syntax="proto2"
@@ -166,12 +172,12 @@ def message_class(name: str) -> Any:
     for enum, values in ENUMS.items():
         entry = file.enum_type.add(name=enum)
         for value, number in values.items():
-            entry.value.add(name=f"{value}", number=number)
+            entry.value.add(name=value, number=number)
     for message, fields in MESSAGES.items():
         _describe(file.message_type.add(name=message), fields)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+    return pool
 
 
 def _describe(message: Any, fields: tuple[Field, ...]) -> None:

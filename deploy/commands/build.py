@@ -56,6 +56,24 @@ if TYPE_CHECKING:
     show_default=True,
     help="onnxruntime: 7 for x86 CPUs without VNNI, whose int8 kernels can saturate.",
 )
+@click.option(
+    "--soc", metavar="CHIP", help="ascend: chip for atc, such as Ascend310P3; without it no .om."
+)
+@click.option(
+    "--ascend-config",
+    type=click.Path(path_type=Path),
+    help="ascend: AMCT's simplified .cfg, or its quant config JSON.",
+)
+@click.option(
+    "--aipp/--no-aipp", default=False, help="ascend: preprocessing inside the .om (AIPP)."
+)
+@click.option(
+    "--atc-flag",
+    "atc_flags",
+    multiple=True,
+    metavar="--NAME=VALUE",
+    help="ascend: a further flag of atc; may be repeated.",
+)
 @feed_options
 def build(
     model: Path,
@@ -66,6 +84,10 @@ def build(
     labels: Path | None,
     duration: float,
     weight_bits: int,
+    soc: str | None,
+    ascend_config: Path | None,
+    aipp: bool,
+    atc_flags: tuple[str, ...],
     feed: FeedOptions,
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
@@ -73,16 +95,31 @@ def build(
     \b
     calib8 build model.onnx --images photos/ --preprocess imagenet
     calib8 build model.onnx --images list.txt --target onnxruntime --target tensorrt
+    calib8 build model.onnx --images photos/ --target ascend --soc Ascend310P3
     """  # noqa: D301 (click reads the backspace)
+    from deploy.backends import Ascend
     from deploy.commands.labels import read_labels
+    from deploy.errors import ConfigError
     from deploy.pipeline import build as run
     from deploy.report import to_screen
 
+    if "ascend" not in targets and (soc or ascend_config or aipp or atc_flags):
+        raise ConfigError(
+            "--soc, --ascend-config, --aipp and --atc-flag belong to --target ascend, got"
+            f" {', '.join(targets)}"
+        )
+    own = Ascend(
+        soc=soc,
+        config=ascend_config,
+        aipp=aipp,
+        atc_flags=atc_flags,
+        say=lambda sentence: click.echo(sentence, err=True),
+    )
     report = run(
         model,
         feed.images,
         out=out,
-        targets=[_backend(name, weight_bits) for name in targets],
+        targets=[own if name == "ascend" else _backend(name, weight_bits) for name in targets],
         method=feed.method,
         preprocess=feed.preprocess,
         cache=replace(feed.cache, path=cache),

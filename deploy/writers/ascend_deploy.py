@@ -27,7 +27,7 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
 
     The activation offset is not folded into the bias: GE does that itself when it compiles.
     """
-    made = rewrite(model, layers, before=_quant, after=_dequant, store=_store, suffix="dequant")
+    made = rewrite(model, layers, before=_quant, after=_dequant, store=_store)
     parameters = [_parameter(q) for q in layers.values()]
     made.graph.initializer.extend(parameters)
     return made

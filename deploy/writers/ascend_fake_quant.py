@@ -24,8 +24,7 @@ from deploy.writers.ascend_graph import Nodes, QuantLayer, make_constant, rewrit
 
 def fake_quant_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
     """Float model + integers -> model of the same numerics in standard operators."""
-    suffix = "fakedequant.mul"
-    return rewrite(model, layers, before=_quant, after=_dequant, store=_store, suffix=suffix)
+    return rewrite(model, layers, before=_quant, after=_dequant, store=_store)
 
 
 def _quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:

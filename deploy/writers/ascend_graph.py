@@ -177,9 +177,10 @@ def rewrite(
     before: Before,
     after: After,
     store: Callable[[str, NDArray[Any]], onnx.TensorProto],
-    suffix: str,
 ) -> onnx.ModelProto:
     """A copy of `model` whose `layers` run on integers.
+
+    Every float tensor keeps its name; a layer's integer output is '<layer>_output0'.
 
     Args:
         model: float model, nodes named.
@@ -187,12 +188,11 @@ def rewrite(
         before: nodes from the layer's input to its integers, and the tensor they end in.
         after: nodes from the layer's integers to its output.
         store: how an integer weight or bias is kept.
-        suffix: a layer's output is called '<layer>.<suffix>.output0'.
     """
     out = type(model)()
     out.CopyFrom(model)
     index = Index(out.graph)
-    surgery = _Surgery(out.graph, index, store, suffix)
+    surgery = _Surgery(out.graph, index, store)
     ends = {q.layer.bias_add or name: q for name, q in layers.items()}
     nodes: Nodes = []
     for node in out.graph.node:
@@ -211,9 +211,8 @@ class _Surgery:
         graph: onnx.GraphProto,
         index: Index,
         store: Callable[[str, NDArray[Any]], onnx.TensorProto],
-        suffix: str,
     ) -> None:
-        self.graph, self.index, self.store, self.suffix = graph, index, store, suffix
+        self.graph, self.index, self.store = graph, index, store
         self.tensors: dict[str, onnx.TensorProto] = {}
         self.shared: dict[tuple[str, float, int], str] = {}
 
@@ -242,14 +241,9 @@ class _Surgery:
         if q.layer.bias_add and q.bias is not None:
             place = list(node.input).index(q.layer.bias)
             node.input[place] = self.keep_bias(q, q.layer.bias)
-        name, output = q.layer.name, node.output[0]
-        if output in self.index.outputs:
-            node.output[0] = f"{name}_output0"
-            return after(q, node.output[0], output)
-        replaced = f"{name}.{self.suffix}.output0"
-        for reader in self.index.consumers[output]:
-            _rewire(reader, output, replaced)
-        return after(q, output, replaced)
+        output = node.output[0]
+        node.output[0] = f"{q.layer.name}_output0"
+        return after(q, node.output[0], output)
 
     def keep_bias(self, q: QuantLayer, name: str) -> str:
         """The bias's name; one of its own where other nodes read the float bias too."""
@@ -266,9 +260,9 @@ class _Surgery:
         tensors = [self.tensors.pop(t.name, t) for t in self.graph.initializer]
         names = {t.name for t in tensors}
         inputs = [value for value in self.graph.input if value.name not in names]
-        _replace(self.graph.initializer, [*tensors, *self.tensors.values()])
-        _replace(self.graph.node, constants + others)
-        _replace(self.graph.input, inputs)
+        replace_all(self.graph.initializer, [*tensors, *self.tensors.values()])
+        replace_all(self.graph.node, constants + others)
+        replace_all(self.graph.input, inputs)
         del self.graph.value_info[:]
 
 
@@ -287,13 +281,8 @@ def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto
     return helper.make_node("Constant", [], [f"{name}.output0"], name=name, value=tensor)
 
 
-def _rewire(node: onnx.NodeProto, old: str, new: str) -> None:
-    for place, name in enumerate(node.input):
-        if name == old:
-            node.input[place] = new
-
-
-def _replace(repeated: Any, values: Iterable[Any]) -> None:
+def replace_all(repeated: Any, values: Iterable[Any]) -> None:
+    """Put copies of `values` in place of a repeated field's, of which they may be part."""
     copies = [type(value).FromString(value.SerializeToString()) for value in values]
     del repeated[:]
     repeated.extend(copies)
@@ -327,7 +316,7 @@ def rewrite_inputs(
     tensors += [t for name, t in weights.items() if name not in names]
     names |= set(weights)
     inputs_left = [value for value in out.graph.input if value.name not in names]
-    _replace(out.graph.initializer, tensors)
-    _replace(out.graph.node, nodes)
-    _replace(out.graph.input, inputs_left)
+    replace_all(out.graph.initializer, tensors)
+    replace_all(out.graph.node, nodes)
+    replace_all(out.graph.input, inputs_left)
     return out

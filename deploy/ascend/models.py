@@ -1,0 +1,62 @@
+"""The files that every Ascend build leaves: config, record, and the three models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy import atomic
+from deploy.ascend.config import QuantConfig, write_config
+from deploy.ascend.layers import LayerGraph
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.writers.ascend_record import LayerRecord
+
+
+def write_models(
+    model: onnx.ModelProto,
+    graph: LayerGraph,
+    config: QuantConfig,
+    records: Mapping[str, LayerRecord],
+    folder: Path,
+    name: str,
+) -> dict[str, Path]:
+    """Config, record and the three models; everything is made before anything is written.
+
+    Returns:
+        Role -> path.
+
+    Raises:
+        ConfigError: the records do not fit the model.
+        ExportError: a layer is outside what the hardware takes, or a file cannot be written.
+    """
+    return {
+        role: atomic.write_bytes(folder / f"{name}_{ending}", data)
+        for role, ending, data in list(_contents(model, graph, config, records))
+    }
+
+
+def _contents(
+    model: onnx.ModelProto,
+    graph: LayerGraph,
+    config: QuantConfig,
+    records: Mapping[str, LayerRecord],
+) -> Iterator[tuple[str, str, bytes]]:
+    from deploy.writers.ascend_deploy import deploy_model
+    from deploy.writers.ascend_fake_quant import fake_quant_model
+    from deploy.writers.ascend_graph import quantize_layers
+    from deploy.writers.ascend_qdq import amct_qdq_model
+    from deploy.writers.ascend_record import write_record
+
+    layers = quantize_layers(model, graph, records)
+    yield "quant config", "quant.json", write_config(config).encode()
+    yield "record", "record.txt", write_record(records).encode()
+    for role, ending, writer in (
+        ("deploy model", "deploy_model.onnx", deploy_model),
+        ("fake-quant model", "fake_quant_model.onnx", fake_quant_model),
+        ("Q/DQ model", "amct_qdq.onnx", amct_qdq_model),
+    ):
+        yield role, ending, writer(model, layers).SerializeToString(deterministic=True)

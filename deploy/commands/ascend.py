@@ -1,0 +1,132 @@
+"""`calib8 ascend`: Ascend's own files, made, checked, and the search for what stays in float."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deploy.commands.options import FeedOptions, feed_options
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.ascend.layers import LayerGraph
+
+FILE = click.Path(path_type=Path)
+
+
+@click.group()
+def ascend() -> None:
+    """Make and check the files of an Ascend deployment.
+
+    \b
+    Examples:
+      calib8 ascend config model.onnx -o quant.json
+      calib8 ascend check model_record.txt --model model.onnx
+      calib8 ascend auto model.onnx --images photos/ --max-loss 0.02
+    """  # noqa: D301 (click reads the backspace)
+
+
+@ascend.command(short_help="The default configuration of a model, to be edited.")
+@click.argument("model", type=FILE)
+@click.option("-o", "--out", type=FILE, required=True, help="quant.json, or a simplified .cfg.")
+@click.option("--batch-num", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--symmetric", is_flag=True, help="Activations without offset.")
+@click.option(
+    "--from", "source", type=FILE, help="Configuration to convert (.cfg or JSON), not the default."
+)
+def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path | None) -> None:
+    """Write the quant config of MODEL: JSON, or the simplified form where OUT ends in .cfg."""
+    from deploy import atomic
+    from deploy.ascend.config import default_config, write_config
+    from deploy.ascend.files import read_any_config
+    from deploy.ascend.simple_config import write_simple_config
+
+    _, graph = _layers(model)
+    if source is None:
+        made = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
+    else:
+        made = read_any_config(source, graph)
+    text = write_simple_config(made) if out.suffix == ".cfg" else write_config(made)
+    atomic.write_text(out, text)
+    click.echo(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8")
+    for name, reason in graph.refused.items():
+        click.echo(f"  float  {name}: {reason}")
+
+
+@ascend.command(short_help="Whether a file is what ATC and AMCT take.")
+@click.argument("path", type=FILE, metavar="FILE")
+@click.option("--model", type=FILE, help="The float model that it is for.")
+def check(path: Path, model: Path | None) -> None:
+    """Check FILE: a record, a quant config, a simplified .cfg, an AIPP file or a deploy model."""
+    from deploy.ascend.files import check_file
+
+    graph = _layers(model)[1] if model else None
+    click.echo(f"{path}: {check_file(path, graph)}")
+
+
+@ascend.command(short_help="Leave the worst layers in float until a loss budget holds.")
+@click.argument("model", type=FILE)
+@click.option("-o", "--out", type=FILE, default=Path("build"), show_default=True, help="Folder.")
+@click.option("--ascend-config", type=FILE, help="AMCT's simplified .cfg, or quant config JSON.")
+@click.option("--eval-images", metavar="PATH", help="Images to judge on; a list may hold labels.")
+@click.option(
+    "--max-loss",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    show_default=True,
+    help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",
+)
+@feed_options
+def auto(
+    model: Path,
+    out: Path,
+    ascend_config: Path | None,
+    eval_images: str | None,
+    max_loss: float,
+    feed: FeedOptions,
+) -> None:
+    """Rank MODEL's layers, roll the worst back to float, write ranking, history and config."""
+    from deploy.ascend.autocalibrate import Budget, auto_calibrate
+    from deploy.feed import open_feed
+    from deploy.frontends import load
+
+    loaded = load(model)
+
+    def opened(source: str) -> object:
+        return open_feed(source, loaded.inputs, preprocess=feed.preprocess, skip_bad=feed.skip_bad)
+
+    images = open_feed(
+        feed.images,
+        loaded.inputs,
+        preprocess=feed.preprocess,
+        skip_bad=feed.skip_bad,
+        limit=feed.limit,
+    )
+    evaluation = opened(eval_images) if eval_images else images
+    result, written = auto_calibrate(
+        loaded,
+        images,
+        evaluation,
+        folder=out,
+        config=ascend_config,
+        budget=Budget(max_loss=max_loss, threads=feed.threads),
+        say=click.echo,
+    )
+    float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
+    if result.records is None:
+        click.echo("No layer can stay in int8 within this budget; no model was written.")
+    else:
+        click.echo(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
+    for path in written:
+        click.echo(f"  {path}")
+
+
+def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:
+    from deploy.ascend.layers import find_layers, name_nodes
+    from deploy.frontends import load
+
+    model = name_nodes(load(path).model)
+    return model, find_layers(model)

@@ -1,0 +1,500 @@
+"""The Ascend target end to end, its executor, Q/DQ, AIPP, atc, automatic calibration, commands."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper, numpy_helper
+
+from deploy.ascend.auto import FINAL, HISTORY, RANKING, isolated_model, rank, search, similarity
+from deploy.ascend.calibrate import calibrate
+from deploy.ascend.config import default_config, read_config
+from deploy.ascend.executor import executable, open_deploy
+from deploy.ascend.files import check_file
+from deploy.ascend.layers import find_layers, name_nodes
+from deploy.ascend.proto import parse_text
+from deploy.backends import Ascend
+from deploy.backends.ort_session import OrtSession
+from deploy.cli import main
+from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
+from deploy.frontends import load
+from deploy.pipeline import build
+from deploy.preprocess import Preprocess
+from deploy.writers.ascend_aipp import write_aipp
+from deploy.writers.ascend_atc import CHIP, AtcOptions, atc_command, check_flag
+from deploy.writers.ascend_deploy import deploy_model
+from deploy.writers.ascend_fake_quant import fake_quant_model
+from deploy.writers.ascend_graph import quantize_layers
+from deploy.writers.ascend_qdq import amct_qdq_model
+from deploy.writers.ascend_record import read_record
+
+CASES = Path(__file__).parent / "golden" / "amct" / "cases"
+RNG = np.random.default_rng(11)
+DATA = RNG.normal(size=(6, 3, 16, 16)).astype(np.float32)
+
+
+def run(model, feed):
+    session = OrtSession.open(model.SerializeToString(), threads=1)
+    return session.run(feed)
+
+
+@pytest.fixture(scope="module")
+def small(small_cnn):
+    """(model, layers, records) of the residual CNN, calibrated on six samples."""
+    model = name_nodes(load(small_cnn).model)
+    graph = find_layers(model)
+    batches = [{"x": DATA[i : i + 1]} for i in range(6)]
+    found = calibrate(model, graph, batches, default_config(graph, batch_num=6))
+    return model, graph, found.records
+
+
+# -- executor ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", ["small_default", "small_dmq", "small_hfmg_sym", "small_ifmr_asym", "small_mixed"]
+)
+def test_amcts_deploy_models_compute_what_its_fake_quant_models_do(case):
+    arrays = np.load(CASES / case / "io.npz")
+    session = open_deploy(onnx.load(CASES / case / "res_deploy_model.onnx"), threads=1)
+    (got,) = session.run({"input": arrays["in0"]}).values()
+    np.testing.assert_allclose(got, arrays["res_fake_quant_model"], rtol=1e-5, atol=1e-6)
+
+
+def test_executor_equals_fake_quant(small):
+    model, graph, records = small
+    layers = quantize_layers(model, graph, records)
+    deployed = open_deploy(deploy_model(model, layers), threads=1)
+    for sample in DATA[:3]:
+        feed = {"x": sample[None]}
+        (integers,) = deployed.run(feed).values()
+        (floats,) = run(fake_quant_model(model, layers), feed).values()
+        np.testing.assert_allclose(integers, floats, rtol=1e-4, atol=1e-4)
+
+
+def test_executor_convolution_is_exact_integer_arithmetic():
+    """Against plain int64 sums, with extreme codes that saturate where int16 pairs are added."""
+    x = np.full((1, 64, 3, 3), 1.0, np.float32)
+    weight = np.full((2, 64, 3, 3), -1.0, np.float32)
+    weight[1] = 1.0
+    value = helper.make_tensor_value_info
+    node = helper.make_node("Conv", ["x", "w"], ["y"], name="c", kernel_shape=[3, 3])
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [value("x", 1, list(x.shape))],
+        [value("y", 1, [1, 2, 1, 1])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    layers = find_layers(model)
+    records = calibrate(model, layers, [{"x": x}], default_config(layers)).records
+    quantized = quantize_layers(model, layers, records)["c"]
+    (got,) = open_deploy(deploy_model(model, {"c": quantized}), threads=1).run({"x": x}).values()
+    code = int(np.clip(np.rint(quantized.scale + quantized.record.offset_d), -128, 127))
+    code -= quantized.record.offset_d
+    sums = quantized.weight.astype(np.int64).reshape(2, -1).sum(axis=1) * code
+    wanted = sums.astype(np.float32) * quantized.dequant
+    np.testing.assert_array_equal(got.reshape(-1), wanted)
+
+
+def test_executor_grouped_conv_transpose_and_matmul_bias():
+    weights = {
+        "w": RNG.normal(size=(4, 2, 3, 3)).astype("f4"),
+        "b": RNG.normal(size=4).astype("f4"),
+        "m": RNG.normal(size=(5, 7)).astype("f4"),
+        "c": RNG.normal(size=7).astype("f4"),
+    }
+    nodes = [
+        helper.make_node(
+            "ConvTranspose", ["x", "w", "b"], ["t"], name="up", group=2, strides=[2, 2]
+        ),
+        helper.make_node("MatMul", ["t", "m"], ["mm"], name="mm"),
+        helper.make_node("Add", ["mm", "c"], ["y"], name="add"),
+    ]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [value("x", 1, [1, 4, 2, 2])],
+        [value("y", 1, [1, 4, 5, 7])],
+        [numpy_helper.from_array(v, k) for k, v in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    feed = {"x": RNG.normal(size=(1, 4, 2, 2)).astype("f4")}
+    layers = find_layers(model)
+    records = calibrate(model, layers, [feed], default_config(layers)).records
+    assert records["up"].scale_w.size == 4 and records["mm"].scale_w.size == 1
+    quantized = quantize_layers(model, layers, records)
+    deploy = deploy_model(model, quantized)
+    order = [n.op_type for n in deploy.graph.node]
+    assert order[-3:] == ["MatMul", "Add", "AscendDequant"]
+    (floats,) = run(fake_quant_model(model, quantized), feed).values()
+    (integers,) = open_deploy(deploy, threads=1).run(feed).values()
+    (reference,) = run(model, feed).values()
+    np.testing.assert_allclose(integers, floats, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(floats, reference, atol=0.05 * np.abs(reference).max())
+
+
+@pytest.mark.parametrize("damage", ["dst_type", "param", "bias"])
+def test_executor_refuses_a_broken_deploy_model(small, damage):
+    model, graph, records = small
+    made = deploy_model(model, quantize_layers(model, graph, records))
+    if damage == "dst_type":
+        node = next(n for n in made.graph.node if n.op_type == "AscendQuant")
+        next(a for a in node.attribute if a.name == "dst_type").s = b"INT16"
+    elif damage == "param":
+        node = next(n for n in made.graph.node if n.op_type == "AscendDequant")
+        node.input[1] = "nowhere"
+    else:
+        tensor = next(t for t in made.graph.initializer if t.data_type == 6)
+        tensor.CopyFrom(numpy_helper.from_array(np.zeros(8, np.float32), tensor.name))
+    with pytest.raises(ModelError):
+        executable(made)
+
+
+def test_qdq_model_is_near_the_fake_quant_model(small):
+    model, graph, records = small
+    layers = quantize_layers(model, graph, records)
+    made = amct_qdq_model(model, layers)
+    onnx.checker.check_model(made)
+    feed = {"x": DATA[:1]}
+    (qdq,) = run(made, feed).values()
+    (fake,) = run(fake_quant_model(model, layers), feed).values()
+    assert np.abs(qdq - fake).max() <= 0.05 * np.abs(fake).max()
+    constants = {t.name: numpy_helper.to_array(t) for t in made.graph.initializer}
+    gemm = next(name for name, q in layers.items() if q.layer.kind == "Gemm")
+    assert constants[f"{gemm}.scale_w"].shape == ()
+    bias, steps = constants[f"{gemm}.bias.rounded"], layers[gemm].dequant
+    np.testing.assert_allclose(bias / steps, np.rint(bias / steps), atol=1e-3)
+
+
+# -- AIPP and atc -----------------------------------------------------------------------------
+
+
+def aipp_of(how, pixels, **options):
+    """AIPP's arithmetic on an RGB picture [H, W, 3], from the text it was written as."""
+    text = write_aipp(how, **options).text
+    fields = parse_text("InsertNewOps", text, "aipp").aipp_op[0]
+    image = pixels[..., ::-1] if fields.rbuv_swap_switch else pixels
+    out = np.empty(image.shape, np.float32)
+    for c in range(3):
+        mean, least = getattr(fields, f"mean_chn_{c}"), getattr(fields, f"min_chn_{c}")
+        out[..., c] = (image[..., c] - mean - least) * getattr(fields, f"var_reci_chn_{c}")[0]
+    return out.transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("color", ["rgb", "bgr"])
+def test_aipp_computes_the_preprocessing(color):
+    how = Preprocess(
+        size=(8, 8),
+        color=color,
+        layout="nchw",
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+    )
+    pixels = RNG.integers(0, 256, (8, 8, 3)).astype(np.float32)
+    channels = (pixels if color == "rgb" else pixels[..., ::-1]).transpose(2, 0, 1)
+    mean, std = (np.array(v).reshape(3, 1, 1) for v in (how.mean, how.std))
+    np.testing.assert_allclose(aipp_of(how, pixels), (channels / 255 - mean) / std, atol=3e-3)
+
+
+def test_aipp_crops_the_centre_and_tells_the_host():
+    how = Preprocess(size=(224, 224), color="rgb", layout="nchw", resize="short-side")
+    made = write_aipp(how, source_size=(256, 320))
+    fields = parse_text("InsertNewOps", made.text, "aipp").aipp_op[0]
+    assert (fields.load_start_pos_h, fields.load_start_pos_w, fields.crop_size_w) == (16, 48, 224)
+    assert any("cannot resize" in sentence for sentence in made.host)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "match"),
+    [
+        ({"layout": "nhwc"}, {}, "NCHW"),
+        ({"mean": (-0.5,)}, {}, "0 to 255"),
+        ({"mean": (2.0,)}, {}, "0 to 255"),
+        ({"scale": 1e-9}, {}, "float16|0 to 255"),
+        ({"size": (1, 1)}, {}, "sides"),
+        ({}, {"source_size": (100, 300)}, "does not enlarge"),
+    ],
+)
+def test_what_aipp_cannot_say(changes, options, match):
+    how = Preprocess(**{"size": (224, 224), "color": "rgb", "layout": "nchw", **changes})
+    with pytest.raises(ExportError, match=match):
+        write_aipp(how, **options)
+
+
+def test_atc_command():
+    command = atc_command(
+        Path("m_deploy_model.onnx"),
+        Path("m"),
+        {"x": (1, 3, 8, 8)},
+        AtcOptions(soc="Ascend310P3", extra=("--log=error",)),
+        aipp=Path("a.cfg"),
+        compression=Path("c.cfg"),
+    )
+    assert command[0] == "atc" and "--soc_version=Ascend310P3" in command
+    assert "--input_shape=x:1,3,8,8" in command and "--insert_op_conf=a.cfg" in command
+    assert "--enable_small_channel=1" in command and command[-1] == "--log=error"
+    assert f"--soc_version={CHIP}" in atc_command(Path("m"), Path("m"), {}, AtcOptions())
+
+
+@pytest.mark.parametrize(
+    ("flag", "match"),
+    [
+        ("--dynamic_batch_size=1,2", "fixed shapes"),
+        ("--dynamic_image_size=8,8", "fixed shapes"),
+        ("--precision_mode=force_fp32", "int8"),
+        ("--precision_mode=must_keep_origin_dtype", "int8"),
+        ("--precision_mode_v2=origin", "int8"),
+        ("--op_select_implmode=high_precision", "int8"),
+        ("--framework=5", "follows from the build"),
+        ("log=error", "--name=value"),
+        ("--log=", "--name=value"),
+    ],
+)
+def test_flags_that_a_quantized_model_forbids(flag, match):
+    with pytest.raises(ConfigError, match=match):
+        check_flag(flag)
+
+
+def test_chip_names_and_open_shapes():
+    with pytest.raises(ConfigError, match="Ascend310P3"):
+        AtcOptions(soc="310P3; rm -rf")
+    with pytest.raises(ConfigError, match="fixed shapes"):
+        atc_command(Path("m"), Path("m"), {"x": (-1, 3)}, AtcOptions())
+
+
+# -- automatic calibration --------------------------------------------------------------------
+
+
+def test_similarity():
+    a = np.float32([1, 2, 3])
+    assert similarity(a, a) == pytest.approx(1) and similarity(a, -a) == pytest.approx(0)
+    assert similarity(0 * a, a) == 1 and similarity(a, 0 * a) == 0
+
+
+def test_isolated_layers_see_float_inputs(small):
+    model, graph, records = small
+    layers = quantize_layers(model, graph, records)
+    ranking = rank(model, layers, [{"x": DATA[:1]}])
+    assert [name for name, _ in ranking] != [] and len(ranking) == len(layers)
+    assert [score for _, score in ranking] == sorted(score for _, score in ranking)
+    assert 0.99 < ranking[0][1] <= ranking[-1][1] <= 1
+    both = isolated_model(model, layers)
+    onnx.checker.check_model(both)
+    session = ort.InferenceSession(both.SerializeToString())
+    assert session.get_outputs()[0].name == model.graph.output[0].name
+
+
+@pytest.mark.parametrize("needed", range(5))
+def test_the_shortest_prefix_goes_back(small, needed):
+    _, graph, records = small
+    ranking = [(name, 0.9 + i / 100) for i, name in enumerate(records)]
+    bad = {name for name, _ in ranking[:needed]}
+
+    def judge(kept):
+        return not (bad & set(kept)), float(len(bad & set(kept)))
+
+    found = search(records, ranking, default_config(graph), judge)
+    kept = set(found.records or {})
+    assert kept == set(records) - bad
+    disabled = {n for n, layer in found.config.layers.items() if not layer.quant_enable}
+    assert disabled == bad
+    files = found.files()
+    assert [n for n, _ in json.loads(files[RANKING])] == list(records)
+    assert len(json.loads(files[HISTORY])) == len(found.history)
+    assert set(read_config(files[FINAL]).enabled()) == kept
+
+
+def test_a_budget_that_nothing_holds(small):
+    _, graph, records = small
+    with pytest.raises(ConfigError, match="against itself"):
+        search(records, [], default_config(graph), lambda kept: (False, 1.0))
+
+
+# -- the whole line ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "data.npy"
+    np.save(path, DATA)
+    return path
+
+
+def test_build_writes_every_file(small_cnn, data, tmp_path):
+    report = build(small_cnn, data, out=tmp_path, targets=[Ascend(soc="Ascend310P3")], duration_s=0)
+    names = {path.name for path in tmp_path.iterdir()}
+    stem = small_cnn.stem
+    for ending in (
+        "quant.json",
+        "record.txt",
+        "deploy_model.onnx",
+        "fake_quant_model.onnx",
+        "amct_qdq.onnx",
+        "atc.sh",
+    ):
+        assert f"{stem}_{ending}" in names
+    model = name_nodes(load(small_cnn).model)
+    graph = find_layers(model)
+    for ending in ("quant.json", "record.txt", "deploy_model.onnx"):
+        assert "sound" in check_file(tmp_path / f"{stem}_{ending}", graph)
+    row = report.engines[1]
+    assert row.accuracy is not None and row.accuracy.outputs[0].cosine_mean > 0.99
+    assert any("atc" in note for note in row.notes)
+
+
+def test_builds_are_the_same_bytes(small_cnn, data, tmp_path):
+    for folder in ("a", "b"):
+        build(small_cnn, data, out=tmp_path / folder, targets=["ascend"], duration_s=0)
+    for path in (tmp_path / "a").glob("*_*.onnx"):
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ('for a in "$@"; do case $a in --output=*) echo om > "${a#--output=}.om";; esac; done', ""),
+        ("echo E40000 no such chip; exit 7", "E40000 no such chip"),
+        ("exit 0", "got nothing"),
+    ],
+)
+def test_atc_runs_where_it_is(small_cnn, data, tmp_path, monkeypatch, script, error):
+    """A stand-in program named atc: what is tested is how it is called and believed."""
+    tool = tmp_path / "bin" / "atc"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    out = tmp_path / "out"
+    targets = [Ascend(soc="Ascend310P3")]
+    if error:
+        with pytest.raises(BackendError, match=error):
+            build(small_cnn, data, out=out, targets=targets, duration_s=0)
+        return
+    report = build(small_cnn, data, out=out, targets=targets, duration_s=0)
+    assert report.engines[1].path == str(out / f"{small_cnn.stem}.om")
+    with pytest.raises(SdkMissingError, match="NPU"):
+        targets[0].open(out / f"{small_cnn.stem}.om")
+
+
+def test_a_config_disables_layers_and_limits_batches(small_cnn, data, tmp_path):
+    graph = find_layers(name_nodes(load(small_cnn).model))
+    skipped = next(iter(graph.layers))
+    config = tmp_path / "my.cfg"
+    config.write_text(f'batch_num: 2 skip_layers: "{skipped}"')
+    out = tmp_path / "out"
+    report = build(small_cnn, data, out=out, targets=[Ascend(config=config)], duration_s=0)
+    records = read_record((out / f"{small_cnn.stem}_record.txt").read_text())
+    assert skipped not in records and len(records) == len(graph.layers) - 1
+    assert any("2 of 6 samples" in note for note in report.engines[1].notes)
+
+
+def test_a_refused_config_writes_nothing(small_cnn, data, tmp_path):
+    config = tmp_path / "my.json"
+    config.write_text('{"version": 1, "batch_nun": 3}')
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="did you mean 'batch_num'"):
+        build(small_cnn, data, out=out, targets=[Ascend(config=config)], duration_s=0)
+    assert not list(out.glob("*_record.txt")) and not list(out.glob("*.onnx"))
+
+
+def test_fusion_follows_the_config(tmp_path):
+    """A Conv + BatchNormalization stays apart where the config says so."""
+    value = helper.make_tensor_value_info
+    weights = {
+        "w": RNG.normal(size=(4, 3, 1, 1)),
+        "s": RNG.uniform(0.5, 2, 4),
+        "b": RNG.normal(size=4),
+        "m": RNG.normal(size=4),
+        "v": RNG.uniform(0.5, 2, 4),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="conv", kernel_shape=[1, 1]),
+        helper.make_node("BatchNormalization", ["c", "s", "b", "m", "v"], ["y"], name="bn"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [value("x", 1, [1, 3, 4, 4])],
+        [value("y", 1, [1, 4, 4, 4])],
+        [numpy_helper.from_array(v.astype("f4"), k) for k, v in weights.items()],
+    )
+    path = tmp_path / "bn.onnx"
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path
+    )
+    samples = [{"x": RNG.normal(size=(1, 3, 4, 4)).astype("f4")}]
+    for text, expected in (
+        ("", 0),
+        ("do_fusion: false", 1),
+        ('skip_fusion_layers: "conv"', 1),
+    ):
+        config = tmp_path / "c.cfg"
+        config.write_text(text)
+        build(path, samples, out=tmp_path / "o", targets=[Ascend(config=config)], duration_s=0)
+        made = onnx.load(tmp_path / "o" / "bn_deploy_model.onnx")
+        norms = [n for n in made.graph.node if n.op_type == "BatchNormalization"]
+        assert len(norms) == expected and all(n.domain == "" for n in norms)
+
+
+# -- commands ---------------------------------------------------------------------------------
+
+
+def call(capsys, *words):
+    """(exit code, output, errors) of one command line."""
+    try:
+        main([str(w) for w in words])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_config_and_check_commands(small_cnn, tmp_path, capsys):
+    for name in ("quant.json", "quant.cfg"):
+        path = tmp_path / name
+        assert call(capsys, "ascend", "config", small_cnn, "-o", path)[0] == 0
+        code, out, _ = call(capsys, "ascend", "check", path, "--model", small_cnn)
+        assert code == 0 and "sound" in out
+    code, _, err = call(
+        capsys, "ascend", "check", CASES / "small_default" / "record.txt", "--model", small_cnn
+    )
+    assert code == 1 and "not in the model" in err and "Traceback" not in err
+    code, out, _ = call(capsys, "ascend", "check", CASES / "small_dmq" / "res_deploy_model.onnx")
+    assert code == 0 and "8 layers" in out
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"{", b"record {", b"aipp_op { x: 1 }"])
+def test_check_of_broken_files(content, tmp_path, capsys):
+    for name in ("a.txt", "a.onnx", "a.json"):
+        path = tmp_path / name
+        path.write_bytes(content)
+        code, _, err = call(capsys, "ascend", "check", path)
+        if (name, content) == ("a.txt", b""):
+            assert code == 0  # an empty simplified configuration is all defaults
+            continue
+        assert code == 1 and "Traceback" not in err and err.count("\n") == 1
+
+
+def test_auto_command(small_cnn, data, tmp_path, capsys):
+    code, out, _ = call(
+        capsys, "ascend", "auto", small_cnn, "--images", data, "-o", tmp_path, "--max-loss", "0.05"
+    )
+    assert code == 0 and "layers in int8" in out
+    assert {RANKING, HISTORY, FINAL} <= {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / f"{small_cnn.stem}_deploy_model.onnx").exists()
+
+
+def test_options_of_another_target_are_refused(small_cnn, data, tmp_path, capsys):
+    code, _, err = call(
+        capsys, "build", small_cnn, "--images", data, "--out", tmp_path, "--soc", "Ascend310P3"
+    )
+    assert code == 1 and "--target ascend" in err
