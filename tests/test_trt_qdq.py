@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.errors import CacheError, ExportError
+from deploy.errors import CacheError, Calib8Error, ExportError
 from deploy.frontends import load
 from deploy.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
 from deploy.tensorrt.calibrate import calibrate
@@ -256,12 +257,17 @@ def test_what_a_cache_cannot_say_is_refused(model: onnx.ModelProto, told: str) -
 
 def test_integer_operators_and_lone_nodes_are_refused() -> None:
     model = qdq_model()
-    model.graph.node[1].op_type = "QLinearConv"
-    with pytest.raises(ExportError, match="integer operator QLinearConv"):
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((3, 3), np.int8), "w"))
+    inputs = ["q", "s", "z", "w", "s", "z", "s", "z"]
+    model.graph.node.insert(1, helper.make_node("QLinearMatMul", inputs, ["q2"], "mm"))
+    model.graph.node[2].input[0] = "q2"
+    with pytest.raises(ExportError, match="integer operator QLinearMatMul"):
         from_qdq(model)
     lone = qdq_model()
     del lone.graph.node[0]
     lone.graph.input[0].name = "q"
+    lone.graph.node.insert(0, helper.make_node("Cast", ["q"], ["q8"], "c", to=TensorProto.INT8))
+    lone.graph.node[1].input[0] = "q8"
     with pytest.raises(ExportError, match="follows its QuantizeLinear"):
         from_qdq(lone)
 
@@ -300,3 +306,39 @@ def test_models_of_onnxruntimes_own_quantizer_come_back(tmp_path: Path) -> None:
 def residual_like(model: onnx.ModelProto) -> onnx.ModelProto:
     assert not [n for n in model.graph.node if "Quantize" in n.op_type]
     return model
+
+
+def test_damaged_models_end_in_one_sentence(tmp_path: Path) -> None:
+    model = residual()
+    quantized, _ = cache_to_qdq(model, cache_of(model))
+    whole, path, dice = quantized.SerializeToString(), tmp_path / "m.onnx", random.Random(6)
+    refused = 0
+    for _ in range(80):
+        damaged = bytearray(whole)
+        for _ in range(dice.randint(1, 5)):
+            damaged[dice.randrange(len(damaged))] = dice.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            qdq_to_cache(path, version="8.5.3")
+        except Calib8Error as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused
+
+
+def test_scales_that_do_not_fit_their_weight_are_refused() -> None:
+    model = qdq_model()
+    weight = np.ones((2, 3), np.int8)
+    model.graph.initializer.extend(
+        [
+            numpy_helper.from_array(weight, "w"),
+            numpy_helper.from_array(np.ones(5, np.float32), "ws"),
+            numpy_helper.from_array(np.zeros(5, np.int8), "wz"),
+        ]
+    )
+    inputs = ["w", "ws", "wz"]
+    model.graph.node.insert(2, helper.make_node("DequantizeLinear", inputs, ["wd"], "wd", axis=0))
+    model.graph.node[3].op_type = "Gemm"
+    model.graph.node[3].input.append("wd")
+    with pytest.raises(ExportError, match="5 on axis 0"):
+        from_qdq(model)

@@ -153,20 +153,14 @@ def cache_of(request: BuildRequest, version: str) -> trt_cache.CalibrationCache:
     The header names EntropyCalibration2 whatever the search was: it is the only one that
     `trtexec --calib` reads, and scales mean the same under any.
     """
-    from deploy.tensorrt.naming import ONNX, cache_tensors
+    from deploy.tensorrt.naming import ONNX, cache_tensors, scale_owners
 
     scales = {name: scale.symmetric for name, scale in request.scales.items()}
     for name, why in request.troubles.items():
         scales[name] = np.float32(np.inf if "infinite" in why else 0)
     tensors = cache_tensors(request.model, version=version, parser=ONNX)
-    pooled = {t.source: t.shares for t in tensors if t.shares is not None}
-
-    def owner(name: str) -> str:
-        while name in pooled:
-            name = pooled[name]
-        return name
-
-    entries = {t.name: scales[owner(t.source)] for t in tensors if owner(t.source) in scales}
+    owners = scale_owners(tensors)
+    entries = {name: scales[owner] for name, owner in owners.items() if owner in scales}
     return trt_cache.from_scales(entries, version=version, algorithm=trt_cache.ENTROPY2)
 
 

@@ -105,6 +105,10 @@ def _for_tensorrt(
 
     from deploy.tensorrt.pipeline import calibrate_to
 
+    if feed.keep_float or feed.cache.trust:
+        raise click.UsageError(
+            "--keep-float and --trust-cache are for builds; a cache for TensorRT lists every tensor"
+        )
     given = (
         click.get_current_context().get_parameter_source("method") is not ParameterSource.DEFAULT
     )
@@ -120,6 +124,7 @@ def _for_tensorrt(
         method=method,
         batch_size=None if order_independent else feed.method.batch_size,
         parser=parser,
+        percent=feed.method.percent,
         preprocess=feed.preprocess,
         skip_bad=feed.skip_bad,
         limit=feed.limit,

@@ -24,10 +24,10 @@ import numpy as np
 
 from calibrators import ACTIVATION
 from calibrators.histogram import Histogram
-from calibrators.percentile import percentile
+from calibrators.percentile import DEFAULT_PERCENT, percentile
 from calibrators.statistics import Statistics
 from deploy.errors import CalibrationError, ConfigError
-from deploy.tensorrt.naming import CacheTensor, cache_tensors, likely_parser
+from deploy.tensorrt.naming import CacheTensor, cache_tensors, likely_parser, scale_owners
 from deploy.writers import trt_cache
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def calibrate(
     batch_size: int | None,
     original: onnx.ModelProto | None = None,
     parser: str | None = None,
+    percent: float = DEFAULT_PERCENT,
     threads: int = 2,
     progress: Callable[[], None] = lambda: None,
 ) -> TensorrtCalibration:
@@ -87,6 +88,7 @@ def calibrate(
             for the order-independent range.
         original: the model as TensorRT reads it (see `naming.cache_tensors`).
         parser: naming.ONNX, naming.CAFFE, or None to decide by the model.
+        percent: of the method "percentile".
         threads: worker threads of the order-independent pass.
         progress: called after every sample.
 
@@ -105,25 +107,23 @@ def calibrate(
     tapped = split_gemms(model, wanted)
     sources = list(dict.fromkeys(t.source for t in wanted if t.shares is None))
     statistics = _observe(tapped, sources, samples, method, batch_size, threads, progress)
-    cache = to_cache(wanted, statistics, version=version, method=method)
+    cache = to_cache(wanted, statistics, version=version, method=method, percent=percent)
     used = parser or likely_parser(original if original is not None else model, version)
     return TensorrtCalibration(cache, statistics, _notes(cache, statistics, used))
 
 
 def to_cache(
-    wanted: Iterable[CacheTensor], statistics: Statistics, *, version: str, method: str
+    wanted: Iterable[CacheTensor],
+    statistics: Statistics,
+    *,
+    version: str,
+    method: str,
+    percent: float = DEFAULT_PERCENT,
 ) -> trt_cache.CalibrationCache:
     """Search every tensor and write its scale; the output of a pool gets that of its input."""
-    tensors = list(wanted)
-    found = {name: _scale(histogram, method) for name, histogram in statistics.items()}
-    pooled = {t.source: t.shares for t in tensors if t.shares is not None}
-
-    def owner(name: str) -> str:
-        while name in pooled:
-            name = pooled[name]
-        return name
-
-    scales = {t.name: found[owner(t.source)] for t in tensors if owner(t.source) in found}
+    found = {name: _scale(h, method, percent) for name, h in statistics.items()}
+    owners = scale_owners(wanted)
+    scales = {name: found[owner] for name, owner in owners.items() if owner in found}
     return trt_cache.from_scales(
         scales, version=version, algorithm=ALGORITHMS[method], quantile=QUANTILE
     )
@@ -182,7 +182,7 @@ def _observe(
     return observe_by_batches(model, sources, samples, batch_size=batch_size, progress=progress)
 
 
-def _scale(histogram: Histogram, method: str) -> np.float32:
+def _scale(histogram: Histogram, method: str, percent: float) -> np.float32:
     """Scale of one tensor; zero where it was always zero, infinite where it held infinity."""
     if histogram.infinite:
         return np.float32(np.inf)
@@ -190,8 +190,9 @@ def _scale(histogram: Histogram, method: str) -> np.float32:
         raise CalibrationError("a tensor without values has no scale; feed at least one sample")
     if histogram.amax == 0:
         return np.float32(0)
-    if method == "legacy":
-        return percentile(histogram, percent=QUANTILE * 100).symmetric
+    if method in ("legacy", "percentile"):
+        kept = QUANTILE * 100 if method == "legacy" else percent
+        return percentile(histogram, percent=kept).symmetric
     return ACTIVATION[method](histogram).symmetric
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ExportError
+from deploy.frontends import checks
 
 if TYPE_CHECKING:
     import onnx
@@ -47,8 +48,11 @@ def from_qdq(quantized: onnx.ModelProto) -> Plain:
     """Take every Q/DQ pair out; `quantized` is left as it is.
 
     Raises:
+        ModelError: it is no valid model.
         ExportError: nothing to take out, or something that a calibration cache cannot say.
     """
+    checks.check_names(quantized)
+    checks.check_valid(quantized)
     model = type(quantized)()
     model.CopyFrom(quantized)
     return _Reader(model).run()
@@ -161,10 +165,16 @@ class _Reader:
         if len(node.input) > 2 and node.input[2]:
             zero = self._known(node.input[2], node.output[0]).astype(np.int32)
         axis = {a.name: helper.get_attribute_value(a) for a in node.attribute}.get("axis", 1)
-        channels = [-1 if a == axis % integers.ndim else 1 for a in range(integers.ndim)]
-        scale, zero = (v.reshape(channels if v.size > 1 else ()) for v in (scale, zero))
-        steps = (integers.astype(np.int32) - zero).astype(np.float32)
-        return np.asarray(steps * scale, np.float32)
+        channels = [-1 if a in (axis, axis + integers.ndim) else 1 for a in range(integers.ndim)]
+        try:
+            scale, zero = (v.reshape(channels if v.size > 1 else ()) for v in (scale, zero))
+            steps = (integers.astype(np.int32) - zero).astype(np.float32)
+            return np.asarray(steps * scale, np.float32)
+        except ValueError as error:
+            raise ExportError(
+                f"the scales of a weight must fit its axis, got {scale.size} on axis {axis} of"
+                f" {list(integers.shape)} for {node.output[0]!r}"
+            ) from error
 
     def _known(self, name: str, tensor: str) -> NDArray[Any]:
         if name not in self.constants:
@@ -212,14 +222,12 @@ class _Reader:
 
 def _constants(model: onnx.ModelProto) -> dict[str, NDArray[Any]]:
     """Initializers and Constant nodes, by name."""
-    from onnx import numpy_helper
-
-    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    found = {tensor.name: checks.to_array(tensor) for tensor in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "Constant":
             for attribute in node.attribute:
                 if attribute.name == "value":
-                    found[node.output[0]] = numpy_helper.to_array(attribute.t)
+                    found[node.output[0]] = checks.to_array(attribute.t)
     return found
 
 

@@ -24,7 +24,7 @@ by the Caffe parser, pooling) and 10.3.0 (`/cls/cls.0/Gemm_output`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,6 +106,19 @@ def cache_tensors(
     if (parser or likely_parser(seen, version)) == CAFFE:
         return _caffe_tensors(model)
     return _onnx_tensors(model, seen, version_label(version))
+
+
+def scale_owners(tensors: Iterable[CacheTensor]) -> dict[str, str]:
+    """Name of each entry -> the ONNX tensor whose scale it has: its own, or a pool's input."""
+    listed = list(tensors)
+    pooled = {tensor.source: tensor.shares for tensor in listed if tensor.shares is not None}
+    owners = {}
+    for tensor in listed:
+        owner = tensor.source
+        while owner in pooled:
+            owner = pooled[owner]
+        owners[tensor.name] = owner
+    return owners
 
 
 def likely_parser(model: onnx.ModelProto, version: str) -> str:

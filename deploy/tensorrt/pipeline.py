@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calibrators import ACTIVATION
+from calibrators.percentile import DEFAULT_PERCENT
 from deploy import calibration as store
 from deploy.calibration import Calibration
 from deploy.errors import CacheError
@@ -56,6 +57,7 @@ def calibrate_to(
     method: str = "entropy",
     batch_size: int | None = 1,
     parser: str | None = None,
+    percent: float = DEFAULT_PERCENT,
     preprocess: Preprocess | None = None,
     skip_bad: bool = False,
     limit: int | None = None,
@@ -74,6 +76,7 @@ def calibrate_to(
         method: one of `deploy.tensorrt.calibrate.ALGORITHMS`.
         batch_size: images in TensorRT's calibration batch; None for the order-independent range.
         parser: as `deploy.tensorrt.calibrate.calibrate`.
+        percent: of the method "percentile".
         preprocess: how images become inputs; None takes it from the model's input.
         skip_bad: go on without unreadable images.
         limit: use at most so many images.
@@ -91,7 +94,8 @@ def calibrate_to(
     original = original_of(model) or loaded.model
     parser = parser or likely_parser(original, version)
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    fingerprint = _fingerprint(loaded, feed, version, method, batch_size, parser)
+    label = f"percentile {percent:g}" if method == "percentile" else method
+    fingerprint = _fingerprint(loaded, feed, version, label, batch_size, parser)
     reason = f"{path} is to be made anew, as asked" if refresh else _unfit(path, fingerprint)
     if reason is None:
         seconds = time.perf_counter() - started
@@ -114,6 +118,7 @@ def calibrate_to(
             batch_size=None if batch_size is None else -(-batch_size // feed.batch),
             original=original,
             parser=parser,
+            percent=percent,
             threads=threads,
             progress=step,
         )
