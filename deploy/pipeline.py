@@ -21,7 +21,7 @@ from deploy import calibration as store
 from deploy.backends import BACKENDS, Backend
 from deploy.backends.base import BuildRequest, Built
 from deploy.calibration import Calibration
-from deploy.errors import CacheError, ConfigError
+from deploy.errors import CacheError, ConfigError, ModelError
 from deploy.feed import Feed, FeedSource, open_feed
 from deploy.fingerprint import Fingerprint
 from deploy.frontends import LoadedModel, load
@@ -125,6 +125,11 @@ def calibrate(
     wanted = tuple(
         dict.fromkeys(t for b in backends(targets) for t in b.wanted(loaded.model, kept))
     )
+    if not wanted:
+        raise ModelError(
+            f"at least one node of the model must be able to run in int8, got none in {loaded.name}"
+            " (only the main graph counts, not If and Loop bodies); `calib8 inspect` says why"
+        )
     fingerprint = _fingerprint(loaded, feed, chosen)
     started = time.perf_counter()
     found, reused, reason = _from_cache(policy, fingerprint, wanted, loaded, chosen)

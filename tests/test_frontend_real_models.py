@@ -14,6 +14,7 @@ import pytest
 
 from deploy.errors import ModelError
 from deploy.frontends import load
+from deploy.pipeline import build
 
 ROOT = Path(__file__).parent.parent
 PADDLE = ("rapidocr-onnxruntime", "1.4.4", "rapidocr_onnxruntime/models/")
@@ -162,3 +163,15 @@ def test_subgraphs_and_recurrent_layers_stay_float(file, fetched):
     loaded = load(fetched("silero-vad", "6.2.3", f"silero_vad/data/{file}"))
     assert any("If (with all nodes inside)" in note for note in loaded.notes)
     assert {spec.dtype for spec in loaded.inputs} == {"float32", "int64"}
+
+
+def test_a_model_with_nothing_to_quantize_ends_in_one_sentence(fetched, tmp_path):
+    path = fetched("silero-vad", "6.2.3", "silero_vad/data/silero_vad.onnx")
+    sample = {
+        "input": np.zeros((1, 512), np.float32),
+        "state": np.zeros((2, 1, 128), np.float32),
+        "sr": np.array(16000, np.int64),
+    }
+    with pytest.raises(ModelError, match="at least one node of the model must be able to run"):
+        build(path, [sample], out=tmp_path)
+    assert not list(tmp_path.iterdir())
