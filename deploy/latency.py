@@ -244,10 +244,7 @@ def _stage(samples_ms: list[float]) -> Timing | None:
 def _warnings(timing: Timing, device: list[DeviceTimes]) -> Iterator[str]:
     """The warnings of trtexec, on the same conditions."""
     if timing.cv_percent > UNSTABLE_PERCENT:
-        yield (
-            f"unstable latency, coefficient of variance {timing.cv_percent:.1f} %"
-            f" (over {UNSTABLE_PERCENT} %)"
-        )
+        yield f"unstable latency, its coefficient of variance is over {UNSTABLE_PERCENT} %"
     if not device:
         return
     median = {

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import re
@@ -71,7 +72,7 @@ def full(name: str = "logits") -> Report:
         tensors=tensor_rows(Scales({name: scale}), clipped={name: 0.01}, layers=(output,)),
         engines=(
             EngineRow(label="FP32", reference=True, size_bytes=4000, latency=latency(2.0)),
-            EngineRow(label=f"int8 {name}", size_bytes=1000, latency=latency(1.0),
+            EngineRow(label=f"int8 {name}", path=name, size_bytes=1000, latency=latency(1.0),
                       accuracy=accuracy, threads=2, load_ms=3.0),
         ),
         layers=(output,),
@@ -218,6 +219,25 @@ def test_a_slower_engine_is_called_slower():
     assert "2.00x slower" in to_screen(Report(engines=engines))
 
 
+def test_the_worst_of_several_engines_is_named():
+    def accuracy(share):
+        found = full().engines[1].accuracy
+        return dataclasses.replace(found, top1_candidate=share)
+
+    engines = (
+        EngineRow(label="FP32", reference=True),
+        *(EngineRow(label=str(s), accuracy=accuracy(s)) for s in (0.93, 0.9, 0.92)),
+    )
+    assert "worst -2.25 points" in to_screen(Report(engines=engines))
+
+
+def test_accuracy_without_an_engine_is_said_to_be_a_stand_ins():
+    judged = full().engines[1].accuracy
+    engines = [EngineRow(label=s, accuracy=judged, path=p) for s, p in (("a", "a.om"), ("b", None))]
+    (said,) = Report(engines=tuple(engines)).warnings
+    assert said.startswith("b: not run on its device")
+
+
 def test_many_float_groups_are_cut_with_a_count():
     nodes = tuple(NodeRow(name=f"n{i}", op=f"Op{i}", int8=False, reason="r") for i in range(9))
     assert "and 4 more float nodes; the report has all" in to_screen(Report(nodes=nodes))
@@ -225,7 +245,7 @@ def test_many_float_groups_are_cut_with_a_count():
 
 def test_a_warning_is_said_once():
     report = Report(notes=("same", "same"), engines=full().engines)
-    assert report.warnings == ("same", "FP32: unstable", "int8 logits: unstable")
+    assert report.warnings == ("same", "FP32, int8 logits: unstable")
 
 
 def test_the_latency_figure_counts_what_it_leaves_out():

@@ -72,9 +72,11 @@ def test_onnxruntime_writes_each_of_its_tables_and_all_are_told_apart(
     from onnxruntime.quantization import write_calibration_table
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData
 
+    # arrays, since onnxruntime 1.23 (the last for Python 3.10) cannot write numpy scalars
+    limits = {"data": (-1.5, 2.0), "w": (0, 3.25)}
     ranges = TensorsData(
         CalibrationMethod.MinMax,
-        {"data": (np.float32(-1.5), np.float32(2.0)), "w": (np.float32(0), np.float32(3.25))},
+        {name: tuple(np.array(v, np.float32) for v in ends) for name, ends in limits.items()},
     )
     monkeypatch.chdir(tmp_path)
     write_calibration_table(ranges)

@@ -150,12 +150,21 @@ class Report:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Sentences of the run, the engines, their latency and accuracy, each once."""
-        found = list(self.notes)
+        whose: dict[str, list[str]] = {}
         for engine in self.engines:
-            latency = engine.latency.warnings if engine.latency else ()
             accuracy = engine.accuracy.problems if engine.accuracy else ()
-            found += [f"{engine.label}: {text}" for text in (*engine.notes, *latency, *accuracy)]
-        return tuple(dict.fromkeys(found))
+            latency = engine.latency.warnings if engine.latency else ()
+            for text in (*accuracy, *_stand_in(engine), *engine.notes, *latency):
+                whose.setdefault(text, []).append(engine.label)
+        said = [f"{', '.join(dict.fromkeys(labels))}: {text}" for text, labels in whose.items()]
+        return tuple(dict.fromkeys((*self.notes, *said)))
+
+
+def _stand_in(engine: EngineRow) -> tuple[str, ...]:
+    """What to say of an engine that was judged without having been built."""
+    if engine.reference or engine.path is not None or engine.accuracy is None:
+        return ()
+    return ("not run on its device; its accuracy is that of its int8 model in ONNX Runtime",)
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from deploy.report.table import coverage, engine_lines, float_groups, int8_opera
 WIDTH = 98
 _MARGIN = 14
 _MOST_GROUPS = 5
-_MOST_NOTES = 6
+_MOST_NOTES = 8
 
 
 def to_screen(report: Report) -> str:

@@ -117,14 +117,18 @@ def _latency(report: Report) -> Iterator[Line]:
     yield line("Latency p95", lambda x: ms(x.latency.p95))
     yield line("Latency p99", lambda x: ms(x.latency.p99))
     yield line("Latency mean", lambda x: ms(x.latency.mean))
+    yield line("Variation", lambda x: f"{x.latency.cv_percent:.3g} %")
     yield line("GPU compute", lambda x: ms(x.gpu_compute.median) if x.gpu_compute else figures.NONE)
     yield line("Throughput", lambda x: figures.rate(x.throughput_qps))
 
 
 def _accuracy(report: Report) -> Iterator[Line]:
     shares = [top1(report, engine) for engine in report.engines]
-    compared = [share for share in shares if share is not None]
-    change = figures.points(compared[-1] - compared[0]) if len(compared) > 1 else ""
+    lost = [
+        share - shares[0] for share in shares[1:] if share is not None and shares[0] is not None
+    ]
+    words = "worst " if len(lost) > 1 else ""
+    change = words + figures.points(min(lost)) if lost else ""
     yield Line("Top-1", tuple(figures.percent(share) for share in shares), change)
 
     def line(label: str, get: Callable[[Accuracy], str]) -> Line:
