@@ -1,0 +1,183 @@
+// calib8-cache: calibration tables and preprocessing, without TensorRT.
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "arguments.hpp"
+#include "calib8/cache.hpp"
+#include "calib8/entropy.hpp"
+#include "calib8/errors.hpp"
+#include "calib8/feed.hpp"
+#include "calib8/files.hpp"
+#include "calib8/histogram.hpp"
+#include "feed_options.hpp"
+
+namespace {
+
+using namespace calib8;
+using apps::Arguments;
+using Json = nlohmann::ordered_json;
+using Words = std::vector<std::string>;
+
+constexpr const char* kHelp =
+    "usage: calib8-cache COMMAND ...\n"
+    "\n"
+    "  show CACHE                    header and scales as JSON\n"
+    "  diff CACHE OTHER              tensors whose scales differ; exit status 1 if any\n"
+    "  relabel CACHE --version X.Y.Z [--algorithm NAME] -o OUT\n"
+    "                                the same scales for another TensorRT version\n"
+    "  calibrate --tensor NAME=FILE.f32 ... --version X.Y.Z -o OUT [--rule tensorrt]\n"
+    "                                entropy calibration of raw float32 activations; a name may\n"
+    "                                be repeated, one file a batch\n"
+    "  feed IMAGES --input NAME:1x3x224x224 -o OUT.f32\n"
+    "                                preprocess images (folder or list) into raw float32\n";
+
+void print(const Json& json) {
+  std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << "\n";
+}
+
+int show(const Words& words) {
+  const Arguments arguments(words, {}, {});
+  arguments.expect({"CACHE"});
+  const CalibrationCache cache = read_cache(arguments.positional()[0]);
+  Json entries = Json::array();
+  for (const Entry& entry : cache.entries) {
+    Json row{{"name", entry.name}, {"hex", entry.digits}};
+    const auto flaw = entry.flaw();
+    row["scale"] = flaw && *flaw != "zero" ? Json() : Json(entry.scale());
+    row["amax"] = flaw && *flaw != "zero" ? Json() : Json(double{entry.scale()} * 127);
+    if (flaw) row["flaw"] = *flaw;
+    entries.push_back(row);
+  }
+  const auto& label = cache.header.label;
+  print({{"version", label ? Json(label_to_version(*label)) : Json()},
+         {"algorithm", cache.header.algorithm},
+         {"duplicates", cache.duplicates()},
+         {"entries", entries}});
+  return 0;
+}
+
+int diff(const Words& words) {
+  const Arguments arguments(words, {}, {});
+  arguments.expect({"CACHE", "OTHER"});
+  std::map<std::string, std::pair<Json, Json>> both;
+  for (const auto& [name, scale] : read_cache(arguments.positional()[0]).scales()) {
+    both[name].first = scale;
+  }
+  for (const auto& [name, scale] : read_cache(arguments.positional()[1]).scales()) {
+    both[name].second = scale;
+  }
+  Json rows = Json::array();
+  for (const auto& [name, scales] : both) {
+    if (scales.first == scales.second) continue;
+    rows.push_back({{"name", name}, {"scale", scales.first}, {"other", scales.second}});
+  }
+  print({{"tensors", both.size()}, {"differ", rows}});
+  return rows.empty() ? 0 : 1;
+}
+
+int relabel_file(const Words& words) {
+  const Arguments arguments(words, {"version", "algorithm", "out"}, {});
+  arguments.expect({"CACHE"});
+  const CalibrationCache cache = read_cache(arguments.positional()[0]);
+  const auto changed =
+      relabel(cache, arguments.required("version"), arguments.option("algorithm"));
+  files::write(arguments.required("out"), changed.dump());
+  return 0;
+}
+
+std::vector<float> floats(const std::string& path) {
+  const std::string bytes = files::read(path);
+  if (bytes.empty() || bytes.size() % sizeof(float) != 0) {
+    throw FeedError(path + " must hold raw float32 values, got " + std::to_string(bytes.size()) +
+                    " bytes; write it with numpy's tofile");
+  }
+  std::vector<float> values(bytes.size() / sizeof(float));
+  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(values.data()));
+  return values;
+}
+
+Histogram start(const std::vector<float>& first, bool faithful) {
+  Histogram probe;
+  probe.observe(first.data(), first.size());
+  return faithful ? Histogram(probe.amax()) : Histogram();
+}
+
+int calibrate(const Words& words) {
+  const Arguments arguments(words, {"tensor", "version", "out", "rule"}, {});
+  arguments.expect({});
+  const std::string rule = arguments.option("rule").value_or("order-independent");
+  if (rule != "order-independent" && rule != "tensorrt") {
+    throw ConfigError("--rule must be order-independent or tensorrt, got '" + rule + "'");
+  }
+  std::vector<std::pair<std::string, Histogram>> tensors;
+  for (const std::string& text : arguments.all("tensor")) {
+    const std::size_t equals = text.rfind('=');
+    if (equals == std::string::npos || equals == 0) {
+      throw ConfigError("--tensor must read NAME=FILE.f32, got '" + text + "'");
+    }
+    const std::string name = text.substr(0, equals);
+    const std::vector<float> values = floats(text.substr(equals + 1));
+    const auto known = std::find_if(tensors.begin(), tensors.end(),
+                                    [&name](const auto& entry) { return entry.first == name; });
+    if (known == tensors.end()) tensors.emplace_back(name, start(values, rule == "tensorrt"));
+    Histogram& histogram = known == tensors.end() ? tensors.back().second : known->second;
+    histogram.observe(values.data(), values.size());
+  }
+  NamedScales scales;
+  for (const auto& [name, histogram] : tensors) {
+    scales.emplace_back(name, entropy::scale(histogram).symmetric());
+  }
+  const CacheOptions options{arguments.required("version")};
+  files::write(arguments.required("out"), cache_from_scales(scales, options).dump());
+  return 0;
+}
+
+int feed(const Words& words) {
+  std::set<std::string> options = apps::kFeedOptions;
+  options.insert("out");
+  const Arguments arguments(words, options, {"skip-bad"});
+  arguments.expect({"IMAGES"});
+  const TensorSpec spec = apps::spec_of(apps::parse_input(arguments.required("input")));
+  const Feed opened(arguments.positional()[0], spec, apps::feed_options(arguments));
+  std::string bytes;
+  const auto stream = opened.samples();
+  while (const std::optional<Sample> sample = stream->next()) {
+    bytes.append(reinterpret_cast<const char*>(sample->data.data()),
+                 sample->data.size() * sizeof(float));
+  }
+  files::write(arguments.required("out"), bytes);
+  print({{"samples", opened.size()},
+         {"notes", opened.notes()},
+         {"manifest", Json::parse(opened.manifest())}});
+  return 0;
+}
+
+int run(const std::string& command, const Words& words) {
+  static const std::map<std::string, int (*)(const Words&)> kCommands{
+      {"show", show}, {"diff", diff}, {"relabel", relabel_file},
+      {"calibrate", calibrate}, {"feed", feed}};
+  const auto found = kCommands.find(command);
+  if (found == kCommands.end()) {
+    throw ConfigError("'" + command + "' is no command; see calib8-cache --help");
+  }
+  return found->second(words);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Words words(argv + 1, argv + argc);
+  const bool help = words.empty() || std::find(words.begin(), words.end(), "--help") != words.end();
+  if (help) {
+    std::cout << kHelp << "\nOptions of feed:\n" << apps::kFeedHelp;
+    return words.empty() ? 2 : 0;
+  }
+  try {
+    return run(words.front(), {words.begin() + 1, words.end()});
+  } catch (const std::exception& error) {
+    std::cerr << "calib8-cache: " << error.what() << "\n";
+    return 2;
+  }
+}

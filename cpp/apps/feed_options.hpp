@@ -1,0 +1,23 @@
+// The options that open a feed, shared by the commands.
+#pragma once
+
+#include <set>
+#include <string>
+
+#include "arguments.hpp"
+#include "calib8/feed.hpp"
+
+namespace calib8::apps {
+
+inline const std::set<std::string> kFeedOptions{"input", "preprocess", "options", "limit"};
+inline constexpr const char* kFeedHelp =
+    "  --preprocess NAME     a preset: imagenet, efficientnet-lite, yolo, unit, raw, ...\n"
+    "  --options FILE.json   preprocessing as JSON, as Python writes it into its manifest\n"
+    "  --limit N             use N images, spread evenly\n"
+    "  --skip-bad            go on without unreadable images\n";
+
+// Throws ConfigError or FeedError.
+FeedOptions feed_options(const Arguments& arguments);
+TensorSpec spec_of(const InputText& input);
+
+}  // namespace calib8::apps

@@ -1,0 +1,52 @@
+// The error tree, as deploy/errors.py has it. Every message is: the rule, what was got, the way out.
+//
+//   Error (std::runtime_error)
+//   |-- CalibrationError   statistics or a search gave no sound scale
+//   |-- FeedError          images that cannot be fed to the model
+//   |-- CacheError         a cache that is broken, foreign or stale
+//   |-- ConfigError        options that contradict the rules
+//   |-- ExportError        a file that cannot be written
+//   `-- BackendError       a runtime refused to build or to run
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace calib8 {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class CalibrationError : public Error {
+ public:
+  using Error::Error;
+};
+
+class FeedError : public Error {
+ public:
+  using Error::Error;
+};
+
+class CacheError : public Error {
+ public:
+  using Error::Error;
+};
+
+class ConfigError : public Error {
+ public:
+  using Error::Error;
+};
+
+class ExportError : public Error {
+ public:
+  using Error::Error;
+};
+
+class BackendError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace calib8

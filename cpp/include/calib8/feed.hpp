@@ -1,0 +1,60 @@
+// What a model is fed: images, one sample at a time, decoded beside the inference; deploy/feed.py.
+// Sources: a folder of images, a list file ("path" or "path label"), or one image.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "calib8/images.hpp"
+#include "calib8/preprocess.hpp"
+#include "calib8/stream.hpp"
+
+namespace calib8 {
+
+// One sample: float32, first dimension the batch.
+struct Sample {
+  std::vector<float> data;
+  std::vector<std::int64_t> shape;
+};
+
+struct FeedOptions {
+  std::optional<Preprocess> preprocess;  // none: taken from the input, and said in the notes
+  bool skip_bad = false;                 // go on without unreadable images
+  std::optional<std::size_t> limit;      // at most so many, spread evenly over all
+  std::optional<int> batch;              // none: what the input fixes, or 1
+};
+
+class Feed {
+ public:
+  // Throws FeedError: nothing to feed, or it does not fit the input; ConfigError: wrong options.
+  Feed(const std::filesystem::path& source, const TensorSpec& spec, const FeedOptions& options);
+  ~Feed();
+  Feed(Feed&&) noexcept;
+  Feed& operator=(Feed&&) noexcept;
+
+  // A stream of samples in the feed's order. It outlives the feed safely.
+  // next() throws FeedError on a bad sample, unless skip_bad; or where all were bad.
+  std::unique_ptr<Stream<Sample>> samples() const;
+
+  std::size_t size() const;   // samples the stream gives; known bad ones are not counted
+  std::size_t count() const;  // images fed; known bad ones are not counted
+  int batch() const;
+  const Preprocess& preprocess() const;
+  std::optional<std::vector<int>> labels() const;  // one per image without the skipped ones
+  std::vector<std::string> names() const;          // the same images
+  std::vector<std::string> skipped() const;        // why each bad one was left out
+  std::vector<std::string> notes() const;          // how the feed was read, in sentences
+
+  // What was fed, as JSON: equal manifests mean equal samples; equal to Python's.
+  std::string manifest() const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace calib8

@@ -1,0 +1,42 @@
+// Pictures on disk: finding them, reading a list of them, decoding one; deploy/images.py.
+//
+// Decoding is OpenCV's imdecode of the whole file: 8 bits per channel (16-bit pictures keep their
+// upper byte), alpha dropped, grey repeated to three channels where colour is asked for, EXIF
+// orientation applied, the first picture of an animation.
+#pragma once
+
+#include <filesystem>
+#include <opencv2/core/mat.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace calib8::images {
+
+// A file, the name it goes by in messages and digests, and its label if the list has one.
+struct Picture {
+  std::filesystem::path path;
+  std::string name;
+  std::optional<int> label;
+};
+
+// Whether the suffix, in any case, is one that is read as a picture.
+bool is_image(const std::filesystem::path& path);
+
+// All pictures below a folder, sorted by the bytes of their relative path; hidden ones are passed
+// over, links to folders are not followed. Throws FeedError: there is none.
+std::vector<Picture> find(const std::filesystem::path& folder);
+
+// A list file: one "path" or "path label" a line, paths relative to the list's folder; UTF-8 with
+// or without a byte order mark, LF or CRLF, `#` comments, paths with spaces.
+// Throws FeedError: not a text file, no line, or labels that are missing or no whole numbers.
+std::vector<Picture> read_list(const std::filesystem::path& path);
+
+// The whole file. Throws FeedError: it is missing, unreadable or empty.
+std::string read(const Picture& picture);
+
+// File bytes -> uint8 BGR, or one channel. Throws FeedError: no whole picture OpenCV can read.
+cv::Mat decode(std::string_view data, const std::string& name, bool grey);
+
+}  // namespace calib8::images

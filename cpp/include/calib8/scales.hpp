@@ -1,0 +1,24 @@
+// What a calibration found for one activation tensor, and the int8 grid's arithmetic.
+#pragma once
+
+#include <string>
+
+namespace calib8 {
+
+// The clip range of one tensor, in real units; as calibrators/scales.py.
+struct Scale {
+  double lo = 0;            // clip range of an affine grid, lo <= hi
+  double hi = 0;
+  double amax = 0;          // threshold of a symmetric grid, >= 0
+  double observed_min = 0;  // extremes of the data, unclipped
+  double observed_max = 0;
+  std::string method;
+
+  // Throws CalibrationError unless all are finite, lo <= hi and amax >= 0.
+  void check() const;
+
+  // Real value of one step of the symmetric int8 grid: amax / 127, divided in double, rounded once.
+  float symmetric() const;
+};
+
+}  // namespace calib8

@@ -1,0 +1,35 @@
+// Text as Python shows it, so that messages of both languages agree.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace calib8::text {
+
+// A string in quotes with escapes, as Python's repr of the bytes read as UTF-8 with
+// "surrogateescape": a byte that is no UTF-8 shows as \udcXX.
+std::string repr(std::string_view bytes);
+
+// As `repr`, with bytes that are no UTF-8 replaced by U+FFFD.
+std::string repr_replaced(std::string_view bytes);
+
+// The first `count` characters (a byte that is no UTF-8 counts as one).
+std::string_view head(std::string_view bytes, std::size_t count);
+
+// A file name fit for a message: one line, printable whatever its bytes.
+std::string shown(std::string_view name);
+
+// repr of a list of strings: ['a', 'b'].
+std::string repr(const std::vector<std::string>& list);
+
+// Whether all bytes are UTF-8.
+bool valid(std::string_view bytes);
+
+// ASCII lower case.
+std::string lower(std::string_view text);
+
+// Without ASCII white space at both ends.
+std::string_view strip(std::string_view text);
+
+}  // namespace calib8::text

@@ -1,0 +1,260 @@
+#include "calib8/cache.hpp"
+
+#include <cmath>
+#include <cstdio>
+#include <map>
+#include <set>
+
+#include "calib8/errors.hpp"
+#include "calib8/files.hpp"
+#include "calib8/text.hpp"
+#include "number.hpp"
+#include "scan.hpp"
+
+namespace calib8 {
+namespace {
+
+struct Line {
+  std::string_view text;
+  std::string_view end;
+};
+
+// Split at LF only; CR stays with the line end; only the last line may lack an end.
+std::vector<Line> split(std::string_view data) {
+  std::vector<Line> lines;
+  while (!data.empty()) {
+    const std::size_t newline = data.find('\n');
+    const std::size_t size = newline == std::string_view::npos ? data.size() : newline + 1;
+    std::size_t body = newline == std::string_view::npos ? size : newline;
+    if (body > 0 && data[body - 1] == '\r') --body;
+    lines.push_back({data.substr(0, body), data.substr(body, size - body)});
+    data.remove_prefix(size);
+  }
+  return lines;
+}
+
+// TRT-<4 to 6 digits>-<letters, then digits>
+std::optional<Header> labelled_header(std::string_view text) {
+  if (text.substr(0, 4) != "TRT-") return std::nullopt;
+  const std::size_t dash = text.find('-', 4);
+  if (dash == std::string_view::npos) return std::nullopt;
+  const std::string_view label = text.substr(4, dash - 4);
+  const std::string_view algorithm = text.substr(dash + 1);
+  std::size_t letters = 0;
+  while (letters < algorithm.size() && scan::letter(algorithm[letters])) ++letters;
+  const bool number = scan::digits(algorithm.substr(letters), 0, std::string_view::npos);
+  if (!scan::digits(label, 4, 6) || letters == 0 || !number) return std::nullopt;
+  Header header;
+  header.text = text;
+  header.label = std::stoi(std::string(label));
+  header.algorithm = algorithm;
+  return header;
+}
+
+double float64(std::string_view digits) {
+  return number::bits<double>(std::stoull(std::string(digits), nullptr, 16));
+}
+
+// "0", then cutoff and quantile as the lower-case hex digits of two float64.
+std::optional<Header> legacy_header(std::string_view text) {
+  if (text.size() != 33 || text.front() != '0') return std::nullopt;
+  for (const char c : text) {
+    if (!scan::digit(c) && !(c >= 'a' && c <= 'f')) return std::nullopt;
+  }
+  Header header;
+  header.text = text;
+  header.algorithm = kLegacy;
+  header.cutoff = float64(text.substr(1, 16));
+  header.quantile = float64(text.substr(17, 16));
+  return header;
+}
+
+std::optional<Header> parse_header(std::string_view text) {
+  std::optional<Header> header = labelled_header(text);
+  return header ? header : legacy_header(text);
+}
+
+Header new_header(const CacheOptions& options) {
+  const int label = version_label(options.version);
+  std::string text = "TRT-" + std::to_string(label) + "-" + options.algorithm;
+  if (options.algorithm == kLegacy) {
+    text = "0" + number::hex(number::bits<std::uint64_t>(options.cutoff), 16) +
+           number::hex(number::bits<std::uint64_t>(options.quantile), 16);
+  }
+  const std::optional<Header> header = parse_header(text);
+  if (!header) {
+    throw CacheError("an algorithm is a word such as " + std::string(kEntropy2) + ", got " +
+                     text::repr(options.algorithm));
+  }
+  return *header;
+}
+
+Entry parse_entry(const Line& line, std::size_t number, const std::string& origin) {
+  const std::size_t colon = line.text.rfind(": ");
+  const bool split = colon != std::string_view::npos && colon > 0;
+  const std::string_view digits = split ? line.text.substr(colon + 2) : std::string_view{};
+  const bool whole = split && scan::hex(digits);
+  const auto place = [&] {
+    return "line " + std::to_string(number);
+  };
+  const auto shown = [&] { return text::repr(text::head(line.text, 60)); };
+  // Without its newline a last line may have lost digits: "3d8" reads as a number all the same.
+  const bool ended = line.end.find('\n') != std::string_view::npos;
+  if (!ended && !(whole && (digits.size() == 8 || digits == "0"))) {
+    throw CacheError("the last line of a calibration cache ends in a newline; " + origin +
+                     " stops in the midst of " + place() + " (" + shown() +
+                     "), so it was cut off; write it again");
+  }
+  if (!whole) {
+    throw CacheError("a cache line reads 'name: hex' with 1 to 8 hex digits; " + place() + " of " +
+                     origin + " is " + shown() + "; remove that line or calibrate again");
+  }
+  return {std::string(line.text.substr(0, colon)), std::string(digits), std::string(line.end)};
+}
+
+Entry new_entry(const std::string& name, float scale) {
+  if (name.empty() || name.find_first_of("\r\n") != std::string::npos) {
+    throw CacheError(
+        "a cache holds one line a tensor, so a name has no line break and is not empty, got " +
+        text::repr(name) + "; rename the tensor in the model");
+  }
+  if (std::isnan(scale) || scale < 0) {
+    throw CacheError("a scale is zero or more, got " +
+                     (std::isnan(scale) ? "nan" : number::repr_float(scale)) + " for " +
+                     text::repr(name) + "; calibrate it again");
+  }
+  return {name, number::hex(number::bits<std::uint32_t>(std::fabs(scale))), "\n"};
+}
+
+}  // namespace
+
+std::uint32_t Entry::bits() const {
+  return static_cast<std::uint32_t>(std::stoul(digits, nullptr, 16));
+}
+
+float Entry::scale() const { return number::bits<float>(bits()); }
+
+std::optional<std::string> Entry::flaw() const {
+  if (std::isnan(scale())) return "NaN";
+  if ((bits() >> 31U) != 0) return "negative";
+  if (std::isinf(scale())) return "inf";
+  if (bits() == 0) return "zero";
+  return std::nullopt;
+}
+
+std::vector<std::string> CalibrationCache::duplicates() const {
+  std::map<std::string_view, int> counts;
+  for (const Entry& entry : entries) counts[entry.name] += 1;
+  std::vector<std::string> names;
+  for (const Entry& entry : entries) {
+    int& count = counts[entry.name];
+    if (count > 1) names.push_back(entry.name);
+    count = 0;
+  }
+  return names;
+}
+
+NamedScales CalibrationCache::scales() const {
+  std::map<std::string_view, std::uint32_t> seen;
+  NamedScales found;
+  for (const Entry& entry : entries) {
+    const auto [known, fresh] = seen.emplace(entry.name, entry.bits());
+    if (fresh) {
+      found.emplace_back(entry.name, entry.scale());
+    } else if (known->second != entry.bits()) {
+      throw CacheError("one tensor has one scale, got " + text::repr(entry.name) + " with " +
+                       number::hex(known->second) + " and " + number::hex(entry.bits()) +
+                       "; remove the wrong line");
+    }
+  }
+  return found;
+}
+
+std::string CalibrationCache::dump() const {
+  std::string text = header.text + header.end;
+  for (const Entry& entry : entries) text += entry.name + ": " + entry.digits + entry.end;
+  return text;
+}
+
+CalibrationCache parse_cache(std::string_view data, const std::string& origin) {
+  const std::vector<Line> lines = split(data);
+  if (lines.empty()) throw CacheError(origin + " is empty; calibrate again to write it");
+  std::optional<Header> header = parse_header(lines.front().text);
+  if (!header) {
+    throw CacheError("a TensorRT calibration cache starts with a line such as TRT-8503-" +
+                     std::string(kEntropy2) + "; " + origin + " " + likely_origin(data));
+  }
+  header->end = lines.front().end;
+  if (lines.size() == 1) {
+    throw CacheError("a calibration cache holds one line a tensor; " + origin +
+                     " ends after its first line, so it was cut off; write it again");
+  }
+  CalibrationCache cache{*header, {}};
+  for (std::size_t k = 1; k < lines.size(); ++k) {
+    cache.entries.push_back(parse_entry(lines[k], k + 1, origin));
+  }
+  return cache;
+}
+
+CalibrationCache read_cache(const std::filesystem::path& path) {
+  try {
+    return parse_cache(files::read(path), path.string());
+  } catch (const FeedError& error) {
+    throw CacheError(error.what());
+  }
+}
+
+CalibrationCache cache_from_scales(const NamedScales& scales, const CacheOptions& options) {
+  if (scales.empty()) throw CacheError("a calibration cache needs at least one scale, got none");
+  CalibrationCache cache;
+  for (const auto& [name, scale] : scales) cache.entries.push_back(new_entry(name, scale));
+  cache.header = new_header(options);
+  return cache;
+}
+
+CalibrationCache relabel(const CalibrationCache& cache, const std::string& version,
+                         const std::optional<std::string>& algorithm) {
+  if (!cache.header.label && !algorithm) {
+    version_label(version);
+    return cache;
+  }
+  CacheOptions options;
+  options.version = version;
+  options.algorithm = algorithm.value_or(cache.header.algorithm);
+  options.quantile = cache.header.quantile.value_or(options.quantile);
+  options.cutoff = cache.header.cutoff.value_or(options.cutoff);
+  CalibrationCache changed = cache;
+  changed.header = new_header(options);
+  changed.header.end = cache.header.end;
+  return changed;
+}
+
+int version_label(const std::string& version) {
+  const std::string_view text = text::strip(version);
+  std::vector<int> parts;
+  bool sound = true;
+  for (std::size_t at = 0; at <= text.size();) {
+    const std::size_t dot = std::min(text.find('.', at), text.size());
+    const std::string_view part = text.substr(at, dot - at);
+    const std::size_t most = parts.size() < 3 ? 2 : std::string_view::npos;
+    sound = sound && parts.size() < 4 && scan::digits(part, 1, most);
+    parts.push_back(sound && parts.size() < 3 ? std::stoi(std::string(part)) : 0);
+    at = dot + 1;
+  }
+  if (!sound || parts.size() < 3) {
+    throw CacheError("a TensorRT version reads X.Y.Z, such as 8.5.3, got " + text::repr(version));
+  }
+  if (parts[0] < 10 && parts[1] > 9) {
+    throw CacheError("TensorRT below 10 has one-digit minor versions, got " +
+                     text::repr(version));
+  }
+  return parts[0] * (parts[0] < 10 ? 1000 : 10000) + parts[1] * 100 + parts[2];
+}
+
+std::string label_to_version(int label) {
+  const int base = label >= 100000 ? 10000 : 1000;
+  return std::to_string(label / base) + "." + std::to_string(label % base / 100) + "." +
+         std::to_string(label % 100);
+}
+
+}  // namespace calib8

@@ -1,0 +1,153 @@
+// What a file that is not a TensorRT calibration cache most likely is: the end of a sentence.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "calib8/cache.hpp"
+#include "calib8/text.hpp"
+#include "scan.hpp"
+
+namespace calib8 {
+namespace {
+
+using std::string_view_literals::operator""sv;
+
+struct Magic {
+  std::string_view bytes;
+  std::string_view clause;
+};
+
+constexpr std::string_view kUtf16 =
+    "is UTF-16 text (a Windows redirect?); save it as plain UTF-8";
+constexpr std::string_view kPickle = "is a Python pickle, which is never opened here";
+constexpr std::string_view kEngine = "is a TensorRT engine, not the cache it was built from";
+
+constexpr std::array<Magic, 13> kMagic{{
+    {"\xef\xbb\xbfTRT-"sv, "starts with a UTF-8 byte order mark; save it as UTF-8 without BOM"},
+    {"\xff\xfe"sv, kUtf16},
+    {"\xfe\xff"sv, kUtf16},
+    {"version https://git-lfs"sv,
+     "is a Git LFS pointer; run `git lfs pull` to get the file itself"},
+    {"\x80\x02"sv, kPickle},
+    {"\x80\x03"sv, kPickle},
+    {"\x80\x04"sv, kPickle},
+    {"\x80\x05"sv, kPickle},
+    {"\x93NUMPY"sv, "is a numpy array; give it as calibration data instead"},
+    {"PK\x03\x04"sv, "is a zip archive (an .npz or a torch checkpoint?)"},
+    {"ptrt"sv, kEngine},
+    {"ftrt"sv, kEngine},
+    {"\x1f\x8b"sv, "is gzip-compressed; unpack it first"},
+}};
+
+bool unprintable(std::string_view data) {
+  for (const char c : data) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte <= 0x08 || (byte >= 0x0E && byte <= 0x1F)) return true;
+  }
+  return false;
+}
+
+std::string binary_origin(std::string_view data) {
+  // A flatbuffer starts with the offset of its root table, little endian, inside the file.
+  std::uint32_t root = 0;
+  for (std::size_t k = std::min<std::size_t>(4, data.size()); k-- > 0;) {
+    root = (root << 8U) | static_cast<unsigned char>(data[k]);
+  }
+  if (root >= 4 && root < std::min<std::size_t>(data.size(), 4096) && root % 4 == 0) {
+    return "looks like onnxruntime's calibration.flatbuffers, which TensorRT itself cannot read";
+  }
+  if (data.front() == '\x08' && data.substr(0, 64).find('\x12') != std::string_view::npos) {
+    return "looks like an ONNX model; the cache is the text file beside it";
+  }
+  return "is a binary file of another kind";
+}
+
+std::string_view left_strip(std::string_view data) {
+  const std::size_t begin = data.find_first_not_of(" \t\n\r\v\f");
+  return begin == std::string_view::npos ? std::string_view{} : data.substr(begin);
+}
+
+bool starts_with(std::string_view text, std::string_view prefix) {
+  return text.substr(0, prefix.size()) == prefix;
+}
+
+// "name value" with a decimal number at the end.
+bool ort_line(std::string_view line) {
+  const std::size_t space = line.rfind(' ');
+  if (space == std::string_view::npos || space < 1 || scan::space(line.front())) return false;
+  std::string_view number = line.substr(space + 1);
+  const auto digits = [&number] {
+    std::size_t count = 0;
+    for (; !number.empty() && scan::digit(number.front()); ++count) number.remove_prefix(1);
+    return count;
+  };
+  const auto sign = [&number] {
+    if (!number.empty() && (number.front() == '+' || number.front() == '-')) {
+      number.remove_prefix(1);
+    }
+  };
+  sign();
+  std::size_t count = digits();
+  if (!number.empty() && number.front() == '.') {
+    number.remove_prefix(1);
+    const std::size_t fraction = digits();
+    if (count == 0 && fraction == 0) return false;
+    count += fraction;
+  }
+  if (count == 0) return false;
+  if (!number.empty() && (number.front() == 'e' || number.front() == 'E')) {
+    number.remove_prefix(1);
+    sign();
+    if (digits() == 0) return false;
+  }
+  return number.empty();
+}
+
+std::string shown(std::string_view first) {
+  return text::repr_replaced(first.substr(0, 60));
+}
+
+// `record {`, with white space anywhere around.
+bool record(std::string_view data) {
+  std::string_view rest = left_strip(data);
+  if (!starts_with(rest, "record")) return false;
+  rest = left_strip(rest.substr(6));
+  return !rest.empty() && rest.front() == '{';
+}
+
+std::string text_origin(std::string_view data) {
+  std::string_view first = data.substr(0, data.find('\n'));
+  while (!first.empty() && first.back() == '\r') first.remove_suffix(1);
+  const std::string_view start = left_strip(data);
+  if (!start.empty() && (start.front() == '{' || start.front() == '[')) {
+    return "is JSON (onnxruntime's calibration.json, or a table of another tool), which TensorRT"
+           " itself cannot read";
+  }
+  const std::string page = text::lower(start.substr(0, 5));
+  if (page == "<!doc" || page == "<html") return "is a web page; download the raw file instead";
+  if (record(data)) return "looks like a quantization record of Ascend's AMCT";
+  const std::size_t colon = first.rfind(": ");
+  if (colon != std::string_view::npos && colon > 0 && scan::hex(first.substr(colon + 2))) {
+    return "has entries but no header (it begins with " + shown(first) + "); put the header back";
+  }
+  if (ort_line(first)) {
+    return "looks like onnxruntime's own calibration table (name and range, in decimal), which"
+           " bears the same file name but is another format; calibrate again with"
+           " --target tensorrt";
+  }
+  if (starts_with(first, "TRT-") || starts_with("TRT-", first)) {
+    return "has the damaged first line " + shown(first) + "; write it again";
+  }
+  return "begins with " + shown(first) + ", which no known calibration tool writes";
+}
+
+}  // namespace
+
+std::string likely_origin(std::string_view data) {
+  for (const Magic& magic : kMagic) {
+    if (starts_with(data, magic.bytes)) return std::string(magic.clause);
+  }
+  return unprintable(data.substr(0, 4096)) ? binary_origin(data) : text_origin(data);
+}
+
+}  // namespace calib8

@@ -1,0 +1,149 @@
+#include "calib8/images.hpp"
+
+#include <algorithm>
+#include <array>
+#include <system_error>
+
+#include "calib8/errors.hpp"
+#include "calib8/files.hpp"
+#include "calib8/text.hpp"
+#include "scan.hpp"
+
+namespace calib8::images {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::array<std::string_view, 11> kSuffixes{
+    ".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"};
+constexpr std::uintmax_t kLargestList = std::uintmax_t{256} << 20U;
+
+[[noreturn]] void not_a_list(const fs::path& path) {
+  throw FeedError(text::shown(path.string()) +
+                  " must be a folder of images, a UTF-8 list of them, an image, an .npy or an"
+                  " .npz file, got a file that is none of these; check the path");
+}
+
+bool hidden(const fs::path& path) { return path.filename().string().front() == '.'; }
+
+bool is_file(const fs::path& path) {
+  std::error_code failed;
+  return path.string().find('\0') == std::string::npos && fs::is_regular_file(path, failed);
+}
+
+std::vector<std::string> walk(const fs::path& folder) {
+  std::vector<std::string> found;
+  try {
+    auto entry = fs::recursive_directory_iterator(folder);
+    for (; entry != fs::recursive_directory_iterator(); ++entry) {
+      const bool directory = entry->is_directory();
+      if (hidden(entry->path())) {
+        if (directory) entry.disable_recursion_pending();
+      } else if (!directory && is_image(entry->path())) {
+        found.push_back(entry->path().lexically_relative(folder).generic_string());
+      }
+    }
+  } catch (const fs::filesystem_error& error) {
+    throw FeedError("folder " + text::shown(error.path1().string()) + " cannot be read: " +
+                    error.code().message() + "; make it readable");
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+std::string list_text(const fs::path& path) {
+  std::error_code failed;
+  const std::uintmax_t size = fs::file_size(path, failed);
+  if (!failed && size > kLargestList) {
+    throw FeedError(text::shown(path.string()) + " is over 256 MB: not a list of images");
+  }
+  std::string data = files::read(path);
+  if (data.rfind("\xEF\xBB\xBF", 0) == 0) data.erase(0, 3);
+  if (!text::valid(data) || data.find('\0') != std::string::npos) not_a_list(path);
+  return data;
+}
+
+Picture parse_line(const fs::path& listing, std::size_t number, std::string_view line) {
+  const fs::path folder = listing.parent_path();
+  const std::string whole(line);
+  const std::size_t space = line.find_last_of(" \t\v\f\r");
+  if (space == std::string_view::npos || is_file(folder / whole)) {
+    return {folder / whole, whole, std::nullopt};
+  }
+  const std::string name(text::strip(line.substr(0, space)));
+  const std::string_view token = line.substr(space + 1);
+  if (scan::digits(token, 1, 9)) return {folder / name, name, std::stoi(std::string(token))};
+  if (is_file(folder / name)) {
+    throw FeedError("a label must be a whole number from 0, got " + text::repr(token) +
+                    " on line " + std::to_string(number) + " of " +
+                    text::shown(listing.string()) + "; number the classes as the model's outputs"
+                    " are");
+  }
+  return {folder / whole, whole, std::nullopt};
+}
+
+void check_labels(const fs::path& path, const std::vector<std::size_t>& unlabelled,
+                  std::size_t count) {
+  if (unlabelled.empty() || unlabelled.size() == count) return;
+  throw FeedError("every line of " + text::shown(path.string()) +
+                  " or none must have a label, got " + std::to_string(unlabelled.size()) + " of " +
+                  std::to_string(count) + " without, the first on line " +
+                  std::to_string(unlabelled.front()) + "; add them or remove all labels");
+}
+
+}  // namespace
+
+bool is_image(const fs::path& path) {
+  const std::string suffix = text::lower(path.extension().string());
+  return std::find(kSuffixes.begin(), kSuffixes.end(), suffix) != kSuffixes.end();
+}
+
+std::vector<Picture> find(const fs::path& folder) {
+  std::vector<Picture> pictures;
+  for (std::string& name : walk(folder)) pictures.push_back({folder / name, name, std::nullopt});
+  if (pictures.empty()) {
+    std::string all;
+    for (const std::string_view suffix : kSuffixes) {
+      all += (all.empty() ? "" : ", ") + std::string(suffix);
+    }
+    throw FeedError(text::shown(folder.string()) + " must hold images (" + all +
+                    "), got none; give another folder or a list file");
+  }
+  return pictures;
+}
+
+std::vector<Picture> read_list(const fs::path& path) {
+  const std::string data = list_text(path);
+  std::vector<Picture> pictures;
+  std::vector<std::size_t> unlabelled;
+  std::string_view rest = data;
+  for (std::size_t number = 1; !rest.empty(); ++number) {
+    const std::size_t newline = std::min(rest.find('\n'), rest.size());
+    const std::string_view line = text::strip(rest.substr(0, newline));
+    rest.remove_prefix(std::min(newline + 1, rest.size()));
+    if (line.empty() || line.front() == '#') continue;
+    pictures.push_back(parse_line(path, number, line));
+    if (!pictures.back().label) unlabelled.push_back(number);
+  }
+  if (pictures.empty()) {
+    throw FeedError(text::shown(path.string()) +
+                    " must list images, got no line; write one path a line");
+  }
+  check_labels(path, unlabelled, pictures.size());
+  return pictures;
+}
+
+std::string read(const Picture& picture) {
+  std::string data;
+  try {
+    data = files::read(picture.path);
+  } catch (const FeedError& error) {
+    const std::string message = error.what();
+    throw FeedError("image " + text::shown(picture.name) +
+                    message.substr(message.rfind(" cannot be read: ")));
+  }
+  if (data.empty()) throw FeedError("image " + text::shown(picture.name) + " is an empty file");
+  return data;
+}
+
+}  // namespace calib8::images

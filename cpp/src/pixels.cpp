@@ -1,0 +1,51 @@
+#include "calib8/pixels.hpp"
+
+#include <array>
+
+#include "geometry.hpp"
+
+namespace calib8 {
+namespace {
+
+// One channel's arithmetic: y = ((x * scale) - mean) / std, each step rounded to float.
+struct Channel {
+  float scale;
+  float mean;
+  float std;
+  float operator()(float pixel) const { return (pixel * scale - mean) / std; }
+};
+
+float pick(const std::vector<double>& values, std::size_t channel) {
+  return static_cast<float>(values.size() == 1 ? values.front() : values[channel]);
+}
+
+}  // namespace
+
+std::vector<float> apply(const cv::Mat& pixels, const Preprocess& how) {
+  const geometry::Placed placed = geometry::fit(pixels, how);
+  const auto height = static_cast<std::size_t>(how.size->height);
+  const auto width = static_cast<std::size_t>(how.size->width);
+  const auto channels = static_cast<std::size_t>(how.channels());
+  const bool planes = how.layout != Layout::kNhwc;
+  const std::size_t row_step = planes ? width : width * channels;
+  const std::size_t pixel_step = planes ? 1 : channels;
+  std::vector<float> out(channels * height * width);
+  for (std::size_t c = 0; c < channels; ++c) {
+    const Channel channel{static_cast<float>(how.scale), pick(how.mean, c), pick(how.std, c)};
+    float* plane = out.data() + (planes ? c * height * width : c);
+    const std::size_t source = how.color == Color::kRgb ? 2 - c : c;
+    const float border = channel(pick(how.pad, c));
+    for (std::size_t k = 0; k < height * width; ++k) plane[k * pixel_step] = border;
+    for (int y = 0; y < placed.pixels.rows; ++y) {
+      const std::uint8_t* from = placed.pixels.ptr<std::uint8_t>(y) + source;
+      float* to = plane + static_cast<std::size_t>(placed.top + y) * row_step +
+                  static_cast<std::size_t>(placed.left) * pixel_step;
+      for (int x = 0; x < placed.pixels.cols; ++x, from += channels, to += pixel_step) {
+        *to = channel(static_cast<float>(*from));
+      }
+    }
+  }
+  return out;
+}
+
+}  // namespace calib8

@@ -1,0 +1,195 @@
+#include "calib8/preprocess.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "calib8/errors.hpp"
+#include "calib8/text.hpp"
+#include "names.hpp"
+#include "number.hpp"
+
+namespace calib8 {
+namespace {
+
+using Json = nlohmann::ordered_json;
+constexpr int kLargestSide = 16384;
+
+std::string repr(const Json& value) {
+  if (value.is_string()) return text::repr(value.get<std::string>());
+  if (value.is_number_float()) return number::repr(value.get<double>());
+  if (value.is_boolean()) return value.get<bool>() ? "True" : "False";
+  if (value.is_null()) return "None";
+  if (!value.is_array()) return value.dump();
+  std::string out;
+  for (const Json& entry : value) out += (out.empty() ? "" : ", ") + repr(entry);
+  return "[" + out + "]";
+}
+
+std::string repr(const std::vector<double>& values) { return repr(Json(values)); }
+
+int side(const std::string& name, const Json& value) {
+  const bool whole = value.is_number_integer() && value >= 1 && value <= kLargestSide;
+  if (!whole) {
+    throw ConfigError(name + " must be whole pixels, 1 to " + std::to_string(kLargestSide) +
+                      ", got " + repr(value));
+  }
+  return value.get<int>();
+}
+
+Size size_from(const std::string& name, const Json& value) {
+  if (!value.is_array() || value.size() != 2) {
+    throw ConfigError(name + " must be (height, width), got " + repr(value));
+  }
+  return {side(name, value[0]), side(name, value[1])};
+}
+
+std::vector<double> numbers_from(const std::string& name, const Json& value) {
+  const Json listed = value.is_array() ? value : Json::array({value});
+  std::vector<double> numbers;
+  for (const Json& entry : listed) {
+    const bool finite = entry.is_number() && std::fabs(entry.get<double>()) <= 1e30;
+    if (!finite) throw ConfigError(name + " must be finite numbers, got " + repr(value));
+    numbers.push_back(entry.get<double>());
+  }
+  return numbers;
+}
+
+double number_from(const std::string& name, const Json& value) {
+  const std::vector<double> numbers = numbers_from(name, value);
+  if (value.is_array()) throw ConfigError(name + " must be one number, got " + repr(value));
+  return numbers.front();
+}
+
+template <class Table>
+auto name_from(const Table& table, const std::string& option, const Json& value) {
+  const std::string name = value.is_string() ? value.get<std::string>() : std::string();
+  return names::find(table, option, name, repr(value));
+}
+
+void check_channels(const Preprocess& how, const std::string& name,
+                    const std::vector<double>& values) {
+  const std::size_t most = static_cast<std::size_t>(how.channels());
+  if (values.size() == 1 || values.size() == most) return;
+  const std::string color = how.color ? names::of(names::kColor, *how.color) : "rgb";
+  throw ConfigError(name + " must have one value or one per channel of " + color + ", got " +
+                    std::to_string(values.size()) + " values; give 1" +
+                    (most > 1 ? " or " + std::to_string(most) : ""));
+}
+
+void check_side(const std::string& name, int value) { side(name, Json(value)); }
+
+void set(Preprocess& how, const std::string& field, const Json& value) {
+  if (field == "size") {
+    how.size = size_from(field, value);
+  } else if (field == "default_size") {
+    how.default_size = size_from(field, value);
+  } else if (field == "resize") {
+    how.resize = name_from(names::kResize, field, value);
+  } else if (field == "short_side") {
+    how.short_side = side(field, value);
+  } else if (field == "interpolation") {
+    how.interpolation = name_from(names::kInterpolation, field, value);
+  } else if (field == "color") {
+    how.color = name_from(names::kColor, field, value);
+  } else if (field == "scale") {
+    how.scale = number_from(field, value);
+  } else if (field == "mean") {
+    how.mean = numbers_from(field, value);
+  } else if (field == "std") {
+    how.std = numbers_from(field, value);
+  } else if (field == "pad") {
+    how.pad = numbers_from(field, value);
+  } else if (field == "anchor") {
+    how.anchor = name_from(names::kAnchor, field, value);
+  } else if (field == "layout") {
+    how.layout = name_from(names::kLayout, field, value);
+  }
+}
+
+constexpr std::array<std::string_view, 12> kFields{
+    "size",  "default_size", "resize", "short_side", "interpolation", "color",
+    "scale", "mean",         "std",    "pad",        "anchor",        "layout"};
+
+void check_field(const std::string& field) {
+  if (std::find(kFields.begin(), kFields.end(), field) != kFields.end()) return;
+  std::string all;
+  for (const std::string_view known : kFields) {
+    all += (all.empty() ? "" : ", ") + std::string(known);
+  }
+  throw ConfigError(text::repr(field) + " is no preprocessing option; there are " + all);
+}
+
+Json size_json(const std::optional<Size>& size) {
+  return size ? Json::array({size->height, size->width}) : Json();
+}
+
+template <class Table, class Value>
+Json name_json(const Table& table, const std::optional<Value>& value) {
+  return value ? Json(names::of(table, *value)) : Json();
+}
+
+}  // namespace
+
+int Preprocess::channels() const { return color == Color::kGrey ? 1 : 3; }
+
+int Preprocess::short_length() const {
+  if (short_side) return *short_side;
+  if (!size) {
+    throw ConfigError("short_side follows from size, got neither; give one of them");
+  }
+  return (std::max(size->height, size->width) * 8 + 3) / 7;
+}
+
+void Preprocess::check() const {
+  for (const auto& [name, given] : {std::pair("size", size), {"default_size", default_size}}) {
+    if (!given) continue;
+    check_side(name, given->height);
+    check_side(name, given->width);
+  }
+  if (short_side) check_side("short_side", *short_side);
+  numbers_from("scale", Json(scale));
+  for (const auto& [name, values] : {std::pair("mean", &mean), {"std", &std}, {"pad", &pad}}) {
+    numbers_from(name, Json(*values));
+    check_channels(*this, name, *values);
+  }
+  const auto positive = [](double value) { return static_cast<float>(value) > 0; };
+  if (!std::all_of(std.begin(), std.end(), positive) || !positive(scale)) {
+    throw ConfigError("scale and std must be above 0, got scale=" + number::repr(scale) +
+                      " std=" + repr(std) + "; std is what the scaled pixel is divided by");
+  }
+}
+
+std::string Preprocess::to_json() const {
+  Json json;
+  json["size"] = size_json(size);
+  json["default_size"] = size_json(default_size);
+  json["resize"] = names::of(names::kResize, resize);
+  json["short_side"] = short_side ? Json(*short_side) : Json();
+  json["interpolation"] = names::of(names::kInterpolation, interpolation);
+  json["color"] = name_json(names::kColor, color);
+  json["scale"] = scale;
+  json["mean"] = mean;
+  json["std"] = std;
+  json["pad"] = pad;
+  json["anchor"] = names::of(names::kAnchor, anchor);
+  json["layout"] = name_json(names::kLayout, layout);
+  return json.dump();
+}
+
+Preprocess Preprocess::from_json(const std::string& json) {
+  const Json data = Json::parse(json, nullptr, /*allow_exceptions=*/false);
+  if (!data.is_object()) {
+    throw ConfigError("preprocess must be a JSON object, got " +
+                      std::string(data.is_discarded() ? "no JSON" : data.type_name()));
+  }
+  for (const auto& [field, value] : data.items()) check_field(field);
+  Preprocess how;
+  for (const auto& [field, value] : data.items()) {
+    if (!value.is_null()) set(how, field, value);
+  }
+  how.check();
+  return how;
+}
+
+}  // namespace calib8

@@ -1,0 +1,146 @@
+#include "calib8/text.hpp"
+
+#include <cstdint>
+#include <cstdio>
+
+namespace calib8::text {
+namespace {
+
+struct Character {
+  char32_t code;     // the code point; the byte itself where it is no UTF-8
+  std::size_t size;  // bytes taken
+  bool valid;
+};
+
+bool continues(std::string_view bytes, std::size_t at) {
+  return at < bytes.size() && (static_cast<unsigned char>(bytes[at]) & 0xC0U) == 0x80U;
+}
+
+// One character by the UTF-8 table of RFC 3629 (no overlong forms, no surrogates).
+Character decode(std::string_view bytes, std::size_t at) {
+  const auto byte = [&](std::size_t k) -> char32_t {
+    return static_cast<unsigned char>(bytes[at + k]);
+  };
+  const char32_t first = byte(0);
+  if (first < 0x80) return {first, 1, true};
+  const std::size_t size = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
+  if (first < 0xC2 || first > 0xF4) return {first, 1, false};
+  char32_t code = first & (0x7FU >> size);
+  for (std::size_t k = 1; k < size; ++k) {
+    if (!continues(bytes, at + k)) return {first, 1, false};
+    code = (code << 6U) | (byte(k) & 0x3FU);
+  }
+  const bool overlong = (size == 3 && code < 0x800) || (size == 4 && code < 0x10000);
+  if (overlong || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF)) return {first, 1, false};
+  return {code, size, true};
+}
+
+// Bytes that Python's decoder replaces by one U+FFFD: the longest start of a character.
+std::size_t replaced_size(std::string_view bytes, std::size_t at) {
+  const auto first = static_cast<unsigned char>(bytes[at]);
+  if (first < 0xC2 || first > 0xF4) return 1;
+  const std::size_t wanted = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
+  std::size_t size = 1;
+  while (size < wanted && continues(bytes, at + size)) {
+    const auto next = static_cast<unsigned char>(bytes[at + size]);
+    const bool low = (first == 0xE0 && next < 0xA0) || (first == 0xF0 && next < 0x90);
+    const bool high = (first == 0xED && next > 0x9F) || (first == 0xF4 && next > 0x8F);
+    if (size == 1 && (low || high)) return 1;
+    ++size;
+  }
+  return size;
+}
+
+// The ranges that Python does not call printable, as far as file and tensor names meet them.
+bool printable(char32_t code) {
+  if (code < 0x20 || code == 0x7F || (code >= 0x80 && code <= 0xA0) || code == 0xAD) return false;
+  if (code >= 0x2000 && code <= 0x200F) return false;
+  if (code >= 0x2028 && code <= 0x202F) return false;
+  if (code >= 0x205F && code <= 0x206F) return false;
+  return code != 0x3000 && code != 0xFEFF && !(code >= 0xE000 && code <= 0xF8FF) &&
+         code < 0xE0000;
+}
+
+std::string escape(char32_t code) {
+  if (code == '\n') return "\\n";
+  if (code == '\r') return "\\r";
+  if (code == '\t') return "\\t";
+  char buffer[16];
+  const auto value = static_cast<unsigned>(code);
+  const char* form = code < 0x100 ? "\\x%02x" : code < 0x10000 ? "\\u%04x" : "\\U%08x";
+  std::snprintf(buffer, sizeof buffer, form, value);
+  return buffer;
+}
+
+std::string quoted(std::string_view bytes, bool replace) {
+  const bool has_single = bytes.find('\'') != std::string_view::npos;
+  const char quote = has_single && bytes.find('"') == std::string_view::npos ? '"' : '\'';
+  std::string out(1, quote);
+  for (std::size_t at = 0; at < bytes.size();) {
+    const Character c = decode(bytes, at);
+    if (!c.valid) {
+      out += replace ? std::string("\xEF\xBF\xBD") : escape(0xDC00 + c.code);
+      at += replace ? replaced_size(bytes, at) : 1;
+      continue;
+    }
+    if (c.code == U'\\' || c.code == static_cast<char32_t>(quote)) out += '\\';
+    out += printable(c.code) ? std::string(bytes.substr(at, c.size)) : escape(c.code);
+    at += c.size;
+  }
+  return out + quote;
+}
+
+}  // namespace
+
+std::string repr(std::string_view bytes) { return quoted(bytes, false); }
+
+std::string repr_replaced(std::string_view bytes) { return quoted(bytes, true); }
+
+std::string_view head(std::string_view bytes, std::size_t count) {
+  std::size_t at = 0;
+  for (; count > 0 && at < bytes.size(); --count) at += decode(bytes, at).size;
+  return bytes.substr(0, at);
+}
+
+std::string shown(std::string_view name) {
+  std::string out;
+  for (std::size_t at = 0; at < name.size();) {
+    const Character c = decode(name, at);
+    const bool plain = c.valid && printable(c.code);
+    out += plain ? std::string(name.substr(at, c.size)) : escape(c.code);
+    at += c.size;
+  }
+  return out;
+}
+
+std::string repr(const std::vector<std::string>& list) {
+  std::string out = "[";
+  for (const std::string& entry : list) out += (out.size() > 1 ? ", " : "") + repr(entry);
+  return out + "]";
+}
+
+bool valid(std::string_view bytes) {
+  for (std::size_t at = 0; at < bytes.size();) {
+    const Character c = decode(bytes, at);
+    if (!c.valid) return false;
+    at += c.size;
+  }
+  return true;
+}
+
+std::string lower(std::string_view text) {
+  std::string out(text);
+  for (char& c : out) {
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  }
+  return out;
+}
+
+std::string_view strip(std::string_view text) {
+  constexpr std::string_view kSpace = " \t\n\r\v\f";
+  const std::size_t begin = text.find_first_not_of(kSpace);
+  if (begin == std::string_view::npos) return {};
+  return text.substr(begin, text.find_last_not_of(kSpace) - begin + 1);
+}
+
+}  // namespace calib8::text

@@ -1,0 +1,187 @@
+// Answers questions of the Python tests, one JSON object a line in, one out: what does the C++
+// library make of this file? An error is answered as {"error": kind, "message": text}.
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "calib8/cache.hpp"
+#include "calib8/entropy.hpp"
+#include "calib8/errors.hpp"
+#include "calib8/feed.hpp"
+#include "calib8/files.hpp"
+#include "calib8/histogram.hpp"
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+using namespace calib8;
+
+template <class T>
+std::vector<T> array_of(const std::string& path) {
+  const std::string bytes = files::read(path);
+  std::vector<T> values(bytes.size() / sizeof(T));
+  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(values.data()));
+  return values;
+}
+
+// Bytes as hex: JSON holds no bytes that are no UTF-8.
+std::string hex(const std::string& bytes) {
+  std::string out;
+  for (const char c : bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    const auto byte = static_cast<unsigned char>(c);
+    out += {kDigits[byte >> 4U], kDigits[byte & 15U]};
+  }
+  return out;
+}
+
+Json scale_json(const Scale& scale) {
+  return {{"lo", scale.lo},
+          {"hi", scale.hi},
+          {"amax", scale.amax},
+          {"observed_min", scale.observed_min},
+          {"observed_max", scale.observed_max},
+          {"method", scale.method}};
+}
+
+Json cache(const Json& ask) {
+  const std::string data = files::read(ask["path"].get<std::string>());
+  const CalibrationCache parsed = parse_cache(data, ask["origin"].get<std::string>());
+  Json entries = Json::array();
+  for (const Entry& entry : parsed.entries) {
+    entries.push_back({hex(entry.name), entry.bits(), entry.flaw() ? Json(*entry.flaw()) : Json()});
+  }
+  Json duplicates = Json::array();
+  for (const std::string& name : parsed.duplicates()) duplicates.push_back(hex(name));
+  return {{"label", parsed.header.label ? Json(*parsed.header.label) : Json()},
+          {"algorithm", parsed.header.algorithm},
+          {"round_trip", parsed.dump() == data},
+          {"entries", entries},
+          {"duplicates", duplicates},
+          {"unique", parsed.scales().size()}};
+}
+
+Json write_cache(const Json& ask) {
+  NamedScales scales;
+  for (const Json& pair : ask["scales"]) {
+    scales.emplace_back(pair[0].get<std::string>(), pair[1].get<float>());
+  }
+  CacheOptions options;
+  options.version = ask["version"].get<std::string>();
+  options.algorithm = ask["algorithm"].get<std::string>();
+  return {{"text", cache_from_scales(scales, options).dump()}};
+}
+
+Json relabelled(const Json& ask) {
+  const CalibrationCache parsed = parse_cache(ask["text"].get<std::string>(), "x");
+  std::optional<std::string> algorithm;
+  if (!ask["algorithm"].is_null()) algorithm = ask["algorithm"].get<std::string>();
+  return {{"text", relabel(parsed, ask["version"].get<std::string>(), algorithm).dump()}};
+}
+
+// Batches of float32 -> counts and the entropy scale.
+Json histogram(const Json& ask) {
+  Histogram seen = ask["base"].is_null() ? Histogram() : Histogram(ask["base"].get<double>());
+  for (const Json& path : ask["batches"]) {
+    const std::vector<float> values = array_of<float>(path.get<std::string>());
+    seen.observe(values.data(), values.size());
+  }
+  return {{"counts", seen.counts()},
+          {"full_range", seen.full_range()},
+          {"total", seen.total()},
+          {"infinite", seen.infinite()},
+          {"scale", scale_json(entropy::scale(seen))}};
+}
+
+Json search(const Json& ask) {
+  Json found = Json::array();
+  const auto counts = array_of<std::int64_t>(ask["path"].get<std::string>());
+  for (std::size_t k = 0; k + entropy::kBins <= counts.size(); k += entropy::kBins) {
+    const auto begin = counts.begin() + static_cast<std::ptrdiff_t>(k);
+    found.push_back(entropy::search({begin, begin + entropy::kBins}));
+  }
+  return {{"found", found}};
+}
+
+TensorSpec spec_of(const Json& ask) {
+  TensorSpec spec{ask["name"].get<std::string>(), ask["dtype"].get<std::string>(), {}};
+  for (const Json& dim : ask["shape"]) {
+    if (dim.is_number()) {
+      spec.shape.emplace_back(dim.get<std::int64_t>());
+    } else {
+      spec.shape.emplace_back(dim.is_null() ? std::string() : dim.get<std::string>());
+    }
+  }
+  return spec;
+}
+
+// All samples to a file, and everything that the feed says of itself.
+Json feed(const Json& ask) {
+  FeedOptions options;
+  if (!ask["preset"].is_null()) options.preprocess = preset(ask["preset"].get<std::string>());
+  if (!ask["options"].is_null()) options.preprocess = Preprocess::from_json(ask["options"].dump());
+  options.skip_bad = ask["skip_bad"].get<bool>();
+  if (!ask["limit"].is_null()) options.limit = ask["limit"].get<std::size_t>();
+  const Feed opened(ask["source"].get<std::string>(), spec_of(ask["spec"]), options);
+  std::ofstream out(ask["out"].get<std::string>(), std::ios::binary);
+  const auto stream = opened.samples();
+  Json shapes = Json::array();
+  while (const std::optional<Sample> sample = stream->next()) {
+    const auto bytes = static_cast<std::streamsize>(sample->data.size() * sizeof(float));
+    out.write(reinterpret_cast<const char*>(sample->data.data()), bytes);
+    shapes.push_back(sample->shape);
+  }
+  const auto labels = opened.labels();
+  return {{"shapes", shapes},
+          {"size", opened.size()},
+          {"labels", labels ? Json(*labels) : Json()},
+          {"names", opened.names()},
+          {"skipped", opened.skipped()},
+          {"notes", opened.notes()},
+          {"manifest", Json::parse(opened.manifest())}};
+}
+
+Json presets_json(const Json& /*ask*/) {
+  Json all = Json::object();
+  for (const auto& [name, how] : presets()) all[name] = Json::parse(how.to_json());
+  return all;
+}
+
+Json preprocess(const Json& ask) {
+  return Json::parse(Preprocess::from_json(ask["options"].dump()).to_json());
+}
+
+Json answer(const Json& ask) {
+  const std::string op = ask["op"].get<std::string>();
+  if (op == "cache") return cache(ask);
+  if (op == "write") return write_cache(ask);
+  if (op == "relabel") return relabelled(ask);
+  if (op == "histogram") return histogram(ask);
+  if (op == "search") return search(ask);
+  if (op == "feed") return feed(ask);
+  if (op == "presets") return presets_json(ask);
+  if (op == "preprocess") return preprocess(ask);
+  throw std::invalid_argument("no such question: " + op);
+}
+
+const char* kind(const Error& error) {
+  if (dynamic_cast<const CacheError*>(&error) != nullptr) return "CacheError";
+  if (dynamic_cast<const FeedError*>(&error) != nullptr) return "FeedError";
+  if (dynamic_cast<const ConfigError*>(&error) != nullptr) return "ConfigError";
+  if (dynamic_cast<const CalibrationError*>(&error) != nullptr) return "CalibrationError";
+  return "Error";
+}
+
+}  // namespace
+
+int main() {
+  for (std::string line; std::getline(std::cin, line);) {
+    Json out;
+    try {
+      out = answer(Json::parse(line));
+    } catch (const Error& error) {
+      out = {{"error", kind(error)}, {"message", error.what()}};
+    }
+    std::cout << out.dump(-1, ' ', true, Json::error_handler_t::replace) << std::endl;
+  }
+}

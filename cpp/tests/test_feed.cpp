@@ -1,0 +1,106 @@
+#include <unistd.h>
+
+#include "calib8/errors.hpp"
+#include "calib8/feed.hpp"
+#include "catch.hpp"
+#include "folder.hpp"
+
+using namespace calib8;
+
+namespace {
+
+const TensorSpec kSpec{"image", "float32", {"n", 3, 16, 20}};
+
+std::vector<Sample> all(const Feed& feed) {
+  std::vector<Sample> samples;
+  const auto stream = feed.samples();
+  while (std::optional<Sample> sample = stream->next()) samples.push_back(std::move(*sample));
+  return samples;
+}
+
+}  // namespace
+
+TEST_CASE("a folder is read recursively, sorted, any case, hidden files passed over") {
+  const Folder folder;
+  for (const char* name : {"b.png", "a.JPG", "sub/c.bmp", "e f.Png"}) {
+    folder.picture(name, 30, 40, 200);
+  }
+  folder.write(".hidden.png", "x");
+  folder.write("notes.md", "x");
+  const Feed feed(folder.path(), kSpec, {});
+  CHECK(feed.names() == std::vector<std::string>{"a.JPG", "b.png", "e f.Png", "sub/c.bmp"});
+  const std::vector<Sample> samples = all(feed);
+  REQUIRE(samples.size() == 4);
+  CHECK(samples[1].shape == std::vector<std::int64_t>{1, 3, 16, 20});
+  CHECK(samples[1].data.front() == static_cast<float>(50) * static_cast<float>(1.0 / 255));
+  CHECK(all(feed)[1].data == samples[1].data);
+  CHECK_FALSE(feed.labels());
+  CHECK(feed.manifest() == Feed(folder.path(), kSpec, {}).manifest());
+}
+
+TEST_CASE("a list with labels, and a bad image skipped or told") {
+  const Folder folder;
+  const std::string png = folder.picture("a b.png", 30, 40, 10);
+  folder.write("bad.png", png.substr(0, png.size() - 20));
+  folder.write("list.txt", "\xEF\xBB\xBF# c\r\na b.png 3\r\nbad.png 1\r\n");
+  const Feed strict(folder / "list.txt", kSpec, {});
+  CHECK_THROWS_WITH(all(strict), Catch::Contains("image bad.png cannot be decoded") &&
+                                     Catch::Contains("--skip-bad"));
+  FeedOptions options;
+  options.skip_bad = true;
+  const Feed feed(folder / "list.txt", kSpec, options);
+  CHECK(all(feed).size() == 1);
+  CHECK(feed.labels() == std::vector<int>{3});
+  CHECK(feed.size() == 1);
+  CHECK(feed.notes().back() ==
+        "1 skipped: image bad.png cannot be decoded (" + std::to_string(png.size() - 20) +
+            " bytes, cut short)");
+}
+
+TEST_CASE("a fixed batch is filled with the first samples") {
+  const Folder folder;
+  for (int k = 0; k < 3; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 10 * k);
+  const Feed feed(folder.path(), {"image", "float32", {2, 3, 16, 20}}, {});
+  const std::vector<Sample> samples = all(feed);
+  REQUIRE(samples.size() == 2);
+  CHECK(feed.size() == 2);
+  CHECK(samples[1].shape.front() == 2);
+  const std::size_t half = samples[1].data.size() / 2;
+  CHECK(samples[1].data[half] == samples[0].data[0]);
+  CHECK(feed.notes().back().find("first 1 sample again") != std::string::npos);
+  FeedOptions options;
+  options.batch = 3;
+  CHECK(all(Feed(folder.path(), kSpec, options)).size() == 1);
+  CHECK_THROWS_AS(Feed(folder.path(), {"image", "float32", {2, 3, 16, 20}}, options), ConfigError);
+}
+
+TEST_CASE("wrong sources are told") {
+  const Folder folder;
+  CHECK_THROWS_WITH(Feed(folder / "none", kSpec, {}), Catch::Contains("does not exist"));
+  CHECK_THROWS_WITH(Feed(folder.path(), kSpec, {}), Catch::Contains("must hold images"));
+  folder.picture("a.png", 4, 4, 0);
+  CHECK_THROWS_WITH(Feed(folder.path(), {"x", "int64", {1, 3, 4, 4}}, {}),
+                    Catch::Contains("images become float32"));
+  folder.write("l.txt", "a.png\ngone.png\n");
+  CHECK_THROWS_WITH(Feed(folder / "l.txt", kSpec, {}), Catch::Contains("1 of 2") &&
+                                                           Catch::Contains("gone.png"));
+  folder.write("bad.png", "x");
+  folder.write("l.txt", "bad.png\n");
+  FeedOptions options;
+  options.skip_bad = true;
+  CHECK_THROWS_WITH(all(Feed(folder / "l.txt", kSpec, options)),
+                    Catch::Contains("all 1 were skipped"));
+  options.limit = 0;
+  CHECK_THROWS_AS(Feed(folder / "l.txt", kSpec, options), ConfigError);
+}
+
+TEST_CASE("leaving a stream early, and a feed that goes before its stream") {
+  const Folder folder;
+  for (int k = 0; k < 20; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, k);
+  std::unique_ptr<Stream<Sample>> stream;
+  {
+    const Feed feed(folder.path(), kSpec, {});
+    stream = feed.samples();
+  }
+  CHECK(stream->next());
+}

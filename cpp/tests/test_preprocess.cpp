@@ -1,0 +1,106 @@
+#include <nlohmann/json.hpp>
+#include <opencv2/core.hpp>
+
+#include "calib8/errors.hpp"
+#include "calib8/pixels.hpp"
+#include "calib8/preprocess.hpp"
+#include "catch.hpp"
+
+using namespace calib8;
+
+namespace {
+
+TensorSpec spec(std::vector<Dim> shape) { return {"image", "float32", std::move(shape)}; }
+
+Preprocess ready(Size size) {
+  Preprocess how;
+  how.size = size;
+  how.color = Color::kRgb;
+  how.layout = Layout::kNchw;
+  return how;
+}
+
+}  // namespace
+
+TEST_CASE("the arithmetic is three separate float roundings, channels in their order") {
+  Preprocess how = ready({1, 2});
+  how.mean = {0.485, 0.456, 0.406};
+  how.std = {0.229, 0.224, 0.225};
+  cv::Mat pixels(1, 2, CV_8UC3);
+  pixels.at<cv::Vec3b>(0, 0) = {1, 2, 3};
+  pixels.at<cv::Vec3b>(0, 1) = {101, 102, 103};
+  const std::vector<float> planes = apply(pixels, how);
+  const auto value = [&how](int pixel, std::size_t channel) {
+    volatile float y = static_cast<float>(pixel) * static_cast<float>(1.0 / 255);
+    y = y - static_cast<float>(how.mean[channel]);
+    return y / static_cast<float>(how.std[channel]);
+  };
+  CHECK(planes == std::vector<float>{value(3, 0), value(103, 0), value(2, 1), value(102, 1),
+                                     value(1, 2), value(101, 2)});
+  how.layout = Layout::kNhwc;
+  how.color = Color::kBgr;
+  CHECK(apply(pixels, how)[3] == value(101, 0));
+}
+
+TEST_CASE("letterbox pads through the same arithmetic") {
+  Preprocess how = ready({8, 8});
+  how.resize = Resize::kLetterbox;
+  how.scale = 1.0;
+  how.pad = {114.0};
+  const cv::Mat wide(4, 8, CV_8UC3, cv::Scalar(9, 9, 9));
+  const std::vector<float> centred = apply(wide, how);
+  CHECK(centred[0] == 114.0F);
+  CHECK(centred[2 * 8] == 9.0F);
+  CHECK(centred[6 * 8] == 114.0F);
+  how.anchor = Anchor::kTopLeft;
+  CHECK(apply(wide, how)[0] == 9.0F);
+}
+
+TEST_CASE("sizes of letterbox and short side") {
+  CHECK(letterbox_size({40, 80}, {32, 32}) == Size{16, 32});
+  CHECK(letterbox_size({1, 5000}, {32, 32}) == Size{1, 32});
+  CHECK(short_side_size({300, 500}, 256) == Size{256, 426});
+  CHECK(short_side_size({500, 300}, 256) == Size{426, 256});
+}
+
+TEST_CASE("presets survive JSON and resolve against a model") {
+  for (const auto& [name, how] : presets()) {
+    INFO(name);
+    CHECK(Preprocess::from_json(how.to_json()).to_json() == how.to_json());
+    const Resolved resolved = resolve(how, spec({"n", how.channels(), 64, 96}));
+    CHECK(resolved.how.size == Size{64, 96});
+    CHECK(resolved.notes.empty());
+  }
+  CHECK(resolve(preset("imagenet"), spec({1, 3, "h", "w"})).how.size == Size{224, 224});
+  CHECK(resolve({}, spec({1, 28, 28, 1})).how.layout == Layout::kNhwc);
+  CHECK_THROWS_AS(preset("imagnet"), ConfigError);
+}
+
+TEST_CASE("wrong options are told by name and rule") {
+  const auto refused = [](const std::string& json, const std::string& words) {
+    INFO(json);
+    CHECK_THROWS_WITH(Preprocess::from_json(json), Catch::Contains(words));
+  };
+  refused("[]", "must be a JSON object");
+  refused("{", "must be a JSON object");
+  refused(R"({"men": 1})", "'men' is no preprocessing option");
+  refused(R"({"resize": "squeeze"})", "resize must be one of stretch, letterbox");
+  refused(R"({"size": [0, 1]})", "size must be whole pixels, 1 to 16384, got 0");
+  refused(R"({"std": 0})", "above 0");
+  refused(R"({"mean": [1, 2]})", "mean must have one value or one per channel of rgb, got 2");
+  refused(R"({"mean": "x"})", "mean must be finite numbers, got 'x'");
+}
+
+TEST_CASE("options that contradict the model are told") {
+  const auto refused = [](const std::optional<Preprocess>& how, std::vector<Dim> shape,
+                          const std::string& words) {
+    CHECK_THROWS_WITH(resolve(how, spec(std::move(shape))), Catch::Contains(words));
+  };
+  refused({}, {1, 16}, "need an input of 4 dimensions");
+  refused({}, {1, 4, 8, 8}, "rgb images have 3 channels");
+  refused({}, {1, 3, "h", "w"}, "leaves its size open");
+  refused(ready({32, 32}), {1, 3, 64, 64}, "size must fit the input 'image' float32 [1, 3, 64, 64]");
+  Preprocess crop = preset("imagenet");
+  crop.short_side = 200;
+  refused(crop, {1, 3, 224, 224}, "short_side must reach the crop of 224x224");
+}

@@ -1,0 +1,430 @@
+"""The C++ library and this one: the same batches, histograms, indices, caches and words."""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from calibrators.entropy import entropy, search
+from calibrators.histogram import Histogram
+from deploy.backends.base import TensorSpec
+from deploy.errors import Calib8Error
+from deploy.feed import open_feed
+from deploy.preprocess import Preprocess
+from deploy.presets import PRESETS
+from deploy.writers import trt_cache
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "cpp-check"
+THIRD_PARTY = ROOT.parent / "shared" / "golden" / "tensorrt"
+SPEC = TensorSpec("image", "float32", ("n", 3, 56, 64))
+
+
+def run(*command):
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "cpp")
+
+
+def build_parity():
+    """The `parity` program, built once into a folder that git ignores."""
+    for tool in ("cmake", "g++"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed, so the C++ library cannot be built")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of several test processes builds
+        configure = run("cmake", "--preset", "check")
+        if configure.returncode and "configuration file provided by" in configure.stderr:
+            package = configure.stderr.split("provided by", 1)[1].split('"')[1]
+            pytest.skip(f"the C++ library needs {package}, which is not installed")
+        assert configure.returncode == 0, configure.stderr
+        jobs = str(os.cpu_count() or 1)
+        built = run("cmake", "--build", BUILD, "--target", "parity", "-j", jobs)
+        assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
+    return BUILD / "tests" / "parity"
+
+
+@pytest.fixture(scope="module")
+def cpp():
+    process = subprocess.Popen(
+        [build_parity()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def ask(op, **question):
+        process.stdin.write(json.dumps({"op": op, **question}) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        assert line, f"the C++ program ended on {op} {question}"
+        return json.loads(line)
+
+    yield ask
+    process.stdin.close()
+    process.wait(30)
+    process.stdout.close()
+    assert process.returncode == 0
+
+
+def outcome(make):
+    """What `make` gives, or the kind and words of its error, as the C++ program answers."""
+    try:
+        return make()
+    except Calib8Error as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+# ---- batches --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """100 pictures of all kinds: sizes, formats, grey, alpha, 16 bits, noise and smooth."""
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(7)
+    for index in range(100):
+        height, width = (int(v) for v in rng.integers(8, 400, 2))
+        channels = [3, 3, 3, 1, 4][index % 5]
+        small = rng.integers(0, 256, (max(2, height // 9), max(2, width // 9), channels))
+        image = cv2.resize(small.astype(np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
+        suffix = [".jpg", ".png", ".bmp", ".PNG", ".jpeg", ".tiff"][index % 6]
+        if index % 12 == 1:
+            image = image.astype(np.uint16) * 257
+        if suffix in (".jpg", ".jpeg", ".bmp") and image.ndim == 3 and image.shape[2] == 4:
+            image = image[:, :, :3]
+        name = folder / f"set {index % 3}" / f"p{index:03d}{suffix}"
+        name.parent.mkdir(exist_ok=True)
+        name.write_bytes(cv2.imencode(suffix.lower(), image)[1].tobytes())
+    return folder
+
+
+def ask_feed(cpp, out, source, spec, *, name=None, options=None, skip_bad=False, limit=None):
+    shape = {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape}
+    return cpp(
+        "feed",
+        source=str(source),
+        spec=shape,
+        preset=name,
+        options=options,
+        skip_bad=skip_bad,
+        limit=limit,
+        out=str(out),
+    )
+
+
+def steps_apart(ours, theirs, how):
+    """How far two batches are apart, in pixel steps of 1/255 of the range; [count of values]."""
+    step = np.float32(how.scale) / np.asarray(how.std, np.float32)
+    axis = [1, -1, 1, 1] if how.layout == "nchw" else [1, 1, 1, -1]
+    return np.abs(ours.astype(np.float64) - theirs) / step.astype(np.float64).reshape(axis)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_batches_agree(cpp, photos, tmp_path, name):
+    how = PRESETS[name]
+    spec = TensorSpec("image", "float32", ("n", 1 if how.color == "grey" else 3, 56, 64))
+    feed = open_feed(photos, [spec], preprocess=how)
+    with feed.samples() as stream:
+        ours = np.concatenate([s["image"] for s in stream])
+    answer = ask_feed(cpp, tmp_path / "batch.f32", photos, spec, name=name)
+    theirs = np.fromfile(tmp_path / "batch.f32", np.float32).reshape(ours.shape)
+    assert answer["shapes"] == [[1, *ours.shape[1:]]] * 100
+    assert answer["names"] == list(feed.names)
+    assert answer["manifest"] == feed.manifest()
+    apart = steps_apart(ours, theirs, feed.preprocess)
+    differ = int((ours.view(np.uint32) != theirs.view(np.uint32)).sum())
+    print(f"{name}: {differ} of {ours.size} values differ, at most {apart.max():.3f} steps")
+    # none between OpenCV 4.6 and 5.0; another version may round a resized pixel by one
+    assert apart.max() <= 1.001, f"{differ} of {ours.size} values differ, by {apart.max()} steps"
+    assert differ <= 0.001 * ours.size, f"{differ} of {ours.size} values differ"
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
+def test_arithmetic_is_bit_equal_where_nothing_is_resized(cpp, tmp_path, color, layout):
+    rng = np.random.default_rng(1)
+    for index in range(3):
+        pixels = rng.integers(0, 256, (40, 48, 3), np.uint8)
+        cv2.imwrite(str(tmp_path / f"{index}.png"), pixels)
+    channels = 1 if color == "grey" else 3
+    dims = (channels, 40, 48) if layout == "nchw" else (40, 48, channels)
+    spec = TensorSpec("image", "float32", (2, *dims))
+    how = Preprocess(
+        color=color,
+        layout=layout,
+        mean=(0.485, 0.456, 0.406)[:channels],
+        std=(0.229, 0.224, 0.225)[:channels],
+    )
+    feed = open_feed(tmp_path, [spec], preprocess=how)
+    with feed.samples() as stream:
+        ours = np.concatenate([s["image"] for s in stream])
+    answer = ask_feed(cpp, tmp_path / "b.f32", tmp_path, spec, options=how.to_json())
+    assert (tmp_path / "b.f32").read_bytes() == ours.tobytes()
+    assert answer["notes"] == list(feed.notes)
+    assert answer["size"] == len(feed) == 2
+
+
+def test_lists_and_bad_images_are_told_in_the_same_words(cpp, photos, tmp_path):
+    good = sorted(p for p in photos.rglob("*") if p.suffix == ".png")[0]
+    jpeg = sorted(p for p in photos.rglob("*") if p.suffix == ".jpg")[0]
+    for name, data in {
+        "a b.png": good.read_bytes(),
+        "c.jpg": jpeg.read_bytes(),
+        "cut.jpg": jpeg.read_bytes()[:-40],
+        "cut.png": good.read_bytes()[:-40],
+        "crc.png": good.read_bytes()[:-20] + b"x" + good.read_bytes()[-19:],
+        "empty.png": b"",
+        "text.png": b"hello",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    contents = [
+        b"\xef\xbb\xbfa b.png 3\r\nc.jpg 0\r\n",
+        b"# nothing\n",
+        b"a b.png\nc.jpg 1\n",
+        b"c.jpg dog\n",
+        b"nowhere.png\n  nor here.png 7\n",
+        b"\xff\xfe",
+        b"cut.jpg\n",
+        b"cut.png\n",
+        b"crc.png\n",
+        b"empty.png\n",
+        b"text.png\nc.jpg\n",
+        "c.jpg 1\ncaf\xe9.png 2\n".encode(),
+    ]
+    for index, content in enumerate(contents):
+        listing = tmp_path / f"list{index}.txt"
+        listing.write_bytes(content)
+        for skip_bad in (False, True):
+
+            def ours(listing=listing, skip_bad=skip_bad):
+                feed = open_feed(listing, [SPEC], skip_bad=skip_bad)
+                with feed.samples() as stream:
+                    shapes = [list(s["image"].shape) for s in stream]
+                labels = list(feed.labels) if feed.labels is not None else None
+                return {
+                    "shapes": shapes,
+                    "size": len(feed),
+                    "labels": labels,
+                    "names": list(feed.names),
+                    "skipped": list(feed.skipped),
+                    "notes": list(feed.notes),
+                    "manifest": feed.manifest(),
+                }
+
+            answer = ask_feed(cpp, tmp_path / "x", listing, SPEC, skip_bad=skip_bad)
+            assert answer == outcome(ours), content
+
+
+def test_presets_and_wrong_options_agree(cpp):
+    ours = {name: how.to_json() for name, how in PRESETS.items()}
+    assert cpp("presets") == ours
+    options = [
+        {"size": [0, 224]},
+        {"size": [224]},
+        {"size": "224"},
+        {"short_side": 20000},
+        {"short_side": 2.5},
+        {"mean": [0.1, 0.2]},
+        {"color": "grey", "std": [1, 1, 1]},
+        {"std": [1.0, 0.0, 1.0]},
+        {"std": [1e-60]},
+        {"scale": "x"},
+        {"scale": [1.0]},
+        {"scale": 1e31},
+        {"mean": [True]},
+        {"mean": [0.25, 1e-7, 3]},
+    ]
+    for given in options:
+
+        def make(given=given):
+            return Preprocess.from_json(given).to_json()
+
+        assert cpp("preprocess", options=given) == outcome(make), given
+
+
+# ---- histograms and the search --------------------------------------------------------------
+
+
+def tensors():
+    rng = np.random.default_rng(3)
+    normal = rng.standard_normal(200_000).astype(np.float32)
+    yield "normal", [normal[:50_000], normal[50_000:]]
+    yield "relu", [np.maximum(normal, 0)]
+    yield "grows", [normal[:1000] * np.float32(0.01), normal, normal * np.float32(37.5)]
+    yield "sparse", [np.float32([8, 16, 32, 0, 0])]
+    yield "constant", [np.full(100, 2.5, np.float32)]
+    yield "zeros", [np.zeros(100, np.float32)]
+    yield "zeros first", [np.zeros(10, np.float32), normal[:100]]
+    yield "heavy", [rng.standard_cauchy(100_000).astype(np.float32)]
+    yield "tiny", [normal * np.float32(1e-38)]
+    yield "huge", [normal[:5000] * np.float32(1e37)]
+    yield "edges", [np.float32([-1, 1, 0.5, -0.5, np.nextafter(np.float32(1), np.float32(2))])]
+    yield "infinite", [np.float32([1, np.inf, -np.inf, 0.25])]
+    yield "nan", [np.float32([1, np.nan])]
+
+
+@pytest.mark.parametrize("faithful", [False, True])
+@pytest.mark.parametrize("case", list(tensors()), ids=lambda case: case[0])
+def test_histograms_and_scales_are_identical(cpp, tmp_path, case, faithful):
+    _, batches = case
+    finite = batches[0][np.isfinite(batches[0])]
+    base = float(np.abs(finite).max()) if faithful else None
+    paths = []
+    for index, batch in enumerate(batches):
+        paths.append(str(tmp_path / f"{index}.f32"))
+        batch.tofile(paths[-1])
+
+    def ours():
+        histogram = Histogram(base=base)
+        for batch in batches:
+            histogram.observe(batch)
+        scale = entropy(histogram)
+        return {
+            "counts": histogram.counts.tolist(),
+            "full_range": histogram.full_range,
+            "total": histogram.total,
+            "infinite": histogram.infinite,
+            "scale": {
+                "lo": scale.lo,
+                "hi": scale.hi,
+                "amax": scale.amax,
+                "observed_min": scale.observed_min,
+                "observed_max": scale.observed_max,
+                "method": scale.method,
+            },
+        }
+
+    assert cpp("histogram", base=base, batches=paths) == outcome(ours)
+
+
+def test_entropy_indices_are_identical(cpp, tmp_path):
+    rng = np.random.default_rng(5)
+    rows = []
+    for index in range(40):
+        scale = rng.uniform(50, 2000)
+        values = np.abs(rng.standard_normal(20_000) * scale)
+        if index % 3 == 0:
+            values = np.abs(rng.laplace(0, scale / 4, 20_000))
+        if index % 4 == 1:
+            values = values[: rng.integers(5, 200)]
+        clipped = np.minimum(values, 2047).astype(int)
+        rows.append(np.bincount(clipped, minlength=2048).astype(np.int64))
+    if (THIRD_PARTY / "lenet" / "histograms.npz").exists():
+        with np.load(THIRD_PARTY / "lenet" / "histograms.npz") as archive:
+            rows += [archive[k].astype(np.int64) for k in archive if archive[k].shape == (2048,)]
+    np.stack(rows).tofile(tmp_path / "rows.i64")
+    assert cpp("search", path=str(tmp_path / "rows.i64"))["found"] == [search(r) for r in rows]
+
+
+# ---- caches ---------------------------------------------------------------------------------
+
+
+def python_cache(path, origin):
+    data = Path(path).read_bytes()
+    cache = trt_cache.parse(data, origin=origin)
+
+    def coded(name):
+        return name.encode("utf-8", "surrogateescape").hex()
+
+    return {
+        "label": cache.header.label,
+        "algorithm": cache.header.algorithm,
+        "round_trip": trt_cache.dump(cache) == data,
+        "entries": [[coded(e.name), e.bits, e.flaw] for e in cache.entries],
+        "duplicates": [coded(name) for name in cache.duplicates()],
+        "unique": len(cache.scales()),
+    }
+
+
+def agree_on(cpp, path):
+    answer = cpp("cache", path=str(path), origin="a.cache")
+    assert answer == outcome(lambda: python_cache(path, "a.cache")), Path(path).read_bytes()[:300]
+    return "error" not in answer
+
+
+def caches():
+    return [
+        *sorted((ROOT / "tests" / "golden").rglob("*.cache")),
+        *sorted((THIRD_PARTY / "caches").glob("*.cache")),
+        *sorted(THIRD_PARTY.glob("lenet/*.cache")),
+    ]
+
+
+def test_real_caches_are_read_alike(cpp):
+    if not caches():
+        pytest.skip("no cache in tests/golden nor ../shared/golden/tensorrt")
+    assert sum(agree_on(cpp, path) for path in caches()) > 0
+
+
+SAMPLE = (
+    "TRT-8503-EntropyCalibration2\ndata: 3c008912\nconv/Conv2D:0: 3c60dd38\n"
+    "(Unnamed Layer* 4) [Shuffle]_output: 0\nn\xe4me: 7f800000\nx: ffc00000\n"
+).encode()
+LEGACY = b"03ff00000000000003feffffde7210be9\ndata: 3c008102\n"
+SPLICES = [
+    b"\n", b"\r\n", b": ", b":", b" ", b"0", b"TRT-", b"-", b"\xff", b"\xc3", b"\xe2\x82", b"\0",
+    b"'", b'"', b"\\", b"{", b"3c008912", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x7f", b"\t",
+    "\u200b\u20ac\U0001f600".encode(), b"record {", b"PK\x03\x04", b"1.5e-3", b"<!DOCTYPE",
+]  # fmt: skip
+
+
+def test_damaged_caches_are_refused_in_the_same_words(cpp, tmp_path):
+    rng = np.random.default_rng(11)
+    path = tmp_path / "mutant"
+    read = 0
+    for index in range(1500):
+        data = bytearray([SAMPLE, LEGACY, SAMPLE, b"conv1 1.25\nfc -3e-2\n"][index % 4])
+        for _ in range(int(rng.integers(1, 4))):
+            at = int(rng.integers(0, len(data) + 1)) if rng.random() < 0.5 else 0
+            kind = rng.integers(0, 4)
+            if kind == 0:
+                data[at:at] = SPLICES[int(rng.integers(0, len(SPLICES)))]
+            elif kind == 1:
+                del data[at : at + int(rng.integers(1, 12))]
+            elif kind == 2 and data:
+                data[min(at, len(data) - 1)] = int(rng.integers(0, 256))
+            else:
+                del data[int(rng.integers(0, len(data) + 1)) :]
+        path.write_bytes(data)
+        read += agree_on(cpp, path)
+    assert 50 < read < 1400
+
+
+def test_written_caches_are_byte_equal(cpp):
+    scales = [("data", 1 / 127), ("a b [c]:0", 0.0), ("\u00e4\n"[:1], 3.5), ("i", 1e-45)]
+    bits = [(name, float(np.float32(value))) for name, value in scales]
+    for version in ("7.0.0", "8.5.3", "10.14.1", "10.3", "8.10.1", "x"):
+        for algorithm in (trt_cache.ENTROPY2, trt_cache.MINMAX, trt_cache.LEGACY, "no word"):
+
+            def ours(version=version, algorithm=algorithm):
+                cache = trt_cache.from_scales(
+                    {name: np.float32(value) for name, value in bits},
+                    version=version,
+                    algorithm=algorithm,
+                )
+                return {"text": trt_cache.dump(cache).decode()}
+
+            answer = cpp("write", scales=bits, version=version, algorithm=algorithm)
+            assert answer == outcome(ours)
+    for bad in ([["", 1.0]], [["a\nb", 1.0]], [["a", -1.5]], []):
+
+        def refused(bad=bad):
+            trt_cache.from_scales({n: np.float32(v) for n, v in bad}, version="8.5.3")
+
+        assert cpp("write", scales=bad, version="8.5.3", algorithm="X") == outcome(refused)
+
+
+def test_relabelled_caches_are_byte_equal(cpp):
+    for text in (SAMPLE.decode(), SAMPLE.decode().replace("\n", "\r\n"), LEGACY.decode()):
+        for algorithm in (None, trt_cache.MINMAX, trt_cache.LEGACY):
+
+            def ours(text=text, algorithm=algorithm):
+                cache = trt_cache.parse(text.encode(), origin="x")
+                changed = trt_cache.relabel(cache, version="10.14.1", algorithm=algorithm)
+                return {"text": trt_cache.dump(changed).decode()}
+
+            answer = cpp("relabel", text=text, version="10.14.1", algorithm=algorithm)
+            assert answer == outcome(ours)
