@@ -40,6 +40,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.ascend:ascend",
         "Ascend's configurations and records: made, checked, searched.",
     ),
+    "qat": ("deploy.commands.qat:qat", "Train a PyTorch model for int8, and export it with Q/DQ."),
+    "export": ("deploy.commands.export:export", "A PyTorch model as ONNX, float or with Q/DQ."),
     "cache": (
         "deploy.commands.cache:cache",
         "Show, check and convert TensorRT calibration caches.",

@@ -151,7 +151,7 @@ def calibrate(
 
 
 def build(
-    model: str | Path | onnx.ModelProto,
+    model: str | Path | onnx.ModelProto | LoadedModel,
     images: FeedSource,
     *,
     out: Path | str = "build",
@@ -186,7 +186,7 @@ def build(
     atomic.remove_leftovers(folder)
     kept = tuple(float_nodes)
     built_for = backends(targets)
-    loaded = load(model)
+    loaded = model if isinstance(model, LoadedModel) else load(model)
     policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
     if policy.path is None:
         policy = replace(policy, path=folder / f"{loaded.name}.cache")

@@ -15,9 +15,10 @@ def run(code):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
-@pytest.mark.parametrize("command", ["trace", "profile", "fuse"])
+@pytest.mark.parametrize("command", ["trace", "profile", "fuse", "build", "inspect"])
 def test_a_torch_command_names_the_extra(command):
     arguments = [command, "net.py:make", "--input", "1x3x8x8"]
+    arguments += ["--images", "."] if command == "build" else []
     done = run(f"from deploy.cli import main; main({arguments!r})")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from deploy.commands.model import model_from, model_options
 from deploy.commands.options import FeedOptions, feed_options
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     metavar="--NAME=VALUE",
     help="ascend: a further flag of atc; may be repeated.",
 )
+@model_options
 @feed_options
 def build(
     model: Path,
@@ -88,6 +90,8 @@ def build(
     ascend_config: Path | None,
     aipp: bool,
     atc_flags: tuple[str, ...],
+    shapes: tuple[str, ...],
+    weights: Path | None,
     feed: FeedOptions,
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
@@ -96,6 +100,7 @@ def build(
     calib8 build model.onnx --images photos/ --preprocess imagenet
     calib8 build model.onnx --images list.txt --target onnxruntime --target tensorrt
     calib8 build model.onnx --images photos/ --target ascend --soc Ascend310P3
+    calib8 build net.py:make --input 1x3x224x224 --images photos/
     """  # noqa: D301 (click reads the backspace)
     from deploy.backends import Ascend
     from deploy.commands.labels import read_labels
@@ -116,7 +121,7 @@ def build(
         say=lambda sentence: click.echo(sentence, err=True),
     )
     report = run(
-        model,
+        model_from(model, shapes, weights),
         feed.images,
         out=out,
         targets=[own if name == "ascend" else _backend(name, weight_bits) for name in targets],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from deploy.commands.model import model_from, model_options
 from deploy.commands.options import FeedOptions, feed_options
 
 
@@ -38,6 +39,7 @@ from deploy.commands.options import FeedOptions, feed_options
     help="With --target tensorrt alone: TensorRT's parser that names the tensors; by default"
     " judged from the model.",
 )
+@model_options
 @feed_options
 def calibrate(
     model: Path,
@@ -46,6 +48,8 @@ def calibrate(
     calibrator: str | None,
     order_independent: bool,
     parser: str | None,
+    shapes: tuple[str, ...],
+    weights: Path | None,
     feed: FeedOptions,
 ) -> None:
     """Calibrate MODEL on images and write the calibration cache.
@@ -60,6 +64,10 @@ def calibrate(
     before any fusion.
     """  # noqa: D301 (click reads the backspace)
     if set(targets) == {"tensorrt"}:
+        if shapes or weights:
+            raise click.UsageError(
+                "a TensorRT cache names the tensors of an ONNX file: make one with calib8 export"
+            )
         _for_tensorrt(model, out, calibrator, order_independent, parser, feed)
         return
     if calibrator or order_independent or parser:
@@ -70,7 +78,7 @@ def calibrate(
 
     path = out or Path(f"{model.stem}.cache")
     found = run(
-        model,
+        model_from(model, shapes, weights),
         feed.images,
         targets=targets,
         method=feed.method,

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from deploy.commands.model import model_from, model_options
+
+if TYPE_CHECKING:
+    from deploy.frontends import LoadedModel
 
 
 @click.command()
@@ -14,26 +20,30 @@ import click
     "--target", default="onnxruntime", show_default=True, help="Rules to judge a model by."
 )
 @click.option("--all", "everything", is_flag=True, help="List every node or tensor.")
-def inspect(path: Path, target: str, everything: bool) -> None:
+@model_options
+def inspect(
+    path: Path, target: str, everything: bool, shapes: tuple[str, ...], weights: Path | None
+) -> None:
     """What would be quantized in a model (.onnx) and why not; or what a cache holds.
 
     \b
     calib8 inspect model.onnx
     calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
-    if path.suffix in {".onnx", ".py"} or _looks_like_onnx(path):
-        _inspect_model(path, target, everything)
+    model = model_from(path, shapes, weights)
+    if model is not path or path.suffix in {".onnx", ".py"} or _looks_like_onnx(path):
+        _inspect_model(model, path, target, everything)
     else:
         _inspect_cache(path)
 
 
-def _inspect_model(path: Path, target: str, everything: bool) -> None:
-    from deploy.frontends import load
+def _inspect_model(model: Path | LoadedModel, path: Path, target: str, everything: bool) -> None:
+    from deploy.frontends import LoadedModel, load
     from deploy.graph import PLACEMENTS, analyse
     from deploy.pipeline import backends
 
     backends([target])  # a name that is not in the table is told
-    loaded = load(path)
+    loaded = model if isinstance(model, LoadedModel) else load(model)
     placement = PLACEMENTS[target]
     plan = analyse(loaded.model, placement)
     click.echo(f"{path}: {len(plan.decisions)} nodes, {len(plan.int8_nodes)} in int8 on {target}")

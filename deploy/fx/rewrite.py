@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -96,7 +98,8 @@ def propagate_shapes(
 
     The shapes also stay in `node.meta["tensor_meta"]`, as torch.fx's passes expect.
     """
-    with torch.no_grad():
+    # torch prints a traceback of its own before it raises
+    with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
         ShapeProp(graph_module).propagate(*inputs)
     metas = {node.name: node.meta.get("tensor_meta") for node in graph_module.graph.nodes}
     return {name: tuple(meta.shape) for name, meta in metas.items() if hasattr(meta, "shape")}

@@ -1,0 +1,78 @@
+"""`calib8 qat`: train a PyTorch model for int8 and export it with Q/DQ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("script")
+@click.option("--target", default="onnxruntime", show_default=True, help="whose grid to train for")
+@click.option("--bits", default=8, show_default=True, type=int, help="of weights and activations")
+@click.option("--epochs", type=click.IntRange(min=0), help="in place of the task's")
+@click.option("--teacher", metavar="FILE.PY:FACTORY", help="float model to distil from")
+@click.option("--teacher-weights", type=click.Path(path_type=Path), help="its state dict")
+@click.option("--distil", multiple=True, metavar="STUDENT=TEACHER", help="modules to compare")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="written after each epoch")
+@click.option("--scales", is_flag=True, help="print every activation's scale and zero point")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file")
+def qat(
+    script: str,
+    target: str,
+    bits: int,
+    epochs: int | None,
+    teacher: str | None,
+    teacher_weights: Path | None,
+    distil: tuple[str, ...],
+    checkpoint: Path | None,
+    scales: bool,
+    out: Path,
+) -> None:
+    r"""Train the task that SCRIPT (train.py:setup) returns for TARGET's int8, and export it.
+
+    \b
+    from deploy.fx.qat import Task
+    def setup():
+        return Task(model=..., inputs=[...], batches=..., loss=..., evaluate=...)
+    """
+    from dataclasses import replace
+
+    from deploy.atomic import write_bytes
+    from deploy.errors import ConfigError
+    from deploy.fx import export as exports
+    from deploy.fx.modes import measure, report
+    from deploy.fx.prepare import scale_table
+    from deploy.fx.qat import Task, first_batches, train
+    from deploy.fx.source import call_factory, load_module
+    from deploy.fx.table import columns
+
+    task = call_factory(script)
+    if not isinstance(task, Task):
+        raise ConfigError(f"{script} must return a deploy.fx.qat.Task, got {type(task).__name__}")
+    if epochs is not None:
+        task = replace(task, epochs=epochs)
+    if teacher is not None:
+        task = replace(task, teacher=load_module(teacher, teacher_weights))
+    if distil:
+        task = replace(task, distil=[_pair(text) for text in distil])
+    trained = train(task, target=target, bits=bits, checkpoint=checkpoint, report=click.echo)
+    if trained.end is not None:
+        click.echo(f"after training ({bits} bits): {trained.end:.4f}")
+    exported = exports.to_onnx(trained.converted, list(task.inputs))
+    batches = first_batches(task)
+    click.echo(exports.compare(exported, trained.converted, batches))
+    click.echo(report([measure("qat", task.model, trained.converted, batches)]), nl=False)
+    if scales:
+        rows = [(name, f"{scale:.8g}", str(zero)) for name, scale, zero in
+                scale_table(trained.converted)]  # fmt: skip
+        click.echo(columns([("tensor", "scale", "zero_point"), *rows]), nl=False)
+    write_bytes(out, exported.SerializeToString(deterministic=True))
+    click.echo(f"{out}: {out.stat().st_size} bytes")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """`student=teacher`, or one name for both."""
+    student, equals, teacher = text.partition("=")
+    return student, teacher if equals else student

@@ -1,0 +1,125 @@
+"""Distillation: the int8 student follows a float teacher, in its maps and in its logits.
+
+Channel-wise: each channel's map, as a distribution over positions, is brought near the teacher's::
+
+    phi(y)[n, c, i] = softmax over i of y[n, c, i] / T
+    loss = T^2 / (N * C) * sum over n, c of KL(phi(teacher) || phi(student))
+
+Sources: C. Shu et al., 2021, "Channel-wise Knowledge Distillation for Dense Prediction", equations
+4-5; logits: G. Hinton et al., 2015, "Distilling the Knowledge in a Neural Network".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deploy.errors import ConfigError, ModelError
+from deploy.fx.fuse import CONVS, fold_batch_norms
+from deploy.fx.layers import QatLayer
+from deploy.fx.profile import tensors_of
+
+
+def channel_wise_loss(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 4.0
+) -> torch.Tensor:
+    """[N, C, ...] maps of equal shape -> scalar, 0 where each channel has the teacher's form."""
+    channels = student.shape[0] * student.shape[1]
+    ours = functional.log_softmax(student.reshape(channels, -1) / temperature, dim=1)
+    theirs = functional.log_softmax(teacher.reshape(channels, -1) / temperature, dim=1)
+    divergence = functional.kl_div(ours, theirs, reduction="sum", log_target=True)
+    return divergence * temperature**2 / channels
+
+
+def logit_loss(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 4.0
+) -> torch.Tensor:
+    """[N, C] logits -> scalar: T^2 times the mean divergence of the class distributions."""
+    ours = functional.log_softmax(student / temperature, dim=1)
+    theirs = functional.log_softmax(teacher / temperature, dim=1)
+    divergence = functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+    return divergence * temperature**2
+
+
+class Distiller:
+    """Runs the teacher beside the student and adds up how far apart they are.
+
+    Args:
+        student: a prepared model.
+        teacher: a float model; its norms are folded, so that maps of equal names compare.
+        layers: (student's module, teacher's module) pairs; by default the student's last
+            convolution with its namesake.
+        temperature: T above.
+
+    Raises:
+        ConfigError: a layer that one of them does not have.
+        ModelError: the teacher cannot be traced.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        layers: Sequence[tuple[str, str]] = (),
+        temperature: float = 4.0,
+    ):
+        self.teacher = fold_batch_norms(teacher.eval())[0].requires_grad_(False)
+        self.temperature = temperature
+        self.pairs = list(layers) or _last_convolution(student, self.teacher)
+        self._maps: dict[tuple[str, str], torch.Tensor] = {}
+        self._hooks = [
+            hook
+            for ours, theirs in self.pairs
+            for hook in (
+                self._record("student", student, ours),
+                self._record("teacher", self.teacher, theirs),
+            )
+        ]
+
+    def loss(self, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
+        """Distance of the student's last forward, which gave `output`, from the teacher's.
+
+        Raises:
+            ModelError: maps or logits of different shapes.
+        """
+        with torch.no_grad():
+            wanted = self.teacher(*inputs)
+        pairs = [(self._maps["student", a], self._maps["teacher", b]) for a, b in self.pairs]
+        total = torch.zeros(())
+        for ours, theirs in [*pairs, *zip(tensors_of(output), tensors_of(wanted), strict=True)]:
+            if ours.shape != theirs.shape:
+                raise ModelError(
+                    f"student and teacher must give equal shapes, got {tuple(ours.shape)} and"
+                    f" {tuple(theirs.shape)}; choose other layers"
+                )
+            measure = logit_loss if ours.dim() == 2 else channel_wise_loss
+            total = total + measure(ours, theirs, self.temperature)
+        return total
+
+    def close(self) -> None:
+        """Take the hooks off both models."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _record(self, whose: str, model: nn.Module, name: str) -> Any:
+        if name not in dict(model.named_modules()):
+            raise ConfigError(f"the {whose} has no module {name!r} to distil")
+
+        def keep(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            self._maps[whose, name] = output
+
+        return model.get_submodule(name).register_forward_hook(keep)
+
+
+def _last_convolution(student: nn.Module, teacher: nn.Module) -> list[tuple[str, str]]:
+    theirs = dict(teacher.named_modules())
+    names = [
+        name
+        for name, module in student.named_modules()
+        if isinstance(module, QatLayer) and isinstance(module.layer, CONVS) and name in theirs
+    ]
+    return [(names[-1], names[-1])] if names else []

@@ -1,0 +1,236 @@
+"""A PyTorch model -> ONNX, in float or with QuantizeLinear and DequantizeLinear, and the proof.
+
+Always the exporter that stands on torch.export: the older one silently keeps one branch of an `if`
+on data. The opset is read back from what was written, since the exporter keeps its own where it
+cannot convert down.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from deploy.errors import ExportError, ModelError
+from deploy.fx.fakequant import DynamicQuant, FakeQuant, FixedQuant
+from deploy.fx.layers import IntLayer
+from deploy.fx.onnxform import plain
+from deploy.fx.profile import tensors_of
+from deploy.fx.source import users_line
+
+if TYPE_CHECKING:
+    import onnx
+
+OPSET = 18
+FLOAT_TOLERANCE = 1e-4  # of the largest output: sums in another order, no more
+
+
+def to_onnx(
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    opset: int = OPSET,
+    dynamic_batch: bool = True,
+) -> onnx.ModelProto:
+    """Export a float model, or a converted one (`deploy.fx.prepare.convert`) with its Q/DQ.
+
+    Args:
+        model: in eval mode.
+        inputs: example inputs; with dynamic_batch their first dimension is the batch.
+        opset: of the default domain; 18 is what every target here reads.
+        dynamic_batch: leave the batch open in the file, as "batch".
+
+    Raises:
+        ModelError: torch.export cannot follow the model, or not with an open batch.
+        ExportError: the exporter did not keep the opset that was asked for.
+    """
+    refuse_prepared(model)
+    inputs = [_at_least_two(x) for x in inputs] if dynamic_batch else list(inputs)
+    batch = torch.export.Dim("batch")
+    shapes = tuple({0: batch} for _ in inputs) if dynamic_batch else None
+    exportable = _exportable(model)
+    with _quiet():
+        try:
+            program = torch.onnx.export(
+                exportable,
+                tuple(inputs),
+                None,
+                dynamo=True,
+                verbose=False,
+                opset_version=opset,
+                dynamic_shapes=shapes,
+            )
+        except Exception as error:  # torch.export and the exporter share no error class
+            raise ModelError(_explain(error, dynamic_batch)) from error
+    assert program is not None
+    written = program.model_proto
+    _check_opset(written, opset)
+    return plain(written)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How an ONNX model's outputs compare with those of the torch model it came from.
+
+    Attributes:
+        samples: how many were compared.
+        max_difference: largest absolute difference of any output value.
+        max_output: largest absolute value of the torch model's outputs.
+        argmax: share of samples whose largest output is at the same place, 0 to 1.
+        codes: max_difference in steps of the last quantized tensor; None for a float model.
+    """
+
+    samples: int
+    max_difference: float
+    max_output: float
+    argmax: float
+    codes: float | None
+
+    def __str__(self) -> str:
+        codes = f", {self.codes:.2f} steps of the last scale" if self.codes is not None else ""
+        return (
+            f"onnxruntime against torch on {self.samples} samples: same arg-max"
+            f" {100 * self.argmax:.2f}%, largest difference {self.max_difference:.3g}{codes}"
+            f" (largest output {self.max_output:.3g})"
+        )
+
+
+def compare(
+    exported: onnx.ModelProto,
+    model: nn.Module,
+    batches: Sequence[Sequence[torch.Tensor]],
+    *,
+    optimized: bool = True,
+) -> Agreement:
+    """Run batches through onnxruntime and through torch.
+
+    Args:
+        exported: what `to_onnx` gave for `model`.
+        model: the float or converted model.
+        batches: each the inputs of one run, batch first.
+        optimized: let onnxruntime fuse into int8 kernels, as in use; without, each operator runs
+            as ONNX defines it.
+    """
+    session = _session(exported, optimized)
+    names = [value.name for value in session.get_inputs()]
+    worst = largest = 0.0
+    same = samples = 0
+    for batch in batches:
+        feed = {n: x.detach().cpu().numpy() for n, x in zip(names, batch, strict=True)}
+        theirs = session.run(None, feed)
+        with torch.no_grad():
+            ours = [tensor.cpu().numpy() for tensor in tensors_of(model(*batch))]
+        for left, right in zip(ours, theirs, strict=True):
+            worst = max(worst, float(np.abs(left - right).max(initial=0.0)))
+            largest = max(largest, float(np.abs(left).max(initial=0.0)))
+        hits = _same_argmax(ours[-1], theirs[-1])
+        same, samples = same + int(hits.sum()), samples + len(hits)
+    step = _last_scale(model)
+    codes = worst / step if step else None
+    return Agreement(samples, worst, largest, same / max(samples, 1), codes)
+
+
+def check_float(exported: onnx.ModelProto, model: nn.Module, batches: Any) -> Agreement:
+    """`compare` of a float export.
+
+    Raises:
+        ExportError: the outputs differ by more than sums in another order explain.
+    """
+    found = compare(exported, model, batches)
+    if found.max_difference > FLOAT_TOLERANCE * max(found.max_output, 1.0):
+        raise ExportError(f"an exported model must compute what torch computes, got: {found}")
+    return found
+
+
+def refuse_prepared(model: nn.Module) -> None:
+    """Raise `ExportError` for a model that was prepared and not converted."""
+    if any(isinstance(module, FakeQuant) for module in model.modules()):
+        raise ExportError("a prepared model must be converted before export: convert(prepared)")
+
+
+def _at_least_two(x: torch.Tensor) -> torch.Tensor:
+    """A batch of one would be taken for a constant 1."""
+    return x if x.shape[0] > 1 else torch.cat([x, x])
+
+
+def _exportable(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose quantizers write ONNX operators in place of computing."""
+    exportable = copy.deepcopy(model).eval()
+    for module in exportable.modules():
+        if isinstance(module, FixedQuant | DynamicQuant | IntLayer):
+            module.start_export()
+    return exportable
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's notes on optional packages and on its own deprecations."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for kind in (DeprecationWarning, FutureWarning, UserWarning):
+                warnings.simplefilter("ignore", kind)
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _explain(error: Exception, dynamic_batch: bool) -> str:
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    where = users_line(root) or users_line(error)
+    lines = [line for line in str(root).strip().splitlines() if line.strip()]
+    said = lines[0].strip()[:300] if lines else type(root).__name__
+    way = "export with a fixed batch (--static-batch), or " if dynamic_batch else ""
+    return (
+        f"torch.export must be able to follow the model, got {type(root).__name__}: {said}"
+        + (f" at {where}" if where else "")
+        + f"; {way}rewrite what depends on data"
+    )
+
+
+def _check_opset(model: onnx.ModelProto, opset: int) -> None:
+    got = {entry.domain: entry.version for entry in model.opset_import}.get("", 0)
+    if got != opset:
+        raise ExportError(
+            f"this model cannot be written at opset {opset}: torch's exporter kept {got};"
+            f" ask for {got}, or use operators that opset {opset} has"
+        )
+
+
+def _session(model: onnx.ModelProto, optimized: bool) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    levels = onnxruntime.GraphOptimizationLevel
+    level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+    options.graph_optimization_level = level
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def _same_argmax(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
+    """[N, C, ...] -> one bool for each sample, or for each position of a dense output."""
+    if left.ndim < 2:
+        return np.asarray(left.argmax() == right.argmax()).reshape(1)
+    return np.asarray(left.argmax(1) == right.argmax(1)).reshape(-1)
+
+
+def _last_scale(model: nn.Module) -> float:
+    quants = [module for module in model.modules() if isinstance(module, FixedQuant)]
+    return float(quants[-1].scale) if quants else 0.0

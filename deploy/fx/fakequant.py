@@ -1,0 +1,206 @@
+"""Fake quantization: values rounded to a grid and back, while gradients pass straight through.
+
+::
+
+    x --> observe (while calibrating: EMA of min and max) --> scale, zero_point
+      `-> round(x / scale) + zero_point, clipped to qmin..qmax --> back to real --> y
+          gradient: 1 inside the clip range, 0 outside (straight-through estimator)
+
+`observe` and `enabled` are Python bools, never tensors: a traced or exported graph has no branch on
+data. Source: B. Jacob et al., 2018, "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from deploy.errors import CalibrationError
+from deploy.fx.grids import ActivationGrid
+
+
+class FakeQuant(nn.Module):
+    """An activation's observer and fake quantizer.
+
+    Args:
+        grid: the target's integers.
+        name: the tensor's name, for messages.
+        momentum: weight of a new batch in the moving average of min and max; 1 keeps the extremes
+            of all batches instead.
+    """
+
+    lo: torch.Tensor
+    hi: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, grid: ActivationGrid, name: str, *, momentum: float = 0.05):
+        super().__init__()
+        self.grid = grid
+        self.name = name
+        self.momentum = momentum
+        self.observe = False
+        self.enabled = False
+        self.register_buffer("lo", torch.zeros(()))
+        self.register_buffer("hi", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """Float32 scalar: the real value of one step."""
+        return self.parameters_of_grid()[0]
+
+    @property
+    def zero_point(self) -> torch.Tensor:
+        """Int32 scalar: the integer of a real 0."""
+        return self.parameters_of_grid()[1]
+
+    def parameters_of_grid(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale, zero_point) of the observed range.
+
+        Raises:
+            CalibrationError: nothing was observed.
+        """
+        if not int(self.seen):
+            raise CalibrationError(
+                f"every quantized tensor needs data, and none went through {self.name};"
+                " calibrate first, with the inputs that reach it"
+            )
+        lo, hi = self.lo.double().clamp(max=0), self.hi.double().clamp(min=0)
+        grid = self.grid
+        if grid.symmetric:
+            scale = torch.maximum(-lo, hi) / grid.qmax
+            zero = torch.zeros((), dtype=torch.int32, device=lo.device)
+            return torch.where(scale > 0, scale, 1.0).float(), zero
+        scale = (hi - lo) / (grid.qmax - grid.qmin)
+        scale = torch.where(scale > 0, scale, 1.0).float()
+        zero = torch.round(grid.qmin - lo / scale.double()).clamp(grid.qmin, grid.qmax)
+        return scale, zero.to(torch.int32)
+
+    def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`parameters_of_grid` under the name that custom modules expect of an observer."""
+        return self.parameters_of_grid()
+
+    def update(self, x: torch.Tensor) -> None:
+        """Take the extremes of one batch into the range.
+
+        Raises:
+            CalibrationError: the batch holds NaN or Inf.
+        """
+        lo, hi = torch.aminmax(x.detach().float())
+        if not bool(torch.isfinite(lo) & torch.isfinite(hi)):
+            raise CalibrationError(
+                f"calibration needs finite values, got NaN or Inf in {self.name}"
+            )
+        if not int(self.seen):
+            self.lo.copy_(lo)
+            self.hi.copy_(hi)
+        elif self.momentum == 1:
+            self.lo.copy_(torch.minimum(self.lo, lo))
+            self.hi.copy_(torch.maximum(self.hi, hi))
+        else:
+            self.lo.lerp_(lo, self.momentum)
+            self.hi.lerp_(hi, self.momentum)
+        self.seen += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """X, or its rounding to the grid once enabled; same shape and dtype."""
+        if self.observe:
+            self.update(x)
+        if not self.enabled:
+            return x
+        scale, zero = self.parameters_of_grid()
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero, self.grid.qmin, self.grid.qmax)
+
+
+class DynamicQuant(nn.Module):
+    """An activation quantized by each batch's own range, unsigned 8 bits, as DynamicQuantizeLinear.
+
+    Source: ONNX operator spec, DynamicQuantizeLinear.
+    """
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+        self.exporting = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """X rounded to 256 levels between its own extremes, 0 among them."""
+        if self.exporting:
+            return self.symbolic(x)
+        lo, hi = torch.aminmax(x)
+        lo, hi = lo.clamp(max=0), hi.clamp(min=0)
+        scale = (hi - lo) / UINT8_MAX
+        scale = torch.where(scale > 0, scale, 1.0)
+        zero = torch.round(-lo / scale).clamp(0, UINT8_MAX)
+        return (torch.clamp(torch.round(x / scale) + zero, 0, UINT8_MAX) - zero) * scale
+
+    def start_export(self) -> None:
+        """From now on `forward` writes ONNX operators; not to be undone."""
+        self.exporting = True
+
+    def symbolic(self, x: torch.Tensor) -> torch.Tensor:
+        """The ONNX form; only inside an export, where operators compute nothing."""
+        q, scale, zero = torch.onnx.ops.symbolic_multi_out(
+            "DynamicQuantizeLinear",
+            (x,),
+            dtypes=(torch.uint8, torch.float32, torch.uint8),
+            shapes=(x.shape, (), ()),
+            version=18,
+        )
+        return torch.onnx.ops.symbolic(
+            "DequantizeLinear", (q, scale, zero), dtype=x.dtype, shape=x.shape, version=18
+        )
+
+
+class FixedQuant(nn.Module):
+    """A trained or calibrated activation quantizer: scale and zero point are constants.
+
+    Unlike torch's fake quantization, which multiplies by 1 / scale, it divides, as ONNX
+    QuantizeLinear does, so that a runtime's integers are the same.
+    """
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor
+
+    def __init__(self, grid: ActivationGrid, name: str, scale: torch.Tensor, zero: torch.Tensor):
+        super().__init__()
+        self.grid = grid
+        self.name = name
+        self.exporting = False
+        self.ends = (0.0, 0.0)
+        self.register_buffer("scale", scale.detach().float().clone())
+        self.register_buffer("zero_point", zero.detach().to(getattr(torch, grid.dtype)).clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """X rounded to the grid, in real units; same shape and dtype."""
+        if self.exporting:
+            return self.symbolic(x)
+        zero = self.zero_point.to(x.dtype)
+        steps = torch.round(x / self.scale) + zero
+        return (steps.clamp(self.grid.qmin, self.grid.qmax) - zero) * self.scale
+
+    def start_export(self) -> None:
+        """From now on `forward` writes ONNX operators; not to be undone."""
+        self.exporting = True
+        scale, zero = float(self.scale), int(self.zero_point)
+        self.ends = ((self.grid.qmin - zero) * scale, (self.grid.qmax - zero) * scale)
+
+    def symbolic(self, x: torch.Tensor) -> torch.Tensor:
+        """The ONNX form; only inside an export, where operators compute nothing."""
+        if self.grid.bits < 8:  # the 8-bit operator does not clip at fewer bits: Clip first
+            x = torch.clamp(x, *self.ends)
+        constants = (self.scale, self.zero_point)
+        q = torch.onnx.ops.symbolic(
+            "QuantizeLinear",
+            (x, *constants),
+            dtype=self.zero_point.dtype,
+            shape=x.shape,
+            version=18,
+        )
+        return torch.onnx.ops.symbolic(
+            "DequantizeLinear", (q, *constants), dtype=x.dtype, shape=x.shape, version=18
+        )
+
+
+UINT8_MAX = ActivationGrid(8, False, False).qmax

@@ -1,0 +1,32 @@
+"""The package's own feed as torch batches: the same bytes as every other path calibrates with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deploy.backends.base import TensorSpec
+from deploy.feed import open_feed
+from deploy.preprocess import Preprocess
+
+
+def batches_of(
+    images: str,
+    inputs: Sequence[torch.Tensor],
+    preprocess: Preprocess | None = None,
+    limit: int | None = None,
+) -> list[tuple[torch.Tensor, ...]]:
+    """Batches of the size of the example inputs, from a folder, list, image, .npy or .npz file.
+
+    All are held in memory, as a comparison and a calibration both read them.
+
+    Raises:
+        FeedError, ConfigError: as `open_feed`.
+    """
+    specs = [TensorSpec(f"input{i}", "float32", (None, *x.shape[1:])) for i, x in enumerate(inputs)]
+    feed = open_feed(images, specs, preprocess=preprocess, limit=limit)
+    samples = [tuple(torch.from_numpy(s[spec.name]) for spec in specs) for s in feed.samples()]
+    size = len(inputs[0])
+    groups = [samples[i : i + size] for i in range(0, len(samples), size)]
+    return [tuple(torch.cat(parts) for parts in zip(*group, strict=True)) for group in groups]

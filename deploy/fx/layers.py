@@ -1,0 +1,226 @@
+"""Layers with quantized weights: while training (fake), with their BatchNorm, and in integers.
+
+Weights are symmetric: scale = max|w| / (2^(bits-1) - 1) for each output channel, or one for all.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deploy.errors import CalibrationError
+from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
+
+WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
+
+
+def apply_layer(
+    layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """What `layer` computes of x, with another weight and bias of the same shape."""
+    if isinstance(layer, nn.Linear):
+        return functional.linear(x, weight, bias)
+    if isinstance(layer, TRANSPOSED):
+        dims = len(layer.kernel_size)
+        function = getattr(functional, f"conv_transpose{dims}d")
+        return function(
+            x,
+            weight,
+            bias,
+            layer.stride,
+            layer.padding,
+            layer.output_padding,
+            layer.groups,
+            layer.dilation,
+        )
+    return layer._conv_forward(x, weight, bias)  # it knows padding_mode and string padding
+
+
+def channel_axis(layer: nn.Module, per_channel: bool = True) -> int | None:
+    """Axis of the weight's output channels; None for one scale (grouped ConvTranspose too)."""
+    if not per_channel or (isinstance(layer, TRANSPOSED) and layer.groups > 1):
+        return None
+    return 1 if isinstance(layer, TRANSPOSED) else 0
+
+
+class WeightQuant(nn.Module):
+    """Fake quantization of a weight, its scale that of the present values.
+
+    Args:
+        axis: channel axis, or None for one scale.
+        bits: 2 to 8; integers are +-(2^(bits-1) - 1).
+    """
+
+    def __init__(self, axis: int | None, bits: int = 8):
+        super().__init__()
+        self.axis = axis
+        self.limit = 2 ** (bits - 1) - 1
+        self.enabled = False
+
+    def scales(self, weight: torch.Tensor) -> torch.Tensor:
+        """[C] or [1] float32; 1 where all of a channel is zero."""
+        kept = () if self.axis is None else (self.axis,)
+        others = [i for i in range(weight.dim()) if i not in kept]
+        amax = weight.detach().double().abs().amax(others).reshape(-1) / self.limit
+        return torch.where(amax > 0, amax, 1.0).float()
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight, or its rounding once enabled."""
+        if not self.enabled:
+            return weight
+        scales = self.scales(weight)
+        zeros = torch.zeros_like(scales, dtype=torch.int32)
+        if self.axis is None:
+            return torch.fake_quantize_per_tensor_affine(
+                weight, scales[0], zeros[0], -self.limit, self.limit
+            )
+        return torch.fake_quantize_per_channel_affine(
+            weight, scales, zeros, self.axis, -self.limit, self.limit
+        )
+
+
+class QatLayer(nn.Module):
+    """A Conv, ConvTranspose or Linear that computes with its fake-quantized weight."""
+
+    def __init__(self, layer: nn.Module, weight_quant: WeightQuant):
+        super().__init__()
+        self.layer = layer
+        self.weight_quant = weight_quant
+
+    def folded(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The float weight and bias that a runtime will see."""
+        layer: Any = self.layer
+        return layer.weight, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output, same shape as without quantization."""
+        weight, bias = self.folded()
+        return apply_layer(self.layer, x, self.weight_quant(weight), bias)
+
+
+class QatConvBn(QatLayer):
+    """A layer trained together with the BatchNorm after it, on the weight that folding gives.
+
+    While the norm follows the batch, the layer runs with the folded and rounded weight, the factor
+    is taken out again and the norm applied::
+
+        y = BN(conv(x, round(w * g)) / g + bias)        g = gamma / sqrt(running_var + eps)
+
+    Once frozen, and in eval mode, norm and layer are one: y = conv(x, round(w * g)) + b'. Source:
+    R. Krishnamoorthi, 2018, "Quantizing deep convolutional networks", section 3.2.2.
+    """
+
+    def __init__(self, layer: nn.Module, norm: nn.Module, weight_quant: WeightQuant):
+        super().__init__(layer, weight_quant)
+        self.norm = norm
+        self.frozen = False
+
+    def folded(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias with the running statistics folded in."""
+        layer: Any = self.layer
+        factor, shift = self._factors()
+        bias = shift if layer.bias is None else layer.bias * factor + shift
+        return scale_outputs(layer, layer.weight, factor), bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm's output."""
+        if self.frozen or not self.training:
+            return super().forward(x)
+        layer: Any = self.layer
+        factor, _ = self._factors()
+        factor = torch.where(factor.abs() > 1e-12, factor, 1e-12).detach()
+        weight = self.weight_quant(scale_outputs(layer, layer.weight, factor))
+        channels = (1, -1, *[1] * (weight.dim() - 2))
+        y = apply_layer(layer, x, weight, None) / factor.reshape(channels)
+        if layer.bias is not None:
+            y = y + layer.bias.reshape(channels)
+        return self.norm(y)
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        norm: Any = self.norm
+        gamma = norm.weight if norm.weight is not None else torch.ones_like(norm.running_mean)
+        beta = norm.bias if norm.bias is not None else torch.zeros_like(norm.running_mean)
+        factor = gamma / torch.sqrt(norm.running_var + norm.eps)
+        return factor, beta - norm.running_mean * factor
+
+
+class IntLayer(nn.Module):
+    """A layer whose weight is kept in int8: a quarter of the size, exported as integers.
+
+    Attributes:
+        weight_int: int8, the shape of the layer's weight.
+        weight_scale: float32 [C] or [1].
+    """
+
+    weight_int: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, trained: QatLayer, name: str):
+        super().__init__()
+        weight, bias = trained.folded()
+        weight = weight.detach()
+        if not bool(torch.isfinite(weight).all()):
+            raise CalibrationError(f"a weight must be finite, got NaN or Inf in {name}")
+        quant = trained.weight_quant
+        self.axis = quant.axis
+        self.exporting = False
+        self.layer = _without_weight(trained.layer)
+        self.register_buffer("weight_scale", quant.scales(weight))
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.register_buffer("weight_int", self._integers(quant, weight))
+
+    def _integers(self, quant: WeightQuant, weight: torch.Tensor) -> torch.Tensor:
+        """The codes that the fake-quantized layer was computing with."""
+        enabled, quant.enabled = quant.enabled, True
+        rounded = quant(weight)
+        quant.enabled = enabled
+        return torch.round(rounded / self._along(self.weight_scale, weight.dim())).to(torch.int8)
+
+    def weight(self) -> torch.Tensor:
+        """The weight in real units, float32."""
+        if self.exporting:
+            return self.symbolic()
+        scale = self._along(self.weight_scale, self.weight_int.dim())
+        return self.weight_int.to(scale.dtype) * scale
+
+    def start_export(self) -> None:
+        """From now on `forward` writes ONNX operators; not to be undone."""
+        self.exporting = True
+
+    def symbolic(self) -> torch.Tensor:
+        """The ONNX form: an int8 constant and DequantizeLinear; only inside an export."""
+        if self.axis is None:
+            scale = self.weight_scale.reshape(())
+            zero = torch.zeros((), dtype=torch.int8, device=scale.device)
+            attributes: dict[str, Any] = {}
+        else:
+            scale, attributes = self.weight_scale, {"axis": self.axis}
+            zero = torch.zeros(scale.shape, dtype=torch.int8, device=scale.device)
+        return torch.onnx.ops.symbolic(
+            "DequantizeLinear",
+            (self.weight_int, scale, zero),
+            attributes,
+            dtype=scale.dtype,
+            shape=self.weight_int.shape,
+            version=18,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output, computed in float from the integers."""
+        return apply_layer(self.layer, x, self.weight(), self.bias)
+
+    def _along(self, scale: torch.Tensor, dims: int) -> torch.Tensor:
+        shape = [-1 if i == self.axis else 1 for i in range(dims)]
+        return scale.reshape(shape if self.axis is not None else [1] * dims)
+
+
+def _without_weight(layer: nn.Module) -> nn.Module:
+    """A copy of `layer` that keeps its options and no parameter."""
+    bare = copy.copy(layer)
+    bare._parameters = dict.fromkeys(layer._parameters)
+    return bare

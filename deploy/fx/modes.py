@@ -1,0 +1,117 @@
+"""The ways to quantize one model, side by side: how small, and how far from float.
+
+==============  ==================================  ===========================================
+mode            weights                             activations
+==============  ==================================  ===========================================
+weight-only     int8                                float
+dynamic         int8, of Linear layers              by each batch's own range, before Linear
+static          int8                                fixed ranges from calibration
+qat             int8, trained on the grid           fixed ranges, trained with (`calib8 qat`)
+==============  ==================================  ===========================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deploy.fx.prepare import MODES, calibrate, convert, prepare, set_phase
+from deploy.fx.profile import tensors_of
+from deploy.fx.table import columns
+
+
+@dataclass(frozen=True, slots=True)
+class ModeResult:
+    """One mode's size and error against the float model.
+
+    Attributes:
+        mode: its name; "float" for the model itself.
+        size: bytes of weights and constants.
+        ratio: the float model's bytes over these.
+        max_error: largest absolute difference of any output.
+        sqnr_db: signal to quantization noise of the outputs, in dB; inf where equal.
+    """
+
+    mode: str
+    size: int
+    ratio: float
+    max_error: float
+    sqnr_db: float
+
+
+def quantized(
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    batches: Sequence[Sequence[torch.Tensor]],
+    *,
+    mode: str,
+    target: str = "onnxruntime",
+    **options: Any,
+) -> nn.Module:
+    """`model` prepared in that mode, calibrated on `batches` where it needs to be, converted.
+
+    Raises:
+        ConfigError, ModelError, CalibrationError: as prepare, calibrate and convert.
+    """
+    prepared = prepare(model, inputs, target=target, mode=mode, **options)
+    if mode == "static":
+        calibrate(prepared, [tuple(batch) for batch in batches])
+    else:
+        set_phase(prepared, observe=False, quantize=True)
+    return convert(prepared)
+
+
+def measure(
+    mode: str,
+    model: nn.Module,
+    converted: nn.Module,
+    batches: Sequence[Sequence[torch.Tensor]],
+) -> ModeResult:
+    """Size and error of a converted model against the float one, on `batches`."""
+    signal = noise = worst = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            pairs = zip(tensors_of(model(*batch)), tensors_of(converted(*batch)), strict=True)
+            for wanted, got in pairs:
+                difference = (wanted - got).double()
+                signal += float(wanted.double().square().sum())
+                noise += float(difference.square().sum())
+                worst = max(worst, float(difference.abs().max()))
+    size = stored_bytes(converted)
+    sqnr = 10 * math.log10(signal / noise) if noise and signal else math.inf
+    return ModeResult(mode, size, stored_bytes(model) / max(size, 1), worst, sqnr)
+
+
+def compare_modes(
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    batches: Sequence[Sequence[torch.Tensor]],
+    *,
+    target: str = "onnxruntime",
+) -> list[ModeResult]:
+    """Float and every mode that needs no training, in the table's order."""
+    results = [measure("float", model, model, batches)]
+    for mode in reversed(MODES):
+        converted = quantized(model, inputs, batches, mode=mode, target=target)
+        results.append(measure(mode, model, converted, batches))
+    return results
+
+
+def report(results: Sequence[ModeResult]) -> str:
+    """The results as a table."""
+    rows = [("Mode", "Bytes", "Smaller", "Max error", "SQNR dB")]
+    for result in results:
+        numbers = (f"{result.ratio:.2f}x", f"{result.max_error:.4g}", f"{result.sqnr_db:.1f}")
+        rows.append((result.mode, str(result.size), *numbers))
+    return columns(rows)
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, each counted once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())

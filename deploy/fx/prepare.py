@@ -1,0 +1,380 @@
+"""prepare -> calibrate -> (train) -> convert: a float model to one of int8, for a target's grid.
+
+::
+
+    model --fold--> graph --prepare--> FakeQuant at each site, weights fake-quantized
+          --calibrate--> ranges --train--> weights that like their grid
+          --convert--> FixedQuant and int8 weights
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from deploy.errors import ConfigError, FeedError, ModelError
+from deploy.fx.fakequant import DynamicQuant, FakeQuant, FixedQuant
+from deploy.fx.fuse import NORMS, called_module, fold_batch_norms, foldable
+from deploy.fx.grids import ActivationGrid, Target, find_target
+from deploy.fx.layers import WEIGHTED, IntLayer, QatConvBn, QatLayer, WeightQuant, channel_axis
+from deploy.fx.modules import functions_to_modules
+from deploy.fx.placement import SHARED, Site, place
+from deploy.fx.rewrite import propagate_shapes
+from deploy.fx.trace import replace_submodule, submodule, trace
+
+MODES = ("static", "dynamic", "weight-only")
+CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
+
+
+class CustomConfig:
+    """What a custom module's `from_float` finds as `float_module.qconfig`: two observer factories.
+
+    `activation()` gives a `FakeQuant` for the target's activations, `weight(axis=None)` a
+    `WeightQuant`.
+    """
+
+    def __init__(self, grid: ActivationGrid, name: str, bits: int):
+        self.grid = grid
+        self.name = name
+        self.bits = bits
+
+    def activation(self) -> FakeQuant:
+        """A new observer and fake quantizer of an activation."""
+        return FakeQuant(self.grid, self.name)
+
+    def weight(self, axis: int | None = None) -> WeightQuant:
+        """A new fake quantizer of a weight."""
+        return WeightQuant(axis, self.bits)
+
+
+def prepare(
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    target: str = "onnxruntime",
+    mode: str = "static",
+    bits: int = 8,
+    norms: str = "fold",
+    leaves: Sequence[str | type[nn.Module]] = (),
+    skip: Sequence[str] = (),
+    share: Sequence[str] = SHARED,
+    custom: CustomClasses | None = None,
+    momentum: float = 0.05,
+) -> fx.GraphModule:
+    """A traced copy of `model` with (disabled) fake quantizers; it still computes what model does.
+
+    Args:
+        model: a float model; for norms="fold" in eval mode.
+        inputs: example inputs, any batch size.
+        target: onnxruntime, tensorrt or ascend; decides grid and places.
+        mode: "static" (scales from calibration; also for training), "dynamic" (Linear, activations
+            by each batch's own range) or "weight-only".
+        bits: of activations and weights, 2 to 8.
+        norms: "fold" BatchNorm before, or "train" it with its layer (see `freeze_norms`).
+        leaves: modules kept whole and in float, by name, class name or class.
+        skip: layers left in float, by name.
+        share: kinds whose inputs and output share a scale, of add, concat, pool, keep.
+        custom: float class -> observed class with `from_float`; kept whole.
+        momentum: of the moving average of min and max; 1 for the extremes of all batches.
+
+    Raises:
+        ConfigError: an option that names nothing.
+        ModelError: the model cannot be traced or run.
+    """
+    _check_options(mode, norms, momentum)
+    custom = custom or {}
+    chosen = find_target(target)
+    grid = chosen.activations(bits)
+    graph_module = _graph(model, [*leaves, *custom], norms)
+    _check_skip(graph_module, skip)
+    if norms == "train":
+        _merge_norms(graph_module, bits, skip)
+    _run_once(graph_module, inputs)
+    if mode == "static":
+        sites = place(graph_module, chosen, skip=skip, share=share)
+        observers = _insert_observers(graph_module, sites, grid, momentum)
+        _swap_custom(graph_module, custom, grid, bits, momentum, observers)
+    elif mode == "dynamic":
+        _insert_dynamic(graph_module, skip)
+    _wrap_weights(graph_module, chosen, bits, skip, linear_only=mode == "dynamic")
+    graph_module.delete_all_unused_submodules()
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return graph_module
+
+
+def prepare_only(
+    model: nn.Module, name: str, inputs: Sequence[torch.Tensor], **options: Any
+) -> nn.Module:
+    """A copy of `model` with its submodule `name` prepared and all else as it is.
+
+    Args:
+        model: a float model that need not be traceable as a whole.
+        name: qualified name of the submodule.
+        inputs: example inputs of the whole model; the submodule's are taken from a run.
+        options: as `prepare`.
+
+    Raises:
+        ConfigError, ModelError: as `prepare`; or the run does not reach the submodule.
+    """
+    model = copy.deepcopy(model)
+    part = submodule(model, name)
+    seen: list[tuple[Any, ...]] = []
+    hook = part.register_forward_pre_hook(lambda _, args: seen.append(args))
+    with torch.no_grad():
+        model(*inputs)
+    hook.remove()
+    if not seen:
+        raise ModelError(f"{name} must run for the example inputs, and does not")
+    replace_submodule(model, name, prepare(part, seen[0], **options))
+    return model
+
+
+def set_phase(prepared: nn.Module, *, observe: bool, quantize: bool) -> None:
+    """Switch all observers and all fake quantizers of a prepared model on or off."""
+    for module in prepared.modules():
+        if isinstance(module, FakeQuant):
+            module.observe, module.enabled = observe, quantize
+        elif isinstance(module, WeightQuant):
+            module.enabled = quantize
+
+
+def calibrate(prepared: nn.Module, batches: Iterable[Any]) -> int:
+    """Run batches (a tensor, or a tuple of inputs) through the observers; gives how many.
+
+    Afterwards the fake quantizers are on and the observers off.
+
+    Raises:
+        FeedError: no batch.
+        CalibrationError: NaN or Inf in a tensor, or a tensor that no data reached.
+    """
+    set_phase(prepared, observe=True, quantize=False)
+    training = prepared.training
+    prepared.eval()
+    count = 0
+    with torch.no_grad():
+        for batch in batches:
+            prepared(*as_inputs(batch))
+            count += 1
+    if not count:
+        raise FeedError("calibration needs at least one batch, got none")
+    prepared.train(training)
+    for quant in observers_of(prepared).values():
+        quant.parameters_of_grid()  # says which tensor saw no data
+    set_phase(prepared, observe=False, quantize=True)
+    return count
+
+
+def freeze_norms(prepared: nn.Module) -> int:
+    """Stop all BatchNorms trained with their layers from following the batch; gives how many."""
+    layers = [module for module in prepared.modules() if isinstance(module, QatConvBn)]
+    for layer in layers:
+        layer.frozen = True
+    return len(layers)
+
+
+def observers_of(prepared: nn.Module) -> dict[str, FakeQuant]:
+    """Tensor name -> its `FakeQuant`, in the model's order."""
+    found = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
+    return {quant.name: quant for quant in found}
+
+
+def scale_table(model: nn.Module) -> list[tuple[str, float, int]]:
+    """(tensor, scale, zero_point) of each quantized activation, prepared or converted."""
+    quants = [m for m in model.modules() if isinstance(m, FakeQuant | FixedQuant)]
+    return [(q.name, float(q.scale), int(q.zero_point)) for q in quants]
+
+
+def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Module:
+    """A copy with fixed scales and int8 weights, in eval mode; fit for `deploy.fx.export`.
+
+    Args:
+        prepared: calibrated, perhaps trained.
+        custom: observed class (static) or float class (dynamic, weight-only) -> quantized class
+            with `from_observed`, or `from_float` where it has none.
+
+    Raises:
+        CalibrationError: a tensor that saw no data, or weights that are not finite.
+    """
+    converted = copy.deepcopy(prepared).eval()
+    fixed: dict[nn.Module, nn.Module] = {}
+    for name, module in list(converted.named_modules(remove_duplicate=False)):
+        new = fixed.get(module) or _converted(module, name, custom or {})
+        if new is not None and name:
+            fixed[module] = new
+            if not _inside_replaced(name, converted, module):
+                replace_submodule(converted, name, new)
+    return converted
+
+
+def as_inputs(batch: Any) -> tuple[Any, ...]:
+    """A batch as the arguments of a forward."""
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+
+
+def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module | None:
+    for kind, quantized in custom.items():
+        if type(module) is kind:
+            made: Any = quantized
+            build = getattr(made, "from_observed", None) or made.from_float
+            return build(module).eval()
+    if isinstance(module, FakeQuant):
+        scale, zero = module.parameters_of_grid()
+        return FixedQuant(module.grid, module.name, scale, zero)
+    return IntLayer(module, name) if isinstance(module, QatLayer) else None
+
+
+def _inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:
+    """Whether a parent has been replaced already, so that the name leads elsewhere."""
+    try:
+        return model.get_submodule(name) is not module
+    except AttributeError:
+        return True
+
+
+def _check_options(mode: str, norms: str, momentum: float) -> None:
+    if mode not in MODES:
+        raise ConfigError(f"a mode is one of {', '.join(MODES)}, got {mode!r}")
+    if norms not in ("fold", "train"):
+        raise ConfigError(f"norms are 'fold' or 'train', got {norms!r}")
+    if not 0 < momentum <= 1:
+        raise ConfigError(f"momentum lies in (0, 1], got {momentum}")
+
+
+def _graph(model: nn.Module, leaves: list[Any], norms: str) -> fx.GraphModule:
+    own = copy.deepcopy(model)
+    traced = own if isinstance(own, fx.GraphModule) else trace(own, leaves=leaves)
+    if norms == "fold":
+        return fold_batch_norms(traced)[0]
+    functions_to_modules(traced)
+    return traced
+
+
+def _check_skip(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
+    layers = [name for name, m in graph_module.named_modules() if isinstance(m, WEIGHTED)]
+    missing = sorted(set(skip) - set(layers))
+    if missing:
+        raise ConfigError(
+            f"a layer to leave in float must be a Conv or Linear of the model, got"
+            f" {', '.join(missing)}; it has {', '.join(layers)}"
+        )
+
+
+def _run_once(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
+    """Fill in the shapes; statistics of norms are not to move."""
+    training = [module for module in graph_module.modules() if module.training]
+    graph_module.eval()
+    try:
+        propagate_shapes(graph_module, *inputs)
+    except Exception as error:  # whatever a user's model raises
+        shapes = [tuple(x.shape) for x in inputs]
+        cause = error.__cause__ or error  # torch.fx wraps what the model raised
+        first = str(cause).strip().splitlines() or [type(cause).__name__]
+        raise ModelError(f"the model must run for inputs {shapes}, got: {first[0]}") from error
+    for module in training:
+        module.training = True
+
+
+def _insert_observers(
+    graph_module: fx.GraphModule, sites: list[Site], grid: ActivationGrid, momentum: float
+) -> dict[fx.Node, FakeQuant]:
+    groups: dict[int, str] = {}
+    made: dict[fx.Node, FakeQuant] = {}
+    for site in sites:
+        name = groups.get(site.group)
+        if name is None:
+            name = groups[site.group] = f"quant_{site.tensor.name}"
+            quant = FakeQuant(grid, site.tensor.name, momentum=momentum)
+            graph_module.add_submodule(name, quant)
+        made[site.tensor] = getattr(graph_module, name)
+        _insert(graph_module, site.tensor, site.readers, name)
+    return made
+
+
+def _insert(
+    graph_module: fx.GraphModule, tensor: fx.Node, readers: set[fx.Node] | None, module: str
+) -> None:
+    place = tensor
+    if tensor.op == "placeholder":  # the graph's inputs come first, all of them
+        place = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1]
+    with graph_module.graph.inserting_after(place):
+        quantized = graph_module.graph.call_module(module, (tensor,))
+    for reader in list(tensor.users):
+        if reader is not quantized and (readers is None or reader in readers):
+            reader.replace_input_with(tensor, quantized)
+
+
+def _insert_dynamic(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
+    for node in list(graph_module.graph.nodes):
+        module = called_module(graph_module, node)
+        if isinstance(module, nn.Linear) and str(node.target) not in skip:
+            source = node.args[0]
+            name = f"quant_{source.name}"
+            if not hasattr(graph_module, name):
+                graph_module.add_submodule(name, DynamicQuant(source.name))
+            _insert(graph_module, source, {node}, name)
+
+
+def _swap_custom(
+    graph_module: fx.GraphModule,
+    custom: CustomClasses,
+    grid: ActivationGrid,
+    bits: int,
+    momentum: float,
+    observers: dict[fx.Node, FakeQuant],
+) -> None:
+    """Each custom float module -> its observed class, with the observer of its output."""
+    for node in list(graph_module.graph.nodes):
+        module: Any = called_module(graph_module, node)
+        observed: Any = custom.get(type(module))
+        if observed is None:
+            continue
+        name = str(node.target)
+        module.qconfig = CustomConfig(grid, name, bits)
+        new = observed.from_float(module)
+        if not hasattr(new, "activation_post_process"):
+            if node not in observers:
+                (site,) = _insert_observers(
+                    graph_module, [Site(node, None, -1)], grid, 0.05
+                ).items()
+                observers[node] = site[1]
+            new.activation_post_process = observers[node]
+        replace_submodule(graph_module, name, new)
+
+
+def _wrap_weights(
+    graph_module: fx.GraphModule,
+    target: Target,
+    bits: int,
+    skip: Sequence[str],
+    *,
+    linear_only: bool,
+) -> None:
+    for node in graph_module.graph.nodes:
+        module = called_module(graph_module, node)
+        wanted = (nn.Linear,) if linear_only else WEIGHTED
+        if isinstance(module, wanted) and str(node.target) not in skip:
+            per_channel = target.linear_per_channel or not isinstance(module, nn.Linear)
+            quant = WeightQuant(channel_axis(module, per_channel), bits)
+            replace_submodule(graph_module, str(node.target), QatLayer(module, quant))
+
+
+def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -> None:
+    """Join each BatchNorm with the layer before it, to be trained as one."""
+    for node in list(graph_module.graph.nodes):
+        norm = called_module(graph_module, node)
+        if not isinstance(norm, NORMS) or foldable(graph_module, node) is not None:
+            continue
+        layer = node.args[0]
+        before = called_module(graph_module, layer)
+        if before is None or str(layer.target) in skip:
+            continue
+        merged = QatConvBn(before, norm, WeightQuant(channel_axis(before), bits))
+        replace_submodule(graph_module, str(layer.target), merged.train(before.training))
+        node.replace_all_uses_with(layer)
+        graph_module.graph.erase_node(node)
+    graph_module.recompile()

@@ -1,0 +1,493 @@
+"""prepare -> calibrate -> convert -> export, on every target's grid, checked in onnxruntime."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
+
+from torch import nn  # noqa: E402
+
+from calibrators.errors import CalibrationError  # noqa: E402
+from calibrators.int8 import quantize_weight, weight_scales  # noqa: E402
+from deploy.errors import ConfigError, ExportError, FeedError, ModelError  # noqa: E402
+from deploy.fx.export import compare, to_onnx  # noqa: E402
+from deploy.fx.fakequant import FakeQuant, FixedQuant  # noqa: E402
+from deploy.fx.grids import TARGETS, find_target  # noqa: E402
+from deploy.fx.layers import IntLayer, QatConvBn  # noqa: E402
+from deploy.fx.modes import compare_modes, quantized, report, stored_bytes  # noqa: E402
+from deploy.fx.prepare import (  # noqa: E402
+    calibrate,
+    convert,
+    freeze_norms,
+    observers_of,
+    prepare,
+    prepare_only,
+    scale_table,
+    set_phase,
+)
+from deploy.fx.source import load_module  # noqa: E402
+
+torch.set_num_threads(1)
+HERE = Path(__file__).parent
+BENCHMARKS = HERE.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    return load_module(f"{HERE / 'resnet18.py'}:small")
+
+
+@pytest.fixture(scope="module")
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 3, 64, 64, generator=generator),) for _ in range(3)]
+
+
+def calibrated(model, batches, **options):
+    prepared = prepare(model, batches[0], **options)
+    calibrate(prepared, batches)
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def made(resnet, batches):
+    """Target -> (converted, exported), each made once."""
+    known = {}
+
+    def make(target="onnxruntime"):
+        if target not in known:
+            converted = convert(calibrated(resnet, batches, target=target))
+            known[target] = converted, to_onnx(converted, batches[0])
+        return known[target]
+
+    return make
+
+
+def operators(model):
+    return Counter(node.op_type for node in model.graph.node)
+
+
+def optimized_operators(model, tmp_path):
+    """What onnxruntime really runs."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return operators(onnx.load(tmp_path / "optimized.onnx"))
+
+
+def test_a_prepared_model_still_computes_the_float_model(resnet, batches):
+    for target in TARGETS:
+        prepared = prepare(resnet, batches[0], target=target)
+        assert torch.allclose(prepared(*batches[0]), resnet(*batches[0]), atol=1e-5)
+
+
+def test_sites_follow_the_targets_rules(resnet, batches):
+    names = {t: set(observers_of(calibrated(resnet, batches, target=t))) for t in TARGETS}
+    assert {"x", "relu", "layer1_0_conv1", "fc"} & names["onnxruntime"] == {"x", "relu"}
+    assert "layer1_0_relu" in names["onnxruntime"]  # after the ReLU, not between
+    assert "layer2_0_conv2" in names["onnxruntime"]  # feeds Add, no ReLU between
+    assert "layer1_0_conv2" not in names["tensorrt"]  # the branch that Add fuses with
+    assert "maxpool" in names["tensorrt"] and "relu" not in names["tensorrt"]
+    assert names["ascend"] < names["tensorrt"] | {"layer1_0_relu_1"}
+    # the skip branch of Add, which is the conv's input too: one site, both readers
+    prepared = prepare(resnet, batches[0], target="tensorrt")
+    skip = [n for n in prepared.graph.nodes if n.name == "quant_maxpool"]
+    assert {reader.name for reader in skip[0].users} == {"layer1_0_conv1", "iadd", "add"} & {
+        reader.name for reader in skip[0].users
+    }
+    assert len(skip[0].users) == 2
+
+
+def test_max_pooling_and_concat_share_their_scale():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+            self.pool, self.out = nn.MaxPool2d(2), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x):
+            return self.out(self.pool(torch.cat([self.a(x), self.b(x) * 1.0], 1)))
+
+    x = torch.randn(2, 3, 4, 4)
+    prepared = prepare(Branches().eval(), [x])
+    modules = {n.args[0].name: n.target for n in prepared.graph.nodes if "quant" in str(n.target)}
+    assert modules["a"] == modules["mul"] == modules["cat"] == modules["pool"]
+    assert modules["b"] != modules["a"] and modules["out"] != modules["a"]
+    calibrate(prepared, [x])
+    exported = to_onnx(convert(prepared), [x])
+    assert compare(exported, convert(prepared), [[x]], optimized=False).codes <= 1.0
+    alone = prepare(Branches().eval(), [x], share=())
+    modules = {n.args[0].name: n.target for n in alone.graph.nodes if "quant" in str(n.target)}
+    assert len(set(modules.values())) == len(modules)
+    with pytest.raises(ConfigError, match="shared around"):
+        prepare(Branches().eval(), [x], share=["relu"])
+
+
+def test_grids_of_the_targets(resnet, batches):
+    for name, zero in (("onnxruntime", None), ("tensorrt", 0), ("ascend", None)):
+        table = scale_table(convert(calibrated(resnet, batches, target=name)))
+        assert all(scale > 0 for _, scale, _ in table)
+        zeros = {z for _, _, z in table}
+        assert zeros == {0} if zero == 0 else len(zeros) > 1
+    relu = dict((n, z) for n, _, z in scale_table(calibrated(resnet, batches, target="ascend")))
+    assert relu["layer1_0_relu"] == -128  # a ReLU starts at the lowest code
+    with pytest.raises(ConfigError, match="a target is one of"):
+        find_target("tpu")
+    with pytest.raises(ConfigError, match="bits are 2 to 8"):
+        prepare(resnet, batches[0], bits=16)
+
+
+def test_weights_are_the_calibrators_own(resnet, batches):
+    prepared = calibrated(resnet, batches)
+    converted = convert(prepared)
+    layer = converted.get_submodule("layer1.0.conv1")
+    assert isinstance(layer, IntLayer) and layer.weight_int.dtype == torch.int8
+    weight = prepared.get_submodule("layer1.0.conv1").layer.weight.detach().numpy()
+    scales = weight_scales(weight, 0)
+    assert np.array_equal(layer.weight_scale.numpy(), scales)
+    expected = quantize_weight(weight, scales, 0)
+    assert np.abs(layer.weight_int.numpy().astype(int) - expected).max() <= 1
+    assert (layer.weight_int.numpy() == expected).mean() > 0.999
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_the_exported_model_is_the_converted_one_within_one_code(made, batches, target):
+    converted, exported = made(target)
+    onnx.checker.check_model(exported, full_check=True)
+    assert {e.domain: e.version for e in exported.opset_import} == {"": 18}
+    mixed = [*batches, (batches[0][0][:1],), (torch.cat([b[0] for b in batches])[:7],)]
+    exact = compare(exported, converted, mixed, optimized=False)
+    assert exact.argmax == 1.0 and exact.codes <= 1.0
+    used = compare(exported, converted, mixed)
+    assert used.argmax == 1.0 and used.codes <= 1.0
+    assert "steps of the last scale" in str(used)
+
+
+def test_every_conv_and_add_runs_in_int8_in_onnxruntime(made, tmp_path):
+    ran = optimized_operators(made()[1], tmp_path)
+    assert ran["QLinearConv"] == 20 and ran["QLinearAdd"] == 8
+    assert ran["QLinearGlobalAveragePool"] == 1
+    assert not {"Conv", "FusedConv", "Add", "Relu", "Clip"} & set(ran)
+
+
+def test_weights_are_baked_in_int8(resnet, made):
+    exported = made()[1]
+    sizes = Counter()
+    for tensor in exported.graph.initializer:
+        sizes[tensor.data_type] += int(np.prod(tensor.dims))
+    parameters = sum(p.numel() for n, p in resnet.named_parameters() if p.dim() > 1)
+    assert sizes[onnx.TensorProto.INT8] >= parameters
+    assert sizes[onnx.TensorProto.FLOAT] < parameters / 20
+    assert b"/work" not in exported.SerializeToString() and not exported.graph.node[0].doc_string
+
+
+def test_an_export_is_the_same_bytes_every_time(made, batches):
+    converted, exported = made()
+    again = to_onnx(converted, batches[0]).SerializeToString(deterministic=True)
+    assert again == exported.SerializeToString(deterministic=True)
+
+
+def test_calibration_does_not_depend_on_its_own_run(resnet, batches):
+    tables = [scale_table(calibrated(resnet, batches)) for _ in range(2)]
+    assert tables[0] == tables[1]
+    extremes = prepare(resnet, batches[0], momentum=1)
+    calibrate(extremes, batches)
+    first = observers_of(extremes)["x"]
+    stacked = torch.cat([b[0] for b in batches])
+    assert (float(first.lo), float(first.hi)) == (float(stacked.min()), float(stacked.max()))
+
+
+def test_ema_follows_its_formula():
+    quant = FakeQuant(find_target("onnxruntime").activations(), "t", momentum=0.25)
+    for hi in (4.0, 8.0):
+        quant.update(torch.tensor([0.0, hi]))
+    assert float(quant.hi) == 5.0
+    assert float(quant.scale) == pytest.approx(5 / 255)
+
+
+def test_fewer_bits_clip_before_the_8_bit_operator():
+    model, data = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)), torch.randn(2, 3, 8, 8)
+    converted = convert(calibrated(model.eval(), [(data,)], bits=4))
+    assert converted.get_submodule("0").weight_int.abs().max() == 7
+    exported = to_onnx(converted, [data])
+    assert operators(exported)["Clip"] == 3
+    assert compare(exported, converted, [[data * 2]], optimized=False).codes <= 1e-3
+    x = torch.tensor([-1.0, 0.0, 0.26, 9.0])
+    grid = find_target("onnxruntime").activations(2)
+    assert FixedQuant(grid, "t", torch.tensor(0.5), torch.tensor(1))(x).tolist() == [
+        -0.5,
+        0.0,
+        0.5,
+        1.0,
+    ]
+
+
+def test_nan_no_data_and_dead_tensors_are_said(resnet, batches):
+    prepared = prepare(resnet, batches[0])
+    with pytest.raises(FeedError, match="at least one batch"):
+        calibrate(prepared, [])
+    with pytest.raises(CalibrationError, match="none went through x"):
+        convert(prepared)
+    with pytest.raises(CalibrationError, match="NaN or Inf in x"):
+        calibrate(prepared, [torch.full((1, 3, 64, 64), torch.nan)])
+    with pytest.raises(ExportError, match="converted before export"):
+        to_onnx(prepared, batches[0])
+    with pytest.raises(ModelError, match=r"must run for inputs \[\(1, 4, 64, 64\)\]"):
+        prepare(resnet, [torch.zeros(1, 4, 64, 64)])
+
+
+def test_layers_are_left_in_float_by_name(resnet, batches):
+    prepared = calibrated(resnet, batches, skip=["conv1"])
+    assert isinstance(prepared.get_submodule("conv1"), nn.Conv2d)
+    assert "x" not in observers_of(prepared)
+    with pytest.raises(ConfigError, match="got nope"):
+        prepare(resnet, batches[0], skip=["nope"])
+
+
+def test_each_mode_has_its_size_and_error(resnet, batches):
+    results = {r.mode: r for r in compare_modes(resnet, batches[0], batches)}
+    assert list(results) == ["float", "weight-only", "dynamic", "static"]
+    assert results["float"].size == stored_bytes(resnet) and results["float"].max_error == 0
+    assert results["static"].ratio > 3.4 and results["weight-only"].ratio > 3.4
+    assert 1.0 < results["dynamic"].ratio < 1.1  # one small Linear
+    for mode in ("weight-only", "dynamic", "static"):
+        assert results[mode].sqnr_db > 20
+        assert 0 < results[mode].max_error < 0.01
+    assert results["static"].sqnr_db < results["dynamic"].sqnr_db
+    text = report(list(results.values()))
+    assert text.splitlines()[0].split() == [
+        "Mode",
+        "Bytes",
+        "Smaller",
+        "Max",
+        "error",
+        "SQNR",
+        "dB",
+    ]
+    with pytest.raises(ConfigError, match="a mode is one of"):
+        prepare(resnet, batches[0], mode="magic")
+
+
+@pytest.mark.parametrize(
+    ("mode", "operator"),
+    [("weight-only", "DequantizeLinear"), ("dynamic", "DynamicQuantizeLinear")],
+)
+def test_modes_export_and_agree(mode, operator):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
+    batches = [(torch.randn(4, 3, 8, 8),)]
+    converted = quantized(model, batches[0], batches, mode=mode)
+    exported = to_onnx(converted, batches[0])
+    assert operators(exported)[operator] >= 1
+    assert operators(exported)["QuantizeLinear"] == 0
+    found = compare(exported, converted, batches, optimized=False)
+    assert found.argmax == 1.0 and found.max_difference < 1e-5
+
+
+class NonTraceable(nn.Module):
+    """Control flow on data, so that it must be kept whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x):
+        if x.sum() > 1e9:
+            return -x
+        return torch.einsum("nchw,dc->ndhw", x, self.weight)
+
+
+class ObservedNonTraceable(nn.Module):
+    """As users of torch's FX quantization write it."""
+
+    def __init__(self, float_module):
+        super().__init__()
+        self.weight = float_module.weight
+        self.observer = float_module.qconfig.activation()
+
+    @classmethod
+    def from_float(cls, float_module):
+        assert hasattr(float_module, "qconfig")
+        observed = cls(float_module)
+        observed.qconfig = float_module.qconfig
+        return observed
+
+    def forward(self, x):
+        return torch.einsum("nchw,dc->ndhw", self.observer(x), self.weight)
+
+
+class StaticQuantNonTraceable(nn.Module):
+    def __init__(self, observed):
+        super().__init__()
+        self.register_buffer("weight", observed.weight.detach())
+        scale, zero_point = observed.activation_post_process.calculate_qparams()
+        self.scale, self.zero_point = float(scale), int(zero_point)
+
+    @classmethod
+    def from_observed(cls, observed):
+        assert hasattr(observed, "qconfig")
+        return cls(observed)
+
+    def forward(self, x):
+        return torch.einsum("nchw,dc->ndhw", x, self.weight)
+
+
+class DynamicQuantNonTraceable(NonTraceable):
+    @classmethod
+    def from_observed(cls, module):
+        made = cls()
+        made.weight = module.weight
+        return made
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.nt = NonTraceable()
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.nt(self.conv(x)))
+
+
+def test_a_custom_module_goes_from_float_to_observed_to_quantized():
+    model, x = Net().eval(), torch.randn(2, 3, 4, 4)
+    prepared = prepare(model, [x], custom={NonTraceable: ObservedNonTraceable})
+    assert isinstance(prepared.nt, ObservedNonTraceable)
+    assert torch.allclose(prepared(x), model(x), atol=1e-5)
+    calibrate(prepared, [x])
+    converted = convert(prepared, {ObservedNonTraceable: StaticQuantNonTraceable})
+    assert isinstance(converted.nt, StaticQuantNonTraceable)
+    assert converted.nt.scale == pytest.approx(
+        dict((name, scale) for name, scale, _ in scale_table(converted))["nt"]
+    )
+    assert (converted(x) - model(x)).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "weight-only"])
+def test_a_custom_module_of_dynamic_and_weight_only_needs_its_quantized_class_alone(mode):
+    model, x = Net().eval(), torch.randn(2, 3, 4, 4)
+    prepared = prepare(model, [x], mode=mode, leaves=[NonTraceable])
+    set_phase(prepared, observe=False, quantize=True)
+    converted = convert(prepared, {NonTraceable: DynamicQuantNonTraceable})
+    assert type(converted.nt) is DynamicQuantNonTraceable
+    assert (converted(x) - model(x)).abs().max() < 0.1
+
+
+def test_a_leaf_stays_whole_in_float_and_exact():
+    model, x = Net().eval(), torch.randn(2, 3, 4, 4)
+    prepared = calibrated(model, [(x,)], leaves=["nt"])
+    assert type(prepared.nt) is NonTraceable
+    assert (prepared(x) - model(x)).abs().max() < 0.1
+
+
+def test_only_a_traceable_submodule_is_quantized(resnet):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = load_module(f"{HERE / 'resnet18.py'}:small")
+
+        def forward(self, x):
+            return self.backbone(x) if x.sum() > 1e9 else self.backbone(x) * 2
+
+    model, x = Whole().eval(), torch.randn(2, 3, 64, 64)
+    prepared = prepare_only(model, "backbone", [x])
+    assert torch.allclose(prepared(x), model(x), atol=1e-5)
+    calibrate(prepared, [x])
+    converted = convert(prepared)
+    assert sum(isinstance(m, IntLayer) for m in converted.modules()) == 21
+    assert 0 < (converted(x) - model(x)).abs().max() < 0.05
+
+
+def test_norms_trained_with_their_layer_fold_exactly():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)
+    )
+    x = torch.randn(8, 3, 8, 8)
+    prepared = prepare(model.train(), [x], norms="train")
+    layer = prepared.get_submodule("0")
+    assert isinstance(layer, QatConvBn)
+    assert torch.allclose(prepared(x), model(x), atol=1e-4)  # in train mode, by the batch
+    calibrate(prepared, [x])
+    before = layer.norm.running_mean.clone()
+    prepared.train()(x)
+    assert not torch.equal(layer.norm.running_mean, before)
+    assert freeze_norms(prepared) == 1
+    before = layer.norm.running_mean.clone()
+    frozen = prepared(x)
+    assert torch.equal(layer.norm.running_mean, before)
+    converted = convert(prepared)
+    assert isinstance(converted.get_submodule("0"), IntLayer)
+    assert torch.allclose(converted(x), frozen, atol=1e-5)
+
+
+def test_grouped_and_transposed_layers():
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1, groups=4, padding_mode="reflect"),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 3, stride=2, output_padding=1),
+        nn.ConvTranspose2d(6, 4, 3, groups=2),
+        nn.Flatten(),
+        nn.Linear(4 * 20 * 20, 5),
+    ).eval()
+    x = torch.randn(2, 4, 8, 8)
+    converted = convert(calibrated(model, [(x,)]))
+    assert converted.get_submodule("2").weight_scale.shape == (6,)
+    assert converted.get_submodule("3").weight_scale.shape == (1,)
+    exported = to_onnx(converted, [x])
+    found = compare(exported, converted, [[x]], optimized=False)
+    assert found.codes <= 1.0
+    assert (converted(x) - model(x)).abs().max() < 0.1
+
+
+def real_model(name):
+    try:
+        return load_module(f"{BENCHMARKS / name}")
+    except ModelError as error:
+        if "FetchError" in str(error):
+            pytest.skip(f"the model cannot be fetched: {error}")
+        raise
+
+
+def test_efficientnet_lite0_in_int8(tmp_path):
+    model = real_model("efficientnet_lite0.py:make")
+    x = torch.rand(2, 3, 224, 224) * 2 - 1
+    converted = convert(calibrated(model, [(x,)]))
+    exported = to_onnx(converted, [x])
+    assert "Pad" not in operators(exported)  # padding joined its convolution
+    ran = optimized_operators(exported, tmp_path)
+    assert ran["QLinearConv"] == 49 and ran["QLinearAdd"] == 9
+    assert not {"Conv", "FusedConv", "Clip", "Pad"} & set(ran)
+    assert compare(exported, converted, [[x]]).argmax == 1.0
+    assert len(exported.SerializeToString()) < 0.27 * stored_bytes(model)
+
+
+@pytest.mark.parametrize(("name", "size", "convs"), [("pnet", 32, 5), ("rnet", 24, 3)])
+def test_mtcnn_in_int8(name, size, convs, tmp_path):
+    model = real_model(f"mtcnn.py:{name}")
+    x = torch.rand(4, 3, size, size) * 2 - 1
+    converted = convert(calibrated(model, [(x,)]))
+    exported = to_onnx(converted, [x])
+    assert optimized_operators(exported, tmp_path)["QLinearConv"] == convs
+    found = compare(exported, converted, [[x], [x[:1]]], optimized=False)
+    assert found.argmax >= 0.999 and found.max_difference < 0.02
+
+
+def test_a_file_that_reads_modules_from_its_own_folder(tmp_path):
+    (tmp_path / "neighbour.py").write_text("width = 3\n")
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\nfrom neighbour import width\n"
+        "def make():\n    return nn.Linear(width, 1)\n"
+    )
+    assert load_module(f"{tmp_path / 'net.py'}:make").in_features == 3
+    sys.modules.pop("neighbour")
