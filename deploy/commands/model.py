@@ -38,12 +38,12 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
 
     Raises:
         ConfigError: shapes or weights for an ONNX file.
-        SdkMissingError, ModelError, ExportError: as `load_torch`.
+        SdkMissingError, ModelError, ExportError: as `export_torch`.
     """
-    from deploy.frontends.torch import is_torch_spec, load_torch_model, parse_shape
+    from deploy.frontends.torch import is_torch_spec, open_torch, parse_shape
 
     if is_torch_spec(model):
-        return load_torch_model(str(model), [parse_shape(s) for s in shapes], weights=weights)
+        return open_torch(str(model), [parse_shape(s) for s in shapes], weights=weights)
     if shapes or weights:
         raise ConfigError(
             f"--input and --weights are for a model given as file.py:factory, got {model}"

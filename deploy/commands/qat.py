@@ -30,13 +30,13 @@ def qat(
     scales: bool,
     out: Path,
 ) -> None:
-    r"""Train the task that SCRIPT (train.py:setup) returns for TARGET's int8, and export it.
+    """Train the task that SCRIPT (train.py:setup) returns for TARGET's int8, and export it.
 
     \b
     from deploy.fx.qat import Task
     def setup():
         return Task(model=..., inputs=[...], batches=..., loss=..., evaluate=...)
-    """
+    """  # noqa: D301 (click reads the backspace)
     from dataclasses import replace
 
     from deploy.atomic import write_bytes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from deploy.frontends.base import LoadedModel, Loader
 from deploy.frontends.onnx import load_onnx
-from deploy.frontends.torch import load_py
+from deploy.frontends.torch import load_torch
 
 if TYPE_CHECKING:
     import onnx
@@ -17,7 +17,7 @@ __all__ = ["FRONTENDS", "LoadedModel", "Loader", "load"]
 # Kind of source -> loader. A kind is a file's suffix; "file.py:factory" is of kind ".py".
 FRONTENDS: dict[str, Loader] = {
     ".onnx": load_onnx,
-    ".py": load_py,
+    ".py": load_torch,
 }
 
 

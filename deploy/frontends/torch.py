@@ -35,7 +35,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split("x"))
 
 
-def load_torch(
+def export_torch(
     spec: str,
     inputs: Sequence[tuple[int, ...]],
     *,
@@ -70,26 +70,26 @@ def load_torch(
     return exported
 
 
-def load_torch_model(
+def open_torch(
     spec: str, inputs: Sequence[tuple[int, ...]], *, weights: Path | None = None
 ) -> LoadedModel:
-    """`load_torch`, cleaned and known by its digest like any other model.
+    """`export_torch`, cleaned and known by its digest like any other model.
 
     Raises:
-        SdkMissingError, ConfigError, ModelError, ExportError: as `load_torch`.
+        SdkMissingError, ConfigError, ModelError, ExportError: as `export_torch`.
     """
     file, _, factory = spec.rpartition(":")
-    loaded = load_onnx(load_torch(spec, inputs, weights=weights), True)
+    loaded = load_onnx(export_torch(spec, inputs, weights=weights), True)
     note = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
     return replace(loaded, name=f"{Path(file).stem}-{factory}", notes=(note, *loaded.notes))
 
 
-def load_py(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:
+def load_torch(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:
     """The table's row: says that a PyTorch model needs the shapes of its inputs.
 
     Raises:
-        ConfigError: always; `load_torch_model` takes the shapes.
+        ConfigError: always; `open_torch` takes the shapes.
     """
     if not is_torch_spec(source):
         raise ConfigError(f"a model in PyTorch is given as file.py:factory, got {str(source)!r}")
-    return load_torch_model(str(source), ())
+    return open_torch(str(source), ())
