@@ -254,6 +254,22 @@ def test_the_latency_figure_counts_what_it_leaves_out():
     assert latency_figure([EngineRow(label="unmeasured")]) == ""
 
 
+def test_a_long_tail_does_not_squeeze_the_figure():
+    samples = (1.0,) * 90 + (100.0,) * 10
+    timing = Timing.of(samples)
+    tail = Latency(queries=100, warmup_queries=1, total_host_walltime_s=1, throughput_qps=1,
+                   latency=timing, host=timing, samples_ms=samples)  # fmt: skip
+    assert "10 slower iterations not drawn" in latency_figure([EngineRow(label="x", latency=tail)])
+
+
+def test_nan_stands_at_the_top_of_the_page():
+    output = full().layers[0]
+    found = Accuracy(samples=1, outputs=(output,), problems=("output 'y' holds NaN",))
+    page = Page(to_html(Report(engines=(EngineRow(label="int8", accuracy=found),))))
+    assert ("class", "troubles") in page.attributes
+    assert page.words.count("output 'y' holds NaN") == 1
+
+
 def test_constant_latency_can_be_drawn():
     timing = Timing.of([1.0])
     one = Latency(queries=1, warmup_queries=1, total_host_walltime_s=1e-3, throughput_qps=1e3,

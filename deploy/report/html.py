@@ -33,6 +33,7 @@ def to_html(report: Report) -> str:
         _tiles(report),
         _engines(report),
         _outputs(report),
+        _remarks(report),
         _setup(report),
         _nodes(report),
         _tensors(report),
@@ -54,9 +55,20 @@ def _head(report: Report) -> Iterator[str]:
     if report.model:
         words = [report.model.path, *report.model.inputs]
         yield f'<p class="sub">{" &middot; ".join(map(escape, words))}</p>'
+    troubles = [text for e in report.engines if e.accuracy for text in e.accuracy.problems]
+    if troubles:
+        yield _notes(dict.fromkeys(troubles), "troubles")
+
+
+def _remarks(report: Report) -> Iterator[str]:
     if report.warnings:
-        items = "".join(f"<li>{escape(text)}</li>" for text in report.warnings)
-        yield f'<ul class="notes">{items}</ul>'
+        yield "<h2>Notes</h2>"
+        yield _notes(report.warnings, "notes")
+
+
+def _notes(sentences: Iterable[str], kind: str) -> str:
+    items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
+    return f'<ul class="{kind}">{items}</ul>'
 
 
 def _tiles(report: Report) -> Iterator[str]:
@@ -70,20 +82,20 @@ def _tiles(report: Report) -> Iterator[str]:
 
 
 def _tile_values(report: Report) -> Iterator[tuple[str, str]]:
-    """The last engine in four figures."""
-    engine = report.engines[-1] if report.engines else None
+    """The first engine in four figures."""
+    engine = next((engine for engine in report.engines if not engine.reference), None)
     if engine is not None:
         factor, smaller = speed_up(report, engine), shrink(report, engine)
         if factor is not None:
-            yield figures.ratio(factor), "speed of the float model"
+            yield figures.ratio(factor), f"speed of the float model, {engine.label}"
         if smaller is not None:
-            yield figures.ratio(smaller), "smaller on disk"
+            yield figures.ratio(smaller), f"smaller on disk, {engine.label}"
         share = top1(report, engine)
         if share is not None:
             yield figures.percent(share), f"top-1, {engine.label}"
         elif engine.accuracy:
             cosine = worst(output.cosine_mean for output in engine.accuracy.outputs)
-            yield figures.cosine(cosine), "cosine to the float model"
+            yield figures.cosine(cosine), f"cosine to the float model, {engine.label}"
     if report.nodes:
         int8 = sum(node.int8 for node in report.nodes)
         yield f"{int8} / {len(report.nodes)}", "nodes in int8"
@@ -108,21 +120,24 @@ _FIGURE_WORDS = (
 
 
 def _outputs(report: Report) -> Iterator[str]:
-    for engine in report.engines:
-        if engine.accuracy:
-            samples = figures.count(engine.accuracy.samples, "sample")
-            yield f"<h2>Accuracy of {escape(engine.label)} over {samples}</h2>"
-            rows = (
-                [
-                    output.name,
-                    figures.decibels(output.sqnr_db),
-                    figures.cosine(output.cosine_mean),
-                    figures.cosine(output.cosine_min),
-                    figures.real(output.max_abs_error),
-                ]
-                for output in engine.accuracy.outputs
-            )
-            yield _table(["output", "SQNR", "cosine", "worst cosine", "max abs error"], rows)
+    judged = [(e.label, e.accuracy) for e in report.engines if e.accuracy]
+    if judged:
+        samples = figures.count(judged[0][1].samples, "sample")
+        yield f"<h2>Accuracy over {samples}</h2>"
+        rows = (
+            [
+                label,
+                output.name,
+                figures.decibels(output.sqnr_db),
+                figures.cosine(output.cosine_mean),
+                figures.cosine(output.cosine_min),
+                figures.real(output.max_abs_error),
+            ]
+            for label, accuracy in judged
+            for output in accuracy.outputs
+        )
+        heads = ["engine", "output", "SQNR", "cosine", "worst cosine", "max abs error"]
+        yield _table(heads, rows)
 
 
 def _setup(report: Report) -> Iterator[str]:
@@ -135,7 +150,7 @@ def _setup(report: Report) -> Iterator[str]:
     if report.feed:
         samples = figures.count(report.feed.samples, "sample")
         facts.append(("Feed", f"{samples} from {report.feed.source}"))
-        facts += [(key, str(value)) for key, value in report.feed.preprocess.items()]
+        facts += [(k, str(v)) for k, v in report.feed.preprocess.items() if v is not None]
         facts += [("Skipped", text) for text in report.feed.skipped]
     facts += [(step, f"{seconds:.1f} s") for step, seconds in report.seconds.items()]
     if facts:

@@ -36,7 +36,8 @@ def _head(report: Report) -> Iterator[str]:
         samples = figures.count(report.feed.samples, "sample")
         facts += [f"Feed: {samples} from {_code(report.feed.source)}"]
         facts += [f"Skipped: {_escape(text)}" for text in report.feed.skipped]
-        facts += [f"{_escape(k)}: {_escape(str(v))}" for k, v in report.feed.preprocess.items()]
+        known = {k: v for k, v in report.feed.preprocess.items() if v is not None}
+        facts += [f"{_escape(k)}: {_escape(str(v))}" for k, v in known.items()]
     if report.calibration:
         facts += [f"Calibration: {_escape(calibration_words(report.calibration))}"]
     if facts:

@@ -17,7 +17,8 @@ h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: an
 h2 { font-size: 1.1rem; margin: 2.4rem 0 .7rem; padding-bottom: .3rem;
   border-bottom: 1px solid var(--line); }
 .sub { color: var(--soft); margin: 0 0 1rem; overflow-wrap: anywhere; }
-.notes { background: var(--warn-card); color: var(--warn); border-radius: 8px; margin: 1rem 0;
+.notes { margin: 0; padding-left: 1.2rem; overflow-wrap: anywhere; font-size: .92rem; }
+.troubles { background: var(--warn-card); color: var(--warn); border-radius: 8px; margin: 1rem 0;
   padding: .7rem 1rem .7rem 2rem; overflow-wrap: anywhere; }
 .tiles { display: grid; gap: .8rem; margin: 1.4rem 0;
   grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); }

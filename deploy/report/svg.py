@@ -24,6 +24,7 @@ Float64Array = NDArray[np.float64]
 _WIDTH, _HEIGHT = 760, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 12, 12, 46, 34
 _BINS = 90
+_WIDEST = 2.5  # times the median, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
 
 _BAR_WIDTH, _BAR_HEIGHT = 190, 16
@@ -32,8 +33,8 @@ _BAR_WIDTH, _BAR_HEIGHT = 190, 16
 def latency_figure(engines: Sequence[EngineRow]) -> str:
     """Distribution of every measured iteration, median marked; empty without samples.
 
-    The axis ends a little over the slowest engine's 99th percentile, and says how many
-    iterations lie beyond.
+    The axis ends a little over the slowest engine's 99th percentile, or at `_WIDEST` times its
+    median if that is less, and says how many iterations lie beyond.
     """
     drawn = [(i, e) for i, e in enumerate(engines) if e.latency and e.latency.samples_ms]
     if not drawn:
@@ -85,9 +86,9 @@ def _svg(width: int, height: int, label: str, body: str, kind: str) -> str:
 
 def _axis_ends(samples: Sequence[Float64Array]) -> tuple[float, float]:
     lo = min(float(values.min()) for values in samples)
-    hi = max(float(np.quantile(values, 0.99)) for values in samples)
+    hi = max(min(np.quantile(v, 0.99), _WIDEST * np.median(v)) for v in samples)
     margin = 0.06 * (hi - lo) or 0.05 * hi or 1.0
-    return max(0.0, lo - margin), hi + margin
+    return max(0.0, lo - margin), float(hi + margin)
 
 
 def _x(value: float, lo: float, hi: float) -> float:
