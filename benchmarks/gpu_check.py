@@ -31,6 +31,7 @@ from deploy.feed import Feed, open_feed
 from deploy.frontends import LoadedModel, load
 from deploy.latency import Latency, measure
 from deploy.tensorrt import sdk
+from deploy.tensorrt.batches import whole_batches
 from deploy.tensorrt.builder import Engine, Settings, build_engine, profiles_for
 from deploy.tensorrt.cache_tools import cache_to_qdq, original_of
 from deploy.tensorrt.calibrate import calibrate
@@ -58,12 +59,7 @@ class Case:
 
     def batches(self) -> Iterator[dict[str, Array]]:
         """Whole batches only, as TensorRT calibrates with one shape."""
-        group: list[Mapping[str, Array]] = []
-        for sample in self.feed.samples():
-            group.append(sample)
-            if len(group) * self.feed.batch == self.batch:
-                yield {n: np.concatenate([s[n] for s in group]) for n in group[0]}
-                group = []
+        return whole_batches(self.feed.samples(), self.batch // self.feed.batch)
 
     def settings(self, batch: int, **options: Any) -> Settings:
         """Settings whose profile is tuned for `batch`."""

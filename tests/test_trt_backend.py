@@ -220,3 +220,23 @@ def test_the_log_keeps_errors_apart() -> None:
         kept.keep(severity, 1, message)
     assert kept.errors == ["internal", "error"]
     assert kept.lines == ["internal", "error", "warning", "info"]
+
+
+def test_warnings_become_notes() -> None:
+    from deploy.backends.tensorrt import _log_notes
+
+    lines = [LOG.format(name) for name in ("x", "fb_output", "y")]
+    notes = _log_notes(lines, load(residual()).model)
+    assert len(notes) == 2
+    assert notes[0].startswith("TensorRT has no scale for x")
+    assert notes[1].startswith("TensorRT warned of 2 more")
+    assert _log_notes([], load(residual()).model) == ()
+
+
+def test_batches_are_whole() -> None:
+    from deploy.tensorrt.batches import whole_batches
+
+    samples = [{"x": np.full((2, 3), i, np.float32)} for i in range(7)]
+    made = list(whole_batches(samples, 3))
+    assert [batch["x"].shape for batch in made] == [(6, 3)] * 2
+    assert [batch["x"][::2, 0].tolist() for batch in made] == [[0, 1, 2], [3, 4, 5]]

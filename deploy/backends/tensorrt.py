@@ -13,7 +13,7 @@ cache where TensorRT still has calibrators, else from the Q/DQ model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,8 @@ from deploy.writers import trt_cache
 if TYPE_CHECKING:
     import onnx
 
+    from calibrators.tensorrt import Callbacks
     from deploy.tensorrt.builder import Settings
-    from deploy.tensorrt.sdk import Sdk
     from deploy.writers.trt_match import Match
 
 _VERSION = "8.5.3"  # of the cache's first line where nothing says another
@@ -48,6 +48,8 @@ class TensorRT:
         workspace_mib: TensorRT's scratch memory; None leaves its own limit.
         max_batch: largest batch of an engine whose batch is dynamic.
         cuda_graph: run the engine from a captured CUDA graph.
+        calibrator: "entropy2", "entropy", "minmax" or "legacy" lets TensorRT calibrate on the GPU
+            with the same samples, in batches of `max_batch`; None gives it our cache.
     """
 
     version: str | None = None
@@ -56,6 +58,7 @@ class TensorRT:
     workspace_mib: int | None = None
     max_batch: int = 8
     cuda_graph: bool = False
+    calibrator: str | None = None
     name: str = "tensorrt"
 
     def __post_init__(self) -> None:
@@ -86,8 +89,9 @@ class TensorRT:
         notes = _match_notes(matched)
         engine = None
         try:
-            engine = self._engine(request, files, cache)
+            engine, said = self._engine(request, files, cache)
             files["TensorRT engine"] = engine
+            notes += said
         except SdkMissingError as error:
             notes += (f"no engine was built: {error}", *commands(request, files, version))
         return Built(
@@ -107,38 +111,71 @@ class TensorRT:
 
     def _engine(
         self, request: BuildRequest, files: Mapping[str, Path], cache: trt_cache.CalibrationCache
-    ) -> Path:
-        """Build, or take the engine that was built from the same files on the same GPU."""
+    ) -> tuple[Path, tuple[str, ...]]:
+        """(engine, notes): built here, or built before from the same files on the same GPU."""
         from deploy.tensorrt import builder, sdk
 
         here = sdk.find()
         implicit = here.calibrators and self.form != "qdq"
-        if self.form == "cache" and not implicit:
+        if not implicit and (self.form == "cache" or self.calibrator):
             raise ConfigError(
-                f"TensorRT {here.version} has no calibrators any more, so it takes no cache; build"
-                " from the Q/DQ model (form qdq)"
+                f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
+                f" form {self.form}; build from the Q/DQ model (form qdq)"
             )
         source = files["float model for TensorRT" if implicit else "TensorRT Q/DQ model"]
         path = request.folder / f"{request.name}.engine"
-        settings = self._settings(request)
         known = trt_cache.dump(trt_cache.relabel(cache, version=_plain(here.version)))
+        from_data = self.calibrator is not None
+        settings = self._settings(request, self.max_batch if from_data else None)
         key = builder.engine_key(
             here,
             settings,
             model_sha256=_sha256(source.read_bytes()),
             cache_sha256=_sha256(known) if implicit else None,
-        )
+        ) | {"calibrator": self.calibrator}
         if builder.cached_engine(path, key):
-            return path
-        calibrator = _calibrator(known, here) if implicit else None
+            return path, ("the engine was built before from the same files, on the same GPU",)
+        calibrator = None
+        if implicit:
+            calibrator = self._live(request, settings) if from_data else _from_cache(known)
         engine = builder.build_engine(source, settings, calibrator=calibrator)
-        return builder.keep_engine(path, engine, key)
+        if from_data and engine.cache is not None:
+            atomic.write_bytes(request.folder / f"{request.name}.gpu.cache", engine.cache)
+        return builder.keep_engine(path, engine, key), _log_notes(engine.log, request.model)
 
-    def _settings(self, request: BuildRequest) -> Settings:
+    def _live(self, request: BuildRequest, settings: Settings) -> Callbacks:
+        """A calibrator that feeds the request's samples to TensorRT on the GPU."""
+        from calibrators.tensorrt import CudaMemory, calibrator
+        from deploy.tensorrt.batches import whole_batches
+
+        first = _first_sample(request)
+        held = next(iter(first.values())).shape[0]
+        shapes = {name: array.shape for name, array in first.items()}
+        shapes |= {name: profile.best for name, profile in settings.profiles.items()}
+        together = max(shape[0] for shape in shapes.values()) // held
+        if len(request.feed) < together:
+            raise ConfigError(
+                f"TensorRT calibrates in whole batches, got {len(request.feed)} samples for batches"
+                f" of {together}; give more images or a smaller max_batch"
+            )
+        return calibrator(
+            str(self.calibrator),
+            whole_batches(request.feed.samples(), together),
+            batches=len(request.feed) // together,
+            shapes=shapes,
+            memory=CudaMemory(),
+        )
+
+    def _settings(self, request: BuildRequest, batch: int | None) -> Settings:
+        """Settings tuned for the fed batch, or for `batch` where the model leaves it open."""
         from deploy.tensorrt.builder import Settings, profiles_for
 
         shapes = {i.name: _shape(i) for i in _inputs(request.model)}
         fed = {name: array.shape for name, array in _first_sample(request).items()}
+        if batch is not None:
+            fed = {
+                n: s if isinstance(shapes[n][0], int) else (batch, *s[1:]) for n, s in fed.items()
+            }
         return Settings(
             fp16=self.fp16,
             workspace_mib=self.workspace_mib,
@@ -185,11 +222,25 @@ def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> 
     )
 
 
-def _calibrator(known: bytes, here: Sdk) -> Any:
+def _from_cache(known: bytes) -> Callbacks:
     """A calibrator that has the cache and no data: should TensorRT refuse the cache, it fails."""
     from calibrators.tensorrt import HostMemory, calibrator
 
     return calibrator("entropy2", (), batches=1, shapes={}, memory=HostMemory(), known=known)
+
+
+def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
+    """TensorRT's missing-scale warnings: the harmful ones each, the others counted."""
+    from deploy.tensorrt.log import missing_tensors, sort_missing
+
+    judged = sort_missing(missing_tensors(log), model)
+    harmful = [f"TensorRT has no scale for {m.tensor}: {m.reason}" for m in judged if m.harmful]
+    harmless = len(judged) - len(harmful)
+    if harmless:
+        harmful.append(
+            f"TensorRT warned of {harmless} more tensors without a scale; none of them costs int8"
+        )
+    return tuple(harmful)
 
 
 def _match_notes(matched: Match) -> tuple[str, ...]:
