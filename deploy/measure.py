@@ -16,6 +16,7 @@ from deploy.errors import SdkMissingError
 from deploy.latency import Latency, measure
 from deploy.layerwise import compare_layers, shared_tensors
 from deploy.report import EngineRow
+from deploy.saturation import bounds
 
 if TYPE_CHECKING:
     from deploy.frontends import LoadedModel
@@ -158,7 +159,9 @@ def _layers(
     if not shared_tensors(loaded.model, candidate):  # a fake-quant model has no DequantizeLinear
         return ()
     samples = itertools.islice(calibration.samples(), _LAYER_SAMPLES)
-    return compare_layers(loaded.model, candidate, samples, threads=threads)
+    layers = compare_layers(loaded.model, candidate, samples, threads=threads)
+    clamped = bounds(loaded.model)  # far off by design, where their readers do not look
+    return tuple(layer for layer in layers if layer.name not in clamped)
 
 
 def _notes(accuracy: Mapping[str, Accuracy], evaluation: Samples | None) -> tuple[str, ...]:
