@@ -14,11 +14,14 @@ from deploy.errors import ConfigError
 from deploy.latency import measure
 from deploy.machine import this_machine
 from deploy.report.model import EngineRow, Report
+from deploy.tensorrt.session import TensorrtSession
+from deploy.tensorrt.streams import throughput
 
 Shapes = Mapping[str, Sequence[int]]
 
 _FEEDS = 4  # different inputs, used in turn
 _LOAD_BUDGET_MS = 200
+_ENGINES = (".engine", ".plan")  # TensorRT's own files
 
 
 def bench(
@@ -30,18 +33,22 @@ def bench(
     duration_s: float = 3,
     shapes: Shapes | None = None,
     seed: int = 0,
+    cuda_graph: bool = False,
+    streams: int = 1,
     progress: bool = False,
 ) -> Report:
     """Measure a model, and another beside it, in ONNX Runtime on the CPU.
 
     Args:
-        engine: ONNX file.
+        engine: ONNX file, or a TensorRT engine (.engine, .plan), which runs on the GPU.
         against: ONNX file to compare with; it must have the engine's inputs.
         threads: threads inside one operator; None takes every core.
         warmup_ms: time thrown away first, per model.
         duration_s: time measured, per model on average.
         shapes: input name -> dimensions, for inputs whose shape the model leaves open.
         seed: of the random inputs.
+        cuda_graph: run TensorRT engines from a captured CUDA graph.
+        streams: of TensorRT engines, measure the throughput of so many at once too.
         progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
@@ -49,7 +56,10 @@ def bench(
         ConfigError: inputs that differ, or a shape that does not fit.
     """
     paths = _paths(Path(engine), Path(against) if against is not None else None)
-    opened = {label: open_timed(path, threads=threads) for label, path in paths.items()}
+    opened = {
+        label: open_timed(path, threads=threads, cuda_graph=cuda_graph)
+        for label, path in paths.items()
+    }
     sessions = {label: session for label, (session, _) in opened.items()}
     feeds = _shared_feeds(sessions, shapes or {}, seed)
     latencies = measure(
@@ -64,6 +74,7 @@ def bench(
             load_ms=opened[label][1],
             threads=sessions[label].threads,
             latency=latencies[label],
+            notes=_streams(path, streams, feeds, cuda_graph, warmup_ms, duration_s),
         )
         for label, path in paths.items()
     )
@@ -71,22 +82,44 @@ def bench(
     return Report(title=title, engines=rows, machine=this_machine())
 
 
-def open_timed(path: Path | str, *, threads: int | None = None) -> tuple[OrtSession, float]:
+def open_timed(
+    path: Path | str, *, threads: int | None = None, cuda_graph: bool = False
+) -> tuple[OrtSession | TensorrtSession, float]:
     """Load a model; gives the session and the best of up to three load times in ms.
 
     A model that loads slowly is loaded once, as a second and third time would cost too much.
 
     Raises:
-        BackendError: ONNX Runtime cannot load the model.
+        BackendError: ONNX Runtime, or TensorRT for its engines, cannot load the model.
     """
     import onnxruntime  # noqa: F401 (its own start-up is no part of a model's load time)
 
     taken: list[float] = []
     while len(taken) < 3 and sum(taken) < _LOAD_BUDGET_MS:
         start = time.perf_counter()
-        session = OrtSession.open(path, threads=threads)
+        session: OrtSession | TensorrtSession
+        if Path(path).suffix in _ENGINES:
+            session = TensorrtSession.open(Path(path), cuda_graph=cuda_graph)
+        else:
+            session = OrtSession.open(path, threads=threads)
         taken.append((time.perf_counter() - start) * 1e3)
     return session, min(taken)
+
+
+def _streams(
+    path: Path,
+    count: int,
+    feeds: list[dict[str, Array]],
+    cuda_graph: bool,
+    warmup_ms: float,
+    duration_s: float,
+) -> tuple[str, ...]:
+    """The throughput of `count` streams at once, as a note."""
+    if count <= 1 or path.suffix not in _ENGINES:
+        return ()
+    sessions = [TensorrtSession.open(path, cuda_graph=cuda_graph) for _ in range(count)]
+    rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
+    return (f"{count} streams at once: {rate:,.0f} inferences a second",)
 
 
 def random_feeds(

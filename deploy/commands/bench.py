@@ -44,6 +44,15 @@ import click
 @click.option(
     "--seed", type=int, default=0, show_default=True, metavar="N", help="Of the random inputs."
 )
+@click.option("--cuda-graph", is_flag=True, help="Run a TensorRT engine from a CUDA graph.")
+@click.option(
+    "--streams",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Of a TensorRT engine, measure the throughput of N streams at once too.",
+)
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write as JSON."
 )
@@ -58,10 +67,12 @@ def bench(
     duration: float,
     shapes: tuple[str, ...],
     seed: int,
+    cuda_graph: bool,
+    streams: int,
     json_path: Path | None,
     html_path: Path | None,
 ) -> None:
-    """Measure the latency of ENGINE, an ONNX model, on this machine's CPU.
+    """Measure the latency of ENGINE: an ONNX model on the CPU, or a TensorRT engine on the GPU.
 
     Inputs are random, made from the model's own specs. Metrics and percentiles are trtexec's.
 
@@ -84,6 +95,8 @@ def bench(
         duration_s=duration,
         shapes=dict(map(_shape, shapes)),
         seed=seed,
+        cuda_graph=cuda_graph,
+        streams=streams,
         progress=True,
     )
     if json_path is not None:

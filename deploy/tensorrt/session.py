@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
 
 class TensorrtSession:
-    """An engine that is loaded on the GPU; made by `open`."""
+    """An engine that is loaded on the GPU; made by `open`.
+
+    Attributes:
+        threads: host threads that an inference takes.
+    """
+
+    threads = 1
 
     def __init__(
         self,
