@@ -18,6 +18,7 @@ from deploy.ascend.executor import executable, open_deploy
 from deploy.ascend.files import check_file
 from deploy.ascend.layers import find_layers, name_nodes
 from deploy.ascend.proto import parse_text
+from deploy.ascend.verify import verify
 from deploy.backends import Ascend
 from deploy.backends.ort_session import OrtSession
 from deploy.cli import main
@@ -31,7 +32,7 @@ from deploy.writers.ascend_deploy import deploy_model
 from deploy.writers.ascend_fake_quant import fake_quant_model
 from deploy.writers.ascend_graph import quantize_layers
 from deploy.writers.ascend_qdq import amct_qdq_model
-from deploy.writers.ascend_record import read_record
+from deploy.writers.ascend_record import LayerRecord, read_record
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 RNG = np.random.default_rng(11)
@@ -75,6 +76,39 @@ def test_executor_equals_fake_quant(small):
         (integers,) = deployed.run(feed).values()
         (floats,) = run(fake_quant_model(model, layers), feed).values()
         np.testing.assert_allclose(integers, floats, rtol=1e-4, atol=1e-4)
+
+
+def test_with_the_npus_rounding_both_are_one(small):
+    model, graph, records = small
+    layers = quantize_layers(model, graph, records)
+    found = verify(model, layers, ({"x": sample[None]} for sample in DATA))
+    assert found.samples == 6 and found.same_rounding <= 1e-6
+    assert found.amct_rounding < 0.02 and "within" in found.sentence()
+
+
+def test_rounding_differs_at_halves_only():
+    """offset -3, x / scale = 0.5: AMCT's fake-quant model rounds to 0 - 3, the NPU -2.5 to -2."""
+    weight = np.eye(2, dtype=np.float32)
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="mm")],
+        "g",
+        [value("x", 1, [1, 2])],
+        [value("y", 1, [1, 2])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    record = LayerRecord(scale_d=np.float32(1), offset_d=-3, scale_w=np.array([2**-7], np.float32))
+    layers = quantize_layers(model, find_layers(model), {"mm": record})
+    feed = {"x": np.array([[0.5, 0.75]], np.float32)}
+    got = {
+        npu: run(fake_quant_model(model, layers, npu_rounding=npu), feed)["y"][0].tolist()
+        for npu in (False, True)
+    }
+    unit = 127 / 128  # 1 / 2^-7 saturates at 127
+    assert got == {False: [0.0, unit], True: [unit, unit]}
+    (integers,) = open_deploy(deploy_model(model, layers), threads=1).run(feed).values()
+    assert integers[0].tolist() == got[True]
 
 
 def test_executor_convolution_is_exact_integer_arithmetic():
@@ -348,6 +382,7 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     row = report.engines[1]
     assert row.accuracy is not None and row.accuracy.outputs[0].cosine_mean > 0.99
     assert any("atc" in note for note in row.notes)
+    assert any("run in integers on 2 samples" in note for note in row.notes)
 
 
 def test_builds_are_the_same_bytes(small_cnn, data, tmp_path):

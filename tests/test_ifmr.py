@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from calibrators import ifmr as module
 from calibrators.errors import CalibrationError
-from calibrators.histogram import Histogram
-from calibrators.ifmr import IfmrParams, ifmr, ifmr_streaming, ratios
+from calibrators.ifmr import KEPT, IfmrHistogram, IfmrParams, ifmr, ifmr_streaming, ratios
 
 
 def drawn(kind, size, seed):
@@ -48,8 +47,8 @@ def test_sorted_losses_choose_as_the_direct_ones(kind, with_offset, bits):
 @pytest.mark.parametrize("kind", KINDS)
 def test_streaming_is_within_one_candidate(kind, with_offset):
     params = IfmrParams(with_offset=with_offset)
-    x = drawn(kind, 60_000, seed=5)
-    histogram = Histogram()
+    x = drawn(kind, 160_000, seed=5)
+    histogram = IfmrHistogram()
     for batch in np.array_split(x, 7):
         histogram.observe(batch)
     exact, streamed = ifmr(x, params), ifmr_streaming(histogram, params)
@@ -58,8 +57,8 @@ def test_streaming_is_within_one_candidate(kind, with_offset):
 
 
 def test_streaming_percentile_is_near_the_exact_one():
-    x = drawn("heavy", 60_000, seed=6)
-    histogram = Histogram()
+    x = drawn("heavy", 160_000, seed=6)
+    histogram = IfmrHistogram()
     histogram.observe(x)
     params = IfmrParams(max_percentile=0.999, min_percentile=0.999)
     exact, streamed = ifmr(x, params), ifmr_streaming(histogram, params)
@@ -96,9 +95,31 @@ def test_params_out_of_range(wrong):
 
 
 def test_streaming_refuses_nothing_and_inf():
-    with pytest.raises(CalibrationError, match="not empty"):
-        ifmr_streaming(Histogram())
-    histogram = Histogram()
-    histogram.observe(np.array([1.0, np.inf], np.float32))
-    with pytest.raises(CalibrationError, match="1 Inf"):
-        ifmr_streaming(histogram)
+    with pytest.raises(CalibrationError, match="not be empty"):
+        ifmr_streaming(IfmrHistogram())
+    histogram = IfmrHistogram()
+    with pytest.raises(CalibrationError, match="1 NaN or Inf"):
+        histogram.observe(np.array([1.0, np.inf], np.float32))
+    assert histogram.total == 0
+
+
+def test_few_data_stream_exactly():
+    x = drawn("heavy", KEPT, seed=8)
+    histogram = IfmrHistogram()
+    for batch in np.array_split(x, 5):
+        histogram.observe(batch)
+    exact, streamed = ifmr(x), ifmr_streaming(histogram)
+    assert (exact.scale, exact.offset) == (streamed.scale, streamed.offset)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 99))
+def test_batches_leave_no_trace(parts, seed):
+    x = np.random.default_rng(seed).normal(size=KEPT + 5000).astype(np.float32) * (seed + 1)
+    whole, split = IfmrHistogram(), IfmrHistogram()
+    whole.observe(x)
+    for batch in np.array_split(x[::-1], parts):
+        split.observe(batch)
+    np.testing.assert_array_equal(whole.counts, split.counts)
+    np.testing.assert_array_equal(whole.sums, split.sums)
+    assert (whole.full_range, whole.total) == (split.full_range, split.total)

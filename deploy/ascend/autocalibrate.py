@@ -120,5 +120,8 @@ def _write(
     written = [atomic.write_text(folder / file, text) for file, text in result.files().items()]
     if result.records is None:
         return written
-    models = write_models(model, graph, result.config, result.records, folder, name)
+    from deploy.writers.ascend_graph import quantize_layers
+
+    layers = quantize_layers(model, graph, result.records)
+    models = write_models(model, layers, result.config, result.records, folder, name)
     return [*written, *models.values()]

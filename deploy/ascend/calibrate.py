@@ -21,8 +21,7 @@ from calibrators.arq import arq, arq_fake_quantize
 from calibrators.dmq import balance_factors, channel_max, weight_channel_max
 from calibrators.errors import CalibrationError
 from calibrators.hfmg import HfmgHistogram, HfmgParams, hfmg
-from calibrators.histogram import Histogram
-from calibrators.ifmr import AscendScale, IfmrParams, ifmr, ifmr_streaming
+from calibrators.ifmr import AscendScale, IfmrHistogram, IfmrParams, ifmr, ifmr_streaming
 from deploy.ascend.config import LayerConfig, QuantConfig
 from deploy.ascend.layers import Index, Layer, LayerGraph
 from deploy.errors import ConfigError, FeedError
@@ -282,7 +281,7 @@ class _Exact:
 
 class _Streaming:
     def __init__(self, params: IfmrParams) -> None:
-        self.params, self.histogram = params, Histogram()
+        self.params, self.histogram = params, IfmrHistogram()
 
     def observe(self, x: NDArray[np.floating]) -> None:
         self.histogram.observe(x)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from deploy import atomic
 from deploy.ascend.config import QuantConfig, write_config
-from deploy.ascend.layers import LayerGraph
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.writers.ascend_graph import QuantLayer
     from deploy.writers.ascend_record import LayerRecord
 
 
 def write_models(
     model: onnx.ModelProto,
-    graph: LayerGraph,
+    layers: Mapping[str, QuantLayer],
     config: QuantConfig,
     records: Mapping[str, LayerRecord],
     folder: Path,
@@ -30,28 +30,25 @@ def write_models(
         Role -> path.
 
     Raises:
-        ConfigError: the records do not fit the model.
-        ExportError: a layer is outside what the hardware takes, or a file cannot be written.
+        ExportError: a file cannot be written.
     """
     return {
         role: atomic.write_bytes(folder / f"{name}_{ending}", data)
-        for role, ending, data in list(_contents(model, graph, config, records))
+        for role, ending, data in list(_contents(model, layers, config, records))
     }
 
 
 def _contents(
     model: onnx.ModelProto,
-    graph: LayerGraph,
+    layers: Mapping[str, QuantLayer],
     config: QuantConfig,
     records: Mapping[str, LayerRecord],
 ) -> Iterator[tuple[str, str, bytes]]:
     from deploy.writers.ascend_deploy import deploy_model
     from deploy.writers.ascend_fake_quant import fake_quant_model
-    from deploy.writers.ascend_graph import quantize_layers
     from deploy.writers.ascend_qdq import amct_qdq_model
     from deploy.writers.ascend_record import write_record
 
-    layers = quantize_layers(model, graph, records)
     yield "quant config", "quant.json", write_config(config).encode()
     yield "record", "record.txt", write_record(records).encode()
     for role, ending, writer in (

@@ -14,15 +14,16 @@ covered here: `open` says so.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
 from deploy import atomic
 from deploy.backends.base import BuildRequest, Built, Session
-from deploy.errors import BackendError, ConfigError, ExportError, SdkMissingError
+from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
 
 if TYPE_CHECKING:
     import onnx
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
     from deploy.graph import Decision
     from deploy.preprocess import Preprocess
     from deploy.writers.ascend_atc import AtcOptions
+    from deploy.writers.ascend_graph import QuantLayer
 
 _ATC_SECONDS = 3600
+_VERIFIED = 2  # samples on which the deploy model is run in integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ class Ascend:
         """
         from deploy.ascend.models import write_models
         from deploy.writers.ascend_atc import AtcOptions
+        from deploy.writers.ascend_graph import quantize_layers
 
         options = AtcOptions(soc=self.soc, extra=self.atc_flags)
         model, graph = _prepared(request.model)
@@ -88,8 +92,9 @@ class Ascend:
             model, graph = _unfused(request, config)
             config = self._config(model, graph, request)
         found = self._calibrated(model, graph, config, request)
-        files = write_models(model, graph, config, found.records, request.folder, request.name)
-        notes = [*_calibration_notes(found, config, request)]
+        layers = quantize_layers(model, graph, found.records)
+        files = write_models(model, layers, config, found.records, request.folder, request.name)
+        notes = [*_calibration_notes(found, config, request), _verified(model, layers, request)]
         if self.aipp or self.first_layer_int8:
             notes += self._write_aipp(request, files)
         engine, more = self._om(request, files, options)
@@ -143,9 +148,7 @@ class Ascend:
                 say=self.say,
             )
         finally:
-            close = getattr(samples, "close", None)
-            if close is not None:
-                close()
+            _close(samples)
 
     def _write_aipp(self, request: BuildRequest, files: dict[str, Path]) -> list[str]:
         """Write the AIPP file and, where asked, the compression options; gives notes."""
@@ -285,11 +288,30 @@ def _decisions(
     return tuple(decisions)
 
 
+def _verified(
+    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], request: BuildRequest
+) -> str:
+    """A sentence on how the deploy model compares with its fake-quant model."""
+    from deploy.ascend.verify import verify
+
+    samples = request.feed.samples()
+    try:
+        return verify(model, layers, islice(samples, _VERIFIED)).sentence()
+    except ModelError as error:
+        return f"The deploy model was not run in integers: {error}."
+    finally:
+        _close(samples)
+
+
+def _close(samples: Any) -> None:
+    """End a stream early, where it can be ended."""
+    if hasattr(samples, "close"):
+        samples.close()
+
+
 def _shapes(request: BuildRequest) -> dict[str, Any]:
     """Fixed input shapes: those of a sample."""
-    samples = iter(request.feed.samples())
-    first = next(samples)
-    close = getattr(samples, "close", None)
-    if close is not None:
-        close()
+    samples = request.feed.samples()
+    first = next(iter(samples))
+    _close(samples)
     return {name: tuple(array.shape) for name, array in first.items()}

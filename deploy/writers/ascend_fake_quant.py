@@ -11,6 +11,7 @@ AscendQuant, so at exact halves the two differ by one code where the offset is o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,22 @@ from calibrators.int8 import ascend_range
 from deploy.writers.ascend_graph import Nodes, QuantLayer, make_constant, rewrite
 
 
-def fake_quant_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Float model + integers -> model of the same numerics in standard operators."""
-    return rewrite(model, layers, before=_quant, after=_dequant, store=_store)
+def fake_quant_model(
+    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], *, npu_rounding: bool = False
+) -> onnx.ModelProto:
+    """Float model + integers -> model of the same numerics in standard operators.
+
+    Args:
+        model: float model, nodes named.
+        layers: integers by node name.
+        npu_rounding: add offset before rounding, as AscendQuant does, not after, as AMCT's own
+            fake-quant models do.
+    """
+    before = partial(_quant, npu_rounding=npu_rounding)
+    return rewrite(model, layers, before=before, after=_dequant, store=_store)
 
 
-def _quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
+def _quant(q: QuantLayer, start: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
     name = f"{q.layer.name}.quant.fakequant"
     low, high = ascend_range(8)
     values = {
@@ -45,6 +56,8 @@ def _quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
         ("Clip", "clip", [least, most]),
         ("Sub", "sub", [offset]),
     ]
+    if npu_rounding:
+        steps[1], steps[2] = steps[2], steps[1]
     nodes, tensor = list(constants), start
     for op, word, others in steps:
         output = f"{name}.{word}.output0"
