@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,32 @@ def test_from_10_on_a_gemm_shows_what_it_gives_before_its_bias() -> None:
     names = [t.name for t in wanted]
     assert names == ["x", "same", "/cls/cls.0/Gemm_output", "y", "z"]
     assert wanted[1].source == "x"
+
+
+MODELS = Path(os.environ.get("CALIB8_MODELS") or Path.home() / ".cache" / "calib8-models")
+YOLO = MODELS / "nudenet-3.4.2" / "nudenet" / "320n.onnx"
+
+
+@NEEDS_SHARED
+@pytest.mark.skipif(not YOLO.exists(), reason=f"no {YOLO.name}; benchmarks/fetch_models.py")
+@pytest.mark.parametrize("stem", ["yolov8n_101401", "yolov8_selahattinsina_101401"])
+def test_yolov8n_has_the_names_that_tensorrt_10_14_wrote(stem: str) -> None:
+    """Another YOLOv8n than the caches' own: the layers before the head are the same."""
+    real = parse((SHARED / "caches" / f"{stem}_entropy2.cache").read_bytes(), origin=stem)
+    original = onnx.load(YOLO)
+    model = load(original, fold_batchnorm=False).model
+    wanted = cache_tensors(model, version="10.14.1", original=original)
+
+    def body(names: list[str]) -> set[str]:
+        return {name for name in names if name.startswith("/model.") and "/model.22" not in name}
+
+    scales = real.scales()
+    assert body(list(scales)) == body([t.name for t in wanted])
+    assert len(body(list(scales))) > 150
+    assert "/model.22/dfl/Softmax_output" in {t.name for t in wanted} & set(scales)
+    pools = [t for t in wanted if t.shares in scales and t.name in scales]
+    assert pools
+    assert all(scales[t.name] == scales[str(t.shares)] for t in pools)
 
 
 def test_from_8_4_to_9_the_inside_of_a_gemm_is_left_out() -> None:

@@ -6,7 +6,7 @@ tensor carries its ONNX name, but for those that the parser puts inside one ONNX
 
     ONNX parser of 7.x to 8.3          Gemm = Shuffle -> Fully Connected -> Shuffle
         (Unnamed Layer* 5) [Shuffle]_output, (Unnamed Layer* 6) [Fully Connected]_output, fc1
-    ONNX parser from 10                Gemm = Matrix Multiply -> + bias
+    ONNX parser from 10                Gemm = MatrixMultiply -> + bias, Softmax = Softmax -> Shuffle
         <name of the node>_output, fc1
     Caffe parser (taken before 8)      no Flatten; a Relu in place takes the name of its layer
         (Unnamed Layer* 4) [Fully Connected]_output, ip1
@@ -19,7 +19,8 @@ Pooling outputs carry the scale of the pool's input; their own values are not lo
 
 Sources: onnx/onnx-tensorrt, builtin_op_importers.cpp at release/7.2.1 to 8.2 (Gemm) and
 onnxOpImporters.cpp at 10.1; caches written by TensorRT 7.2.1 (VGG16, layer counts), 7.2.2 (LeNet
-by the Caffe parser, pooling) and 10.3.0 (`/cls/cls.0/Gemm_output`).
+by the Caffe parser, pooling), 10.3.0, 10.10.0 (Gemm and Softmax) and 10.14.1 (YOLOv8n: all of its
+backbone and neck, pooling).
 """
 
 from __future__ import annotations
@@ -139,8 +140,11 @@ def unnamed(index: int, word: str) -> str:
     return f"(Unnamed Layer* {index}) [{word}]_output"
 
 
-def gemm_product(name: str, output: str) -> str:
-    """TensorRT's name, from 10, for what the Gemm node `name` gives before its bias is added."""
+def inner_name(name: str, output: str) -> str:
+    """TensorRT's name, from 10, for what the first layer of the node `name` gives.
+
+    Of a Gemm that is the product before the bias, of a Softmax the result before its reshape.
+    """
     return f"{name or f'node_of_{output}'}_output"
 
 
@@ -150,9 +154,9 @@ def _onnx_tensors(model: onnx.ModelProto, seen: onnx.ModelProto, label: int) -> 
     layers = _layer_indices(seen, label)
     tensors = [CacheTensor(n, n) for n in trt_tensors(model) if n not in made]
     for node in model.graph.node:
-        if node.op_type == "Gemm" and {node.input[0], node.output[0]} <= known:
-            first = node.output[0]
-            tensors += _inside_gemm(node, layers.get(first), label, names.get(first, ""))
+        first = node.output[0]
+        if node.op_type in ("Gemm", "Softmax") and {node.input[0], first} <= known:
+            tensors += _inside(node, layers.get(first), label, names.get(first, ""))
         tensors += [CacheTensor(n, n, pooled.get(n)) for n in node.output if n in known]
     for copy, source in _removed(seen, known).items():
         place = max(i for i, tensor in enumerate(tensors) if tensor.source == source)
@@ -160,14 +164,14 @@ def _onnx_tensors(model: onnx.ModelProto, seen: onnx.ModelProto, label: int) -> 
     return tensors
 
 
-def _inside_gemm(
-    node: onnx.NodeProto, layer: int | None, label: int, name: str
-) -> list[CacheTensor]:
-    """The tensors that the parser makes inside a Gemm, as far as they can be named."""
-    if label >= 100000 and len(node.input) > 2 and node.input[2]:
-        product = gemm_product(name, node.output[0])
-        return [CacheTensor(product, product)]
-    if label >= 8400 or layer is None:
+def _inside(node: onnx.NodeProto, layer: int | None, label: int, name: str) -> list[CacheTensor]:
+    """The tensors that the parser makes inside a Gemm or Softmax, as far as they can be named."""
+    if label >= 100000:
+        made = inner_name(name, node.output[0])
+        if node.op_type == "Softmax":
+            return [CacheTensor(made, node.output[0])]
+        return [CacheTensor(made, made)] if len(node.input) > 2 and node.input[2] else []
+    if label >= 8400 or layer is None or node.op_type == "Softmax":
         return []
     return [
         CacheTensor(unnamed(layer, "Shuffle"), node.input[0]),
@@ -185,7 +189,7 @@ def _layer_indices(model: onnx.ModelProto, label: int) -> dict[str, int]:
         found[node.output[0]] = layers
         if node.op_type == "Gemm":
             layers += 3
-        elif node.op_type in _LAYER_WORDS or node.op_type in _SAME:
+        elif (node.op_type in _LAYER_WORDS or node.op_type in _SAME) and node.op_type != "Softmax":
             layers += 1
         else:
             break
