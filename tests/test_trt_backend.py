@@ -240,3 +240,19 @@ def test_batches_are_whole() -> None:
     made = list(whole_batches(samples, 3))
     assert [batch["x"].shape for batch in made] == [(6, 3)] * 2
     assert [batch["x"][::2, 0].tolist() for batch in made] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path: Path) -> None:
+    from deploy.tensorrt.gpu_cache import fitting, keep
+
+    path, made_from = tmp_path / "m.gpu.cache", {"model": "a", "images": {"count": 3}, "batch": 8}
+    assert fitting(path, made_from) is None
+    keep(path, b"TRT-8503-EntropyCalibration2\nx: 3c008912\n", made_from)
+    assert fitting(path, made_from) == path.read_bytes()
+    for change in ({"model": "b"}, {"images": {"count": 4}}, {"batch": 4}, {"tensorrt": "8.6.1"}):
+        assert fitting(path, made_from | change) is None
+    path.write_bytes(path.read_bytes() + b"y: 3c008912\n")
+    assert fitting(path, made_from) is None
+    keep(path, b"TRT", made_from)
+    path.with_name("m.gpu.cache.json").write_text("{")
+    assert fitting(path, made_from) is None

@@ -113,7 +113,7 @@ class TensorRT:
         self, request: BuildRequest, files: Mapping[str, Path], cache: trt_cache.CalibrationCache
     ) -> tuple[Path, tuple[str, ...]]:
         """(engine, notes): built here, or built before from the same files on the same GPU."""
-        from deploy.tensorrt import builder, sdk
+        from deploy.tensorrt import builder, gpu_cache, sdk
 
         here = sdk.find()
         implicit = here.calibrators and self.form != "qdq"
@@ -135,13 +135,35 @@ class TensorRT:
         ) | {"calibrator": self.calibrator}
         if builder.cached_engine(path, key):
             return path, ("the engine was built before from the same files, on the same GPU",)
+        kept = request.folder / f"{request.name}.gpu.cache"
+        made_from = self._made_from(request, here.version)
         calibrator = None
-        if implicit:
-            calibrator = self._live(request, settings) if from_data else _from_cache(known)
+        if from_data:
+            before = gpu_cache.fitting(kept, made_from)
+            calibrator = self._from_cache(before) if before else self._live(request, settings)
+        elif implicit:
+            calibrator = self._from_cache(known)
         engine = builder.build_engine(source, settings, calibrator=calibrator)
         if from_data and engine.cache is not None:
-            atomic.write_bytes(request.folder / f"{request.name}.gpu.cache", engine.cache)
+            gpu_cache.keep(kept, engine.cache, made_from)
         return builder.keep_engine(path, engine, key), _log_notes(engine.log, request.model)
+
+    def _made_from(self, request: BuildRequest, version: str) -> dict[str, Any]:
+        """All that a calibration by TensorRT on the GPU depends on."""
+        return {
+            "model": request.digest,
+            "images": dict(request.manifest),
+            "calibrator": self.calibrator,
+            "batch": self.max_batch,
+            "tensorrt": version,
+        }
+
+    def _from_cache(self, known: bytes) -> Callbacks:
+        """A calibrator that has the cache and no data: should TensorRT refuse it, that is said."""
+        from calibrators.tensorrt import HostMemory, calibrator
+
+        name = self.calibrator or "entropy2"
+        return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
 
     def _live(self, request: BuildRequest, settings: Settings) -> Callbacks:
         """A calibrator that feeds the request's samples to TensorRT on the GPU."""
@@ -220,13 +242,6 @@ def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> 
         f"with any TensorRT from 8.5 to 10: {explicit}",
         f"with TensorRT 11: {strong}",
     )
-
-
-def _from_cache(known: bytes) -> Callbacks:
-    """A calibrator that has the cache and no data: should TensorRT refuse the cache, it fails."""
-    from calibrators.tensorrt import HostMemory, calibrator
-
-    return calibrator("entropy2", (), batches=1, shapes={}, memory=HostMemory(), known=known)
 
 
 def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
