@@ -20,6 +20,7 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.int8 import INT8, UINT8, Grid
+from deploy.frontends.graphs import reads
 
 _FLOAT = onnx.TensorProto.FLOAT
 _DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1, "Reshape": 1}
@@ -152,7 +153,7 @@ class Graph:
         for node in self.nodes:
             for name in dict.fromkeys(node.input):
                 self.readers.setdefault(name, []).append(node)
-            self.captured |= _captured(node)
+            self.captured |= set(reads(node)) - set(node.input)
         declared = [*graph.input, *graph.value_info, *graph.output]
         self.dtypes = {v.name: v.type.tensor_type.elem_type for v in declared}
         self.shapes = {v.name: _shape(v) for v in declared}
@@ -408,18 +409,6 @@ def _moved_from(graph: Graph, placement: Placement, tensor: str) -> str | None:
     source = str(node.input[0])
     moved = node.op_type == "Split" or tensor == node.output[0]
     return source if moved and source not in graph.initializers else None
-
-
-def _captured(node: onnx.NodeProto) -> set[str]:
-    """Names that the subgraphs of a node (If, Loop, Scan) read."""
-    names: set[str] = set()
-    for attribute in node.attribute:
-        for graph in [attribute.g, *attribute.graphs]:
-            for inner in graph.node:
-                names.update(inner.input)
-                names |= _captured(inner)
-            names.update(o.name for o in graph.output)
-    return names
 
 
 def _shape(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:

@@ -19,43 +19,23 @@ from typing import TYPE_CHECKING
 from deploy import atomic
 from deploy import calibration as store
 from deploy.backends import BACKENDS, Backend
-from deploy.backends.base import BuildRequest, Built
+from deploy.backends.base import BuildRequest
 from deploy.calibration import Calibration
-from deploy.errors import CacheError, ConfigError, ModelError
+from deploy.errors import ConfigError, ModelError
 from deploy.feed import Feed, FeedSource, open_feed
 from deploy.fingerprint import Fingerprint
 from deploy.frontends import LoadedModel, load
-from deploy.graph import never_negative
 from deploy.observe import observe, observe_by_batches
 from deploy.preprocess import Preprocess
 from deploy.progress import bar
+from deploy.reuse import CachePolicy, fingerprint_of, judge
 from deploy.saturation import bounds
 from deploy.search import Method
-from deploy.versions import of_observation
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.report import Report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachePolicy:
-    """Where the calibration is kept, and when it may be used again.
-
-    Attributes:
-        path: the cache file; its fingerprint and statistics stand beside it.
-        require: fail instead of calibrating where the cache does not fit.
-        trust: use a cache that has no fingerprint, as it is.
-        refresh: calibrate even where the cache fits.
-        trt_version: version label of the cache's first line.
-    """
-
-    path: Path | None = None
-    require: bool = False
-    trust: bool = False
-    refresh: bool = False
-    trt_version: str = store.DEFAULT_TRT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,20 +110,22 @@ def calibrate(
             f"at least one node of the model must be able to run in int8, got none in {loaded.name}"
             " (only the main graph counts, not If and Loop bodies); `calib8 inspect` says why"
         )
-    fingerprint = _fingerprint(loaded, feed, chosen)
+    fingerprint = fingerprint_of(loaded, feed, chosen)
     started = time.perf_counter()
-    found, reused, reason = _from_cache(policy, fingerprint, wanted, loaded, chosen)
+    verdict = judge(policy, fingerprint, wanted, loaded, chosen)
+    found = verdict.calibration
     if found is None:
-        found = _observed(loaded, feed, wanted, chosen, fingerprint, threads, progress)
-    if policy.path is not None and not reused and found.fingerprint is not None:
+        tensors = tuple(dict.fromkeys((*wanted, *verdict.also)))
+        found = _observed(loaded, feed, tensors, chosen, fingerprint, threads, progress)
+    if policy.path is not None and not verdict.as_it_stands:
         store.save(found, policy.path, trt_version=policy.trt_version)
     return Calibrated(
         loaded=loaded,
         images=str(images) if isinstance(images, str | Path) else "arrays in memory",
         feed=feed,
         calibration=found,
-        reused=reused,
-        reason=reason,
+        reused=verdict.as_it_stands,
+        reason=verdict.reason,
         seconds=time.perf_counter() - started,
         method=chosen,
         cache=policy.path,
@@ -262,7 +244,7 @@ def _request(calibrated: Calibrated, folder: Path, kept: tuple[str, ...]) -> Bui
 def _observed(
     loaded: LoadedModel,
     feed: Feed,
-    wanted: tuple[str, ...],
+    tensors: tuple[str, ...],
     method: Method,
     fingerprint: Fingerprint,
     threads: int,
@@ -272,98 +254,16 @@ def _observed(
     with bar("calibrating", len(feed), shown=progress) as step:
         if method.name == "entropy-tensorrt":
             statistics = observe_by_batches(
-                loaded.model, wanted, feed.samples, batch_size=method.batch_size, progress=step
+                loaded.model, tensors, feed.samples, batch_size=method.batch_size, progress=step
             )
         else:
             with feed.samples() as samples:
-                statistics = observe(loaded.model, wanted, samples, threads=threads, progress=step)
+                statistics = observe(loaded.model, tensors, samples, threads=threads, progress=step)
     return Calibration(
         scales=statistics.scales(method.search, bounds(loaded.model)),
         troubles=statistics.troubles(),
         fingerprint=fingerprint,
         statistics=statistics,
-    )
-
-
-def _from_cache(
-    policy: CachePolicy,
-    fingerprint: Fingerprint,
-    wanted: tuple[str, ...],
-    loaded: LoadedModel,
-    method: Method,
-) -> tuple[Calibration | None, bool, str]:
-    """(calibration, whether it is the cache's as it stands, why or why not)."""
-    path = policy.path
-    if path is None:
-        return None, False, "no cache was asked for"
-    if policy.refresh:
-        return None, False, f"{path} is to be made anew, as asked"
-    found, reason = None, ""
-    if policy.trust:
-        found = store.trusted(path, wanted, never_negative(loaded.model))
-        return found, True, f"{path} is trusted as it is, without a fingerprint"
-    if not path.exists():
-        reason = f"{path} does not exist yet"
-    else:
-        found, reason = _fitting(path, fingerprint, wanted, loaded, method)
-    if found is None and policy.require:
-        raise CacheError(
-            f"the cache must fit (--require-cache), but {reason}; leave --require-cache away to"
-            " calibrate anew"
-        )
-    return (
-        found,
-        found is not None and found.fingerprint == fingerprint and not reason.startswith("only"),
-        reason,
-    )
-
-
-def _fitting(
-    path: Path,
-    fingerprint: Fingerprint,
-    wanted: tuple[str, ...],
-    loaded: LoadedModel,
-    method: Method,
-) -> tuple[Calibration | None, str]:
-    if not store.sidecars(path)[0].exists():
-        return None, (
-            f"{path} has no fingerprint beside it, so nothing tells what it was made from"
-            " (--trust-cache uses it as it is)"
-        )
-    try:
-        old = store.load(path, with_statistics=False)
-        assert old.fingerprint is not None
-        changes = fingerprint.changes_since(old.fingerprint)
-        missing = [t for t in wanted if not old.covers((t,))]
-        if set(changes) - {"method"}:
-            return None, "; ".join(changes.values())
-        if missing:
-            return None, f"{path.name} lacks {len(missing)} tensors that these targets need"
-        if not changes:
-            return old, "model, images, preprocessing, method and versions are the same"
-        full = store.load(path)
-        assert full.statistics is not None
-    except CacheError as error:
-        return None, str(error)
-    again = Calibration(
-        scales=full.statistics.scales(method.search, bounds(loaded.model)),
-        troubles=full.statistics.troubles(),
-        fingerprint=fingerprint,
-        statistics=full.statistics,
-    )
-    return again, f"only {changes['method']}: searched again, the model was not run"
-
-
-def _fingerprint(loaded: LoadedModel, feed: Feed, method: Method) -> Fingerprint:
-    manifest = feed.manifest()
-    preprocess = manifest.pop("preprocess") or {}
-    return Fingerprint(
-        model=loaded.digest,
-        images=manifest,
-        preprocess=preprocess,
-        rule=method.rule,
-        versions=of_observation(),
-        method=method.label,
     )
 
 
@@ -384,4 +284,4 @@ def _path(path: Path | str | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-__all__ = ["BuildRequest", "Built", "CachePolicy", "Calibrated", "build", "calibrate"]
+__all__ = ["CachePolicy", "Calibrated", "build", "calibrate"]

@@ -198,6 +198,16 @@ def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp
     assert entries["r1"] == 0
 
 
+def test_targets_built_in_turn_share_one_cache(small_cnn, pictures, tmp_path):
+    cache = tmp_path / "m.cache"
+    calls = ["onnxruntime", "tensorrt", "onnxruntime", "tensorrt"]
+    found = [
+        calibrate(small_cnn, pictures, preprocess=UNIT, targets=[t], cache=cache) for t in calls
+    ]
+    assert [f.reused for f in found] == [False, False, True, True]
+    assert "lacks" in found[1].reason
+
+
 def test_arrays_and_dicts_are_a_feed_too(small_cnn, tmp_path):
     rng = np.random.default_rng(5)
     arrays = rng.normal(size=(6, 3, 16, 16)).astype(np.float32)

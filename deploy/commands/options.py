@@ -12,8 +12,8 @@ import click
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deploy.pipeline import CachePolicy
     from deploy.preprocess import Preprocess
+    from deploy.reuse import CachePolicy
     from deploy.search import Method
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -129,7 +129,7 @@ def feed_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _gather(words: dict[str, Any]) -> FeedOptions:
     """Take the feed options out of the parsed words of a command."""
-    from deploy.pipeline import CachePolicy
+    from deploy.reuse import CachePolicy
     from deploy.search import Method
 
     return FeedOptions(

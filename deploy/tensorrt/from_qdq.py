@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from deploy.errors import ExportError
 from deploy.frontends import checks
+from deploy.frontends.graphs import reads
 
 if TYPE_CHECKING:
     import onnx
@@ -207,8 +208,7 @@ class _Reader:
                 node.input[place] = self._final(name)
             for place, name in enumerate(node.output):
                 node.output[place] = self.renamed.get(name, name)
-        used = {name for node in kept for name in node.input} | self.outputs
-        used |= {name for node in kept for name in _subgraph_reads(node)}
+        used = {name for node in kept for name in reads(node)} | self.outputs
         constants = [_copy(t) for t in self.graph.initializer if t.name in used]
         kept = [n for n in kept if n.op_type != "Constant" or n.output[0] in used]
         del self.graph.node[:], self.graph.initializer[:], self.graph.value_info[:]
@@ -229,16 +229,6 @@ def _constants(model: onnx.ModelProto) -> dict[str, NDArray[Any]]:
                 if attribute.name == "value":
                     found[node.output[0]] = checks.to_array(attribute.t)
     return found
-
-
-def _subgraph_reads(node: onnx.NodeProto) -> set[str]:
-    names: set[str] = set()
-    for attribute in node.attribute:
-        for graph in [attribute.g, *attribute.graphs]:
-            for inner in graph.node:
-                names.update(inner.input)
-                names |= _subgraph_reads(inner)
-    return names
 
 
 def _copy(message: Any) -> Any:

@@ -23,6 +23,7 @@ from onnx import helper, numpy_helper
 from calibrators.int8 import quantize_weight, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
+from deploy.frontends.graphs import reads
 from deploy.graph import Pair, Plan, WeightTarget
 
 _INT32 = 2**31 - 1
@@ -187,8 +188,7 @@ class _Writer:
             ordered.append(node)
             for name in node.output:
                 ordered += self.after.pop(name, [])
-        used = {name for node in ordered for name in node.input}
-        used |= {name for node in ordered for name in _subgraph_reads(node)}
+        used = {name for node in ordered for name in reads(node)}
         used |= {o.name for o in self.graph.output}
         nodes = [_copy(node) for node in ordered]
         kept = [t for t in self.graph.initializer if t.name in used]
@@ -221,17 +221,6 @@ def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
     copied = onnx.NodeProto()
     copied.CopyFrom(node)
     return copied
-
-
-def _subgraph_reads(node: onnx.NodeProto) -> set[str]:
-    names: set[str] = set()
-    for attribute in node.attribute:
-        for graph in [attribute.g, *attribute.graphs]:
-            for inner in graph.node:
-                names.update(inner.input)
-                names |= _subgraph_reads(inner)
-            names.update(o.name for o in graph.output)
-    return names
 
 
 def _replace_initializers(graph: onnx.GraphProto, kept: list[onnx.TensorProto]) -> None:
