@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -8,6 +9,8 @@ from click.testing import CliRunner
 from deploy import __version__
 from deploy.cli import COMMANDS, cli, main
 from deploy.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_help_lists_every_command_without_importing_one():
@@ -85,3 +88,27 @@ def test_python_dash_m_deploy_is_calib8():
 def test_examples_in_a_help_text_keep_their_lines(name):
     help_text = CliRunner().invoke(cli, [name, "--help"]).output
     assert "\\b" not in help_text and "\b" not in help_text
+
+
+def documented() -> list[str]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    lines = [line.strip() for page in pages for line in page.read_text("utf-8").splitlines()]
+    return [line.partition(" #")[0].strip() for line in lines if line.startswith("calib8 ")]
+
+
+@pytest.mark.parametrize("line", documented())
+def test_documented_commands_and_options_exist(line):
+    words = line.removesuffix("\\").split()[1:]
+    command: click.Command | None = cli
+    while isinstance(command, click.Group):
+        context = click.Context(command)
+        assert words and words[0] in command.list_commands(context), line
+        command = command.get_command(context, words.pop(0))
+    assert command is not None
+    known = {option for parameter in command.params for option in parameter.opts}
+    used = {word.partition("=")[0] for word in words if word.startswith("-")}
+    assert used <= known | {"--help"}, line
+
+
+def test_the_readme_shows_commands():
+    assert len(documented()) >= 5
