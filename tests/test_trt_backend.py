@@ -17,6 +17,7 @@ from deploy.backends.tensorrt import TensorRT
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
 from deploy.pipeline import CachePolicy, build
+from deploy.search import Method
 from deploy.tensorrt import sdk
 from deploy.tensorrt.builder import (
     Engine,
@@ -50,7 +51,8 @@ def residual() -> onnx.ModelProto:
         helper.make_node("Conv", ["ar", "b.w"], ["b"], "/b"),
         helper.make_node("Add", ["b", "ar"], ["sum"], "/sum"),
         helper.make_node("Relu", ["sum"], ["body"], "/body"),
-        helper.make_node("Conv", ["body", "b.w"], ["c"], "/c"),
+        helper.make_node("MaxPool", ["body"], ["mp"], "/mp", kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Conv", ["mp", "b.w"], ["c"], "/c"),
         helper.make_node("GlobalAveragePool", ["c"], ["p"], "/p"),
         helper.make_node("Flatten", ["p"], ["f"], "/f"),
         helper.make_node("Gemm", ["f", "fc", "fb"], ["y"], "/fc"),
@@ -91,7 +93,13 @@ def built(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     out = tmp_path / "out"
     policy = CachePolicy(trt_version="10.3.0")
     report = build(
-        model, images(), out=out, targets=("tensorrt",), method="minmax", cache=policy, duration_s=0
+        model,
+        images(),
+        out=out,
+        targets=("tensorrt",),
+        method=Method(name="percentile", percent=90),
+        cache=policy,
+        duration_s=0,
     )
     assert any(
         "no engine was built: no GPU" in note for row in report.engines for note in row.notes
@@ -105,7 +113,7 @@ def test_everything_but_the_engine_is_there(built: Path) -> None:
     onnx.checker.check_model(built / "net.tensorrt.qdq.onnx")
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
     assert (cache.header.version, cache.header.algorithm) == ("10.3.0", ENTROPY2)
-    assert {"x", "a", "ar", "b", "sum", "body", "c", "p", "f", "y"} <= set(cache.scales())
+    assert {"x", "a", "ar", "b", "sum", "body", "mp", "c", "p", "f", "y"} <= set(cache.scales())
     assert cache.scales()["p"] == cache.scales()["c"]
 
 
@@ -113,11 +121,14 @@ def test_the_qdq_model_and_the_cache_hold_the_same_scales(built: Path, model: Pa
     quantized = onnx.load(built / "net.tensorrt.qdq.onnx")
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
     made = dict(scale_nodes(quantized))
-    assert set(made) == {"x", "ar", "body", "f"}
+    assert set(made) == {"x", "ar", "mp", "f"}
     assert all(cache.scales()[name] == scale for name, scale in made.items())
+    whole = parse((built / "net.cache").read_bytes(), origin="the calibration's own")
+    assert whole.scales()["mp"] != made["mp"]  # which holds the pool's own values
     for source in (built / "net.tensorrt.onnx", model):
-        again, _ = cache_to_qdq(source, cache)
-        assert dict(scale_nodes(again)) == made
+        for given in (cache, whole):
+            again, _ = cache_to_qdq(source, given)
+            assert dict(scale_nodes(again)) == made
 
 
 def test_the_command_lines_name_the_files_and_shapes(built: Path) -> None:

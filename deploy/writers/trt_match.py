@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.graph import TENSORRT, Plan, analyse
-from deploy.tensorrt.naming import CacheTensor, cache_tensors
+from deploy.tensorrt.naming import CacheTensor, cache_tensors, scale_owners
 from deploy.writers.trt_cache import CalibrationCache
 
 if TYPE_CHECKING:
@@ -110,7 +110,10 @@ def match(
     found = _resolve(list(scales), listed, scales, known)
     sound = {tensor: scales[name] for name, (tensor, _) in found.items() if name not in flaws}
     why = {tensor: f"has a {flaws[n]} scale" for n, (tensor, _) in found.items() if n in flaws}
-    plan, wanted, chosen = _plan(model, sound, why, tuple(float_nodes))
+    pools = {
+        t.source: owner for t, owner in zip(listed, scale_owners(listed).values(), strict=True)
+    }
+    plan, wanted, chosen = _plan(model, sound, why, pools, tuple(float_nodes))
     serving = {wanted[tensor] for tensor in chosen}
     entries = tuple(_entry(name, found.get(name), flaws.get(name), serving) for name in scales)
     entries = tuple(
@@ -124,20 +127,26 @@ def _plan(
     model: onnx.ModelProto,
     sound: Mapping[str, np.float32],
     why: Mapping[str, str],
+    pools: Mapping[str, str],
     float_nodes: tuple[str, ...],
 ) -> tuple[Plan, dict[str, str], dict[str, np.float32]]:
     """(plan with what is covered, tensor that wants a pair -> whose scale, scale of each pair).
 
-    A tensor that is a moved copy of another (Flatten, MaxPool) has an entry of its own; where that
-    is missing, the other's serves.
+    A pool has the scale of its input, as in every cache of TensorRT. Another moved copy of a tensor
+    (Flatten) has an entry of its own; where that is missing, the tensor's serves.
     """
     full = analyse(model, TENSORRT, float_nodes=float_nodes)
     owners = {pair.tensor: full.owners.get(pair.tensor, pair.tensor) for pair in full.pairs}
-    wanted = {t: owner if t not in sound and owner in sound else t for t, owner in owners.items()}
+
+    def source(tensor: str) -> str:
+        choices = (pools.get(tensor, tensor), tensor, owners[tensor])
+        return next((name for name in choices if name in sound), tensor)
+
+    wanted = {tensor: source(tensor) for tensor in owners}
     missing = {
         tensor: why.get(tensor, "has no entry in the cache")
-        for tensor, source in wanted.items()
-        if source not in sound
+        for tensor, owner in wanted.items()
+        if owner not in sound
     }
     missing |= {owners[tensor]: why for tensor, why in missing.items()}
     plan = analyse(model, TENSORRT, float_nodes=float_nodes, float_tensors=missing)
