@@ -43,6 +43,7 @@ from calibrators.int8 import (
 _MARGIN = 1e-4  # float32 rounding of AMCT's own loss, with room
 _SMALL = 4096  # below this, every candidate is evaluated directly
 _CHUNK = 1 << 16
+_DENSE = 1 << 20  # up to here a table by position is faster than sorting the positions
 KEPT = 1 << 16  # values of a tensor that streaming still keeps as they are
 FINE_BINS = 1 << 15  # bins a side of the streaming histogram
 
@@ -186,14 +187,32 @@ def _loss32(data: Float32Array, candidates: _Candidates, i: int) -> np.float32:
 
 def _sorted_losses(data: Float32Array, candidates: _Candidates) -> Float64Array:
     """Mean squared error of every candidate from sorted data, float64."""
-    sums = np.concatenate(([0.0], np.cumsum(data, dtype=np.float64)))
-    squares = float(np.dot(data.astype(np.float64), data))
+    squares = total = 0.0
+    for start in range(0, data.size, _CHUNK):
+        chunk = data[start : start + _CHUNK].astype(np.float64)
+        squares += float(np.dot(chunk, chunk))
+        total += float(chunk.sum())
 
     def below(cuts: Float64Array) -> tuple[Float64Array, Float64Array]:
         under = np.searchsorted(data, cuts.astype(np.float32))
-        return under.astype(np.float64), sums[under]
+        marks, place = _distinct(under, data.size)
+        parts = np.add.reduceat(data, marks[:-1], dtype=np.float64)
+        sums = np.concatenate(([0.0], np.cumsum(parts)))
+        return under.astype(np.float64), sums[place]
 
-    return _staircase_losses(below, float(data.size), float(sums[-1]), squares, candidates)
+    return _staircase_losses(below, float(data.size), total, squares, candidates)
+
+
+def _distinct(under: NDArray[np.intp], size: int) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
+    """Positions 0, `size` and those of `under`, sorted, once each; and where each went."""
+    if size > _DENSE:
+        marks = np.unique(np.concatenate(([0], under, [size])))
+        return marks, np.searchsorted(marks, under)
+    table = np.zeros(size + 1, np.int32)
+    table[[0, size]] = table[under] = 1
+    marks = np.flatnonzero(table)
+    table[marks] = np.arange(marks.size)
+    return marks, table[under]
 
 
 def _staircase_losses(

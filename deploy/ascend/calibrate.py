@@ -30,7 +30,7 @@ from deploy.writers.ascend_record import LayerRecord
 if TYPE_CHECKING:
     import onnx
 
-EXACT_BYTES = 2 << 30  # exact IFMR keeps every activation; beyond this it streams
+EXACT_BYTES = 1 << 30  # exact IFMR keeps every activation; beyond this it streams
 
 Array = NDArray[Any]
 Batch = Mapping[str, Array]
@@ -276,7 +276,9 @@ class _Exact:
         self.kept.append(np.array(x, copy=True).reshape(-1))
 
     def result(self) -> AscendScale:
-        return ifmr(np.concatenate(self.kept), self.params)
+        data = np.concatenate(self.kept)
+        self.kept.clear()  # one tensor at a time is held twice
+        return ifmr(data, self.params)
 
 
 class _Streaming:

@@ -52,7 +52,7 @@ class Ascend:
         source_color: order of the pictures that the .om gets, "rgb" or "bgr".
         first_layer_int8: let AIPP and the first convolution run fused in int8.
         atc_flags: further flags of atc, '--name=value'.
-        exact_bytes: cap on the activations that exact IFMR keeps; None is 2 GiB.
+        exact_bytes: cap on the activations that exact IFMR keeps; None is 1 GiB.
         say: told what the calibration keeps in memory before it starts.
     """
 
