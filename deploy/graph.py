@@ -20,7 +20,6 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.int8 import INT8, UINT8, Grid
-from deploy.frontends.graphs import reads
 
 _FLOAT = onnx.TensorProto.FLOAT
 _DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1, "Reshape": 1}
@@ -142,6 +141,9 @@ class Graph:
     """Indexes over a ModelProto: who makes a tensor, who reads it, what it is."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
+        # the package of frontends needs that of backends, and each of those this module
+        from deploy.frontends.graphs import reads
+
         graph = model.graph
         self.nodes = list(graph.node)
         self.initializers = {t.name: t for t in graph.initializer}
