@@ -1,22 +1,23 @@
-"""The demo network in PyTorch: `benchmarks/fashion.py:make` with --weights, and its training data.
+"""The demo network in PyTorch with its trained weights, and its training data.
 
-Input [N, 1, 28, 28] float32, (pixel / 255 - 0.5) / 0.5; output [N, 10] logits. `make` gives the
-network with the demo's trained weights where `fashion.pt` is at hand (`$CALIB8_FASHION`, or
-`datasets/fashion.pt` of the checkout); `untrained` gives it without.
+`benchmarks/fashion.py:make`, for any `calib8` command that takes a model in PyTorch. Input
+[N, 1, 28, 28] float32, (pixel / 255 - 0.5) / 0.5; output [N, 10] logits. The weights are those of
+`datasets/fashion/fashion_bn.onnx`. Training images come from Debian's dataset-fashion-mnist.
 """
 
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import torch
+from onnx import numpy_helper
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
+FOLDER = Path(__file__).resolve().parent.parent / "datasets" / "fashion"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
 
 
@@ -73,18 +74,27 @@ class Fashion(nn.Module):
         return self.fc(torch.flatten(self.pool(x), 1))
 
 
-def untrained() -> nn.Module:
-    """The network with random weights, the same on every call."""
-    torch.manual_seed(0)
-    return Fashion().eval()
-
-
 def make() -> nn.Module:
-    """The trained network."""
-    path = Path(os.environ.get("CALIB8_FASHION") or ROOT / "datasets" / "fashion.pt")
+    """The trained network, in eval mode."""
+    graph = onnx.load(FOLDER / "fashion_bn.onnx").graph
+    state = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in graph.initializer}
+    for node in graph.node:  # the exporter wrote equal tensors once
+        if node.op_type == "Identity":
+            state[node.output[0]] = state[node.input[0]]
     model = Fashion()
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    assert all(name.endswith("num_batches_tracked") for name in missing), missing
     return model.eval()
+
+
+def bundled() -> tuple[torch.Tensor, torch.Tensor]:
+    """The 400 images and labels of `datasets/fashion/eval.txt`, normalized."""
+    import cv2
+
+    rows = [line.split() for line in (FOLDER / "eval.txt").read_text().splitlines()]
+    pixels = [cv2.imread(str(FOLDER / path), cv2.IMREAD_GRAYSCALE) for path, _ in rows]
+    labels = torch.tensor([int(label) for _, label in rows])
+    return normalized(np.stack(pixels)[:, None]), labels
 
 
 def images(part: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,6 +74,8 @@ def to_onnx(
     assert program is not None
     written = program.model_proto
     _check_opset(written, opset)
+    if dynamic_batch:
+        _check_batch_is_open(written)
     return plain(written)
 
 
@@ -199,6 +201,18 @@ def _explain(error: Exception, dynamic_batch: bool) -> str:
         + (f" at {where}" if where else "")
         + f"; {way}rewrite what depends on data"
     )
+
+
+def _check_batch_is_open(model: onnx.ModelProto) -> None:
+    """Torch's exporter keeps a batch that the model fixes, and says nothing."""
+    for value in model.graph.input:
+        first = value.type.tensor_type.shape.dim[0]
+        if not first.dim_param:
+            raise ModelError(
+                f"the batch must stay open, and the model fixes it to {first.dim_value} in"
+                f" {value.name!r}; export with a fixed batch (--static-batch), or take the batch"
+                " from the input's shape"
+            )
 
 
 def _check_opset(model: onnx.ModelProto, opset: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from deploy.backends.base import TensorSpec
@@ -26,7 +27,9 @@ def batches_of(
     """
     specs = [TensorSpec(f"input{i}", "float32", (None, *x.shape[1:])) for i, x in enumerate(inputs)]
     feed = open_feed(images, specs, preprocess=preprocess, limit=limit)
-    samples = [tuple(torch.from_numpy(s[spec.name]) for spec in specs) for s in feed.samples()]
+    samples = [
+        tuple(torch.from_numpy(np.array(s[spec.name])) for spec in specs) for s in feed.samples()
+    ]
     size = len(inputs[0])
     groups = [samples[i : i + size] for i in range(0, len(samples), size)]
     return [tuple(torch.cat(parts) for parts in zip(*group, strict=True)) for group in groups]

@@ -154,7 +154,7 @@ def before_padding(
     convolution.
     """
     while is_zero_pad(graph_module, tensor):
-        tensor, reader = tensor_inputs(tensor)[0], tensor
+        tensor, reader = tensor.all_input_nodes[0], tensor
     return tensor, reader
 
 

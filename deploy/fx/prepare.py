@@ -18,11 +18,11 @@ from torch import fx, nn
 
 from deploy.errors import ConfigError, FeedError, ModelError
 from deploy.fx.fakequant import DynamicQuant, FakeQuant, FixedQuant
-from deploy.fx.fuse import NORMS, called_module, fold_batch_norms, foldable
+from deploy.fx.fuse import NORMS, called_module, called_once, fold_batch_norms, foldable
 from deploy.fx.grids import ActivationGrid, Target, find_target
 from deploy.fx.layers import WEIGHTED, IntLayer, QatConvBn, QatLayer, WeightQuant, channel_axis
 from deploy.fx.modules import functions_to_modules
-from deploy.fx.placement import SHARED, Site, place
+from deploy.fx.placement import SHARED, Site, before_padding, place
 from deploy.fx.rewrite import propagate_shapes
 from deploy.fx.trace import replace_submodule, submodule, trace
 
@@ -208,6 +208,9 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
             fixed[module] = new
             if not _inside_replaced(name, converted, module):
                 replace_submodule(converted, name, new)
+    for part in converted.modules():
+        if isinstance(part, fx.GraphModule):
+            _round_biases(part)
     return converted
 
 
@@ -226,6 +229,23 @@ def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module
         scale, zero = module.parameters_of_grid()
         return FixedQuant(module.grid, module.name, scale, zero)
     return IntLayer(module, name) if isinstance(module, QatLayer) else None
+
+
+def _round_biases(graph_module: fx.GraphModule) -> None:
+    """Put each layer's bias on the grid of its products, where runtimes keep it in int32.
+
+    Onnxruntime rounds a bias to multiples of input scale times weight scale; with the same
+    multiples here both compute the same codes.
+    """
+    for node in graph_module.graph.nodes:
+        layer = called_module(graph_module, node)
+        if not isinstance(layer, IntLayer) or not called_once(graph_module, node):
+            continue
+        source, _ = before_padding(graph_module, node.args[0], node)
+        quant = called_module(graph_module, source)
+        if isinstance(quant, FixedQuant) and layer.bias is not None:
+            step = quant.scale * layer.weight_scale
+            layer.bias.copy_(torch.round(layer.bias / step) * step)
 
 
 def _inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:

@@ -1,0 +1,380 @@
+"""Training for int8: a task, its checkpoints, distillation, and the commands."""
+
+import gzip
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
+
+from torch import nn  # noqa: E402
+
+from deploy.cli import cli  # noqa: E402
+from deploy.errors import (  # noqa: E402
+    CacheError,
+    CalibrationError,
+    ConfigError,
+    ExportError,
+    FeedError,
+    ModelError,
+)
+from deploy.fx.distill import Distiller, channel_wise_loss, logit_loss  # noqa: E402
+from deploy.fx.export import check_float, compare, to_onnx  # noqa: E402
+from deploy.fx.prepare import calibrate, convert, prepare  # noqa: E402
+from deploy.fx.qat import Task, train  # noqa: E402
+from deploy.fx.source import load_module  # noqa: E402
+
+torch.set_num_threads(1)
+HERE = Path(__file__).parent
+BENCHMARKS = HERE.parent / "benchmarks"
+
+
+def blobs(epoch, count=6, seed=0):
+    """Batches of an easy problem: which of four corners is bright."""
+    generator = torch.Generator().manual_seed(1000 * seed + epoch)
+    for _ in range(count):
+        y = torch.randint(0, 4, (32,), generator=generator)
+        x = 1.5 * torch.randn(32, 1, 8, 8, generator=generator)
+        for i, corner in enumerate(y.tolist()):
+            x[i, 0, 4 * (corner // 2) :, 4 * (corner % 2) :][:4, :4] += 1.0
+        yield x, y
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(16 * 16, 4)
+
+    def forward(self, x):
+        return self.head(torch.flatten(self.features(x), 1))
+
+
+def accuracy(model):
+    hits = total = 0
+    for x, y in blobs(0, count=20, seed=9):
+        hits, total = hits + int((model(x).argmax(1) == y).sum()), total + len(y)
+    return hits / total
+
+
+@pytest.fixture(scope="module")
+def small():
+    torch.manual_seed(0)
+    model = Small().train()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for epoch in range(8):
+        for x, y in blobs(epoch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def task_of(model, **options):
+    settings = {
+        "inputs": [torch.zeros(2, 1, 8, 8)],
+        "batches": blobs,
+        "loss": nn.functional.cross_entropy,
+        "evaluate": accuracy,
+        "epochs": 2,
+    }
+    return Task(model=model, **(settings | options))
+
+
+def test_training_makes_the_loss_fall_and_few_bits_better(small):
+    before = {k: v.clone() for k, v in small.state_dict().items()}
+    lines = []
+    task = task_of(small, epochs=6, batches=lambda epoch: blobs(0, count=20))
+    result = train(task, bits=2, report=lines.append)
+    assert result.losses[-1] < result.losses[0]
+    assert result.end > result.start + 0.01
+    assert lines[0].startswith("before training (PTQ, 2 bits)") and len(lines) == 7
+    assert all(torch.equal(v, before[k]) for k, v in small.state_dict().items())
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
+def test_8_bits_keep_the_accuracy_on_every_grid(small, target):
+    result = train(task_of(small, epochs=1), target=target)
+    assert result.end >= accuracy(small) - 0.02
+
+
+def test_norms_are_trained_then_frozen_and_fold_into_the_export(small):
+    result = train(task_of(small, epochs=3, norms="train"), bits=8)
+    assert result.end >= accuracy(small) - 0.03
+    exported = to_onnx(result.converted, [torch.zeros(2, 1, 8, 8)])
+    assert not {"BatchNormalization", "Div"} & {node.op_type for node in exported.graph.node}
+    batches = [(x,) for x, _ in blobs(0)]
+    found = compare(exported, result.converted, batches)
+    assert found.argmax >= 0.999 and found.codes <= 1.0
+
+
+def test_resuming_ends_as_the_unbroken_training_does(small, tmp_path):
+    path = tmp_path / "qat.pt"
+
+    class Stop(Exception):
+        pass
+
+    def stop_in_third_epoch(epoch):
+        if epoch == 2:
+            raise Stop
+        return blobs(epoch)
+
+    options = {"epochs": 4, "norms": "train"}
+    whole = train(task_of(small, **options))
+    with pytest.raises(Stop):
+        train(task_of(small, batches=stop_in_third_epoch, **options), checkpoint=path)
+    lines = []
+    resumed = train(task_of(small, **options), checkpoint=path, report=lines.append)
+    assert any("going on after epoch 2" in line for line in lines)
+    assert resumed.losses == whole.losses
+    for name, value in whole.converted.state_dict().items():
+        assert torch.equal(value, resumed.converted.state_dict()[name]), name
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path):
+    path = tmp_path / "qat.pt"
+    train(task_of(small, epochs=1), checkpoint=path)
+    with pytest.raises(CacheError, match="is of others"):
+        train(task_of(small, epochs=1), target="tensorrt", checkpoint=path)
+    whole = path.read_bytes()
+    for broken in (b"", b"not a checkpoint", whole[: len(whole) // 2]):
+        path.write_bytes(broken)
+        with pytest.raises(CacheError, match="remove it to start anew"):
+            train(task_of(small, epochs=1), checkpoint=path)
+    torch.save({"epoch": 1}, path)
+    with pytest.raises(CacheError, match="must be a checkpoint"):
+        train(task_of(small, epochs=1), checkpoint=path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["qat.pt"]
+
+
+def test_a_loss_that_is_no_number_and_empty_epochs_are_said(small):
+    with pytest.raises(CalibrationError, match="must stay finite, got nan in epoch 1"):
+        train(task_of(small, loss=lambda output, label: output.sum() * float("nan")))
+    empty = task_of(small, batches=lambda epoch: [], calibration=lambda: [torch.zeros(1, 1, 8, 8)])
+    with pytest.raises(FeedError, match="none in epoch 1"):
+        train(empty)
+    with pytest.raises(FeedError, match="at least one batch"):
+        train(task_of(small, batches=lambda epoch: []))
+
+
+def test_channel_wise_loss_is_its_formula():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 2, 3, 4, 4, generator=generator)
+    assert channel_wise_loss(teacher, teacher).item() == pytest.approx(0, abs=1e-6)
+    assert channel_wise_loss(teacher + 7.0, teacher).item() == pytest.approx(0, abs=1e-5)
+    t, total = 4.0, 0.0
+    for n in range(2):
+        for c in range(3):
+            p = np.exp(teacher[n, c].double().numpy().ravel() / t)
+            q = np.exp(student[n, c].double().numpy().ravel() / t)
+            p, q = p / p.sum(), q / q.sum()
+            total += t**2 / 6 * (p * np.log(p / q)).sum()
+    assert channel_wise_loss(student, teacher, t).item() == pytest.approx(total, rel=1e-4)
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    assert logit_loss(logits, logits).item() == pytest.approx(0, abs=1e-6)
+    assert logit_loss(logits, logits.flip(1)).item() > 0.1
+
+
+def test_distillation_brings_the_student_to_its_teacher(small):
+    def distance(prepared):
+        distiller = Distiller(prepared, small)
+        total = 0.0
+        for x, _ in blobs(50):
+            with torch.no_grad():
+                total += float(distiller.loss((x,), prepared(x)))
+        distiller.close()
+        return total
+
+    none = task_of(small, epochs=0)
+    with_teacher = task_of(small, epochs=4, teacher=small, loss=lambda o, y: o.sum() * 0)
+    before = distance(train(none, bits=2).prepared)
+    assert distance(train(with_teacher, bits=2).prepared) < 0.7 * before
+
+
+def test_a_teacher_of_another_form_needs_pairs_of_layers(small):
+    torch.manual_seed(1)
+    wide = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.MaxPool2d(2)).eval()
+    prepared = prepare(small, [torch.zeros(2, 1, 8, 8)])
+    x = torch.randn(2, 1, 8, 8)
+    distiller = Distiller(prepared, nn.Sequential(wide, nn.Flatten(), nn.Linear(256, 4)),
+                          [("features.4", "0.1")])  # fmt: skip
+    assert float(distiller.loss((x,), prepared(x)).detach()) > 0
+    with pytest.raises(ConfigError, match="teacher has no module 'nowhere'"):
+        Distiller(prepared, wide, [("features.4", "nowhere")])
+    other = Distiller(prepared, nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+    with pytest.raises(ModelError, match="equal shapes"):
+        other.loss((x,), prepared(x))
+
+
+TRAIN = """
+import torch
+from torch import nn
+from deploy.fx.qat import Task
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
+
+def batches(epoch):
+    torch.manual_seed(epoch)
+    for _ in range(4):
+        y = torch.randint(0, 2, (16,))
+        yield torch.randn(16, 1, 8, 8) + y[:, None, None, None], y
+
+def setup():
+    return Task(model=net(), inputs=[torch.zeros(2, 1, 8, 8)], batches=batches,
+                loss=nn.functional.cross_entropy, epochs=1)
+"""
+
+
+def test_the_qat_command_trains_exports_and_agrees(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    out = tmp_path / "net.qdq.onnx"
+    arguments = ["qat", f"{script}:setup", "--teacher", f"{script}:net", "--scales", "-o", str(out)]
+    shown = CliRunner().invoke(cli, [*arguments, "--checkpoint", str(tmp_path / "c.pt")])
+    assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert "epoch 1/1: loss" in shown.output and "same arg-max 100.00%" in shown.output
+    assert "zero_point" in shown.output
+    session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
+    for batch in (1, 5):
+        (y,) = session.run(None, {session.get_inputs()[0].name: np.zeros((batch, 1, 8, 8), "f4")})
+        assert y.shape == (batch, 2)
+    shown = CliRunner().invoke(cli, ["qat", f"{script}:net", "-o", str(out)])
+    assert "must return a deploy.fx.qat.Task, got Sequential" in str(shown.exception)
+
+
+def test_the_export_command_in_float_and_quantized(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    base = ["export", f"{script}:net", "--input", "2x1x8x8"]
+    shown = CliRunner().invoke(cli, [*base, "-o", str(tmp_path / "float.onnx")])
+    assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert "same arg-max 100.00%" in shown.output
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(9, 1, 8, 8)).astype("f4"))
+    qdq = [*base, "--qdq", "--images", str(tmp_path / "x.npy"), "-o", str(tmp_path / "q.onnx")]
+    shown = CliRunner().invoke(cli, [*qdq, "--modes", "--target", "tensorrt"])
+    assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert [line.split()[0] for line in shown.output.splitlines()[3:7]] == [
+        "float",
+        "weight-only",
+        "dynamic",
+        "static",
+    ]
+    model = onnx.load(tmp_path / "q.onnx")
+    assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in model.graph.node}
+    for wrong, said in (
+        ([*base, "--qdq", "-o", "x.onnx"], "give --images"),
+        ([*base, "--images", "x", "-o", "x.onnx"], "are for --qdq"),
+        (["export", f"{script}:net", "-o", "x.onnx"], "needs its --input"),
+    ):
+        assert said in str(CliRunner().invoke(cli, wrong).exception)
+
+
+def test_the_exporter_never_falls_back_in_silence():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x - 1
+
+    class FixedBatch(nn.Module):
+        def forward(self, x):
+            return x.reshape(2, 3) * 2
+
+    class Pool(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pool = nn.AdaptiveAvgPool2d(1)
+
+        def forward(self, x):
+            return self.pool(x)
+
+    with pytest.raises(ModelError, match=r"test_torch_qat\.py:\d+: return x \* 2 if"):
+        to_onnx(Branch(), [torch.ones(2, 3)])
+    with pytest.raises(ModelError, match="--static-batch"):
+        to_onnx(FixedBatch(), [torch.ones(2, 3)])
+    assert to_onnx(FixedBatch(), [torch.ones(2, 3)], dynamic_batch=False).graph.node
+    with pytest.raises(ExportError, match="cannot be written at opset 17: torch's exporter kept"):
+        to_onnx(Pool(), [torch.ones(2, 3, 4, 4)], opset=17)
+
+
+def test_an_export_that_computes_something_else_is_refused():
+    layer = nn.Linear(3, 2)
+    exported = to_onnx(layer, [torch.ones(2, 3)])
+    with torch.no_grad():
+        layer.weight.add_(0.5)
+    with pytest.raises(ExportError, match="must compute what torch computes"):
+        check_float(exported, layer, [[torch.ones(2, 3)]])
+
+
+def fashion_module():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import fashion
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return fashion
+
+
+def test_the_demo_network_in_int8_from_torch(tmp_path):
+    """Without any training data: 400 labelled images, 100 to calibrate with."""
+    fashion = fashion_module()
+    model = load_module(f"{BENCHMARKS / 'fashion.py'}:make")
+    x, y = fashion.bundled()
+    prepared = prepare(model, [x[:2]])
+    calibrate(prepared, x[:100].split(50))
+    converted = convert(prepared)
+    assert fashion.accuracy(converted, x, y) >= fashion.accuracy(model, x, y) - 0.01
+    found = compare(to_onnx(converted, [x[:2]]), converted, [(part,) for part in x.split(100)])
+    assert found.samples == 400 and found.argmax == 1.0
+
+
+def test_4_bit_training_beats_calibration_alone_on_the_demo_network():
+    """Label-free, from the float teacher on the 100 calibration images; full figures in docs."""
+    fashion = fashion_module()
+    import cv2
+
+    folder = fashion.FOLDER / "calib"
+    pixels = [cv2.imread(str(p), cv2.IMREAD_GRAYSCALE) for p in sorted(folder.glob("*.png"))]
+    x = fashion.normalized(np.stack(pixels)[:, None])
+    test = fashion.bundled()
+    model = fashion.make()
+    task = Task(
+        model=model,
+        inputs=[x[:2]],
+        batches=lambda epoch: fashion.shuffled(x, torch.zeros(len(x)), epoch, size=25),
+        loss=lambda output, label: output.sum() * 0,
+        evaluate=lambda m: fashion.accuracy(m, *test),
+        calibration=lambda: [x],
+        epochs=12,
+        teacher=model,
+    )
+    result = train(task, bits=4)
+    assert result.end >= result.start + 0.01
+
+
+def test_debian_reader(tmp_path, monkeypatch):
+    fashion = fashion_module()
+    pixels = np.arange(2 * 784, dtype=np.uint8)
+    for name, data in (
+        ("images-idx3", bytes(16) + pixels.tobytes()),
+        ("labels-idx1", bytes(8) + b"\3\4"),
+    ):
+        with gzip.open(tmp_path / f"t10k-{name}-ubyte.gz", "wb") as file:
+            file.write(data)
+    monkeypatch.setattr(fashion, "DEBIAN", tmp_path)
+    x, y = fashion.images("t10k")
+    assert x.shape == (2, 1, 28, 28) and y.tolist() == [3, 4]
+    assert float(x[0, 0, 0, 0]) == -1.0
