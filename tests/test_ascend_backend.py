@@ -3,12 +3,16 @@
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 from deploy.ascend.auto import FINAL, HISTORY, RANKING, isolated_model, rank, search, similarity
@@ -22,7 +26,14 @@ from deploy.ascend.verify import verify
 from deploy.backends import Ascend
 from deploy.backends.ort_session import OrtSession
 from deploy.cli import main
-from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
+from deploy.errors import (
+    BackendError,
+    Calib8Error,
+    ConfigError,
+    ExportError,
+    ModelError,
+    SdkMissingError,
+)
 from deploy.frontends import load
 from deploy.pipeline import build
 from deploy.preprocess import Preprocess
@@ -517,6 +528,32 @@ def test_check_of_broken_files(content, tmp_path, capsys):
             assert code == 0  # an empty simplified configuration is all defaults
             continue
         assert code == 1 and "Traceback" not in err and err.count("\n") == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_broken_deploy_model_breaks_check(data):
+    made = onnx.load(CASES / "small_default" / "res_deploy_model.onnx")
+    node = data.draw(st.sampled_from([n for n in made.graph.node if "Ascend" in n.op_type]))
+    damage = data.draw(st.sampled_from(["inputs", "attributes", "nan", "outputs", "type", "param"]))
+    if damage in ("inputs", "outputs"):
+        del (node.input if damage == "inputs" else node.output)[data.draw(st.integers(0, 1)) :]
+    elif damage == "attributes":
+        del node.attribute[:]
+    elif damage == "param":
+        tensor = data.draw(st.sampled_from(made.graph.initializer))
+        tensor.raw_data = data.draw(st.binary(max_size=9))
+    else:
+        for attribute in node.attribute:
+            if damage == "nan":
+                attribute.f = float("nan")
+            else:
+                attribute.type = data.draw(st.integers(1, 8))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "broken.onnx"
+        path.write_bytes(made.SerializeToString())
+        with suppress(Calib8Error):
+            check_file(path)
 
 
 def test_auto_command(small_cnn, data, tmp_path, capsys):

@@ -314,6 +314,22 @@ def test_what_stays_float_says_why():
         default_config(graph)
 
 
+@pytest.mark.parametrize(("shape", "taken"), [([4], True), ([1, 4], True), ([1], False)])
+def test_a_gemms_bias_has_one_value_a_channel(shape, taken):
+    weights = {"w": np.ones((4, 4), np.float32), "b": np.ones(shape, np.float32)}
+    model = model_of([helper.make_node("Gemm", ["x", "w", "b"], ["y"], name="g")], weights)
+    graph = find_layers(model)
+    assert ("g" in graph.layers) is taken
+    assert taken or "one a channel" in graph.refused["g"]
+
+
+def test_a_layer_named_like_a_key_is_refused():
+    weights = {"w": np.ones((4, 4), np.float32)}
+    model = model_of([helper.make_node("Gemm", ["x", "w"], ["y"], name="batch_num")], weights)
+    with pytest.raises(ConfigError, match="rename the node"):
+        default_config(find_layers(model))
+
+
 def test_a_quantized_model_is_refused():
     nodes = [helper.make_node("AscendQuant", ["x"], ["y"], name="q")]
     with pytest.raises(ModelError, match="AscendQuant"):

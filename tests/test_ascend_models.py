@@ -9,7 +9,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from calibrators.errors import CalibrationError
-from deploy.ascend.calibrate import calibrate
+from deploy.ascend.calibrate import calibrate, prepared_model
 from deploy.ascend.config import default_config, read_config, settled
 from deploy.ascend.layers import find_layers, name_nodes
 from deploy.errors import ConfigError, ExportError, FeedError
@@ -99,6 +99,32 @@ def test_records_are_amcts(case):
             assert ulps(found[name].factors, record.factors) <= 8
     if not balanced:
         assert ulps(found["conv1"].scale_d, wanted["conv1"].scale_d) == 0
+
+
+def test_the_model_to_observe_is_amcts():
+    """Weights that BatchNormalization did not touch are those of AMCT's modified model."""
+    model = float_model("small_default")
+    graph = find_layers(model)
+    config = config_of("small_default", graph)
+    records = read_record((CASES / "small_default" / "record.txt").read_text())
+    weights = {n: (r.scale_w, np.zeros(r.scale_w.size, np.int32)) for n, r in records.items()}
+    mine = prepared_model(model, graph.layers, config, weights, {})
+    amct = onnx.load(CASES / "small_default" / "modified.onnx")
+    tensors = [{t.name: t for t in m.graph.initializer} for m in (mine, amct)]
+    nodes = {n.name: n for n in amct.graph.node}
+    for name in ("pw", "up", "fc1", "fc2"):
+        a = numpy_helper.to_array(tensors[0][graph.layers[name].weight])
+        b = numpy_helper.to_array(tensors[1][nodes[name].input[1]])
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_dead_input_is_told():
+    model = float_model("small_default")
+    graph = find_layers(model)
+    batch = {"input.1": np.zeros((2, 3, 32, 32), np.float32)}
+    found = calibrate(model, graph, [batch], default_config(graph))
+    assert found.dead == ("conv1",)
+    assert (found.records["conv1"].scale_d, found.records["conv1"].offset_d) == (1, -128)
 
 
 @pytest.mark.parametrize("kind", ["deploy", "fake_quant"])

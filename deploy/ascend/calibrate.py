@@ -46,6 +46,7 @@ class Calibrated:
         kept_bytes: activations that exact IFMR held.
         streamed: layers whose IFMR ran on histograms, because that would not fit.
         batches: batches seen.
+        dead: layers whose input was zero throughout; their scale is 1 and means nothing.
     """
 
     records: dict[str, LayerRecord]
@@ -53,6 +54,7 @@ class Calibrated:
     kept_bytes: int
     streamed: tuple[str, ...]
     batches: int
+    dead: tuple[str, ...] = ()
 
 
 class _Observer(Protocol):
@@ -119,7 +121,8 @@ def calibrate(
         record = guard.call(name, partial(plan.record, name, weights[name], factors))
         if record is not None:
             records[name] = record
-    return Calibrated(records, failed, plan.bytes * seen, plan.streamed, seen)
+    dead = tuple(name for name in records if plan.keys[name] not in plan.alive)
+    return Calibrated(records, failed, plan.bytes * seen, plan.streamed, seen, dead)
 
 
 class _Guard:
@@ -136,9 +139,15 @@ class _Guard:
             return step()
         except CalibrationError as error:
             if self.strict:
-                raise CalibrationError(f"layer {name!r}: {error}") from None
+                raise _named(name, error) from None
             self.failed[name] = str(error)
             return None
+
+
+def _named(name: str, error: CalibrationError) -> CalibrationError:
+    return CalibrationError(
+        f"layer {name!r}: {error} (to leave it in float, put it under skip_layers or --keep-float)"
+    )
 
 
 def prepared_model(
@@ -313,6 +322,7 @@ class _Plan:
     streamed: tuple[str, ...]
     troubles: dict[tuple[str, Any], CalibrationError]
     weighted: dict[str, bool]
+    alive: set[tuple[str, Any]]
 
     @classmethod
     def of(
@@ -330,7 +340,7 @@ class _Plan:
         observers = {key: _observer(key[1], streams) for key in keys.values()}
         streamed = tuple(n for n, k in keys.items() if streams and k in exact)
         weighted = {n: bool(layer.weight) for n, layer in layers.items()}
-        return cls(keys, observers, 0 if streams else one, streamed, {}, weighted)
+        return cls(keys, observers, 0 if streams else one, streamed, {}, weighted, set())
 
     def sentence(self, batch_num: int) -> str:
         """What will be kept, for the user, before it is."""
@@ -345,13 +355,15 @@ class _Plan:
         for key, observer in self.observers.items():
             if key in self.troubles:
                 continue
+            if key not in self.alive and values[key[0]].any():
+                self.alive.add(key)
             try:
                 observer.observe(values[key[0]])
             except CalibrationError as error:
                 self.troubles[key] = error
                 if guard.strict:
                     name = next(n for n, k in self.keys.items() if k == key)
-                    raise CalibrationError(f"layer {name!r}: {error}") from None
+                    raise _named(name, error) from None
 
     def record(
         self,

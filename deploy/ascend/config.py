@@ -171,6 +171,12 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     """
     if config.enabled() and not graph.layers:
         raise ConfigError(_no_layers(graph))
+    clashes = sorted(set(config.layers) & set(_GLOBAL))
+    if clashes:
+        raise ConfigError(
+            f"a layer must not be named like a key of the quant config, got {clashes};"
+            " rename the node"
+        )
     for name in config.skip_fusion_layers:
         if name not in graph.layers and name not in graph.refused:
             raise ConfigError(_unknown_layer(name, graph))

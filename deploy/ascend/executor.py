@@ -19,6 +19,8 @@ Weights go in as uint8 too: int8 ones saturate in ONNX Runtime on x86 CPUs witho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,10 +47,27 @@ def executable(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     out = type(model)()
     out.CopyFrom(model)
-    work = _Rewriter(out.graph)
-    nodes = [new for node in out.graph.node for new in work.rewrite(node)]
-    work.finish(nodes)
+    with malformed():
+        work = _Rewriter(out.graph)
+        nodes = [new for node in out.graph.node for new in work.rewrite(node)]
+        work.finish(nodes)
     return out
+
+
+@contextmanager
+def malformed() -> Iterator[None]:
+    """Turn what reading a node with missing or mistyped parts raises into one sentence.
+
+    Raises:
+        ModelError: in place of those errors.
+    """
+    try:
+        yield
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"a deploy model must be as its writer left it, got {type(error).__name__}: {said}"
+        ) from error
 
 
 def open_deploy(model: onnx.ModelProto, *, threads: int | None = None) -> Session:

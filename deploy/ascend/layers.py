@@ -180,8 +180,9 @@ def _layer(node: onnx.NodeProto, index: Index) -> Layer | str:
     if reason:
         return reason
     bias = node.input[2] if len(node.input) > 2 else ""
-    if bias and bias not in index.constants:
-        return "its bias must be a constant"
+    reason = _refuse_bias(bias, weight, given, node, index)
+    if reason:
+        return reason
     if node.op_type == "MatMul":
         add, bias, output = _bias_add(node, weight, index)
         return Layer(**base, output=output, weight=node.input[1], bias=bias, bias_add=add)
@@ -216,6 +217,27 @@ def _refuse_weight(
         if factors != (0, 1.0, 1.0):
             return f"a Gemm must have transA 0, alpha 1, beta 1, got {factors}"
     return ""
+
+
+def _refuse_bias(
+    bias: str,
+    weight: onnx.TensorProto,
+    given: dict[str, Any],
+    node: onnx.NodeProto,
+    index: Index,
+) -> str:
+    """Why a bias keeps its node in float: it must be constant, one value a channel."""
+    if not bias:
+        return ""
+    if bias not in index.constants:
+        return "its bias must be a constant"
+    if node.op_type != "Gemm":
+        return ""
+    columns = weight.dims[0 if given.get("transB", 0) else 1]
+    dims = list(index.constants[bias].dims)
+    if dims in ([columns], [1, columns]):
+        return ""
+    return f"its bias must have {columns} values, one a channel, got shape {dims}"
 
 
 def _bias_add(node: onnx.NodeProto, weight: onnx.TensorProto, index: Index) -> tuple[str, str, str]:

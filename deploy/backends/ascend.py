@@ -265,6 +265,11 @@ def _calibration_notes(
             f"IFMR of {len(found.streamed)} layers ran on histograms: their activations were over"
             " the memory cap."
         )
+    if found.dead:
+        yield (
+            f"The input of {len(found.dead)} layers was zero on every sample, so their scale says"
+            f" nothing: {', '.join(found.dead[:3])}."
+        )
     if found.batches < len(request.feed):
         yield (
             f"batch_num {config.batch_num} of the configuration: {found.batches} of"

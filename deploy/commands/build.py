@@ -69,6 +69,11 @@ if TYPE_CHECKING:
     "--aipp/--no-aipp", default=False, help="ascend: preprocessing inside the .om (AIPP)."
 )
 @click.option(
+    "--first-layer-int8",
+    is_flag=True,
+    help="ascend: AIPP and the first convolution fused in int8; brings --aipp.",
+)
+@click.option(
     "--atc-flag",
     "atc_flags",
     multiple=True,
@@ -89,6 +94,7 @@ def build(
     soc: str | None,
     ascend_config: Path | None,
     aipp: bool,
+    first_layer_int8: bool,
     atc_flags: tuple[str, ...],
     shapes: tuple[str, ...],
     weights: Path | None,
@@ -108,15 +114,17 @@ def build(
     from deploy.pipeline import build as run
     from deploy.report import to_screen
 
-    if "ascend" not in targets and (soc or ascend_config or aipp or atc_flags):
+    if "ascend" not in targets and (soc or ascend_config or aipp or first_layer_int8 or atc_flags):
         raise ConfigError(
-            "--soc, --ascend-config, --aipp and --atc-flag belong to --target ascend, got"
+            "--soc, --ascend-config, --aipp, --first-layer-int8 and --atc-flag belong to"
+            " --target ascend, got"
             f" {', '.join(targets)}"
         )
     own = Ascend(
         soc=soc,
         config=ascend_config,
         aipp=aipp,
+        first_layer_int8=first_layer_int8,
         atc_flags=atc_flags,
         say=lambda sentence: click.echo(sentence, err=True),
     )
