@@ -79,7 +79,8 @@ def open_deploy(model: onnx.ModelProto, *, threads: int | None = None) -> Sessio
     """
     from deploy.backends.ort_session import OrtSession
 
-    return OrtSession.open(executable(model).SerializeToString(), threads=threads)
+    model = executable(model)
+    return OrtSession.open(model.SerializeToString(), threads=threads, optimize=False)
 
 
 class _Rewriter:
