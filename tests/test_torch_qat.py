@@ -111,6 +111,12 @@ def test_8_bits_keep_the_accuracy_on_every_grid(small, target):
     assert result.end >= accuracy(small) - 0.02
 
 
+def test_only_a_submodule_is_trained_in_int8(small):
+    result = train(task_of(small, epochs=1, only="features"))
+    assert type(result.converted.head) is nn.Linear
+    assert result.end >= accuracy(small) - 0.02
+
+
 def test_norms_are_trained_then_frozen_and_fold_into_the_export(small):
     result = train(task_of(small, epochs=3, norms="train"), bits=8)
     assert result.end >= accuracy(small) - 0.03

@@ -400,6 +400,9 @@ def test_only_a_traceable_submodule_is_quantized(resnet):
             return self.backbone(x) if x.sum() > 1e9 else self.backbone(x) * 2
 
     model, x = Whole().eval(), torch.randn(2, 3, 64, 64)
+    assert isinstance(
+        quantized(model, [x], [(x,)], mode="static", only="backbone").backbone.fc, IntLayer
+    )
     prepared = prepare_only(model, "backbone", [x])
     assert torch.allclose(prepared(x), model(x), atol=1e-5)
     calibrate(prepared, [x])

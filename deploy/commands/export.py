@@ -25,6 +25,7 @@ from deploy.commands.options import preprocess_options
 @click.option("--limit", type=click.IntRange(min=1), help="use at most so many images")
 @click.option("--leaf", "leaves", multiple=True, metavar="NAME|CLASS", help="keep whole, in float")
 @click.option("--keep-float", "skip", multiple=True, metavar="LAYER", help="leave in float")
+@click.option("--only", metavar="SUBMODULE", help="quantize this part alone")
 @click.option("--modes", "all_modes", is_flag=True, help="also compare all modes")
 @preprocess_options
 def export(
@@ -41,6 +42,7 @@ def export(
     limit: int | None,
     leaves: tuple[str, ...],
     skip: tuple[str, ...],
+    only: str | None,
     all_modes: bool,
     **preprocess: str | None,
 ) -> None:
@@ -56,8 +58,8 @@ def export(
 
     if not shapes:
         raise ConfigError("export runs the model and needs its --input shape")
-    if (images or all_modes or leaves or skip) and not qdq:
-        raise ConfigError("--images, --modes, --leaf and --keep-float are for --qdq")
+    if (images or all_modes or leaves or skip or only) and not qdq:
+        raise ConfigError("--images, --modes, --leaf, --keep-float and --only are for --qdq")
     module = load_module(model, weights)
     inputs = example_inputs([parse_shape(shape) for shape in shapes])
     if not qdq:
@@ -68,9 +70,8 @@ def export(
             raise ConfigError("static ranges come from data: give --images, or another --mode")
         how = preprocess_from(preprocess)
         batches = batches_of(images, inputs, how, limit) if images else [inputs]
-        converted = quantized(
-            module, inputs, batches, mode=mode, target=target, leaves=leaves, skip=skip
-        )
+        kept = {"leaves": leaves, "skip": skip}
+        converted = quantized(module, inputs, batches, mode=mode, target=target, only=only, **kept)
         exported = exports.to_onnx(converted, inputs, opset=opset, dynamic_batch=not static_batch)
         click.echo(exports.compare(exported, converted, batches))
         results = compare_modes(module, inputs, batches, target=target) if all_modes else []

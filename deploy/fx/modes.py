@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deploy.fx.prepare import MODES, calibrate, convert, prepare, set_phase
+from deploy.fx.prepare import MODES, calibrate, convert, prepare, prepare_only, set_phase
 from deploy.fx.profile import tensors_of
 from deploy.fx.table import columns
 
@@ -51,14 +51,29 @@ def quantized(
     *,
     mode: str,
     target: str = "onnxruntime",
+    only: str | None = None,
     **options: Any,
 ) -> nn.Module:
     """`model` prepared in that mode, calibrated on `batches` where it needs to be, converted.
 
+    Args:
+        model: a float model.
+        inputs: example inputs.
+        batches: to calibrate with.
+        mode: static, dynamic or weight-only.
+        target: whose grid.
+        only: submodule to quantize, the rest being left as it is; None for the whole model.
+        options: as `prepare`.
+
     Raises:
         ConfigError, ModelError, CalibrationError: as prepare, calibrate and convert.
     """
-    prepared = prepare(model, inputs, target=target, mode=mode, **options)
+    options |= {"target": target, "mode": mode}
+    prepared: nn.Module
+    if only is None:
+        prepared = prepare(model, inputs, **options)
+    else:
+        prepared = prepare_only(model, only, inputs, **options)
     if mode == "static":
         calibrate(prepared, [tuple(batch) for batch in batches])
     else:

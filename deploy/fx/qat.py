@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.fx import checkpoint as checkpoints
@@ -31,6 +31,7 @@ from deploy.fx.prepare import (
     convert,
     freeze_norms,
     prepare,
+    prepare_only,
     set_phase,
 )
 
@@ -56,6 +57,7 @@ class Task:
         distil_weight: weight of the distillation loss.
         clip_gradient: largest norm of all gradients together.
         leaves, skip, share, custom, norms: as `deploy.fx.prepare.prepare`.
+        only: submodule to quantize; the rest is trained with it, in float.
         convert: observed class -> quantized class, as `deploy.fx.prepare.convert`.
     """
 
@@ -80,6 +82,7 @@ class Task:
     custom: CustomClasses | None = None
     convert: CustomClasses | None = None
     norms: str = "fold"
+    only: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class Trained:
         end: the same of `converted`.
     """
 
-    prepared: fx.GraphModule
+    prepared: nn.Module
     converted: nn.Module
     losses: tuple[float, ...]
     start: float | None
@@ -159,20 +162,22 @@ def first_batches(task: Task) -> list[tuple[Any, ...]]:
     return [as_inputs(x) for x in _first_inputs(task)]
 
 
-def _prepared(task: Task, target: str, bits: int) -> fx.GraphModule:
+def _prepared(task: Task, target: str, bits: int) -> nn.Module:
     if task.epochs < 0:
         raise ConfigError(f"epochs must be 0 or more, got {task.epochs}")
-    return prepare(
-        task.model if task.norms == "train" else task.model.eval(),
-        task.inputs,
-        target=target,
-        bits=bits,
-        norms=task.norms,
-        leaves=task.leaves,
-        skip=task.skip,
-        share=task.share,
-        custom=task.custom,
-    )
+    model = task.model if task.norms == "train" else task.model.eval()
+    options: dict[str, Any] = {
+        "target": target,
+        "bits": bits,
+        "norms": task.norms,
+        "leaves": task.leaves,
+        "skip": task.skip,
+        "share": task.share,
+        "custom": task.custom,
+    }
+    if task.only is not None:
+        return prepare_only(model, task.only, task.inputs, **options)
+    return prepare(model, task.inputs, **options)
 
 
 def _first_inputs(task: Task) -> Iterable[Any]:
