@@ -451,6 +451,13 @@ def test_a_refused_config_writes_nothing(small_cnn, data, tmp_path):
     assert not list(out.glob("*_record.txt")) and not list(out.glob("*.onnx"))
 
 
+def test_options_are_judged_before_anything_runs():
+    with pytest.raises(ConfigError, match="Ascend310P3"):
+        Ascend(soc="310P3")
+    with pytest.raises(ConfigError, match="fixed shapes"):
+        Ascend(atc_flags=("--dynamic_dims=1",))
+
+
 def test_fusion_follows_the_config(tmp_path):
     """A Conv + BatchNormalization stays apart where the config says so."""
     value = helper.make_tensor_value_info

@@ -66,9 +66,21 @@ class Ascend:
     name: str = "ascend"
     say: Callable[[str], None] = field(default=lambda sentence: None, repr=False)
 
+    def __post_init__(self) -> None:
+        self._atc()  # a wrong chip or flag is told before anything is calibrated
+
+    def _atc(self) -> AtcOptions:
+        from deploy.writers.ascend_atc import AtcOptions
+
+        return AtcOptions(soc=self.soc, extra=self.atc_flags)
+
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Inputs of the layers. They go into the cache; AMCT's own scales are found in `build`."""
+        from deploy.ascend.files import read_any_config
+
         _, graph = _prepared(model)
+        if self.config is not None:
+            read_any_config(self.config, graph)  # a broken one is told before calibration
         layers = (layer for name, layer in graph.layers.items() if name not in float_nodes)
         return tuple(dict.fromkeys(layer.input for layer in layers))
 
@@ -82,10 +94,8 @@ class Ascend:
             BackendError: `atc` is here and failed.
         """
         from deploy.ascend.models import write_models
-        from deploy.writers.ascend_atc import AtcOptions
         from deploy.writers.ascend_graph import quantize_layers
 
-        options = AtcOptions(soc=self.soc, extra=self.atc_flags)
         model, graph = _prepared(request.model)
         config = self._config(model, graph, request)
         if not config.do_fusion or config.skip_fusion_layers:
@@ -97,7 +107,7 @@ class Ascend:
         notes = [*_calibration_notes(found, config, request), _verified(model, layers, request)]
         if self.aipp or self.first_layer_int8:
             notes += self._write_aipp(request, files)
-        engine, more = self._om(request, files, options)
+        engine, more = self._om(request, files)
         return Built(
             target=self.name,
             engine=engine,
@@ -172,13 +182,11 @@ class Ascend:
             files["compression options"] = atomic.write_text(path, text)
         return list(made.host)
 
-    def _om(
-        self, request: BuildRequest, files: dict[str, Path], options: AtcOptions
-    ) -> tuple[Path | None, list[str]]:
+    def _om(self, request: BuildRequest, files: dict[str, Path]) -> tuple[Path | None, list[str]]:
         """The .om, or the command that makes it."""
         from deploy.writers.ascend_atc import atc_command, shell
 
-        output = request.folder / request.name
+        output, options = request.folder / request.name, self._atc()
         command = atc_command(
             files["deploy model"],
             output,
