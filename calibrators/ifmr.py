@@ -9,8 +9,8 @@
          +--+--------------------+-->  the error counts the data that was clipped away
           0.70       ratio     1.30
 
-Two forms. `ifmr` is AMCT's own and needs all the data at once. `IfmrHistogram` holds a histogram
-of fixed size instead, and lands within a candidate step of it.
+This is AMCT's own form, which needs all the data at once; `calibrators.ifmr_streaming` holds a
+histogram of fixed size instead.
 
 Speed: the data are sorted once; the loss of a candidate is then a sum over the boundaries between
 its codes, read from running sums. Candidates that come out within rounding of the best are
@@ -21,7 +21,6 @@ Source: hicann/amct, graph_based custom_op/ifmr; measured on AMCT's own outputs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,7 +29,6 @@ from numpy.typing import NDArray
 
 from calibrators.arq import checked
 from calibrators.errors import CalibrationError
-from calibrators.histogram import range_for
 from calibrators.int8 import (
     FLT_EPSILON,
     Float32Array,
@@ -44,8 +42,7 @@ _MARGIN = 1e-4  # float32 rounding of AMCT's own loss, with room
 _SMALL = 4096  # below this, every candidate is evaluated directly
 _CHUNK = 1 << 16
 _DENSE = 1 << 20  # up to here a table by position is faster than sorting the positions
-KEPT = 1 << 16  # values of a tensor that streaming still keeps as they are
-FINE_BINS = 1 << 15  # bins a side of the streaming histogram
+
 
 Float64Array = NDArray[np.float64]
 
@@ -103,7 +100,9 @@ class AscendScale:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidates:
+class Candidates:
+    """Clip ranges and scales to try, float32 [K] each."""
+
     lo: Float32Array
     hi: Float32Array
     scale: Float32Array
@@ -117,14 +116,14 @@ def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendSca
     """
     params = params or IfmrParams()
     data = np.sort(checked(x, "activation"), axis=None)
-    lo = _kth(data, params.min_percentile, smallest=True)
-    hi = _kth(data, params.max_percentile, smallest=False)
-    candidates = _candidates(np.float32(hi), np.float32(lo), params)
+    lo = kth_value(data, params.min_percentile, smallest=True)
+    hi = kth_value(data, params.max_percentile, smallest=False)
+    candidates = candidates_of(np.float32(hi), np.float32(lo), params)
     if _needs_float32(data, params):
-        losses = np.array([_loss32(data, candidates, i) for i in range(candidates.hi.size)])
+        losses = np.array([loss32(data, candidates, i) for i in range(candidates.hi.size)])
     else:
         losses = _refined(data, candidates, _sorted_losses(data, candidates))
-    return _result(candidates, losses, lo, params)
+    return result_of(candidates, losses, lo, params)
 
 
 def ratios(params: IfmrParams) -> Float32Array:
@@ -143,14 +142,19 @@ def ratios(params: IfmrParams) -> Float32Array:
     return np.where(whole, runs, start + step * index).astype(np.float32)
 
 
-def _kth(data: Float32Array, percentile: float, *, smallest: bool) -> float:
+def kth_value(data: Float32Array, percentile: float, *, smallest: bool) -> float:
     """The value that `percentile` of the sorted data stays within, never past zero."""
     size = data.size
     k = 1 if 1 - percentile < FLT_EPSILON else max(size - int(percentile * size), 1)
     return min(0.0, float(data[k - 1])) if smallest else max(0.0, float(data[size - k]))
 
 
-def _candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> _Candidates:
+def candidates_of(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candidates:
+    """The ranges around [lo, hi] that the search tries.
+
+    Raises:
+        CalibrationError: a scale is not finite.
+    """
     with np.errstate(over="ignore"):
         if params.with_offset:
             tops = ratios(params) * hi
@@ -167,7 +171,7 @@ def _candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> _Candidat
             f"an Ascend scale must be finite, but the range [{lo}, {hi}] overflows float32"
             " within the search; leave this layer in float"
         )
-    return _Candidates(bottoms, tops, scales)
+    return Candidates(bottoms, tops, scales)
 
 
 def _needs_float32(data: Float32Array, params: IfmrParams) -> bool:
@@ -177,7 +181,7 @@ def _needs_float32(data: Float32Array, params: IfmrParams) -> bool:
     return data.size < _SMALL or params.bits > 8 or not plain
 
 
-def _loss32(data: Float32Array, candidates: _Candidates, i: int) -> np.float32:
+def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
     """AMCT's loss of one candidate: float32 throughout, mean of squares against unclipped data."""
     with np.errstate(over="ignore"):
         clipped = np.clip(data, candidates.lo[i], candidates.hi[i])
@@ -185,7 +189,7 @@ def _loss32(data: Float32Array, candidates: _Candidates, i: int) -> np.float32:
         return np.float32(np.mean(error * error))
 
 
-def _sorted_losses(data: Float32Array, candidates: _Candidates) -> Float64Array:
+def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
     """Mean squared error of every candidate from sorted data, float64."""
     squares = total = 0.0
     for start in range(0, data.size, _CHUNK):
@@ -200,7 +204,7 @@ def _sorted_losses(data: Float32Array, candidates: _Candidates) -> Float64Array:
         sums = np.concatenate(([0.0], np.cumsum(parts)))
         return under.astype(np.float64), sums[place]
 
-    return _staircase_losses(below, float(data.size), total, squares, candidates)
+    return staircase_losses(below, float(data.size), total, squares, candidates)
 
 
 def _distinct(under: NDArray[np.intp], size: int) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
@@ -215,12 +219,12 @@ def _distinct(under: NDArray[np.intp], size: int) -> tuple[NDArray[np.intp], NDA
     return marks, table[under]
 
 
-def _staircase_losses(
+def staircase_losses(
     below: Callable[[Float64Array], tuple[Float64Array, Float64Array]],
     count: float,
     total: float,
     squares: float,
-    candidates: _Candidates,
+    candidates: Candidates,
 ) -> Float64Array:
     """Mean over x of (s q(x) - x)^2 with q a staircase: one term per step of the stairs.
 
@@ -242,19 +246,20 @@ def _staircase_losses(
     return losses
 
 
-def _refined(data: Float32Array, candidates: _Candidates, losses: Float64Array) -> Float64Array:
+def _refined(data: Float32Array, candidates: Candidates, losses: Float64Array) -> Float64Array:
     """Replace the losses within rounding of the best by AMCT's own float32 values."""
     close = np.flatnonzero(losses <= losses.min() * (1 + _MARGIN) + 1e-30)
     if close.size < 2:
         return losses
     refined = losses.copy()
-    refined[close] = [_loss32(data, candidates, int(i)) for i in close]
+    refined[close] = [loss32(data, candidates, int(i)) for i in close]
     return refined
 
 
-def _result(
-    candidates: _Candidates, losses: Float64Array, lo: float, params: IfmrParams
+def result_of(
+    candidates: Candidates, losses: Float64Array, lo: float, params: IfmrParams
 ) -> AscendScale:
+    """The candidate of least loss as scale, offset and clip range."""
     best = int(np.argmin(losses))
     scale = np.float32(candidates.scale[best])
     qmin, _ = ascend_range(params.bits)
@@ -268,151 +273,3 @@ def _result(
         candidate=best,
         losses=losses,
     )
-
-
-class IfmrHistogram:
-    """Statistics of one tensor for `ifmr_streaming`: all data while they are few, then counts.
-
-    Bins as in `calibrators.histogram`, whose order-independent range rule this shares, but finer:
-    an int8 step holds 128 of them or more. Batches and their order leave no trace.
-
-    Attributes:
-        total: values seen.
-        minimum, maximum: extremes in real units (inf, -inf while empty).
-        full_range: R in real units; 0 until counts are kept, or while only zeros were seen.
-        counts: [2 * FINE_BINS + 1] int64; empty while the data themselves are kept.
-        sums: of the values in each bin, float64. Exact, since the values of a bin have one
-            exponent or two; that of the bin around 0 is left at 0, where its codes are.
-    """
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.minimum, self.maximum = math.inf, -math.inf
-        self.full_range = 0.0
-        self.counts: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.sums: Float64Array = np.zeros(0)
-        self._kept: list[Float32Array] = []
-
-    @property
-    def kept(self) -> Float32Array | None:
-        """All the data, while there are at most `KEPT` of them."""
-        return None if self.counts.size else np.concatenate([*self._kept, np.zeros(0, np.float32)])
-
-    def observe(self, x: NDArray[np.floating]) -> None:
-        """Add one batch, any shape, float32 or float16. The state is unchanged if it is refused.
-
-        Raises:
-            CalibrationError: wrong dtype, empty, NaN or Inf.
-        """
-        data = checked(x, "activation").reshape(-1)
-        self.total += data.size
-        self.minimum = min(self.minimum, float(data.min()))
-        self.maximum = max(self.maximum, float(data.max()))
-        if not self.counts.size and self.total <= KEPT:
-            self._kept.append(data.copy())
-            return
-        if not self.counts.size:
-            self.counts = np.zeros(2 * FINE_BINS + 1, np.int64)
-            self.sums = np.zeros(2 * FINE_BINS + 1)
-        self._widen(max(abs(self.minimum), abs(self.maximum)))
-        for part in (*self._kept, data):
-            self._count(part)
-        self._kept.clear()
-
-    def _widen(self, amax: float) -> None:
-        wanted = range_for(amax)
-        index = np.arange(-FINE_BINS, FINE_BINS + 1)
-        self.full_range = self.full_range or wanted
-        while self.full_range < wanted:
-            merged = np.trunc(index / 2).astype(np.int64) + FINE_BINS
-            self.counts = np.bincount(merged, self.counts, index.size).astype(np.int64)
-            self.sums = np.bincount(merged, self.sums, index.size).astype(np.float64)
-            self.sums[FINE_BINS] = 0.0
-            self.full_range *= 2
-
-    def _count(self, data: Float32Array) -> None:
-        scale = np.float32(FINE_BINS / self.full_range)
-        for part in np.split(data, range(_CHUNK, data.size, _CHUNK)):
-            index = (part * scale).astype(np.int32) + FINE_BINS
-            self.counts += np.bincount(index, minlength=self.counts.size)
-            self.sums += np.bincount(index, part, self.counts.size)
-        self.sums[FINE_BINS] = 0.0
-
-
-def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -> AscendScale:
-    """The same search over counts, so that memory does not grow with the images.
-
-    Few data were kept as they are and give `ifmr`'s own result. Else the values of a bin are taken
-    as spread evenly around their mean, and the range that wins may be the one beside `ifmr`'s.
-
-    Raises:
-        CalibrationError: nothing was observed, or a scale is not finite.
-    """
-    params = params or IfmrParams()
-    if histogram.total == 0:
-        raise CalibrationError("the activation to be quantized must not be empty, got no batch")
-    kept = histogram.kept
-    if kept is not None:
-        return ifmr(kept, params)
-    spread = _Spread.of(histogram)
-    lo = min(0.0, spread.kth(params.min_percentile, histogram.minimum, smallest=True))
-    hi = max(0.0, spread.kth(params.max_percentile, histogram.maximum, smallest=False))
-    candidates = _candidates(np.float32(hi), np.float32(lo), params)
-    total, squares = float(spread.sums[-1]), spread.squares
-    losses = _staircase_losses(spread.below, float(histogram.total), total, squares, candidates)
-    return _result(candidates, losses, float(np.float32(lo)), params)
-
-
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """A histogram as a density; the data of bin b are even over [lows[b], highs[b]].
-
-    edges [B + 1] of the bins; numbers, sums [B + 1]: of the data under each edge.
-    """
-
-    edges: Float64Array
-    lows: Float64Array
-    highs: Float64Array
-    numbers: Float64Array
-    sums: Float64Array
-    squares: float
-
-    @classmethod
-    def of(cls, histogram: IfmrHistogram) -> _Spread:
-        width = (histogram.full_range or 1.0) / FINE_BINS
-        up = width * np.arange(1, FINE_BINS + 1)
-        edges = np.concatenate((-up[-1:], -up[::-1], up, up[-1:]))
-        counts = histogram.counts.astype(np.float64)
-        middle = (edges[1:] + edges[:-1]) / 2  # of the bin around 0: 0, where a ReLU's zeros are
-        mean = np.where(counts > 0, histogram.sums / np.maximum(counts, 1.0), middle)
-        mean = np.clip(mean, edges[:-1], edges[1:])
-        half = np.minimum(mean - edges[:-1], edges[1:] - mean)
-        half[FINE_BINS] = 0.0
-        numbers = np.concatenate(([0.0], np.cumsum(counts)))
-        sums = np.concatenate(([0.0], np.cumsum(counts * mean)))
-        squares = float(np.dot(counts, mean**2 + half**2 / 3))
-        return cls(edges, mean - half, mean + half, numbers, sums, squares)
-
-    def below(self, cuts: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Number and sum of the data under each cut."""
-        bin_ = np.clip(np.searchsorted(self.edges, cuts, "right") - 1, 0, self.lows.size - 1)
-        low, high = self.lows[bin_], self.highs[bin_]
-        inside = np.clip(cuts, low, high)
-        span = np.where(high > low, high - low, 1.0)
-        share = np.where(cuts >= high, 1.0, (inside - low) / span)
-        share = share * (self.numbers[bin_ + 1] - self.numbers[bin_])
-        return self.numbers[bin_] + share, self.sums[bin_] + share * (low + inside) / 2
-
-    def kth(self, percentile: float, extreme: float, *, smallest: bool) -> float:
-        """The k-th smallest or largest value: exact where k is 1, else spread over its bin."""
-        size = int(self.numbers[-1])
-        k = 1 if 1 - percentile < FLT_EPSILON else max(size - int(percentile * size), 1)
-        if k == 1:
-            return extreme
-        rank = k if smallest else size - k
-        bin_ = int(np.searchsorted(self.numbers, rank, "left" if smallest else "right")) - 1
-        bin_ = min(max(bin_, 0), self.lows.size - 1)
-        count = max(float(self.numbers[bin_ + 1] - self.numbers[bin_]), 1.0)
-        share = (rank - self.numbers[bin_]) / count
-        value = float(self.lows[bin_] + share * (self.highs[bin_] - self.lows[bin_]))
-        return max(value, extreme) if smallest else min(value, extreme)

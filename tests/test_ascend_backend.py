@@ -17,7 +17,8 @@ from onnx import helper, numpy_helper
 
 from deploy.ascend.auto import FINAL, HISTORY, RANKING, isolated_model, rank, search, similarity
 from deploy.ascend.calibrate import calibrate
-from deploy.ascend.config import default_config, read_config
+from deploy.ascend.config import default_config
+from deploy.ascend.config_json import read_config
 from deploy.ascend.executor import executable, open_deploy
 from deploy.ascend.files import check_file
 from deploy.ascend.layers import find_layers, name_nodes
@@ -41,7 +42,7 @@ from deploy.writers.ascend_aipp import write_aipp
 from deploy.writers.ascend_atc import CHIP, AtcOptions, atc_command, check_flag
 from deploy.writers.ascend_deploy import deploy_model
 from deploy.writers.ascend_fake_quant import fake_quant_model
-from deploy.writers.ascend_graph import quantize_layers
+from deploy.writers.ascend_layer import quantize_layers
 from deploy.writers.ascend_qdq import amct_qdq_model
 from deploy.writers.ascend_record import LayerRecord, read_record
 

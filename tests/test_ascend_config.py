@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-from deploy.ascend.config import default_config, read_config, settled, write_config
+from deploy.ascend.config import default_config, settled
+from deploy.ascend.config_json import read_config, write_config
 from deploy.ascend.layers import find_layers, name_nodes
 from deploy.ascend.simple_config import read_simple_config, write_simple_config
 from deploy.errors import ConfigError, ModelError
@@ -50,6 +51,12 @@ def test_json_is_amcts_byte_for_byte(case):
 def test_simple_config_round_trip(case):
     config = settled(read_config((CASES / case / "config.json").read_text()), GRAPH)
     assert read_simple_config(write_simple_config(config), GRAPH) == config
+
+
+def test_four_bits_do_not_fit_the_simplified_form():
+    config = settled(read_config(conf(conv1=layer(act={"num_bits": 4}))), GRAPH)
+    with pytest.raises(ConfigError, match="write JSON"):
+        write_simple_config(config)
 
 
 @pytest.mark.parametrize("case", NAMES)

@@ -10,12 +10,13 @@ from onnx import helper, numpy_helper
 
 from calibrators.errors import CalibrationError
 from deploy.ascend.calibrate import calibrate, prepared_model
-from deploy.ascend.config import default_config, read_config, settled
+from deploy.ascend.config import default_config, settled
+from deploy.ascend.config_json import read_config
 from deploy.ascend.layers import find_layers, name_nodes
 from deploy.errors import ConfigError, ExportError, FeedError
 from deploy.writers.ascend_deploy import deploy_model, pack, unpack
 from deploy.writers.ascend_fake_quant import fake_quant_model
-from deploy.writers.ascend_graph import quantize_layers
+from deploy.writers.ascend_layer import quantize_layers
 from deploy.writers.ascend_record import LayerRecord, read_record
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"

@@ -16,7 +16,7 @@ from deploy.ascend.config import default_config
 from deploy.ascend.layers import find_layers, name_nodes
 from deploy.ascend.verify import verify
 from deploy.frontends import load
-from deploy.writers.ascend_graph import quantize_layers
+from deploy.writers.ascend_layer import quantize_layers
 
 ROOT = Path(__file__).parent.parent
 WHEEL = ("rapidocr-onnxruntime", "1.4.4")

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from calibrators import ifmr as module
 from calibrators.errors import CalibrationError
-from calibrators.ifmr import KEPT, IfmrHistogram, IfmrParams, ifmr, ifmr_streaming, ratios
+from calibrators.ifmr import IfmrParams, ifmr, ratios
+from calibrators.ifmr_streaming import KEPT, IfmrHistogram, ifmr_streaming
 
 
 def drawn(kind, size, seed):
@@ -26,10 +27,10 @@ KINDS = ["laplace", "relu", "relu6", "heavy", "integers"]
 def direct(x, params):
     """Every candidate by AMCT's float32 formula, none skipped."""
     data = np.sort(x, axis=None)
-    lo = module._kth(data, params.min_percentile, smallest=True)
-    hi = module._kth(data, params.max_percentile, smallest=False)
-    candidates = module._candidates(np.float32(hi), np.float32(lo), params)
-    return np.array([module._loss32(data, candidates, i) for i in range(candidates.hi.size)])
+    lo = module.kth_value(data, params.min_percentile, smallest=True)
+    hi = module.kth_value(data, params.max_percentile, smallest=False)
+    candidates = module.candidates_of(np.float32(hi), np.float32(lo), params)
+    return np.array([module.loss32(data, candidates, i) for i in range(candidates.hi.size)])
 
 
 @pytest.mark.parametrize("with_offset", [False, True])

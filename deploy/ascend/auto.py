@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.ascend.config import QuantConfig, write_config
+from deploy.ascend.config_json import write_config
+from deploy.ascend.config_types import QuantConfig
 from deploy.ascend.layers import Index
 from deploy.errors import ConfigError
 from deploy.writers.ascend_record import LayerRecord
@@ -28,7 +29,7 @@ from deploy.writers.ascend_record import LayerRecord
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.writers.ascend_graph import QuantLayer
+    from deploy.writers.ascend_layer import QuantLayer
 
 RANKING = "accuracy_based_auto_calibration_ranking_information.json"
 HISTORY = "accuracy_based_auto_calibration_record.json"
@@ -128,7 +129,7 @@ def rank(
     samples: Iterable[Mapping[str, NDArray[Any]]],
 ) -> list[tuple[str, float]]:
     """(layer, similarity in [0, 1]) of every layer, worst first; ties in the model's order."""
-    from deploy.ascend.calibrate import Runner
+    from deploy.ascend.runner import Runner
 
     outputs = {name: q.layer.output for name, q in layers.items()}
     names = [*outputs.values(), *(f"{name}.isolated" for name in layers)]

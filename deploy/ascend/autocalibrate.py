@@ -70,7 +70,7 @@ def auto_calibrate(
         settled = read_any_config(config, graph)
     with images.samples() as samples:
         found = calibrate(model, graph, samples, settled, say=say)
-    from deploy.writers.ascend_graph import quantize_layers
+    from deploy.writers.ascend_layer import quantize_layers
 
     layers = quantize_layers(model, graph, found.records)
     with evaluation.samples() as samples:
@@ -91,7 +91,7 @@ def make_judge(
     from deploy.accuracy import compare
     from deploy.backends.ort_session import OrtSession
     from deploy.writers.ascend_fake_quant import fake_quant_model
-    from deploy.writers.ascend_graph import quantize_layers
+    from deploy.writers.ascend_layer import quantize_layers
 
     reference = OrtSession.open(model.SerializeToString(), threads=budget.threads)
 
@@ -120,7 +120,7 @@ def _write(
     written = [atomic.write_text(folder / file, text) for file, text in result.files().items()]
     if result.records is None:
         return written
-    from deploy.writers.ascend_graph import quantize_layers
+    from deploy.writers.ascend_layer import quantize_layers
 
     layers = quantize_layers(model, graph, result.records)
     models = write_models(model, layers, result.config, result.records, folder, name)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.ascend.config import QuantConfig, read_config, settled
+from deploy.ascend.config import settled
+from deploy.ascend.config_json import read_config
+from deploy.ascend.config_types import QuantConfig
 from deploy.ascend.layers import LayerGraph
 from deploy.ascend.proto import parse_text
 from deploy.ascend.simple_config import read_simple_config

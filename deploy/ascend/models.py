@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import atomic
-from deploy.ascend.config import QuantConfig, write_config
+from deploy.ascend.config_json import write_config
+from deploy.ascend.config_types import QuantConfig
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.writers.ascend_graph import QuantLayer
+    from deploy.writers.ascend_layer import QuantLayer
     from deploy.writers.ascend_record import LayerRecord
 
 

@@ -10,16 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from deploy.ascend.config import (
-    Activation,
-    LayerConfig,
-    QuantConfig,
-    Weight,
-    activation_from,
-    checked_keys,
-    settled,
-    weight_from,
-)
+from deploy.ascend.config import settled
+from deploy.ascend.config_rules import activation_from, checked_keys, weight_from
+from deploy.ascend.config_types import Activation, LayerConfig, QuantConfig, Weight
 from deploy.ascend.layers import ALIASES, TYPES, Layer, LayerGraph
 from deploy.ascend.proto import message_class, near, parse_text, print_text
 from deploy.errors import ConfigError
@@ -64,7 +57,11 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
 
 
 def write_simple_config(config: QuantConfig) -> str:
-    """`QuantConfig` -> simplified configuration that resolves to it: one override a layer."""
+    """`QuantConfig` -> simplified configuration that resolves to it: one override a layer.
+
+    Raises:
+        ConfigError: 4-bit activations, which this form cannot say.
+    """
     message = message_class("AMCTConfig")()
     message.batch_num = config.batch_num
     message.activation_offset = config.activation_offset
@@ -253,5 +250,11 @@ def _write_activation(entry: Any, act: Activation) -> None:
         target.num_of_bins = act.num_of_bins
     if act.asymmetric is not None:
         target.asymmetric = act.asymmetric
+    numbers = {bits: number for number, bits in _BITS.items()}
+    if act.num_bits not in numbers:
+        raise ConfigError(
+            f"a simplified configuration has 8 or 16-bit activations, got {act.num_bits} bits;"
+            " write JSON"
+        )
     if act.num_bits != 8:
-        target.dst_type = {bits: number for number, bits in _BITS.items()}[act.num_bits]
+        target.dst_type = numbers[act.num_bits]

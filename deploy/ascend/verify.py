@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.writers.ascend_graph import QuantLayer
+    from deploy.writers.ascend_layer import QuantLayer
 
 _TOLERANCE = 1e-2
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.ascend.calibrate import Calibrated
-    from deploy.ascend.config import QuantConfig
+    from deploy.ascend.config_types import QuantConfig
     from deploy.ascend.layers import LayerGraph
     from deploy.graph import Decision
     from deploy.preprocess import Preprocess
     from deploy.writers.ascend_atc import AtcOptions
-    from deploy.writers.ascend_graph import QuantLayer
+    from deploy.writers.ascend_layer import QuantLayer
 
 _ATC_SECONDS = 3600
 _VERIFIED = 2  # samples on which the deploy model is run in integers
@@ -94,7 +94,7 @@ class Ascend:
             BackendError: `atc` is here and failed.
         """
         from deploy.ascend.models import write_models
-        from deploy.writers.ascend_graph import quantize_layers
+        from deploy.writers.ascend_layer import quantize_layers
 
         model, graph = _prepared(request.model)
         config = self._config(model, graph, request)

@@ -40,7 +40,8 @@ def ascend() -> None:
 def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path | None) -> None:
     """Write the quant config of MODEL: JSON, or the simplified form where OUT ends in .cfg."""
     from deploy import atomic
-    from deploy.ascend.config import default_config, write_config
+    from deploy.ascend.config import default_config
+    from deploy.ascend.config_json import write_config
     from deploy.ascend.files import read_any_config
     from deploy.ascend.simple_config import write_simple_config
 

@@ -19,7 +19,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from deploy.writers.ascend_graph import Float32Array, Nodes, QuantLayer, rewrite
+from deploy.writers.ascend_graph import Nodes, rewrite
+from deploy.writers.ascend_layer import Float32Array, QuantLayer
 
 
 def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from calibrators.int8 import ascend_range
-from deploy.writers.ascend_graph import Nodes, QuantLayer, make_constant, rewrite
+from deploy.writers.ascend_graph import Nodes, make_constant, rewrite
+from deploy.writers.ascend_layer import QuantLayer
 
 
 def fake_quant_model(

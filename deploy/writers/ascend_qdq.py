@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from deploy.writers.ascend_graph import Nodes, QuantLayer, balance, replace_all
+from deploy.writers.ascend_graph import Nodes, balance, replace_all
+from deploy.writers.ascend_layer import QuantLayer
 
 
 def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:

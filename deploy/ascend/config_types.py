@@ -1,0 +1,60 @@
+"""AMCT's quant config as values: one `LayerConfig` a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """activation_quant_params of one layer; `asymmetric` None follows activation_offset."""
+
+    num_bits: int = 8
+    act_algo: str = "ifmr"
+    asymmetric: bool | None = None
+    max_percentile: float = 0.999999
+    min_percentile: float = 0.999999
+    search_range: tuple[float, float] = (0.7, 1.3)
+    search_step: float = 0.01
+    num_of_bins: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """weight_quant_params of one layer; the last four belong to ada_quantize."""
+
+    num_bits: int = 8
+    wts_algo: str = "arq_quantize"
+    channel_wise: bool | None = None
+    num_iteration: int = 10000
+    reg_param: float = 0.01
+    beta_range: tuple[float, float] = (20.0, 2.0)
+    warm_start: float = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """How one layer is quantized."""
+
+    quant_enable: bool = True
+    dmq_balancer_param: float | None = None
+    activation: Activation = field(default_factory=Activation)
+    weight: Weight = field(default_factory=Weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    """A whole quant config; `layers` is layer name -> how it is quantized."""
+
+    version: int = 1
+    batch_num: int = 1
+    activation_offset: bool = True
+    do_fusion: bool = True
+    skip_fusion_layers: tuple[str, ...] = ()
+    fakequant_precision_mode: str | None = None
+    layers: Mapping[str, LayerConfig] = field(default_factory=dict)
+
+    def enabled(self) -> dict[str, LayerConfig]:
+        """The layers to quantize."""
+        return {name: layer for name, layer in self.layers.items() if layer.quant_enable}
