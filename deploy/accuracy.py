@@ -81,6 +81,7 @@ def compare(
     samples: Iterable[Mapping[str, Array]],
     *,
     labels: Sequence[int] | None = None,
+    count: int | None = None,
 ) -> Accuracy:
     """Run both sessions on the same samples and compare every output.
 
@@ -89,6 +90,7 @@ def compare(
         candidate: the engine; its outputs must have the reference's names.
         samples: feeds of one batch each, read once; a batch is as long as its first input.
         labels: the class of each sample in order, 0 the first class.
+        count: how many samples there are, where the last batch was filled up with others.
 
     Raises:
         ConfigError: outputs whose names differ.
@@ -101,6 +103,9 @@ def compare(
     for feed in samples:
         batch = _batch_length(feed)
         left, right = reference.run(feed), candidate.run(feed)
+        if count is not None and top1.samples + batch > count:
+            left, right = (_first(o, count - top1.samples, batch) for o in (left, right))
+            batch = count - top1.samples
         for name in names:
             errors[name].add(left[name], right[name], batch)
         top1.add(left[names[0]], right[names[0]], batch)
@@ -290,6 +295,14 @@ def _common_outputs(reference: Session, candidate: Session) -> list[str]:
 def _batch_length(feed: Mapping[str, Array]) -> int:
     first = next(iter(feed.values()), None)
     return int(first.shape[0]) if first is not None and np.ndim(first) else 1
+
+
+def _first(outputs: Mapping[str, Array], rows: int, batch: int) -> dict[str, Array]:
+    """The first rows of every output that is made row by row."""
+    return {
+        name: value[:rows] if np.ndim(value) and value.shape[0] == batch else value
+        for name, value in outputs.items()
+    }
 
 
 def _rows(value: Array, batch: int) -> Float64Array:

@@ -73,8 +73,10 @@ def measured(
     accuracy: dict[str, Accuracy] = {}
     for result, (session, _) in zip(built, runnable, strict=True):
         if session is not None:
-            samples, some_labels = _samples(calibration, evaluation, labels)
-            accuracy[result.target] = compare(reference, session, samples, labels=some_labels)
+            samples, count, some_labels = _samples(calibration, evaluation, labels)
+            accuracy[result.target] = compare(
+                reference, session, samples, labels=some_labels, count=count
+            )
     on_device = {
         r.target: s
         for r, (s, _) in zip(built, runnable, strict=True)
@@ -129,12 +131,13 @@ def _runnable(backend: Backend, built: Built, threads: int) -> tuple[Session | N
 
 def _samples(
     calibration: Samples, evaluation: Samples | None, labels: Sequence[int] | None
-) -> tuple[itertools.islice[Mapping[str, Array]], Sequence[int] | None]:
-    """The samples to compare on, and their labels."""
+) -> tuple[itertools.islice[Mapping[str, Array]], int, Sequence[int] | None]:
+    """The samples to compare on, how many images they hold, and their labels."""
     if evaluation is not None:
         known = labels if labels is not None else getattr(evaluation, "labels", None)
-        return itertools.islice(evaluation.samples(), None), known
-    return itertools.islice(calibration.samples(), _CALIBRATION_SAMPLES), None
+        return itertools.islice(evaluation.samples(), None), evaluation.count, known
+    count = min(_CALIBRATION_SAMPLES, calibration.count)
+    return itertools.islice(calibration.samples(), _CALIBRATION_SAMPLES), count, None
 
 
 def _latencies(

@@ -191,6 +191,9 @@ def build(
         evaluation = open_feed(
             eval_images, calibrated.loaded.inputs, preprocess=preprocess, skip_bad=skip_bad
         )
+        if skip_bad:  # which images are bad, and so whose labels count, shows only in a pass
+            for _ in evaluation.samples():
+                pass
     figures = measured(
         loaded,
         built_for,

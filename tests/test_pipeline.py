@@ -219,6 +219,38 @@ def test_arrays_and_dicts_are_a_feed_too(small_cnn, tmp_path):
     assert three.calibration.scales.to_json() == one.calibration.scales.to_json()
 
 
+def test_a_fixed_batch_judges_every_image_once(small_cnn, tmp_path):
+    model = onnx.load(small_cnn)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 4
+    onnx.save(model, tmp_path / "four.onnx")
+    arrays = np.random.default_rng(5).normal(size=(10, 3, 16, 16)).astype(np.float32)
+    fixed = build(
+        tmp_path / "four.onnx", arrays, eval_images=arrays, labels=[3] * 10, duration_s=0,
+        out=tmp_path / "fixed",
+    )  # fmt: skip
+    free = build(
+        small_cnn, arrays, eval_images=arrays, labels=[3] * 10, duration_s=0, out=tmp_path / "free"
+    )
+    one, other = fixed.engines[1].accuracy, free.engines[1].accuracy
+    assert one.samples == other.samples == 10
+    assert one.top1_reference == other.top1_reference
+    assert one.top1_agreement == pytest.approx(other.top1_agreement, abs=0.11)
+
+
+def test_a_bad_evaluation_image_is_skipped_with_its_label(small_cnn, pictures, tmp_path):
+    lines = [f"{p} {i % 10}" for i, p in enumerate(sorted(pictures.glob("*.png")))]
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    lines.insert(3, f"{tmp_path / 'bad.png'} 9")
+    (tmp_path / "held.txt").write_text("\n".join(lines))
+    report = build(
+        small_cnn, pictures, eval_images=tmp_path / "held.txt", preprocess=UNIT, skip_bad=True,
+        out=tmp_path, duration_s=0,
+    )  # fmt: skip
+    assert report.engines[1].accuracy.samples == 20
+    assert report.engines[1].accuracy.top1_reference is not None
+
+
 def test_words_that_name_nothing_are_told(small_cnn, pictures):
     with pytest.raises(ConfigError, match="did you mean Conv_c2"):
         calibrate(small_cnn, pictures, preprocess=UNIT, float_nodes=["Conv_c22"])

@@ -57,6 +57,11 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def count(self) -> int:
+        """Images, or rows of arrays; the last sample of a fixed batch may be filled with others."""
+        ...
+
     def samples(self) -> Any:
         """An iterator over samples."""
         ...
