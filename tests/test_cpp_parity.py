@@ -16,6 +16,8 @@ from calibrators.histogram import Histogram
 from deploy.backends.base import TensorSpec
 from deploy.errors import Calib8Error
 from deploy.feed import open_feed
+from deploy.fingerprint import Fingerprint
+from deploy.latency import DeviceTimes, measure
 from deploy.preprocess import Preprocess
 from deploy.presets import PRESETS
 from deploy.writers import trt_cache
@@ -428,3 +430,69 @@ def test_relabelled_caches_are_byte_equal(cpp):
 
             answer = cpp("relabel", text=text, version="10.14.1", algorithm=algorithm)
             assert answer == outcome(ours)
+
+
+# ---- fingerprints and latency ---------------------------------------------------------------
+
+
+def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
+    old = {
+        "model": "a" * 64,
+        "images": {"count": 3, "skip_bad": False, "sha256": "b" * 64},
+        "preprocess": {"mean": [0.5], "size": None, "color": "rgb"},
+        "rule": "order-independent",
+        "versions": {"tensorrt": "8.5.3"},
+        "method": "entropy",
+    }
+    for part, value in [
+        ("method", "minmax"),
+        ("model", "c" * 64),
+        ("images", {**old["images"], "count": 4, "skip_bad": True, "sha256": "d" * 64}),
+        ("preprocess", {"mean": [0.485, 1e-7], "size": [224, 224], "color": "bgr"}),
+        ("preprocess", {}),
+        ("versions", {"tensorrt": "10.3.0", "parser": "it's"}),
+        ("rule", "order-independent"),
+    ]:
+        now = {**old, part: value}
+        ours = Fingerprint.from_json(now).changes_since(Fingerprint.from_json(old))
+        assert cpp("changes", now=now, old=old) == {"changes": ours, "same": True}
+    broken = {key: value for key, value in old.items() if key != "rule"}
+    assert cpp("changes", now=broken, old=old) == outcome(lambda: Fingerprint.from_json(broken))
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 1001])
+def test_latency_has_the_same_form_and_figures(cpp, count):
+    rng = np.random.default_rng(count)
+    device = rng.gamma(4.0, 0.3, (count, 4)) * [0.1, 1, 0.1, 0.3]
+
+    class Timed:
+        inputs = outputs = ()
+
+        def __init__(self):
+            self.at = -1
+
+        def run(self, feed):
+            self.at += 1
+            return {}
+
+        def device_times(self):
+            return DeviceTimes(
+                **dict(
+                    zip(
+                        ("h2d_ms", "compute_ms", "d2h_ms", "enqueue_ms"),
+                        device[max(self.at - 1, 0)].tolist(),
+                        strict=True,
+                    )
+                )
+            )
+
+    found = measure({"x": Timed()}, [{}], warmup_ms=0, duration_s=0, min_iterations=count)[
+        "x"
+    ].to_json()
+    theirs = cpp("latency", host=[1.5] * count, device=device.tolist())
+    assert list(theirs) == list(found)
+    for part in ("latency", "enqueue", "h2d", "gpu_compute", "d2h"):
+        assert theirs[part] == pytest.approx(found[part], rel=1e-12), part
+    assert list(theirs["host"]) == list(found["host"])
+    assert theirs["warnings"] == found["warnings"]
+    assert theirs["queries"] == found["queries"] == count

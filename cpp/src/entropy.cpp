@@ -6,31 +6,10 @@
 #include <numeric>
 
 #include "calib8/errors.hpp"
+#include "pairwise.hpp"
 
 namespace calib8::entropy {
 namespace {
-
-// Pairwise summation in numpy's order, so that sums agree to the last bit: blocks of up to 128
-// with eight accumulators, halved above.
-double pairwise_sum(const double* x, std::size_t n) {
-  if (n < 8) return std::accumulate(x, x + n, -0.0);
-  if (n > 128) {
-    std::size_t half = n / 2;
-    half -= half % 8;
-    return pairwise_sum(x, half) + pairwise_sum(x + half, n - half);
-  }
-  double r[8];
-  std::copy(x, x + 8, r);
-  std::size_t k = 8;
-  for (; k < n - n % 8; k += 8) {
-    for (std::size_t lane = 0; lane < 8; ++lane) r[lane] += x[k + lane];
-  }
-  double sum = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]));
-  for (; k < n; ++k) sum += x[k];
-  return sum;
-}
-
-double sum_of(const std::vector<double>& x) { return pairwise_sum(x.data(), x.size()); }
 
 // Each level's sum spread evenly over those of its bins that are not empty.
 std::vector<double> spread(const std::vector<double>& h, std::size_t i) {
@@ -56,8 +35,8 @@ double divergence(const std::vector<double>& h, int kept) {
   std::vector<double> p(h.begin(), split);
   p.back() += std::accumulate(split, h.end(), 0.0);  // whole numbers: exact in any order
   const std::vector<double> q = spread(h, i);
-  const double p_sum = sum_of(p);
-  const double q_sum = sum_of(q);
+  const double p_sum = pairwise::sum(p);
+  const double q_sum = pairwise::sum(q);
   if (!(q_sum > 0)) return std::numeric_limits<double>::infinity();
   std::vector<double> terms;
   terms.reserve(i);
@@ -67,7 +46,7 @@ double divergence(const std::vector<double>& h, int kept) {
     const double pj = p[j] / p_sum;
     terms.push_back(pj * std::log(pj / (q[j] / q_sum)));
   }
-  return sum_of(terms);
+  return pairwise::sum(terms);
 }
 
 int search(const std::vector<std::int64_t>& histogram) {

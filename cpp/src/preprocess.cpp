@@ -2,31 +2,19 @@
 
 #include <algorithm>
 #include <cmath>
-#include <nlohmann/json.hpp>
 
 #include "calib8/errors.hpp"
 #include "calib8/text.hpp"
+#include "json_text.hpp"
 #include "names.hpp"
 #include "number.hpp"
 
 namespace calib8 {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using json_text::repr;
+using json_text::Json;
 constexpr int kLargestSide = 16384;
-
-std::string repr(const Json& value) {
-  if (value.is_string()) return text::repr(value.get<std::string>());
-  if (value.is_number_float()) return number::repr(value.get<double>());
-  if (value.is_boolean()) return value.get<bool>() ? "True" : "False";
-  if (value.is_null()) return "None";
-  if (!value.is_array()) return value.dump();
-  std::string out;
-  for (const Json& entry : value) out += (out.empty() ? "" : ", ") + repr(entry);
-  return "[" + out + "]";
-}
-
-std::string repr(const std::vector<double>& values) { return repr(Json(values)); }
 
 int side(const std::string& name, const Json& value) {
   const bool whole = value.is_number_integer() && value >= 1 && value <= kLargestSide;
@@ -156,7 +144,7 @@ void Preprocess::check() const {
   const auto positive = [](double value) { return static_cast<float>(value) > 0; };
   if (!std::all_of(std.begin(), std.end(), positive) || !positive(scale)) {
     throw ConfigError("scale and std must be above 0, got scale=" + number::repr(scale) +
-                      " std=" + repr(std) + "; std is what the scaled pixel is divided by");
+                      " std=" + repr(Json(std)) + "; std is what the scaled pixel is divided by");
   }
 }
 

@@ -9,7 +9,9 @@
 #include "calib8/errors.hpp"
 #include "calib8/feed.hpp"
 #include "calib8/files.hpp"
+#include "calib8/fingerprint.hpp"
 #include "calib8/histogram.hpp"
+#include "calib8/latency.hpp"
 
 namespace {
 
@@ -151,6 +153,19 @@ Json preprocess(const Json& ask) {
   return Json::parse(Preprocess::from_json(ask["options"].dump()).to_json());
 }
 
+Json latency(const Json& ask) {
+  std::vector<DeviceTimes> device;
+  for (const Json& row : ask["device"]) device.push_back({row[0], row[1], row[2], row[3]});
+  const auto host = ask["host"].get<std::vector<double>>();
+  return Json::parse(Latency::of(host, device, 3).to_json());
+}
+
+Json changes(const Json& ask) {
+  const Fingerprint now = Fingerprint::from_json(ask["now"].dump());
+  const Fingerprint old = Fingerprint::from_json(ask["old"].dump());
+  return {{"changes", now.changes_since(old)}, {"same", Json::parse(now.to_json()) == ask["now"]}};
+}
+
 Json answer(const Json& ask) {
   const std::string op = ask["op"].get<std::string>();
   if (op == "cache") return cache(ask);
@@ -161,6 +176,8 @@ Json answer(const Json& ask) {
   if (op == "feed") return feed(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);
+  if (op == "latency") return latency(ask);
+  if (op == "changes") return changes(ask);
   throw std::invalid_argument("no such question: " + op);
 }
 

@@ -1,0 +1,101 @@
+// TensorRT's int8 calibrators (up to TensorRT 10.16), fed with images:
+//
+//   calib8::trt::Int8EntropyCalibrator2 calibrator({feed, "image", known_cache});
+//   config->setInt8Calibrator(&calibrator);
+//   ... build ...
+//   std::string cache = calibrator.check();     // throws what went wrong in a callback
+//
+// TensorRT 11 has no calibrators: build from the model with Q/DQ nodes instead.
+#pragma once
+
+#include <NvInfer.h>
+
+#if NV_TENSORRT_MAJOR < 11
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "calib8/calibration_job.hpp"
+#include "calib8/trt/cuda.hpp"
+
+// TensorRT 10.1 and later call the calibrators deprecated; to use them is the purpose here.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace calib8::trt {
+
+struct CalibratorOptions {
+  std::shared_ptr<const Feed> feed;   // batches of the shape that TensorRT calibrates with
+  std::string input;                  // name of the network's input
+  std::optional<std::string> cache;   // the text of a cache that fits; none: calibrate
+  double quantile = 0.999999;         // of the legacy calibrator only
+  double regression_cutoff = 1.0;
+};
+
+// What the four calibrators share. `Base` is TensorRT's interface.
+template <class Base>
+class Calibrator : public Base {
+ public:
+  explicit Calibrator(const CalibratorOptions& options)
+      : job_(options.feed, options.input,
+             [this](const Sample& sample) { return upload(sample); }, options.cache) {}
+
+  // With explicit batch dimensions the batch is part of the shape; TensorRT multiplies by this.
+  std::int32_t getBatchSize() const noexcept override { return 1; }
+
+  bool getBatch(void* bindings[], char const* names[], std::int32_t count) noexcept override {
+    return job_.next(bindings, names, count);
+  }
+
+  void const* readCalibrationCache(std::size_t& length) noexcept override {
+    return job_.read(length);
+  }
+
+  void writeCalibrationCache(void const* data, std::size_t length) noexcept override {
+    job_.write(data, length);
+  }
+
+  // After the build: the cache in force. Throws what a callback threw, or CalibrationError.
+  std::string check() const { return job_.check(); }
+
+ private:
+  void* upload(const Sample& sample) {
+    const std::size_t bytes = sample.data.size() * sizeof(float);
+    void* memory = buffer_.reserve(bytes);
+    trt::check(cudaMemcpy(memory, sample.data.data(), bytes, cudaMemcpyHostToDevice),
+               "copy a calibration batch to the GPU");
+    return memory;
+  }
+
+  DeviceBuffer buffer_;
+  CalibrationJob job_;
+};
+
+using Int8EntropyCalibrator = Calibrator<nvinfer1::IInt8EntropyCalibrator>;
+using Int8EntropyCalibrator2 = Calibrator<nvinfer1::IInt8EntropyCalibrator2>;
+using Int8MinMaxCalibrator = Calibrator<nvinfer1::IInt8MinMaxCalibrator>;
+
+class Int8LegacyCalibrator : public Calibrator<nvinfer1::IInt8LegacyCalibrator> {
+ public:
+  explicit Int8LegacyCalibrator(const CalibratorOptions& options)
+      : Calibrator(options), quantile_(options.quantile), cutoff_(options.regression_cutoff) {}
+
+  double getQuantile() const noexcept override { return quantile_; }
+  double getRegressionCutoff() const noexcept override { return cutoff_; }
+  void const* readHistogramCache(std::size_t& length) noexcept override {
+    length = 0;
+    return nullptr;
+  }
+  void writeHistogramCache(void const* /*data*/, std::size_t /*length*/) noexcept override {}
+
+ private:
+  double quantile_;
+  double cutoff_;
+};
+
+}  // namespace calib8::trt
+
+#pragma GCC diagnostic pop
+
+#endif  // NV_TENSORRT_MAJOR < 11

@@ -1,0 +1,113 @@
+#include "calib8/latency.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "calib8/errors.hpp"
+#include "json_text.hpp"
+#include "pairwise.hpp"
+
+namespace calib8 {
+namespace {
+
+using json_text::Json;
+constexpr double kUnstablePercent = 2.5;  // trtexec's limit for the coefficient of variance
+
+std::vector<double> stage(const std::vector<DeviceTimes>& device, double DeviceTimes::*member) {
+  std::vector<double> samples;
+  for (const DeviceTimes& times : device) samples.push_back(times.*member);
+  return samples;
+}
+
+// The warnings of trtexec, on the same conditions.
+std::vector<std::string> warnings_of(const Latency& found) {
+  std::vector<std::string> warnings;
+  if (found.latency.cv_percent > kUnstablePercent) {
+    warnings.emplace_back("unstable latency, its coefficient of variance is over 2.5 %");
+  }
+  if (found.enqueue.median > 0.8 * found.gpu_compute.median) {
+    warnings.emplace_back(
+        "the host's enqueue time is over 0.8 of the compute time: a CUDA graph may help");
+  }
+  if (found.h2d.median >= found.gpu_compute.median) {
+    warnings.emplace_back("copying (h2d) takes as long as computing or longer");
+  }
+  if (found.d2h.median >= found.gpu_compute.median) {
+    warnings.emplace_back("copying (d2h) takes as long as computing or longer");
+  }
+  return warnings;
+}
+
+Json timing_json(const Timing& timing) {
+  return {{"min", timing.min},       {"max", timing.max},   {"mean", timing.mean},
+          {"median", timing.median}, {"p50", timing.p50},   {"p90", timing.p90},
+          {"p95", timing.p95},       {"p99", timing.p99},   {"cv_percent", timing.cv_percent}};
+}
+
+}  // namespace
+
+double percentile(const std::vector<double>& ordered_ms, std::size_t percent) {
+  const std::size_t n = ordered_ms.size();
+  const std::size_t left_out = (100 - percent) * n / 100;
+  return ordered_ms[left_out + 1 > n ? 0 : n - 1 - left_out];
+}
+
+Timing Timing::of(std::vector<double> samples_ms) {
+  if (samples_ms.empty()) {
+    throw ConfigError("a timing needs one sample at the least, got none; measure longer");
+  }
+  std::sort(samples_ms.begin(), samples_ms.end());
+  const std::size_t n = samples_ms.size();
+  const auto count = static_cast<double>(n);
+  Timing timing;
+  timing.min = samples_ms.front();
+  timing.max = samples_ms.back();
+  timing.mean = pairwise::sum(samples_ms) / count;
+  timing.median = (samples_ms[(n - 1) / 2] + samples_ms[n / 2]) / 2;
+  timing.p50 = percentile(samples_ms, 50);
+  timing.p90 = percentile(samples_ms, 90);
+  timing.p95 = percentile(samples_ms, 95);
+  timing.p99 = percentile(samples_ms, 99);
+  std::vector<double> squares;
+  for (const double x : samples_ms) squares.push_back((x - timing.mean) * (x - timing.mean));
+  const double deviation = std::sqrt(pairwise::sum(squares) / count);
+  timing.cv_percent = timing.mean > 0 ? 100 * deviation / timing.mean : 0.0;
+  return timing;
+}
+
+Latency Latency::of(const std::vector<double>& host_ms, const std::vector<DeviceTimes>& device,
+                    std::size_t warmup_queries) {
+  std::vector<double> samples;
+  for (const DeviceTimes& times : device) samples.push_back(times.latency_ms());
+  Latency found;
+  found.latency = Timing::of(samples);
+  found.host = Timing::of(host_ms);
+  found.enqueue = Timing::of(stage(device, &DeviceTimes::enqueue_ms));
+  found.h2d = Timing::of(stage(device, &DeviceTimes::h2d_ms));
+  found.gpu_compute = Timing::of(stage(device, &DeviceTimes::compute_ms));
+  found.d2h = Timing::of(stage(device, &DeviceTimes::d2h_ms));
+  found.queries = samples.size();
+  found.warmup_queries = warmup_queries;
+  found.total_host_walltime_s = std::accumulate(host_ms.begin(), host_ms.end(), 0.0) / 1e3;
+  found.throughput_qps = static_cast<double>(found.queries) / found.total_host_walltime_s;
+  found.warnings = warnings_of(found);
+  return found;
+}
+
+std::string Latency::to_json() const {
+  return Json{{"queries", queries},
+              {"warmup_queries", warmup_queries},
+              {"total_host_walltime_s", total_host_walltime_s},
+              {"throughput_qps", throughput_qps},
+              {"latency", timing_json(latency)},
+              {"host", timing_json(host)},
+              {"enqueue", timing_json(enqueue)},
+              {"h2d", timing_json(h2d)},
+              {"gpu_compute", timing_json(gpu_compute)},
+              {"d2h", timing_json(d2h)},
+              {"warnings", warnings}}
+      .dump();
+}
+
+}  // namespace calib8

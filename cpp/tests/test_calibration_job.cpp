@@ -1,0 +1,141 @@
+#include <cstring>
+
+#include "calib8/calibration_job.hpp"
+#include "calib8/errors.hpp"
+#include "calib8/fingerprint.hpp"
+#include "calib8/latency.hpp"
+#include "catch.hpp"
+#include "folder.hpp"
+
+using namespace calib8;
+
+namespace {
+
+const TensorSpec kSpec{"image", "float32", {2, 3, 16, 20}};
+const std::string kCache = "TRT-8601-EntropyCalibration2\nimage: 3c008912\n";
+
+// What TensorRT does with a calibrator: asks for batches until there are none, writes the cache.
+struct Engine {
+  std::vector<std::vector<float>> seen;
+  std::vector<float> device;
+
+  CalibrationJob::Upload upload() {
+    return [this](const Sample& sample) {
+      device = sample.data;
+      return device.data();
+    };
+  }
+
+  void calibrate(CalibrationJob& job, const char* name, std::size_t most = 1000) {
+    std::size_t length = 0;
+    if (job.read(length) != nullptr) return;
+    void* binding = nullptr;
+    for (; most > 0 && job.next(&binding, &name, 1); --most) {
+      const auto* values = static_cast<const float*>(binding);
+      seen.emplace_back(values, values + device.size());
+    }
+    job.write(kCache.data(), kCache.size());
+  }
+};
+
+std::shared_ptr<const Feed> feed_of(const Folder& folder) {
+  return std::make_shared<Feed>(folder.path(), kSpec, FeedOptions{});
+}
+
+}  // namespace
+
+TEST_CASE("all batches are taken and the written cache comes out") {
+  const Folder folder;
+  for (int k = 0; k < 5; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
+  Engine engine;
+  CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt);
+  CHECK(job.batch() == 2);
+  engine.calibrate(job, "image");
+  CHECK(engine.seen.size() == 3);
+  CHECK(engine.seen[0] != engine.seen[1]);
+  CHECK(job.check() == kCache);
+}
+
+TEST_CASE("a known cache is handed over and no image is read") {
+  const Folder folder;
+  folder.write("bad.png", "no picture");
+  Engine engine;
+  CalibrationJob job(feed_of(folder), "image", engine.upload(), kCache);
+  engine.calibrate(job, "image");
+  CHECK(engine.seen.empty());
+  CHECK(job.check() == kCache);
+}
+
+TEST_CASE("what goes wrong inside a callback is thrown after the build") {
+  const Folder folder;
+  folder.picture("a.png", 16, 20, 1);
+  folder.picture("b.png", 16, 20, 1);
+  Engine engine;
+  SECTION("a bad image") {
+    folder.write("c.png", "no picture");
+    CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt);
+    engine.calibrate(job, "image");
+    CHECK_THROWS_WITH(job.check(), Catch::Contains("image c.png cannot be decoded"));
+  }
+  SECTION("an upload that fails") {
+    const auto refuse = [](const Sample&) -> void* { throw BackendError("out of memory"); };
+    CalibrationJob job(feed_of(folder), "image", refuse, std::nullopt);
+    engine.calibrate(job, "image");
+    CHECK_THROWS_AS(job.check(), BackendError);
+  }
+  SECTION("another input") {
+    CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt);
+    engine.calibrate(job, "mask");
+    CHECK_THROWS_WITH(job.check(), Catch::Contains("asks for 1 from 'mask'"));
+  }
+}
+
+TEST_CASE("a calibration that stops early or writes nothing is told") {
+  const Folder folder;
+  for (int k = 0; k < 5; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
+  Engine engine;
+  CalibrationJob early(feed_of(folder), "image", engine.upload(), std::nullopt);
+  engine.calibrate(early, "image", 2);
+  CHECK_THROWS_WITH(early.check(), Catch::Contains("every batch, got 2 of 3"));
+  CalibrationJob silent(feed_of(folder), "image", engine.upload(), std::nullopt);
+  const char* name = "image";
+  void* binding = nullptr;
+  while (silent.next(&binding, &name, 1)) continue;
+  CHECK_THROWS_WITH(silent.check(), Catch::Contains("wrote no calibration cache"));
+}
+
+TEST_CASE("a cache is used again only while its fingerprint fits") {
+  const Folder folder;
+  folder.picture("a.png", 16, 20, 1);
+  const Feed feed(folder.path(), kSpec, {});
+  Fingerprint now{std::string(64, 'a'), "", "", "tensorrt, first batch of 2",
+                  R"({"tensorrt": "8.6.1"})", "entropy2"};
+  set_feed(now, feed.manifest());
+  const auto cache = folder / "out/model.cache";
+  CHECK(unfit(cache, now)->find("does not exist yet") != std::string::npos);
+  folder.write("out/model.cache", kCache);
+  CHECK(unfit(cache, now)->find("has no fingerprint beside it") != std::string::npos);
+  save_calibration(cache, kCache, now);
+  CHECK_FALSE(unfit(cache, now));
+  Fingerprint other = now;
+  other.model = std::string(64, 'b');
+  other.versions = R"({"tensorrt": "10.3.0"})";
+  CHECK(unfit(cache, other) ==
+        "the model (weights or graph) changed; a version changed (tensorrt 8.6.1 -> 10.3.0)");
+  folder.write("out/model.cache", kCache + "x: 1\n");
+  CHECK(unfit(cache, now)->find("was changed after model.cache.json was written") !=
+        std::string::npos);
+  save_calibration(cache, kCache, now);
+  folder.write("out/model.cache.json", "{\"schema\": 1");
+  CHECK(unfit(cache, now)->find("is not a fingerprint") != std::string::npos);
+}
+
+TEST_CASE("percentiles leave out the slowest, as trtexec does") {
+  std::vector<double> ten{1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
+  CHECK(percentile(ten, 90) == 9);
+  CHECK(percentile(ten, 99) == 10);
+  CHECK(percentile({1.0}, 50) == 1);
+  CHECK(Timing::of({3, 1, 2, 4}).median == 2.5);
+  CHECK(Timing::of({2, 2, 2}).cv_percent == 0);
+  CHECK_THROWS_AS(Timing::of({}), ConfigError);
+}
