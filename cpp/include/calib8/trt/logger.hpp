@@ -1,4 +1,4 @@
-// TensorRT's log: warnings and errors to stderr, the last error kept for messages.
+// TensorRT's log: warnings and errors to stderr, the last of the worst kept for messages.
 #pragma once
 
 #include <NvInfer.h>
@@ -16,23 +16,27 @@ class Logger : public nvinfer1::ILogger {
   void log(Severity severity, nvinfer1::AsciiChar const* message) noexcept override {
     try {
       const std::lock_guard lock(mutex_);
-      if (severity <= Severity::kERROR) last_error_ = message;
+      if (severity <= Severity::kWARNING && (severity <= worst_ || words_.empty())) {
+        worst_ = severity;
+        words_ = message;
+      }
       if (severity <= least_) std::cerr << "TensorRT: " << message << "\n";
     } catch (...) {
       return;  // TensorRT takes no exception, and a line of log is worth none
     }
   }
 
-  // The last error, or a sentence that there was none.
+  // The last error (where there is none, the last warning), or a sentence that there was none.
   std::string last_error() const {
     const std::lock_guard lock(mutex_);
-    return last_error_.empty() ? "TensorRT logged no error" : last_error_;
+    return words_.empty() ? "TensorRT logged no error" : words_;
   }
 
  private:
   Severity least_;
   mutable std::mutex mutex_;
-  std::string last_error_;
+  Severity worst_ = Severity::kVERBOSE;
+  std::string words_;
 };
 
 }  // namespace calib8::trt

@@ -1,0 +1,94 @@
+// TensorRT's calibrators through TensorRT's own interface; needs its headers only. Without a GPU the
+// copy to the device fails, and that must come out of check(), not out of the callback.
+#include "calib8/trt/calibrator.hpp"
+
+#include "calib8/errors.hpp"
+#include "calib8/trt/logger.hpp"
+#include "catch.hpp"
+#include "folder.hpp"
+
+using namespace calib8;
+
+TEST_CASE("the log keeps the worst message") {
+  trt::Logger logger(nvinfer1::ILogger::Severity::kINTERNAL_ERROR);
+  CHECK(logger.last_error() == "TensorRT logged no error");
+  using Severity = nvinfer1::ILogger::Severity;
+  logger.log(Severity::kINFO, "hello");
+  CHECK(logger.last_error() == "TensorRT logged no error");
+  logger.log(Severity::kWARNING, "no GPU");
+  CHECK(logger.last_error() == "no GPU");
+  logger.log(Severity::kERROR, "first");
+  logger.log(Severity::kERROR, "second");
+  logger.log(Severity::kWARNING, "later");
+  CHECK(logger.last_error() == "second");
+}
+
+#if NV_TENSORRT_MAJOR < 11
+
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace {
+
+const std::string kCache = "TRT-8601-EntropyCalibration2\nimage: 3c008912\n";
+
+bool has_gpu() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+}
+
+trt::CalibratorOptions options_of(const Folder& folder, std::optional<std::string> cache) {
+  const TensorSpec spec{"image", "float32", {2, 3, 16, 20}};
+  return {std::make_shared<Feed>(folder.path(), spec, FeedOptions{}), "image", std::move(cache)};
+}
+
+template <class Calibrator>
+void check_algorithm(const Folder& folder, nvinfer1::CalibrationAlgoType wanted) {
+  Calibrator calibrator(options_of(folder, kCache));
+  nvinfer1::IInt8Calibrator& seen_by_tensorrt = calibrator;
+  CHECK(seen_by_tensorrt.getAlgorithm() == wanted);
+  CHECK(seen_by_tensorrt.getBatchSize() == 1);
+  std::size_t length = 0;
+  const void* cache = seen_by_tensorrt.readCalibrationCache(length);
+  CHECK(std::string(static_cast<const char*>(cache), length) == kCache);
+  CHECK(calibrator.check() == kCache);
+}
+
+}  // namespace
+
+TEST_CASE("the four calibrators are what TensorRT takes them for") {
+  const Folder folder;
+  folder.picture("a.png", 16, 20, 9);
+  using Algorithm = nvinfer1::CalibrationAlgoType;
+  check_algorithm<trt::Int8EntropyCalibrator>(folder, Algorithm::kENTROPY_CALIBRATION);
+  check_algorithm<trt::Int8EntropyCalibrator2>(folder, Algorithm::kENTROPY_CALIBRATION_2);
+  check_algorithm<trt::Int8MinMaxCalibrator>(folder, Algorithm::kMINMAX_CALIBRATION);
+  check_algorithm<trt::Int8LegacyCalibrator>(folder, Algorithm::kLEGACY_CALIBRATION);
+  const trt::Int8LegacyCalibrator legacy(options_of(folder, kCache));
+  CHECK(legacy.getQuantile() == 0.999999);
+  CHECK(legacy.getRegressionCutoff() == 1.0);
+}
+
+TEST_CASE("batches go to the device, and a device that is missing is told after the build") {
+  const Folder folder;
+  for (const char* name : {"a.png", "b.png", "c.png"}) folder.picture(name, 16, 20, 9);
+  trt::Int8EntropyCalibrator2 calibrator(options_of(folder, std::nullopt));
+  nvinfer1::IInt8Calibrator& seen_by_tensorrt = calibrator;
+  std::size_t length = 1;
+  CHECK(seen_by_tensorrt.readCalibrationCache(length) == nullptr);
+  CHECK(length == 0);
+  void* binding = nullptr;
+  const char* name = "image";
+  int batches = 0;
+  while (seen_by_tensorrt.getBatch(&binding, &name, 1)) ++batches;
+  if (has_gpu()) {
+    CHECK(batches == 2);
+    seen_by_tensorrt.writeCalibrationCache(kCache.data(), kCache.size());
+    CHECK(calibrator.check() == kCache);
+  } else {
+    CHECK(batches == 0);
+    CHECK_THROWS_AS(calibrator.check(), BackendError);
+    CHECK_THROWS_WITH(calibrator.check(), Catch::Contains("CUDA could not reserve 7680 bytes"));
+  }
+}
+
+#endif
