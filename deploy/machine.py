@@ -61,6 +61,11 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def default_threads() -> int:
+    """Worker threads where the user names none: every core, but no more than 4."""
+    return min(4, usable_cores())
+
+
 def _cpu_info() -> str:
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

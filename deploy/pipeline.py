@@ -25,6 +25,7 @@ from deploy.errors import ConfigError, ModelError
 from deploy.feed import Feed, FeedSource, open_feed
 from deploy.fingerprint import Fingerprint
 from deploy.frontends import LoadedModel, load
+from deploy.machine import default_threads
 from deploy.observe import observe, observe_by_batches
 from deploy.preprocess import Preprocess
 from deploy.progress import bar
@@ -73,7 +74,7 @@ def calibrate(
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
     limit: int | None = None,
-    threads: int = 2,
+    threads: int | None = None,
     float_nodes: Iterable[str] = (),
     progress: bool = False,
 ) -> Calibrated:
@@ -89,7 +90,7 @@ def calibrate(
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: go on without unreadable images.
         limit: use at most so many images.
-        threads: worker threads; the result does not depend on it.
+        threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: names of nodes to keep in float.
         progress: draw a bar on stderr where this takes over two seconds.
 
@@ -116,7 +117,9 @@ def calibrate(
     found = verdict.calibration
     if found is None:
         tensors = tuple(dict.fromkeys((*wanted, *verdict.also)))
-        found = _observed(loaded, feed, tensors, chosen, fingerprint, threads, progress)
+        found = _observed(
+            loaded, feed, tensors, chosen, fingerprint, threads or default_threads(), progress
+        )
     if policy.path is not None and not verdict.as_it_stands:
         store.save(found, policy.path, trt_version=policy.trt_version)
     return Calibrated(
@@ -145,7 +148,7 @@ def build(
     labels: Sequence[int] | None = None,
     skip_bad: bool = False,
     limit: int | None = None,
-    threads: int = 2,
+    threads: int | None = None,
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
     progress: bool = False,
@@ -202,7 +205,7 @@ def build(
         evaluation=evaluation,
         labels=labels,
         duration_s=duration_s,
-        threads=threads,
+        threads=threads or default_threads(),
         progress=progress,
     )
     return write_report(calibrated, results, figures, folder)

@@ -99,9 +99,7 @@ def feed_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--threads",
             type=click.IntRange(min=1),
-            default=2,
-            show_default=True,
-            help="Worker threads; results do not depend on it.",
+            help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
         ),
         click.option(
             "--keep-float",
@@ -129,6 +127,7 @@ def feed_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _gather(words: dict[str, Any]) -> FeedOptions:
     """Take the feed options out of the parsed words of a command."""
+    from deploy.machine import default_threads
     from deploy.reuse import CachePolicy
     from deploy.search import Method
 
@@ -141,7 +140,7 @@ def _gather(words: dict[str, Any]) -> FeedOptions:
             percent=words.pop("percent"),
             batch_size=words.pop("batch_size"),
         ),
-        threads=words.pop("threads"),
+        threads=words.pop("threads") or default_threads(),
         keep_float=words.pop("keep_float"),
         preprocess=preprocess_from({name: words.pop(name) for _, name, _ in _PREPROCESS}),
         cache=CachePolicy(
