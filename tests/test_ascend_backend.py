@@ -187,6 +187,63 @@ def test_executor_grouped_conv_transpose_and_matmul_bias():
     np.testing.assert_allclose(floats, reference, atol=0.05 * np.abs(reference).max())
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_executor_on_random_layers(data):
+    """Any convolution, matrix product or pool: integers equal floats with the NPU's rounding."""
+    draw = data.draw
+    op = draw(st.sampled_from(["Conv", "ConvTranspose", "Gemm", "MatMul", "AveragePool"]))
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+    group, rank = 1, 2
+    weights, attributes = {}, {}
+    if op in ("Gemm", "MatMul"):
+        shape, trans = [3, 6], op == "Gemm" and draw(st.booleans())
+        weights["w"] = rng.normal(size=(5, 6) if trans else (6, 5))
+        if op == "Gemm":
+            attributes = {"transB": int(trans)}
+        out = 5
+    elif op == "AveragePool":
+        shape = [1, 4, 8, 8]
+        attributes = {
+            "kernel_shape": [2, 2],
+            "pads": [draw(st.integers(0, 1))] * 4,
+            "count_include_pad": draw(st.integers(0, 1)),
+        }
+    else:
+        rank = draw(st.sampled_from([1, 2, 3])) if op == "Conv" else 2
+        group, size = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+        shape, out = [1, 4, *[7] * rank], 8
+        dims = (8, 4 // group) if op == "Conv" else (4, 8 // group)
+        weights["w"] = rng.normal(size=(*dims, *[size] * rank))
+        attributes = {
+            "group": group,
+            "strides": [draw(st.integers(1, 2))] * rank,
+            "pads": [draw(st.integers(0, size - 1))] * (2 * rank),
+            "dilations": [draw(st.integers(1, 2))] * rank,
+            "kernel_shape": [size] * rank,
+        }
+    if op not in ("AveragePool", "MatMul") and draw(st.booleans()):
+        weights["b"] = rng.normal(size=out)
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node(op, ["x", *weights], ["y"], name="n", **attributes)],
+        "g",
+        [value("x", 1, shape)],
+        [value("y", 1, None)],
+        [numpy_helper.from_array(v.astype("f4"), k) for k, v in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    feed = {"x": (rng.normal(size=shape) + rng.normal()).astype("f4")}
+    layers = find_layers(model)
+    config = default_config(layers, activation_offset=draw(st.booleans()))
+    records = calibrate(model, layers, [feed], config).records
+    quantized = quantize_layers(model, layers, records)
+    assert verify(model, quantized, [feed]).same_rounding <= 1e-6
+    (reference,) = run(model, feed).values()
+    (fake,) = run(fake_quant_model(model, quantized), feed).values()
+    assert np.abs(fake - reference).max() <= 0.06 * max(np.abs(reference).max(), 0.5)
+
+
 @pytest.mark.parametrize("damage", ["dst_type", "param", "bias"])
 def test_executor_refuses_a_broken_deploy_model(small, damage):
     model, graph, records = small

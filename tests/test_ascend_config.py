@@ -259,6 +259,36 @@ def test_no_text_breaks_a_reader(text):
             read(text)
 
 
+ANY_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**400)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), ANY_JSON)
+def test_no_value_breaks_the_json_reader(data, value):
+    tree = json.loads((CASES / "small_mixed" / "config.json").read_text())
+    place = tree
+    while True:
+        key = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[key], dict) or data.draw(st.integers(0, 3)) == 0:
+            break
+        place = place[key]
+    place[key] = value
+    with suppress(ConfigError):
+        config = settled(read_config(json.dumps(tree)), GRAPH)
+        assert settled(read_config(write_config(config)), GRAPH) == config
+        write_simple_config(config)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.floats(2**-14, 1e4, width=32),

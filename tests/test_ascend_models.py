@@ -256,6 +256,21 @@ def test_hardware_limits(record, match):
         quantize_layers(model, find_layers(model), {"fc1": layer})
 
 
+def test_sums_beyond_int32_are_told():
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="wide")],
+        "g",
+        [value("x", 1, [1, 70_000])],
+        [value("y", 1, [1, 1])],
+        [numpy_helper.from_array(np.ones((70_000, 1), np.float32), "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    record = LayerRecord(scale_d=np.float32(1), scale_w=np.array([1 / 127], np.float32))
+    with pytest.raises(ExportError, match="int32"):
+        quantize_layers(model, find_layers(model), {"wide": record})
+
+
 def test_ada_and_int16_are_refused():
     model = float_model("small_default")
     graph = find_layers(model)

@@ -40,7 +40,7 @@ _PERCENTILE = _Rule("float", lambda v: 0.5 < v <= 1, "(0.5, 1]")
 _ANY = _Rule("bool", lambda v: True, "true or false")
 GLOBAL = {
     "version": _Rule("int", lambda v: v == 1, "1"),
-    "batch_num": _Rule("int", lambda v: v > 0, "> 0"),
+    "batch_num": _Rule("int", lambda v: 0 < v < 2**31, "> 0 and below 2^31"),
     "activation_offset": _ANY,
     "joint_quant": _Rule("bool", lambda v: not v, "false (only AMCT's binary packages have it)"),
     "weight_offset": _Rule("bool", lambda v: not v, "false (the hardware takes offset_w 0)"),

@@ -41,8 +41,8 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
             raise ConfigError(f"{error} (in layer {name!r})") from None
         layers[name] = replace(entry, quant_enable=name not in skipped)
     batch_num = message.batch_num if message.HasField("batch_num") else 1
-    if batch_num < 1:
-        raise ConfigError(f"batch_num must be > 0, got {batch_num}")
+    if not 0 < batch_num < 2**31:
+        raise ConfigError(f"batch_num must be > 0 and below 2^31, got {batch_num}")
     config = QuantConfig(
         batch_num=batch_num,
         activation_offset=_default(message, "activation_offset", True),

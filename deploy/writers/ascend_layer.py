@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.arq import arq_integers, channels_back, channels_first
+from calibrators.int8 import ascend_range
 from deploy.ascend.layers import Index, Layer, LayerGraph
 from deploy.errors import ExportError
 from deploy.writers.ascend_record import LayerRecord, check_record
@@ -114,6 +115,8 @@ def _quantize(layer: Layer, record: LayerRecord, index: Index) -> QuantLayer:
     if layer.weight:
         weight = _integers(array_of(index, layer.weight), layer, record)
     bias = _bias(array_of(index, layer.bias), dequant) if layer.bias else None
+    if weight is not None:
+        _check_sums(weight, bias, layer)
     return QuantLayer(
         layer=layer,
         record=record,
@@ -141,6 +144,19 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     if layer.kind in ("Gemm", "MatMul"):
         return np.ascontiguousarray(integers.T)
     return integers
+
+
+def _check_sums(weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer) -> None:
+    """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias."""
+    low, high = ascend_range(8)
+    whole = layer.kind in ("Gemm", "MatMul")
+    sums = np.abs(weight.astype(np.int64))
+    axis = {"Conv": 0, "ConvTranspose": 1}.get(layer.kind, 1)
+    others = tuple(a for a in range(weight.ndim) if a != axis)
+    worst = int(sums.sum(axis=0 if whole else others).max()) * (high - low)
+    worst += int(np.abs(bias.astype(np.int64)).max()) if bias is not None else 0
+    if worst > np.iinfo(np.int32).max:
+        raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 
 
 def _bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
