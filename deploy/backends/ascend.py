@@ -268,6 +268,9 @@ def _unfused(request: BuildRequest, config: QuantConfig) -> tuple[onnx.ModelProt
 def _calibration_notes(
     found: Calibrated, config: QuantConfig, request: BuildRequest
 ) -> Iterator[str]:
+    enabled = config.enabled().values()
+    searches = sorted({layer.activation.act_algo.upper() for layer in enabled})
+    yield f"Scales: AMCT's ARQ and {' and '.join(searches)} over {found.batches} samples."
     if found.streamed:
         yield (
             f"IFMR of {len(found.streamed)} layers ran on histograms: their activations were over"
