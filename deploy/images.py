@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ def read(picture: Picture) -> bytes:
         FeedError: it is missing, unreadable or empty.
     """
     try:
+        if not stat.S_ISREG(picture.path.stat().st_mode):  # a pipe would be waited for, forever
+            raise FeedError(f"image {shown(picture.name)} cannot be read: it is no regular file")
         data = picture.path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -171,6 +174,8 @@ def _unreadable(error: OSError) -> None:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
+        if not path.is_file():
+            raise _not_a_list(path)
         if path.stat().st_size > _LARGEST_LIST:
             raise FeedError(f"{shown(str(path))} is over 256 MB: not a list of images")
         text = path.read_bytes().decode("utf-8-sig")

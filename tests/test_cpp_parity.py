@@ -24,6 +24,7 @@ from deploy.writers import trt_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "cpp-check"
+GOLDEN = ROOT / "tests" / "golden" / "caches"
 THIRD_PARTY = ROOT.parent / "shared" / "golden" / "tensorrt"
 SPEC = TensorSpec("image", "float32", ("n", 3, 56, 64))
 
@@ -349,15 +350,27 @@ def agree_on(cpp, path):
 
 def caches():
     return [
-        *sorted((ROOT / "tests" / "golden").rglob("*.cache")),
+        *sorted(GOLDEN.glob("*.cache")),
         *sorted((THIRD_PARTY / "caches").glob("*.cache")),
         *sorted(THIRD_PARTY.glob("lenet/*.cache")),
     ]
 
 
+def test_golden_caches_hold_what_is_expected(cpp):
+    expected = json.loads((GOLDEN / "expected.json").read_text())
+    assert set(expected) == {path.name for path in GOLDEN.glob("*.cache")}
+    for name, wanted in expected.items():
+        for answer in (
+            python_cache(GOLDEN / name, name),
+            cpp("cache", path=str(GOLDEN / name), origin=name),
+        ):
+            found = [entry[:2] for entry in answer["entries"]]
+            assert (answer["label"], answer["algorithm"]) == (wanted["label"], wanted["algorithm"])
+            assert found == wanted["entries"]
+            assert answer["round_trip"]
+
+
 def test_real_caches_are_read_alike(cpp):
-    if not caches():
-        pytest.skip("no cache in tests/golden nor ../shared/golden/tensorrt")
     assert sum(agree_on(cpp, path) for path in caches()) > 0
 
 

@@ -241,6 +241,21 @@ def test_wrong_sources_are_told(tmp_path, photos):
         open_feed(photos, [IMAGE], limit=0)
 
 
+def test_pipes_and_devices_are_told_and_never_waited_for(tmp_path):
+    write_image(tmp_path / "a.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(FeedError, match=r"image pipe\.png cannot be read: it is no regular file"):
+        collect(open_feed(tmp_path, [IMAGE]))
+    with pytest.raises(FeedError, match="no regular file"):
+        open_feed(tmp_path, [IMAGE]).manifest()
+    feed = open_feed(tmp_path, [IMAGE], skip_bad=True)
+    assert len(collect(feed)) == 1
+    os.mkfifo(tmp_path / "list.txt")
+    for source in (tmp_path / "list.txt", "/dev/zero"):
+        with pytest.raises(FeedError, match="got a file that is none of these"):
+            open_feed(source, [IMAGE])
+
+
 def test_a_file_name_that_is_no_utf8_is_shown_and_fed(tmp_path):
     write_image(tmp_path / "x.png")
     odd = os.fsencode(tmp_path) + b"/\xff\n.png"

@@ -53,6 +53,7 @@ std::vector<std::string> walk(const fs::path& folder) {
 
 std::string list_text(const fs::path& path) {
   std::error_code failed;
+  if (fs::exists(path, failed) && !is_file(path)) not_a_list(path);
   const std::uintmax_t size = fs::file_size(path, failed);
   if (!failed && size > kLargestList) {
     throw FeedError(text::shown(path.string()) + " is over 256 MB: not a list of images");
@@ -134,6 +135,11 @@ std::vector<Picture> read_list(const fs::path& path) {
 }
 
 std::string read(const Picture& picture) {
+  std::error_code failed;
+  if (fs::exists(picture.path, failed) && !is_file(picture.path)) {
+    throw FeedError("image " + text::shown(picture.name) +  // a pipe would be waited for, forever
+                    " cannot be read: it is no regular file");
+  }
   std::string data;
   try {
     data = files::read(picture.path);

@@ -1,7 +1,10 @@
 #include <cmath>
 #include <filesystem>
+#include <iomanip>
 #include <iostream>
 #include <limits>
+#include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "calib8/cache.hpp"
 #include "calib8/errors.hpp"
@@ -17,6 +20,14 @@ namespace {
 const std::string kSample =
     "TRT-8503-EntropyCalibration2\ndata: 3c008912\nconv/Conv2D:0: 3c60dd38\n"
     "(Unnamed Layer* 4) [Shuffle]_output: 0\nmask: 7f800000\nodd: ffc00000\n";
+
+std::string hex(const std::string& bytes) {
+  std::ostringstream out;
+  for (const char c : bytes) {
+    out << std::hex << std::setw(2) << std::setfill('0') << (static_cast<unsigned>(c) & 0xFFU);
+  }
+  return out.str();
+}
 
 std::vector<fs::path> caches_below(const fs::path& folder) {
   std::vector<fs::path> found;
@@ -56,6 +67,21 @@ TEST_CASE("real caches come back byte for byte, and their namesake is told apart
       continue;
     }
     CHECK(read_cache(path).dump() == files::read(path));
+  }
+}
+
+TEST_CASE("the golden caches hold what expected.json says") {
+  const fs::path folder = fs::path(CALIB8_REPOSITORY) / "tests" / "golden" / "caches";
+  const auto expected = nlohmann::json::parse(files::read(folder / "expected.json"));
+  REQUIRE(expected.size() >= 4);
+  for (const auto& [name, wanted] : expected.items()) {
+    INFO(name);
+    const CalibrationCache cache = read_cache(folder / name);
+    CHECK((wanted["label"].is_null() ? !cache.header.label : cache.header.label == wanted["label"]));
+    CHECK(cache.header.algorithm == wanted["algorithm"].get<std::string>());
+    auto entries = nlohmann::json::array();
+    for (const Entry& entry : cache.entries) entries.push_back({hex(entry.name), entry.bits()});
+    CHECK(entries == wanted["entries"]);
   }
 }
 

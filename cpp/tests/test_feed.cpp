@@ -1,4 +1,4 @@
-#include <unistd.h>
+#include <sys/stat.h>
 
 #include "calib8/errors.hpp"
 #include "calib8/feed.hpp"
@@ -72,6 +72,14 @@ TEST_CASE("a fixed batch is filled with the first samples") {
   options.batch = 3;
   CHECK(all(Feed(folder.path(), kSpec, options)).size() == 1);
   CHECK_THROWS_AS(Feed(folder.path(), {"image", "float32", {2, 3, 16, 20}}, options), ConfigError);
+}
+
+TEST_CASE("pipes are told and never waited for") {
+  const Folder folder;
+  REQUIRE(::mkfifo((folder / "pipe.png").c_str(), 0600) == 0);
+  REQUIRE(::mkfifo((folder / "list.txt").c_str(), 0600) == 0);
+  CHECK_THROWS_WITH(all(Feed(folder.path(), kSpec, {})), Catch::Contains("no regular file"));
+  CHECK_THROWS_WITH(Feed(folder / "list.txt", kSpec, {}), Catch::Contains("none of these"));
 }
 
 TEST_CASE("wrong sources are told") {
