@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.fetch_models import cache_folder, fetch
 
 METHODS = ("minmax", "entropy", "percentile", "mse")
+PEER = "ORT minmax"  # onnxruntime.quantization.quantize_static, per channel, uint8 activations
 THREADS = 2
 
 
@@ -52,16 +53,17 @@ def one(task: str, images: Path) -> dict[str, float]:
 
     loaded = load(cache_folder() / "efficientnet-lite0.onnx")
     feed = open_feed(images, loaded.inputs, preprocess=preset("efficientnet-lite"))
+    start, cpu = time.perf_counter(), _cpu()
     if task == "plain":
         from deploy.backends.ort_session import OrtSession
 
         session = OrtSession.open(loaded.model.SerializeToString(), threads=THREADS)
-        start, cpu = time.perf_counter(), _cpu()
         for sample in feed.samples():
             session.run(sample)
+    elif task == PEER:
+        quantize_with_onnxruntime(feed, cache_folder() / "efficientnet-lite0.ort.onnx")
     else:
         tensors = analyse(loaded.model, ONNXRUNTIME).activations
-        start, cpu = time.perf_counter(), _cpu()
         with feed.samples() as samples:
             statistics = observe(loaded.model, tensors, samples, threads=THREADS)
         statistics.scales(Method(name=task).search)
@@ -70,6 +72,27 @@ def one(task: str, images: Path) -> dict[str, float]:
         "cpu": _cpu() - cpu,
         "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
+
+
+def quantize_with_onnxruntime(feed: object, out: Path) -> None:
+    """The same work by ONNX Runtime's own quantizer."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.samples = iter(feed.samples())  # type: ignore[attr-defined]
+
+        def get_next(self) -> dict | None:
+            return next(self.samples, None)
+
+    quantize_static(
+        cache_folder() / "efficientnet-lite0.onnx",
+        out,
+        Reader(),
+        per_channel=True,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+    )
 
 
 def _cpu() -> float:
@@ -81,13 +104,13 @@ def apart(task: str, images: Path) -> dict[str, float]:
     """`one` in a process of its own."""
     words = [sys.executable, __file__, "--one", task, "--list", str(images)]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def cost(images: int, rounds: int) -> None:
     """Print the ratios of every method to plain inference, the median over `rounds`."""
     listed = image_list(images)
-    runs: dict[str, list[dict[str, float]]] = {task: [] for task in ("plain", *METHODS)}
+    runs: dict[str, list[dict[str, float]]] = {task: [] for task in ("plain", *METHODS, PEER)}
     for _ in range(rounds):
         for task in runs:
             runs[task].append(apart(task, listed))
@@ -120,6 +143,9 @@ def engines(images: int) -> None:
     lines = [f"{p} {p.stem.rsplit('_', 1)[1]}" for p in sorted(data.glob("imagenet_*.jpg"))]
     labelled.write_text("\n".join(lines) + "\n")
     print(f"\n{'':12}{'cosine':>9}{'worst':>9}{'SQNR':>9}{'top-1':>9}{'FP32':>8}{'speed-up':>10}")
+    peer = cache_folder() / "efficientnet-lite0.ort.onnx"
+    if peer.exists():
+        _peer_row(peer, labelled)
     for method in METHODS:
         report = build(
             cache_folder() / "efficientnet-lite0.onnx",
@@ -140,6 +166,27 @@ def engines(images: int) -> None:
         )
 
 
+def _peer_row(engine: Path, labelled: Path) -> None:
+    """The engine of ONNX Runtime's own quantizer, judged and timed in the same way."""
+    from deploy.accuracy import compare
+    from deploy.backends.ort_session import OrtSession
+    from deploy.feed import open_feed
+    from deploy.latency import measure
+    from deploy.presets import preset
+
+    plain = OrtSession.open(cache_folder() / "efficientnet-lite0.onnx", threads=THREADS)
+    int8 = OrtSession.open(engine, threads=THREADS)
+    feed = open_feed(labelled, plain.inputs, preprocess=preset("efficientnet-lite"))
+    found = compare(plain, int8, feed.samples(), labels=feed.labels)
+    times = measure({"plain": plain, "int8": int8}, list(feed.samples())[:8])
+    out = found.outputs[0]
+    print(
+        f"{PEER:12}{out.cosine_mean:9.4f}{out.cosine_min:9.4f}{out.sqnr_db:6.1f} dB"
+        f"{found.top1_candidate or 0:9.2f}{found.top1_reference or 0:8.2f}"
+        f"{times['plain'].latency.median / times['int8'].latency.median:9.2f}x"
+    )
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -149,6 +196,7 @@ def main() -> None:
     parser.add_argument("--list", type=Path, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.one:
+        print()
         print(json.dumps(one(words.one, words.list)))
         return
     cost(words.images, words.rounds)
