@@ -50,6 +50,7 @@ class Stream(Iterator[T], Generic[T]):
             if not isinstance(item, _End):
                 return item
             self._stop.set()
+            self._queue.put(_End(None))  # wakes the next consumer at once
             if item.error is not None:
                 raise item.error
         raise StopIteration

@@ -47,7 +47,8 @@ def build_parity():
             pytest.skip(f"the C++ library needs {package}, which is not installed")
         assert configure.returncode == 0, configure.stderr
         jobs = str(os.cpu_count() or 1)
-        built = run("cmake", "--build", BUILD, "--target", "parity", "-j", jobs)
+        targets = ("parity", "calib8_cache")
+        built = run("cmake", "--build", BUILD, "-j", jobs, "--target", *targets)
         assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
     return BUILD / "tests" / "parity"
 
@@ -509,3 +510,83 @@ def test_latency_has_the_same_form_and_figures(cpp, count):
     assert list(theirs["host"]) == list(found["host"])
     assert theirs["warnings"] == found["warnings"]
     assert theirs["queries"] == found["queries"] == count
+
+
+# ---- the command line tool ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tool(cpp):
+    def call(*words):
+        command = [str(BUILD / "calib8-cache"), *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    return call
+
+
+def test_the_tool_calibrates_compares_and_relabels(tool, tmp_path):
+    rng = np.random.default_rng(2)
+    batches = [rng.standard_normal(5000).astype(np.float32) * scale for scale in (1, 3)]
+    for index, batch in enumerate(batches):
+        batch.tofile(tmp_path / f"{index}.f32")
+    tensors = [f"--tensor=conv 1:0={tmp_path}/{index}.f32" for index in range(2)]
+    for rule, base in (("order-independent", None), ("tensorrt", float(abs(batches[0]).max()))):
+        out = tmp_path / f"{rule}.cache"
+        done = tool("calibrate", *tensors, "--version", "8.6.1", "--rule", rule, "-o", out)
+        assert (done.returncode, done.stderr) == (0, "")
+        histogram = Histogram(base=base)
+        for batch in batches:
+            histogram.observe(batch)
+        scales = {"conv 1:0": entropy(histogram).symmetric}
+        assert out.read_bytes() == trt_cache.dump(trt_cache.from_scales(scales, version="8.6.1"))
+    changed = tmp_path / "new.cache"
+    assert tool("relabel", out, "--version=10.3.0", "-o", changed).returncode == 0
+    assert changed.read_bytes().startswith(b"TRT-100300-EntropyCalibration2\n")
+    assert tool("diff", out, changed).returncode == 0
+    different = tool("diff", out, GOLDEN / "minmax_7000.cache")
+    assert different.returncode == 1
+    assert [row["name"] for row in json.loads(different.stdout)["differ"]] == ["a", "conv 1:0", "z"]
+    shown = json.loads(tool("show", out).stdout)
+    assert (shown["version"], len(shown["entries"])) == ("8.6.1", 1)
+
+
+def test_the_tool_writes_batches(tool, photos, tmp_path):
+    feed = open_feed(photos, [SPEC], preprocess=PRESETS["imagenet"], limit=7)
+    options = tmp_path / "how.json"
+    options.write_text(json.dumps(feed.preprocess.to_json()))
+    for given in (("--preprocess", "imagenet"), ("--options", options)):
+        done = tool(
+            "feed", photos, "--input", "image:nx3x56x64", *given, "--limit=7", "-o", tmp_path / "b"
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        with feed.samples() as stream:
+            ours = b"".join(s["image"].tobytes() for s in stream)
+        assert (tmp_path / "b").read_bytes() == ours
+        assert json.loads(done.stdout)["manifest"] == feed.manifest()
+
+
+def test_the_tool_ends_wrong_calls_in_one_sentence(tool, tmp_path):
+    golden = GOLDEN / "legacy.cache"
+    (tmp_path / "odd.f32").write_bytes(b"abc")
+    for words, sentence in [
+        (["frobnicate"], "is no command"),
+        (["show"], "takes CACHE"),
+        (["show", golden, "--frob"], "--frob is no option"),
+        (["show", tmp_path / "none"], "cannot be read: No such file or directory"),
+        (["relabel", golden, "-o", tmp_path / "x"], "--version must be given"),
+        (["relabel", golden, "--version", "8", "-o", tmp_path / "x"], "reads X.Y.Z"),
+        (["relabel", golden, "--version"], "--version needs a value"),
+        (["calibrate", "--tensor", "a", "--version=8.5.3", "-o", "x"], "must read NAME=FILE.f32"),
+        (["calibrate", f"--tensor=a={tmp_path}/odd.f32", "-o", "x"], "must hold raw float32"),
+        (["calibrate", "--version=8.5.3", "-o", tmp_path / "x"], "at least one scale, got none"),
+        (["calibrate", "--rule=x"], "--rule must be order-independent or tensorrt"),
+        (["feed", tmp_path, "--input", "1x3"], "an input reads NAME:DIMS"),
+        (["feed", tmp_path, "--input", "x:1x3x8x8", "--limit=0"], "--limit must be a whole"),
+        (["feed", tmp_path, "--input=x:1x3x8x8", "--preprocess=y"], "'y' is no preset"),
+    ]:
+        done = tool(*words)
+        assert done.returncode == 2, words
+        assert sentence in done.stderr, words
+        assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+    assert tool("--help").returncode == 0

@@ -104,6 +104,17 @@ Histogram start(const std::vector<float>& first, bool faithful) {
   return faithful ? Histogram(probe.amax()) : Histogram();
 }
 
+using Tensors = std::vector<std::pair<std::string, Histogram>>;
+
+// The histogram of this name, started by its first batch.
+Histogram& tensor_of(Tensors& tensors, const std::string& name, const std::vector<float>& first,
+                     bool faithful) {
+  for (auto& [known, histogram] : tensors) {
+    if (known == name) return histogram;
+  }
+  return tensors.emplace_back(name, start(first, faithful)).second;
+}
+
 int calibrate(const Words& words) {
   const Arguments arguments(words, {"tensor", "version", "out", "rule"}, {});
   arguments.expect({});
@@ -111,7 +122,7 @@ int calibrate(const Words& words) {
   if (rule != "order-independent" && rule != "tensorrt") {
     throw ConfigError("--rule must be order-independent or tensorrt, got '" + rule + "'");
   }
-  std::vector<std::pair<std::string, Histogram>> tensors;
+  Tensors tensors;
   for (const std::string& text : arguments.all("tensor")) {
     const std::size_t equals = text.rfind('=');
     if (equals == std::string::npos || equals == 0) {
@@ -119,10 +130,7 @@ int calibrate(const Words& words) {
     }
     const std::string name = text.substr(0, equals);
     const std::vector<float> values = floats(text.substr(equals + 1));
-    const auto known = std::find_if(tensors.begin(), tensors.end(),
-                                    [&name](const auto& entry) { return entry.first == name; });
-    if (known == tensors.end()) tensors.emplace_back(name, start(values, rule == "tensorrt"));
-    Histogram& histogram = known == tensors.end() ? tensors.back().second : known->second;
+    Histogram& histogram = tensor_of(tensors, name, values, rule == "tensorrt");
     histogram.observe(values.data(), values.size());
   }
   NamedScales scales;

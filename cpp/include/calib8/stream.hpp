@@ -67,7 +67,7 @@ class Stream {
     }
     const std::lock_guard lock(mutex_);
     done_ = true;
-    error_ = stop_ ? nullptr : error;
+    if (!stop_) error_ = std::move(error);
     changed_.notify_all();
   }
 
