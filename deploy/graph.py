@@ -76,7 +76,6 @@ TENSORRT = Placement(
     outputs=False,
     bias=False,
 )
-PLACEMENTS = {placement.name: placement for placement in (ONNXRUNTIME, TENSORRT)}
 
 
 @dataclass(frozen=True, slots=True)

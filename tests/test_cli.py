@@ -112,3 +112,10 @@ def test_documented_commands_and_options_exist(line):
 
 def test_the_readme_shows_commands():
     assert len(documented()) >= 5
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
+def test_inspect_judges_a_model_by_every_target(small_cnn, target, capsys):
+    main(["inspect", str(small_cnn), "--target", target, "--all"])
+    said = capsys.readouterr().out
+    assert "tensors need a scale" in said and "int8  Conv" in said

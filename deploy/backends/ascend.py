@@ -14,7 +14,7 @@ covered here: `open` says so.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -84,6 +84,13 @@ class Ascend:
         layers = (layer for name, layer in graph.layers.items() if name not in float_nodes)
         return tuple(dict.fromkeys(layer.input for layer in layers))
 
+    def decisions(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
+    ) -> tuple[Decision, ...]:
+        """The layers that AMCT quantizes by default, and why the others stay float."""
+        named, graph = _prepared(model)
+        return _decisions(named, graph, [name for name in graph.layers if name not in float_nodes])
+
     def build(self, request: BuildRequest) -> Built:
         """Write config, record, deploy, fake-quant and Q/DQ models, AIPP; run `atc` if it is here.
 
@@ -113,7 +120,7 @@ class Ascend:
             engine=engine,
             runnable=files["fake-quant model"],
             files=files,
-            decisions=_decisions(model, graph, found),
+            decisions=_decisions(model, graph, found.records),
             notes=(*notes, *more),
         )
 
@@ -289,17 +296,17 @@ def _calibration_notes(
 
 
 def _decisions(
-    model: onnx.ModelProto, graph: LayerGraph, found: Calibrated
+    model: onnx.ModelProto, graph: LayerGraph, chosen: Collection[str]
 ) -> tuple[Decision, ...]:
     from deploy.graph import Decision
 
     decisions = []
     for node in model.graph.node:
-        int8 = node.name in found.records
+        int8 = node.name in chosen
         reason = graph.refused.get(node.name, "")
         if not int8 and not reason:
             off = node.name in graph.layers
-            reason = "disabled by the configuration" if off else "no int8 on Ascend for this type"
+            reason = "left float as asked" if off else "no int8 on Ascend for this type"
         decisions.append(Decision(node.name, node.op_type, int8, "" if int8 else reason))
     return tuple(decisions)
 

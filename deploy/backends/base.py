@@ -132,6 +132,12 @@ class Backend(Protocol):
         """Tensors that need a scale for this target."""
         ...
 
+    def decisions(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
+    ) -> tuple[Decision, ...]:
+        """Every node, int8 or float with its reason, as far as the model alone tells."""
+        ...
+
     def build(self, request: BuildRequest) -> Built:
         """Write every file that can be made here, and the engine where the SDK allows it.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from deploy import atomic
 from deploy.backends.base import BuildRequest, Built, Session
-from deploy.graph import ONNXRUNTIME, Plan, analyse
+from deploy.graph import ONNXRUNTIME, Decision, Plan, analyse
 
 if TYPE_CHECKING:
     import onnx
@@ -33,6 +33,12 @@ class OnnxRuntime:
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Tensors that need a scale: what int8 nodes read and make."""
         return analyse(model, ONNXRUNTIME, float_nodes=float_nodes).activations
+
+    def decisions(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
+    ) -> tuple[Decision, ...]:
+        """What the graph analysis decides before anything is calibrated."""
+        return analyse(model, ONNXRUNTIME, float_nodes=float_nodes).decisions
 
     def plan(self, request: BuildRequest) -> Plan:
         """Which nodes run in int8, with what the calibration found."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import onnx
 
     from calibrators.tensorrt import Callbacks
+    from deploy.graph import Decision
     from deploy.tensorrt.builder import Settings
     from deploy.writers.trt_match import Match
 
@@ -70,6 +71,14 @@ class TensorRT:
         from deploy.tensorrt.naming import trt_tensors
 
         return tuple(trt_tensors(model))
+
+    def decisions(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
+    ) -> tuple[Decision, ...]:
+        """What the Q/DQ model would quantize; with a cache TensorRT itself decides."""
+        from deploy.graph import TENSORRT, analyse
+
+        return analyse(model, TENSORRT, float_nodes=float_nodes).decisions
 
     def build(self, request: BuildRequest) -> Built:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""

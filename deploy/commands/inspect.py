@@ -39,27 +39,26 @@ def inspect(
 
 def _inspect_model(model: Path | LoadedModel, path: Path, target: str, everything: bool) -> None:
     from deploy.frontends import LoadedModel, load
-    from deploy.graph import PLACEMENTS, analyse
     from deploy.pipeline import backends
 
-    backends([target])  # a name that is not in the table is told
+    (backend,) = backends([target])
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    placement = PLACEMENTS[target]
-    plan = analyse(loaded.model, placement)
-    click.echo(f"{path}: {len(plan.decisions)} nodes, {len(plan.int8_nodes)} in int8 on {target}")
+    decisions = backend.decisions(loaded.model)
+    int8 = sum(d.int8 for d in decisions)
+    click.echo(f"{path}: {len(decisions)} nodes, {int8} in int8 on {target}")
     for spec in (*loaded.inputs, *loaded.outputs):
         click.echo(f"  {spec.name} {spec.dtype} {list(spec.shape)}")
     for note in loaded.notes:
         click.echo(f"  {note}")
-    click.echo(f"{len(plan.activations)} tensors need a scale, {len(plan.weights)} weights int8")
+    click.echo(f"{len(backend.wanted(loaded.model, ()))} tensors need a scale")
     if everything:
-        for decision in plan.decisions:
+        for decision in decisions:
             click.echo(f"  {'int8 ' if decision.int8 else 'float'} {decision.op_type:20}"
                        f" {decision.node}  {decision.reason}".rstrip())  # fmt: skip
         return
-    for op_type, count in Counter(d.op_type for d in plan.decisions if d.int8).most_common():
+    for op_type, count in Counter(d.op_type for d in decisions if d.int8).most_common():
         click.echo(f"  int8   {count:4} {op_type}")
-    reasons = Counter((d.op_type, d.reason) for d in plan.decisions if not d.int8)
+    reasons = Counter((d.op_type, d.reason) for d in decisions if not d.int8)
     for (op_type, reason), count in reasons.most_common():
         click.echo(f"  float  {count:4} {op_type}: {reason}")
 
