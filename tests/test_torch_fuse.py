@@ -159,6 +159,10 @@ def test_the_commands(tmp_path):
     )
     assert shown.exit_code == 0, shown.output
     assert shown.output.splitlines()[-1].startswith("total")
+    for command in (["profile"], ["fuse", "--bench"], ["trace"]):
+        shown = CliRunner().invoke(cli, [*command, spec, "--input", "1x4x64x64"])
+        assert isinstance(shown.exception, ModelError), command
+        assert "must run without error" in str(shown.exception)
     shown = CliRunner().invoke(cli, ["fuse", spec, "--bench"])
     assert "needs its --input shape" in str(shown.exception)
 

@@ -25,7 +25,7 @@ from deploy.errors import (  # noqa: E402
 )
 from deploy.fx.distill import Distiller, channel_wise_loss, logit_loss  # noqa: E402
 from deploy.fx.export import check_float, compare, to_onnx  # noqa: E402
-from deploy.fx.prepare import calibrate, convert, prepare  # noqa: E402
+from deploy.fx.prepare import calibrate, convert, prepare, scale_table  # noqa: E402
 from deploy.fx.qat import Task, train  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
 
@@ -109,6 +109,16 @@ def test_training_makes_the_loss_fall_and_few_bits_better(small):
 def test_8_bits_keep_the_accuracy_on_every_grid(small, target):
     result = train(task_of(small, epochs=1), target=target)
     assert result.end >= accuracy(small) - 0.02
+
+
+def test_searched_ranges_stay_while_training(small):
+    task = task_of(small, epochs=2, ranges="mse")
+    start = train(task_of(small, epochs=0, ranges="mse"), bits=3)
+    end = train(task, bits=3)
+    assert scale_table(start.converted) == scale_table(end.converted)
+    assert scale_table(start.converted) != scale_table(train(task_of(small), bits=3).converted)
+    with pytest.raises(ConfigError, match="'ema' or 'mse'"):
+        train(task_of(small, ranges="best"))
 
 
 def test_only_a_submodule_is_trained_in_int8(small):
@@ -259,6 +269,12 @@ def test_the_qat_command_trains_exports_and_agrees(tmp_path):
     for batch in (1, 5):
         (y,) = session.run(None, {session.get_inputs()[0].name: np.zeros((batch, 1, 8, 8), "f4")})
         assert y.shape == (batch, 2)
+    script.write_text(TRAIN.replace("y = torch.randint", "y = 1 / 0 * torch.randint"))
+    shown = CliRunner().invoke(cli, ["qat", f"{script}:setup", "-o", str(out)])
+    assert isinstance(shown.exception, ModelError)
+    assert "ZeroDivisionError: division by zero at" in str(shown.exception)
+    assert "train.py:13: y = 1 / 0" in str(shown.exception)
+    script.write_text(TRAIN)
     shown = CliRunner().invoke(cli, ["qat", f"{script}:net", "-o", str(out)])
     assert "must return a deploy.fx.qat.Task, got Sequential" in str(shown.exception)
 
@@ -272,7 +288,7 @@ def test_the_export_command_in_float_and_quantized(tmp_path):
     assert "same arg-max 100.00%" in shown.output
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(9, 1, 8, 8)).astype("f4"))
     qdq = [*base, "--qdq", "--images", str(tmp_path / "x.npy"), "-o", str(tmp_path / "q.onnx")]
-    shown = CliRunner().invoke(cli, [*qdq, "--modes", "--target", "tensorrt"])
+    shown = CliRunner().invoke(cli, [*qdq, "--modes", "--scales", "--target", "tensorrt"])
     assert shown.exit_code == 0, (shown.output, shown.exception)
     assert [line.split()[0] for line in shown.output.splitlines()[3:7]] == [
         "float",
@@ -280,6 +296,7 @@ def test_the_export_command_in_float_and_quantized(tmp_path):
         "dynamic",
         "static",
     ]
+    assert "zero_point" in shown.output
     model = onnx.load(tmp_path / "q.onnx")
     assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in model.graph.node}
     for wrong, said in (

@@ -31,6 +31,7 @@ from deploy.fx.prepare import (  # noqa: E402
     scale_table,
     set_phase,
 )
+from deploy.fx.ranges import search_ranges  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
 
 torch.set_num_threads(1)
@@ -475,6 +476,7 @@ def test_efficientnet_lite0_in_int8(tmp_path):
     assert not {"Conv", "FusedConv", "Clip", "Pad"} & set(ran)
     assert compare(exported, converted, [[x]]).argmax == 1.0
     assert len(exported.SerializeToString()) < 0.27 * stored_bytes(model)
+    assert stored_bytes(converted) < 0.27 * stored_bytes(model)
 
 
 @pytest.mark.parametrize(("name", "size", "convs"), [("pnet", 32, 5), ("rnet", 24, 3)])
@@ -496,3 +498,25 @@ def test_a_file_that_reads_modules_from_its_own_folder(tmp_path):
     )
     assert load_module(f"{tmp_path / 'net.py'}:make").in_features == 3
     sys.modules.pop("neighbour")
+
+
+def test_searched_ranges_err_less_and_leave_clean_data_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval()
+    x = torch.randn(8, 3, 16, 16)
+    x[0, 0, 0, 0] = 40.0  # one outlier
+
+    def error(search):
+        prepared = prepare(model, [x], bits=4, target="tensorrt")
+        calibrate(prepared, [x])
+        factors = search_ranges(prepared, [x]) if search else {}
+        with torch.no_grad():
+            return float((prepared(x) - model(x)).square().sum()), factors
+
+    plain, _ = error(False)
+    searched, factors = error(True)
+    assert searched < 0.7 * plain and next(iter(factors.values())) < 0.7
+    flat = torch.linspace(-1, 1, 3 * 64).reshape(1, 3, 8, 8)
+    prepared = prepare(model, [flat], bits=8)
+    calibrate(prepared, [flat])
+    assert next(iter(search_ranges(prepared, [flat]).values())) == 1.0

@@ -25,7 +25,15 @@ from deploy.commands.options import preprocess_options
 @click.option("--limit", type=click.IntRange(min=1), help="use at most so many images")
 @click.option("--leaf", "leaves", multiple=True, metavar="NAME|CLASS", help="keep whole, in float")
 @click.option("--keep-float", "skip", multiple=True, metavar="LAYER", help="leave in float")
+@click.option(
+    "--ranges",
+    type=click.Choice(["ema", "mse"]),
+    default="ema",
+    show_default=True,
+    help="moving averages of minimum and maximum, or shortened where that errs less",
+)
 @click.option("--only", metavar="SUBMODULE", help="quantize this part alone")
+@click.option("--scales", is_flag=True, help="print every activation's scale and zero point")
 @click.option("--modes", "all_modes", is_flag=True, help="also compare all modes")
 @preprocess_options
 def export(
@@ -42,7 +50,9 @@ def export(
     limit: int | None,
     leaves: tuple[str, ...],
     skip: tuple[str, ...],
+    ranges: str,
     only: str | None,
+    scales: bool,
     all_modes: bool,
     **preprocess: str | None,
 ) -> None:
@@ -53,7 +63,7 @@ def export(
     from deploy.frontends.torch import parse_shape
     from deploy.fx import export as exports
     from deploy.fx.images import batches_of
-    from deploy.fx.modes import compare_modes, measure, quantized, report
+    from deploy.fx.modes import compare_modes, measure, quantized, report, scales_report
     from deploy.fx.source import example_inputs, load_module
 
     if not shapes:
@@ -71,10 +81,14 @@ def export(
         how = preprocess_from(preprocess)
         batches = batches_of(images, inputs, how, limit) if images else [inputs]
         kept = {"leaves": leaves, "skip": skip}
-        converted = quantized(module, inputs, batches, mode=mode, target=target, only=only, **kept)
+        converted = quantized(
+            module, inputs, batches, mode=mode, target=target, only=only, ranges=ranges, **kept
+        )
         exported = exports.to_onnx(converted, inputs, opset=opset, dynamic_batch=not static_batch)
         click.echo(exports.compare(exported, converted, batches))
         results = compare_modes(module, inputs, batches, target=target) if all_modes else []
         click.echo(report(results or [measure(mode, module, converted, batches)]), nl=False)
+        if scales:
+            click.echo(scales_report(converted), nl=False)
     write_bytes(out, exported.SerializeToString(deterministic=True))
     click.echo(f"{out}: opset {opset}, {out.stat().st_size} bytes")

@@ -17,7 +17,7 @@ def fuse(model: str, shapes: tuple[str, ...], weights: Path | None, bench: bool)
     from deploy.errors import ConfigError
     from deploy.frontends.torch import parse_shape
     from deploy.fx.fuse import fuse as fuse_module
-    from deploy.fx.source import example_inputs, load_module
+    from deploy.fx.source import example_inputs, load_module, users_errors
 
     if bench and not shapes:
         raise ConfigError("--bench runs the model and needs its --input shape")
@@ -30,4 +30,7 @@ def fuse(model: str, shapes: tuple[str, ...], weights: Path | None, bench: bool)
     if bench:
         from deploy.fx.profile import compare_speed
 
-        click.echo(compare_speed(module, fused, example_inputs([parse_shape(s) for s in shapes])))
+        with users_errors(model):
+            click.echo(
+                compare_speed(module, fused, example_inputs([parse_shape(s) for s in shapes]))
+            )

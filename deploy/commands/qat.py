@@ -11,6 +11,7 @@ import click
 @click.argument("script")
 @click.option("--target", default="onnxruntime", show_default=True, help="whose grid to train for")
 @click.option("--bits", default=8, show_default=True, type=int, help="of weights and activations")
+@click.option("--ranges", type=click.Choice(["ema", "mse"]), help="in place of the task's")
 @click.option("--epochs", type=click.IntRange(min=0), help="in place of the task's")
 @click.option("--teacher", metavar="FILE.PY:FACTORY", help="float model to distil from")
 @click.option("--teacher-weights", type=click.Path(path_type=Path), help="its state dict")
@@ -22,6 +23,7 @@ def qat(
     script: str,
     target: str,
     bits: int,
+    ranges: str | None,
     epochs: int | None,
     teacher: str | None,
     teacher_weights: Path | None,
@@ -42,32 +44,31 @@ def qat(
     from deploy.atomic import write_bytes
     from deploy.errors import ConfigError
     from deploy.fx import export as exports
-    from deploy.fx.modes import measure, report
-    from deploy.fx.prepare import scale_table
+    from deploy.fx.modes import measure, report, scales_report
     from deploy.fx.qat import Task, first_batches, train
-    from deploy.fx.source import call_factory, load_module
-    from deploy.fx.table import columns
+    from deploy.fx.source import call_factory, load_module, users_errors
 
     task = call_factory(script)
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a deploy.fx.qat.Task, got {type(task).__name__}")
+    if ranges is not None:
+        task = replace(task, ranges=ranges)
     if epochs is not None:
         task = replace(task, epochs=epochs)
     if teacher is not None:
         task = replace(task, teacher=load_module(teacher, teacher_weights))
     if distil:
         task = replace(task, distil=[_pair(text) for text in distil])
-    trained = train(task, target=target, bits=bits, checkpoint=checkpoint, report=click.echo)
+    with users_errors(script):
+        trained = train(task, target=target, bits=bits, checkpoint=checkpoint, report=click.echo)
+        batches = first_batches(task)
     if trained.end is not None:
         click.echo(f"after training ({bits} bits): {trained.end:.4f}")
     exported = exports.to_onnx(trained.converted, list(task.inputs))
-    batches = first_batches(task)
     click.echo(exports.compare(exported, trained.converted, batches))
     click.echo(report([measure("qat", task.model, trained.converted, batches)]), nl=False)
     if scales:
-        rows = [(name, f"{scale:.8g}", str(zero)) for name, scale, zero in
-                scale_table(trained.converted)]  # fmt: skip
-        click.echo(columns([("tensor", "scale", "zero_point"), *rows]), nl=False)
+        click.echo(scales_report(trained.converted), nl=False)
     write_bytes(out, exported.SerializeToString(deterministic=True))
     click.echo(f"{out}: {out.stat().st_size} bytes")
 

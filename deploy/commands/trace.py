@@ -30,7 +30,7 @@ def trace(
     from deploy.errors import ConfigError
     from deploy.frontends.torch import parse_shape
     from deploy.fx.rewrite import propagate_shapes, replace_op
-    from deploy.fx.source import example_inputs, load_module
+    from deploy.fx.source import example_inputs, load_module, users_errors
     from deploy.fx.table import code, columns, table
     from deploy.fx.trace import submodule
     from deploy.fx.trace import trace as trace_module
@@ -47,7 +47,7 @@ def trace(
     click.echo(code(graph_module) if as_code else table(graph_module), nl=False)
     if shapes:
         inputs = example_inputs([parse_shape(shape) for shape in shapes])
-        rows = [
-            (name, str(shape)) for name, shape in propagate_shapes(graph_module, *inputs).items()
-        ]
+        with users_errors(model):
+            shaped = propagate_shapes(graph_module, *inputs)
+        rows = [(name, str(shape)) for name, shape in shaped.items()]
         click.echo("\n" + columns([("name", "shape"), *rows]), nl=False)

@@ -107,8 +107,10 @@ class FakeQuant(nn.Module):
         """X, or its rounding to the grid once enabled; same shape and dtype."""
         if self.observe:
             self.update(x)
-        if not self.enabled:
-            return x
+        return self.rounded(x) if self.enabled else x
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """X rounded to the grid of the present range."""
         scale, zero = self.parameters_of_grid()
         return torch.fake_quantize_per_tensor_affine(x, scale, zero, self.grid.qmin, self.grid.qmax)
 

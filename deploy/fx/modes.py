@@ -20,8 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from deploy.fx.prepare import MODES, calibrate, convert, prepare, prepare_only, set_phase
+from deploy.fx.prepare import (
+    MODES,
+    calibrate,
+    convert,
+    prepare,
+    prepare_only,
+    scale_table,
+    set_phase,
+)
 from deploy.fx.profile import tensors_of
+from deploy.fx.ranges import search_ranges
 from deploy.fx.table import columns
 
 
@@ -52,6 +61,7 @@ def quantized(
     mode: str,
     target: str = "onnxruntime",
     only: str | None = None,
+    ranges: str = "ema",
     **options: Any,
 ) -> nn.Module:
     """`model` prepared in that mode, calibrated on `batches` where it needs to be, converted.
@@ -62,6 +72,7 @@ def quantized(
         batches: to calibrate with.
         mode: static, dynamic or weight-only.
         target: whose grid.
+        ranges: "ema", minimum and maximum; or "mse", shortened where that errs less.
         only: submodule to quantize, the rest being left as it is; None for the whole model.
         options: as `prepare`.
 
@@ -76,6 +87,8 @@ def quantized(
         prepared = prepare_only(model, only, inputs, **options)
     if mode == "static":
         calibrate(prepared, [tuple(batch) for batch in batches])
+        if ranges == "mse":
+            search_ranges(prepared, [tuple(batch) for batch in batches])
     else:
         set_phase(prepared, observe=False, quantize=True)
     return convert(prepared)
@@ -124,6 +137,12 @@ def report(results: Sequence[ModeResult]) -> str:
         numbers = (f"{result.ratio:.2f}x", f"{result.max_error:.4g}", f"{result.sqnr_db:.1f}")
         rows.append((result.mode, str(result.size), *numbers))
     return columns(rows)
+
+
+def scales_report(model: nn.Module) -> str:
+    """Scale and zero point of every quantized activation, as a table."""
+    rows = [(name, f"{scale:.8g}", str(zero)) for name, scale, zero in scale_table(model)]
+    return columns([("tensor", "scale", "zero_point"), *rows])
 
 
 def stored_bytes(model: nn.Module) -> int:

@@ -32,9 +32,19 @@ def functions_to_modules(graph_module: fx.GraphModule) -> int:
         if node.op == "call_function" and node.target in CONVS:
             _to_module(graph_module, node, made)
     graph_module.graph.eliminate_dead_code()
+    _drop_unread(graph_module, made)
     graph_module.graph.lint()
     graph_module.recompile()
     return len(made)
+
+
+def _drop_unread(graph_module: fx.GraphModule, made: dict[str, dict[str, Any]]) -> None:
+    """Take away parameters that only the new modules use, and that would be stored twice."""
+    read = {node.target for node in graph_module.graph.nodes if node.op == "get_attr"}
+    moved = {options[key] for options in made.values() for key in ("weight", "bias")}
+    for name in moved - read - {None}:
+        owner, _, attribute = name.rpartition(".")
+        delattr(graph_module.get_submodule(owner), attribute)
 
 
 def _to_module(

@@ -34,6 +34,7 @@ from deploy.fx.prepare import (
     prepare_only,
     set_phase,
 )
+from deploy.fx.ranges import search_ranges
 
 Batches = Callable[[int], Iterable[tuple[Any, Any]]]
 
@@ -57,6 +58,8 @@ class Task:
         distil_weight: weight of the distillation loss.
         clip_gradient: largest norm of all gradients together.
         leaves, skip, share, custom, norms: as `deploy.fx.prepare.prepare`.
+        ranges: "ema", moving averages of minimum and maximum that follow the training data; or
+            "mse", searched once after calibration and then kept, better at few bits.
         only: submodule to quantize; the rest is trained with it, in float.
         convert: observed class -> quantized class, as `deploy.fx.prepare.convert`.
     """
@@ -83,6 +86,7 @@ class Task:
     convert: CustomClasses | None = None
     norms: str = "fold"
     only: str | None = None
+    ranges: str = "ema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +132,16 @@ def train(
         CacheError: a checkpoint that is broken or of another training.
     """
     prepared = _prepared(task, target, bits)
-    calibrate(prepared, (task.calibration or (lambda: _first_inputs(task)))())
+    batches = task.calibration or (lambda: _first_inputs(task))
+    calibrate(prepared, batches())
+    if task.ranges == "mse":
+        search_ranges(prepared, batches())
     start = _figure(task, prepared)
     if start is not None:
         report(f"before training (PTQ, {bits} bits): {start:.4f}")
     optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
     rates = [group["lr"] for group in optimizer.param_groups]
-    mark = checkpoints.fingerprint(prepared, target, bits, task.epochs, task.norms)
+    mark = checkpoints.fingerprint(prepared, target, bits, task.epochs, task.norms, task.ranges)
     first, losses = 0, list[float]()
     if checkpoint is not None and checkpoint.exists():
         first, losses = checkpoints.resume(checkpoint, mark, prepared, optimizer)
@@ -144,7 +151,7 @@ def train(
         distiller = Distiller(prepared, task.teacher, task.distil)
     try:
         for epoch in range(first, task.epochs):
-            _begin(epoch, task.epochs, prepared, optimizer, rates)
+            _begin(epoch, task, prepared, optimizer, rates)
             losses.append(_epoch(task, epoch, prepared, optimizer, distiller))
             report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
             if checkpoint is not None:
@@ -163,6 +170,8 @@ def first_batches(task: Task) -> list[tuple[Any, ...]]:
 
 
 def _prepared(task: Task, target: str, bits: int) -> nn.Module:
+    if task.ranges not in ("ema", "mse"):
+        raise ConfigError(f"ranges are 'ema' or 'mse', got {task.ranges!r}")
     if task.epochs < 0:
         raise ConfigError(f"epochs must be 0 or more, got {task.epochs}")
     model = task.model if task.norms == "train" else task.model.eval()
@@ -193,14 +202,16 @@ def _figure(task: Task, model: nn.Module) -> float | None:
 
 def _begin(
     epoch: int,
-    epochs: int,
+    task: Task,
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
     rates: Sequence[float],
 ) -> None:
     """Set the phase and the rates of an epoch, from its number alone, so that resuming is exact."""
+    epochs = task.epochs
     prepared.train()
-    set_phase(prepared, observe=epoch < (epochs + 1) // 2, quantize=True)
+    following = task.ranges == "ema" and epoch < (epochs + 1) // 2
+    set_phase(prepared, observe=following, quantize=True)
     if epoch >= epochs - epochs // 3:
         freeze_norms(prepared)
     cosine = 0.5 * (1 + math.cos(math.pi * epoch / max(epochs, 1)))

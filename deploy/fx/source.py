@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deploy.errors import ConfigError, ModelError
+from deploy.errors import Calib8Error, ConfigError, ModelError
 
 
 def load_factory(spec: str) -> Callable[[], Any]:
@@ -49,7 +49,7 @@ def call_factory(spec: str) -> Any:
         ConfigError, ModelError: as `load_factory`, or the factory itself failed.
     """
     factory = load_factory(spec)
-    with _users_errors(spec):
+    with users_errors(spec):
         return factory()
 
 
@@ -112,7 +112,7 @@ def example_inputs(shapes: Sequence[Sequence[int]], seed: int = 0) -> tuple[torc
 def users_line(error: BaseException) -> str:
     """`file:line: the code there` of the deepest frame outside torch and this package, or ''."""
     torch_home = str(Path(torch.__file__).parent)
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parent.parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         ours = frame.filename.startswith((torch_home, here, "<"))
         if not ours and "importlib" not in frame.filename:
@@ -131,7 +131,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(resolved.parent))
     try:
-        with _users_errors(str(path)):
+        with users_errors(str(path)):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -142,13 +142,16 @@ def _import_file(path: Path) -> ModuleType:
 
 
 @contextmanager
-def _users_errors(what: str) -> Iterator[None]:
-    """Turn any exception of the user's code into one sentence with its file and line."""
+def users_errors(what: str) -> Iterator[None]:
+    """Turn any exception of the user's code into one `ModelError` with its file and line."""
     try:
         yield
+    except Calib8Error:
+        raise
     except (Exception, SystemExit) as error:
         where = users_line(error)
+        said = (str(error).strip().splitlines() or [""])[0][:300]
         raise ModelError(
-            f"{what} must run without error, got {type(error).__name__}: {error}"
+            f"{what} must run without error, got {type(error).__name__}: {said}"
             + (f" at {where}" if where else "")
         ) from error
