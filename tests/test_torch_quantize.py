@@ -133,6 +133,36 @@ def test_max_pooling_and_concat_share_their_scale():
         prepare(Branches().eval(), [x], share=["relu"])
 
 
+def test_a_shared_range_is_that_of_all_its_tensors():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x, y):
+            return torch.cat([self.conv(x), y], 1)
+
+    torch.manual_seed(0)
+    model = Wide().eval()
+    batches = [(torch.randn(2, 3, 4, 4), 50 * torch.randn(2, 3, 4, 4)) for _ in range(4)]
+    for momentum in (0.05, 1):
+        prepared = calibrated(model, batches, momentum=momentum)
+        (shared,) = {q for name, q in observers_of(prepared).items() if name != "x"}
+        assert shared.members == 3
+        highs = [float(torch.cat([model(*b).detach(), b[1]], 1).max()) for b in batches]
+        expected = highs[0]
+        for high in highs[1:]:
+            expected = max(expected, high) if momentum == 1 else expected + 0.05 * (high - expected)
+        assert float(shared.hi) == pytest.approx(expected, rel=1e-5)
+    alone = FakeQuant(find_target("onnxruntime").activations(), "t")
+    alone.members = 2
+    alone.update(torch.tensor([5.0]))
+    alone.start_batch()  # broken off: the next tensor is the first of its batch
+    alone.update(torch.tensor([1.0]))
+    alone.update(torch.tensor([3.0]))
+    assert float(alone.hi) == 3.0 and int(alone.seen) == 1
+
+
 def test_grids_of_the_targets(resnet, batches):
     for name, zero in (("onnxruntime", None), ("tensorrt", 0), ("ascend", None)):
         table = scale_table(convert(calibrated(resnet, batches, target=name)))
@@ -520,3 +550,29 @@ def test_searched_ranges_err_less_and_leave_clean_data_alone():
     prepared = prepare(model, [flat], bits=8)
     calibrate(prepared, [flat])
     assert next(iter(search_ranges(prepared, [flat]).values())) == 1.0
+
+
+def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():
+    """Stubs and FloatFunctional trace through: they are identities and plain operators here."""
+    ao = pytest.importorskip("torch.ao.quantization", reason="torch has dropped torch.ao")
+    from torch.ao.nn.quantized import FloatFunctional
+
+    class Eager(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.quant, self.dequant = ao.QuantStub(), ao.DeQuantStub()
+            self.conv, self.bn, self.relu = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()
+            self.side = nn.Conv2d(3, 4, 1)
+            self.add, self.cat = FloatFunctional(), FloatFunctional()
+
+        def forward(self, x):
+            x = self.quant(x)
+            left, right = self.relu(self.bn(self.conv(x))), self.side(x)
+            return self.dequant(self.cat.cat([self.add.add(left, right), right], dim=1))
+
+    model, x = Eager().eval(), torch.randn(2, 3, 8, 8)
+    prepared = calibrated(model, [(x,)])
+    assert len({id(q) for q in observers_of(prepared).values()}) == 3  # cat shares one of its
+    converted = convert(prepared)
+    assert (converted(x) - model(x)).abs().max() < 0.1
+    assert compare(to_onnx(converted, [x]), converted, [[x]], optimized=False).codes <= 1.001

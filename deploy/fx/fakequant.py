@@ -41,6 +41,9 @@ class FakeQuant(nn.Module):
         self.momentum = momentum
         self.observe = False
         self.enabled = False
+        self.members = 1  # tensors of a batch that share this range, which is that of them all
+        self.calls = 0
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.register_buffer("lo", torch.zeros(()))
         self.register_buffer("hi", torch.zeros(()))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -61,7 +64,7 @@ class FakeQuant(nn.Module):
         Raises:
             CalibrationError: nothing was observed.
         """
-        if not int(self.seen):
+        if not int(self.seen) and not self.calls:
             raise CalibrationError(
                 f"every quantized tensor needs data, and none went through {self.name};"
                 " calibrate first, with the inputs that reach it"
@@ -82,7 +85,7 @@ class FakeQuant(nn.Module):
         return self.parameters_of_grid()
 
     def update(self, x: torch.Tensor) -> None:
-        """Take the extremes of one batch into the range.
+        """Take the extremes of one tensor of a batch into the range.
 
         Raises:
             CalibrationError: the batch holds NaN or Inf.
@@ -92,16 +95,31 @@ class FakeQuant(nn.Module):
             raise CalibrationError(
                 f"calibration needs finite values, got NaN or Inf in {self.name}"
             )
+        if self.pending is not None:
+            lo, hi = torch.minimum(lo, self.pending[0]), torch.maximum(hi, self.pending[1])
+        self.pending = (lo, hi)
+        self.calls += 1
         if not int(self.seen):
             self.lo.copy_(lo)
             self.hi.copy_(hi)
-        elif self.momentum == 1:
+        elif self.calls == self.members:
+            self._move(lo, hi)
+        if self.calls == self.members:
+            self.seen += 1
+            self.start_batch()
+
+    def start_batch(self) -> None:
+        """Forget what was seen of a batch that is over, or was broken off."""
+        self.calls, self.pending = 0, None
+
+    def _move(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
+        """Follow the extremes of one more batch."""
+        if self.momentum == 1:
             self.lo.copy_(torch.minimum(self.lo, lo))
             self.hi.copy_(torch.maximum(self.hi, hi))
         else:
             self.lo.lerp_(lo, self.momentum)
             self.hi.lerp_(hi, self.momentum)
-        self.seen += 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X, or its rounding to the grid once enabled; same shape and dtype."""

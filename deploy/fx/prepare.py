@@ -139,6 +139,7 @@ def set_phase(prepared: nn.Module, *, observe: bool, quantize: bool) -> None:
     for module in prepared.modules():
         if isinstance(module, FakeQuant):
             module.observe, module.enabled = observe, quantize
+            module.start_batch()
         elif isinstance(module, WeightQuant):
             module.enabled = quantize
 
@@ -310,6 +311,8 @@ def _insert_observers(
             name = groups[site.group] = f"quant_{site.tensor.name}"
             quant = FakeQuant(grid, site.tensor.name, momentum=momentum)
             graph_module.add_submodule(name, quant)
+        else:
+            getattr(graph_module, name).members += 1
         made[site.tensor] = getattr(graph_module, name)
         _insert(graph_module, site.tensor, site.readers, name)
     return made
