@@ -22,7 +22,7 @@ def small_cnn(tmp_path_factory) -> Path:
         return helper.make_node(op, inputs.split(), [output], name=f"{op}_{output}", **attributes)
 
     nodes = [
-        node("Conv", "x w1 b1", "c1", pads=[1, 1, 1, 1]),
+        node("Conv", "x w1 b1", "c1", pads=[1, 1, 1, 2]),
         node("Relu", "c1", "r1"),
         node("Conv", "r1 w2 b2", "c2", pads=[1, 1, 1, 1]),
         node("Add", "c2 r1", "a"),
@@ -39,7 +39,7 @@ def small_cnn(tmp_path_factory) -> Path:
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 16, 16])],
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 10])],
         [
-            weight("w1", 8, 3, 3, 3), weight("b1", 8), weight("w2", 8, 8, 3, 3), weight("b2", 8),
+            weight("w1", 8, 3, 3, 4), weight("b1", 8), weight("w2", 8, 8, 3, 3), weight("b2", 8),
             weight("w3", 8, 1, 3, 3), weight("b3", 8), weight("w4", 10, 512, spread=0.05),
             weight("b4", 10),
         ],

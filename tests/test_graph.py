@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -72,6 +74,17 @@ def test_glue_runs_in_int8_only_between_int8():
     assert decided(plan) == {
         "Conv_0": "", "Add_1": "", "Conv_2": "", "Add_3": "nothing after it runs in int8",
     }  # fmt: skip
+
+
+def test_a_thin_first_conv_is_faster_in_float_on_a_cpu():
+    nodes = [("Conv", "xwb", ["c"], PADS), ("Relu", "c", "r", {}), ("Conv", ["r", "v"], "y", PADS)]
+    weights = {"w": (8, 3, 3, 3), "b": (8,), "v": (4, 8, 3, 3)}
+    model = make(nodes, weights, shape=(1, 3, 8, 8))
+    plan = analyse(model, ONNXRUNTIME)
+    assert "only 27 products" in decided(plan)["Conv_0"]
+    assert [p.tensor for p in plan.pairs] == ["r", "y"]
+    assert analyse(model, replace(ONNXRUNTIME, thin=0)).pairs[0].tensor == "x"
+    assert analyse(model, TENSORRT).pairs[0].tensor == "x"
 
 
 def test_silu_runs_in_int8_and_an_add_of_a_constant_does_not():

@@ -7,13 +7,13 @@ Runtime turns it into QLinearConv, QGemm and their like when it loads the file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import atomic
 from deploy.backends.base import BuildRequest, Built, Session
-from deploy.graph import ONNXRUNTIME, Decision, Plan, analyse
+from deploy.graph import ONNXRUNTIME, Decision, Placement, Plan, analyse
 
 if TYPE_CHECKING:
     import onnx
@@ -24,27 +24,34 @@ class OnnxRuntime:
     """The ONNX Runtime CPU target.
 
     Attributes:
+        int8_stem: run the first Conv in int8 even where float is faster.
         weight_bits: 8, or 7 for x86 CPUs without VNNI, whose int8 kernels saturate.
     """
 
+    int8_stem: bool = False
     weight_bits: int = 8
     name: str = "onnxruntime"
 
+    @property
+    def placement(self) -> Placement:
+        """Where this target wants its pairs."""
+        return replace(ONNXRUNTIME, thin=0) if self.int8_stem else ONNXRUNTIME
+
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Tensors that need a scale: what int8 nodes read and make."""
-        return analyse(model, ONNXRUNTIME, float_nodes=float_nodes).activations
+        return analyse(model, self.placement, float_nodes=float_nodes).activations
 
     def decisions(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
     ) -> tuple[Decision, ...]:
         """What the graph analysis decides before anything is calibrated."""
-        return analyse(model, ONNXRUNTIME, float_nodes=float_nodes).decisions
+        return analyse(model, self.placement, float_nodes=float_nodes).decisions
 
     def plan(self, request: BuildRequest) -> Plan:
         """Which nodes run in int8, with what the calibration found."""
         return analyse(
             request.model,
-            ONNXRUNTIME,
+            self.placement,
             float_nodes=request.float_nodes,
             float_tensors=request.troubles,
         )

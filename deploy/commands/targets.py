@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 # target: option -> the click option; the name of each is that of the backend's field
 _OPTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "onnxruntime": {
+        "int8_stem": click.option(
+            "--int8-stem",
+            is_flag=True,
+            default=None,
+            help="onnxruntime: run the first Conv in int8 even where float is faster.",
+        ),
         "weight_bits": click.option(
             "--weight-bits",
             type=click.IntRange(7, 8),
