@@ -24,8 +24,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout, not installed
 
+from deploy.fx.calibrate import calibrate
+from deploy.fx.convert import convert
 from deploy.fx.export import compare, to_onnx
-from deploy.fx.prepare import calibrate, convert, prepare
+from deploy.fx.prepare import prepare
 from deploy.fx.qat import Task, train
 from deploy.fx.ranges import search_ranges
 

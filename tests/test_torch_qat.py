@@ -23,9 +23,11 @@ from deploy.errors import (  # noqa: E402
     FeedError,
     ModelError,
 )
+from deploy.fx.calibrate import calibrate  # noqa: E402
+from deploy.fx.convert import convert, scale_table  # noqa: E402
 from deploy.fx.distill import Distiller, channel_wise_loss, logit_loss  # noqa: E402
 from deploy.fx.export import check_float, compare, to_onnx  # noqa: E402
-from deploy.fx.prepare import calibrate, convert, prepare, scale_table  # noqa: E402
+from deploy.fx.prepare import prepare  # noqa: E402
 from deploy.fx.qat import Task, train  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
 
@@ -97,10 +99,10 @@ def task_of(model, **options):
 def test_training_makes_the_loss_fall_and_few_bits_better(small):
     before = {k: v.clone() for k, v in small.state_dict().items()}
     lines = []
-    task = task_of(small, epochs=6, batches=lambda epoch: blobs(0, count=20))
+    task = task_of(small, epochs=6, batches=lambda epoch: blobs(0, count=20), ranges="mse")
     result = train(task, bits=2, report=lines.append)
     assert result.losses[-1] < result.losses[0]
-    assert result.end > result.start + 0.01
+    assert result.end > result.start + 0.03
     assert lines[0].startswith("before training (PTQ, 2 bits)") and len(lines) == 7
     assert all(torch.equal(v, before[k]) for k, v in small.state_dict().items())
 

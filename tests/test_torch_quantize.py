@@ -16,21 +16,14 @@ from torch import nn  # noqa: E402
 from calibrators.errors import CalibrationError  # noqa: E402
 from calibrators.int8 import quantize_weight, weight_scales  # noqa: E402
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError  # noqa: E402
+from deploy.fx.calibrate import calibrate, freeze_norms, observers_of, set_phase  # noqa: E402
+from deploy.fx.convert import convert, scale_table  # noqa: E402
 from deploy.fx.export import compare, to_onnx  # noqa: E402
 from deploy.fx.fakequant import FakeQuant, FixedQuant  # noqa: E402
 from deploy.fx.grids import TARGETS, find_target  # noqa: E402
 from deploy.fx.layers import IntLayer, QatConvBn  # noqa: E402
 from deploy.fx.modes import compare_modes, quantized, report, stored_bytes  # noqa: E402
-from deploy.fx.prepare import (  # noqa: E402
-    calibrate,
-    convert,
-    freeze_norms,
-    observers_of,
-    prepare,
-    prepare_only,
-    scale_table,
-    set_phase,
-)
+from deploy.fx.prepare import prepare, prepare_only  # noqa: E402
 from deploy.fx.ranges import search_ranges  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
 

@@ -41,7 +41,7 @@ def to_onnx(
     opset: int = OPSET,
     dynamic_batch: bool = True,
 ) -> onnx.ModelProto:
-    """Export a float model, or a converted one (`deploy.fx.prepare.convert`) with its Q/DQ.
+    """Export a float model, or a converted one (`deploy.fx.convert.convert`) with its Q/DQ.
 
     Args:
         model: in eval mode.

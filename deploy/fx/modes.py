@@ -20,15 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deploy.fx.prepare import (
-    MODES,
-    calibrate,
-    convert,
-    prepare,
-    prepare_only,
-    scale_table,
-    set_phase,
-)
+from deploy.fx.calibrate import calibrate, set_phase
+from deploy.fx.convert import convert, scale_table
+from deploy.fx.prepare import MODES, prepare, prepare_only
 from deploy.fx.profile import tensors_of
 from deploy.fx.ranges import search_ranges
 from deploy.fx.table import columns

@@ -10,24 +10,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from deploy.errors import ConfigError, FeedError, ModelError
-from deploy.fx.fakequant import DynamicQuant, FakeQuant, FixedQuant
-from deploy.fx.fuse import NORMS, called_module, called_once, fold_batch_norms, foldable
+from deploy.errors import ConfigError, ModelError
+from deploy.fx.convert import CustomClasses
+from deploy.fx.fakequant import DynamicQuant, FakeQuant
+from deploy.fx.fuse import NORMS, called_module, fold_batch_norms, foldable
 from deploy.fx.grids import ActivationGrid, Target, find_target
-from deploy.fx.layers import WEIGHTED, IntLayer, QatConvBn, QatLayer, WeightQuant, channel_axis
+from deploy.fx.layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis
 from deploy.fx.modules import functions_to_modules
-from deploy.fx.placement import SHARED, Site, before_padding, place
+from deploy.fx.placement import SHARED, Site, place
 from deploy.fx.rewrite import propagate_shapes
 from deploy.fx.trace import replace_submodule, submodule, trace
 
 MODES = ("static", "dynamic", "weight-only")
-CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
 
 
 class CustomConfig:
@@ -132,129 +132,6 @@ def prepare_only(
         raise ModelError(f"{name} must run for the example inputs, and does not")
     replace_submodule(model, name, prepare(part, seen[0], **options))
     return model
-
-
-def set_phase(prepared: nn.Module, *, observe: bool, quantize: bool) -> None:
-    """Switch all observers and all fake quantizers of a prepared model on or off."""
-    for module in prepared.modules():
-        if isinstance(module, FakeQuant):
-            module.observe, module.enabled = observe, quantize
-            module.start_batch()
-        elif isinstance(module, WeightQuant):
-            module.enabled = quantize
-
-
-def calibrate(prepared: nn.Module, batches: Iterable[Any]) -> int:
-    """Run batches (a tensor, or a tuple of inputs) through the observers; gives how many.
-
-    Afterwards the fake quantizers are on and the observers off.
-
-    Raises:
-        FeedError: no batch.
-        CalibrationError: NaN or Inf in a tensor, or a tensor that no data reached.
-    """
-    set_phase(prepared, observe=True, quantize=False)
-    training = prepared.training
-    prepared.eval()
-    count = 0
-    with torch.no_grad():
-        for batch in batches:
-            prepared(*as_inputs(batch))
-            count += 1
-    if not count:
-        raise FeedError("calibration needs at least one batch, got none")
-    prepared.train(training)
-    for quant in observers_of(prepared).values():
-        quant.parameters_of_grid()  # says which tensor saw no data
-    set_phase(prepared, observe=False, quantize=True)
-    return count
-
-
-def freeze_norms(prepared: nn.Module) -> int:
-    """Stop all BatchNorms trained with their layers from following the batch; gives how many."""
-    layers = [module for module in prepared.modules() if isinstance(module, QatConvBn)]
-    for layer in layers:
-        layer.frozen = True
-    return len(layers)
-
-
-def observers_of(prepared: nn.Module) -> dict[str, FakeQuant]:
-    """Tensor name -> its `FakeQuant`, in the model's order."""
-    found = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
-    return {quant.name: quant for quant in found}
-
-
-def scale_table(model: nn.Module) -> list[tuple[str, float, int]]:
-    """(tensor, scale, zero_point) of each quantized activation, prepared or converted."""
-    quants = [m for m in model.modules() if isinstance(m, FakeQuant | FixedQuant)]
-    return [(q.name, float(q.scale), int(q.zero_point)) for q in quants]
-
-
-def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Module:
-    """A copy with fixed scales and int8 weights, in eval mode; fit for `deploy.fx.export`.
-
-    Args:
-        prepared: calibrated, perhaps trained.
-        custom: observed class (static) or float class (dynamic, weight-only) -> quantized class
-            with `from_observed`, or `from_float` where it has none.
-
-    Raises:
-        CalibrationError: a tensor that saw no data, or weights that are not finite.
-    """
-    converted = copy.deepcopy(prepared).eval()
-    fixed: dict[nn.Module, nn.Module] = {}
-    for name, module in list(converted.named_modules(remove_duplicate=False)):
-        new = fixed.get(module) or _converted(module, name, custom or {})
-        if new is not None and name:
-            fixed[module] = new
-            if not _inside_replaced(name, converted, module):
-                replace_submodule(converted, name, new)
-    for part in converted.modules():
-        if isinstance(part, fx.GraphModule):
-            _round_biases(part)
-    return converted
-
-
-def as_inputs(batch: Any) -> tuple[Any, ...]:
-    """A batch as the arguments of a forward."""
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-
-
-def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module | None:
-    for kind, quantized in custom.items():
-        if type(module) is kind:
-            made: Any = quantized
-            build = getattr(made, "from_observed", None) or made.from_float
-            return build(module).eval()
-    if isinstance(module, FakeQuant):
-        scale, zero = module.parameters_of_grid()
-        return FixedQuant(module.grid, module.name, scale, zero)
-    return IntLayer(module, name) if isinstance(module, QatLayer) else None
-
-
-def _round_biases(graph_module: fx.GraphModule) -> None:
-    """Put each layer's bias on the grid of its products, where runtimes keep it in int32.
-
-    Onnxruntime rounds a bias to multiples of input scale times weight scale; with the same
-    multiples here both compute the same codes.
-    """
-    for node in graph_module.graph.nodes:
-        layer = called_module(graph_module, node)
-        if not isinstance(layer, IntLayer) or not called_once(graph_module, node):
-            continue
-        source, _ = before_padding(graph_module, node.args[0], node)
-        quant = called_module(graph_module, source)
-        if isinstance(quant, FixedQuant) and layer.bias is not None:
-            step = quant.scale * layer.weight_scale
-            layer.bias.copy_(torch.round(layer.bias / step) * step)
-
-
-def _inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:
-    """Whether a parent has been replaced already, so that the name leads elsewhere."""
-    try:
-        return model.get_submodule(name) is not module
-    except AttributeError:
-        return True
 
 
 def _check_options(mode: str, norms: str, momentum: float) -> None:

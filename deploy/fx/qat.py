@@ -22,18 +22,11 @@ from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.fx import checkpoint as checkpoints
+from deploy.fx.calibrate import as_inputs, calibrate, freeze_norms, set_phase
+from deploy.fx.convert import CustomClasses, convert
 from deploy.fx.distill import Distiller
 from deploy.fx.placement import SHARED
-from deploy.fx.prepare import (
-    CustomClasses,
-    as_inputs,
-    calibrate,
-    convert,
-    freeze_norms,
-    prepare,
-    prepare_only,
-    set_phase,
-)
+from deploy.fx.prepare import prepare, prepare_only
 from deploy.fx.ranges import search_ranges
 
 Batches = Callable[[int], Iterable[tuple[Any, Any]]]
@@ -61,7 +54,7 @@ class Task:
         ranges: "ema", moving averages of minimum and maximum that follow the training data; or
             "mse", searched once after calibration and then kept, better at few bits.
         only: submodule to quantize; the rest is trained with it, in float.
-        convert: observed class -> quantized class, as `deploy.fx.prepare.convert`.
+        convert: observed class -> quantized class, as `deploy.fx.convert.convert`.
     """
 
     model: nn.Module

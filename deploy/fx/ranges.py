@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deploy.fx.calibrate import as_inputs, observers_of, set_phase
 from deploy.fx.fakequant import FakeQuant
-from deploy.fx.prepare import as_inputs, observers_of, set_phase
 
 FACTORS = tuple(i / 20 for i in range(20, 5, -1))  # ties go to the longer range
 
