@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 
 from torch import nn  # noqa: E402
 
+from calibrators.affine import quantize_per_tensor  # noqa: E402
 from calibrators.errors import CalibrationError  # noqa: E402
 from calibrators.int8 import quantize_weight, weight_scales  # noqa: E402
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError  # noqa: E402
@@ -569,3 +570,18 @@ def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():
     converted = convert(prepared)
     assert (converted(x) - model(x)).abs().max() < 0.1
     assert compare(to_onnx(converted, [x]), converted, [[x]], optimized=False).codes <= 1.001
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_fixed_scales_mean_what_the_numpy_core_means(target):
+    grid = find_target(target).activations()
+    x = np.random.default_rng(0).normal(size=10_000).astype(np.float32) * 9
+    scale, zero = np.float32(0.05), 0 if grid.symmetric else grid.qmin + 100
+    theirs = quantize_per_tensor(x, scale, zero, f"q{grid.dtype}").dequantize()
+    ours = FixedQuant(grid, "t", torch.tensor(scale), torch.tensor(zero))(torch.from_numpy(x))
+    assert np.array_equal(ours.numpy(), theirs)
+    faked = torch.fake_quantize_per_tensor_affine(
+        torch.from_numpy(x), float(scale), zero, grid.qmin, grid.qmax
+    )
+    assert np.abs(faked.numpy() - theirs).max() <= 1.001 * scale  # torch multiplies by 1 / scale
+    assert (faked.numpy() == theirs).mean() > 0.99
