@@ -43,26 +43,38 @@ def range_for(amax: float) -> float:
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
 
 
-def _tally(
-    x: NDArray[np.float32], full_range: float, bins: int, *, shift: int
-) -> NDArray[np.int64]:
-    """Counts of trunc(x * BINS / full_range) + shift, which lies in 0..bins - 1: [bins] int64.
+def _tally(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
+    """Counts of trunc(x * BINS / full_range) + BINS: [2 * BINS + 1] int64."""
+    index = _index(x, full_range)
+    index += np.uint16(BINS)
+    return _counts(index, 2 * BINS + 1)
 
-    Neighbours in an image are often equal (a Relu's zeros above all), and a counter that is
-    raised twice in a row makes the processor wait for itself. So where there is enough to count,
-    values at odd places are counted in a second row, which is added at the end.
+
+def _tally_magnitudes(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
+    """The same for x >= 0, without the shift: [BINS + 1] int64.
+
+    A Relu's output is full of zeros, and a counter that is raised twice in a row makes the
+    processor wait for itself. So zeros, which wrap to 65535 when 1 is taken from every index,
+    are dealt out over `_SPREAD` counters behind the others, to be added up at the end.
     """
+    index = _index(x, full_range)
+    index -= np.uint16(1)
+    np.minimum(index, _SPREAD_INDEX[: x.size], out=index)
+    counts = _counts(index, BINS + _SPREAD)
+    return np.concatenate([counts[BINS:].sum(keepdims=True), counts[:BINS]])
+
+
+def _index(x: NDArray[np.float32], full_range: float) -> NDArray[np.uint16]:
+    """Index trunc(x * BINS / full_range) in two's complement; a view of this thread's scratch."""
     real, index = _scratch.real[: x.size], _scratch.index[: x.size]
     np.multiply(x, np.float32(BINS / full_range), out=real)
     np.copyto(index.view(np.int16), real, casting="unsafe")  # a C cast truncates towards zero
-    rows = 2 if x.size >= _CHUNK // 2 else 1
-    if rows == 2:
-        index += _ODD_SHIFT[bins][: x.size]
-    elif shift:
-        index += np.uint16(shift)
-    histogram = cv2.calcHist([index[None]], [0], None, [rows * bins], [0, rows * bins])
-    counts = histogram.reshape(-1).astype(np.int64)
-    return counts if rows == 1 else counts[:bins] + counts[bins:]
+    return index
+
+
+def _counts(index: NDArray[np.uint16], bins: int) -> NDArray[np.int64]:
+    histogram = cv2.calcHist([index[None]], [0], None, [bins], [0, bins])
+    return histogram.reshape(-1).astype(np.int64)
 
 
 class _Scratch(threading.local):
@@ -74,10 +86,8 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_ODD_SHIFT = {  # what to add to the index of each value of a chunk: its shift, and its row
-    BINS + 1: np.tile(np.array([0, BINS + 1], np.uint16), _CHUNK // 2),
-    2 * BINS + 1: np.tile(np.array([BINS, 3 * BINS + 1], np.uint16), _CHUNK // 2),
-}
+_SPREAD = 64
+_SPREAD_INDEX = np.tile(np.arange(BINS, BINS + _SPREAD, dtype=np.uint16), _CHUNK // _SPREAD)
 
 
 def close(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -158,10 +168,9 @@ class Histogram:
         if not self.full_range:
             self.counts[BINS] += chunk.size
         elif low >= 0:
-            self.counts[BINS:] += self._closed(_tally(chunk, self.full_range, BINS + 1, shift=0))
+            self.counts[BINS:] += self._closed(_tally_magnitudes(chunk, self.full_range))
         else:
-            bins = _tally(chunk, self.full_range, 2 * BINS + 1, shift=BINS)
-            self.counts += self._closed(bins)
+            self.counts += self._closed(_tally(chunk, self.full_range))
 
     def _closed(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Under TensorRT's rule, |x| == R is counted one bin lower from the start."""
