@@ -26,6 +26,7 @@ import numpy as np
 
 from deploy.backends.base import Array, TensorSpec
 from deploy.errors import FeedError
+from deploy.frontends.checks import first_line
 from deploy.images import shown
 from deploy.preprocess import describe
 
@@ -88,7 +89,7 @@ def from_file(path: Path, specs: tuple[TensorSpec, ...]) -> ArraySource:
             arrays = {"": _load_npy(path)} if single else _load_npz(path, notes)
     except Exception as e:  # on hostile bytes numpy and zipfile raise a dozen kinds of error
         raise FeedError(
-            f"{shown(str(path))} cannot be read as plain numpy arrays: {_first_line(e)};"
+            f"{shown(str(path))} cannot be read as plain numpy arrays: {first_line(e)};"
             " write it with numpy.save or numpy.savez"
         ) from e
     labels = _take_labels(arrays, specs)
@@ -329,10 +330,6 @@ def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
     if 0 in shape or not shape:
         return np.fromfile(raw, dtype, count=int(np.prod(shape))).reshape(shape)
     return np.memmap(path, dtype, "r", raw.tell(), shape, "F" if fortran else "C")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 class _Spool:

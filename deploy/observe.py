@@ -22,6 +22,7 @@ from calibrators.errors import CalibrationError
 from calibrators.statistics import Statistics
 from deploy.backends.base import Array
 from deploy.errors import BackendError, FeedError
+from deploy.frontends.checks import first_line
 
 Sample = Mapping[str, Array]
 Progress = Callable[[], None]
@@ -114,7 +115,7 @@ class Tap:
             values = self._session.run(self._outputs, dict(sample))
         except Exception as error:  # onnxruntime raises a dozen types of its own
             raise BackendError(
-                f"onnxruntime could not run a sample: {_first_line(error)}"
+                f"onnxruntime could not run a sample: {first_line(error)}"
             ) from error
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
@@ -189,8 +190,4 @@ def _session(model: onnx.ModelProto, made: list[str]) -> Any:
             tapped.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
     except Exception as error:
-        raise BackendError(f"onnxruntime could not load the model: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error)
+        raise BackendError(f"onnxruntime could not load the model: {first_line(error)}") from error
