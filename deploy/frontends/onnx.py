@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import deploy.frontends.checks as checks
 from deploy.backends.base import TensorSpec
 from deploy.errors import ModelError
-from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.digest import model_digest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from deploy.report import figures
+import deploy.report.figures as figures
 from deploy.report.figures import encodable
 from deploy.report.model import Report
 from deploy.report.screen import calibration_words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from deploy.report import figures
+import deploy.report.figures as figures
 from deploy.report.model import CalibrationPart, Report
 from deploy.report.table import coverage, engine_lines, float_groups, int8_operators
 

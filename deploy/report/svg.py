@@ -16,7 +16,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.report import figures
+import deploy.report.figures as figures
 from deploy.report.model import EngineRow, TensorRow
 
 Float64Array = NDArray[np.float64]

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import deploy.report.figures as figures
 from deploy.accuracy import Accuracy
 from deploy.latency import Latency
-from deploy.report import figures
 from deploy.report.model import EngineRow, NodeRow, Report
 
 
