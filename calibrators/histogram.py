@@ -168,17 +168,11 @@ class Histogram:
         if not self.full_range:
             self.counts[BINS] += chunk.size
         elif low >= 0:
-            self.counts[BINS:] += self._closed(_tally_magnitudes(chunk, self.full_range))
+            self.counts[BINS:] += _tally_magnitudes(chunk, self.full_range)
         else:
-            self.counts += self._closed(_tally(chunk, self.full_range))
-
-    def _closed(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Under TensorRT's rule, |x| == R is counted one bin lower from the start."""
-        if self.base is not None:
-            counts[-2], counts[-1] = counts[-2] + counts[-1], 0
-            if counts.size > BINS + 1:
-                counts[1], counts[0] = counts[1] + counts[0], 0
-        return counts
+            self.counts += _tally(chunk, self.full_range)
+        if self.base is not None:  # TensorRT counts |x| == R one bin lower from the start
+            self.counts = close(self.counts)
 
     def merge(self, other: Histogram) -> None:
         """Add what `other` saw; exact, in any order. `other` is left as it is.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from deploy.accuracy import OutputAccuracy, compare_tensors
 from deploy.backends.base import Array
-from deploy.backends.ort_session import OrtSession
+from deploy.backends.ort_session import OrtSession, with_outputs
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -62,19 +62,6 @@ def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, st
         for name in node.output
         if name in read_as
     }
-
-
-def with_outputs(model: ModelProto, names: Iterable[str]) -> bytes:
-    """Serialize a model that has these tensors as outputs too; the model itself is untouched."""
-    from onnx import ModelProto, ValueInfoProto
-
-    tapped = ModelProto()
-    tapped.CopyFrom(model)
-    known = {output.name for output in tapped.graph.output}
-    tapped.graph.output.extend(
-        ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known
-    )
-    return bytes(tapped.SerializeToString())
 
 
 def _dequantized(model: ModelProto) -> dict[str, str]:

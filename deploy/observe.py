@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import onnx
@@ -21,8 +20,8 @@ from numpy.typing import NDArray
 from calibrators.errors import CalibrationError
 from calibrators.statistics import Statistics
 from deploy.backends.base import Array
+from deploy.backends.ort_session import OrtSession, with_outputs
 from deploy.errors import BackendError, FeedError
-from deploy.frontends.checks import first_line
 
 Sample = Mapping[str, Array]
 Progress = Callable[[], None]
@@ -106,22 +105,18 @@ class Tap:
         self._inputs = {i.name for i in model.graph.input}
         self._fed = [name for name in tensors if name in self._inputs]
         self._made = [name for name in tensors if name not in self._inputs]
-        self._session = _session(model, self._made)
-        self._outputs = self._made or [self._session.get_outputs()[0].name]
+        self._session = OrtSession.open(with_outputs(model, self._made), threads=1)
 
     def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Run one sample; gives each watched tensor's name and value."""
         try:
-            values = self._session.run(self._outputs, dict(sample))
-        except Exception as error:  # onnxruntime raises a dozen types of its own
-            raise BackendError(
-                f"onnxruntime could not run a sample: {first_line(error)}"
-            ) from error
+            values = self._session.run(sample)
+        except BackendError as error:
+            raise BackendError(f"could not run a sample: {error}") from error
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
-        values.reverse()
         for name in self._made:
-            yield name, values.pop()  # let go of each tensor once it is counted
+            yield name, values.pop(name)  # let go of each tensor once it is counted
 
 
 class _Locked:
@@ -172,22 +167,3 @@ def _drain(statistics: Statistics, source: _Locked, tap: Tap, progress: Progress
     except BaseException:
         source.stop()
         raise
-
-
-def _session(model: onnx.ModelProto, made: list[str]) -> Any:
-    import onnxruntime as ort
-
-    tapped = onnx.ModelProto()
-    tapped.CopyFrom(model)
-    present = {o.name for o in tapped.graph.output}
-    tapped.graph.output.extend(onnx.ValueInfoProto(name=n) for n in made if n not in present)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4
-    try:
-        return ort.InferenceSession(
-            tapped.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
-    except Exception as error:
-        raise BackendError(f"onnxruntime could not load the model: {first_line(error)}") from error

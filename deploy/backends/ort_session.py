@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from deploy.machine import usable_cores
 
 if TYPE_CHECKING:
     import onnxruntime
+    from onnx import ModelProto
 
 # ONNX Runtime's element types whose numpy name is not the same word.
 _NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
@@ -82,6 +83,19 @@ class OrtSession:
                 error
             )
         return dict(zip(names, values, strict=True))
+
+
+def with_outputs(model: ModelProto, names: Iterable[str]) -> bytes:
+    """Serialize a model that has these tensors as outputs too; the model itself is untouched."""
+    from onnx import ModelProto, ValueInfoProto
+
+    tapped = ModelProto()
+    tapped.CopyFrom(model)
+    known = {output.name for output in tapped.graph.output}
+    tapped.graph.output.extend(
+        ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known
+    )
+    return bytes(tapped.SerializeToString())
 
 
 def _options(threads: int, optimize: bool) -> onnxruntime.SessionOptions:
