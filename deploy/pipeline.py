@@ -31,7 +31,7 @@ from deploy.preprocess import Preprocess
 from deploy.progress import bar
 from deploy.reuse import CachePolicy, fingerprint_of, judge
 from deploy.saturation import bounds
-from deploy.search import Method
+from deploy.search import DEFAULT_METHOD, Method
 
 if TYPE_CHECKING:
     import onnx
@@ -69,7 +69,7 @@ def calibrate(
     images: FeedSource,
     *,
     targets: Sequence[str | Backend] = ("onnxruntime",),
-    method: str | Method = "mse",
+    method: str | Method = DEFAULT_METHOD,
     preprocess: Preprocess | None = None,
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
@@ -141,7 +141,7 @@ def build(
     *,
     out: Path | str = "build",
     targets: Sequence[str | Backend] = ("onnxruntime",),
-    method: str | Method = "mse",
+    method: str | Method = DEFAULT_METHOD,
     preprocess: Preprocess | None = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from calibrators import ACTIVATION
-from calibrators.histogram import Histogram
-from calibrators.percentile import DEFAULT_PERCENT, percentile
-from calibrators.scales import Scale
 from deploy.errors import ConfigError
 
-METHODS = (*ACTIVATION, "entropy-tensorrt")
+if TYPE_CHECKING:
+    from calibrators.histogram import Histogram
+    from calibrators.scales import Scale
+
+# The names of `calibrators.ACTIVATION` and TensorRT's own range rule; written out, since the
+# command line lists them without importing a search.
+METHODS = ("minmax", "entropy", "percentile", "mse", "entropy-tensorrt")
 DEFAULT_METHOD = "mse"
+DEFAULT_PERCENT = 99.99
 ORDER_INDEPENDENT = "order-independent"
 
 
@@ -54,6 +58,9 @@ class Method:
     @property
     def search(self) -> Callable[[Histogram], Scale]:
         """Statistics of one tensor -> its scale."""
+        from calibrators import ACTIVATION
+        from calibrators.percentile import percentile
+
         if self.name == "percentile":
             return partial(percentile, percent=self.percent)
         return ACTIVATION["entropy" if self.name == "entropy-tensorrt" else self.name]

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from calibrators import ACTIVATION
+from calibrators.percentile import DEFAULT_PERCENT as PERCENT
 from deploy.backends import BACKENDS
 from deploy.cli import COMMANDS
 from deploy.frontends import FRONTENDS
+from deploy.search import DEFAULT_METHOD, DEFAULT_PERCENT, METHODS
 
 ROOT = Path(__file__).parent.parent
 SDKS = {"torch", "tensorrt", "pycuda", "onnxruntime", "onnx", "cv2", "acl", "amct_onnx", "tqdm"}
@@ -156,6 +158,11 @@ def test_every_search_has_its_row():
         if isinstance(node.returns, ast.Name) and node.returns.id == "Scale"
     }
     assert searching == set(ACTIVATION)
+
+
+def test_the_command_line_names_every_search():
+    assert (*ACTIVATION, "entropy-tensorrt") == METHODS
+    assert DEFAULT_METHOD in ACTIVATION and DEFAULT_PERCENT == PERCENT
 
 
 def test_every_command_has_its_row():

@@ -35,7 +35,7 @@ from deploy.tensorrt.to_qdq import scale_nodes
 from deploy.writers.trt_cache import ENTROPY2, parse
 
 RNG = np.random.default_rng(4)
-HERE = Sdk(version="8.5.3.1", calibrators=True, int8_flag=True, gpu="Some GPU sm_90")
+HERE = Sdk(version="8.5.3.1", calibrators=True, gpu="Some GPU sm_90")
 
 
 def residual() -> onnx.ModelProto:
@@ -188,7 +188,7 @@ def test_an_engine_is_used_again_only_under_the_same_key(tmp_path: Path) -> None
         engine_key(HERE, Settings(), model_sha256="other", cache_sha256="c"),
         engine_key(HERE, Settings(), model_sha256="m", cache_sha256=None),
         engine_key(
-            Sdk(version="8.6.1", calibrators=True, int8_flag=True, gpu=HERE.gpu),
+            Sdk(version="8.6.1", calibrators=True, gpu=HERE.gpu),
             Settings(),
             model_sha256="m",
             cache_sha256="c",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from deploy.errors import ConfigError
+from deploy.search import DEFAULT_METHOD, DEFAULT_PERCENT, METHODS, Method
 
 if TYPE_CHECKING:
     from deploy.preprocess import Preprocess
     from deploy.reuse import CachePolicy
-    from deploy.search import Method
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -33,7 +33,6 @@ class FeedOptions:
     cache: CachePolicy  # without its path, which each command names its own way
 
 
-METHODS = ("minmax", "entropy", "percentile", "mse", "entropy-tensorrt")
 _PREPROCESS = (
     ("--preprocess", "preset", "Preset: how images become inputs, such as imagenet or unit."),
     ("--size", "size", "Input size as HxW; the default is the model's."),
@@ -77,14 +76,14 @@ def feed_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--method",
             type=click.Choice(METHODS),
-            default="mse",
+            default=DEFAULT_METHOD,
             show_default=True,
             help="How clip ranges are searched. entropy-tensorrt follows TensorRT's range rule.",
         ),
         click.option(
             "--percent",
             type=float,
-            default=99.99,
+            default=DEFAULT_PERCENT,
             show_default=True,
             help="Share of values that --method percentile keeps.",
         ),
@@ -129,7 +128,6 @@ def _gather(words: dict[str, Any]) -> FeedOptions:
     """Take the feed options out of the parsed words of a command."""
     from deploy.machine import default_threads
     from deploy.reuse import CachePolicy
-    from deploy.search import Method
 
     return FeedOptions(
         images=words.pop("images"),

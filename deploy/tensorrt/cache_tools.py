@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from deploy.tensorrt.from_qdq import Plain
     from deploy.writers.trt_match import Match
 
-CONFLICTS = ("error", "first", "last", "max")
-
 
 def read_cache(path: Path) -> CalibrationCache:
     """Read a cache file.

@@ -15,13 +15,11 @@ class Sdk:
     Attributes:
         version: "X.Y.Z" or "X.Y.Z.B".
         calibrators: whether it has int8 calibrators (8.x to 10.16).
-        int8_flag: whether int8 must be allowed by a builder flag (until 10.16).
         gpu: name and compute capability of the device.
     """
 
     version: str
     calibrators: bool
-    int8_flag: bool
     gpu: str
 
 
@@ -35,7 +33,6 @@ def find() -> Sdk:
     return Sdk(
         version=str(trt.__version__),
         calibrators=hasattr(trt, "IInt8EntropyCalibrator2"),
-        int8_flag=hasattr(trt.BuilderFlag, "INT8"),
         gpu=_gpu(),
     )
 
