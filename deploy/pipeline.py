@@ -111,7 +111,7 @@ def calibrate(
             f"at least one node of the model must be able to run in int8, got none in {loaded.name}"
             " (only the main graph counts, not If and Loop bodies); `calib8 inspect` says why"
         )
-    fingerprint = fingerprint_of(loaded, feed, chosen)
+    fingerprint = fingerprint_of(loaded, feed, rule=chosen.rule, method=chosen.label)
     started = time.perf_counter()
     verdict = judge(policy, fingerprint, wanted, loaded, chosen)
     found = verdict.calibration
@@ -259,8 +259,9 @@ def _observed(
     """Run the model over the feed and search every tensor's range."""
     with bar("calibrating", len(feed), shown=progress) as step:
         if method.name == "entropy-tensorrt":
+            first = -(-method.batch_size // feed.batch)  # a sample holds the model's fixed batch
             statistics = observe_by_batches(
-                loaded.model, tensors, feed.samples, batch_size=method.batch_size, progress=step
+                loaded.model, tensors, feed.samples, batch_size=first, progress=step
             )
         else:
             with feed.samples() as samples:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,17 +98,32 @@ def judge(
     return verdict
 
 
-def fingerprint_of(loaded: LoadedModel, feed: Feed, method: Method) -> Fingerprint:
-    """The fingerprint of calibrating this model on this feed by this method."""
+def fingerprint_of(
+    loaded: LoadedModel,
+    feed: Feed,
+    *,
+    rule: str,
+    method: str,
+    versions: Mapping[str, str | int] | None = None,
+) -> Fingerprint:
+    """The fingerprint of calibrating this model on this feed.
+
+    Args:
+        loaded: the model.
+        feed: the calibration samples.
+        rule: range rule of the statistics.
+        method: search and its parameters.
+        versions: what the result depends on beside the versions of every observation.
+    """
     manifest = feed.manifest()
     preprocess = manifest.pop("preprocess") or {}
     return Fingerprint(
         model=loaded.digest,
         images=manifest,
         preprocess=preprocess,
-        rule=method.rule,
-        versions=of_observation(),
-        method=method.label,
+        rule=rule,
+        versions={**of_observation(), **(versions or {})},
+        method=method,
     )
 
 

@@ -238,6 +238,18 @@ def test_a_fixed_batch_judges_every_image_once(small_cnn, tmp_path):
     assert one.top1_agreement == pytest.approx(other.top1_agreement, abs=0.11)
 
 
+def test_a_batch_size_counts_images_where_the_model_fixes_its_batch(small_cnn, tmp_path):
+    model = onnx.load(small_cnn)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 4
+    onnx.save(model, tmp_path / "four.onnx")
+    arrays = np.random.default_rng(6).normal(size=(12, 3, 16, 16)).astype(np.float32)
+    arrays[4] *= 100  # in the second group of four, so not in the first batch
+    method = Method(name="entropy-tensorrt", batch_size=4)
+    found = calibrate(tmp_path / "four.onnx", arrays, method=method)
+    assert found.calibration.statistics["x"].base == float(np.abs(arrays[:4]).max())
+
+
 def test_a_bad_evaluation_image_is_skipped_with_its_label(small_cnn, pictures, tmp_path):
     lines = [f"{p} {i % 10}" for i, p in enumerate(sorted(pictures.glob("*.png")))]
     (tmp_path / "bad.png").write_bytes(b"no picture")

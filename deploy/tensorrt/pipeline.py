@@ -17,13 +17,13 @@ from deploy.calibration import Calibration
 from deploy.errors import CacheError
 from deploy.feed import Feed, FeedSource, open_feed
 from deploy.fingerprint import Fingerprint
-from deploy.frontends import LoadedModel, load
+from deploy.frontends import load
 from deploy.preprocess import Preprocess
 from deploy.progress import bar
+from deploy.reuse import fingerprint_of
 from deploy.tensorrt.cache_tools import original_of, read_cache
 from deploy.tensorrt.calibrate import calibrate
 from deploy.tensorrt.naming import likely_parser
-from deploy.versions import of_observation
 from deploy.writers import trt_cache
 
 
@@ -95,7 +95,14 @@ def calibrate_to(
     parser = parser or likely_parser(original, version)
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     label = f"percentile {percent:g}" if method == "percentile" else method
-    fingerprint = _fingerprint(loaded, feed, version, label, batch_size, parser)
+    rule = "order-independent" if batch_size is None else f"first batch of {batch_size}"
+    fingerprint = fingerprint_of(
+        loaded,
+        feed,
+        rule=f"tensorrt, {rule}",
+        method=label,
+        versions={"tensorrt": version, "parser": parser},
+    )
     reason = f"{path} is to be made anew, as asked" if refresh else _unfit(path, fingerprint)
     if reason is None:
         seconds = time.perf_counter() - started
@@ -137,27 +144,6 @@ def calibrate_to(
         reason=reason,
         seconds=time.perf_counter() - started,
         notes=found.notes,
-    )
-
-
-def _fingerprint(
-    loaded: LoadedModel,
-    feed: Feed,
-    version: str,
-    method: str,
-    batch_size: int | None,
-    parser: str,
-) -> Fingerprint:
-    manifest = feed.manifest()
-    preprocess = manifest.pop("preprocess") or {}
-    rule = "order-independent" if batch_size is None else f"first batch of {batch_size}"
-    return Fingerprint(
-        model=loaded.digest,
-        images=manifest,
-        preprocess=preprocess,
-        rule=f"tensorrt, {rule}",
-        versions={**of_observation(), "tensorrt": version, "parser": parser},
-        method=method,
     )
 
 
