@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from calibrators.hfmg import HfmgHistogram, HfmgParams, hfmg
-from calibrators.ifmr import ifmr
-from calibrators.ifmr_streaming import IfmrHistogram, ifmr_streaming
+from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
+from calibrators.amct.ifmr import ifmr
+from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming
 
 AMCT_IFMR = {100_000: (0.015, 0.021), 1_000_000: (0.15, 0.21), 4_000_000: (1.76, 2.0)}
 AMCT_HFMG = {1024: (0.04, 0.10), 4096: (1.2, 2.8)}

@@ -49,19 +49,19 @@ def one(task: str, images: Path, *, decoded: bool) -> dict[str, float]:
 
     With `decoded`, the photos are decoded before the clock starts.
     """
-    from deploy.feed import open_feed
+    from deploy.calibration.observe import observe
+    from deploy.calibration.search import Method
+    from deploy.feed.feed import open_feed
+    from deploy.feed.presets import preset
     from deploy.frontends import load
-    from deploy.graph import ONNXRUNTIME, analyse
-    from deploy.observe import observe
-    from deploy.presets import preset
-    from deploy.search import Method
+    from deploy.graph.plan import ONNXRUNTIME, analyse
 
     loaded = load(cache_folder() / "efficientnet-lite0.onnx")
     feed = open_feed(images, loaded.inputs, preprocess=preset("efficientnet-lite"))
     samples = list(feed.samples()) if decoded else None
     start, cpu = time.perf_counter(), _cpu()
     if task == "plain":
-        from deploy.backends.ort_session import OrtSession
+        from deploy.ort import OrtSession
 
         session = OrtSession.open(loaded.model.SerializeToString(), threads=THREADS)
         for sample in samples or feed.samples():
@@ -143,7 +143,7 @@ def growth() -> None:
 def engines(images: int) -> None:
     """Print each method's engine: cosine of the logits, top-1 of 20 labelled photos, speed-up."""
     from deploy import build
-    from deploy.presets import preset
+    from deploy.feed.presets import preset
 
     labelled = cache_folder() / "labelled.txt"
     data = fetch("foolbox", "3.3.4") / "foolbox" / "data"
@@ -175,11 +175,11 @@ def engines(images: int) -> None:
 
 def _peer_row(engine: Path, labelled: Path) -> None:
     """The engine of ONNX Runtime's own quantizer, judged and timed in the same way."""
-    from deploy.accuracy import compare
-    from deploy.backends.ort_session import OrtSession
-    from deploy.feed import open_feed
-    from deploy.latency import measure
-    from deploy.presets import preset
+    from deploy.feed.feed import open_feed
+    from deploy.feed.presets import preset
+    from deploy.metrics.accuracy import compare
+    from deploy.metrics.latency import measure
+    from deploy.ort import OrtSession
 
     plain = OrtSession.open(cache_folder() / "efficientnet-lite0.onnx", threads=THREADS)
     int8 = OrtSession.open(engine, threads=THREADS)

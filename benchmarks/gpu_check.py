@@ -24,21 +24,21 @@ import numpy as np
 
 from calibrators.tensorrt import CLASSES, CudaMemory, calibrator
 from deploy import atomic
-from deploy.backends.base import Array
-from deploy.backends.ort_session import OrtSession
+from deploy.calibration import trt_cache
+from deploy.calibration.trt_cache import CalibrationCache
 from deploy.errors import SdkMissingError
-from deploy.feed import Feed, open_feed
+from deploy.feed.feed import Feed, open_feed
 from deploy.frontends import LoadedModel, load
-from deploy.latency import Latency, measure
-from deploy.tensorrt import sdk
-from deploy.tensorrt.batches import whole_batches
-from deploy.tensorrt.builder import Engine, Settings, build_engine, profiles_for
-from deploy.tensorrt.cache_tools import cache_to_qdq, original_of
-from deploy.tensorrt.calibrate import calibrate
-from deploy.tensorrt.log import missing_tensors, sort_missing
-from deploy.tensorrt.session import TensorrtSession
-from deploy.writers import trt_cache
-from deploy.writers.trt_cache import CalibrationCache
+from deploy.metrics.latency import Latency, measure
+from deploy.ort import OrtSession
+from deploy.targets.tensorrt import sdk
+from deploy.targets.tensorrt.batches import whole_batches
+from deploy.targets.tensorrt.builder import Engine, Settings, build_engine, profiles_for
+from deploy.targets.tensorrt.cache_tools import cache_to_qdq, original_of
+from deploy.targets.tensorrt.calibrate import calibrate
+from deploy.targets.tensorrt.log import missing_tensors, sort_missing
+from deploy.targets.tensorrt.session import TensorrtSession
+from deploy.tensors import Array
 
 ROOT = Path(__file__).parents[1]
 # TensorRT's calibrator -> our search for the same cache; the first entropy calibrator has none.

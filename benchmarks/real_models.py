@@ -43,13 +43,13 @@ from model_feeds import (  # noqa: E402
 )
 from task_scores import Score, exact_match, psnr, same_class, same_mask, top1  # noqa: E402
 
-from deploy.backends.base import Session  # noqa: E402
-from deploy.backends.ort_session import OrtSession  # noqa: E402
 from deploy.errors import Calib8Error  # noqa: E402
-from deploy.feed import open_feed  # noqa: E402
+from deploy.feed.feed import open_feed  # noqa: E402
+from deploy.feed.preprocess import Preprocess  # noqa: E402
+from deploy.feed.presets import preset  # noqa: E402
+from deploy.ort import OrtSession  # noqa: E402
 from deploy.pipeline import build  # noqa: E402
-from deploy.preprocess import Preprocess  # noqa: E402
-from deploy.presets import preset  # noqa: E402
+from deploy.tensors import Session  # noqa: E402
 
 Feed = Path | list[Sample] | list[Path]
 

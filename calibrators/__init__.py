@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from calibrators.activation import ACTIVATION as ACTIVATION
     from calibrators.histogram import Histogram as Histogram
     from calibrators.scales import Scale as Scale
     from calibrators.scales import Scales as Scales
+    from calibrators.searches import ACTIVATION as ACTIVATION
 
 _FACE = {
-    "ACTIVATION": "calibrators.activation",
+    "ACTIVATION": "calibrators.searches",
     "Histogram": "calibrators.histogram",
     "Scale": "calibrators.scales",
     "Scales": "calibrators.scales",

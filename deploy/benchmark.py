@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from deploy.backends.base import Array, Session, TensorSpec
-from deploy.backends.ort_session import OrtSession
 from deploy.errors import ConfigError
-from deploy.latency import measure
 from deploy.machine import this_machine
+from deploy.metrics.latency import measure
+from deploy.ort import OrtSession
 from deploy.report.model import EngineRow, Report
-from deploy.tensorrt.session import TensorrtSession
-from deploy.tensorrt.streams import throughput
+from deploy.targets.tensorrt.session import TensorrtSession
+from deploy.targets.tensorrt.streams import throughput
+from deploy.tensors import Array, Session, TensorSpec
 
 Shapes = Mapping[str, Sequence[int]]
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from deploy.accuracy import Accuracy, OutputAccuracy, compare
-from deploy.backends.base import Array, Backend, Built, Samples, Session
-from deploy.backends.ort_session import OrtSession
 from deploy.errors import SdkMissingError
-from deploy.latency import Latency, measure
-from deploy.layerwise import compare_layers, shared_tensors
+from deploy.graph.saturation import bounds
+from deploy.metrics.accuracy import Accuracy, OutputAccuracy, compare
+from deploy.metrics.latency import Latency, measure
+from deploy.metrics.layerwise import compare_layers, shared_tensors
+from deploy.ort import OrtSession
 from deploy.report import EngineRow
-from deploy.saturation import bounds
+from deploy.targets.base import Built, Target
+from deploy.tensors import Array, Samples, Session
 
 if TYPE_CHECKING:
     from deploy.frontends import LoadedModel
@@ -45,7 +46,7 @@ class Figures:
 
 def measured(
     loaded: LoadedModel,
-    backends: Sequence[Backend],
+    backends: Sequence[Target],
     built: Sequence[Built],
     *,
     calibration: Samples,
@@ -115,7 +116,7 @@ def measured(
     )
 
 
-def _runnable(backend: Backend, built: Built, threads: int) -> tuple[Session | None, float | None]:
+def _runnable(backend: Target, built: Built, threads: int) -> tuple[Session | None, float | None]:
     """A session on the engine, or else on the model that stands in for it, and its load time."""
     if built.engine is not None:
         engine = built.engine

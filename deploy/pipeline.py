@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import atomic
-from deploy import calibration as store
-from deploy.backends import BACKENDS, Backend
-from deploy.backends.base import BuildRequest
-from deploy.calibration import Calibration
+from deploy.calibration import store as store
+from deploy.calibration.fingerprint import Fingerprint
+from deploy.calibration.observe import observe, observe_by_batches
+from deploy.calibration.reuse import CachePolicy, fingerprint_of, judge
+from deploy.calibration.search import DEFAULT_METHOD, Method
+from deploy.calibration.store import Calibration
 from deploy.errors import ConfigError, ModelError
-from deploy.feed import Feed, FeedSource, open_feed
-from deploy.fingerprint import Fingerprint
+from deploy.feed.feed import Feed, FeedSource, open_feed
+from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
+from deploy.graph.saturation import bounds
 from deploy.machine import default_threads
-from deploy.observe import observe, observe_by_batches
-from deploy.preprocess import Preprocess
 from deploy.progress import bar
-from deploy.reuse import CachePolicy, fingerprint_of, judge
-from deploy.saturation import bounds
-from deploy.search import DEFAULT_METHOD, Method
+from deploy.targets import TARGETS, Target
+from deploy.targets.base import BuildRequest
 
 if TYPE_CHECKING:
     import onnx
@@ -68,7 +68,7 @@ def calibrate(
     model: str | Path | onnx.ModelProto | LoadedModel,
     images: FeedSource,
     *,
-    targets: Sequence[str | Backend] = ("onnxruntime",),
+    targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method = DEFAULT_METHOD,
     preprocess: Preprocess | None = None,
     cache: Path | str | CachePolicy | None = None,
@@ -84,7 +84,7 @@ def calibrate(
         model: path of an ONNX file, or a model in memory, loaded or not.
         images: folder, list file, image, .npy, .npz, or an iterable of arrays or
             {input: array} dicts.
-        targets: names of `BACKENDS`, or backends with options of their own.
+        targets: names of `TARGETS`, or backends with options of their own.
         method: name of a search, or a `Method` with parameters.
         preprocess: how images become inputs; None takes it from the model's input.
         cache: file to keep the calibration in, or a policy; None keeps nothing.
@@ -140,7 +140,7 @@ def build(
     images: FeedSource,
     *,
     out: Path | str = "build",
-    targets: Sequence[str | Backend] = ("onnxruntime",),
+    targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method = DEFAULT_METHOD,
     preprocess: Preprocess | None = None,
     cache: Path | str | CachePolicy | None = None,
@@ -211,22 +211,22 @@ def build(
     return write_report(calibrated, results, figures, folder)
 
 
-def backends(targets: Sequence[str | Backend]) -> list[Backend]:
+def backends(targets: Sequence[str | Target]) -> list[Target]:
     """Targets by name or with options of their own, as backends.
 
     Raises:
         ConfigError: a name that is not in the table.
     """
-    found: list[Backend] = []
+    found: list[Target] = []
     for target in targets:
         if not isinstance(target, str):
             found.append(target)
-        elif target in BACKENDS:
-            found.append(BACKENDS[target]())
+        elif target in TARGETS:
+            found.append(TARGETS[target]())
         else:
-            raise ConfigError(f"a target is one of {', '.join(BACKENDS)}, got {target!r}")
+            raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {target!r}")
     if not found:
-        raise ConfigError(f"at least one target is needed, of {', '.join(BACKENDS)}")
+        raise ConfigError(f"at least one target is needed, of {', '.join(TARGETS)}")
     return found
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 from deploy import atomic
-from deploy.backends.base import Built, TensorSpec
 from deploy.machine import this_machine
 from deploy.report import (
     CalibrationPart,
@@ -26,6 +25,8 @@ from deploy.report import (
     to_json,
     to_markdown,
 )
+from deploy.targets.base import Built
+from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from deploy.measure import Figures

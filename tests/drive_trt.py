@@ -163,7 +163,7 @@ def unknown_algorithm() -> str:
     return "accepted"
 
 
-# What `deploy.tensorrt` calls on TensorRT's objects, none of which can be made without a GPU.
+# What `deploy.targets.tensorrt` calls on TensorRT's objects; none can be made without a GPU.
 USED = {
     "Builder": "create_network create_builder_config create_optimization_profile"
     " build_serialized_network",
@@ -200,7 +200,7 @@ def without_gpu() -> str:
     from onnx import TensorProto, helper, save
 
     from deploy.errors import BackendError
-    from deploy.tensorrt.builder import Settings, build_engine
+    from deploy.targets.tensorrt.builder import Settings, build_engine
 
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", ends[:1], ends[1:])
@@ -216,8 +216,8 @@ def without_gpu() -> str:
 
 def small_parts() -> dict[str, Any]:
     """The pieces of the session and the log that need no GPU."""
-    from deploy.tensorrt.log import make_logger
-    from deploy.tensorrt.session import _dtype, dims
+    from deploy.targets.tensorrt.log import make_logger
+    from deploy.targets.tensorrt.session import _dtype, dims
 
     kept, logger = make_logger()
     logger.log(trt.ILogger.Severity.ERROR, "wrong")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.accuracy import compare, compare_tensors, sqnr_db
-from deploy.backends.base import TensorSpec
 from deploy.errors import ConfigError, FeedError
+from deploy.metrics.accuracy import compare, compare_tensors, sqnr_db
+from deploy.tensors import TensorSpec
 
 
 class Scored:

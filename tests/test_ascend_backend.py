@@ -15,17 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
-from deploy.ascend.auto import FINAL, HISTORY, RANKING, isolated_model, rank, search, similarity
-from deploy.ascend.calibrate import calibrate
-from deploy.ascend.config import default_config
-from deploy.ascend.config_json import read_config
-from deploy.ascend.executor import executable, open_deploy
-from deploy.ascend.files import check_file
-from deploy.ascend.layers import find_layers, name_nodes
-from deploy.ascend.proto import parse_text
-from deploy.ascend.verify import verify
-from deploy.backends import Ascend
-from deploy.backends.ort_session import OrtSession
 from deploy.cli import main
 from deploy.errors import (
     BackendError,
@@ -35,16 +24,35 @@ from deploy.errors import (
     ModelError,
     SdkMissingError,
 )
+from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
+from deploy.ort import OrtSession
 from deploy.pipeline import build
-from deploy.preprocess import Preprocess
-from deploy.writers.ascend_aipp import write_aipp
-from deploy.writers.ascend_atc import CHIP, AtcOptions, atc_command, check_flag
-from deploy.writers.ascend_deploy import deploy_model
-from deploy.writers.ascend_fake_quant import fake_quant_model
-from deploy.writers.ascend_layer import quantize_layers
-from deploy.writers.ascend_qdq import amct_qdq_model
-from deploy.writers.ascend_record import LayerRecord, read_record
+from deploy.targets import Ascend
+from deploy.targets.ascend.aipp import write_aipp
+from deploy.targets.ascend.amct_qdq import amct_qdq_model
+from deploy.targets.ascend.atc import CHIP, AtcOptions, atc_command, check_flag
+from deploy.targets.ascend.auto import (
+    FINAL,
+    HISTORY,
+    RANKING,
+    isolated_model,
+    rank,
+    search,
+    similarity,
+)
+from deploy.targets.ascend.calibrate import calibrate
+from deploy.targets.ascend.config import default_config
+from deploy.targets.ascend.config_json import read_config
+from deploy.targets.ascend.deploy_model import deploy_model
+from deploy.targets.ascend.executor import executable, open_deploy
+from deploy.targets.ascend.fake_quant import fake_quant_model
+from deploy.targets.ascend.files import check_file
+from deploy.targets.ascend.layers import find_layers, name_nodes
+from deploy.targets.ascend.proto import parse_text
+from deploy.targets.ascend.quant_layer import quantize_layers
+from deploy.targets.ascend.record import LayerRecord, read_record
+from deploy.targets.ascend.verify import verify
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 RNG = np.random.default_rng(11)
@@ -178,7 +186,7 @@ def test_executor_grouped_conv_transpose_and_matmul_bias():
     assert records["up"].scale_w.size == 4 and records["mm"].scale_w.size == 1
     quantized = quantize_layers(model, layers, records)
     deploy = deploy_model(model, quantized)
-    order = [n.op_type for n in deploy.graph.node]
+    order = [n.op_type for n in deploy.graph.plan.node]
     assert order[-3:] == ["MatMul", "Add", "AscendDequant"]
     (floats,) = run(fake_quant_model(model, quantized), feed).values()
     (integers,) = open_deploy(deploy, threads=1).run(feed).values()

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-from deploy.ascend.config import default_config, settled
-from deploy.ascend.config_json import read_config, write_config
-from deploy.ascend.layers import find_layers, name_nodes
-from deploy.ascend.simple_config import read_simple_config, write_simple_config
 from deploy.errors import ConfigError, ModelError
-from deploy.writers.ascend_record import LayerRecord, check_record, read_record, write_record
+from deploy.targets.ascend.config import default_config, settled
+from deploy.targets.ascend.config_json import read_config, write_config
+from deploy.targets.ascend.layers import find_layers, name_nodes
+from deploy.targets.ascend.record import LayerRecord, check_record, read_record, write_record
+from deploy.targets.ascend.simple_config import read_simple_config, write_simple_config
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 NAMES = ["small_default", "small_dmq", "small_hfmg_sym", "small_ifmr_asym", "small_mixed"]

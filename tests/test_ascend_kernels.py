@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibrators.arq import arq, arq_fake_quantize, arq_integers
+from calibrators.amct.arq import arq, arq_fake_quantize, arq_integers
+from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg
+from calibrators.amct.ifmr import IfmrParams, ifmr
 from calibrators.errors import CalibrationError
-from calibrators.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg
-from calibrators.ifmr import IfmrParams, ifmr
 from calibrators.int8 import ascend_scale_offset
 
 GOLDEN = Path(__file__).parent / "golden" / "amct"

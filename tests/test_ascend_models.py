@@ -9,15 +9,15 @@ import pytest
 from onnx import helper, numpy_helper
 
 from calibrators.errors import CalibrationError
-from deploy.ascend.calibrate import calibrate, prepared_model
-from deploy.ascend.config import default_config, settled
-from deploy.ascend.config_json import read_config
-from deploy.ascend.layers import find_layers, name_nodes
 from deploy.errors import ConfigError, ExportError, FeedError
-from deploy.writers.ascend_deploy import deploy_model, pack, unpack
-from deploy.writers.ascend_fake_quant import fake_quant_model
-from deploy.writers.ascend_layer import quantize_layers
-from deploy.writers.ascend_record import LayerRecord, read_record
+from deploy.targets.ascend.calibrate import calibrate, prepared_model
+from deploy.targets.ascend.config import default_config, settled
+from deploy.targets.ascend.config_json import read_config
+from deploy.targets.ascend.deploy_model import deploy_model, pack, unpack
+from deploy.targets.ascend.fake_quant import fake_quant_model
+from deploy.targets.ascend.layers import find_layers, name_nodes
+from deploy.targets.ascend.quant_layer import quantize_layers
+from deploy.targets.ascend.record import LayerRecord, read_record
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 WHOLE = ["small_default", "small_dmq", "small_hfmg_sym", "small_ifmr_asym"]
@@ -312,7 +312,7 @@ def test_a_tensor_two_layers_read_is_quantized_once_and_outputs_keep_their_names
     records = calibrate(model, layers, [batch], default_config(layers)).records
     quantized = quantize_layers(model, layers, records)
     deploy = deploy_model(model, quantized)
-    assert [n.op_type for n in deploy.graph.node].count("AscendQuant") == 1
-    assert [o.name for o in deploy.graph.output] == ["y", "z"]
+    assert [n.op_type for n in deploy.graph.plan.node].count("AscendQuant") == 1
+    assert [o.name for o in deploy.graph.plan.output] == ["y", "z"]
     fake = fake_quant_model(model, quantized)
     np.testing.assert_allclose(run(fake, batch["x"]), run(model, batch["x"]), atol=0.05)

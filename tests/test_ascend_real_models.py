@@ -11,12 +11,12 @@ import cv2
 import numpy as np
 import pytest
 
-from deploy.ascend.calibrate import calibrate
-from deploy.ascend.config import default_config
-from deploy.ascend.layers import find_layers, name_nodes
-from deploy.ascend.verify import verify
 from deploy.frontends import load
-from deploy.writers.ascend_layer import quantize_layers
+from deploy.targets.ascend.calibrate import calibrate
+from deploy.targets.ascend.config import default_config
+from deploy.targets.ascend.layers import find_layers, name_nodes
+from deploy.targets.ascend.quant_layer import quantize_layers
+from deploy.targets.ascend.verify import verify
 
 ROOT = Path(__file__).parent.parent
 WHEEL = ("rapidocr-onnxruntime", "1.4.4")

@@ -6,10 +6,10 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.backends.base import TensorSpec
 from deploy.benchmark import bench, model_size, random_feeds
 from deploy.cli import cli
 from deploy.errors import BackendError, ConfigError
+from deploy.tensors import TensorSpec
 
 
 def save(path, shape=("n", 3), op="Relu", name="x"):

@@ -13,14 +13,14 @@ import pytest
 
 from calibrators.entropy import entropy, search
 from calibrators.histogram import Histogram
-from deploy.backends.base import TensorSpec
+from deploy.calibration import trt_cache
+from deploy.calibration.fingerprint import Fingerprint
 from deploy.errors import Calib8Error
-from deploy.feed import open_feed
-from deploy.fingerprint import Fingerprint
-from deploy.latency import DeviceTimes, measure
-from deploy.preprocess import Preprocess
-from deploy.presets import PRESETS
-from deploy.writers import trt_cache
+from deploy.feed.feed import open_feed
+from deploy.feed.preprocess import Preprocess
+from deploy.feed.presets import PRESETS
+from deploy.metrics.latency import DeviceTimes, measure
+from deploy.tensors import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "cpp-check"

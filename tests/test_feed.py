@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deploy.backends.base import TensorSpec
 from deploy.errors import ConfigError, FeedError
-from deploy.feed import open_feed
-from deploy.preprocess import Preprocess
-from deploy.presets import preset
-from deploy.stream import Stream
+from deploy.feed.feed import open_feed
+from deploy.feed.preprocess import Preprocess
+from deploy.feed.presets import preset
+from deploy.feed.stream import Stream
+from deploy.tensors import TensorSpec
 
 IMAGE = TensorSpec("image", "float32", ("n", 3, 16, 20))
 

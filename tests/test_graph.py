@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.graph import ONNXRUNTIME, TENSORRT, Plan, analyse, never_negative
+from deploy.graph.plan import ONNXRUNTIME, TENSORRT, Plan, analyse, never_negative
 
 
 def make(nodes, weights, *, inputs=("x",), outputs=("y",), shape=(1, 4, 8, 8), opset=13):

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrators import hfmg as module
+from calibrators.amct import hfmg as module
+from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg, respread
 from calibrators.errors import CalibrationError
-from calibrators.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg, respread
 
 
 def seen(x, nbins=1024, batches=1):

@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrators import ifmr as module
+from calibrators.amct import ifmr as module
+from calibrators.amct.ifmr import IfmrParams, ifmr, ratios
+from calibrators.amct.ifmr_streaming import KEPT, IfmrHistogram, ifmr_streaming
 from calibrators.errors import CalibrationError
-from calibrators.ifmr import IfmrParams, ifmr, ratios
-from calibrators.ifmr_streaming import KEPT, IfmrHistogram, ifmr_streaming
 
 
 def drawn(kind, size, seed):

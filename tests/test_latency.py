@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.backends.base import TensorSpec
 from deploy.errors import ConfigError
-from deploy.latency import DeviceTimes, Timing, measure, percentile
+from deploy.metrics.latency import DeviceTimes, Timing, measure, percentile
+from deploy.tensors import TensorSpec
 
 FEEDS = [{"x": np.zeros(1, np.float32)}, {"x": np.ones(1, np.float32)}]
 

@@ -4,7 +4,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ConfigError
-from deploy.layerwise import compare_layers, shared_tensors
+from deploy.metrics.layerwise import compare_layers, shared_tensors
 
 STEP = 0.25
 

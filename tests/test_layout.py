@@ -10,10 +10,10 @@ import pytest
 
 from calibrators import ACTIVATION
 from calibrators.percentile import DEFAULT_PERCENT as PERCENT
-from deploy.backends import BACKENDS
+from deploy.calibration.search import DEFAULT_METHOD, DEFAULT_PERCENT, METHODS
 from deploy.cli import COMMANDS
 from deploy.frontends import FRONTENDS
-from deploy.search import DEFAULT_METHOD, DEFAULT_PERCENT, METHODS
+from deploy.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent
 SDKS = {"torch", "tensorrt", "pycuda", "onnxruntime", "onnx", "cv2", "acl", "amct_onnx", "tqdm"}
@@ -22,11 +22,18 @@ SDKS = {"torch", "tensorrt", "pycuda", "onnxruntime", "onnx", "cv2", "acl", "amc
 FLOORS = (
     {"deploy.cli", "deploy.__main__"},
     {"deploy.commands"},
-    {"deploy.pipeline"},
-    {"deploy.report", "deploy.benchmark", "deploy.measure", "deploy.results", "deploy.layerwise"},
-    {"deploy.accuracy", "deploy.latency"},
-    {"deploy.backends"},
-    {"deploy.writers"},
+    {"deploy.pipeline", "deploy.benchmark", "deploy.results"},
+    {"deploy.measure"},
+    {"deploy.report"},
+    {"deploy.targets"},
+    {"deploy.calibration"},
+    {"deploy.graph"},
+    {"deploy.frontends", "deploy.fx"},
+    {"deploy.feed"},
+    {"deploy.metrics"},
+    {"deploy.ort"},
+    {"deploy.tensors", "deploy.atomic", "deploy.machine", "deploy.progress"},
+    {"deploy.errors"},
     {"calibrators"},
 )
 
@@ -111,26 +118,21 @@ def test_commands_import_nothing_heavy_at_their_top(module):
     assert not roots(module, lazy=False) & (SDKS | {"numpy"})
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("deploy.writers")])
-def test_writers_need_no_sdk(module):
-    assert not roots(module, lazy=True) & (SDKS - {"onnx"})
-
-
 def functions(module: str) -> dict[str, ast.FunctionDef]:
     return {n.name: n for n in tree(module).body if isinstance(n, ast.FunctionDef)}
 
 
-def test_every_backend_has_its_row():
-    """A file in backends/ with a class that builds is a target."""
+def test_every_target_has_its_row():
+    """A file in targets/ with a class that builds is a target."""
     building = {
         f"{module}.{node.name}"
         for module in MODULES
-        if module.startswith("deploy.backends.") and module != "deploy.backends.base"
+        if module.startswith("deploy.targets.") and module != "deploy.targets.base"
         for node in tree(module).body
         if isinstance(node, ast.ClassDef)
         if {"build", "open"} <= {f.name for f in node.body if isinstance(f, ast.FunctionDef)}
     }
-    assert building == {f"{kind.__module__}.{kind.__name__}" for kind in BACKENDS.values()}
+    assert building == {f"{kind.__module__}.{kind.__name__}" for kind in TARGETS.values()}
 
 
 def test_every_frontend_has_its_row():

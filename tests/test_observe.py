@@ -3,10 +3,10 @@ import threading
 import numpy as np
 import pytest
 
+from deploy.calibration.observe import observe, observe_by_batches
 from deploy.errors import BackendError, CalibrationError, FeedError
 from deploy.frontends import load
-from deploy.graph import ONNXRUNTIME, analyse
-from deploy.observe import observe, observe_by_batches
+from deploy.graph.plan import ONNXRUNTIME, analyse
 
 
 @pytest.fixture(scope="module")

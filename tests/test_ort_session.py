@@ -3,8 +3,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from deploy.backends.ort_session import OrtSession
 from deploy.errors import BackendError
+from deploy.ort import OrtSession
 
 
 def model(op="Relu", shape=("n", 3), dtype=TensorProto.FLOAT, **attributes):

@@ -14,13 +14,13 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from deploy.calibration import load as load_calibration
-from deploy.calibration import sidecars
+from deploy.calibration import trt_cache
+from deploy.calibration.search import METHODS, Method
+from deploy.calibration.store import load as load_calibration
+from deploy.calibration.store import sidecars
 from deploy.errors import CacheError, ConfigError
+from deploy.feed.preprocess import Preprocess
 from deploy.pipeline import CachePolicy, build, calibrate
-from deploy.preprocess import Preprocess
-from deploy.search import METHODS, Method
-from deploy.writers import trt_cache
 
 UNIT = Preprocess(size=(16, 16))
 
@@ -281,9 +281,9 @@ INDICES = {
 @pytest.mark.skipif(not LENET.exists(), reason="the LeNet triple is not beside this checkout")
 def test_the_whole_line_finds_the_indices_that_tensorrt_found():
     from calibrators.entropy import search
-    from deploy.feed import open_feed
+    from deploy.calibration.observe import observe_by_batches
+    from deploy.feed.feed import open_feed
     from deploy.frontends import load
-    from deploy.observe import observe_by_batches
 
     loaded = load(LENET / "lenet.onnx")
     pixels = np.load(LENET / "images.npz")["images"].astype(np.float32) / np.float32(255)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.backends.base import TensorSpec
 from deploy.errors import ConfigError, FeedError
-from deploy.pixels import apply, fit, letterbox_size, short_side_size
-from deploy.preprocess import Preprocess, resolve, with_options
-from deploy.presets import PRESETS, preset
+from deploy.feed.pixels import apply, fit, letterbox_size, short_side_size
+from deploy.feed.preprocess import Preprocess, resolve, with_options
+from deploy.feed.presets import PRESETS, preset
+from deploy.tensors import TensorSpec
 
 
 def spec(*shape, dtype="float32"):

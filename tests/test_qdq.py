@@ -5,12 +5,12 @@ import pytest
 from onnx import numpy_helper
 
 from calibrators.scales import Scale, Scales
+from deploy.calibration.observe import observe
+from deploy.calibration.search import Method
 from deploy.errors import ExportError
 from deploy.frontends import load
-from deploy.graph import ONNXRUNTIME, TENSORRT, analyse
-from deploy.observe import observe
-from deploy.search import Method
-from deploy.writers.qdq import write_qdq
+from deploy.graph.plan import ONNXRUNTIME, TENSORRT, analyse
+from deploy.targets.qdq import write_qdq
 
 
 @pytest.fixture(scope="module")

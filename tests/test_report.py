@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from calibrators.scales import Scale, Scales
-from deploy.accuracy import Accuracy, OutputAccuracy
-from deploy.latency import Latency, Timing
 from deploy.machine import this_machine
+from deploy.metrics.accuracy import Accuracy, OutputAccuracy
+from deploy.metrics.latency import Latency, Timing
 from deploy.report import (
     CalibrationPart,
     EngineRow,

@@ -6,7 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.histogram import Histogram
 from calibrators.mse import mse
-from deploy.saturation import bounds
+from deploy.graph.saturation import bounds
 
 
 def model(nodes, constants=()):

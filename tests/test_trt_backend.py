@@ -13,13 +13,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.backends.tensorrt import TensorRT
+from deploy.calibration.search import Method
+from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
 from deploy.pipeline import CachePolicy, build
-from deploy.search import Method
-from deploy.tensorrt import sdk
-from deploy.tensorrt.builder import (
+from deploy.targets.tensorrt import sdk
+from deploy.targets.tensorrt.builder import (
     Engine,
     Profile,
     Settings,
@@ -28,11 +28,11 @@ from deploy.tensorrt.builder import (
     keep_engine,
     profiles_for,
 )
-from deploy.tensorrt.cache_tools import cache_to_qdq
-from deploy.tensorrt.log import KeepingLogger, missing_tensors, sort_missing
-from deploy.tensorrt.sdk import Sdk
-from deploy.tensorrt.to_qdq import scale_nodes
-from deploy.writers.trt_cache import ENTROPY2, parse
+from deploy.targets.tensorrt.cache_tools import cache_to_qdq
+from deploy.targets.tensorrt.log import KeepingLogger, missing_tensors, sort_missing
+from deploy.targets.tensorrt.sdk import Sdk
+from deploy.targets.tensorrt.target import TensorRT
+from deploy.targets.tensorrt.to_qdq import scale_nodes
 
 RNG = np.random.default_rng(4)
 HERE = Sdk(version="8.5.3.1", calibrators=True, gpu="Some GPU sm_90")
@@ -234,7 +234,7 @@ def test_the_log_keeps_errors_apart() -> None:
 
 
 def test_warnings_become_notes() -> None:
-    from deploy.backends.tensorrt import _log_notes
+    from deploy.targets.tensorrt.target import _log_notes
 
     lines = [LOG.format(name) for name in ("x", "fb_output", "y")]
     notes = _log_notes(lines, load(residual()).model)
@@ -245,7 +245,7 @@ def test_warnings_become_notes() -> None:
 
 
 def test_batches_are_whole() -> None:
-    from deploy.tensorrt.batches import whole_batches
+    from deploy.targets.tensorrt.batches import whole_batches
 
     samples = [{"x": np.full((2, 3), i, np.float32)} for i in range(7)]
     made = list(whole_batches(samples, 3))
@@ -254,7 +254,7 @@ def test_batches_are_whole() -> None:
 
 
 def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path: Path) -> None:
-    from deploy.tensorrt.gpu_cache import fitting, keep
+    from deploy.targets.tensorrt.gpu_cache import fitting, keep
 
     path, made_from = tmp_path / "m.gpu.cache", {"model": "a", "images": {"count": 3}, "batch": 8}
     assert fitting(path, made_from) is None

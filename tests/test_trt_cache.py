@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.errors import CacheError
-from deploy.writers import trt_cache
-from deploy.writers.trt_cache import (
+from deploy.calibration import trt_cache
+from deploy.calibration.trt_cache import (
     ENTROPY2,
     LEGACY,
     MINMAX,
@@ -22,6 +21,7 @@ from deploy.writers.trt_cache import (
     relabel,
     version_label,
 )
+from deploy.errors import CacheError
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
 CACHES = sorted((SHARED / "caches").glob("*.cache"))

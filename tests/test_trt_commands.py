@@ -10,8 +10,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.calibration.trt_cache import parse
 from deploy.cli import main
-from deploy.writers.trt_cache import parse
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
 REAL = sorted((SHARED / "caches").glob("[!N]*.cache"))

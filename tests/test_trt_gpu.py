@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_check
+from deploy.calibration.trt_cache import from_scales
 from deploy.errors import SdkMissingError
-from deploy.feed import open_feed
+from deploy.feed.feed import open_feed
 from deploy.frontends import load
-from deploy.latency import Latency, Timing
-from deploy.tensorrt import sdk
-from deploy.tensorrt.builder import Profile
-from deploy.writers.trt_cache import from_scales
+from deploy.metrics.latency import Latency, Timing
+from deploy.targets.tensorrt import sdk
+from deploy.targets.tensorrt.builder import Profile
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,9 +10,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.calibration.trt_cache import parse
 from deploy.frontends import load
-from deploy.tensorrt.naming import CAFFE, ONNX, cache_tensors, likely_parser, trt_tensors
-from deploy.writers.trt_cache import parse
+from deploy.targets.tensorrt.naming import CAFFE, ONNX, cache_tensors, likely_parser, trt_tensors
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
 NEEDS_SHARED = pytest.mark.skipif(not SHARED.exists(), reason=f"no golden files at {SHARED}")

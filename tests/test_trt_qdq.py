@@ -11,15 +11,15 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.calibration.trt_cache import CalibrationCache, from_scales
 from deploy.errors import CacheError, Calib8Error, ExportError
 from deploy.frontends import load
-from deploy.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
-from deploy.tensorrt.calibrate import calibrate
-from deploy.tensorrt.from_qdq import from_qdq
-from deploy.tensorrt.naming import trt_tensors
-from deploy.tensorrt.to_qdq import scale_nodes
-from deploy.writers.trt_cache import CalibrationCache, from_scales
-from deploy.writers.trt_match import match
+from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
+from deploy.targets.tensorrt.calibrate import calibrate
+from deploy.targets.tensorrt.from_qdq import from_qdq
+from deploy.targets.tensorrt.match import match
+from deploy.targets.tensorrt.naming import trt_tensors
+from deploy.targets.tensorrt.to_qdq import scale_nodes
 
 RNG = np.random.default_rng(11)
 FEED = {"x": RNG.standard_normal((2, 3, 8, 8)).astype(np.float32)}
@@ -116,7 +116,7 @@ def test_scales_of_the_model_are_those_of_the_cache_but_for_concat_groups() -> N
 
 
 def test_tensors_that_meet_in_a_concat_get_one_scale() -> None:
-    from deploy.tensorrt.to_qdq import concat_scales
+    from deploy.targets.tensorrt.to_qdq import concat_scales
 
     nodes = [
         helper.make_node("Relu", ["x"], ["a"], "/a"),

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from deploy.backends.ort_session import OrtSession
 from deploy.benchmark import bench
 from deploy.errors import BackendError, ConfigError, SdkMissingError
-from deploy.tensorrt.streams import throughput
+from deploy.ort import OrtSession
+from deploy.targets.tensorrt.streams import throughput
 
 
 def session() -> OrtSession:

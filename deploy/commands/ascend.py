@@ -12,7 +12,7 @@ from deploy.commands.options import FeedOptions, feed_options
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.ascend.layers import LayerGraph
+    from deploy.targets.ascend.layers import LayerGraph
 
 FILE = click.Path(path_type=Path)
 
@@ -40,10 +40,10 @@ def ascend() -> None:
 def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path | None) -> None:
     """Write the quant config of MODEL: JSON, or the simplified form where OUT ends in .cfg."""
     from deploy import atomic
-    from deploy.ascend.config import default_config
-    from deploy.ascend.config_json import write_config
-    from deploy.ascend.files import read_any_config
-    from deploy.ascend.simple_config import write_simple_config
+    from deploy.targets.ascend.config import default_config
+    from deploy.targets.ascend.config_json import write_config
+    from deploy.targets.ascend.files import read_any_config
+    from deploy.targets.ascend.simple_config import write_simple_config
 
     _, graph = _layers(model)
     if source is None:
@@ -62,7 +62,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 @click.option("--model", type=FILE, help="The float model that it is for.")
 def check(path: Path, model: Path | None) -> None:
     """Check FILE: a record, a quant config, a simplified .cfg, an AIPP file or a deploy model."""
-    from deploy.ascend.files import check_file
+    from deploy.targets.ascend.files import check_file
 
     graph = _layers(model)[1] if model else None
     click.echo(f"{path}: {check_file(path, graph)}")
@@ -90,9 +90,9 @@ def auto(
     feed: FeedOptions,
 ) -> None:
     """Rank MODEL's layers, roll the worst back to float, write ranking, history and config."""
-    from deploy.ascend.autocalibrate import Budget, auto_calibrate
-    from deploy.feed import open_feed
+    from deploy.feed.feed import open_feed
     from deploy.frontends import load
+    from deploy.targets.ascend.autocalibrate import Budget, auto_calibrate
 
     loaded = load(model)
 
@@ -126,8 +126,8 @@ def auto(
 
 
 def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:
-    from deploy.ascend.layers import find_layers, name_nodes
     from deploy.frontends import load
+    from deploy.targets.ascend.layers import find_layers, name_nodes
 
     model = name_nodes(load(path).model)
     return model, find_layers(model)

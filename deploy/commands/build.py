@@ -13,7 +13,7 @@ from deploy.commands.options import FeedOptions, feed_options
 from deploy.commands.targets import target_options
 
 if TYPE_CHECKING:
-    from deploy.backends.base import Backend
+    from deploy.targets.base import Target
 
 
 @click.command()
@@ -53,7 +53,7 @@ def build(
     eval_images: str | None,
     labels: Path | None,
     duration: float,
-    backends: list[Backend],
+    backends: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
     feed: FeedOptions,

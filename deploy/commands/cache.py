@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from deploy.writers.trt_cache import CalibrationCache
-    from deploy.writers.trt_match import Match
+    from deploy.calibration.trt_cache import CalibrationCache
+    from deploy.targets.tensorrt.match import Match
 
 FILE = click.Path(path_type=Path)
 _OUT = click.option("-o", "--out", type=FILE, required=True, metavar="FILE", help="File to write.")
@@ -44,7 +44,7 @@ def show(path: Path, as_json: bool) -> None:
     """Print the header and every entry of CACHE: scale, largest value, oddity, tensor."""
     import json
 
-    from deploy.tensorrt.cache_tools import read_cache
+    from deploy.targets.tensorrt.cache_tools import read_cache
 
     read = read_cache(path)
     if as_json:
@@ -63,7 +63,7 @@ def show(path: Path, as_json: bool) -> None:
 @click.pass_context
 def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     """Compare two caches, largest change first; exit code 1 where they differ."""
-    from deploy.tensorrt import cache_tools
+    from deploy.targets.tensorrt import cache_tools
 
     a, b = cache_tools.read_cache(first), cache_tools.read_cache(second)
     found = cache_tools.diff(a, b)
@@ -97,8 +97,8 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
 def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
     """Merge caches of one version and algorithm into one."""
     from deploy.atomic import write_bytes
-    from deploy.tensorrt import cache_tools
-    from deploy.writers.trt_cache import dump
+    from deploy.calibration.trt_cache import dump
+    from deploy.targets.tensorrt import cache_tools
 
     merged = cache_tools.merge(
         [cache_tools.read_cache(path) for path in paths], on_conflict=on_conflict
@@ -119,9 +119,9 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
     not depend on the version, as long as the model is the same.
     """
     from deploy.atomic import write_bytes
-    from deploy.tensorrt.cache_tools import read_cache
-    from deploy.writers.trt_cache import dump
-    from deploy.writers.trt_cache import relabel as under
+    from deploy.calibration.trt_cache import dump
+    from deploy.calibration.trt_cache import relabel as under
+    from deploy.targets.tensorrt.cache_tools import read_cache
 
     read = read_cache(path)
     made = under(read, version=trt_version, algorithm=algorithm)
@@ -149,7 +149,7 @@ def check(
     verbose: bool,
 ) -> None:
     """Check CACHE; exit code 1 where TensorRT would not do with it what one expects."""
-    from deploy.tensorrt import cache_tools
+    from deploy.targets.tensorrt import cache_tools
 
     read = cache_tools.read_cache(path)
     matched = _matched(read, model, parser) if model is not None else None
@@ -191,7 +191,7 @@ def to_qdq(
 ) -> None:
     """Write MODEL.ONNX with the scales of CACHE in QuantizeLinear/DequantizeLinear pairs."""
     from deploy.atomic import write_bytes
-    from deploy.tensorrt import cache_tools
+    from deploy.targets.tensorrt import cache_tools
 
     quantized, matched = cache_tools.cache_to_qdq(
         model,
@@ -219,9 +219,9 @@ def to_qdq(
 def from_qdq(model: Path, out: tuple[Path, Path], trt_version: str) -> None:
     """Take the pairs out of MODEL.QDQ.ONNX: the float model, and a cache for DLA and TensorRT 8."""
     from deploy.atomic import write_bytes
-    from deploy.tensorrt import cache_tools
-    from deploy.tensorrt.naming import trt_tensors
-    from deploy.writers.trt_cache import dump
+    from deploy.calibration.trt_cache import dump
+    from deploy.targets.tensorrt import cache_tools
+    from deploy.targets.tensorrt.naming import trt_tensors
 
     plain, made = cache_tools.qdq_to_cache(model, version=trt_version)
     write_bytes(out[0], plain.model.SerializeToString(deterministic=True))
@@ -244,8 +244,8 @@ def from_qdq(model: Path, out: tuple[Path, Path], trt_version: str) -> None:
 
 def _matched(read: CalibrationCache, model: Path, parser: str | None) -> Match:
     from deploy.frontends import load
-    from deploy.tensorrt.cache_tools import original_of
-    from deploy.writers.trt_match import match
+    from deploy.targets.tensorrt.cache_tools import original_of
+    from deploy.targets.tensorrt.match import match
 
     return match(read, load(model).model, original=original_of(model), parser=parser)
 

@@ -111,7 +111,7 @@ def _for_tensorrt(
 ) -> None:
     from click.core import ParameterSource
 
-    from deploy.tensorrt.pipeline import calibrate_to
+    from deploy.targets.tensorrt.pipeline import calibrate_to
 
     if feed.keep_float or feed.cache.trust:
         raise click.UsageError(

@@ -64,9 +64,9 @@ def _inspect_model(model: Path | LoadedModel, path: Path, target: str, everythin
 
 
 def _inspect_cache(path: Path) -> None:
-    from deploy import calibration as store
+    from deploy.calibration import store as store
+    from deploy.calibration import trt_cache
     from deploy.errors import CacheError
-    from deploy.writers import trt_cache
 
     cache = trt_cache.parse(store.read(path), origin=str(path))
     click.echo(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")

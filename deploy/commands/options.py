@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from deploy.calibration.search import DEFAULT_METHOD, DEFAULT_PERCENT, METHODS, Method
 from deploy.errors import ConfigError
-from deploy.search import DEFAULT_METHOD, DEFAULT_PERCENT, METHODS, Method
 
 if TYPE_CHECKING:
-    from deploy.preprocess import Preprocess
-    from deploy.reuse import CachePolicy
+    from deploy.calibration.reuse import CachePolicy
+    from deploy.feed.preprocess import Preprocess
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -126,8 +126,8 @@ def feed_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _gather(words: dict[str, Any]) -> FeedOptions:
     """Take the feed options out of the parsed words of a command."""
+    from deploy.calibration.reuse import CachePolicy
     from deploy.machine import default_threads
-    from deploy.reuse import CachePolicy
 
     return FeedOptions(
         images=words.pop("images"),
@@ -158,8 +158,8 @@ def preprocess_from(words: dict[str, str | None]) -> Preprocess | None:
     """
     if not any(words.values()):
         return None
-    from deploy.preprocess import Preprocess, with_options
-    from deploy.presets import preset
+    from deploy.feed.preprocess import Preprocess, with_options
+    from deploy.feed.presets import preset
 
     base = preset(words["preset"]) if words["preset"] else Preprocess()
     given: dict[str, object] = {

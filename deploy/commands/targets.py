@@ -12,7 +12,7 @@ import click
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deploy.backends.base import Backend
+    from deploy.targets.base import Target
 
 # target: option -> the click option; the name of each is that of the backend's field
 _OPTIONS: dict[str, dict[str, Callable[..., Any]]] = {
@@ -105,21 +105,21 @@ def target_options(command: Callable[..., None]) -> Callable[..., None]:
     )(wrapped)
 
 
-def _backends(targets: tuple[str, ...], words: dict[str, Any]) -> list[Backend]:
+def _backends(targets: tuple[str, ...], words: dict[str, Any]) -> list[Target]:
     """Take the targets' options out of a command's words and make the backends.
 
     Raises:
         ConfigError: an unknown target, or an option of a target that is not built.
     """
-    from deploy import backends as table
+    from deploy import targets as table
 
     given = {
         target: {name: value for name in options if (value := words.pop(name)) not in (None, ())}
         for target, options in _OPTIONS.items()
     }
     for target in targets:
-        if target not in table.BACKENDS:
-            raise ConfigError(f"a target is one of {', '.join(table.BACKENDS)}, got {target!r}")
+        if target not in table.TARGETS:
+            raise ConfigError(f"a target is one of {', '.join(table.TARGETS)}, got {target!r}")
     for target, options in given.items():
         if options and target not in targets:
             names = ", ".join(name.replace("_", "-") for name in options)
@@ -127,7 +127,7 @@ def _backends(targets: tuple[str, ...], words: dict[str, Any]) -> list[Backend]:
                 f"the option {names} belongs to --target {target}, got --target"
                 f" {', '.join(targets)}"
             )
-    make: dict[str, Callable[[], Backend]] = {
+    make: dict[str, Callable[[], Target]] = {
         "onnxruntime": lambda: table.OnnxRuntime(**given["onnxruntime"]),
         "tensorrt": lambda: table.TensorRT(**given["tensorrt"]),
         "ascend": lambda: table.Ascend(**given["ascend"], say=_say),

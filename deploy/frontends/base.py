@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.backends.base import TensorSpec
+from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import onnx

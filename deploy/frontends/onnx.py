@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import deploy.frontends.checks as checks
-from deploy.backends.base import TensorSpec
 from deploy.errors import ModelError
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel
@@ -16,6 +15,7 @@ from deploy.frontends.graphs import all_nodes, drop_dead, name_nodes, sort_nodes
 from deploy.frontends.lift import lift
 from deploy.frontends.reader import read_model, refuse_external
 from deploy.frontends.runtime import open_session
+from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import onnx

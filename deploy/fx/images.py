@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from deploy.backends.base import TensorSpec
-from deploy.feed import open_feed
-from deploy.preprocess import Preprocess
+from deploy.feed.feed import open_feed
+from deploy.feed.preprocess import Preprocess
+from deploy.tensors import TensorSpec
 
 
 def batches_of(

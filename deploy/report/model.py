@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from calibrators.scales import Scales
-from deploy.accuracy import Accuracy, OutputAccuracy
-from deploy.latency import Latency
 from deploy.machine import Machine
+from deploy.metrics.accuracy import Accuracy, OutputAccuracy
+from deploy.metrics.latency import Latency
 
 SCHEMA = "calib8-report/1"
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import deploy.report.figures as figures
-from deploy.accuracy import Accuracy
-from deploy.latency import Latency
+from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.latency import Latency
 from deploy.report.model import EngineRow, NodeRow, Report
 
 

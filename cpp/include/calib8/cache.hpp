@@ -6,7 +6,7 @@
 //   (Unnamed Layer* 4) [Shuffle]_output: 0      no zero padding: zero is one digit
 //
 // The scale is amax / 127. The same rules, and the same words in errors, as
-// deploy/writers/trt_cache.py.
+// deploy/calibration/trt_cache.py.
 #pragma once
 
 #include <cstdint>

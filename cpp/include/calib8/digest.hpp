@@ -1,4 +1,4 @@
-// Digests that say whether two feeds are the same, without decoding anything; deploy/manifest.py.
+// Digests that say whether two feeds are the same, without decoding anything; deploy/feed/manifest.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What a model is fed: images, one sample at a time, decoded beside the inference; deploy/feed.py.
+// What a model is fed: images, one sample at a time, decoded beside the inference; deploy/feed/feed.py.
 // Sources: a folder of images, a list file ("path" or "path label"), or one image.
 #pragma once
 

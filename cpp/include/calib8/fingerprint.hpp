@@ -1,5 +1,5 @@
 // What a calibration was made from, so that a stale cache is told from a fitting one, part by part;
-// deploy/fingerprint.py. It is kept beside the cache, in CACHE.json, in the same form.
+// deploy/calibration/fingerprint.py. It is kept beside the cache, in CACHE.json, in the same form.
 //
 // The model's part is the sha256 of the file here, and of what the graph computes there: a cache
 // made by the one program is never taken for fitting by the other.

@@ -1,4 +1,4 @@
-// How long one inference takes, in trtexec's metrics; the same JSON as deploy/latency.py.
+// How long one inference takes, in trtexec's metrics; the same JSON as deploy/metrics/latency.py.
 #pragma once
 
 #include <cstddef>

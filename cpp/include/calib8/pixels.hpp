@@ -6,7 +6,7 @@
 // 3. the border of a letterbox is the pad value taken through the same arithmetic;
 // 4. channels in the order asked for, then NCHW or NHWC.
 //
-// The same steps as deploy/pixels.py, so that a batch is byte-equal.
+// The same steps as deploy/feed/pixels.py, so that a batch is byte-equal.
 #pragma once
 
 #include <opencv2/core/mat.hpp>

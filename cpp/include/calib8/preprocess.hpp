@@ -1,5 +1,5 @@
 // How a picture becomes a model's input: options, presets, and what the model itself decides.
-// Field by field deploy/preprocess.py; the JSON is the same in both languages.
+// Field by field deploy/feed/preprocess.py; the JSON is the same in both languages.
 #pragma once
 
 #include <array>

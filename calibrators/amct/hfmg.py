@@ -1,0 +1,253 @@
+"""HFMG: AMCT's histogram activation search. Cut bins from the ends, keep the cut of least L2 loss.
+
+::
+
+    counts   .  :  |  #  #  #  |  :  .  .        every candidate is a run of bins [left, right];
+             ^left ->             <- right^      each step cuts the side that gives up more bins
+             0                          n-1      for the next 1/100000 of the data
+
+    loss of [left, right]: integral of (x - centre of its code)^2 over the histogram's density,
+    bins outside the run counted with the code at the edge.
+
+Statistics are one int32 histogram a tensor, kept over batches; the first batch's own range, then
+the union of ranges, with old bins re-spread (so the result depends on the batches, as in AMCT).
+
+Source: hicann/amct, graph_based custom_op/hfmg; measured on AMCT's own outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrators.amct.arq import checked
+from calibrators.amct.ifmr import AscendScale
+from calibrators.errors import CalibrationError
+from calibrators.int8 import FLT_EPSILON, Float32Array, ascend_clip_range, ascend_scale_offset
+
+NBINS = (1024, 2048, 4096, 8192)
+_MARGIN = 1e-3  # float32 rounding of AMCT's own loss, with room
+
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfmgParams:
+    """Parameters of the search, with AMCT's defaults.
+
+    Attributes:
+        nbins: bins of the histogram: 1024, 2048, 4096 or 8192.
+        bits: 4, 8 or 16.
+        with_offset: affine grid, else symmetric.
+    """
+
+    nbins: int = 4096
+    bits: int = 8
+    with_offset: bool = True
+
+    def __post_init__(self) -> None:
+        if self.nbins not in NBINS:
+            raise CalibrationError(f"HFMG needs {list(NBINS)} bins, got {self.nbins}")
+
+
+class HfmgHistogram:
+    """AMCT's histogram of one tensor over its calibration batches.
+
+    Attributes:
+        counts: [nbins] int32; None before the first batch.
+        lo, hi: range in real units, float32.
+    """
+
+    def __init__(self, nbins: int = 4096) -> None:
+        self.nbins = nbins
+        self.counts: NDArray[np.int32] | None = None
+        self.lo = self.hi = np.float32(0)
+
+    def observe(self, x: NDArray[np.floating]) -> None:
+        """Add one batch, any shape, float32 or float16. The state is unchanged if it is refused.
+
+        Raises:
+            CalibrationError: wrong dtype, empty, NaN or Inf.
+        """
+        data = checked(x, "activation").reshape(-1)
+        lo, hi = np.float32(data.min()), np.float32(data.max())
+        if self.counts is None:
+            self.counts, self.lo, self.hi = histc(data, self.nbins, lo, hi), lo, hi
+            return
+        low, high = min(lo, self.lo), max(hi, self.hi)
+        old = self.counts
+        if not (_close(low, self.lo) and _close(high, self.hi)):
+            old = respread(old, (self.lo, self.hi), (low, high))
+        self.counts = (old + histc(data, self.nbins, low, high)).astype(np.int32)
+        self.lo, self.hi = low, high
+
+
+def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> NDArray[np.int32]:
+    """torch.histc on float32: bin = trunc((x - lo) / (hi - lo) * nbins), x == hi in the last."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if lo == hi:
+            lo, hi = np.float32(lo - np.float32(1)), np.float32(hi + np.float32(1))
+        position = (data - lo) / np.float32(hi - lo) * np.float32(nbins)
+    if not np.isfinite(position).all():
+        raise CalibrationError(
+            f"the range of an activation must fit float32, got [{lo}, {hi}];"
+            " leave this layer in float"
+        )
+    index = np.minimum(position.astype(np.int32), nbins - 1)
+    return np.bincount(index, minlength=nbins).astype(np.int32)
+
+
+def respread(
+    counts: NDArray[np.int32],
+    old: tuple[np.float32, np.float32],
+    new: tuple[np.float32, np.float32],
+) -> NDArray[np.int32]:
+    """Counts on the range `old` -> counts on the wider range `new`, as many bins.
+
+    A bin that crosses an edge is split into two by length, the first share truncated.
+    """
+    n = counts.size
+    lo, width = float(new[0]), (float(new[1]) - float(new[0])) / n
+    old_width = (float(old[1]) - float(old[0])) / n
+    lower = float(old[0]) + old_width * np.arange(n)
+    upper = lower + old_width
+    first = np.clip((lower - lo) // width, 0, n - 1).astype(np.int64)
+    second = np.clip((upper - lo) // width, 0, n - 1).astype(np.int64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = (lo + (first + 1) * width - lower) / old_width
+    whole = first == second
+    kept = np.where(whole, counts, (counts * np.where(whole, 1.0, share)).astype(np.int64))
+    out = np.zeros(n, np.int64)
+    np.add.at(out, first, kept)
+    np.add.at(out, second, counts - kept)
+    return out.astype(np.int32)
+
+
+def cuts(counts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Candidate runs [K, 2] of bins, (left, right) inclusive, from the outside in."""
+    n = counts.size
+    before = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
+    step = max(math.ceil(before[-1] / 100000), 1)
+    left, right, narrowest = 0, n - 1, math.ceil(n / 4)
+    found = []
+    while right - left > narrowest:
+        a = min(bisect_left(before, before[left] + step), right)
+        b = max(bisect_right(before, before[right + 1] - step) - 2, a)
+        if right - b >= a - left:
+            right = b
+        else:
+            left = a
+        found.append((left, right))
+    return np.array(found, np.int64).reshape(-1, 2)
+
+
+def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendScale:
+    """The histogram of all batches -> scale and offset.
+
+    Raises:
+        CalibrationError: no batch was observed, or a scale is not finite.
+    """
+    params = params or HfmgParams()
+    if histogram.counts is None:
+        raise CalibrationError("HFMG needs at least one calibration batch, got none")
+    counts, lo, hi = histogram.counts, histogram.lo, histogram.hi
+    runs = cuts(counts)
+    width = np.float32(np.float32(hi - lo) / np.float32(params.nbins))
+    losses = _losses(counts, runs, width, params.bits)
+    best = int(np.argmin(losses))
+    left, right = (np.float32(v) for v in runs[best])
+    clip_lo, clip_hi = lo + left * width, lo + (right + np.float32(1)) * width
+    scale, offset = ascend_scale_offset(
+        np.asarray(clip_hi), np.asarray(clip_lo), with_offset=params.with_offset, bits=params.bits
+    )
+    clip_min, clip_max = ascend_clip_range(np.float32(scale), int(offset), params.bits)
+    return AscendScale(
+        scale=np.float32(scale),
+        offset=int(offset),
+        clip_min=clip_min,
+        clip_max=clip_max,
+        candidate=best,
+        losses=losses,
+    )
+
+
+def _losses(
+    counts: NDArray[np.int32], runs: NDArray[np.int64], width: np.float32, bits: int
+) -> Float64Array:
+    """L2 loss of each run; as AMCT's float32 where that decides, float64 elsewhere."""
+    span = float(width) * counts.size
+    if bits > 8 or span**3 * float(counts.sum()) > 1e36 * max(float(width), 1e-30):
+        return np.array([_loss32(counts, left, right, width, bits) for left, right in runs])
+    losses: Float64Array = _fast_losses(counts, runs, bits) * float(width) ** 2
+    steps = width * (runs[:, 1] - runs[:, 0] + 1).astype(np.float32) / np.float32(2**bits)
+    losses[steps < FLT_EPSILON] = 0.0
+    close = np.flatnonzero(losses <= losses.min() * (1 + _MARGIN))
+    losses[close] = [_loss32(counts, left, right, width, bits) for left, right in runs[close]]
+    return losses
+
+
+def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) -> Float64Array:
+    """L2 losses [K] in units of the bin width squared, float64.
+
+    With c the centre of the last code, t_k the boundaries between codes and d their spacing, the
+    loss is ``integral (x - c)^2 - 2 d sum_k G(t_k)``, G the running integral of the running count:
+    quadratic within a bin, so one table and one look-up a boundary.
+    """
+    n = counts.size
+    number = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
+    area = np.concatenate(([0.0], np.cumsum(number[:-1] + counts / 2)))
+    middle = np.arange(n) + 0.5
+    total, first = number[-1], float(np.dot(counts, middle))
+    second = float(np.dot(counts, middle**2 + 1 / 12))
+    start, codes = runs[:, 0].astype(np.float64), 2**bits
+    spacing = (runs[:, 1] - runs[:, 0] + 1) / codes
+    centre = runs[:, 1] + 1 - spacing / 2
+    grown = np.empty(len(runs))
+    half = counts / 2.0
+    for part in np.array_split(np.arange(len(runs)), max(1, len(runs) // 64)):
+        at = start[part, None] + spacing[part, None] * np.arange(1, codes)
+        bin_ = at.astype(np.int32)
+        at -= bin_
+        grown[part] = ((half[bin_] * at + number[bin_]) * at + area[bin_]).sum(axis=1)
+    losses: Float64Array = second - 2 * centre * first + centre**2 * total - 2 * spacing * grown
+    return losses
+
+
+def _loss32(
+    counts: NDArray[np.int32], left: int, right: int, width: np.float32, bits: int
+) -> np.float32:
+    """AMCT's loss of one run: float32, bin by bin, each over the codes that it meets."""
+    one, half = np.float32(1), np.float32(0.5)
+    step = np.float32(width * np.float32(right - left + 1) / np.float32(2**bits))
+    if step < FLT_EPSILON:
+        return np.float32(0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        density = counts.astype(np.float32) / width
+        begin = np.arange(-left, counts.size - left).astype(np.float32) * width
+        end = np.arange(1 - left, counts.size + 1 - left).astype(np.float32) * width
+        first = np.clip(np.floor(begin / step), 0, 2**bits - 1).astype(np.float32)
+        last = np.clip(np.floor(end / step), 0, 2**bits - 1).astype(np.float32)
+        centre, middle = first * step + step * half, step * half
+        from_left = begin - centre
+        same = first == last
+        until = np.where(same, end - centre, middle)
+        loss = _cubes(from_left, until, density)
+        more = (last - first - one) * _cubes(-middle, middle, density)
+        more += _cubes(-middle, end - last * step - middle, density)
+        return np.float32(np.sum(loss + np.where(same, np.float32(0), more), dtype=np.float32))
+
+
+def _cubes(
+    low: Float32Array | np.float32, high: Float32Array | np.float32, density: Float32Array
+) -> Float32Array:
+    """Integral of x^2 * density from low to high."""
+    cubes = (high * high * high - low * low * low) / np.float32(3) * density
+    return np.asarray(cubes, np.float32)
+
+
+def _close(a: np.float32, b: np.float32) -> bool:
+    return math.isclose(float(a), float(b), abs_tol=float(FLT_EPSILON))

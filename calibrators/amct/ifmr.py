@@ -1,0 +1,275 @@
+"""IFMR: AMCT's activation search. A percentile range, then 61 ranges around it, least MSE wins.
+
+::
+
+    loss |  *                          clip range of candidate i:
+         |     *                    *    symmetric    [-ratio_i * M, ratio_i * M]
+         |        *              *       with offset  [min,          ratio_i * max]
+         |            *  *  *
+         +--+--------------------+-->  the error counts the data that was clipped away
+          0.70       ratio     1.30
+
+This is AMCT's own form, which needs all the data at once; `calibrators.amct.ifmr_streaming` holds a
+histogram of fixed size instead.
+
+Speed: the data are sorted once; the loss of a candidate is then a sum over the boundaries between
+its codes, read from running sums. Candidates that come out within rounding of the best are
+evaluated again in float32, term by term as AMCT does, so the choice is AMCT's.
+
+Source: hicann/amct, graph_based custom_op/ifmr; measured on AMCT's own outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrators.amct.arq import checked
+from calibrators.errors import CalibrationError
+from calibrators.int8 import (
+    FLT_EPSILON,
+    Float32Array,
+    ascend_clip_range,
+    ascend_denominator,
+    ascend_guard,
+    ascend_range,
+)
+
+_MARGIN = 1e-4  # float32 rounding of AMCT's own loss, with room
+_SMALL = 4096  # below this, every candidate is evaluated directly
+_CHUNK = 1 << 16
+_DENSE = 1 << 20  # up to here a table by position is faster than sorting the positions
+
+
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IfmrParams:
+    """Parameters of the search, with AMCT's defaults.
+
+    Attributes:
+        max_percentile, min_percentile: share of the data under the start of the range, (0, 1]
+            (configurations allow (0.5, 1]).
+        search_range: (start, end) of the ratios, 0 < start < end; the end is not a candidate
+            except by rounding, which the defaults meet.
+        search_step: step between ratios, 0 < step <= end - start.
+        bits: 4, 8 or 16.
+        with_offset: affine grid, else symmetric.
+    """
+
+    max_percentile: float = 0.999999
+    min_percentile: float = 0.999999
+    search_range: tuple[float, float] = (0.7, 1.3)
+    search_step: float = 0.01
+    bits: int = 8
+    with_offset: bool = False
+
+    def __post_init__(self) -> None:
+        start, end = self.search_range
+        percentiles = (self.max_percentile, self.min_percentile)
+        if not all(0 < p <= 1 for p in percentiles):
+            raise CalibrationError(f"IFMR percentiles must be in (0, 1], got {percentiles}")
+        if not (0 < start < end and 0 < self.search_step <= end - start):
+            raise CalibrationError(
+                "IFMR needs 0 < start < end and 0 < step <= end - start,"
+                f" got search_range [{start}, {end}] and search_step {self.search_step}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AscendScale:
+    """One activation's search result, on the signed grid where offset is added.
+
+    Attributes:
+        scale, offset: q = clip(rne(x / scale + offset)).
+        clip_min, clip_max: what the grid covers, real units.
+        candidate: index of the range that won, from 0.
+        losses: loss of every candidate; NaN where it was not needed, None if not kept.
+    """
+
+    scale: np.float32
+    offset: int
+    clip_min: float
+    clip_max: float
+    candidate: int
+    losses: Float64Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Clip ranges and scales to try, float32 [K] each."""
+
+    lo: Float32Array
+    hi: Float32Array
+    scale: Float32Array
+
+
+def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendScale:
+    """All activations of a tensor (any shape, float32 or float16) -> scale and offset.
+
+    Raises:
+        CalibrationError: wrong dtype, empty, NaN or Inf, or a scale that is not finite.
+    """
+    params = params or IfmrParams()
+    data = np.sort(checked(x, "activation"), axis=None)
+    lo = kth_value(data, params.min_percentile, smallest=True)
+    hi = kth_value(data, params.max_percentile, smallest=False)
+    candidates = candidates_of(np.float32(hi), np.float32(lo), params)
+    if _needs_float32(data, params):
+        losses = np.array([loss32(data, candidates, i) for i in range(candidates.hi.size)])
+    else:
+        losses = _refined(data, candidates, _sorted_losses(data, candidates))
+    return result_of(candidates, losses, lo, params)
+
+
+def ratios(params: IfmrParams) -> Float32Array:
+    """Ratios of the candidates, float32: start + i * step, ceil((end - start) / step) of them.
+
+    torch.arange on AVX2 rounds the base of each run of eight to float32 before it adds the rest;
+    the same is done here, or one ratio in six would be a unit in the last place off AMCT's.
+    """
+    start, end = params.search_range
+    step = params.search_step
+    index = np.arange(int(np.ceil((end - start) / step)))
+    vector = index - index % 8
+    base = (start + step * vector).astype(np.float32).astype(np.float64)
+    runs = base + (index - vector) * step
+    whole = index < index.size - index.size % 16
+    return np.where(whole, runs, start + step * index).astype(np.float32)
+
+
+def kth_value(data: Float32Array, percentile: float, *, smallest: bool) -> float:
+    """The value that `percentile` of the sorted data stays within, never past zero."""
+    size = data.size
+    k = 1 if 1 - percentile < FLT_EPSILON else max(size - int(percentile * size), 1)
+    return min(0.0, float(data[k - 1])) if smallest else max(0.0, float(data[size - k]))
+
+
+def candidates_of(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candidates:
+    """The ranges around [lo, hi] that the search tries.
+
+    Raises:
+        CalibrationError: a scale is not finite.
+    """
+    with np.errstate(over="ignore"):
+        if params.with_offset:
+            tops = ratios(params) * hi
+            scales = (tops - lo) / np.float32(2**params.bits - 1)
+            bottoms = np.full_like(tops, lo)
+        else:
+            tops = ratios(params) * np.maximum(np.abs(hi), np.abs(lo))
+            codes = ascend_denominator(np.asarray(hi), np.asarray(lo), params.bits)
+            scales = tops / np.float32(codes)
+            bottoms = -tops
+    scales = ascend_guard(scales)
+    if not (np.isfinite(scales) & np.isfinite(np.float32(1) / scales)).all():
+        raise CalibrationError(
+            f"an Ascend scale must be finite, but the range [{lo}, {hi}] overflows float32"
+            " within the search; leave this layer in float"
+        )
+    return Candidates(bottoms, tops, scales)
+
+
+def _needs_float32(data: Float32Array, params: IfmrParams) -> bool:
+    """Where AMCT's float32 loss overflows, underflows or is mostly rounding, follow it exactly."""
+    extreme = max(abs(float(data[0])), abs(float(data[-1])))
+    plain = extreme > 1e-12 and extreme * extreme * data.size < 1e37
+    return data.size < _SMALL or params.bits > 8 or not plain
+
+
+def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
+    """AMCT's loss of one candidate: float32 throughout, mean of squares against unclipped data."""
+    with np.errstate(over="ignore"):
+        clipped = np.clip(data, candidates.lo[i], candidates.hi[i])
+        error = np.rint(clipped / candidates.scale[i]) * candidates.scale[i] - data
+        return np.float32(np.mean(error * error))
+
+
+def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
+    """Mean squared error of every candidate from sorted data, float64."""
+    squares = total = 0.0
+    for start in range(0, data.size, _CHUNK):
+        chunk = data[start : start + _CHUNK].astype(np.float64)
+        squares += float(np.dot(chunk, chunk))
+        total += float(chunk.sum())
+
+    def below(cuts: Float64Array) -> tuple[Float64Array, Float64Array]:
+        under = np.searchsorted(data, cuts.astype(np.float32))
+        marks, place = _distinct(under, data.size)
+        parts = np.add.reduceat(data, marks[:-1], dtype=np.float64)
+        sums = np.concatenate(([0.0], np.cumsum(parts)))
+        return under.astype(np.float64), sums[place]
+
+    return staircase_losses(below, float(data.size), total, squares, candidates)
+
+
+def _distinct(under: NDArray[np.intp], size: int) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
+    """Positions 0, `size` and those of `under`, sorted, once each; and where each went."""
+    if size > _DENSE:
+        marks = np.unique(np.concatenate(([0], under, [size])))
+        return marks, np.searchsorted(marks, under)
+    table = np.zeros(size + 1, np.int32)
+    table[[0, size]] = table[under] = 1
+    marks = np.flatnonzero(table)
+    table[marks] = np.arange(marks.size)
+    return marks, table[under]
+
+
+def staircase_losses(
+    below: Callable[[Float64Array], tuple[Float64Array, Float64Array]],
+    count: float,
+    total: float,
+    squares: float,
+    candidates: Candidates,
+) -> Float64Array:
+    """Mean over x of (s q(x) - x)^2 with q a staircase: one term per step of the stairs.
+
+    Expanded, the mean needs only ``sum q x`` and ``sum q^2``, and those grow by known amounts at
+    each cut between two codes. `below` gives the number and the sum of the data under each cut.
+    """
+    scale = candidates.scale.astype(np.float64)
+    first = np.rint(candidates.lo / candidates.scale).astype(np.int64)
+    last = np.rint(candidates.hi / candidates.scale).astype(np.int64)
+    last = np.maximum(last, first + 1)  # an empty staircase: one step above all its data
+    steps = last - first
+    starts = np.concatenate(([0], np.cumsum(steps)[:-1]))
+    code = (np.arange(steps.sum()) - np.repeat(starts - first, steps)).astype(np.float64)
+    number, weight = below((code + 0.5) * np.repeat(scale, steps))
+    sum_qx = last * total - np.add.reduceat(weight, starts)
+    sum_qq = np.square(last.astype(np.float64)) * count
+    sum_qq -= np.add.reduceat((2.0 * code + 1.0) * number, starts)
+    losses: Float64Array = (squares - 2 * scale * sum_qx + scale * scale * sum_qq) / count
+    return losses
+
+
+def _refined(data: Float32Array, candidates: Candidates, losses: Float64Array) -> Float64Array:
+    """Replace the losses within rounding of the best by AMCT's own float32 values."""
+    close = np.flatnonzero(losses <= losses.min() * (1 + _MARGIN) + 1e-30)
+    if close.size < 2:
+        return losses
+    refined = losses.copy()
+    refined[close] = [loss32(data, candidates, int(i)) for i in close]
+    return refined
+
+
+def result_of(
+    candidates: Candidates, losses: Float64Array, lo: float, params: IfmrParams
+) -> AscendScale:
+    """The candidate of least loss as scale, offset and clip range."""
+    best = int(np.argmin(losses))
+    scale = np.float32(candidates.scale[best])
+    qmin, _ = ascend_range(params.bits)
+    offset = qmin - int(np.rint(np.float32(lo) / scale)) if params.with_offset else 0
+    clip_min, clip_max = ascend_clip_range(scale, offset, params.bits)
+    return AscendScale(
+        scale=scale,
+        offset=offset,
+        clip_min=clip_min,
+        clip_max=clip_max,
+        candidate=best,
+        losses=losses,
+    )

@@ -1,0 +1,1 @@
+"""What is observed of a model, in one pass, and how it is kept and used again."""

@@ -1,0 +1,297 @@
+"""TensorRT's calibration cache: text in, `CalibrationCache` out, and back byte for byte.
+
+::
+
+    TRT-8503-EntropyCalibration2        header: version label, algorithm of the calibrator
+    data: 3c008912                      tensor name, ": ", scale as float32 bits in hex
+    conv/Conv2D:0: 3c60dd38             a name may hold ":", so the line splits at the LAST ": "
+    (Unnamed Layer* 4) [Shuffle]_output: 0      no zero padding: zero is one digit
+
+The scale is amax / 127. The label is major*1000 + minor*100 + patch up to TensorRT 9 and
+major*10000 + minor*100 + patch from 10. The legacy calibrator writes another first line: "0", then
+the regression cutoff and the quantile as the hex digits of two float64.
+
+Sources: NVIDIA/TensorRT samples/sampleINT8 README ("Calibration file") and the parser in
+samples/common/sampleEngines.cpp; zero, infinity and the two label rules are read off caches that
+TensorRT 5.1 to 10.14 wrote.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from deploy.calibration.trt_cache_origin import likely_origin
+from deploy.errors import CacheError
+
+ENTROPY2 = "EntropyCalibration2"
+ENTROPY = "EntropyCalibration"
+MINMAX = "MinMaxCalibration"
+LEGACY = "LegacyCalibration"
+
+_HEADER = re.compile(r"TRT-([0-9]{4,6})-([A-Za-z]+[0-9]*)")
+_LEGACY_HEADER = re.compile(r"0([0-9a-f]{16})([0-9a-f]{16})")
+_HEX = re.compile(r"[0-9A-Fa-f]{1,8}")
+_VERSION = re.compile(r"([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{1,2})(?:\.[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line: the tensor's name, the hex digits as written, and what ends the line."""
+
+    name: str
+    digits: str
+    end: str = "\n"
+
+    @property
+    def bits(self) -> int:
+        """The float32 bit pattern, 0 to 2**32 - 1."""
+        return int(self.digits, 16)
+
+    @property
+    def scale(self) -> np.float32:
+        """Real value of one int8 step: amax / 127."""
+        return np.uint32(self.bits).view(np.float32)
+
+    @property
+    def flaw(self) -> str | None:
+        """Why this scale cannot stand in a Q/DQ node, or None: zero, inf, NaN, negative."""
+        if np.isnan(self.scale):
+            return "NaN"
+        if self.bits >> 31:
+            return "negative"
+        if np.isinf(self.scale):
+            return "inf"
+        return "zero" if self.bits == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first line.
+
+    Attributes:
+        text: as written, without the line end.
+        label: TensorRT's version label, or None in the legacy form, which has none.
+        algorithm: e.g. "EntropyCalibration2".
+        cutoff, quantile: of the legacy form, else None.
+        end: what ends the line.
+    """
+
+    text: str
+    label: int | None
+    algorithm: str
+    cutoff: float | None = None
+    quantile: float | None = None
+    end: str = "\n"
+
+    @property
+    def version(self) -> str | None:
+        """The label as "X.Y.Z", or None in the legacy form."""
+        return None if self.label is None else label_to_version(self.label)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationCache:
+    """A calibration cache: its header and its entries in file order, duplicates included."""
+
+    header: Header
+    entries: tuple[Entry, ...]
+
+    def duplicates(self) -> list[str]:
+        """Names that occur more than once, in order of first occurrence."""
+        counts = Counter(entry.name for entry in self.entries)
+        return [name for name, count in counts.items() if count > 1]
+
+    def flaws(self) -> dict[str, str]:
+        """Name -> why its scale is unusable in a Q/DQ node (zero, inf, NaN, negative)."""
+        return {entry.name: entry.flaw for entry in self.entries if entry.flaw}
+
+    def scales(self) -> dict[str, np.float32]:
+        """Name -> float32 scale, in file order.
+
+        Raises:
+            CacheError: one name stands there with two different scales.
+        """
+        bits: dict[str, int] = {}
+        for entry in self.entries:
+            if bits.setdefault(entry.name, entry.bits) != entry.bits:
+                raise CacheError(
+                    f"one tensor has one scale, got {entry.name!r} with {bits[entry.name]:x} and"
+                    f" {entry.bits:x}; remove the wrong line"
+                )
+        return {entry.name: entry.scale for entry in self.entries}
+
+
+def version_label(version: str) -> int:
+    """Version as TensorRT labels it: 8.5.3 -> 8503, 10.14.1 -> 101401; a build number is dropped.
+
+    Raises:
+        CacheError: not of the form X.Y.Z.
+    """
+    match = _VERSION.fullmatch(version.strip())
+    if match is None:
+        raise CacheError(f"a TensorRT version reads X.Y.Z, such as 8.5.3, got {version!r}")
+    major, minor, patch = (int(part) for part in match.groups())
+    if major < 10 and minor > 9:
+        raise CacheError(f"TensorRT below 10 has one-digit minor versions, got {version!r}")
+    return major * (1000 if major < 10 else 10000) + minor * 100 + patch
+
+
+def label_to_version(label: int) -> str:
+    """Label as a version: 8503 -> 8.5.3, 101401 -> 10.14.1; inverse of `version_label`."""
+    base = 10000 if label >= 100000 else 1000
+    return f"{label // base}.{label % base // 100}.{label % 100}"
+
+
+def parse(data: bytes, *, origin: str) -> CalibrationCache:
+    """Read the text of a cache; `origin` names it in errors.
+
+    Zero, infinite and NaN scales, duplicates and odd order are kept (see `flaws`, `duplicates`),
+    since TensorRT writes them.
+
+    Raises:
+        CacheError: not a calibration cache of TensorRT (with its likely origin), or a broken one.
+    """
+    lines = _lines(data)
+    if not lines:
+        raise CacheError(f"{origin} is empty; calibrate again to write it")
+    header = _header(*lines[0])
+    if header is None:
+        raise CacheError(
+            f"a TensorRT calibration cache starts with a line such as TRT-8503-{ENTROPY2};"
+            f" {origin} {likely_origin(data)}"
+        )
+    if len(lines) == 1:
+        raise CacheError(
+            f"a calibration cache holds one line a tensor; {origin} ends after its first line,"
+            " so it was cut off; write it again"
+        )
+    entries = [
+        _entry(text, end, line=number, origin=origin)
+        for number, (text, end) in enumerate(lines[1:], start=2)
+    ]
+    return CalibrationCache(header, tuple(entries))
+
+
+def dump(cache: CalibrationCache) -> bytes:
+    """The cache's text; the exact inverse of `parse`."""
+    text = cache.header.text + cache.header.end
+    text += "".join(f"{entry.name}: {entry.digits}{entry.end}" for entry in cache.entries)
+    return text.encode("utf-8", "surrogateescape")
+
+
+def from_scales(
+    scales: Mapping[str, np.float32],
+    *,
+    version: str,
+    algorithm: str = ENTROPY2,
+    quantile: float = 0.999999,
+    cutoff: float = 1.0,
+) -> CalibrationCache:
+    """Tensor name -> scale (amax / 127), in order, as the cache that TensorRT `version` reads.
+
+    `quantile` and `cutoff` count only for the legacy algorithm, whose header holds them. A zero
+    scale (a tensor that is always zero) and infinity are written as TensorRT writes them.
+
+    Raises:
+        CacheError: no scales, a NaN or negative scale, or a name that no cache line can hold.
+    """
+    if not scales:
+        raise CacheError("a calibration cache needs at least one scale, got none")
+    entries = tuple(Entry(_sound_name(name), _digits(name, s)) for name, s in scales.items())
+    return CalibrationCache(_new_header(version, algorithm, quantile, cutoff), entries)
+
+
+def relabel(
+    cache: CalibrationCache, *, version: str, algorithm: str | None = None
+) -> CalibrationCache:
+    """The same entries under the header of another TensorRT version or algorithm.
+
+    The legacy form has no version label: without an algorithm to go to it stays as it is.
+    """
+    header = cache.header
+    if header.label is None and algorithm is None:
+        version_label(version)
+        return cache
+    made = _new_header(
+        version,
+        algorithm or header.algorithm,
+        quantile=0.999999 if header.quantile is None else header.quantile,
+        cutoff=1.0 if header.cutoff is None else header.cutoff,
+    )
+    return replace(cache, header=replace(made, end=header.end))
+
+
+def _new_header(version: str, algorithm: str, quantile: float, cutoff: float) -> Header:
+    label = version_label(version)
+    if algorithm == LEGACY:
+        text = f"0{_float64_digits(cutoff)}{_float64_digits(quantile)}"
+    else:
+        text = f"TRT-{label}-{algorithm}"
+    header = _header(text, "\n")
+    if header is None:
+        raise CacheError(f"an algorithm is a word such as {ENTROPY2}, got {algorithm!r}")
+    return header
+
+
+def _header(text: str, end: str) -> Header | None:
+    if match := _HEADER.fullmatch(text):
+        return Header(text, int(match[1]), match[2], end=end)
+    if match := _LEGACY_HEADER.fullmatch(text):
+        cutoff, quantile = (struct.unpack(">d", bytes.fromhex(g))[0] for g in match.groups())
+        return Header(text, None, LEGACY, cutoff, quantile, end)
+    return None
+
+
+def _lines(data: bytes) -> list[tuple[str, str]]:
+    """Split at LF only, keep CR with the line end: [(text, end)]; only the last may lack an end."""
+    text = data.decode("utf-8", "surrogateescape")
+    pieces = [piece + "\n" for piece in text.split("\n")]
+    pieces[-1] = pieces[-1][:-1]
+    lines = []
+    for piece in pieces if pieces[-1] else pieces[:-1]:
+        body = piece.removesuffix("\n").removesuffix("\r")
+        lines.append((body, piece[len(body) :]))
+    return lines
+
+
+def _entry(text: str, end: str, *, line: int, origin: str) -> Entry:
+    name, colon, digits = text.rpartition(": ")
+    whole = bool(name and colon and _HEX.fullmatch(digits))
+    # Without its newline a last line may have lost digits: "3d8" reads as a number all the same.
+    if "\n" not in end and not (whole and (len(digits) == 8 or digits == "0")):
+        raise CacheError(
+            f"the last line of a calibration cache ends in a newline; {origin} stops in the midst"
+            f" of line {line} ({text[:60]!r}), so it was cut off; write it again"
+        )
+    if not whole:
+        raise CacheError(
+            f"a cache line reads 'name: hex' with 1 to 8 hex digits; line {line} of {origin} is"
+            f" {text[:60]!r}; remove that line or calibrate again"
+        )
+    return Entry(name, digits, end)
+
+
+def _sound_name(name: str) -> str:
+    if not name or "\n" in name or "\r" in name:
+        raise CacheError(
+            f"a cache holds one line a tensor, so a name has no line break and is not empty,"
+            f" got {name!r}; rename the tensor in the model"
+        )
+    return name
+
+
+def _digits(name: str, scale: np.float32) -> str:
+    value = np.float32(scale)
+    if np.isnan(value) or value < 0:
+        raise CacheError(f"a scale is zero or more, got {value} for {name!r}; calibrate it again")
+    return f"{int(abs(value).view(np.uint32)):x}"
+
+
+def _float64_digits(value: float) -> str:
+    return struct.pack(">d", value).hex()

@@ -1,0 +1,1 @@
+"""What a model is fed: images and arrays, prepared, one sample at a time."""

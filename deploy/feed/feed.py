@@ -1,0 +1,374 @@
+"""What a model is fed: images or arrays, one sample at a time, decoded beside the inference.
+
+Sources: a folder of images, a list file ("path" or "path label"), one image, an .npy or .npz file
+(already preprocessed), or a Python iterable of arrays or of name -> array dicts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from deploy.errors import ConfigError, FeedError
+from deploy.feed import images, manifest
+from deploy.feed.arrays import fixed_batch, from_file, from_iterable
+from deploy.feed.pixels import apply
+from deploy.feed.preprocess import Preprocess, describe, resolve
+from deploy.feed.stream import Stream
+from deploy.tensors import Array, TensorSpec
+
+Sample = dict[str, Array]
+FeedSource = str | os.PathLike[str] | Iterable[Any]
+
+
+class Source(Protocol):
+    """Random access to samples of batch 1, and how they are called."""
+
+    @property
+    def labels(self) -> tuple[int, ...] | None: ...
+
+    def __len__(self) -> int: ...
+
+    def sample_name(self, index: int) -> str: ...
+
+    def read(self, index: int) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Pictures of one input."""
+
+    pictures: tuple[images.Picture, ...]
+    spec: TensorSpec
+    how: Preprocess
+
+    @property
+    def labels(self) -> tuple[int, ...] | None:
+        """One per picture, or None."""
+        found = [p.label for p in self.pictures if p.label is not None]
+        return tuple(found) if len(found) == len(self.pictures) else None
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def sample_name(self, index: int) -> str:
+        """The file's name."""
+        return self.pictures[index].name
+
+    def read(self, index: int) -> Sample:
+        """Decode, preprocess, cast to the input's dtype."""
+        picture = self.pictures[index]
+        grey = self.how.color == "grey"
+        pixels = images.decode(images.read(picture), picture.name, grey=grey)
+        return {self.spec.name: _cast(apply(pixels, self.how), self.spec.dtype)}
+
+
+class Feed:
+    """The samples of one model; iterate `samples()` as often as needed.
+
+    Attributes:
+        notes: what the user should know about how the feed was read.
+        preprocess: the complete preprocessing, None for arrays.
+        batch: size of the first dimension of every sample: 1, or what the model fixes.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        chosen: Sequence[int],
+        *,
+        kind: str,
+        batch: int,
+        preprocess: Preprocess | None,
+        skip_bad: bool,
+        notes: Sequence[str],
+    ) -> None:
+        self._source = source
+        self._chosen = tuple(chosen)
+        self._kind = kind
+        self._skip_bad = skip_bad
+        self._skipped: dict[int, str] = {}
+        self._manifest: dict[str, Any] | None = None
+        self.batch = batch
+        self.preprocess = preprocess
+        self._notes = tuple(notes)
+
+    def __len__(self) -> int:
+        """How many samples `samples()` gives; known bad ones are not counted."""
+        return -(-self.count // self.batch)
+
+    @property
+    def count(self) -> int:
+        """How many images or rows are fed; known bad ones are not counted."""
+        return len(self._chosen) - len(self._skipped)
+
+    @property
+    def labels(self) -> tuple[int, ...] | None:
+        """One class number per image or row, without the skipped ones; None where not given."""
+        labels = self._source.labels
+        if labels is None:
+            return None
+        return tuple(labels[i] for i in self._chosen if i not in self._skipped)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One name per image or row, without the skipped ones."""
+        return tuple(self._source.sample_name(i) for i in self._chosen if i not in self._skipped)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Why each bad image or row was left out; complete after one pass over `samples()`."""
+        return tuple(self._skipped[i] for i in sorted(self._skipped))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How the feed was read, in sentences; complete after one pass."""
+        extra: list[str] = []
+        if self._skipped:
+            bad = list(self._skipped.values())
+            more = f" (and {len(bad) - 3} more)" if len(bad) > 3 else ""
+            extra.append(f"{len(bad)} skipped: {'; '.join(bad[:3])}{more}")
+        filler = -self.count % self.batch
+        if filler:
+            extra.append(
+                f"the model's batch is {self.batch}: the last one was filled with the first"
+                f" {filler} sample{'s' if filler > 1 else ''} again"
+            )
+        return (*self._notes, *extra)
+
+    def samples(self) -> Stream[Sample]:
+        """A stream of input name -> array, first dimension `batch`, in the feed's order.
+
+        Decoding runs in one background thread a few samples ahead. The stream may be pulled by
+        several threads at once; leaving it early: `close()` it or use it in a `with`.
+
+        Raises:
+            FeedError: (while iterating) a bad sample, unless `skip_bad`; or nothing but bad ones.
+        """
+        return Stream(self._batches)
+
+    def manifest(self) -> dict[str, Any]:
+        """What was fed, as plain JSON: equal manifests mean equal samples.
+
+        Made of the files' bytes (or the arrays'), not of decoded pixels; computed once.
+
+        Raises:
+            FeedError: a file cannot be read, unless `skip_bad`.
+        """
+        if self._manifest is None:
+            self._manifest = {
+                "kind": self._kind,
+                "count": len(self._chosen),
+                "batch": self.batch,
+                "skip_bad": self._skip_bad,
+                "names_sha256": manifest.names_digest(map(self._source.sample_name, self._chosen)),
+                "sha256": self._digest(),
+                "preprocess": self.preprocess.to_json() if self.preprocess else None,
+            }
+        return dict(self._manifest)
+
+    def _digest(self) -> str:
+        source = self._source
+        if isinstance(source, ImageSource):
+            chosen = (source.pictures[i] for i in self._chosen)
+            return manifest.files_digest((p.name, self._bytes(p)) for p in chosen)
+        return manifest.arrays_digest(s for _, s in self._singles())
+
+    def _bytes(self, picture: images.Picture) -> bytes:
+        try:
+            return images.read(picture)
+        except FeedError:
+            if self._skip_bad:
+                return b""
+            raise
+
+    def _singles(self) -> Iterator[tuple[int, Sample]]:
+        """(index, sample of batch 1) of every good one."""
+        for index in self._chosen:
+            try:
+                yield index, self._source.read(index)
+            except FeedError as error:
+                if not self._skip_bad:
+                    raise FeedError(
+                        f"{error}; {len(self._chosen)} were to be fed: correct or remove it, or"
+                        " skip bad ones (--skip-bad)"
+                    ) from error
+                self._skipped[index] = str(error)
+        if not self.count:
+            raise FeedError(
+                f"at least one sample must be good, all {len(self._chosen)} were skipped:"
+                f" {next(iter(self._skipped.values()))}"
+            )
+
+    def _batches(self) -> Iterator[Sample]:
+        if self.batch == 1:
+            yield from (sample for _, sample in self._singles())
+            return
+        first: list[Sample] = []
+        group: list[Sample] = []
+        for _, sample in self._singles():
+            if len(first) < self.batch:
+                first.append(sample)
+            group.append(sample)
+            if len(group) == self.batch:
+                yield _join(group)
+                group = []
+        if group:
+            missing = self.batch - len(group)
+            yield _join(group + [first[i % len(first)] for i in range(missing)])
+
+
+def open_feed(
+    source: FeedSource,
+    specs: Sequence[TensorSpec],
+    *,
+    preprocess: Preprocess | None = None,
+    skip_bad: bool = False,
+    limit: int | None = None,
+) -> Feed:
+    """Open images or arrays as the feed of a model with these inputs.
+
+    Args:
+        source: a folder, list file, image, .npy or .npz file, or an iterable of arrays or dicts.
+        specs: the model's inputs.
+        preprocess: how images become inputs; None takes it from the input and says so.
+        skip_bad: go on without unreadable images and arrays with NaN, telling them in `notes`.
+        limit: use at most so many, spread evenly over all.
+
+    Raises:
+        FeedError: nothing to feed, or it does not fit the inputs.
+        ConfigError: options that contradict the source.
+    """
+    inputs = tuple(specs)
+    if not inputs:
+        raise FeedError("a model must have an input to be fed, got none; check the model")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit must be 1 or more, got {limit}; leave it away to use all")
+    notes: list[str] = []
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if path.suffix.lower() in (".npy", ".npz") and path.is_file():
+            arrays = from_file(path, inputs)
+        else:
+            return _open_images(path, inputs, preprocess, skip_bad, limit)
+    else:
+        arrays = from_iterable(source, inputs)
+    if preprocess is not None:
+        raise ConfigError(
+            f"arrays are fed as they are, got preprocessing for {arrays.name}; leave it away, or"
+            " feed images"
+        )
+    notes += arrays.notes
+    return Feed(
+        arrays,
+        _choose(len(arrays), limit, notes),
+        kind="arrays",
+        batch=fixed_batch(inputs),
+        preprocess=None,
+        skip_bad=skip_bad,
+        notes=notes,
+    )
+
+
+def _open_images(
+    path: Path,
+    specs: tuple[TensorSpec, ...],
+    preprocess: Preprocess | None,
+    skip_bad: bool,
+    limit: int | None,
+) -> Feed:
+    pictures = _pictures(path)
+    if len(specs) != 1:
+        raise FeedError(
+            f"images feed one input, the model has {len(specs)}:"
+            f" {', '.join(describe(s) for s in specs)}; give an .npz file with one array per input"
+        )
+    how, said = resolve(preprocess, specs[0])
+    _check_dtype(specs[0], how)
+    notes = list(said)
+    chosen = _choose(len(pictures), limit, notes)
+    if not skip_bad:
+        _check_present([pictures[i] for i in chosen], path)
+    return Feed(
+        ImageSource(tuple(pictures), specs[0], how),
+        chosen,
+        kind="images",
+        batch=fixed_batch(specs),
+        preprocess=how,
+        skip_bad=skip_bad,
+        notes=notes,
+    )
+
+
+def _pictures(path: Path) -> list[images.Picture]:
+    if path.is_dir():
+        return images.find(path)
+    if not path.exists():
+        raise FeedError(
+            f"{images.shown(str(path))} does not exist; give a folder of images, a list file, an"
+            " .npy or an .npz file"
+        )
+    if images.is_image(path):
+        return [images.Picture(path, path.name)]
+    return images.read_list(path)
+
+
+def _check_present(pictures: list[images.Picture], path: Path) -> None:
+    missing = [p.name for p in pictures if not _exists(p.path)]
+    if missing:
+        raise FeedError(
+            f"every image must exist, {len(missing)} of {len(pictures)} in"
+            f" {images.shown(str(path))} do not: {images.summary(missing)}; paths are relative to"
+            " the list file; correct them, or skip bad ones (--skip-bad)"
+        )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _choose(count: int, limit: int | None, notes: list[str]) -> list[int]:
+    if limit is None or limit >= count:
+        return list(range(count))
+    notes.append(f"{limit} of {count} samples are used, spread evenly over all")
+    return [i * count // limit for i in range(limit)]
+
+
+def _check_dtype(spec: TensorSpec, how: Preprocess) -> None:
+    whole = how.scale == 1 and set(how.mean) == {0.0} and set(how.std) == {1.0}
+    pads_whole = all(0 <= p <= 255 and float(p).is_integer() for p in how.pad)
+    if spec.dtype in ("float32", "float16") or (spec.dtype == "uint8" and whole and pads_whole):
+        return
+    remedy = (
+        "use the preset 'raw' (scale 1, no mean, std 1)"
+        if spec.dtype == "uint8"
+        else "feed it arrays from an .npy file"
+    )
+    raise FeedError(f"images become float32 or float16, the input is {describe(spec)}; {remedy}")
+
+
+def _cast(array: Array, dtype: str) -> Array:
+    return array if dtype == "float32" else array.astype(dtype)
+
+
+def _join(group: list[Sample]) -> Sample:
+    joined: Sample = {}
+    for name, first in group[0].items():
+        shapes = {s[name].shape for s in group}
+        if len(shapes) > 1:
+            raise FeedError(
+                f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r}"
+            )
+        joined[name] = first if not first.shape else np.concatenate([s[name] for s in group])
+    return joined
+
+
+__all__ = ["Feed", "FeedSource", "Sample", "open_feed"]

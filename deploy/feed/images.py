@@ -1,0 +1,250 @@
+"""Pictures on disk: finding them, reading a list of them, decoding one.
+
+Decoding is OpenCV's `imdecode` of the whole file: 8 bits per channel (16-bit pictures keep their
+upper byte), alpha dropped, grey repeated to three channels where colour is asked for, EXIF
+orientation applied, the first picture of an animation.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploy.errors import FeedError
+from deploy.tensors import Array
+
+SUFFIXES = frozenset(
+    (".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp")
+)
+_LARGEST_LIST = 256 << 20
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A file, the name it goes by in messages and digests, and its label if the list has one."""
+
+    path: Path
+    name: str
+    label: int | None = None
+
+
+def shown(name: str) -> str:
+    """A file name fit for a message: one line, printable whatever its bytes."""
+    text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def is_image(path: Path | str) -> bool:
+    """Whether the suffix, in any case, is one that is read as a picture."""
+    return os.path.splitext(path)[1].lower() in SUFFIXES
+
+
+def find(folder: Path) -> list[Picture]:
+    """All pictures below `folder`, sorted by the bytes of their relative path.
+
+    Hidden files and folders (a leading dot) are passed over; links to folders are not followed.
+
+    Raises:
+        FeedError: there is none.
+    """
+    found: list[str] = []
+    for root, folders, files in os.walk(folder, onerror=_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        inside = os.path.relpath(root, folder)
+        kept = (name for name in files if not name.startswith(".") and is_image(name))
+        found += [name if inside == "." else f"{inside}/{name}" for name in kept]
+    if not found:
+        raise FeedError(
+            f"{shown(str(folder))} must hold images ({', '.join(sorted(SUFFIXES))}), got none;"
+            " give another folder or a list file"
+        )
+    found.sort(key=os.fsencode)
+    return [Picture(folder / name, name) for name in found]
+
+
+def read_list(path: Path) -> list[Picture]:
+    """A list file: one "path" or "path label" a line, paths relative to the list's folder.
+
+    UTF-8 with or without a byte order mark, LF or CRLF; empty lines and lines starting with
+    ``#`` are passed over; paths may hold spaces. A line that is a file as a whole has no label.
+
+    Raises:
+        FeedError: not a text file, no line, or labels that are missing or not whole numbers.
+    """
+    pictures: list[Picture] = []
+    unlabelled: list[int] = []
+    for number, line in _lines(path):
+        picture = _parse_line(path, number, line)
+        pictures.append(picture)
+        if picture.label is None:
+            unlabelled.append(number)
+    if not pictures:
+        raise FeedError(f"{shown(str(path))} must list images, got no line; write one path a line")
+    if 0 < len(unlabelled) < len(pictures):
+        raise FeedError(
+            f"every line of {shown(str(path))} or none must have a label, got"
+            f" {len(unlabelled)} of {len(pictures)} without, the first on line {unlabelled[0]};"
+            " add them or remove all labels"
+        )
+    return pictures
+
+
+def read(picture: Picture) -> bytes:
+    """The whole file.
+
+    Raises:
+        FeedError: it is missing, unreadable or empty.
+    """
+    try:
+        if not stat.S_ISREG(picture.path.stat().st_mode):  # a pipe would be waited for, forever
+            raise FeedError(f"image {shown(picture.name)} cannot be read: it is no regular file")
+        data = picture.path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FeedError(f"image {shown(picture.name)} cannot be read: {reason}") from error
+    if not data:
+        raise FeedError(f"image {shown(picture.name)} is an empty file")
+    return data
+
+
+def decode(data: bytes, name: str, *, grey: bool) -> Array:
+    """File bytes -> uint8 [H, W, 3] BGR, or [H, W, 1] grey.
+
+    Raises:
+        FeedError: the bytes are no whole picture that OpenCV can read.
+    """
+    cv2 = opencv()
+    fault = _fault(data)
+    if fault is None:
+        flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
+        try:
+            pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+        except (cv2.error, MemoryError):
+            pixels = None
+        if pixels is not None and pixels.size:
+            out: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
+            return out
+    raise FeedError(
+        f"image {shown(name)} cannot be decoded ({len(data)} bytes"
+        f"{', ' + fault if fault else ', damaged or of an unknown kind'})"
+    )
+
+
+def opencv() -> Any:
+    """The cv2 module with one thread of its own and no messages on stderr.
+
+    Without Intel's IPP, whose cubic resize rounds otherwise on every 30th pixel: the pixels are
+    then those of every OpenCV from 4.6 to 5.0, with IPP built in or not.
+    """
+    cv2 = _quiet_opencv()
+    cv2.ipp.setUseIPP(False)  # a setting of the calling thread only
+    return cv2
+
+
+@lru_cache(maxsize=1)
+def _quiet_opencv() -> Any:
+    import cv2
+
+    cv2.setNumThreads(1)
+    cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+    return cv2
+
+
+def summary(names: Sequence[str], most: int = 5) -> str:
+    """The first few names and how many more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(shown, names[:most])) + more
+
+
+def _unreadable(error: OSError) -> None:
+    raise FeedError(
+        f"folder {shown(str(error.filename))} cannot be read: {error.strerror}; make it readable"
+    ) from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        if not path.is_file():
+            raise _not_a_list(path)
+        if path.stat().st_size > _LARGEST_LIST:
+            raise FeedError(f"{shown(str(path))} is over 256 MB: not a list of images")
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise FeedError(f"{shown(str(path))} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise _not_a_list(path) from error
+    if "\0" in text:
+        raise _not_a_list(path)
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
+        line = line.strip()
+        if line and not line.startswith("#"):
+            yield number, line
+
+
+def _not_a_list(path: Path) -> FeedError:
+    return FeedError(
+        f"{shown(str(path))} must be a folder of images, a UTF-8 list of them, an image, an .npy"
+        " or an .npz file, got a file that is none of these; check the path"
+    )
+
+
+def _parse_line(listing: Path, number: int, line: str) -> Picture:
+    folder = listing.parent
+    whole = folder / line
+    parts = line.rsplit(None, 1)
+    if len(parts) == 1 or _is_file(whole):
+        return Picture(whole, line)
+    name, token = parts
+    if re.fullmatch(r"\d{1,9}", token, re.ASCII):
+        return Picture(folder / name, name, int(token))
+    if _is_file(folder / name):
+        raise FeedError(
+            f"a label must be a whole number from 0, got {token!r} on line {number} of"
+            f" {shown(str(listing))}; number the classes as the model's outputs are"
+        )
+    return Picture(whole, line)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _fault(data: bytes) -> str | None:
+    if data.startswith(_PNG):
+        return _png_fault(data)
+    return _jpeg_fault(data) if data.startswith(b"\xff\xd8") else None
+
+
+def _jpeg_fault(data: bytes) -> str | None:
+    """A JPEG ends with its end marker; some OpenCVs fill what is missing with grey, unsaid."""
+    scan = data.rfind(b"\xff\xda")
+    return None if data.rfind(b"\xff\xd9") > scan >= 0 else "cut short"
+
+
+def _png_fault(data: bytes) -> str | None:
+    """What is wrong with the chunks of a PNG; checked here since libpng prints to stderr."""
+    at, view = len(_PNG), memoryview(data)
+    while at + 12 <= len(data):
+        length = int.from_bytes(view[at : at + 4], "big")
+        end = at + 12 + length
+        if end > len(data):
+            return "cut short"
+        if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
+            return "damaged: a checksum does not fit"
+        if data[at + 4 : at + 8] == b"IEND":
+            return None
+        at = end
+    return "cut short"

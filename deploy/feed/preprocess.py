@@ -1,0 +1,259 @@
+"""How a picture becomes a model's input: options, presets, and what the model itself decides.
+
+The arithmetic itself is in `deploy.feed.pixels`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deploy.errors import ConfigError, FeedError
+from deploy.tensors import TensorSpec
+
+RESIZES = ("stretch", "letterbox", "short-side", "fit-height")
+INTERPOLATIONS = ("nearest", "linear", "cubic", "area", "lanczos")
+COLORS = {"rgb": 3, "bgr": 3, "grey": 1}
+LAYOUTS = ("nchw", "nhwc")
+ANCHORS = ("centre", "top-left")
+LARGEST_SIDE = 16384
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preprocess:
+    """How a picture becomes one input. `None` means: the model's own.
+
+    Attributes:
+        size: (height, width) in pixels of the model's input.
+        default_size: the size where the model leaves its own open; a preset's usual size.
+        resize: "stretch"; "letterbox" keeps the aspect and pads; "short-side" resizes the short
+            side to `short_side` and crops the centre; "fit-height" keeps the aspect up to the
+            full width and pads on the right, as text recognisers do.
+        short_side: pixels; None is the longer side of `size` times 8/7 (256 for 224).
+        interpolation: OpenCV's. "area" holds where both sides shrink, else it is "linear".
+        color: "rgb", "bgr" or "grey"; None is grey for one channel and rgb for three.
+        scale: multiplier of a pixel of 0..255.
+        mean, std: in scaled units, one value, or one per channel in the order of `color`.
+        pad: the border, in pixel units (may be a fraction), one value or one per channel.
+        anchor: where letterbox puts the picture, "centre" or "top-left".
+        layout: "nchw" or "nhwc".
+    """
+
+    size: Size | None = None
+    default_size: Size | None = None
+    resize: str = "stretch"
+    short_side: int | None = None
+    interpolation: str = "linear"
+    color: str | None = None
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    pad: tuple[float, ...] = (0.0,)
+    anchor: str = "centre"
+    layout: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("resize", self.resize, RESIZES)
+        _one_of("interpolation", self.interpolation, INTERPOLATIONS)
+        _one_of("anchor", self.anchor, ANCHORS)
+        if self.color is not None:
+            _one_of("color", self.color, tuple(COLORS))
+        if self.layout is not None:
+            _one_of("layout", self.layout, LAYOUTS)
+        for name in ("size", "default_size"):
+            object.__setattr__(self, name, _size(name, getattr(self, name)))
+        if self.short_side is not None:
+            _side("short_side", self.short_side)
+        object.__setattr__(self, "scale", _number("scale", self.scale))
+        for name in ("mean", "std", "pad"):
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+            self._check_channels(name)
+        if not all(np.float32(v) > 0 for v in self.std) or not np.float32(self.scale) > 0:
+            raise ConfigError(
+                f"scale and std must be above 0, got scale={self.scale} std={list(self.std)};"
+                " std is what the scaled pixel is divided by"
+            )
+
+    def _check_channels(self, name: str) -> None:
+        got = len(getattr(self, name))
+        allowed = {1, COLORS[self.color]} if self.color else {1, 3}
+        if got not in allowed:
+            raise ConfigError(
+                f"{name} must have one value or one per channel of {self.color or 'rgb'},"
+                f" got {got} values; give {' or '.join(map(str, sorted(allowed)))}"
+            )
+
+    @property
+    def channels(self) -> int:
+        """1 or 3; 3 while the color is still the model's own."""
+        return COLORS[self.color or "rgb"]
+
+    @property
+    def short(self) -> int:
+        """Length of the short side in pixels that "short-side" resizes to; `size` must be set."""
+        if self.short_side is None and self.size is None:
+            raise ConfigError("short_side follows from size, got neither; give one of them")
+        return self.short_side or (max(self.size or ()) * 8 + 3) // 7
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, every field; floats survive exactly (repr round trip)."""
+        data = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
+
+    @classmethod
+    def from_json(cls, data: object) -> Preprocess:
+        """Inverse of `to_json`; a field left out has its default.
+
+        Raises:
+            ConfigError: an unknown field, or a value that breaks a rule.
+        """
+        if not isinstance(data, dict):
+            raise ConfigError(f"preprocess must be a JSON object, got {type(data).__name__}")
+        return with_options(cls(), data)
+
+
+def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
+    """`base` with every option that is not None put in its place.
+
+    Raises:
+        ConfigError: a name that is no field, or a value that breaks a rule.
+    """
+    known = [f.name for f in dataclasses.fields(Preprocess)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"{name!r} is no preprocessing option{nearest(name, known)};"
+                f" there are {', '.join(known)}"
+            )
+    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    return dataclasses.replace(base, **given)
+
+
+def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tuple[str, ...]]:
+    """What was asked, completed from the model's input: size, color and layout all set.
+
+    Raises:
+        FeedError: the input is no picture, or contradicts what was asked.
+    """
+    chosen = asked if asked is not None else Preprocess()
+    if len(spec.shape) != 4:
+        raise FeedError(
+            f"images need an input of 4 dimensions, got {describe(spec)};"
+            " feed this model arrays from an .npy or .npz file"
+        )
+    layout = chosen.layout or _layout_of(spec)
+    _, channels, height, width = _nchw(spec.shape, layout)
+    color = chosen.color or ("grey" if channels == 1 else "rgb")
+    if isinstance(channels, int) and channels != COLORS[color]:
+        raise FeedError(
+            f"{color} images have {COLORS[color]} channels, the input is {describe(spec)} with"
+            f" {channels} in {layout.upper()}; give another color or layout, or feed arrays from"
+            " an .npy file"
+        )
+    size = _resolve_size(chosen, (height, width), spec)
+    try:
+        resolved = dataclasses.replace(chosen, size=size, color=color, layout=layout)
+    except ConfigError as error:
+        raise FeedError(f"{error} (the input is {describe(spec)})") from error
+    _check_crop(resolved)
+    if asked is not None:
+        return resolved, ()
+    return resolved, (
+        f"no preprocessing was given: {color} images stretched to {size[0]}x{size[1]},"
+        " pixels / 255 (preset 'unit')",
+    )
+
+
+def describe(spec: TensorSpec) -> str:
+    """'name' dtype [dims] of an input, for messages."""
+    dims = ", ".join("?" if d is None else str(d) for d in spec.shape)
+    return f"{spec.name!r} {spec.dtype} [{dims}]"
+
+
+def _check_crop(how: Preprocess) -> None:
+    assert how.size is not None
+    if how.resize == "short-side" and how.short < max(how.size):
+        raise ConfigError(
+            f"short_side must reach the crop of {how.size[0]}x{how.size[1]},"
+            f" got {how.short_side}; give {max(how.size)} or more"
+        )
+
+
+def _layout_of(spec: TensorSpec) -> str:
+    return "nhwc" if spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3) else "nchw"
+
+
+def _nchw(shape: tuple[int | str | None, ...], layout: str) -> tuple[int | str | None, ...]:
+    return shape if layout == "nchw" else (shape[0], shape[3], shape[1], shape[2])
+
+
+def _resolve_size(
+    how: Preprocess, own: tuple[int | str | None, int | str | None], spec: TensorSpec
+) -> Size:
+    size = how.size
+    if size is None:
+        fallback = how.default_size or (None, None)
+        sides = [o if isinstance(o, int) else f for o, f in zip(own, fallback, strict=True)]
+        if None in sides:
+            raise FeedError(
+                f"the input {describe(spec)} leaves its size open; give a size, such as 224x224"
+            )
+        size = _size("size", sides)
+        assert size is not None
+    for got, wanted in zip(size, own, strict=True):
+        if isinstance(wanted, int) and got != wanted:
+            raise FeedError(
+                f"the size must fit the input {describe(spec)}, got {size[0]}x{size[1]};"
+                " leave the size away to take the model's own"
+            )
+    return size
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = nearest(str(value), list(allowed))
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{near}")
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The known name that was likely meant, as the end of a message, or nothing."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _side(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIDE:
+        raise ConfigError(f"{name} must be whole pixels, 1 to {LARGEST_SIDE}, got {value!r}")
+    return value
+
+
+def _size(name: str, value: Any) -> Size | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ConfigError(f"{name} must be (height, width), got {value!r}")
+    return _side(name, value[0]), _side(name, value[1])
+
+
+def _number(name: str, value: Any) -> float:
+    numbers = _numbers(name, value)
+    if isinstance(value, list | tuple):
+        raise ConfigError(f"{name} must be one number, got {value!r}")
+    return numbers[0]
+
+
+def _numbers(name: str, values: Any) -> tuple[float, ...]:
+    listed = list(values) if isinstance(values, list | tuple) else [values]
+    for value in listed:
+        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or abs(value) > 1e30:
+            raise ConfigError(f"{name} must be finite numbers, got {values!r}")
+    return tuple(float(v) for v in listed)

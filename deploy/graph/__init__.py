@@ -1,0 +1,1 @@
+"""Reading a model: its index, what each placement needs, and bounds of its tensors."""

@@ -1,0 +1,371 @@
+"""What needs a scale: which nodes run in int8, which tensors and weights that takes, and why not.
+
+Pure reading of a cleaned model (see `deploy.frontends`); nothing is run and nothing is changed.
+
+A *heavy* node (Conv, Gemm, MatMul) is where int8 pays. A *glue* node (Add, Concat, pooling, ...)
+only passes int8 on: it runs in int8 where all its inputs already are and somebody after it wants
+int8. A Relu, Clip or bias Add that follows a heavy or glue node alone is its *tail* and is
+computed inside it, so the scale is that of the tail's output::
+
+    x --[Q DQ]--> Conv --> Relu --[Q DQ]--> ...       not between Conv and Relu
+                  '---- tail --'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import onnx
+
+from calibrators.int8 import INT8, UINT8, Grid
+from deploy.graph.index import Graph
+
+_FLOAT = onnx.TensorProto.FLOAT
+_MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
+_POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a target wants Q/DQ pairs, and on which grid.
+
+    Attributes:
+        name: of the target, for reasons and reports.
+        grid: integers of the activations.
+        heavy: op types whose int8 kernel is the gain.
+        glue: op types that pass int8 on.
+        keeps_scale: op types whose output must have the input's scale.
+        outputs: a pair after every int8 node (ONNX Runtime), or only on the inputs (TensorRT).
+        bias: biases as int32 behind a DequantizeLinear (ONNX Runtime) or left float.
+        per_tensor: op types whose weights get one scale for the whole tensor.
+        thin: a Conv on an input of the model with fewer products a value than this stays float.
+    """
+
+    name: str
+    grid: Grid
+    heavy: frozenset[str]
+    glue: frozenset[str]
+    keeps_scale: frozenset[str]
+    outputs: bool
+    bias: bool
+    per_tensor: frozenset[str] = frozenset()
+    thin: int = 0
+
+    @property
+    def heavy_or_glue(self) -> frozenset[str]:
+        """Op types that can run in int8."""
+        return self.heavy | self.glue
+
+
+ONNXRUNTIME = Placement(
+    name="onnxruntime",
+    grid=UINT8,
+    heavy=frozenset({"Conv", "Gemm", "MatMul"}),
+    glue=_MOVES | _POOLS | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split"},
+    keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
+    outputs=True,
+    bias=True,
+    # 3 colours times 3x3 are 27 products: the int8 kernel's unfolding costs more than it saves
+    # (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv, 2.05x without)
+    thin=32,
+)
+TENSORRT = Placement(
+    name="tensorrt",
+    grid=INT8,
+    heavy=frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"}),
+    glue=frozenset({"Add"}),
+    keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
+    outputs=False,
+    bias=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One node: int8 or float, and why it is float ("" for int8)."""
+
+    node: str
+    op_type: str
+    int8: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTarget:
+    """An initializer to be stored as int8, the node it serves and its channel axis (None: one)."""
+
+    name: str
+    node: str
+    axis: int | None
+    bias: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A Q/DQ pair on `tensor`; `consumers` are the nodes that read it, None for all readers."""
+
+    tensor: str
+    consumers: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a model needs for one placement.
+
+    Attributes:
+        placement: the rules this plan follows.
+        decisions: every node of the top graph, in its order.
+        pairs: Q/DQ pairs to insert, in the graph's order.
+        weights: initializers to store as int8.
+        owners: tensor -> the tensor whose scale it must share.
+    """
+
+    placement: Placement
+    decisions: tuple[Decision, ...]
+    pairs: tuple[Pair, ...]
+    weights: tuple[WeightTarget, ...]
+    owners: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Tensors that need a scale of their own, in the graph's order."""
+        names = [self.owners.get(p.tensor, p.tensor) for p in self.pairs]
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def int8_nodes(self) -> tuple[str, ...]:
+        """Names of the nodes that run in int8."""
+        return tuple(d.node for d in self.decisions if d.int8)
+
+
+def analyse(
+    model: onnx.ModelProto,
+    placement: Placement,
+    *,
+    float_nodes: Iterable[str] = (),
+    float_tensors: Mapping[str, str] | None = None,
+) -> Plan:
+    """Decide for every node whether it runs in int8.
+
+    Args:
+        model: cleaned model with unique node names and inferred shapes.
+        placement: the target's rules.
+        float_nodes: names of nodes that the user keeps in float.
+        float_tensors: tensor -> why it has no scale ("was 0 in every sample").
+    """
+    graph = Graph(model)
+    without = dict(float_tensors or {})
+    kept = frozenset(float_nodes)
+    why: dict[str, str] = {}
+    for node in graph.nodes:
+        why[node.name] = _refusal(graph, node, placement, kept, without)
+    _drop_glue(graph, placement, why, without)
+    chosen = [n for n in graph.nodes if not why[n.name]]
+    pairs = _pairs(graph, placement, chosen)
+    return Plan(
+        placement=placement,
+        decisions=_decisions(graph, placement, why),
+        pairs=pairs,
+        weights=tuple(w for n in chosen for w in _weights(graph, placement, n)),
+        owners=_owners(graph, placement, [p.tensor for p in pairs]),
+    )
+
+
+def _refusal(
+    graph: Graph,
+    node: onnx.NodeProto,
+    placement: Placement,
+    kept: frozenset[str],
+    without: Mapping[str, str],
+) -> str:
+    """Why a node cannot run in int8 on its own account; "" where it can."""
+    if node.domain not in ("", "ai.onnx"):
+        return f"custom domain {node.domain}"
+    if node.op_type not in placement.heavy_or_glue:
+        return f"{node.op_type} is not run in int8 on {placement.name}"
+    if node.name in kept:
+        return "kept float as asked"
+    if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node)):
+        return reason
+    if node.op_type == "Conv" and node.input[0] in graph.inputs:
+        products = math.prod(graph.initializers[node.input[1]].dims[1:])
+        if products < placement.thin:
+            return f"the first Conv has only {products} products a value, and is faster in float"
+    if node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input):
+        return "one of its operands is constant"
+    tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
+    for tensor in tensors:
+        if not graph.is_float(tensor):
+            return f"{tensor} is not float32"
+        owner = _owner(graph, placement, tensor)
+        if owner in without:
+            return f"{owner} {without[owner]}"
+    return "" if graph.data_inputs(node) else "all its inputs are constant"
+
+
+def _weight_refusal(graph: Graph, node: onnx.NodeProto) -> str:
+    if node.op_type == "MatMul":
+        constants = [name for name in node.input if name in graph.initializers]
+        if constants and (len(constants) == 2 or node.input[1] not in graph.initializers):
+            return "its constant is the first factor"
+        names = constants
+    else:
+        names = list(node.input[1:2])
+    for name in names:
+        if name not in graph.initializers:
+            return "its weights are not constant"
+        if graph.initializers[name].data_type != _FLOAT:
+            return "its weights are not float32"
+        if name in graph.outputs:
+            return "its weights are an output of the model"
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    plain = attributes.get("alpha", 1.0) == 1.0 and attributes.get("beta", 1.0) == 1.0
+    if node.op_type == "Gemm" and (attributes.get("transA", 0) or not plain):
+        return "Gemm with transA, alpha or beta has no int8 kernel"
+    return ""
+
+
+def _decisions(graph: Graph, placement: Placement, why: Mapping[str, str]) -> tuple[Decision, ...]:
+    """One decision a node; a tail runs where the node before it runs."""
+    heads = {graph.tail(n): n.name for n in graph.nodes if n.op_type in placement.heavy_or_glue}
+    found = []
+    for node in graph.nodes:
+        reason = why[node.name]
+        head = heads.get(node.output[0], node.name)
+        if reason and head != node.name:
+            reason = why[head] and "the node before it is float"
+        found.append(Decision(node.name, node.op_type, not reason, reason))
+    return tuple(found)
+
+
+def _drop_glue(
+    graph: Graph, placement: Placement, why: dict[str, str], without: Mapping[str, str]
+) -> None:
+    """Glue stays float unless all its inputs are int8 and something after it wants int8.
+
+    Refusing one node can take the ground from another, so this repeats until nothing changes.
+    """
+    changed = True
+    while changed:
+        changed = False
+        made, wanted = _made_and_wanted(graph, placement, why)
+        for node in graph.nodes:
+            if why[node.name] or node.op_type in placement.heavy:
+                continue
+            if not all(name in made for name in graph.data_inputs(node)):
+                why[node.name] = "an input of it is not int8"
+            elif graph.tail(node) not in wanted:
+                why[node.name] = "nothing after it runs in int8"
+            changed = changed or bool(why[node.name])
+
+
+def _made_and_wanted(
+    graph: Graph, placement: Placement, why: Mapping[str, str]
+) -> tuple[set[str], set[str]]:
+    """Tensors that an int8 node makes or a heavy one reads, and tensors an int8 node reads."""
+    made: set[str] = set()
+    wanted: set[str] = set()
+    for node in graph.nodes:
+        if why[node.name]:
+            continue
+        wanted.update(graph.data_inputs(node))
+        made.add(graph.tail(node))
+        if node.op_type in placement.heavy:
+            made.update(graph.data_inputs(node))
+        elif node.op_type == "Split":
+            made.update(node.output)
+            if wanted.intersection(node.output):
+                wanted.add(graph.tail(node))
+    return made, wanted
+
+
+def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> tuple[Pair, ...]:
+    readers: dict[str, list[str]] = {}
+    wanted = {name for node in chosen for name in graph.data_inputs(node)}
+    for node in chosen:
+        names = graph.data_inputs(node)
+        if not placement.outputs and node.op_type in placement.glue:
+            names = _skip_branches(graph, node, placement)
+        for name in names:
+            readers.setdefault(name, []).append(node.name)
+        if placement.outputs:
+            ends = list(node.output) if node.op_type == "Split" else [graph.tail(node)]
+            # the int8 kernels of Gemm and MatMul can write float, which loses nothing
+            needed = node.op_type not in {"Gemm", "MatMul"} or ends[0] in wanted
+            for name in ends if needed else []:
+                readers.setdefault(name, [])
+    order = [*graph.inputs, *(o for n in graph.nodes for o in n.output)]
+    rank = {name: position for position, name in enumerate(order)}
+    names = sorted(readers, key=lambda name: rank[name])
+    return tuple(Pair(n, None if placement.outputs else tuple(readers[n])) for n in names)
+
+
+def _skip_branches(graph: Graph, node: onnx.NodeProto, placement: Placement) -> list[str]:
+    """Inputs of a residual Add that do not come straight from a heavy node fused with the Add."""
+    names = graph.data_inputs(node)
+    fused = [
+        name
+        for name in names
+        if (p := graph.producer.get(name)) is not None
+        and p.op_type in placement.heavy
+        and len(graph.readers[name]) == 1
+    ]
+    return [name for name in names if name not in fused[-1:]]
+
+
+def _weights(graph: Graph, placement: Placement, node: onnx.NodeProto) -> list[WeightTarget]:
+    if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:
+        return []
+    weight = graph.initializers[node.input[1]]
+    bias = str(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+    axis = None if node.op_type in placement.per_tensor else _channel_axis(node, len(weight.dims))
+    return [WeightTarget(str(node.input[1]), node.name, axis, bias)]
+
+
+def _channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
+    """Axis of the output channels in a node's weight."""
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    if node.op_type == "Conv":
+        return 0
+    if node.op_type == "ConvTranspose":  # [in, out / group, ...]: one axis cannot name the groups
+        return 1 if attributes.get("group", 1) == 1 else None
+    if node.op_type == "Gemm":
+        return 0 if attributes.get("transB", 0) else 1
+    return 1 if rank == 2 else None
+
+
+def _owners(graph: Graph, placement: Placement, paired: Iterable[str]) -> dict[str, str]:
+    """Paired tensor -> the tensor whose scale it has, where that is another one."""
+    owners = {tensor: _owner(graph, placement, tensor) for tensor in paired}
+    return {tensor: owner for tensor, owner in owners.items() if owner != tensor}
+
+
+def _owner(graph: Graph, placement: Placement, tensor: str) -> str:
+    """Where a tensor's values were made, through the nodes that only move them."""
+    while (source := _moved_from(graph, placement, tensor)) is not None:
+        tensor = source
+    return tensor
+
+
+def _moved_from(graph: Graph, placement: Placement, tensor: str) -> str | None:
+    """What a node that keeps the scale made `tensor` from; None where another node made it."""
+    node = graph.producer.get(tensor)
+    if node is None or node.op_type not in placement.keeps_scale or not node.input:
+        return None
+    source = str(node.input[0])
+    moved = node.op_type == "Split" or tensor == node.output[0]
+    return source if moved and source not in graph.initializers else None
+
+
+def never_negative(model: onnx.ModelProto) -> frozenset[str]:
+    """Tensors that cannot hold a negative value, whatever is fed: what a Relu and its like make."""
+    ops = {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}
+    graph = Graph(model)
+    names: set[str] = set()
+    for node in graph.nodes:
+        passed = node.op_type in _MOVES | _POOLS and node.input[0] in names
+        if node.op_type in ops or passed or (node.op_type == "Clip" and graph.holds_zero(node)):
+            names.update(node.output)
+    return frozenset(names)

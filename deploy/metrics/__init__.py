@@ -1,0 +1,1 @@
+"""Latency and accuracy of sessions: values and arithmetic, no files."""

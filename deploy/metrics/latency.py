@@ -1,0 +1,276 @@
+"""How long one inference takes: warm-up, interleaved runs, trtexec's metrics.
+
+Two engines measured one after the other meet different machines: a turbo clock that cools down,
+a neighbour that wakes up. So every round runs each session once, in turning order, and noise
+falls on all of them alike::
+
+    round     0      1      2      3
+            A  B   B  A   A  B   B  A   ...
+
+Defaults, metric names and the percentile rule are those of `trtexec` (TensorRT 10, "Performance
+summary"): 200 ms of warm-up, 3 s of measuring, at least 10 iterations; percentiles 90, 95, 99.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.errors import ConfigError
+from deploy.tensors import Array, Session
+
+UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
+
+Feeds = Sequence[Mapping[str, Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTimes:
+    """One inference on an accelerator, in ms; trtexec's latency is h2d + compute + d2h."""
+
+    h2d_ms: float
+    compute_ms: float
+    d2h_ms: float
+    enqueue_ms: float
+
+    @property
+    def latency_ms(self) -> float:
+        """From the first byte sent to the last byte received."""
+        return self.h2d_ms + self.compute_ms + self.d2h_ms
+
+
+@runtime_checkable
+class DeviceSession(Protocol):
+    """A `Session` that times the stages of its last run by the device's own clock."""
+
+    def device_times(self) -> DeviceTimes:
+        """Times of the last `run`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One metric over all measured iterations, in ms (cv in percent)."""
+
+    min: float
+    max: float
+    mean: float
+    median: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    cv_percent: float
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float]) -> Timing:
+        """Summarize samples, one an iteration; there must be at least one."""
+        values = np.sort(np.asarray(samples_ms, np.float64))
+        mean = float(values.mean())
+        return cls(
+            min=float(values[0]),
+            max=float(values[-1]),
+            mean=mean,
+            median=float(np.median(values)),
+            p50=percentile(values, 50),
+            p90=percentile(values, 90),
+            p95=percentile(values, 95),
+            p99=percentile(values, 99),
+            cv_percent=100 * float(values.std()) / mean if mean > 0 else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """What `measure` found for one session.
+
+    Attributes:
+        queries: measured iterations (warm-up not counted).
+        warmup_queries: iterations thrown away before.
+        total_host_walltime_s: sum of this session's own iterations by the host's clock.
+        throughput_qps: queries / total host walltime.
+        latency: h2d + compute + d2h where the session times its device, else the host's time.
+        host: time of `run` by the host's clock.
+        enqueue, h2d, gpu_compute, d2h: only where the session times its device.
+        samples_ms: latency of every measured iteration, in order.
+        warnings: what makes these figures less sure, in sentences.
+    """
+
+    queries: int
+    warmup_queries: int
+    total_host_walltime_s: float
+    throughput_qps: float
+    latency: Timing
+    host: Timing
+    enqueue: Timing | None = None
+    h2d: Timing | None = None
+    gpu_compute: Timing | None = None
+    d2h: Timing | None = None
+    samples_ms: tuple[float, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self, *, samples: bool = False) -> dict[str, object]:
+        """Plain JSON types; `samples` adds every iteration, for drawing it elsewhere."""
+        data = {key: value for key, value in asdict(self).items() if value is not None}
+        data["warnings"] = list(self.warnings)
+        data["samples_ms"] = list(self.samples_ms)
+        if not samples:
+            del data["samples_ms"]
+        return data
+
+
+def percentile(ordered_ms: NDArray[np.float64], percent: int) -> float:
+    """Percentile as trtexec's, of ascending samples: floor((1 - p) * n) slowest are left out.
+
+    Counted in integers, so that 10 % of 10 samples is 1 and not 0.999.
+    """
+    n = len(ordered_ms)
+    return float(ordered_ms[max(n - 1 - (100 - percent) * n // 100, 0)])
+
+
+def measure(
+    sessions: Mapping[str, Session],
+    feeds: Feeds,
+    *,
+    warmup_ms: float = 200,
+    duration_s: float = 3,
+    min_iterations: int = 10,
+    progress: bool = False,
+) -> dict[str, Latency]:
+    """Time sessions side by side, run by run, on the same inputs.
+
+    Args:
+        sessions: label -> session; all must accept the feeds.
+        feeds: inputs, used in turn.
+        warmup_ms: time thrown away first, per session; one run at the least.
+        duration_s: time measured, per session on average.
+        min_iterations: runs measured of each session, however long they take.
+        progress: draw a bar on stderr where this takes over two seconds.
+
+    Returns:
+        label -> `Latency`, in the order of `sessions`.
+
+    Raises:
+        ConfigError: no session, no feed, or a negative time.
+        BackendError: a session refused a feed.
+    """
+    _check(sessions, feeds, warmup_ms, duration_s, min_iterations)
+    warmup = _Clockwork(sessions, feeds)
+    warmup.turn(seconds=len(sessions) * warmup_ms / 1000, rounds=1)
+    clock = _Clockwork(sessions, feeds)
+    clock.turn(seconds=len(sessions) * duration_s, rounds=min_iterations, progress=progress)
+    return {
+        label: _latency(clock.host_ms[label], clock.device[label], len(warmup.host_ms[label]))
+        for label in sessions
+    }
+
+
+class _Clockwork:
+    """Runs all sessions in rounds and keeps every time."""
+
+    def __init__(self, sessions: Mapping[str, Session], feeds: Feeds) -> None:
+        self.sessions = sessions
+        self.feeds = feeds
+        self.host_ms: dict[str, list[float]] = {label: [] for label in sessions}
+        self.device: dict[str, list[DeviceTimes]] = {label: [] for label in sessions}
+
+    def turn(self, *, seconds: float, rounds: int, progress: bool = False) -> None:
+        """Run rounds until both `seconds` and `rounds` are reached."""
+        order = list(self.sessions)
+        for index in _rounds(seconds, rounds, progress):
+            feed = self.feeds[index % len(self.feeds)]
+            for label in order if index % 2 == 0 else reversed(order):
+                self._time(label, feed)
+
+    def _time(self, label: str, feed: Mapping[str, Array]) -> None:
+        session = self.sessions[label]
+        start = time.perf_counter()
+        session.run(feed)
+        self.host_ms[label].append((time.perf_counter() - start) * 1e3)
+        if isinstance(session, DeviceSession):
+            self.device[label].append(session.device_times())
+
+
+def _rounds(seconds: float, rounds: int, progress: bool) -> Iterator[int]:
+    """0, 1, 2, ... until `seconds` have passed and `rounds` were given."""
+    from tqdm import tqdm
+
+    start = time.perf_counter()
+    index = 0
+    form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s"
+    with tqdm(
+        total=seconds,
+        desc="measuring",
+        bar_format=form,
+        delay=2,
+        leave=False,
+        disable=None if progress else True,
+    ) as bar:
+        while index < rounds or time.perf_counter() - start < seconds:
+            yield index
+            index += 1
+            bar.update(min(time.perf_counter() - start, seconds) - bar.n)
+
+
+def _latency(host_ms: list[float], device: list[DeviceTimes], warmup_queries: int) -> Latency:
+    seconds = sum(host_ms) / 1e3
+    samples = [times.latency_ms for times in device] or host_ms
+    timing = Timing.of(samples)
+    return Latency(
+        queries=len(samples),
+        warmup_queries=warmup_queries,
+        total_host_walltime_s=seconds,
+        throughput_qps=len(samples) / seconds if seconds > 0 else float("inf"),
+        latency=timing,
+        host=Timing.of(host_ms),
+        enqueue=_stage([times.enqueue_ms for times in device]),
+        h2d=_stage([times.h2d_ms for times in device]),
+        gpu_compute=_stage([times.compute_ms for times in device]),
+        d2h=_stage([times.d2h_ms for times in device]),
+        samples_ms=tuple(samples),
+        warnings=tuple(_warnings(timing, device)),
+    )
+
+
+def _stage(samples_ms: list[float]) -> Timing | None:
+    return Timing.of(samples_ms) if samples_ms else None
+
+
+def _warnings(timing: Timing, device: list[DeviceTimes]) -> Iterator[str]:
+    """The warnings of trtexec, on the same conditions."""
+    if timing.cv_percent > UNSTABLE_PERCENT:
+        yield f"unstable latency, its coefficient of variance is over {UNSTABLE_PERCENT} %"
+    if not device:
+        return
+    median = {
+        stage: float(np.median([getattr(times, stage) for times in device]))
+        for stage in ("enqueue_ms", "h2d_ms", "compute_ms", "d2h_ms")
+    }
+    if median["enqueue_ms"] > 0.8 * median["compute_ms"]:
+        yield "the host's enqueue time is over 0.8 of the compute time: a CUDA graph may help"
+    for stage in ("h2d_ms", "d2h_ms"):
+        if median[stage] >= median["compute_ms"]:
+            yield f"copying ({stage[:3]}) takes as long as computing or longer"
+
+
+def _check(
+    sessions: Mapping[str, Session],
+    feeds: Feeds,
+    warmup_ms: float,
+    duration_s: float,
+    min_iterations: int,
+) -> None:
+    if not sessions or not feeds:
+        raise ConfigError(
+            f"measuring needs a session and an input, got {len(sessions)} and {len(feeds)}"
+        )
+    if not (warmup_ms >= 0 and duration_s >= 0 and min_iterations >= 1):
+        raise ConfigError(
+            "measuring needs warm-up and duration of 0 or more and at least 1 iteration,"
+            f" got {warmup_ms} ms, {duration_s} s, {min_iterations}"
+        )

@@ -1,0 +1,80 @@
+"""How far each inner tensor of an int8 model is from the float model's.
+
+A classifier's top-1 hardly moves while a layer is badly quantized; its tensors show it. A tensor
+of the float model is compared with what the int8 model's next layers read in its place: the
+output of the DequantizeLinear behind it::
+
+    float   ... Conv --X--> Relu ...
+    int8    ... Conv --X--> QuantizeLinear --> DequantizeLinear --X'--> Relu ...
+                                                        compared: X and X'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from deploy.metrics.accuracy import OutputAccuracy, compare_tensors
+from deploy.ort import OrtSession, with_outputs
+from deploy.tensors import Array
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+
+def compare_layers(
+    reference: ModelProto,
+    candidate: ModelProto,
+    samples: Iterable[Mapping[str, Array]],
+    *,
+    threads: int | None = None,
+) -> tuple[OutputAccuracy, ...]:
+    """SQNR and cosine of every tensor that both models share by name, in the float model's order.
+
+    All tensors of one batch are in memory at a time, and no more.
+
+    Args:
+        reference: the float model, below 2 GB.
+        candidate: its Q/DQ model.
+        samples: feeds of one batch each, read once; a few are enough.
+        threads: threads inside one operator.
+
+    Raises:
+        ConfigError: no tensor in common.
+        FeedError: no sample.
+        BackendError: a model that ONNX Runtime cannot load or run.
+    """
+    pairs = shared_tensors(reference, candidate)
+    left = OrtSession.open(with_outputs(reference, pairs), threads=threads)
+    right = OrtSession.open(with_outputs(candidate, pairs.values()), threads=threads)
+    return compare_tensors(left, right, samples, pairs)
+
+
+def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, str]:
+    """Tensor of the float model -> tensor the int8 model's layers read in its place.
+
+    Only tensors that the int8 model quantizes and that a node of the float model makes.
+    """
+    read_as = _dequantized(candidate)
+    return {
+        name: read_as[name]
+        for node in reference.graph.node
+        for name in node.output
+        if name in read_as
+    }
+
+
+def _dequantized(model: ModelProto) -> dict[str, str]:
+    """Input of a QuantizeLinear -> output of the DequantizeLinear that reads its result."""
+    back = {node.input[0]: node.output[0] for node in model.graph.node if _is(node, "Dequantize")}
+    read_as = {
+        node.input[0]: back[node.output[0]]
+        for node in model.graph.node
+        if _is(node, "Quantize") and node.output[0] in back
+    }
+    # where all readers read int8, deploy.targets.qdq gives the tensor's own name to the result
+    return read_as | {name: name for name in read_as.values()}
+
+
+def _is(node: object, prefix: str) -> bool:
+    return getattr(node, "op_type", "") == f"{prefix}Linear"

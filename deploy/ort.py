@@ -1,0 +1,130 @@
+"""A model loaded in ONNX Runtime on the CPU, behind the `Session` protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.errors import BackendError
+from deploy.machine import usable_cores
+from deploy.tensors import Array, TensorSpec
+
+if TYPE_CHECKING:
+    import onnxruntime
+    from onnx import ModelProto
+
+# ONNX Runtime's element types whose numpy name is not the same word.
+_NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
+
+_LOG_FATAL = 4  # what matters arrives as an exception; the rest is noise on a user's screen
+
+
+class OrtSession:
+    """An ONNX model ready to run; made by `open`."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, *, threads: int) -> None:
+        self._session = session
+        self.threads = threads
+        self._inputs = [_spec(node) for node in session.get_inputs()]
+        self._outputs = [_spec(node) for node in session.get_outputs() if _is_tensor(node)]
+
+    @classmethod
+    def open(
+        cls, model: Path | str | bytes, *, threads: int | None = None, optimize: bool = True
+    ) -> OrtSession:
+        """Load a model from a file or from serialized bytes.
+
+        Args:
+            model: path of an ONNX file (with its external data beside it), or its bytes.
+            threads: threads inside one operator; None takes every core this process may use.
+            optimize: False switches graph optimization off, so that every tensor exists as written.
+
+        Raises:
+            BackendError: ONNX Runtime cannot load the model; its own words are in the message.
+        """
+        import onnxruntime
+
+        threads = usable_cores() if threads is None else threads
+        source = model if isinstance(model, bytes) else str(model)
+        try:
+            session = onnxruntime.InferenceSession(
+                source, _options(threads, optimize), providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # its exception classes share no base but Exception
+            what = "the model" if isinstance(model, bytes) else str(model)
+            raise BackendError(
+                f"{what} must be a model that ONNX Runtime {onnxruntime.__version__} can load,"
+                f" got: {_sentence(error)}"
+            ) from error
+        return cls(session, threads=threads)
+
+    @property
+    def inputs(self) -> Sequence[TensorSpec]:
+        """Specs of the inputs, in the model's order."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> Sequence[TensorSpec]:
+        """Specs of the outputs that are tensors (not sequences or maps), in the model's order."""
+        return self._outputs
+
+    def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+        """One inference: input name -> array in, output name -> array out.
+
+        Raises:
+            BackendError: a missing or unknown input, a wrong dtype or shape, a failing operator.
+        """
+        names = [spec.name for spec in self._outputs]
+        try:
+            values = self._session.run(names, dict(feed))
+        except Exception as error:  # its exception classes share no base but Exception
+            raise BackendError(f"ONNX Runtime could not run the model: {_sentence(error)}") from (
+                error
+            )
+        return dict(zip(names, values, strict=True))
+
+
+def with_outputs(model: ModelProto, names: Iterable[str]) -> bytes:
+    """Serialize a model that has these tensors as outputs too; the model itself is untouched."""
+    from onnx import ModelProto, ValueInfoProto
+
+    tapped = ModelProto()
+    tapped.CopyFrom(model)
+    known = {output.name for output in tapped.graph.output}
+    tapped.graph.output.extend(
+        ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known
+    )
+    return bytes(tapped.SerializeToString())
+
+
+def _options(threads: int, optimize: bool) -> onnxruntime.SessionOptions:
+    import onnxruntime
+
+    if threads < 1:
+        raise BackendError(f"threads must be 1 or more, got {threads}")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = _LOG_FATAL
+    level = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    return options
+
+
+def _is_tensor(node: onnxruntime.NodeArg) -> bool:
+    return str(node.type).startswith("tensor(")
+
+
+def _spec(node: onnxruntime.NodeArg) -> TensorSpec:
+    """The runtime's "tensor(float)" -> "float32"; a type that is no tensor stays as it is."""
+    element = str(node.type)
+    if _is_tensor(node):
+        element = element[len("tensor(") : -1]
+    return TensorSpec(node.name, _NUMPY_NAMES.get(element, element), tuple(node.shape))
+
+
+def _sentence(error: Exception) -> str:
+    """The runtime's message without its "[ONNXRuntimeError] : 7 : ..." prefix, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text

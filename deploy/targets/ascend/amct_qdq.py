@@ -1,0 +1,123 @@
+"""Q/DQ ONNX as AMCT's `convert` takes it, for users who go on in AMCT with these scales.
+
+QuantizeLinear and DequantizeLinear with int8 zero point offset_d in front of every layer, int8
+weights (per tensor for Gemm and MatMul) behind a DequantizeLinear, and float biases already
+rounded to whole steps of scale_w * scale_d, so that what `convert` rounds is exact.
+
+A grouped ConvTranspose with a scale per channel stays in float: no axis of its weight runs along
+its output channels, so DequantizeLinear cannot say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from deploy.targets.ascend.quant_layer import QuantLayer
+from deploy.targets.ascend.rewrite import Nodes, balance, replace_all
+
+
+def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
+    """Float model + integers -> Q/DQ model (opset 13 or later where weights are per channel)."""
+    out = type(model)()
+    out.CopyFrom(model)
+    work = _Writer({name: q for name, q in layers.items() if _expressible(q)})
+    nodes = [new for node in out.graph.node for new in work.rewrite(node)]
+    kept = {name for node in nodes for name in node.input}
+    tensors = [t for t in out.graph.initializer if t.name in kept and t.name not in work.tensors]
+    names = {t.name for t in tensors}
+    inputs = [v for v in out.graph.input if v.name not in names | set(work.tensors)]
+    replace_all(out.graph.node, nodes)
+    replace_all(out.graph.initializer, [*tensors, *work.tensors.values()])
+    replace_all(out.graph.input, inputs)
+    del out.graph.value_info[:]
+    return out
+
+
+def _expressible(q: QuantLayer) -> bool:
+    grouped = q.layer.kind == "ConvTranspose" and q.layer.group > 1
+    return not (grouped and q.record.scale_w.size > 1)
+
+
+class _Writer:
+    def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
+        self.layers = layers
+        self.adds = {q.layer.bias_add: q for q in layers.values() if q.layer.bias_add}
+        self.tensors: dict[str, onnx.TensorProto] = {}
+        self.shared: dict[tuple[str, float, int], str] = {}
+
+    def rewrite(self, node: onnx.NodeProto) -> Nodes:
+        """A layer with what stands before it; any other node as it is."""
+        if node.name in self.adds:
+            q = self.adds[node.name]
+            node.input[list(node.input).index(q.layer.bias)] = self.bias(q)
+        if node.name not in self.layers:
+            return [node]
+        q, start = self.layers[node.name], node.input[0]
+        nodes: Nodes = []
+        if q.inverse_factors is not None:
+            nodes += balance(q, start)
+            start = f"{node.name}.mul.output0"
+        nodes += self.activation(q, start, node)
+        if q.weight is not None:
+            nodes.append(self.weight(q, node))
+        if q.bias is not None and not q.layer.bias_add:
+            node.input[2] = self.bias(q)
+        return [*nodes, node]
+
+    def activation(self, q: QuantLayer, start: str, node: onnx.NodeProto) -> Nodes:
+        """The pair on the layer's input; layers that agree on tensor and scale share it."""
+        assert q.record.scale_d is not None
+        key = (start, float(q.record.scale_d), q.record.offset_d)
+        if key in self.shared:
+            node.input[0] = self.shared[key]
+            return []
+        name = q.layer.name
+        scale = self.put(f"{name}.scale_d", np.asarray(q.record.scale_d))
+        zero = self.put(f"{name}.offset_d", np.asarray(q.record.offset_d, np.int8))
+        node.input[0] = self.shared[key] = f"{name}.input.dequantized"
+        return _pair(name, start, f"{name}.input.quantized", node.input[0], [scale, zero])
+
+    def weight(self, q: QuantLayer, node: onnx.NodeProto) -> onnx.NodeProto:
+        """DequantizeLinear of the int8 weight, which a Gemm then reads untransposed."""
+        name, scales = q.layer.name, q.record.scale_w
+        assert q.weight is not None
+        per_channel = scales.size > 1
+        inputs = [
+            self.put(f"{name}.weight.int8", q.weight),
+            self.put(f"{name}.scale_w", scales if per_channel else scales.reshape(())),
+            self.put(f"{name}.offset_w", np.zeros(scales.size if per_channel else (), np.int8)),
+        ]
+        node.input[1] = f"{name}.weight.dequantized"
+        for attribute in node.attribute:
+            if attribute.name == "transB":
+                attribute.i = 0
+        made = helper.make_node(
+            "DequantizeLinear", inputs, [node.input[1]], name=f"{name}.weight.dequantize"
+        )
+        if per_channel:
+            axis = 1 if q.layer.kind == "ConvTranspose" else 0
+            made.attribute.append(helper.make_attribute("axis", axis))
+        return made
+
+    def bias(self, q: QuantLayer) -> str:
+        assert q.bias is not None
+        rounded = (q.bias * q.dequant.astype(np.float64)).astype(np.float32)
+        return self.put(f"{q.layer.name}.bias.rounded", rounded)
+
+    def put(self, name: str, value: np.ndarray) -> str:
+        self.tensors[name] = numpy_helper.from_array(
+            np.ascontiguousarray(value).reshape(np.shape(value)), name
+        )
+        return name
+
+
+def _pair(name: str, start: str, middle: str, end: str, parameters: list[str]) -> Nodes:
+    make = helper.make_node
+    return [
+        make("QuantizeLinear", [start, *parameters], [middle], name=f"{name}.input.quantize"),
+        make("DequantizeLinear", [middle, *parameters], [end], name=f"{name}.input.dequantize"),
+    ]

@@ -1,0 +1,124 @@
+"""The `atc` command that makes the .om, with what a quantized model forbids refused first."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.errors import ConfigError
+from deploy.targets.ascend.proto import message_class, print_text
+
+CHIP = "<chip>"  # stands in the command where the chip is not known
+_DYNAMIC = ("dynamic_batch_size", "dynamic_image_size", "dynamic_dims", "dynamic_shape")
+_REFUSED = {
+    "precision_mode": ("force_fp32", "must_keep_origin_dtype"),
+    "precision_mode_v2": ("origin",),
+    "op_select_implmode": ("high_precision", "high_precision_for_all"),
+}
+_OURS = ("framework", "model", "output", "soc_version", "input_shape", "insert_op_conf", "mode")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtcOptions:
+    """What the user chooses about `atc`.
+
+    Attributes:
+        soc: chip, as `npu-smi info` names it behind 'Ascend'; None leaves a gap in the command.
+        extra: further flags of atc, '--name=value'.
+    """
+
+    soc: str | None = None
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.soc is not None and not re.fullmatch(r"Ascend[0-9A-Za-z_]{2,24}", self.soc):
+            raise ConfigError(
+                f"a chip is named like Ascend310P3 (Ascend + the name npu-smi shows), got"
+                f" {self.soc!r}"
+            )
+        for flag in self.extra:
+            check_flag(flag)
+
+
+def check_flag(flag: str) -> None:
+    """Refuse a flag of atc that a quantized model does not stand.
+
+    Raises:
+        ConfigError: dynamic shapes, a precision mode that undoes int8, or a flag set already.
+    """
+    match = re.fullmatch(r"--([a-z0-9_]+)=(\S.*)", flag)
+    if not match:
+        raise ConfigError(f"an atc flag reads --name=value, got {flag!r}")
+    name, value = match.groups()
+    if name in _DYNAMIC:
+        raise ConfigError(
+            f"a quantized model takes fixed shapes only, got {flag}; ATC has no int8 for dynamic"
+            " shapes, build one .om a shape"
+        )
+    if value in _REFUSED.get(name, ()):
+        raise ConfigError(
+            f"--{name} must leave int8 layers alone, got {value}, which a quantized model forbids"
+        )
+    if name in _OURS:
+        raise ConfigError(f"--{name} follows from the build, got {flag}; leave it out")
+
+
+def atc_command(
+    model: Path,
+    output: Path,
+    shapes: Mapping[str, Sequence[int]],
+    options: AtcOptions,
+    *,
+    aipp: Path | None = None,
+    compression: Path | None = None,
+) -> list[str]:
+    """Arguments of `atc`, the program first.
+
+    Args:
+        model: deploy ONNX.
+        output: the .om without its suffix, which atc adds.
+        shapes: input name -> fixed shape.
+        options: chip and further flags.
+        aipp: AIPP configuration.
+        compression: options file for int8 in the first layer; brings --enable_small_channel.
+    """
+    for name, shape in shapes.items():
+        if any(side < 1 for side in shape):
+            raise ConfigError(
+                f"a quantized model takes fixed shapes, got {list(shape)} for {name!r}"
+            )
+    layout = "ND" if any(len(shape) != 4 for shape in shapes.values()) else "NCHW"
+    words = ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
+    command = [
+        "atc",
+        "--framework=5",
+        f"--model={model}",
+        f"--output={output}",
+        f"--soc_version={options.soc or CHIP}",
+        f"--input_shape={words}",
+        f"--input_format={layout}",
+    ]
+    if aipp is not None:
+        command.append(f"--insert_op_conf={aipp}")
+    if compression is not None:
+        command += ["--enable_small_channel=1", f"--compression_optimize_conf={compression}"]
+    return [*command, *options.extra]
+
+
+def shell(command: Sequence[str]) -> str:
+    """The command as one line for a shell."""
+    return shlex.join(command)
+
+
+def write_compression_options(*, first_layer: bool) -> str:
+    """Text of atc's --compression_optimize_conf.
+
+    Args:
+        first_layer: run AIPP and the first convolution fused in int8.
+    """
+    message = message_class("CompressionOptions")()
+    message.enable_first_layer_quantization = first_layer
+    return print_text(message)

@@ -1,0 +1,127 @@
+"""Automatic calibration from a loaded model and its feeds to files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy import atomic
+from deploy.targets.ascend.auto import Judge, Searched, rank, search
+from deploy.targets.ascend.calibrate import calibrate
+from deploy.targets.ascend.config import default_config
+from deploy.targets.ascend.files import read_any_config
+from deploy.targets.ascend.layers import LayerGraph, find_layers, name_nodes
+from deploy.targets.ascend.models import write_models
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.frontends import LoadedModel
+    from deploy.targets.ascend.record import LayerRecord
+
+_RANKED = 8  # samples that the ranking looks at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much may be lost, and with how many threads it is measured.
+
+    Attributes:
+        max_loss: of top-1 accuracy where the images have labels, else of the outputs' mean cosine.
+        threads: inside one inference.
+    """
+
+    max_loss: float = 0.01
+    threads: int = 2
+
+
+def auto_calibrate(
+    loaded: LoadedModel,
+    images: Any,
+    evaluation: Any,
+    *,
+    folder: Path,
+    config: Path | None = None,
+    budget: Budget | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> tuple[Searched, list[Path]]:
+    """Calibrate, rank, roll back, write.
+
+    Args:
+        loaded: the float model.
+        images: calibration feed.
+        evaluation: feed to judge on, with `labels` or without.
+        folder: where the files go.
+        config: AMCT configuration; None is the default.
+        budget: what may be lost.
+        say: told how it goes, a sentence a trial.
+
+    Raises:
+        ConfigError, CalibrationError, FeedError, ExportError: as in `deploy.targets.ascend.target`.
+    """
+    model = name_nodes(loaded.model)
+    graph = find_layers(model)
+    if config is None:
+        settled = default_config(graph, batch_num=max(len(images), 1))
+    else:
+        settled = read_any_config(config, graph)
+    with images.samples() as samples:
+        found = calibrate(model, graph, samples, settled, say=say)
+    from deploy.targets.ascend.quant_layer import quantize_layers
+
+    layers = quantize_layers(model, graph, found.records)
+    with evaluation.samples() as samples:
+        ranking = rank(model, layers, islice(samples, _RANKED))
+    judge = make_judge(model, graph, evaluation, budget or Budget(), say)
+    result = search(found.records, ranking, settled, judge)
+    return result, _write(result, model, graph, folder, loaded.name)
+
+
+def make_judge(
+    model: onnx.ModelProto,
+    graph: LayerGraph,
+    evaluation: Any,
+    budget: Budget,
+    say: Callable[[str], None],
+) -> Judge:
+    """Judge of a set of int8 layers: accuracy of the fake-quant model against the float one."""
+    from deploy.metrics.accuracy import compare
+    from deploy.ort import OrtSession
+    from deploy.targets.ascend.fake_quant import fake_quant_model
+    from deploy.targets.ascend.quant_layer import quantize_layers
+
+    reference = OrtSession.open(model.SerializeToString(), threads=budget.threads)
+
+    def judge(records: Mapping[str, LayerRecord]) -> tuple[bool, float]:
+        if not records:
+            return True, 0.0
+        made = fake_quant_model(model, quantize_layers(model, graph, records))
+        candidate = OrtSession.open(made.SerializeToString(), threads=budget.threads)
+        with evaluation.samples() as samples:
+            figures = compare(reference, candidate, samples, labels=evaluation.labels)
+        if figures.top1_reference is not None and figures.top1_candidate is not None:
+            loss = figures.top1_reference - figures.top1_candidate
+        else:
+            loss = 1.0 - min(output.cosine_mean for output in figures.outputs)
+        good = loss <= budget.max_loss
+        say(f"{len(records)} layers in int8: loss {loss:.5f}, {'held' if good else 'too much'}")
+        return good, loss
+
+    return judge
+
+
+def _write(
+    result: Searched, model: onnx.ModelProto, graph: LayerGraph, folder: Path, name: str
+) -> list[Path]:
+    """Ranking, history and config; and models and record where some layer stays in int8."""
+    written = [atomic.write_text(folder / file, text) for file, text in result.files().items()]
+    if result.records is None:
+        return written
+    from deploy.targets.ascend.quant_layer import quantize_layers
+
+    layers = quantize_layers(model, graph, result.records)
+    models = write_models(model, layers, result.config, result.records, folder, name)
+    return [*written, *models.values()]

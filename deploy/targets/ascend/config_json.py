@@ -1,0 +1,133 @@
+"""AMCT's quant config JSON, read and written; the writer's bytes are AMCT's own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from deploy.errors import ConfigError
+from deploy.targets.ascend.config_rules import (
+    ACTIVATION,
+    GLOBAL,
+    LAYER,
+    WEIGHT,
+    activation_from,
+    checked_value,
+    checked_values,
+    refuse_repeats,
+    weight_from,
+)
+from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
+from deploy.targets.ascend.proto import near
+
+
+def read_config(text: str, what: str = "the quant config") -> QuantConfig:
+    """Quant config JSON -> `QuantConfig`, ranges and types checked, the model not needed.
+
+    Raises:
+        ConfigError: not JSON, an unknown key (the nearest known one is named), a wrong type or a
+            value out of range, keys of IFMR and HFMG in one layer, a repeated key.
+    """
+    data = _json(text, what)
+    layers = {}
+    for key, value in data.items():
+        if key in GLOBAL:
+            continue
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{key!r} is neither a key of the quant config nor a layer;"
+                f" {near(key, list(GLOBAL))}"
+            )
+        layers[key] = _in_layer(key, value)
+    if "version" not in data:
+        raise ConfigError(f'{what} must hold "version": 1, got none')
+    given = {k: checked_value(k, v, GLOBAL[k]) for k, v in data.items() if k in GLOBAL}
+    names = given.get("skip_fusion_layers", [])
+    refuse_repeats(names, "skip_fusion_layers")
+    mode = given.get("fakequant_precision_mode")
+    return QuantConfig(
+        version=given["version"],
+        batch_num=given.get("batch_num", 1),
+        activation_offset=given.get("activation_offset", True),
+        do_fusion=given.get("do_fusion", True),
+        skip_fusion_layers=tuple(names),
+        fakequant_precision_mode=None if mode == "DEFAULT" else mode,
+        layers=layers,
+    )
+
+
+def write_config(config: QuantConfig) -> str:
+    """`QuantConfig` -> JSON text in AMCT's own layout and order."""
+    data: dict[str, Any] = {
+        "version": config.version,
+        "batch_num": config.batch_num,
+        "activation_offset": config.activation_offset,
+        "do_fusion": config.do_fusion,
+        "skip_fusion_layers": list(config.skip_fusion_layers),
+    }
+    if config.fakequant_precision_mode:
+        data["fakequant_precision_mode"] = config.fakequant_precision_mode
+    for name in sorted(config.layers):
+        data[name] = _layer_json(config.layers[name])
+    return json.dumps(data, indent=4, separators=(",", ":"), ensure_ascii=False)
+
+
+def _layer_json(layer: LayerConfig) -> dict[str, Any]:
+    act, wts = layer.activation, layer.weight
+    out: dict[str, Any] = {"quant_enable": layer.quant_enable}
+    if layer.dmq_balancer_param is not None:
+        out["dmq_balancer_param"] = layer.dmq_balancer_param
+    params: dict[str, Any] = {"num_bits": act.num_bits}
+    if act.act_algo == "ifmr":
+        params["max_percentile"] = act.max_percentile
+        params["min_percentile"] = act.min_percentile
+        params["search_range"] = list(act.search_range)
+        params["search_step"] = act.search_step
+    params["act_algo"] = act.act_algo
+    if act.asymmetric is not None:
+        params["asymmetric"] = act.asymmetric
+    if act.act_algo == "hfmg":
+        params["num_of_bins"] = act.num_of_bins
+    weight: dict[str, Any] = {"num_bits": wts.num_bits}
+    if wts.channel_wise is not None:
+        weight["channel_wise"] = wts.channel_wise
+    weight["wts_algo"] = wts.wts_algo
+    if wts.wts_algo == "ada_quantize":
+        weight["num_iteration"] = wts.num_iteration
+        weight["reg_param"] = wts.reg_param
+        weight["beta_range"] = list(wts.beta_range)
+        weight["warm_start"] = wts.warm_start
+    return {**out, "activation_quant_params": params, "weight_quant_params": weight}
+
+
+def _in_layer(name: str, value: dict[str, Any]) -> LayerConfig:
+    try:
+        given = checked_values(value, LAYER, "a layer")
+        act = checked_values(
+            given.pop("activation_quant_params", {}), ACTIVATION, "activation_quant_params"
+        )
+        wts = checked_values(given.pop("weight_quant_params", {}), WEIGHT, "weight_quant_params")
+        return LayerConfig(**given, activation=activation_from(act), weight=weight_from(wts))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in layer {name!r})") from None
+
+
+def _json(text: str, what: str) -> dict[str, Any]:
+    def pairs(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+        refuse_repeats([key for key, _ in entries], "an object")
+        return dict(entries)
+
+    def constant(word: str) -> Any:
+        raise ConfigError(f"{what} must hold finite numbers, got {word}")
+
+    try:
+        data = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except (json.JSONDecodeError, RecursionError, ValueError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            raise ConfigError(
+                f"{what} must be JSON, got {error.msg} at line {error.lineno}"
+            ) from None
+        raise ConfigError(f"{what} must be JSON of a sane size, got {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{what} must be a JSON object, got {type(data).__name__}")
+    return data

@@ -1,0 +1,125 @@
+"""Files of an Ascend deployment, read from disk and told apart by what they hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploy.errors import ConfigError, ModelError
+from deploy.targets.ascend.config import settled
+from deploy.targets.ascend.config_json import read_config
+from deploy.targets.ascend.config_types import QuantConfig
+from deploy.targets.ascend.layers import LayerGraph
+from deploy.targets.ascend.proto import parse_text
+from deploy.targets.ascend.simple_config import read_simple_config
+
+if TYPE_CHECKING:
+    import onnx
+
+_LARGEST = 64 << 20
+
+
+def read_text(path: Path) -> str:
+    """A small text file.
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8, or is larger than 64 MiB.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(f"{path} must be a text file of at most 64 MiB, got a larger one")
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} must be UTF-8 text, got other bytes") from None
+    except OSError as error:
+        raise ConfigError(f"{path} must be readable, got: {error.strerror or error}") from error
+
+
+def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
+    """Quant config JSON or simplified configuration, by its suffix or first character.
+
+    Raises:
+        ConfigError: the file cannot be read or breaks a rule.
+    """
+    text = read_text(path)
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        return settled(read_config(text, str(path)), graph)
+    return read_simple_config(text, graph, str(path))
+
+
+def check_file(path: Path, graph: LayerGraph | None = None) -> str:
+    """Check a file of any of the kinds that `calib8 build --target ascend` writes.
+
+    Args:
+        path: record, quant config JSON, simplified .cfg, AIPP configuration or deploy model.
+        graph: layers of the float model that it is for.
+
+    Returns:
+        One sentence on what it holds.
+
+    Raises:
+        ConfigError, ModelError: what is wrong with it.
+    """
+    from deploy.targets.ascend.record import check_record, read_record
+
+    if path.suffix == ".onnx":
+        return check_deploy(path)
+    text = read_text(path)
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        config = read_config(text, str(path))
+        config = settled(config, graph) if graph else config
+        return f"a sound quant config, {len(config.enabled())} layers in int8"
+    if text.lstrip().startswith("record"):
+        records = read_record(text, str(path))
+        if graph is not None:
+            check_record(records, graph)
+        return f"a sound record of {len(records)} layers"
+    if text.lstrip().startswith("aipp_op"):
+        parse_text("InsertNewOps", text, str(path))
+        return "a sound AIPP configuration"
+    if graph is not None:
+        config = read_simple_config(text, graph, str(path))
+        return f"a sound simplified configuration, {len(config.enabled())} layers in int8"
+    parse_text("AMCTConfig", text, str(path))
+    return "a simplified configuration that parses; --model checks its layers"
+
+
+def check_deploy(path: Path) -> str:
+    """Check a deploy model: every AscendQuant and AscendDequant as ATC reads them.
+
+    Raises:
+        ModelError: not an ONNX file, no quantized layer, or one that is not as it must be.
+    """
+    from deploy.frontends.reader import read_model
+    from deploy.targets.ascend.executor import executable, malformed
+
+    model = read_model(path)
+    ops = Counter(node.op_type for node in model.graph.node)
+    if not ops["AscendQuant"] or not ops["AscendDequant"]:
+        raise ModelError(
+            f"{path} must hold AscendQuant and AscendDequant nodes, got {ops['AscendQuant']} and"
+            f" {ops['AscendDequant']}; give the deploy model"
+        )
+    with malformed():
+        for node in model.graph.node:
+            if node.op_type == "AscendDequant":
+                _check_parameter(node, model)
+    executable(model)
+    return f"a sound deploy model, {ops['AscendDequant']} layers in int8"
+
+
+def _check_parameter(node: onnx.NodeProto, model: onnx.ModelProto) -> None:
+    from onnx import numpy_helper
+
+    found = [t for t in model.graph.initializer if t.name == node.input[-1]]
+    if len(node.input) != 2 or not found or found[0].data_type != 13:
+        raise ModelError(f"{node.name!r} must have a uint64 parameter as its second input")
+    values = numpy_helper.to_array(found[0])
+    scales = (values & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)
+    if not (np.isfinite(scales) & (scales > 0)).all():
+        raise ModelError(f"{node.name!r} must have finite scales above 0, got {scales.min()}")
+    if (values >> np.uint64(40)).any():
+        raise ModelError(f"{node.name!r} must have offset_w 0, got another")

@@ -1,0 +1,60 @@
+"""The files that every Ascend build leaves: config, record, and the three models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy import atomic
+from deploy.targets.ascend.config_json import write_config
+from deploy.targets.ascend.config_types import QuantConfig
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.targets.ascend.quant_layer import QuantLayer
+    from deploy.targets.ascend.record import LayerRecord
+
+
+def write_models(
+    model: onnx.ModelProto,
+    layers: Mapping[str, QuantLayer],
+    config: QuantConfig,
+    records: Mapping[str, LayerRecord],
+    folder: Path,
+    name: str,
+) -> dict[str, Path]:
+    """Config, record and the three models; everything is made before anything is written.
+
+    Returns:
+        Role -> path.
+
+    Raises:
+        ExportError: a file cannot be written.
+    """
+    return {
+        role: atomic.write_bytes(folder / f"{name}_{ending}", data)
+        for role, ending, data in list(_contents(model, layers, config, records))
+    }
+
+
+def _contents(
+    model: onnx.ModelProto,
+    layers: Mapping[str, QuantLayer],
+    config: QuantConfig,
+    records: Mapping[str, LayerRecord],
+) -> Iterator[tuple[str, str, bytes]]:
+    from deploy.targets.ascend.amct_qdq import amct_qdq_model
+    from deploy.targets.ascend.deploy_model import deploy_model
+    from deploy.targets.ascend.fake_quant import fake_quant_model
+    from deploy.targets.ascend.record import write_record
+
+    yield "quant config", "quant.json", write_config(config).encode()
+    yield "record", "record.txt", write_record(records).encode()
+    for role, ending, writer in (
+        ("deploy model", "deploy_model.onnx", deploy_model),
+        ("fake-quant model", "fake_quant_model.onnx", fake_quant_model),
+        ("Q/DQ model", "amct_qdq.onnx", amct_qdq_model),
+    ):
+        yield role, ending, writer(model, layers).SerializeToString(deterministic=True)

@@ -1,0 +1,170 @@
+"""From a float layer and its record to integers, with the hardware's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from calibrators.amct.arq import arq_integers, channels_back, channels_first
+from calibrators.int8 import ascend_range
+from deploy.errors import ExportError
+from deploy.targets.ascend.layers import Index, Layer, LayerGraph
+from deploy.targets.ascend.record import LayerRecord, check_record
+
+# GE keeps the quantize scale in float16: quant_host_cpu_op_common.h, MIN/MAX_SCALE_VALUE
+_LEAST, _MOST = 2.0**-14, 65504.0
+
+Float32Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantLayer:
+    """One layer's integers.
+
+    Attributes:
+        layer, record: where they come from.
+        scale: what AscendQuant multiplies with, float32: 1 / scale_d.
+        weight: int8 in the deploy model's layout (a Gemm's is [C_in, C_out]); None for a pool.
+        bias: int32 [C_out]; None without bias.
+        dequant: scale_w * scale_d, float32 [C_out] or [1].
+        inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
+    """
+
+    layer: Layer
+    record: LayerRecord
+    scale: np.float32
+    weight: NDArray[np.int8] | None
+    bias: NDArray[np.int32] | None
+    dequant: Float32Array
+    inverse_factors: Float32Array | None
+
+
+def quantize_layers(
+    model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
+) -> dict[str, QuantLayer]:
+    """Integers of every layer that has a record.
+
+    Raises:
+        ConfigError: the record does not fit the model.
+        ExportError: a scale or a bias outside what the hardware takes; all such layers are named.
+    """
+    check_record(records, graph)
+    index = Index(model.graph)
+    made, troubles = {}, []
+    for name, layer in graph.layers.items():
+        if name not in records:
+            continue
+        try:
+            made[name] = _quantize(layer, records[name], index)
+        except ExportError as error:
+            troubles.append(f"{name}: {error}")
+    if troubles:
+        raise ExportError(
+            f"{len(troubles)} layer(s) do not fit Ascend's int8 path, got "
+            + "; ".join(troubles[:5])
+            + "; put them under skip_layers of the configuration"
+        )
+    return made
+
+
+def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
+    """Weight in ONNX layout times its DMQ factors, one per input channel [C_in]."""
+    if not factors.size:
+        return weight
+    if layer.kind == "Conv":
+        per_group = factors.reshape(layer.group, 1, weight.shape[1])
+        rows = np.repeat(per_group, weight.shape[0] // layer.group, axis=1)
+        scaled = weight * rows.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.ndim - 2))
+    elif layer.kind == "Gemm" and layer.trans_b:
+        scaled = weight * factors
+    else:
+        scaled = weight * factors.reshape(-1, *[1] * (weight.ndim - 1))
+    return np.asarray(scaled, np.float32)
+
+
+def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
+    """Weight in ONNX layout -> output channels on axis 0, as `calibrators.amct.arq` wants it."""
+    if layer.kind == "ConvTranspose":
+        return np.ascontiguousarray(channels_first(weight, layer.group), np.float32)
+    if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
+        return np.ascontiguousarray(weight.T)
+    return weight
+
+
+def array_of(index: Index, name: str) -> Float32Array:
+    """The value of a constant."""
+    return np.asarray(numpy_helper.to_array(index.constants[name]), np.float32)
+
+
+def _quantize(layer: Layer, record: LayerRecord, index: Index) -> QuantLayer:
+    assert record.scale_d is not None
+    scale = np.float32(np.float32(1) / record.scale_d)
+    if not _LEAST <= scale <= _MOST:
+        raise ExportError(f"1 / scale_d must be in [2^-14, 65504], got {scale}")
+    channels = record.factors.size
+    shape = (1, channels, *[1] * layer.rank) if layer.rank else (1, channels)
+    inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
+    scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
+    dequant = np.asarray(scale_w * record.scale_d, np.float32)
+    weight = None
+    if layer.weight:
+        weight = _integers(array_of(index, layer.weight), layer, record)
+    bias = _bias(array_of(index, layer.bias), dequant) if layer.bias else None
+    if weight is not None:
+        _check_sums(weight, bias, layer)
+    return QuantLayer(
+        layer=layer,
+        record=record,
+        scale=scale,
+        weight=weight,
+        bias=bias,
+        dequant=dequant,
+        inverse_factors=inverse,
+    )
+
+
+def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArray[np.int8]:
+    channels_in = weight.shape[1] * layer.group if layer.kind == "Conv" else weight.shape[0]
+    if layer.trans_b:
+        channels_in = weight.shape[1]
+    if record.factors.size not in (0, channels_in):
+        raise ExportError(f"{channels_in} DMQ factors are needed, got {record.factors.size}")
+    rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
+    if record.scale_w.size not in (1, rows.shape[0]):
+        raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
+    offset = np.zeros(record.scale_w.size, np.int32)
+    integers = arq_integers(rows, record.scale_w, offset)
+    if layer.kind == "ConvTranspose":
+        return np.ascontiguousarray(channels_back(integers, layer.group), np.int8)
+    if layer.kind in ("Gemm", "MatMul"):
+        return np.ascontiguousarray(integers.T)
+    return integers
+
+
+def _check_sums(weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer) -> None:
+    """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias."""
+    low, high = ascend_range(8)
+    whole = layer.kind in ("Gemm", "MatMul")
+    sums = np.abs(weight.astype(np.int64))
+    axis = {"Conv": 0, "ConvTranspose": 1}.get(layer.kind, 1)
+    others = tuple(a for a in range(weight.ndim) if a != axis)
+    worst = int(sums.sum(axis=0 if whole else others).max()) * (high - low)
+    worst += int(np.abs(bias.astype(np.int64)).max()) if bias is not None else 0
+    if worst > np.iinfo(np.int32).max:
+        raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
+
+
+def _bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
+    with np.errstate(over="ignore"):
+        steps = np.rint(bias.reshape(-1).astype(np.float64) / dequant)
+    limits = np.iinfo(np.int32)
+    if not ((steps >= limits.min) & (steps <= limits.max)).all():
+        raise ExportError(
+            f"bias / (scale_w * scale_d) must fit int32, got {np.abs(steps).max():.3g}"
+        )
+    return steps.astype(np.int32)

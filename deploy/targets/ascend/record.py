@@ -1,0 +1,156 @@
+"""AMCT's record file (scale_offset_record, protobuf text): the scales of every quantized layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrators.int8 import FLT_EPSILON, ascend_range
+from deploy.errors import ConfigError
+from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
+
+_SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
+_TYPES = ("INT4", "INT8", "INT16", "UNSET", "")
+
+Float32Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecord:
+    """Scales of one layer; q = clip(rne(x / scale + offset)).
+
+    Attributes:
+        scale_d: activation scale; None before calibration is complete.
+        offset_d: activation offset.
+        scale_w: weight scales, float32 [C_out] or [1]; [0] where the layer has no record of them.
+        factors: DMQ factors by input channel, float32 [C_in]; [0] without DMQ.
+        weighted: the layer has a weight (AveragePool has none, but records scale_w 1).
+    """
+
+    scale_d: np.float32 | None
+    offset_d: int = 0
+    scale_w: Float32Array
+    factors: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    weighted: bool = True
+
+
+def write_record(records: Mapping[str, LayerRecord]) -> str:
+    """Layer name -> record, in the model's order, as AMCT writes it."""
+    message = message_class("ScaleOffsetRecord")()
+    for name, record in records.items():
+        value = message.record.add(key=name).value
+        if record.scale_d is not None:
+            value.scale_d, value.offset_d = float(record.scale_d), record.offset_d
+            value.act_type = "INT8"
+        value.scale_w.extend(float(s) for s in record.scale_w)
+        value.offset_w.extend(0 for _ in record.scale_w)
+        value.tensor_balance_factor.extend(float(f) for f in record.factors)
+        if record.weighted and record.scale_w.size:
+            value.wts_type = "INT8"
+    return print_text(message)
+
+
+def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
+    """Record text -> layer name -> record, checked as AMCT checks it.
+
+    Raises:
+        ConfigError: text that does not parse, an unknown or missing field, an illegal value.
+    """
+    message: Any = parse_text("ScaleOffsetRecord", text, what)
+    if not message.record:
+        raise ConfigError(f"{what} must hold at least one layer, got none; calibrate first")
+    records: dict[str, LayerRecord] = {}
+    for entry in message.record:
+        if not entry.HasField("key") or not entry.key:
+            raise ConfigError(
+                f"each record must hold a key (a layer's name), got one without in {what}"
+            )
+        if entry.key in records:
+            raise ConfigError(f"{what} must hold each layer once, got {entry.key!r} again")
+        try:
+            records[entry.key] = _layer(entry.value)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (layer {entry.key!r} of {what})") from None
+    return records
+
+
+def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
+    """Check a complete record against the model that it is for.
+
+    Raises:
+        ConfigError: a layer the model lacks or cannot quantize, scales that are missing or of the
+            wrong number.
+    """
+    for name, record in records.items():
+        if name in graph.refused:
+            raise ConfigError(f"layer {name!r} cannot be quantized: {graph.refused[name]}")
+        if name not in graph.layers:
+            raise ConfigError(
+                f"layer {name!r} of the record is not in the model;"
+                f" {near(name, list(graph.layers))}"
+            )
+        if record.scale_d is None:
+            raise ConfigError(
+                f"layer {name!r} must hold scale_d and offset_d, got none; the calibration was"
+                " not complete, run it again"
+            )
+        _check_weights(name, record, graph.layers[name])
+
+
+def _check_weights(name: str, record: LayerRecord, layer: Layer) -> None:
+    count = record.scale_w.size
+    if layer.kind == "AveragePool":
+        if count and not (count == 1 and record.scale_w[0] == 1):
+            raise ConfigError(f"layer {name!r} is an AveragePool and takes no scale_w, got {count}")
+    elif not count:
+        raise ConfigError(f"layer {name!r} must hold scale_w and offset_w, got none")
+    elif count > 1 and not layer.channel_wise:
+        raise ConfigError(f"a {layer.kind} takes one scale_w, got {count} in layer {name!r}")
+
+
+def _layer(value: Any) -> LayerRecord:
+    scale_w = np.array(value.scale_w, np.float32)
+    if len(value.offset_w) != scale_w.size:
+        raise ConfigError(
+            f"scale_w and offset_w must be as many, got {scale_w.size} and {len(value.offset_w)}"
+        )
+    if any(value.offset_w):
+        raise ConfigError(f"offset_w must be 0, got {next(o for o in value.offset_w if o)}")
+    if value.HasField("scale_d") != value.HasField("offset_d"):
+        raise ConfigError("scale_d and offset_d must come together, got one of them")
+    for scale in [*scale_w.tolist(), *([value.scale_d] if value.HasField("scale_d") else [])]:
+        if not (math.isfinite(scale) and _SMALLEST <= scale <= 1 / _SMALLEST):
+            raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
+    _check_kinds(value)
+    low, high = ascend_range(8)
+    if not low <= value.offset_d <= high:
+        raise ConfigError(f"offset_d must be in [{low}, {high}], got {value.offset_d}")
+    factors = np.array(value.tensor_balance_factor, np.float32)
+    if not ((factors > FLT_EPSILON) & (factors < 1 / FLT_EPSILON)).all():
+        raise ConfigError("a tensor_balance_factor must be in (1.2e-7, 8.4e6), got one outside")
+    return LayerRecord(
+        scale_d=np.float32(value.scale_d) if value.HasField("scale_d") else None,
+        offset_d=value.offset_d,
+        scale_w=scale_w,
+        factors=factors,
+        weighted=value.wts_type != "" or scale_w.size != 1 or scale_w[0] != 1,
+    )
+
+
+def _check_kinds(value: Any) -> None:
+    if value.shift_bit:
+        raise ConfigError("shift_bit is not supported, got one; delete it")
+    for key in ("dst_type", "act_type", "wts_type"):
+        kind = getattr(value, key)
+        if kind not in _TYPES:
+            raise ConfigError(f"{key} must be INT8 (or INT4, INT16), got {kind!r}")
+        if kind in ("INT4", "INT16"):
+            raise ConfigError(f"calib8 reads and deploys INT8 layers, got {key} {kind!r}")
+    if value.op_data_type not in ("", "FLOAT32", "FLOAT16"):
+        raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")

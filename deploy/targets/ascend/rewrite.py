@@ -1,0 +1,178 @@
+"""The surgery that Ascend's deploy and fake-quant models share.
+
+::
+
+    x -> Conv -> y    becomes    x -> [Mul 1/factor] -> pre -> Conv' -> post -> y
+
+`pre` and `post` differ between the deploy model (AscendQuant, AscendDequant) and the fake-quant
+model (plain ops); the layer's weight and bias are replaced by integers in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from deploy.targets.ascend.layers import Index, Layer
+from deploy.targets.ascend.quant_layer import Float32Array, QuantLayer
+
+Nodes = list[onnx.NodeProto]
+Before = Callable[[QuantLayer, str], tuple[Nodes, str]]
+After = Callable[[QuantLayer, str, str], Nodes]
+
+
+def rewrite(
+    model: onnx.ModelProto,
+    layers: Mapping[str, QuantLayer],
+    *,
+    before: Before,
+    after: After,
+    store: Callable[[str, NDArray[Any]], onnx.TensorProto],
+) -> onnx.ModelProto:
+    """A copy of `model` whose `layers` run on integers.
+
+    Every float tensor keeps its name; a layer's integer output is '<layer>_output0'.
+
+    Args:
+        model: float model, nodes named.
+        layers: by node name.
+        before: nodes from the layer's input to its integers, and the tensor they end in.
+        after: nodes from the layer's integers to its output.
+        store: how an integer weight or bias is kept.
+    """
+    out = type(model)()
+    out.CopyFrom(model)
+    index = Index(out.graph)
+    surgery = _Surgery(out.graph, index, store)
+    ends = {q.layer.bias_add or name: q for name, q in layers.items()}
+    nodes: Nodes = []
+    for node in out.graph.node:
+        if node.name in layers:
+            nodes += surgery.enter(node, layers[node.name], before)
+        nodes.append(node)
+        if node.name in ends:
+            nodes += surgery.leave(node, ends[node.name], after)
+    surgery.finish(nodes)
+    return out
+
+
+class _Surgery:
+    def __init__(
+        self,
+        graph: onnx.GraphProto,
+        index: Index,
+        store: Callable[[str, NDArray[Any]], onnx.TensorProto],
+    ) -> None:
+        self.graph, self.index, self.store = graph, index, store
+        self.tensors: dict[str, onnx.TensorProto] = {}
+        self.shared: dict[tuple[str, float, int], str] = {}
+
+    def enter(self, node: onnx.NodeProto, q: QuantLayer, before: Before) -> Nodes:
+        """Nodes before the layer; the layer itself gets its integer weight and bias."""
+        nodes, start = [], node.input[0]
+        if q.inverse_factors is not None:
+            nodes += balance(q, start)
+            start = f"{node.name}.mul.output0"
+        key = (start, float(q.scale), q.record.offset_d)
+        if key not in self.shared:
+            more, self.shared[key] = before(q, start)
+            nodes += more
+        node.input[0] = self.shared[key]
+        if q.weight is not None:
+            self.tensors[node.input[1]] = self.store(node.input[1], q.weight)
+        if q.bias is not None and not q.layer.bias_add:
+            node.input[2] = self.keep_bias(q, node.input[2])
+        for attribute in node.attribute:
+            if attribute.name == "transB":
+                attribute.i = 0
+        return nodes
+
+    def leave(self, node: onnx.NodeProto, q: QuantLayer, after: After) -> Nodes:
+        """Nodes after the layer, or after the Add that holds a MatMul's bias."""
+        if q.layer.bias_add and q.bias is not None:
+            place = list(node.input).index(q.layer.bias)
+            node.input[place] = self.keep_bias(q, q.layer.bias)
+        output = node.output[0]
+        node.output[0] = f"{q.layer.name}_output0"
+        return after(q, node.output[0], output)
+
+    def keep_bias(self, q: QuantLayer, name: str) -> str:
+        """The bias's name; one of its own where other nodes read the float bias too."""
+        assert q.bias is not None
+        own = f"{q.layer.name}.quant_bias" if len(self.index.consumers[name]) > 1 else name
+        self.tensors[own] = self.store(own, q.bias)
+        return own
+
+    def finish(self, nodes: Nodes) -> None:
+        """Put nodes and tensors in place: replaced weights first as they were, then the new."""
+        gone = set(self.tensors)
+        constants = [n for n in nodes if n.op_type == "Constant" and n.output[0] not in gone]
+        others = [n for n in nodes if n.op_type != "Constant"]
+        tensors = [self.tensors.pop(t.name, t) for t in self.graph.initializer]
+        names = {t.name for t in tensors}
+        inputs = [value for value in self.graph.input if value.name not in names]
+        replace_all(self.graph.initializer, [*tensors, *self.tensors.values()])
+        replace_all(self.graph.node, constants + others)
+        replace_all(self.graph.input, inputs)
+        del self.graph.value_info[:]
+
+
+def balance(q: QuantLayer, start: str) -> Nodes:
+    """Divide the input by its DMQ factors, as a multiplication with their inverses."""
+    assert q.inverse_factors is not None
+    name = q.layer.name
+    constant = make_constant(f"{name}.tensor_balance_factor", q.inverse_factors)
+    inputs = [start, constant.output[0]]
+    return [constant, helper.make_node("Mul", inputs, [f"{name}.mul.output0"], name=f"{name}.mul")]
+
+
+def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto:
+    """A Constant node; its output is '<name>.output0'."""
+    tensor = numpy_helper.from_array(np.asarray(value))
+    return helper.make_node("Constant", [], [f"{name}.output0"], name=name, value=tensor)
+
+
+def replace_all(repeated: Any, values: Iterable[Any]) -> None:
+    """Put copies of `values` in place of a repeated field's, of which they may be part."""
+    copies = [type(value).FromString(value.SerializeToString()) for value in values]
+    del repeated[:]
+    repeated.extend(copies)
+
+
+def rewrite_inputs(
+    model: onnx.ModelProto,
+    layers: Mapping[str, Layer],
+    weights: Mapping[str, onnx.TensorProto],
+    inverse_factors: Mapping[str, Float32Array],
+) -> onnx.ModelProto:
+    """A float copy with other weights, and inputs multiplied by `inverse_factors` [C_in]."""
+    out = type(model)()
+    out.CopyFrom(model)
+    nodes: Nodes = []
+    for node in out.graph.node:
+        if node.name in inverse_factors:
+            layer, name = layers[node.name], node.name
+            shape = (1, -1, *[1] * layer.rank)
+            constant = make_constant(
+                f"{name}.tensor_balance_factor", inverse_factors[name].reshape(shape)
+            )
+            inputs = [node.input[0], constant.output[0]]
+            mul = helper.make_node("Mul", inputs, [f"{name}.mul.output0"], name=f"{name}.mul")
+            nodes += [constant, mul]
+            node.input[0] = mul.output[0]
+        if not (node.op_type == "Constant" and node.output[0] in weights):
+            nodes.append(node)
+    tensors = [weights.get(t.name, t) for t in out.graph.initializer]
+    names = {t.name for t in tensors}
+    tensors += [t for name, t in weights.items() if name not in names]
+    names |= set(weights)
+    inputs_left = [value for value in out.graph.input if value.name not in names]
+    replace_all(out.graph.initializer, tensors)
+    replace_all(out.graph.node, nodes)
+    replace_all(out.graph.input, inputs_left)
+    return out

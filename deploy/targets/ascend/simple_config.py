@@ -1,0 +1,260 @@
+"""AMCT's simplified configuration (.cfg, protobuf text) to and from a quant config.
+
+Precedence: override_layer_configs, then override_layer_types, then common_config, then the
+defaults, whole algorithms at a time: a layer whose override names hfmg_quantize takes nothing of a
+common ifmr_quantize, except `asymmetric` where both use one algorithm, as in AMCT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from deploy.errors import ConfigError
+from deploy.targets.ascend.config import settled
+from deploy.targets.ascend.config_rules import activation_from, checked_keys, weight_from
+from deploy.targets.ascend.config_types import Activation, LayerConfig, QuantConfig, Weight
+from deploy.targets.ascend.layers import ALIASES, TYPES, Layer, LayerGraph
+from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
+
+_BITS = {1: 8, 2: 16}  # DataType.INT8, INT16
+
+
+def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -> QuantConfig:
+    """Simplified configuration + the model's layers -> a settled quant config.
+
+    Raises:
+        ConfigError: text that does not parse, unknown or repeated names and types, values out of
+            range, algorithms that a layer does not take.
+    """
+    message = parse_text("AMCTConfig", text, what)
+    skipped = _skipped(message, graph)
+    by_type = _by_type(message)
+    by_name = _by_name(message, graph)
+    common = message.common_config if message.HasField("common_config") else None
+    layers = {}
+    for name, layer in sorted(graph.layers.items()):
+        parts = [by_name.get(name), by_type.get(layer.kind), common]
+        try:
+            entry = _merged([part for part in parts if part is not None], layer, common)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (in layer {name!r})") from None
+        layers[name] = replace(entry, quant_enable=name not in skipped)
+    batch_num = message.batch_num if message.HasField("batch_num") else 1
+    if not 0 < batch_num < 2**31:
+        raise ConfigError(f"batch_num must be > 0 and below 2^31, got {batch_num}")
+    config = QuantConfig(
+        batch_num=batch_num,
+        activation_offset=_default(message, "activation_offset", True),
+        do_fusion=_default(message, "do_fusion", True),
+        skip_fusion_layers=tuple(_once(message.skip_fusion_layers, "skip_fusion_layers")),
+        fakequant_precision_mode=(
+            "FORCE_FP16_QUANT" if message.HasField("fakequant_precision_mode") else None
+        ),
+        layers=layers,
+    )
+    return settled(config, graph)
+
+
+def write_simple_config(config: QuantConfig) -> str:
+    """`QuantConfig` -> simplified configuration that resolves to it: one override a layer.
+
+    Raises:
+        ConfigError: 4-bit activations, which this form cannot say.
+    """
+    message = message_class("AMCTConfig")()
+    message.batch_num = config.batch_num
+    message.activation_offset = config.activation_offset
+    message.do_fusion = config.do_fusion
+    message.skip_fusion_layers.extend(config.skip_fusion_layers)
+    if config.fakequant_precision_mode:
+        message.fakequant_precision_mode = 1
+    for name, layer in sorted(config.layers.items()):
+        if not layer.quant_enable:
+            message.skip_layers.append(name)
+        entry = message.override_layer_configs.add(layer_name=name).calibration_config
+        _write_weight(entry, layer.weight)
+        _write_activation(entry, layer.activation)
+        if layer.dmq_balancer_param is not None:
+            entry.dmq_balancer.migration_strength = layer.dmq_balancer_param
+    return print_text(message)
+
+
+def _default(message: Any, name: str, value: bool) -> bool:
+    return bool(getattr(message, name)) if message.HasField(name) else value
+
+
+def _once(names: Any, where: str) -> list[str]:
+    repeated = sorted({name for name in names if list(names).count(name) > 1})
+    if repeated:
+        raise ConfigError(f"{where} must name each once, got {repeated[:3]} repeated")
+    return list(names)
+
+
+def _kinds(word: str) -> tuple[str, ...]:
+    """ONNX op types behind a layer type in either vocabulary."""
+    if word in TYPES:
+        return (word,)
+    if word in ALIASES:
+        return ALIASES[word]
+    known = [*TYPES, *ALIASES]
+    raise ConfigError(f"layer type {word!r} does not support quantization; {near(word, known)}")
+
+
+def _skipped(message: Any, graph: LayerGraph) -> set[str]:
+    skipped = set()
+    for name in _once(message.skip_layers, "skip_layers"):
+        if name not in graph.layers and name not in graph.refused:
+            raise ConfigError(
+                f"layer {name!r} of skip_layers does not exist in the model;"
+                f" {near(name, list(graph.layers))}"
+            )
+        skipped.add(name)
+    words = _once(message.skip_layer_types, "skip_layer_types")
+    kinds = {kind for word in words for kind in _kinds(word)}
+    left = {layer.kind for layer in graph.layers.values()} - kinds
+    if kinds and graph.layers and not left:
+        raise ConfigError(
+            f"skip_layer_types must leave a type to quantize, got {words}; every layer of the"
+            " model is of these types"
+        )
+    return skipped | {n for n, layer in graph.layers.items() if layer.kind in kinds}
+
+
+def _by_type(message: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for override in message.override_layer_types:
+        _complete(override, "layer_type", "override_layer_types")
+        for kind in _kinds(override.layer_type):
+            if kind in found:
+                raise ConfigError(
+                    "override_layer_types must name each type once, got"
+                    f" {override.layer_type!r} again"
+                )
+            found[kind] = override.calibration_config
+    return found
+
+
+def _by_name(message: Any, graph: LayerGraph) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for override in message.override_layer_configs:
+        _complete(override, "layer_name", "override_layer_configs")
+        name = override.layer_name
+        if name not in graph.layers:
+            why = graph.refused.get(name)
+            raise ConfigError(
+                f"layer {name!r} of override_layer_configs "
+                + (f"cannot be quantized: {why}" if why else "does not exist in the model; ")
+                + ("" if why else near(name, list(graph.layers)))
+            )
+        if name in found:
+            raise ConfigError(
+                f"override_layer_configs must name each layer once, got {name!r} again"
+            )
+        found[name] = override.calibration_config
+    return found
+
+
+def _complete(override: Any, key: str, where: str) -> None:
+    for needed in (key, "calibration_config"):
+        if not override.HasField(needed):
+            raise ConfigError(f"each of {where} must hold {needed}, got one without")
+
+
+def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
+    """The first part, strongest first, that names an algorithm of each group decides it."""
+    weights = next((part for part in parts if part.WhichOneof("weights")), None)
+    acts = next((part for part in parts if part.WhichOneof("activations")), None)
+    balancer = next((part for part in parts if part.WhichOneof("balancer")), None)
+    act = _activation(acts) if acts is not None else Activation()
+    if act.asymmetric is None and common is not None and acts is not None:
+        same = common.WhichOneof("activations") == acts.WhichOneof("activations")
+        act = replace(act, asymmetric=_activation(common).asymmetric) if same else act
+    if layer.symmetric_only and acts is common:
+        act = replace(act, asymmetric=False)
+    strength = None
+    if balancer is not None and not (balancer is common and layer.kind == "AveragePool"):
+        dmq = balancer.dmq_balancer
+        given = _decimal(dmq.migration_strength) if dmq.HasField("migration_strength") else 0.5
+        strength = checked_keys({"dmq_balancer_param": given}, weight=False)["dmq_balancer_param"]
+    weight = _weight(weights) if weights is not None else Weight()
+    return LayerConfig(activation=act, weight=weight, dmq_balancer_param=strength)
+
+
+def _decimal(value: float) -> float:
+    """A float32 from protobuf as the decimal that was written: 0.999999, not 0.99999898."""
+    return float(f"{value:.7g}")
+
+
+def _set_fields(message: Any) -> dict[str, Any]:
+    found = {}
+    for descriptor, value in message.ListFields():
+        found[descriptor.name] = _decimal(value) if isinstance(value, float) else value
+    return found
+
+
+def _activation(part: Any) -> Activation:
+    algo = part.WhichOneof("activations")
+    given = _set_fields(getattr(part, algo))
+    keys: dict[str, Any] = {"act_algo": "ifmr" if algo == "ifmr_quantize" else "hfmg"}
+    if "dst_type" in given:
+        keys["num_bits"] = _BITS[given.pop("dst_type")]
+    ends = (given.pop("search_range_start", None), given.pop("search_range_end", None))
+    if ends != (None, None):
+        defaults = Activation().search_range
+        keys["search_range"] = [
+            default if end is None else end for end, default in zip(ends, defaults, strict=True)
+        ]
+    return activation_from(checked_keys({**given, **keys}, weight=False))
+
+
+def _weight(part: Any) -> Weight:
+    algo = part.WhichOneof("weights")
+    given = _set_fields(getattr(part, algo))
+    keys: dict[str, Any] = {"wts_algo": algo}
+    if "quant_bits" in given:
+        keys["num_bits"] = given.pop("quant_bits")
+    ends = (given.pop("beta_range_start", None), given.pop("beta_range_end", None))
+    if ends != (None, None):
+        defaults = Weight().beta_range
+        keys["beta_range"] = [
+            default if end is None else end for end, default in zip(ends, defaults, strict=True)
+        ]
+    return weight_from(checked_keys({**given, **keys}, weight=True))
+
+
+def _write_weight(entry: Any, weight: Weight) -> None:
+    if weight.wts_algo == "arq_quantize":
+        entry.arq_quantize.SetInParent()
+        if weight.num_bits != 8:
+            entry.arq_quantize.quant_bits = weight.num_bits
+        if weight.channel_wise is not None:
+            entry.arq_quantize.channel_wise = weight.channel_wise
+        return
+    ada = entry.ada_quantize
+    ada.num_iteration, ada.reg_param = weight.num_iteration, weight.reg_param
+    ada.beta_range_start, ada.beta_range_end = weight.beta_range
+    ada.warm_start = weight.warm_start
+    if weight.channel_wise is not None:
+        ada.channel_wise = weight.channel_wise
+
+
+def _write_activation(entry: Any, act: Activation) -> None:
+    if act.act_algo == "ifmr":
+        target = entry.ifmr_quantize
+        target.search_range_start, target.search_range_end = act.search_range
+        for name in ("search_step", "max_percentile", "min_percentile"):
+            setattr(target, name, getattr(act, name))
+    else:
+        target = entry.hfmg_quantize
+        target.num_of_bins = act.num_of_bins
+    if act.asymmetric is not None:
+        target.asymmetric = act.asymmetric
+    numbers = {bits: number for number, bits in _BITS.items()}
+    if act.num_bits not in numbers:
+        raise ConfigError(
+            f"a simplified configuration has 8 or 16-bit activations, got {act.num_bits} bits;"
+            " write JSON"
+        )
+    if act.num_bits != 8:
+        target.dst_type = numbers[act.num_bits]

@@ -1,0 +1,108 @@
+"""Whether the deploy model computes what the fake-quant model promises, checked on a CPU.
+
+The deploy model runs in integers (`deploy.targets.ascend.executor`), beside two fake-quant models:
+one that rounds as AscendQuant does, which must agree but for sums beyond 2^24, and AMCT's own,
+which differs by one code wherever a value lies at a half and the offset is odd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.targets.ascend.quant_layer import QuantLayer
+
+_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """How far the deploy model's outputs are from the fake-quant models'.
+
+    Attributes:
+        samples: samples compared.
+        same_rounding: largest difference to the model that rounds as AscendQuant, over the
+            largest value of that output.
+        amct_cosine: lowest cosine of an output with AMCT's fake-quant model's.
+    """
+
+    samples: int
+    same_rounding: float
+    amct_cosine: float
+
+    def sentence(self) -> str:
+        """For the report."""
+        return (
+            f"The deploy model was run in integers on {self.samples} samples: within"
+            f" {self.same_rounding:.1g} of the fake-quant model with AscendQuant's rounding,"
+            f" cosine {self.amct_cosine:.5f} with AMCT's rounding"
+            + ("." if self.same_rounding <= _TOLERANCE else "; look into this before deploying.")
+        )
+
+
+def verify(
+    model: onnx.ModelProto,
+    layers: Mapping[str, QuantLayer],
+    samples: Iterable[Mapping[str, NDArray[Any]]],
+    *,
+    threads: int | None = None,
+) -> Verified:
+    """Run deploy and fake-quant models side by side.
+
+    Args:
+        model: float model, nodes named.
+        layers: integers by node name.
+        samples: input name -> array.
+        threads: threads inside one inference.
+
+    Raises:
+        BackendError: ONNX Runtime refuses a model or a sample.
+        ModelError: a layer that the executor cannot add up exactly.
+    """
+    from deploy.ort import OrtSession
+    from deploy.targets.ascend.deploy_model import deploy_model
+    from deploy.targets.ascend.executor import open_deploy
+    from deploy.targets.ascend.fake_quant import fake_quant_model
+
+    deployed = open_deploy(deploy_model(model, layers), threads=threads)
+    # Optimized, ONNX Runtime folds the dequantization into the weights: no integers any more.
+    twins = [
+        OrtSession.open(made.SerializeToString(), threads=threads, optimize=False)
+        for npu in (True, False)
+        for made in [fake_quant_model(model, layers, npu_rounding=npu)]
+    ]
+    same, cosine, count = 0.0, 1.0, 0
+    for sample in samples:
+        got = deployed.run(sample)
+        like_npu, like_amct = (twin.run(sample) for twin in twins)
+        count += 1
+        for name in _comparable(got, like_amct):
+            same = max(same, _distance(got[name], like_npu[name]))
+            cosine = min(cosine, _cosine(got[name], like_amct[name]))
+    return Verified(samples=count, same_rounding=same, amct_cosine=cosine)
+
+
+def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> list[str]:
+    """Float outputs of one shape."""
+    return [
+        name
+        for name, value in got.items()
+        if value.dtype.kind == "f" and value.size and other[name].shape == value.shape
+    ]
+
+
+def _distance(got: NDArray[Any], other: NDArray[Any]) -> float:
+    return float(np.abs(got - other).max()) / (float(np.abs(got).max()) or 1.0)
+
+
+def _cosine(got: NDArray[Any], other: NDArray[Any]) -> float:
+    a, b = got.astype(np.float64).reshape(-1), other.astype(np.float64).reshape(-1)
+    length = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(np.dot(a, b)) / length if length else float(np.array_equal(a, b))

@@ -1,0 +1,93 @@
+"""ONNX Runtime on the CPU: the embedded default, and the reference for every other target.
+
+The engine is a Q/DQ model: uint8 activations (with int8 ones the CPU's kernels do not fuse a Relu
+and gain nothing), int8 weights per channel, int32 biases, a pair after every int8 node. ONNX
+Runtime turns it into QLinearConv, QGemm and their like when it loads the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy import atomic
+from deploy.graph.plan import ONNXRUNTIME, Decision, Placement, Plan, analyse
+from deploy.targets.base import BuildRequest, Built
+from deploy.tensors import Session
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxRuntime:
+    """The ONNX Runtime CPU target.
+
+    Attributes:
+        int8_stem: run the first Conv in int8 even where float is faster.
+        weight_bits: 8, or 7 for x86 CPUs without VNNI, whose int8 kernels saturate.
+    """
+
+    int8_stem: bool = False
+    weight_bits: int = 8
+    name: str = "onnxruntime"
+
+    @property
+    def placement(self) -> Placement:
+        """Where this target wants its pairs."""
+        return replace(ONNXRUNTIME, thin=0) if self.int8_stem else ONNXRUNTIME
+
+    def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """Tensors that need a scale: what int8 nodes read and make."""
+        return analyse(model, self.placement, float_nodes=float_nodes).activations
+
+    def decisions(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
+    ) -> tuple[Decision, ...]:
+        """What the graph analysis decides before anything is calibrated."""
+        return analyse(model, self.placement, float_nodes=float_nodes).decisions
+
+    def plan(self, request: BuildRequest) -> Plan:
+        """Which nodes run in int8, with what the calibration found."""
+        return analyse(
+            request.model,
+            self.placement,
+            float_nodes=request.float_nodes,
+            float_tensors=request.troubles,
+        )
+
+    def build(self, request: BuildRequest) -> Built:
+        """Write `<name>.int8.onnx`."""
+        from deploy.targets.qdq import write_qdq
+
+        plan = self.plan(request)
+        model = write_qdq(request.model, plan, request.scales, weight_bits=self.weight_bits)
+        path = request.folder / f"{request.name}.int8.onnx"
+        atomic.write_bytes(path, model.SerializeToString(deterministic=True))
+        return Built(
+            target=self.name,
+            engine=path,
+            runnable=path,
+            files={"int8 engine": path},
+            decisions=plan.decisions,
+            notes=self._notes(plan),
+        )
+
+    def _notes(self, plan: Plan) -> tuple[str, ...]:
+        from deploy.machine import this_machine
+
+        notes = [] if plan.int8_nodes else ["no node of this model can run in int8"]
+        machine = this_machine()
+        if self.weight_bits == 8 and "x86" in machine.os and not machine.int8:
+            notes.append(
+                "this CPU has no VNNI: its int8 kernels add pairs in 16 bits and can saturate;"
+                " compare with --weight-bits 7"
+            )
+        return tuple(notes)
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """Load an engine with ONNX Runtime on the CPU."""
+        from deploy.ort import OrtSession
+
+        return OrtSession.open(engine, threads=threads)

@@ -1,0 +1,233 @@
+"""A float model, a `Plan` and `Scales` -> the same model with QuantizeLinear/DequantizeLinear.
+
+Activations get a pair; weights become int8 initializers behind a DequantizeLinear, per channel;
+biases, where the target wants them so, int32 initializers with scale_x * scale_w. Tensor names
+stay those of the model: of a pair on `t` for all readers, the DequantizeLinear's output is `t`
+itself and what the node makes is renamed::
+
+    Conv -> t            becomes      Conv -> t/float -> Q -> t/quantized -> DQ -> t
+    input t -> Conv      becomes      t -> Q -> t/quantized -> DQ -> t/dequantized -> Conv
+
+Source: ONNX operators QuantizeLinear-13 and DequantizeLinear-13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from calibrators.int8 import quantize_weight, weight_scales
+from calibrators.scales import Scale, Scales
+from deploy.errors import ExportError
+from deploy.frontends.graphs import reads
+from deploy.graph.plan import Pair, Plan, WeightTarget
+
+_INT32 = 2**31 - 1
+
+
+def write_qdq(
+    model: onnx.ModelProto,
+    plan: Plan,
+    scales: Mapping[str, Scale] | Scales,
+    *,
+    weight_bits: int = 8,
+) -> onnx.ModelProto:
+    """Insert the plan's pairs; `model` is left as it is.
+
+    Args:
+        model: cleaned float model, opset 13 or later.
+        plan: of `deploy.graph.plan.analyse` for the same model.
+        scales: a `Scale` for each of `plan.activations`.
+        weight_bits: 8, or 7 for CPUs whose int8 kernels saturate 16-bit sums (x86 without VNNI).
+
+    Raises:
+        ExportError: a tensor of the plan has no scale, or a scale that is not positive.
+        CalibrationError: a weight holds NaN or Inf.
+    """
+    missing = [name for name in plan.activations if name not in scales]
+    if missing:
+        raise ExportError(
+            f"every quantized tensor needs a scale, {len(missing)} have none"
+            f" ({', '.join(missing[:3])}); calibrate again for this target"
+        )
+    out = onnx.ModelProto()
+    out.CopyFrom(model)
+    writer = _Writer(out, plan, scales, weight_bits)
+    for weight in plan.weights:
+        writer.weight(weight)
+    for pair in plan.pairs:
+        writer.pair(pair)
+    writer.finish()
+    return out
+
+
+class _Writer:
+    """The model being rewritten, with the nodes and initializers that are to be added."""
+
+    def __init__(
+        self, model: onnx.ModelProto, plan: Plan, scales: Mapping[str, Scale], weight_bits: int
+    ) -> None:
+        self.graph = model.graph
+        self.plan = plan
+        self.scales = scales
+        self.bits = weight_bits
+        self.nodes = {node.name: node for node in self.graph.node}
+        self.initializers = {t.name: t for t in self.graph.initializer}
+        self.makers = {name: n for n in self.graph.node for name in n.output}
+        self.before: list[onnx.NodeProto] = []  # reads constants only
+        self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
+        self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
+
+    def params(self, tensor: str) -> tuple[np.float32, int]:
+        """(scale, zero_point) of a tensor, that of its owner where it shares one."""
+        scale, zero = self.scales[self.plan.owners.get(tensor, tensor)].on(self.plan.placement.grid)
+        if not (np.isfinite(scale) and scale > 0):
+            raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
+        return scale, zero
+
+    def constant(self, name: str, array: NDArray[np.generic]) -> str:
+        """Add an initializer once, and give its name."""
+        if name not in self.initializers:
+            tensor = numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+            self.initializers[name] = tensor
+            self.graph.initializer.append(tensor)
+        return name
+
+    def pair(self, pair: Pair) -> None:
+        """Insert one Q/DQ pair, for all readers or for the named ones."""
+        name = pair.tensor
+        source, target = name, f"{name}/dequantized"
+        maker = self.makers.get(name)
+        if pair.consumers is None and maker is not None:
+            source, target = f"{name}/float", name
+            maker.output[list(maker.output).index(name)] = source
+        else:
+            chosen = set(pair.consumers) if pair.consumers is not None else None
+            for node in self.graph.node:
+                if chosen is None or node.name in chosen:
+                    _redirect(node, name, target)
+        scale, zero = self.params(name)
+        constants = [
+            self.constant(f"{name}/scale", np.array(scale, np.float32)),
+            self.constant(f"{name}/zero_point", np.array(zero, self.plan.placement.grid.dtype)),
+        ]
+        quantized = f"{name}/quantized"
+        self.after[source] = [
+            _node("QuantizeLinear", [source, *constants], quantized, f"{name}/Q"),
+            _node("DequantizeLinear", [quantized, *constants], target, f"{name}/DQ"),
+        ]
+
+    def weight(self, target: WeightTarget) -> None:
+        """Store one weight, and its bias, as integers behind a DequantizeLinear."""
+        node = self.nodes[target.node]
+        share = (target.name, target.axis, target.bias if self.plan.placement.bias else None)
+        if share not in self.weights:
+            self.weights[share] = self._weight(node, target)
+        name, scales = self.weights[share]
+        node.input[1] = name
+        if self.plan.placement.bias and target.bias in self.initializers:
+            node.input[2] = self._bias(node, str(target.bias), scales)
+
+    def _weight(
+        self, node: onnx.NodeProto, target: WeightTarget
+    ) -> tuple[str, NDArray[np.float32]]:
+        array = numpy_helper.to_array(self.initializers[target.name])
+        scales = weight_scales(array, target.axis, bits=self.bits)
+        if self.plan.placement.bias and target.bias in self.initializers:
+            bias = numpy_helper.to_array(self.initializers[str(target.bias)])
+            scales = _room_for_bias(scales, bias, self._input_scale(node))
+        integers = quantize_weight(array, scales, target.axis, bits=self.bits)
+        suffix = "" if not any(key[0] == target.name for key in self.weights) else f"/{node.name}"
+        return self._dequantized(f"{target.name}{suffix}", integers, scales, target.axis), scales
+
+    def _bias(self, node: onnx.NodeProto, bias: str, weight: NDArray[np.float32]) -> str:
+        array = numpy_helper.to_array(self.initializers[bias]).reshape(-1)
+        scales = (weight * self._input_scale(node)).astype(np.float32)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            steps = np.rint(array.astype(np.float64) / scales)
+        integers = np.clip(np.nan_to_num(steps), -_INT32, _INT32).astype(np.int32)
+        axis = 0 if scales.size > 1 else None
+        return self._dequantized(f"{bias}/{node.name}", integers, scales, axis)
+
+    def _input_scale(self, node: onnx.NodeProto) -> np.float32:
+        name = str(node.input[0]).removesuffix("/dequantized")
+        return self.params(name)[0]
+
+    def _dequantized(
+        self,
+        name: str,
+        integers: NDArray[np.integer],
+        scales: NDArray[np.float32],
+        axis: int | None,
+    ) -> str:
+        """Constant integers and a DequantizeLinear on them; gives the float tensor's name."""
+        zeros = np.zeros(scales.shape, integers.dtype)
+        scale, zero = (scales, zeros) if axis is not None else (scales[0], zeros[0])
+        inputs = [
+            self.constant(f"{name}/quantized", integers),
+            self.constant(f"{name}/scale", np.array(scale, np.float32)),
+            self.constant(f"{name}/zero_point", np.array(zero, integers.dtype)),
+        ]
+        out = f"{name}/dequantized"
+        node = _node("DequantizeLinear", inputs, out, f"{name}/DQ")
+        if axis is not None:
+            node.attribute.append(helper.make_attribute("axis", axis))
+        self.before.append(node)
+        return out
+
+    def finish(self) -> None:
+        """Put the nodes in an order in which every tensor is made before it is read."""
+        ordered = list(self.before)
+        for value in self.graph.input:
+            ordered += self.after.pop(value.name, [])
+        for node in self.graph.node:
+            ordered.append(node)
+            for name in node.output:
+                ordered += self.after.pop(name, [])
+        used = {name for node in ordered for name in reads(node)}
+        used |= {o.name for o in self.graph.output}
+        nodes = [_copy(node) for node in ordered]
+        kept = [t for t in self.graph.initializer if t.name in used]
+        del self.graph.node[:], self.graph.value_info[:]
+        self.graph.node.extend(nodes)
+        _replace_initializers(self.graph, kept)
+
+
+def _room_for_bias(
+    scales: NDArray[np.float32], bias: NDArray[np.floating], input_scale: np.float32
+) -> NDArray[np.float32]:
+    """Widen weight scales where the bias would not fit int32 (a channel of next to no weight)."""
+    need = np.abs(bias.astype(np.float64).reshape(-1)) / (float(input_scale) * (_INT32 - 128))
+    if scales.size == 1:
+        need = need.max(keepdims=True)
+    return np.maximum(scales, need.astype(np.float32)).astype(np.float32)
+
+
+def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:
+    for position, source in enumerate(node.input):
+        if source == name:
+            node.input[position] = target
+
+
+def _node(op_type: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
+    return helper.make_node(op_type, inputs, [output], name=name)
+
+
+def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
+    copied = onnx.NodeProto()
+    copied.CopyFrom(node)
+    return copied
+
+
+def _replace_initializers(graph: onnx.GraphProto, kept: list[onnx.TensorProto]) -> None:
+    copies = []
+    for tensor in kept:
+        copied = onnx.TensorProto()
+        copied.CopyFrom(tensor)
+        copies.append(copied)
+    del graph.initializer[:]
+    graph.initializer.extend(copies)

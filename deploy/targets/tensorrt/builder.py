@@ -1,0 +1,259 @@
+"""An ONNX file -> a TensorRT engine, by one code path for 8.5 to 11.
+
+What a version has is asked of it (`hasattr`): calibrators, builder flags and the explicit-batch
+flag end with 10, the memory pools and the tensor-name API begin with 8.5. Numbers of flags are
+never written down, since 11 gave them new ones.
+
+Sources: NVIDIA/TensorRT python/src/infer at 8.5.3, 10.16 and 11.0; migration guide 10.x to 11.x.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from calibrators.tensorrt import Callbacks
+from deploy import atomic
+from deploy.errors import BackendError, ConfigError
+from deploy.targets.tensorrt.log import KeepingLogger, make_logger
+from deploy.targets.tensorrt.sdk import Sdk, load
+from deploy.targets.tensorrt.session import dims
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Shapes of one dynamic input: the least, the one to tune and calibrate for, the largest."""
+
+    least: Shape
+    best: Shape
+    most: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How an engine is built.
+
+    Attributes:
+        int8: allow int8 (where TensorRT asks for a flag).
+        fp16: allow fp16 for what does not run in int8 (until 10.16; 11 takes the model's types).
+        workspace_mib: scratch memory in MiB; None leaves TensorRT's own limit.
+        profiles: dynamic input -> its shapes.
+        timing_cache: file of tactic timings, read and written; makes the next build faster.
+        verbose: keep TensorRT's verbose log too.
+    """
+
+    int8: bool = True
+    fp16: bool = True
+    workspace_mib: int | None = None
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    timing_cache: Path | None = None
+    verbose: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A serialized engine, TensorRT's log, and the calibration cache in force, if there was one."""
+
+    plan: bytes
+    log: tuple[str, ...]
+    cache: bytes | None
+
+
+def build_engine(model: Path, settings: Settings, *, calibrator: Callbacks | None = None) -> Engine:
+    """Parse and build.
+
+    Args:
+        model: ONNX file, float (with a calibrator) or Q/DQ.
+        settings: as above.
+        calibrator: of `calibrators.tensorrt.calibrator`; None for a Q/DQ model.
+
+    Raises:
+        BackendError: TensorRT cannot parse or build the model; its own words are in the message.
+        ConfigError: a dynamic input without a profile, or a profile that does not fit.
+        CalibrationError: what went wrong while calibrating, which TensorRT itself swallows.
+    """
+    load()
+    import tensorrt as trt
+
+    kept, logger = make_logger(verbose=settings.verbose)
+    trt.init_libnvinfer_plugins(logger, "")
+    builder = _builder(logger, kept)
+    network = builder.create_network(_network_flags())
+    _parse(network, logger, model)
+    config = builder.create_builder_config()
+    _configure(config, settings)
+    profile = _profile(builder, network, settings.profiles)
+    if profile is not None:
+        config.add_optimization_profile(profile)
+    if calibrator is not None:
+        config.int8_calibrator = cast("trt.IInt8Calibrator", calibrator)
+        if profile is not None:
+            config.set_calibration_profile(profile)
+    timing = _timing_cache(config, settings.timing_cache)
+    plan = builder.build_serialized_network(network, config)
+    cache = calibrator.check() if calibrator is not None else None  # before the plan is believed
+    if plan is None:
+        raise BackendError(
+            f"TensorRT could not build {model.name}:"
+            f" {' | '.join(kept.errors) or 'its log says nothing'}"
+        )
+    if timing is not None and settings.timing_cache is not None:
+        atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
+    return Engine(bytes(plan), tuple(kept.lines), cache)
+
+
+def engine_key(
+    sdk: Sdk, settings: Settings, *, model_sha256: str, cache_sha256: str | None
+) -> dict[str, Any]:
+    """All that an engine depends on, as plain JSON; a change in any part means another engine."""
+    chosen = asdict(settings)
+    for name in ("timing_cache", "verbose"):
+        chosen.pop(name)
+    return {
+        "tensorrt": sdk.version,
+        "gpu": sdk.gpu,
+        "model_sha256": model_sha256,
+        "cache_sha256": cache_sha256,
+        "settings": json.loads(json.dumps(chosen)),
+    }
+
+
+def cached_engine(path: Path, key: Mapping[str, Any]) -> bool:
+    """Whether the engine at `path` was built under `key` and is whole."""
+    try:
+        note = json.loads(_note(path).read_text("utf-8"))
+        return bool(note == {**key, "engine_sha256": _sha256(path.read_bytes())})
+    except (OSError, ValueError):
+        return False
+
+
+def keep_engine(path: Path, engine: Engine, key: Mapping[str, Any]) -> Path:
+    """Write the engine and, after it, the note that says what it was built under."""
+    atomic.write_bytes(path, engine.plan)
+    note = {**key, "engine_sha256": _sha256(engine.plan)}
+    atomic.write_text(_note(path), json.dumps(note, indent=1, sort_keys=True) + "\n")
+    return path
+
+
+def profiles_for(
+    shapes: Mapping[str, Sequence[int | str | None]], fed: Mapping[str, Shape], *, most_batch: int
+) -> dict[str, Profile]:
+    """Input shapes of a model and of what is fed -> a profile for each dynamic input.
+
+    Open dimensions take the fed size; an open first one (the batch) goes from 1 to `most_batch`.
+
+    Raises:
+        ConfigError: what is fed does not fit a fixed dimension.
+    """
+    profiles = {}
+    for name, shape in shapes.items():
+        got = fed[name]
+        fixed = [isinstance(dim, int) and dim > 0 for dim in shape]
+        if len(got) != len(shape) or any(
+            f and dim != g for f, dim, g in zip(fixed, shape, got, strict=True)
+        ):
+            raise ConfigError(
+                f"data must fit the model's input, got {list(got)} for {name!r} {list(shape)}"
+            )
+        if all(fixed):
+            continue
+        batch = not fixed[0]
+        least = (1, *got[1:]) if batch else got
+        most = (max(most_batch, got[0]), *got[1:]) if batch else got
+        profiles[name] = Profile(least, got, most)
+    return profiles
+
+
+def _builder(logger: trt.ILogger, kept: KeepingLogger) -> trt.Builder:
+    import tensorrt as trt
+
+    try:
+        return trt.Builder(logger)
+    except (TypeError, RuntimeError) as error:  # a null builder, from a driver that does not fit
+        raise BackendError(
+            "TensorRT could not make a builder on this machine:"
+            f" {' | '.join(kept.errors or kept.lines[-1:]) or error}"
+        ) from error
+
+
+def _network_flags() -> int:
+    """Explicit batch where it still has to be asked for (8.x; a no-op in 10, gone in 11)."""
+    import tensorrt as trt
+
+    flags = trt.NetworkDefinitionCreationFlag
+    return 1 << int(flags.EXPLICIT_BATCH) if hasattr(flags, "EXPLICIT_BATCH") else 0
+
+
+def _parse(network: trt.INetworkDefinition, logger: trt.ILogger, model: Path) -> None:
+    import tensorrt as trt
+
+    parser = trt.OnnxParser(network, logger)
+    if parser.parse_from_file(str(model)):
+        return
+    errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]
+    raise BackendError(
+        f"TensorRT cannot read {model.name}: {' | '.join(errors) or 'its parser says nothing'}"
+    )
+
+
+def _configure(config: trt.IBuilderConfig, settings: Settings) -> None:
+    import tensorrt as trt
+
+    for wanted, name in ((settings.int8, "INT8"), (settings.fp16, "FP16")):
+        if wanted and hasattr(trt.BuilderFlag, name):
+            config.set_flag(getattr(trt.BuilderFlag, name))
+    if settings.workspace_mib is not None:
+        pool = trt.MemoryPoolType.WORKSPACE
+        config.set_memory_pool_limit(pool, settings.workspace_mib << 20)
+
+
+def _profile(
+    builder: trt.Builder, network: trt.INetworkDefinition, profiles: Mapping[str, Profile]
+) -> trt.IOptimizationProfile | None:
+    import tensorrt as trt
+
+    inputs = [network.get_input(index) for index in range(network.num_inputs)]
+    shapes = {tensor.name: dims(tensor.shape) for tensor in inputs}
+    dynamic = {name: shape for name, shape in shapes.items() if -1 in shape}
+    lacking = sorted(set(dynamic) - set(profiles))
+    if lacking:
+        raise ConfigError(
+            f"a dynamic input needs a profile, got none for {lacking[0]!r}"
+            f" {list(dynamic[lacking[0]])}; give its shapes"
+        )
+    if not dynamic:
+        return None
+    profile = builder.create_optimization_profile()
+    for name in dynamic:
+        given = profiles[name]
+        least, best, most = (trt.Dims(list(s)) for s in (given.least, given.best, given.most))
+        profile.set_shape(name, least, best, most)
+    return profile
+
+
+def _timing_cache(config: trt.IBuilderConfig, path: Path | None) -> trt.ITimingCache | None:
+    if path is None:
+        return None
+    known = path.read_bytes() if path.is_file() else b""
+    cache = config.create_timing_cache(known)
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+        cache = config.create_timing_cache(b"")  # of another GPU or version: begin anew
+        config.set_timing_cache(cache, ignore_mismatch=False)
+    return cache
+
+
+def _note(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

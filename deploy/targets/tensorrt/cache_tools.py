@@ -1,0 +1,270 @@
+"""What `calib8 cache` does with calibration caches: compare, merge, check, convert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploy.calibration import trt_cache
+from deploy.calibration.trt_cache import CalibrationCache, Entry
+from deploy.errors import CacheError
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.targets.tensorrt.from_qdq import Plain
+    from deploy.targets.tensorrt.match import Match
+
+
+def read_cache(path: Path) -> CalibrationCache:
+    """Read a cache file.
+
+    Raises:
+        CacheError: it cannot be read, or is no TensorRT calibration cache.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CacheError(f"{path} must be a readable file, got: {error.strerror}") from error
+    return trt_cache.parse(data, origin=str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that two caches disagree on; a scale is None where the cache lacks it."""
+
+    name: str
+    first: np.float32 | None
+    second: np.float32 | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Quotient second / first, where both are positive and finite."""
+        if self.first is None or self.second is None:
+            return None
+        sound = all(np.isfinite(v) and v > 0 for v in (self.first, self.second))
+        return float(self.second) / float(self.first) if sound else None
+
+
+def diff(first: CalibrationCache, second: CalibrationCache) -> list[Difference]:
+    """Tensors with different scales, largest change first, then those that one cache lacks."""
+    a, b = first.scales(), second.scales()
+    bits = [{e.name: e.bits for e in cache.entries} for cache in (first, second)]
+    changed = [Difference(n, a[n], b[n]) for n in a if n in b and bits[0][n] != bits[1][n]]
+    changed.sort(key=lambda d: -abs(np.log(d.ratio)) if d.ratio else -np.inf)
+    gone = [Difference(n, a[n], None) for n in a if n not in b]
+    new = [Difference(n, None, b[n]) for n in b if n not in a]
+    return [*changed, *gone, *new]
+
+
+def merge(caches: Sequence[CalibrationCache], *, on_conflict: str = "error") -> CalibrationCache:
+    """The union of caches, in order of first occurrence, under the first one's header.
+
+    Args:
+        caches: at least one.
+        on_conflict: of two different scales of one tensor: "error", "first", "last" or "max".
+
+    Raises:
+        CacheError: different headers, or a conflict under "error".
+    """
+    head = caches[0].header
+    for cache in caches[1:]:
+        if (cache.header.label, cache.header.algorithm) != (head.label, head.algorithm):
+            raise CacheError(
+                f"caches of one version and algorithm can be merged, got {head.text} and"
+                f" {cache.header.text}; relabel one of them first (calib8 cache relabel)"
+            )
+    merged: dict[str, Entry] = {}
+    for cache in caches:
+        cache.scales()  # refuses contradictions inside one file
+        for entry in cache.entries:
+            merged[entry.name] = _choose(merged.get(entry.name), entry, on_conflict)
+    entries = tuple(replace(entry, end=head.end or "\n") for entry in merged.values())
+    return CalibrationCache(replace(head, end=head.end or "\n"), entries)
+
+
+def _choose(old: Entry | None, new: Entry, on_conflict: str) -> Entry:
+    if old is None or old.bits == new.bits or on_conflict == "last":
+        return new if old is None or on_conflict == "last" else old
+    if on_conflict == "error":
+        raise CacheError(
+            f"merged caches must agree, got {old.digits} and {new.digits} for {new.name!r}; choose"
+            " with --on-conflict first, last or max"
+        )
+    return new if on_conflict == "max" and new.scale > old.scale else old
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that `check` found; `harmful` where TensorRT would not do what is expected."""
+
+    text: str
+    harmful: bool
+
+
+def check(
+    cache: CalibrationCache,
+    *,
+    version: str | None = None,
+    algorithm: str | None = None,
+    matched: Match | None = None,
+) -> list[Finding]:
+    """What a user should know before a build with this cache.
+
+    Args:
+        cache: the cache.
+        version: "X.Y.Z" of the TensorRT that is to read it.
+        algorithm: of the calibrator that is to read it; `trtexec --calib` wants ENTROPY2.
+        matched: its match with a model.
+    """
+    findings = [Finding(_flaw_text(n, f), f in ("NaN", "negative")) for n, f in _grouped(cache)]
+    if cache.duplicates():
+        conflict = False
+        try:
+            cache.scales()
+        except CacheError:
+            conflict = True
+        names = ", ".join(cache.duplicates()[:3])
+        findings.append(Finding(f"{len(cache.duplicates())} names occur twice: {names}", conflict))
+    findings += _header_findings(cache, version, algorithm)
+    if matched is not None:
+        findings += _match_findings(matched)
+    return findings
+
+
+def _grouped(cache: CalibrationCache) -> list[tuple[list[str], str]]:
+    flaws = cache.flaws()
+    kinds = dict.fromkeys(flaws.values())
+    return [([name for name, flaw in flaws.items() if flaw == kind], kind) for kind in kinds]
+
+
+def _flaw_text(names: list[str], kind: str) -> str:
+    meaning = {
+        "zero": "always zero while calibrating",
+        "inf": "infinite while calibrating, such as the mask of an attention; TensorRT keeps it"
+        " in float",
+        "NaN": "not a number: calibrate again",
+        "negative": "no scale can be negative: calibrate again",
+    }[kind]
+    return f"{len(names)} {kind} scales ({', '.join(names[:3])}): {meaning}"
+
+
+def _header_findings(
+    cache: CalibrationCache, version: str | None, algorithm: str | None
+) -> list[Finding]:
+    header = cache.header
+    found = []
+    if version is not None and header.label not in (None, trt_cache.version_label(version)):
+        found.append(
+            Finding(
+                f"TensorRT {version} ignores a cache of {header.version} and calibrates anew, with"
+                f" nothing but a log line; calib8 cache relabel --trt-version {version} mends it",
+                harmful=True,
+            )
+        )
+    if algorithm is not None and header.algorithm != algorithm:
+        found.append(
+            Finding(
+                f"a calibrator of {algorithm} ignores a cache of {header.algorithm}; calib8 cache"
+                f" relabel --algorithm {algorithm} mends it",
+                harmful=True,
+            )
+        )
+    return found
+
+
+def _match_findings(matched: Match) -> list[Finding]:
+    missing = [t for t in matched.tensors if not t.covered]
+    strangers = [e for e in matched.entries if e.tensor is None]
+    found = [
+        Finding(
+            f"{matched.covered} of {len(matched.tensors)} tensors to be quantized have a scale,"
+            f" from {matched.used} of {len(matched.entries)} entries",
+            harmful=False,
+        )
+    ]
+    found += [Finding(f"{t.tensor}: {t.reason}", harmful=True) for t in missing]
+    foreign = [e for e in strangers if e.reason.startswith("no tensor")]
+    if foreign:
+        names = ", ".join(e.name for e in foreign[:3])
+        found.append(
+            Finding(
+                f"{len(foreign)} entries are of tensors that the model does not have ({names}):"
+                " was the cache made from another model?",
+                harmful=len(foreign) == len(matched.entries),
+            )
+        )
+    return found
+
+
+def cache_to_qdq(
+    model: Path | str | onnx.ModelProto,
+    cache: CalibrationCache,
+    *,
+    keep_batchnorm: bool = False,
+    own_concat_scales: bool = False,
+    parser: str | None = None,
+) -> tuple[onnx.ModelProto, Match]:
+    """An old cache and its float model -> the Q/DQ model, and the report of the match.
+
+    Args:
+        model: path of the ONNX file, or the model.
+        cache: its calibration cache.
+        keep_batchnorm: leave BatchNormalization nodes as they are, so that the float outputs of
+            `qdq_to_cache` are bit for bit those of `model`.
+        own_concat_scales: see `deploy.targets.tensorrt.to_qdq`.
+        parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
+
+    Raises:
+        ModelError: the model cannot be read, or is quantized already.
+        CacheError: no entry of the cache fits the model.
+    """
+    from deploy.frontends import load
+    from deploy.targets.tensorrt.match import match
+    from deploy.targets.tensorrt.to_qdq import to_qdq
+
+    loaded = load(model, fold_batchnorm=not keep_batchnorm)
+    matched = match(cache, loaded.model, original=original_of(model), parser=parser)
+    if not matched.used:
+        raise CacheError(
+            f"a cache must fit its model, got {len(matched.entries)} entries of which none can be"
+            f" used; the first is {matched.entries[0].name!r}: {matched.entries[0].reason}"
+        )
+    quantized = to_qdq(
+        loaded.model, matched.plan, matched.scales, own_concat_scales=own_concat_scales
+    )
+    return quantized, matched
+
+
+def qdq_to_cache(
+    model: Path, *, version: str, algorithm: str = trt_cache.ENTROPY2
+) -> tuple[Plain, CalibrationCache]:
+    """A Q/DQ model -> its plain float model and the cache of its scales.
+
+    Raises:
+        ModelError: the file cannot be read.
+        ExportError: the model is not quantized, or not in a way that a cache can say.
+    """
+    from deploy.frontends.reader import read_model
+    from deploy.targets.tensorrt.from_qdq import from_qdq
+
+    plain = from_qdq(read_model(Path(model)))
+    return plain, trt_cache.from_scales(plain.scales, version=version, algorithm=algorithm)
+
+
+def original_of(model: Path | str | onnx.ModelProto) -> onnx.ModelProto | None:
+    """The graph as the file has it, weights left on disk; None where it cannot be read so."""
+    import onnx
+
+    if isinstance(model, onnx.ModelProto):
+        return model
+    if Path(model).suffix.lower() != ".onnx":
+        return None
+    try:
+        return onnx.load(model, load_external_data=False)
+    except Exception:  # DecodeError and its like: the frontend says what is wrong with the file
+        return None

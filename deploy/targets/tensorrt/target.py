@@ -1,0 +1,328 @@
+"""TensorRT, 8.5 to 11: an engine where there is a GPU, and everywhere what is needed to build it.
+
+Written always, on any machine::
+
+    m.tensorrt.onnx      the cleaned float model          } together for 8.5 to 10.16 (and DLA):
+    m.tensorrt.cache     its calibration cache            } implicit quantization
+    m.tensorrt.qdq.onnx  the symmetric Q/DQ model           for 8.5 to 11: explicit quantization
+
+The Q/DQ model is made from the cache, so both hold the same scales. An engine is built from the
+cache where TensorRT still has calibrators, else from the Q/DQ model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deploy import atomic
+from deploy.calibration import trt_cache
+from deploy.errors import ConfigError, SdkMissingError
+from deploy.targets.base import BuildRequest, Built
+from deploy.tensors import Session
+
+if TYPE_CHECKING:
+    import onnx
+
+    from calibrators.tensorrt import Callbacks
+    from deploy.graph.plan import Decision
+    from deploy.targets.tensorrt.builder import Settings
+    from deploy.targets.tensorrt.match import Match
+
+_VERSION = "8.5.3"  # of the cache's first line where nothing says another
+_FORMS = ("auto", "cache", "qdq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRT:
+    """The TensorRT target.
+
+    Attributes:
+        version: TensorRT that is to read the cache, "X.Y.Z"; None takes that of the calibration
+            cache (`--trt-version`), or of the TensorRT that builds here.
+        form: what the engine is built from: "cache", "qdq", or "auto".
+        fp16: let what does not run in int8 run in fp16.
+        workspace_mib: TensorRT's scratch memory; None leaves its own limit.
+        max_batch: largest batch of an engine whose batch is dynamic.
+        cuda_graph: run the engine from a captured CUDA graph.
+        calibrator: "entropy2", "entropy", "minmax" or "legacy" lets TensorRT calibrate on the GPU
+            with the same samples, in batches of `max_batch`; None gives it our cache.
+    """
+
+    version: str | None = None
+    form: str = "auto"
+    fp16: bool = True
+    workspace_mib: int | None = None
+    max_batch: int = 8
+    cuda_graph: bool = False
+    calibrator: str | None = None
+    name: str = "tensorrt"
+
+    def __post_init__(self) -> None:
+        if self.form not in _FORMS:
+            raise ConfigError(f"an engine is built from {', '.join(_FORMS)}, got {self.form!r}")
+
+    def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """Every float tensor: TensorRT's cache lists them all."""
+        from deploy.targets.tensorrt.naming import trt_tensors
+
+        return tuple(trt_tensors(model))
+
+    def decisions(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
+    ) -> tuple[Decision, ...]:
+        """What the Q/DQ model would quantize; with a cache TensorRT itself decides."""
+        from deploy.graph.plan import TENSORRT, analyse
+
+        return analyse(model, TENSORRT, float_nodes=float_nodes).decisions
+
+    def build(self, request: BuildRequest) -> Built:
+        """Write the three files, and the engine where TensorRT and a GPU are at hand."""
+        from deploy.targets.tensorrt.match import match
+        from deploy.targets.tensorrt.to_qdq import to_qdq
+
+        version = self.version or _version_of(request.cache)
+        cache = cache_of(request, version)
+        matched = match(cache, request.model, float_nodes=request.float_nodes)
+        quantized = to_qdq(request.model, matched.plan, matched.scales)
+        stem = request.folder / f"{request.name}.tensorrt"
+        files = {
+            "float model for TensorRT": _written(stem, ".onnx", _bytes(request.model)),
+            "TensorRT cache": _written(stem, ".cache", trt_cache.dump(cache)),
+            "TensorRT Q/DQ model": _written(stem, ".qdq.onnx", _bytes(quantized)),
+        }
+        notes = _match_notes(matched)
+        engine = None
+        try:
+            engine, said = self._engine(request, files, cache)
+            files["TensorRT engine"] = engine
+            notes += said
+        except SdkMissingError as error:
+            notes += (f"no engine was built: {error}", *commands(request, files, version))
+        return Built(
+            target=self.name,
+            engine=engine,
+            runnable=files["TensorRT Q/DQ model"],
+            files=files,
+            decisions=matched.plan.decisions,
+            notes=notes,
+        )
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """Load an engine on this machine's GPU."""
+        from deploy.targets.tensorrt.session import TensorrtSession
+
+        return TensorrtSession.open(engine, cuda_graph=self.cuda_graph)
+
+    def _engine(
+        self, request: BuildRequest, files: Mapping[str, Path], cache: trt_cache.CalibrationCache
+    ) -> tuple[Path, tuple[str, ...]]:
+        """(engine, notes): built here, or built before from the same files on the same GPU."""
+        from deploy.targets.tensorrt import builder, gpu_cache, sdk
+
+        here = sdk.find()
+        implicit = here.calibrators and self.form != "qdq"
+        if not implicit and (self.form == "cache" or self.calibrator):
+            raise ConfigError(
+                f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
+                f" form {self.form}; build from the Q/DQ model (form qdq)"
+            )
+        source = files["float model for TensorRT" if implicit else "TensorRT Q/DQ model"]
+        path = request.folder / f"{request.name}.engine"
+        known = trt_cache.dump(trt_cache.relabel(cache, version=_plain(here.version)))
+        from_data = self.calibrator is not None
+        settings = self._settings(request, self.max_batch if from_data else None)
+        key = builder.engine_key(
+            here,
+            settings,
+            model_sha256=_sha256(source.read_bytes()),
+            cache_sha256=_sha256(known) if implicit else None,
+        ) | {"calibrator": self.calibrator}
+        if builder.cached_engine(path, key):
+            return path, ("the engine was built before from the same files, on the same GPU",)
+        kept = request.folder / f"{request.name}.gpu.cache"
+        made_from = self._made_from(request, here.version)
+        calibrator = None
+        if from_data:
+            before = gpu_cache.fitting(kept, made_from)
+            calibrator = self._from_cache(before) if before else self._live(request, settings)
+        elif implicit:
+            calibrator = self._from_cache(known)
+        engine = builder.build_engine(source, settings, calibrator=calibrator)
+        if from_data and engine.cache is not None:
+            gpu_cache.keep(kept, engine.cache, made_from)
+        return builder.keep_engine(path, engine, key), _log_notes(engine.log, request.model)
+
+    def _made_from(self, request: BuildRequest, version: str) -> dict[str, Any]:
+        """All that a calibration by TensorRT on the GPU depends on."""
+        return {
+            "model": request.digest,
+            "images": dict(request.manifest),
+            "calibrator": self.calibrator,
+            "batch": self.max_batch,
+            "tensorrt": version,
+        }
+
+    def _from_cache(self, known: bytes) -> Callbacks:
+        """A calibrator that has the cache and no data: should TensorRT refuse it, that is said."""
+        from calibrators.tensorrt import HostMemory, calibrator
+
+        name = self.calibrator or "entropy2"
+        return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
+
+    def _live(self, request: BuildRequest, settings: Settings) -> Callbacks:
+        """A calibrator that feeds the request's samples to TensorRT on the GPU."""
+        from calibrators.tensorrt import CudaMemory, calibrator
+        from deploy.targets.tensorrt.batches import whole_batches
+
+        first = _first_sample(request)
+        held = next(iter(first.values())).shape[0]
+        shapes = {name: array.shape for name, array in first.items()}
+        shapes |= {name: profile.best for name, profile in settings.profiles.items()}
+        together = max(shape[0] for shape in shapes.values()) // held
+        if len(request.feed) < together:
+            raise ConfigError(
+                f"TensorRT calibrates in whole batches, got {len(request.feed)} samples for batches"
+                f" of {together}; give more images or a smaller max_batch"
+            )
+        return calibrator(
+            str(self.calibrator),
+            whole_batches(request.feed.samples(), together),
+            batches=len(request.feed) // together,
+            shapes=shapes,
+            memory=CudaMemory(),
+        )
+
+    def _settings(self, request: BuildRequest, batch: int | None) -> Settings:
+        """Settings tuned for the fed batch, or for `batch` where the model leaves it open."""
+        from deploy.targets.tensorrt.builder import Settings, profiles_for
+
+        shapes = {i.name: _shape(i) for i in _inputs(request.model)}
+        fed = {name: array.shape for name, array in _first_sample(request).items()}
+        if batch is not None:
+            fed = {
+                n: s if isinstance(shapes[n][0], int) else (batch, *s[1:]) for n, s in fed.items()
+            }
+        return Settings(
+            fp16=self.fp16,
+            workspace_mib=self.workspace_mib,
+            profiles=profiles_for(shapes, fed, most_batch=self.max_batch),
+            timing_cache=request.folder / "tensorrt.timing",
+        )
+
+
+def cache_of(request: BuildRequest, version: str) -> trt_cache.CalibrationCache:
+    """The calibration as TensorRT's cache, its pools with the scale of their input.
+
+    The header names EntropyCalibration2 whatever the search was: it is the only one that
+    `trtexec --calib` reads, and scales mean the same under any.
+    """
+    from deploy.targets.tensorrt.naming import ONNX, cache_tensors, scale_owners
+
+    scales = {name: scale.symmetric for name, scale in request.scales.items()}
+    for name, why in request.troubles.items():
+        scales[name] = np.float32(np.inf if "infinite" in why else 0)
+    tensors = cache_tensors(request.model, version=version, parser=ONNX)
+    owners = scale_owners(tensors)
+    entries = {name: scales[owner] for name, owner in owners.items() if owner in scales}
+    return trt_cache.from_scales(entries, version=version, algorithm=trt_cache.ENTROPY2)
+
+
+def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> tuple[str, ...]:
+    """The command lines that build the engine on a GPU machine with these files."""
+    plain, cache, qdq = (
+        files[role].name
+        for role in ("float model for TensorRT", "TensorRT cache", "TensorRT Q/DQ model")
+    )
+    engine = f"{request.name}.engine"
+    shapes = _shape_words(request)
+    implicit = f"trtexec --onnx={plain} --int8 --fp16 --calib={cache}{shapes} --saveEngine={engine}"
+    explicit = f"trtexec --onnx={qdq} --int8 --fp16{shapes} --saveEngine={engine}"
+    strong = f"trtexec --onnx={qdq}{shapes} --saveEngine={engine}"
+    label = trt_cache.version_label(version)
+    if label >= 110000:
+        return (f"on a GPU machine with TensorRT {version}: {strong}",)
+    return (
+        f"on a GPU machine with TensorRT {version}: {implicit}",
+        f"with any TensorRT from 8.5 to 10: {explicit}",
+        f"with TensorRT 11: {strong}",
+    )
+
+
+def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
+    """TensorRT's missing-scale warnings: the harmful ones each, the others counted."""
+    from deploy.targets.tensorrt.log import missing_tensors, sort_missing
+
+    judged = sort_missing(missing_tensors(log), model)
+    harmful = [f"TensorRT has no scale for {m.tensor}: {m.reason}" for m in judged if m.harmful]
+    harmless = len(judged) - len(harmful)
+    if harmless:
+        harmful.append(
+            f"TensorRT warned of {harmless} more tensors without a scale; none of them costs int8"
+        )
+    return tuple(harmful)
+
+
+def _match_notes(matched: Match) -> tuple[str, ...]:
+    missing = [t for t in matched.tensors if not t.covered]
+    return tuple(f"no Q/DQ pair on {t.tensor}: it {t.reason}" for t in missing)
+
+
+def _version_of(path: Path | None) -> str:
+    """The version in the first line of the calibration cache."""
+    if path is None or not path.is_file():
+        return _VERSION
+    return trt_cache.parse(path.read_bytes(), origin=str(path)).header.version or _VERSION
+
+
+def _plain(version: str) -> str:
+    return ".".join(version.split(".")[:3])
+
+
+def _inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return [value for value in model.graph.input if value.name not in constants]
+
+
+def _shape(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...]:
+    dims = value.type.tensor_type.shape.dim
+    return tuple(d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in dims)
+
+
+def _first_sample(request: BuildRequest) -> Mapping[str, Any]:
+    samples = request.feed.samples()
+    try:
+        sample: Mapping[str, Any] = next(iter(samples))
+    finally:
+        if hasattr(samples, "close"):
+            samples.close()
+    return sample
+
+
+def _shape_words(request: BuildRequest) -> str:
+    """`--shapes=...` where an input is dynamic; empty where none is."""
+    dynamic = [
+        v.name for v in _inputs(request.model) if not all(isinstance(d, int) for d in _shape(v))
+    ]
+    if not dynamic:
+        return ""
+    sample = _first_sample(request)
+    words = (f"{name}:{'x'.join(map(str, sample[name].shape))}" for name in dynamic)
+    return f" --shapes={','.join(words)}"
+
+
+def _bytes(model: onnx.ModelProto) -> bytes:
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def _written(stem: Path, suffix: str, data: bytes) -> Path:
+    return atomic.write_bytes(stem.with_name(stem.name + suffix), data)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

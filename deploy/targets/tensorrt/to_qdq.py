@@ -1,0 +1,147 @@
+"""A float model and a TensorRT cache -> the Q/DQ model for TensorRT 8 to 11 and the CPU.
+
+Pairs stand where TensorRT wants them (`deploy.graph.plan.TENSORRT`): on the inputs of Conv, Gemm
+and MatMul and on the skip branch of a residual Add, with zero-point 0, never between a Conv and its
+Relu. Weights keep their float values and get a pair of their own, per channel, as TensorRT
+quantizes them itself; so the way back (`from_qdq`) loses nothing::
+
+    x -> Q -> DQ --.
+                    Conv -> Relu
+    w -> Q -> DQ --'            (w: the float initializer, unchanged)
+
+Tensors that meet in a Concat get one scale, the largest of the group: TensorRT would otherwise
+requantize each of them. `own_concat_scales` keeps them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from calibrators.int8 import quantize
+from calibrators.scales import Scale
+from deploy.graph.plan import TENSORRT, Plan
+from deploy.targets.qdq import write_qdq
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def to_qdq(
+    model: onnx.ModelProto,
+    plan: Plan,
+    scales: Mapping[str, np.float32],
+    *,
+    own_concat_scales: bool = False,
+) -> onnx.ModelProto:
+    """Write the Q/DQ model; `model` is left as it is.
+
+    Args:
+        model: cleaned float model.
+        plan: where the pairs stand, of the TENSORRT placement.
+        scales: tensor -> float32 scale (amax / 127), for `plan.activations`.
+        own_concat_scales: leave the tensors of a Concat their own scales.
+
+    Raises:
+        ExportError: a tensor of the plan has no scale, or one that is not positive.
+    """
+    chosen = dict(scales) if own_concat_scales else concat_scales(model, plan, scales)
+    ranges = {name: _symmetric(scale) for name, scale in chosen.items()}
+    quantized = write_qdq(model, plan, ranges)
+    _keep_float_weights(quantized, model)
+    return quantized
+
+
+def concat_scales(
+    model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32]
+) -> dict[str, np.float32]:
+    """The scales with those of each Concat group (its quantized inputs and output) made equal."""
+    groups: list[set[str]] = []
+    for node in model.graph.node:
+        if node.op_type != "Concat":
+            continue
+        group = {plan.owners.get(n, n) for n in [*node.input, *node.output]} & set(scales)
+        for other in [g for g in groups if g & group]:
+            groups.remove(other)
+            group |= other
+        groups.append(group)
+    shared = dict(scales)
+    for group in groups:
+        shared |= dict.fromkeys(group, max((scales[n] for n in group), default=np.float32(0)))
+    return shared
+
+
+def scale_nodes(model: onnx.ModelProto) -> Iterable[tuple[str, np.float32]]:
+    """(quantized tensor, scale) of every QuantizeLinear that `to_qdq` put on an activation."""
+    from onnx import numpy_helper
+
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[0] not in constants:
+            value = numpy_helper.to_array(constants[node.input[1]])
+            yield node.input[0].removesuffix("/float"), np.float32(value)
+
+
+def _symmetric(scale: np.float32) -> Scale:
+    """A clip range whose symmetric scale is `scale` to the bit: (s * 127) / 127 in float64."""
+    amax = float(scale) * TENSORRT.grid.qmax
+    return Scale(
+        lo=-amax, hi=amax, amax=amax, observed_min=-amax, observed_max=amax, method="cache"
+    )
+
+
+def _keep_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> None:
+    """Replace each int8 initializer by its float one and a QuantizeLinear, where they agree."""
+    from onnx import helper
+
+    graph = quantized.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    floats = {tensor.name: tensor for tensor in model.graph.initializer}
+    readers = {node.output[0]: node for node in graph.node}
+    made = []
+    for node in [n for n in graph.node if n.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul")]:
+        pair = readers.get(node.input[1])
+        if pair is None or pair.op_type != "DequantizeLinear" or pair.input[0] not in constants:
+            continue
+        name = _weight_of(pair.input[0], floats)
+        if name is None or not _agree(pair, constants, floats[name]):
+            continue
+        attributes = {a.name: helper.get_attribute_value(a) for a in pair.attribute}
+        stored = pair.input[0]
+        made.append(
+            helper.make_node(
+                "QuantizeLinear", [name, *pair.input[1:]], [stored], f"{stored}/Q", **attributes
+            )
+        )
+        graph.initializer.remove(constants.pop(stored))
+        if name not in constants:
+            graph.initializer.append(floats[name])
+            constants[name] = floats[name]
+    nodes = [*made, *(type(n).FromString(n.SerializeToString()) for n in graph.node)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _weight_of(stored: str, floats: Mapping[str, onnx.TensorProto]) -> str | None:
+    """The float initializer behind "<weight>/quantized" or "<weight>/<node>/quantized"."""
+    name = stored.removesuffix("/quantized")
+    while name and name not in floats:
+        name = name.rpartition("/")[0]
+    return name or None
+
+
+def _agree(
+    pair: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], weight: onnx.TensorProto
+) -> bool:
+    """Whether QuantizeLinear of the float weight gives exactly the stored integers."""
+    from onnx import helper, numpy_helper
+
+    stored = numpy_helper.to_array(constants[pair.input[0]])
+    scales = numpy_helper.to_array(constants[pair.input[1]])
+    array = numpy_helper.to_array(weight)
+    axis = {a.name: helper.get_attribute_value(a) for a in pair.attribute}.get("axis")
+    if axis is not None:
+        scales = scales.reshape([-1 if a == axis else 1 for a in range(array.ndim)])
+    return bool(np.array_equal(quantize(array, scales, 0, TENSORRT.grid), stored))

@@ -1,0 +1,60 @@
+"""The ground: an array, what an input looks like, a session that runs, samples to run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, numpy dtype name and shape of a graph input or output.
+
+    A dimension is an int, a str (symbolic) or None (unknown).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...]
+
+
+class Session(Protocol):
+    """An engine that is loaded and ready to run."""
+
+    @property
+    def inputs(self) -> Sequence[TensorSpec]:
+        """Specs of the inputs, in the engine's order."""
+        ...
+
+    @property
+    def outputs(self) -> Sequence[TensorSpec]:
+        """Specs of the outputs, in the engine's order."""
+        ...
+
+    def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+        """One inference: input name -> array in, output name -> array out.
+
+        Raises:
+            BackendError: the runtime refused the feed.
+        """
+        ...
+
+
+class Samples(Protocol):
+    """A feed as backends see it: iterate as often as needed, one sample {input: array} a time."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def count(self) -> int:
+        """Images, or rows of arrays; the last sample of a fixed batch may be filled with others."""
+        ...
+
+    def samples(self) -> Any:
+        """An iterator over samples."""
+        ...

@@ -1,1 +1,0 @@
-"""File formats, pure: no SDK, no device."""
