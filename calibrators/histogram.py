@@ -194,6 +194,15 @@ class Histogram:
         self.total += other.total
         self.infinite += other.infinite
 
+    def to_arrays(self) -> dict[str, NDArray[np.generic]]:
+        """Plain 1-D arrays; see `calibrators.statistics.HistogramOf.restore`."""
+        reals = (self.base or 0.0, self.full_range, self.minimum, self.maximum)
+        return {
+            "counts": self.counts,
+            "reals": np.array(reals, np.float64),
+            "wholes": np.array([self.total, self.infinite], np.int64),
+        }
+
     def clamped(self, floor: float, ceiling: float) -> Histogram:
         """The histogram as if every value had been clamped to [floor, ceiling], to a bin.
 

@@ -1,102 +1,199 @@
-"""`Statistics`: the histograms of all tensors of a run, as one mergeable, storable value."""
+"""What is to be recorded of a tensor, as a value, and what records it.
+
+::
+
+    Statistic     a plain value: which numbers to keep, under which rule     HistogramOf()
+       |  .recorder(lead)
+       v
+    Recorder      the numbers of one tensor so far: observe(x), observe(x), ... to_arrays()
+
+Two statistics with one `key` record the same numbers from the same data, so a key names them in a
+cache. A statistic that is not `ordered` may see its data in any order and in parts that are merged;
+one that is sees them in the feed's order. One with a `lead` needs that other statistic, of the
+first samples alone, before it can begin.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
 from calibrators.histogram import BINS, Histogram
-from calibrators.scales import Scale, Scales
+from calibrators.scales import Scale
 
-FORMAT = 1  # of `to_arrays`; part of every fingerprint
-_FIELDS = ("names", "counts", "base", "full_range", "minimum", "maximum", "total", "infinite")
+FORMAT = 2  # of the recorders' arrays; part of every fingerprint
+
+Arrays = dict[str, NDArray[Any]]
 
 
-class Statistics(Mapping[str, Histogram]):
-    """Tensor name -> `Histogram`, in a fixed order of names."""
+class Recorder(Protocol):
+    """The statistic of one tensor, over the batches seen so far."""
 
-    def __init__(self, histograms: Mapping[str, Histogram]) -> None:
-        self._histograms = dict(histograms)
-
-    @classmethod
-    def empty(cls, names: list[str], bases: Mapping[str, float] | None = None) -> Statistics:
-        """Empty histograms for `names`; with `bases`, TensorRT's range rule (see Histogram)."""
-        return cls({n: Histogram(base=bases[n] if bases is not None else None) for n in names})
-
-    def __getitem__(self, name: str) -> Histogram:
-        return self._histograms[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._histograms)
-
-    def __len__(self) -> int:
-        return len(self._histograms)
-
-    def merge(self, other: Statistics) -> None:
-        """Add what `other` saw of the same tensors; exact, in any order.
+    def observe(self, x: NDArray[np.floating]) -> None:
+        """Add a batch of any shape.
 
         Raises:
-            CalibrationError: the two are not of the same tensors.
+            CalibrationError: values that have no place in this statistic, NaN first of all.
         """
-        if list(self) != list(other):
-            raise CalibrationError("statistics merge only when they are of the same tensors")
-        for name, histogram in self.items():
-            histogram.merge(other[name])
+        ...
 
-    def scales(
-        self,
-        search: Callable[[Histogram], Scale],
-        bounds: Mapping[str, tuple[float, float]] | None = None,
-    ) -> Scales:
-        """Search every tensor that has a scale: seen, finite, not always zero.
+    def to_arrays(self) -> Arrays:
+        """Plain 1-D arrays from which `Statistic.restore` makes an equal recorder."""
+        ...
 
-        Args:
-            search: a row of `calibrators.ACTIVATION`.
-            bounds: tensor -> (floor, ceiling) beyond which its readers see no difference.
-        """
-        known = bounds or {}
-        sound = {name: h for name, h in self.items() if trouble(h) is None}
-        return Scales({n: _searched(h, search, known.get(n)) for n, h in sound.items()})
 
-    def troubles(self) -> dict[str, str]:
-        """Tensor name -> why it gets no scale, as the end of a sentence."""
-        found = {name: trouble(histogram) for name, histogram in self.items()}
-        return {name: why for name, why in found.items() if why is not None}
+class Statistic(Protocol):
+    """Which numbers to record; a frozen value."""
 
-    def to_arrays(self) -> dict[str, NDArray[np.generic]]:
-        """Plain arrays, none of dtype object, that `from_arrays` turns back."""
-        hs = list(self._histograms.values())
-        return {
-            "names": np.array(list(self), dtype=np.str_),
-            "counts": np.array([h.counts for h in hs], np.int64).reshape(len(hs), 2 * BINS + 1),
-            "base": np.array([h.base or 0.0 for h in hs], np.float64),
-            "full_range": np.array([h.full_range for h in hs], np.float64),
-            "minimum": np.array([h.minimum for h in hs], np.float64),
-            "maximum": np.array([h.maximum for h in hs], np.float64),
-            "total": np.array([h.total for h in hs], np.int64),
-            "infinite": np.array([h.infinite for h in hs], np.int64),
-        }
+    @property
+    def key(self) -> str:
+        """Name with every parameter; equal keys record equal numbers."""
+        ...
 
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> Statistics:
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of the data shows in the numbers."""
+        ...
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples it looks at, from the first; None for all."""
+        ...
+
+    @property
+    def lead(self) -> Statistic | None:
+        """What must be known of the first samples before this can begin."""
+        ...
+
+    def recorder(self, lead: Recorder | None) -> Recorder:
+        """An empty recorder; `lead` is that of the statistic of the same name."""
+        ...
+
+    def restore(self, arrays: Arrays) -> Recorder:
         """Inverse of `to_arrays`.
 
         Raises:
             CalibrationError: arrays missing, of another shape, or at odds with each other.
         """
-        if any(field not in arrays for field in _FIELDS):
-            raise CalibrationError(f"stored statistics need the arrays {', '.join(_FIELDS)}")
-        names = [str(name) for name in arrays["names"]]
-        shapes = {field: arrays[field].shape for field in _FIELDS[2:]}
-        if arrays["counts"].shape != (len(names), 2 * BINS + 1) or any(
-            shape != (len(names),) for shape in shapes.values()
-        ):
-            raise CalibrationError("stored statistics have arrays of the wrong shape")
-        return cls({name: _restore(arrays, row) for row, name in enumerate(names)})
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramOf:
+    """A `Histogram`: in any order, or by TensorRT's rule, whose first batch sets the range.
+
+    Attributes:
+        first: samples of that batch; 0 for the range that no order and no batch can change.
+    """
+
+    first: int = 0
+
+    @property
+    def key(self) -> str:
+        """The rule and its parameter."""
+        return f"histogram, first batch of {self.first}" if self.first else "histogram"
+
+    @property
+    def ordered(self) -> bool:
+        """TensorRT's rule shows the order."""
+        return bool(self.first)
+
+    @property
+    def samples(self) -> int | None:
+        """All."""
+        return None
+
+    @property
+    def lead(self) -> Statistic | None:
+        """The largest |x| of the first batch."""
+        return AmaxOf(self.first) if self.first else None
+
+    def recorder(self, lead: Recorder | None) -> Histogram:
+        """An empty histogram; an infinite first batch sets no range."""
+        if not isinstance(lead, Amax):
+            return Histogram()
+        return Histogram(base=lead.amax if np.isfinite(lead.amax) else 0.0)
+
+    def restore(self, arrays: Arrays) -> Histogram:
+        """A histogram that was stored."""
+        reals, wholes = numbers(arrays, 4, 2)
+        histogram = Histogram(base=reals[0])
+        histogram.full_range, histogram.minimum, histogram.maximum = reals[1:]
+        histogram.total, histogram.infinite = wholes
+        histogram.counts = np.array(arrays["counts"], np.int64)
+        counts = histogram.counts
+        sound = counts.shape == (2 * BINS + 1,) and counts.min() >= 0
+        if not sound or counts.sum() != histogram.total:
+            raise CalibrationError("stored counts must add up to their total and do not")
+        return histogram
+
+
+@dataclass(frozen=True, slots=True)
+class AmaxOf:
+    """The largest |x| of the first samples."""
+
+    samples: int
+
+    @property
+    def key(self) -> str:
+        """How many samples."""
+        return f"largest |x| of the first {self.samples}"
+
+    @property
+    def ordered(self) -> bool:
+        """A maximum has no order."""
+        return False
+
+    @property
+    def lead(self) -> Statistic | None:
+        """Nothing."""
+        return None
+
+    def recorder(self, lead: Recorder | None) -> Amax:
+        """Nothing seen yet."""
+        return Amax()
+
+    def restore(self, arrays: Arrays) -> Amax:
+        """A maximum that was stored."""
+        found = Amax()
+        (found.amax,) = numbers(arrays, 1, 0)[0]
+        return found
+
+
+class Amax:
+    """The largest |x| so far, in real units; infinite where a value was."""
+
+    def __init__(self) -> None:
+        self.amax = 0.0
+
+    def observe(self, x: NDArray[np.floating]) -> None:
+        """Add a batch; NaN counts as nothing, since whoever follows names it."""
+        self.amax = max(self.amax, float(np.abs(x).max(initial=0)))
+
+    def to_arrays(self) -> Arrays:
+        """One number."""
+        return {"reals": np.array([self.amax])}
+
+
+def numbers(arrays: Arrays, reals: int, wholes: int) -> tuple[list[float], list[int]]:
+    """The arrays "reals" (float64) and "wholes" (int64), each of a fixed length.
+
+    Raises:
+        CalibrationError: one is missing or of another length.
+    """
+    empty = np.zeros(0)
+    first, second = arrays.get("reals", empty), arrays.get("wholes", empty)
+    if first.shape != (reals,) or second.shape != (wholes,):
+        raise CalibrationError(
+            f"stored statistics need {reals} reals and {wholes} wholes, got {first.shape} and"
+            f" {second.shape}"
+        )
+    return [float(v) for v in first], [int(v) for v in second]
 
 
 def trouble(histogram: Histogram) -> str | None:
@@ -110,23 +207,20 @@ def trouble(histogram: Histogram) -> str | None:
     return None
 
 
-def _searched(
-    histogram: Histogram, search: Callable[[Histogram], Scale], bounds: tuple[float, float] | None
+def troubles(histograms: Mapping[str, Histogram]) -> dict[str, str]:
+    """Tensor name -> why it gets no scale, as the end of a sentence."""
+    found = {name: trouble(histogram) for name, histogram in histograms.items()}
+    return {name: why for name, why in found.items() if why is not None}
+
+
+def searched(
+    histogram: Histogram,
+    search: Any,
+    bounds: tuple[float, float] | None = None,
 ) -> Scale:
+    """The clip range of one sound tensor; with bounds, as if its values were clamped to them."""
     if bounds is None:
-        return search(histogram)
-    scale = search(histogram.clamped(*bounds))
+        found: Scale = search(histogram)
+        return found
+    scale: Scale = search(histogram.clamped(*bounds))
     return replace(scale, observed_min=histogram.minimum, observed_max=histogram.maximum)
-
-
-def _restore(arrays: Mapping[str, NDArray[np.generic]], row: int) -> Histogram:
-    histogram = Histogram(base=float(arrays["base"][row]))
-    histogram.counts = np.array(arrays["counts"][row], np.int64)
-    histogram.full_range = float(arrays["full_range"][row])
-    histogram.minimum = float(arrays["minimum"][row])
-    histogram.maximum = float(arrays["maximum"][row])
-    histogram.total = int(arrays["total"][row])
-    histogram.infinite = int(arrays["infinite"][row])
-    if histogram.counts.min() < 0 or histogram.counts.sum() != histogram.total:
-        raise CalibrationError("stored statistics have counts that do not add up to their total")
-    return histogram

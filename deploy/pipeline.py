@@ -2,36 +2,41 @@
 
 ::
 
-    model -> frontends -> graph (what needs a scale) -> feed -> observe (run + statistics)
-          -> calibrators (search) -> Scales -> backends (write, build) -> bench, accuracy -> report
+    model -> frontends -> graph (what each target needs) -> feed
+          -> observe (one pass, every statistic that some target declares)
+          -> calibrators (search) -> Scales -> targets (files, build, session) -> metrics -> report
 
-`calibrate` goes as far as the Scales and keeps them in a cache; `build` goes all the way.
+`calibrate` goes as far as what was observed and keeps it in a cache; `build` goes all the way.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import atomic
-from deploy.calibration import store as store
+from deploy.calibration import store, trt_cache
 from deploy.calibration.fingerprint import Fingerprint
-from deploy.calibration.observe import observe, observe_by_batches
-from deploy.calibration.reuse import CachePolicy, fingerprint_of, judge
+from deploy.calibration.observation import Observation, Observed
+from deploy.calibration.observe import observe
+from deploy.calibration.ranges import Ranges
+from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import DEFAULT_METHOD, Method
-from deploy.calibration.store import Calibration
-from deploy.errors import ConfigError, ModelError
+from deploy.calibration.store import Calibration, Found
+from deploy.calibration.subject import FOLDED, Subject
+from deploy.errors import CacheError, Calib8Error, ConfigError, ModelError
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
-from deploy.graph.saturation import bounds
+from deploy.graph.plan import never_negative
 from deploy.machine import default_threads
 from deploy.progress import bar
 from deploy.targets import TARGETS, Target
-from deploy.targets.base import BuildRequest
+from deploy.targets.base import BuildRequest, Built, CacheText
 
 if TYPE_CHECKING:
     import onnx
@@ -44,24 +49,55 @@ class Calibrated:
     """A calibration with the model and feed it is for, and how it came about.
 
     Attributes:
-        loaded: the model.
+        subject: the model, its forms, the method.
         images: where the images came from, in words.
         feed: the calibration images.
-        calibration: scales, statistics, fingerprint.
-        reused: whether the cache was taken over without running the model.
+        ranges: what was observed, and the clip ranges found in it.
+        wanted: target -> what it wants observed.
+        failed: target -> why it cannot be built for, as a sentence.
+        observed_now: the observations for which the model was run.
+        reused: whether nothing had to be run.
         reason: why it was reused, or why not, in one sentence.
         seconds: of observing and searching.
+        runs: variant of the model -> inferences.
+        notes: what the reader of the cache should know.
+        cache: where it is kept.
     """
 
-    loaded: LoadedModel
+    subject: Subject
     images: str
     feed: Feed
-    calibration: Calibration
+    ranges: Ranges
+    wanted: Mapping[str, tuple[Observation, ...]]
+    failed: Mapping[str, str]
+    observed_now: tuple[Observation, ...]
     reused: bool
     reason: str
     seconds: float
-    method: Method = field(default_factory=Method)
+    runs: Mapping[str, int]
+    notes: tuple[str, ...] = ()
     cache: Path | None = None
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model."""
+        return self.subject.loaded
+
+    @property
+    def method(self) -> Method:
+        """The search that the user chose."""
+        return self.subject.method
+
+    @property
+    def found(self) -> Found:
+        """What the method found, of every tensor that some target searches by it."""
+        return self.ranges.of(self.searched)
+
+    @property
+    def searched(self) -> tuple[Observation, ...]:
+        """The observations that the method searches, each once."""
+        statistic = self.subject.statistic
+        return tuple(o for o in _all(self.wanted) if o.statistic == statistic)
 
 
 def calibrate(
@@ -69,7 +105,7 @@ def calibrate(
     images: FeedSource,
     *,
     targets: Sequence[str | Target] = ("onnxruntime",),
-    method: str | Method = DEFAULT_METHOD,
+    method: str | Method | None = None,
     preprocess: Preprocess | None = None,
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
@@ -78,14 +114,14 @@ def calibrate(
     float_nodes: Iterable[str] = (),
     progress: bool = False,
 ) -> Calibrated:
-    """Find the clip range of every tensor that the targets need, or take it from a fitting cache.
+    """Observe what the targets declare, or take it from a fitting cache.
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not.
         images: folder, list file, image, .npy, .npz, or an iterable of arrays or
             {input: array} dicts.
-        targets: names of `TARGETS`, or backends with options of their own.
-        method: name of a search, or a `Method` with parameters.
+        targets: names of `TARGETS`, or targets with options of their own.
+        method: name of a search, or a `Method` with parameters; None is the default one.
         preprocess: how images become inputs; None takes it from the model's input.
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: go on without unreadable images.
@@ -98,39 +134,79 @@ def calibrate(
         ModelError, FeedError, ConfigError, CacheError, CalibrationError, BackendError: each says
             in one sentence what was wrong and what to do.
     """
-    policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
-    chosen = method if isinstance(method, Method) else Method(name=method)
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    kept = _known_nodes(loaded, float_nodes)
-    feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    wanted = tuple(
-        dict.fromkeys(t for b in backends(targets) for t in b.wanted(loaded.model, kept))
+    return _calibrated(
+        loaded,
+        _given(model),
+        images,
+        targets=targets_of(targets),
+        method=method,
+        preprocess=preprocess,
+        policy=_policy(cache),
+        skip_bad=skip_bad,
+        limit=limit,
+        threads=threads,
+        float_nodes=float_nodes,
+        progress=progress,
     )
-    if not wanted:
-        raise ModelError(
-            f"at least one node of the model must be able to run in int8, got none in {loaded.name}"
-            " (only the main graph counts, not If and Loop bodies); `calib8 inspect` says why"
-        )
-    fingerprint = fingerprint_of(loaded, feed, rule=chosen.rule, method=chosen.label)
-    started = time.perf_counter()
-    verdict = judge(policy, fingerprint, wanted, loaded, chosen)
-    found = verdict.calibration
-    if found is None:
-        tensors = tuple(dict.fromkeys((*wanted, *verdict.also)))
-        found = _observed(
-            loaded, feed, tensors, chosen, fingerprint, threads or default_threads(), progress
-        )
-    if policy.path is not None and not verdict.as_it_stands:
-        store.save(found, policy.path, trt_version=policy.trt_version)
-    return Calibrated(
+
+
+def _calibrated(
+    loaded: LoadedModel,
+    given: str | Path | onnx.ModelProto | None,
+    images: FeedSource,
+    *,
+    targets: Sequence[Target],
+    method: str | Method | None,
+    preprocess: Preprocess | None,
+    policy: CachePolicy,
+    skip_bad: bool,
+    limit: int | None,
+    threads: int | None,
+    float_nodes: Iterable[str],
+    progress: bool,
+) -> Calibrated:
+    """`calibrate` of a model that is loaded; `given` is as the user gave it."""
+    feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    subject = Subject(
         loaded=loaded,
+        given=given,
+        samples=len(feed),
+        batch=feed.batch,
+        method=method if isinstance(method, Method) else Method(name=method or DEFAULT_METHOD),
+        float_nodes=_known_nodes(loaded, float_nodes),
+        trt_version=policy.trt_version or _version_in(policy),
+    )
+    wanted, failed = _demands(targets, subject)
+    _refuse_idle_method(method, subject, wanted)
+    started = time.perf_counter()
+    runs: Counter[str] = Counter()
+    notes: tuple[str, ...] = ()
+    if policy.trust:
+        verdict, ranges = _trusted(policy, subject, wanted)
+    else:
+        fingerprint = _fingerprint(subject, feed)
+        verdict = judge(policy, fingerprint, _all(wanted))
+        workers = threads or default_threads()
+        observed = _completed(verdict, feed, threads=workers, progress=progress, runs=runs)
+        ranges = Ranges(observed, subject.method.search, subject.bounds)
+        own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
+        notes = own.notes if own else ()
+        calibration = Calibration(observed=observed, fingerprint=fingerprint)
+        _keep(policy, subject, verdict, calibration, ranges, own.text if own else None)
+    return Calibrated(
+        subject=subject,
         images=str(images) if isinstance(images, str | Path) else "arrays in memory",
         feed=feed,
-        calibration=found,
-        reused=verdict.as_it_stands,
+        ranges=ranges,
+        wanted=wanted,
+        failed=failed,
+        observed_now=verdict.missing,
+        reused=not verdict.missing,
         reason=verdict.reason,
         seconds=time.perf_counter() - started,
-        method=chosen,
+        runs=runs,
+        notes=notes,
         cache=policy.path,
     )
 
@@ -141,7 +217,7 @@ def build(
     *,
     out: Path | str = "build",
     targets: Sequence[str | Target] = ("onnxruntime",),
-    method: str | Method = DEFAULT_METHOD,
+    method: str | Method | None = None,
     preprocess: Preprocess | None = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
@@ -155,6 +231,8 @@ def build(
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
 
+    A target that fails is a row of the report with its sentence; the others are built all the same.
+
     Args beyond those of `calibrate`:
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
@@ -162,41 +240,34 @@ def build(
         duration_s: seconds of measuring a model; 0 leaves latency out.
 
     Raises:
-        As `calibrate`; ExportError where a file cannot be written.
+        As `calibrate`; and what the targets raised where none could be built.
     """
     from deploy.measure import measured
     from deploy.results import write_report
 
     folder = Path(out)
     atomic.remove_leftovers(folder)
-    kept = tuple(float_nodes)
-    built_for = backends(targets)
+    built_for = targets_of(targets)
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
-    if policy.path is None:
-        policy = replace(policy, path=folder / f"{loaded.name}.cache")
-    calibrated = calibrate(
+    evaluation = None
+    if eval_images is not None:  # opened first: a wrong path is told before anything is run
+        evaluation = open_feed(eval_images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad)
+    policy = _policy(cache)
+    calibrated = _calibrated(
         loaded,
+        _given(model),
         images,
         targets=built_for,
         method=method,
         preprocess=preprocess,
-        cache=policy,
+        policy=replace(policy, path=policy.path or folder / f"{loaded.name}.cache"),
         skip_bad=skip_bad,
         limit=limit,
         threads=threads,
-        float_nodes=kept,
+        float_nodes=float_nodes,
         progress=progress,
     )
-    results = [backend.build(_request(calibrated, folder, kept)) for backend in built_for]
-    evaluation = None
-    if eval_images is not None:
-        evaluation = open_feed(
-            eval_images, calibrated.loaded.inputs, preprocess=preprocess, skip_bad=skip_bad
-        )
-        if skip_bad:  # which images are bad, and so whose labels count, shows only in a pass
-            for _ in evaluation.samples():
-                pass
+    results = _built(built_for, calibrated, folder)
     figures = measured(
         loaded,
         built_for,
@@ -211,8 +282,8 @@ def build(
     return write_report(calibrated, results, figures, folder)
 
 
-def backends(targets: Sequence[str | Target]) -> list[Target]:
-    """Targets by name or with options of their own, as backends.
+def targets_of(targets: Sequence[str | Target]) -> list[Target]:
+    """Targets by name or with options of their own.
 
     Raises:
         ConfigError: a name that is not in the table.
@@ -230,48 +301,196 @@ def backends(targets: Sequence[str | Target]) -> list[Target]:
     return found
 
 
-def _request(calibrated: Calibrated, folder: Path, kept: tuple[str, ...]) -> BuildRequest:
-    loaded, calibration = calibrated.loaded, calibrated.calibration
-    return BuildRequest(
-        name=loaded.name,
+def _demands(
+    targets: Iterable[Target], subject: Subject
+) -> tuple[dict[str, tuple[Observation, ...]], dict[str, str]]:
+    """What each target wants observed; and why some cannot be built for, where others can.
+
+    Raises:
+        Calib8Error: no target can be built for.
+        ModelError: no target wants anything.
+    """
+    wanted: dict[str, tuple[Observation, ...]] = {}
+    failed: dict[str, Calib8Error] = {}
+    for target in targets:
+        try:
+            wanted[target.name] = target.demand(subject)
+        except Calib8Error as error:
+            failed[target.name] = error
+    if failed and not wanted:
+        raise next(iter(failed.values()))
+    if not any(wanted.values()):
+        raise ModelError(
+            "at least one node of the model must be able to run in int8, got none in"
+            f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
+            " `calib8 inspect` says why"
+        )
+    return wanted, {name: str(error) for name, error in failed.items()}
+
+
+def _refuse_idle_method(
+    method: str | Method | None,
+    subject: Subject,
+    wanted: Mapping[str, tuple[Observation, ...]],
+) -> None:
+    """Refuse a method that no target searches by."""
+    if method is None or any(o.statistic == subject.statistic for o in _all(wanted)):
+        return
+    raise ConfigError(
+        f"a method is for targets that search by it, got {subject.method.label} for"
+        f" {', '.join(wanted)} alone, which has searches of its own; leave the method away"
+    )
+
+
+def _all(wanted: Mapping[str, tuple[Observation, ...]]) -> tuple[Observation, ...]:
+    """What all targets want, each observation once."""
+    return tuple(dict.fromkeys(o for own in wanted.values() for o in own))
+
+
+def _fingerprint(subject: Subject, feed: Feed) -> Fingerprint:
+    return fingerprint_of(
+        subject.loaded, feed, rule=subject.statistic.key, method=subject.method.label
+    )
+
+
+def _trusted(
+    policy: CachePolicy, subject: Subject, wanted: Mapping[str, tuple[Observation, ...]]
+) -> tuple[Verdict, Ranges]:
+    """A foreign cache, taken as it is.
+
+    Raises:
+        ConfigError: no path, or a target that makes nothing of a symmetric range.
+        CacheError: it is not the model's.
+    """
+    if policy.path is None:
+        raise ConfigError("a cache to be trusted must be named, got none; give --cache")
+    for name, own in wanted.items():
+        if any(o.variant.key != FOLDED for o in own):
+            raise ConfigError(
+                f"a trusted cache holds one symmetric range a tensor, of which the target {name}"
+                " with this method makes nothing; leave --trust-cache away for it"
+            )
+    tensors = tuple(o.tensor for o in _all(wanted))
+    found = store.trusted(policy.path, tensors, never_negative(subject.model))
+    reason = f"{policy.path} is trusted as it is, without a fingerprint"
+    verdict = Verdict(reason=reason, observed=Observed({}), missing=())
+    return verdict, Ranges(Observed({}), subject.method.search, subject.bounds, trusted=found)
+
+
+def _completed(
+    verdict: Verdict, feed: Feed, *, threads: int, progress: bool, runs: Counter[str]
+) -> Observed:
+    """What the cache holds, and what is observed now because it is missing there."""
+    if not verdict.missing:
+        return verdict.observed
+    with bar("calibrating", len(feed), shown=progress) as step, feed.samples() as samples:
+        new = observe(
+            verdict.missing,
+            samples,
+            known=verdict.observed,
+            threads=threads,
+            progress=step,
+            runs=runs,
+        )
+    return verdict.observed.and_also(new)
+
+
+def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> CacheText | None:
+    """The first target's own form of the cache."""
+    texts = (target.cache_text(subject, ranges) for target in targets)
+    return next((text for text in texts if text is not None), None)
+
+
+def _keep(
+    policy: CachePolicy,
+    subject: Subject,
+    verdict: Verdict,
+    calibration: Calibration,
+    ranges: Ranges,
+    text: bytes | None,
+) -> None:
+    """Write the cache, unless the files hold just that already."""
+    if policy.path is None:
+        return
+    stored = verdict.stored
+    if stored is not None and _as_it_stands(stored, verdict, subject, calibration, text):
+        return
+    keys = () if stored is None else stored.keys
+    names = (k[1] for k in keys if (k[0], k[2]) == (FOLDED, subject.statistic.key))
+    older = subject.histograms(names)  # of targets that were built before
+    if stored is not None:
+        known = stored.observed(older).and_also(calibration.observed)
+        calibration = replace(calibration, observed=known)
+        ranges = Ranges(known, ranges.search, ranges.bounds)
+    carried = (
+        {} if stored is None else stored.carried(k for k in keys if k not in calibration.observed)
+    )
+    store.save(
+        calibration,
+        policy.path,
+        text=text if text is not None else _plain_text(subject, ranges),
+        carried=carried,
+    )
+
+
+def _as_it_stands(
+    stored: store.Stored,
+    verdict: Verdict,
+    subject: Subject,
+    calibration: Calibration,
+    text: bytes | None,
+) -> bool:
+    """Whether there is nothing to write: the same observations, method, version and text."""
+    header = trt_cache.parse(stored.text, origin="the cache").header
+    return (
+        not verdict.missing
+        and stored.fingerprint == calibration.fingerprint
+        and (subject.trt_version in (None, header.version))
+        and (text is None or text == stored.text)
+    )
+
+
+def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
+    """TensorRT's text of every tensor of the cleaned model that was searched."""
+    names = (key[1] for key in ranges.observed if key[0] == FOLDED)
+    found = ranges.of(o for o in subject.histograms(names) if o.key in ranges.observed)
+    scales = found.scales.values()
+    minmax = bool(scales) and all(scale.method == "minmax" for scale in scales)
+    cache = trt_cache.from_scales(
+        found.symmetric,
+        version=subject.trt_version or trt_cache.DEFAULT_VERSION,
+        algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
+    )
+    return trt_cache.dump(cache)
+
+
+def _built(targets: Sequence[Target], calibrated: Calibrated, folder: Path) -> list[Built]:
+    """One result a target; a failed one is its sentence.
+
+    Raises:
+        Calib8Error: the one target that was asked for failed, or all did.
+    """
+    request = BuildRequest(
+        subject=calibrated.subject,
         folder=folder,
-        model=loaded.model,
-        source=loaded.source,
-        digest=loaded.digest,
-        scales=calibration.scales,
-        troubles=calibration.troubles,
+        ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
-        float_nodes=kept,
-        cache=calibrated.cache,
     )
-
-
-def _observed(
-    loaded: LoadedModel,
-    feed: Feed,
-    tensors: tuple[str, ...],
-    method: Method,
-    fingerprint: Fingerprint,
-    threads: int,
-    progress: bool,
-) -> Calibration:
-    """Run the model over the feed and search every tensor's range."""
-    with bar("calibrating", len(feed), shown=progress) as step:
-        if method.name == "entropy-tensorrt":
-            first = -(-method.batch_size // feed.batch)  # a sample holds the model's fixed batch
-            statistics = observe_by_batches(
-                loaded.model, tensors, feed.samples, batch_size=first, progress=step
-            )
-        else:
-            with feed.samples() as samples:
-                statistics = observe(loaded.model, tensors, samples, threads=threads, progress=step)
-    return Calibration(
-        scales=statistics.scales(method.search, bounds(loaded.model)),
-        troubles=statistics.troubles(),
-        fingerprint=fingerprint,
-        statistics=statistics,
-    )
+    results: list[Built] = []
+    errors: list[Calib8Error] = []
+    for target in targets:
+        if target.name in calibrated.failed:
+            results.append(Built(target=target.name, error=calibrated.failed[target.name]))
+            continue
+        try:
+            results.append(target.build(request))
+        except Calib8Error as error:
+            errors.append(error)
+            results.append(Built(target=target.name, error=str(error)))
+    if errors and all(result.error for result in results):
+        raise errors[0]
+    return results
 
 
 def _known_nodes(loaded: LoadedModel, float_nodes: Iterable[str]) -> tuple[str, ...]:
@@ -287,8 +506,30 @@ def _known_nodes(loaded: LoadedModel, float_nodes: Iterable[str]) -> tuple[str, 
     return kept
 
 
-def _path(path: Path | str | None) -> Path | None:
-    return None if path is None else Path(path)
+def _given(
+    model: str | Path | onnx.ModelProto | LoadedModel,
+) -> str | Path | onnx.ModelProto | None:
+    """The model as it can be read again with nothing folded."""
+    if not isinstance(model, LoadedModel):
+        return model
+    onnx_file = model.source is not None and model.source.suffix.lower() == ".onnx"
+    return model.source if onnx_file else None
+
+
+def _version_in(policy: CachePolicy) -> str | None:
+    """The version in the first line of the cache that is there."""
+    if policy.path is None or policy.refresh or not policy.path.is_file():
+        return None
+    try:
+        return trt_cache.parse(store.read(policy.path), origin=str(policy.path)).header.version
+    except CacheError:
+        return None  # whether it can be used is judged later, in words
+
+
+def _policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
+    if isinstance(cache, CachePolicy):
+        return cache
+    return CachePolicy(path=None if cache is None else Path(cache))
 
 
 __all__ = ["CachePolicy", "Calibrated", "build", "calibrate"]

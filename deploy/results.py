@@ -79,7 +79,7 @@ def gather(
             for d in (built[0].decisions if built else ())
         ),
         tensors=tensor_rows(
-            calibrated.calibration.scales,
+            calibrated.found.scales,
             clipped=_clipped(calibrated),
             layers=figures.layers,
         ),
@@ -103,17 +103,17 @@ def _calibration(calibrated: Calibrated) -> CalibrationPart:
 
 def _troubles(calibrated: Calibrated) -> list[str]:
     """Tensors without a scale; their nodes stay float."""
-    found = calibrated.calibration.troubles
+    found = calibrated.found.reasons
     return [f"no scale for {name}: it {why}; its nodes stay float" for name, why in found.items()]
 
 
 def _clipped(calibrated: Calibrated) -> dict[str, float]:
     """Share of each tensor's values outside its clip range, to a bin."""
-    statistics = calibrated.calibration.statistics
-    if statistics is None:
+    if calibrated.ranges.trusted is not None:
         return {}
-    scales = calibrated.calibration.scales
-    return {n: clipped_share(statistics[n], s) for n, s in scales.items() if n in statistics}
+    scales = calibrated.found.scales
+    histograms = {o.tensor: calibrated.ranges.histogram(o) for o in calibrated.searched}
+    return {name: clipped_share(histograms[name], scale) for name, scale in scales.items()}
 
 
 def clipped_share(histogram: Histogram, scale: Scale) -> float:

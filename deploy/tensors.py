@@ -58,3 +58,7 @@ class Samples(Protocol):
     def samples(self) -> Any:
         """An iterator over samples."""
         ...
+
+    def first(self, most: int) -> Sequence[Mapping[str, Array]]:
+        """The first few samples, at most so many; they are kept, so that asking costs nothing."""
+        ...

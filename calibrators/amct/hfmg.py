@@ -28,6 +28,7 @@ from calibrators.amct.arq import checked
 from calibrators.amct.ifmr import AscendScale
 from calibrators.errors import CalibrationError
 from calibrators.int8 import FLT_EPSILON, Float32Array, ascend_clip_range, ascend_scale_offset
+from calibrators.statistics import Arrays
 
 NBINS = (1024, 2048, 4096, 8192)
 _MARGIN = 1e-3  # float32 rounding of AMCT's own loss, with room
@@ -84,6 +85,21 @@ class HfmgHistogram:
             old = respread(old, (self.lo, self.hi), (low, high))
         self.counts = (old + histc(data, self.nbins, low, high)).astype(np.int32)
         self.lo, self.hi = low, high
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """Least and greatest value, in real units."""
+        return float(self.lo), float(self.hi)
+
+    @property
+    def dead(self) -> bool:
+        """Whether every value was zero."""
+        return bool(self.lo == self.hi == 0)
+
+    def to_arrays(self) -> Arrays:
+        """Plain 1-D arrays; see `calibrators.amct.statistics.HfmgOf.restore`."""
+        counts = np.zeros(0, np.int32) if self.counts is None else self.counts
+        return {"counts": counts, "reals": np.array([self.lo, self.hi], np.float64)}
 
 
 def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> NDArray[np.int32]:

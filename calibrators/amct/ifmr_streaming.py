@@ -25,6 +25,7 @@ from calibrators.amct.ifmr import (
 from calibrators.errors import CalibrationError
 from calibrators.histogram import range_for
 from calibrators.int8 import FLT_EPSILON, Float32Array
+from calibrators.statistics import Arrays
 
 _CHUNK = 1 << 16
 KEPT = 1 << 16  # values of a tensor that streaming still keeps as they are
@@ -79,6 +80,33 @@ class IfmrHistogram:
         for part in (*self._kept, data):
             self._count(part)
         self._kept.clear()
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """Least and greatest value, in real units."""
+        return self.minimum, self.maximum
+
+    @property
+    def dead(self) -> bool:
+        """Whether every value was zero."""
+        return self.minimum == self.maximum == 0
+
+    def to_arrays(self) -> Arrays:
+        """Plain 1-D arrays; see `calibrators.amct.statistics.IfmrOf.restore`."""
+        kept = self.kept
+        occupied = np.flatnonzero(self.counts)
+        return {
+            "kept": np.zeros(0, np.float32) if kept is None else kept,
+            "bins": occupied.astype(np.int32),
+            "counts": self.counts[occupied],
+            "sums": self.sums[occupied],
+            "reals": np.array([self.minimum, self.maximum, self.full_range], np.float64),
+            "wholes": np.array([self.total], np.int64),
+        }
+
+    def keep(self, data: Float32Array) -> None:
+        """Take stored data as they are."""
+        self._kept = [data]
 
     def _widen(self, amax: float) -> None:
         wanted = range_for(amax)

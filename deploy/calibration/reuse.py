@@ -1,30 +1,31 @@
-"""Whether a kept calibration still fits: taken as it stands, searched again, or made anew, and why.
+"""Whether a kept calibration still fits, observation by observation, and why not.
 
 ::
 
-    cache --> fingerprint the same? --- yes --> has every tensor? -- yes --> taken as it stands
-                 | only the method                   | no
-                 v                                   v
-          searched again from the           made anew, with the old tensors too, so that
-          kept statistics, no run           targets built in turn do not undo each other
+    cache --> made from the same model, images, preprocessing, versions? -- no --> all made anew
+                 | yes
+                 v
+          each wanted observation: kept? -- yes --> taken; another method only searches again
+                 | no
+                 v
+          observed now, and kept beside the others, so that targets built in turn share one cache
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.calibration import store as store
+from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
-from deploy.calibration.search import Method
-from deploy.calibration.store import Calibration
+from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.versions import of_observation
 from deploy.errors import CacheError
 from deploy.feed.feed import Feed
 from deploy.frontends import LoadedModel
-from deploy.graph.plan import never_negative
-from deploy.graph.saturation import bounds
+
+_SEARCH = {"method", "rule"}  # parts that decide what is looked for, not what was seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +37,14 @@ class CachePolicy:
         require: fail instead of calibrating where the cache does not fit.
         trust: use a cache that has no fingerprint, as it is.
         refresh: calibrate even where the cache fits.
-        trt_version: version label of the cache's first line.
+        trt_version: TensorRT that is to read the cache; None for the default.
     """
 
     path: Path | None = None
     require: bool = False
     trust: bool = False
     refresh: bool = False
-    trt_version: str = store.DEFAULT_TRT_VERSION
+    trt_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,45 +53,26 @@ class Verdict:
 
     Attributes:
         reason: why the cache is used, or why not, in one sentence.
-        calibration: what to go on with; None where the model must be run.
-        as_it_stands: whether the files hold just that already.
-        also: tensors to observe beside the wanted ones, since the cache held them.
+        observed: the wanted observations that it holds.
+        missing: those that must be observed now.
+        stored: the files that fit; None where none do.
     """
 
     reason: str
-    calibration: Calibration | None = None
-    as_it_stands: bool = False
-    also: tuple[str, ...] = ()
+    observed: Observed
+    missing: tuple[Observation, ...]
+    stored: store.Stored | None = None
 
 
-def judge(
-    policy: CachePolicy,
-    fingerprint: Fingerprint,
-    wanted: tuple[str, ...],
-    loaded: LoadedModel,
-    method: Method,
-) -> Verdict:
-    """Look at the cache of `policy` for a calibration of this fingerprint.
+def judge(policy: CachePolicy, fingerprint: Fingerprint, wanted: Iterable[Observation]) -> Verdict:
+    """Look into the cache of `policy` for these observations of this fingerprint.
 
     Raises:
-        CacheError: the cache must fit and does not, or must be trusted and is not the model's.
+        CacheError: the cache must fit and does not.
     """
-    path = policy.path
-    if path is None:
-        return Verdict(reason="no cache was asked for")
-    if policy.refresh:
-        return Verdict(reason=f"{path} is to be made anew, as asked")
-    if policy.trust:
-        return Verdict(
-            reason=f"{path} is trusted as it is, without a fingerprint",
-            calibration=store.trusted(path, wanted, never_negative(loaded.model)),
-            as_it_stands=True,
-        )
-    if path.exists():
-        verdict = _fitting(path, fingerprint, wanted, loaded, method)
-    else:
-        verdict = Verdict(reason=f"{path} does not exist yet")
-    if verdict.calibration is None and policy.require:
+    listed = with_needs(wanted)
+    verdict = _judged(policy, fingerprint, listed)
+    if verdict.missing and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {verdict.reason}; leave --require-cache"
             " away to calibrate anew"
@@ -127,42 +109,45 @@ def fingerprint_of(
     )
 
 
-def _fitting(
-    path: Path,
-    fingerprint: Fingerprint,
-    wanted: tuple[str, ...],
-    loaded: LoadedModel,
-    method: Method,
+def _judged(
+    policy: CachePolicy, fingerprint: Fingerprint, wanted: tuple[Observation, ...]
 ) -> Verdict:
+    def anew(reason: str) -> Verdict:
+        return Verdict(reason=reason, observed=Observed({}), missing=wanted)
+
+    path = policy.path
+    if path is None:
+        return anew("no cache was asked for")
+    if policy.refresh:
+        return anew(f"{path} is to be made anew, as asked")
+    if not path.exists():
+        return anew(f"{path} does not exist yet")
     if not store.sidecars(path)[0].exists():
-        return Verdict(
-            reason=f"{path} has no fingerprint beside it, so nothing tells what it was made from"
+        return anew(
+            f"{path} has no fingerprint beside it, so nothing tells what it was made from"
             " (--trust-cache uses it as it is)"
         )
     try:
-        old = store.load(path, with_statistics=False)
-        assert old.fingerprint is not None
-        changes = fingerprint.changes_since(old.fingerprint)
-        if set(changes) - {"method"}:
-            return Verdict(reason="; ".join(changes.values()))
-        missing = [name for name in wanted if not old.covers((name,))]
-        if missing:
-            return Verdict(
-                reason=f"{path.name} lacks {len(missing)} tensors that these targets need",
-                also=(*old.scales, *old.troubles),
-            )
-        if not changes:
-            reason = "model, images, preprocessing, method and versions are the same"
-            return Verdict(reason=reason, calibration=old, as_it_stands=True)
-        statistics = store.load(path).statistics
-        assert statistics is not None
+        stored = store.load(path)
+        changes = fingerprint.changes_since(stored.fingerprint)
+        if set(changes) - _SEARCH:
+            said = (text for part, text in changes.items() if part not in _SEARCH)
+            return anew("; ".join(said))
+        observed = stored.observed(wanted)
     except CacheError as error:
-        return Verdict(reason=str(error))
-    again = Calibration(
-        scales=statistics.scales(method.search, bounds(loaded.model)),
-        troubles=statistics.troubles(),
-        fingerprint=fingerprint,
-        statistics=statistics,
-    )
-    reason = f"only {changes['method']}: searched again, the model was not run"
-    return Verdict(reason=reason, calibration=again)
+        return anew(str(error))
+    missing = observed.missing(wanted)
+    reason = _reason(path, changes, missing)
+    return Verdict(reason=reason, observed=observed, missing=missing, stored=stored)
+
+
+def _reason(path: Path, changes: Mapping[str, str], missing: tuple[Observation, ...]) -> str:
+    if missing:
+        variants = dict.fromkeys(o.variant.key for o in missing)
+        return (
+            f"{path.name} lacks {len(missing)} observations that these targets and this method"
+            f" need ({'; '.join(variants)})"
+        )
+    if "method" in changes:
+        return f"only {changes['method']}: searched again, the model was not run"
+    return "model, images, preprocessing, method and versions are the same"

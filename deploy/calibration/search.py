@@ -12,6 +12,7 @@ from deploy.errors import ConfigError
 if TYPE_CHECKING:
     from calibrators.histogram import Histogram
     from calibrators.scales import Scale
+    from calibrators.statistics import Statistic
 
 # The names of `calibrators.ACTIVATION` and TensorRT's own range rule; written out, since the
 # command line lists them without importing a search.
@@ -54,6 +55,13 @@ class Method:
     def label(self) -> str:
         """Name and parameters, as the fingerprint and the report show them."""
         return f"percentile {self.percent:g}" if self.name == "percentile" else self.name
+
+    @property
+    def statistic(self) -> Statistic:
+        """What it searches."""
+        from calibrators.statistics import HistogramOf
+
+        return HistogramOf(first=self.batch_size if self.name == "entropy-tensorrt" else 0)
 
     @property
     def search(self) -> Callable[[Histogram], Scale]:

@@ -1,10 +1,10 @@
-"""`Calibration`: scales with the statistics and the fingerprint they come from; kept in files.
+"""`Calibration`: what was observed, with the fingerprint it comes from; kept in files.
 
 Beside each other stand::
 
     model.cache         TensorRT's own text format: amax / 127 of every tensor
-    model.cache.npz     the statistics, so that another method needs no second run
-    model.cache.json    fingerprint, full scales, and the sha256 of the two files above
+    model.cache.npz     every observation, so that another method or target runs nothing again
+    model.cache.json    fingerprint, the observations' names, and the sha256 of the two files above
 
 Each is written atomically, the JSON last. Whatever a crash or a second build leaves, either the
 three belong together or the digests say that they do not.
@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,15 @@ import numpy as np
 
 from calibrators.errors import CalibrationError
 from calibrators.scales import Scale, Scales
-from calibrators.statistics import Statistics
+from calibrators.statistics import Arrays
 from deploy import atomic
 from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
+from deploy.calibration.observation import Key, Observation, Observed
 from deploy.errors import CacheError
 
-SCHEMA = 1
-DEFAULT_TRT_VERSION = "8.5.3"
+SCHEMA = 2
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # equal arrays, equal bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +41,59 @@ class Calibration:
     """The outcome of a calibration.
 
     Attributes:
-        scales: tensor -> clip range.
-        troubles: tensor -> why it has no scale.
-        fingerprint: what this was made from; None for a foreign cache that the user trusts.
-        statistics: the histograms; None where only the scales are at hand.
+        observed: every statistic.
+        fingerprint: what they were made from.
     """
 
-    scales: Scales
-    troubles: Mapping[str, str]
-    fingerprint: Fingerprint | None
-    statistics: Statistics | None
+    observed: Observed
+    fingerprint: Fingerprint
 
-    def covers(self, tensors: tuple[str, ...]) -> bool:
-        """Whether every tensor has a scale or a reason to have none."""
-        return all(name in self.scales or name in self.troubles for name in tensors)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The three files as they were read: whole, of one writing, the arrays not looked at yet.
+
+    Attributes:
+        text: of the cache.
+        fingerprint: what it was made from.
+        keys: the observations that are kept.
+    """
+
+    text: bytes
+    fingerprint: Fingerprint
+    keys: tuple[Key, ...]
+    _packed: bytes
+    _path: Path
+
+    def observed(self, wanted: Iterable[Observation]) -> Observed:
+        """Those of the wanted observations that are kept.
+
+        Raises:
+            CacheError: the arrays of one are broken.
+        """
+        places = {key: place for place, key in enumerate(self.keys)}
+        found = [o for o in dict.fromkeys(wanted) if o.key in places]
+        try:
+            with zipfile.ZipFile(io.BytesIO(self._packed)) as archive:
+                return Observed(
+                    {o.key: o.statistic.restore(_unpack(archive, places[o.key])) for o in found}
+                )
+        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise self._broken(error) from error
+        except CalibrationError as error:
+            raise self._broken(error) from error
+
+    def carried(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
+        """The arrays of some observations as they stand, to be written again."""
+        places = {key: place for place, key in enumerate(self.keys)}
+        try:
+            with zipfile.ZipFile(io.BytesIO(self._packed)) as archive:
+                return {key: _unpack(archive, places[key]) for key in keys}
+        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> CacheError:
+        return CacheError(f"{self._path} does not hold statistics: {error}")
 
 
 def sidecars(path: Path) -> tuple[Path, Path]:
@@ -65,26 +105,29 @@ def save(
     calibration: Calibration,
     path: Path,
     *,
-    trt_version: str = DEFAULT_TRT_VERSION,
-    text: bytes | None = None,
+    text: bytes,
+    carried: Mapping[Key, Arrays] | None = None,
 ) -> None:
-    """Write the three files; `text` is the cache's where it is not `cache_text`.
+    """Write the three files.
+
+    Args:
+        calibration: observations and their fingerprint.
+        path: of the cache.
+        text: TensorRT's text.
+        carried: further ones, as they stood in the cache before.
 
     Raises:
         ExportError: the folder is not writable.
-        CacheError: a tensor name that TensorRT's text cannot hold.
     """
-    if calibration.fingerprint is None or calibration.statistics is None:
-        raise CacheError("only a calibration with its fingerprint and statistics can be saved")
+    arrays = dict(carried or {})
+    arrays |= {key: recorder.to_arrays() for key, recorder in calibration.observed.items()}
+    arrays = {key: arrays[key] for key in sorted(arrays) if arrays[key]}
     json_path, npz_path = sidecars(path)
-    if text is None:
-        text = cache_text(calibration, trt_version=trt_version)
-    packed = _pack(calibration.statistics)
+    packed = _pack(list(arrays.values()))
     document = {
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint.to_json(),
-        "scales": calibration.scales.to_json(),
-        "troubles": dict(calibration.troubles),
+        "observations": [list(key) for key in arrays],
         "sha256": {"cache": _sha256(text), "statistics": _sha256(packed)},
     }
     atomic.write_bytes(npz_path, packed)
@@ -92,16 +135,7 @@ def save(
     atomic.write_text(json_path, json.dumps(document, indent=1, sort_keys=True) + "\n")
 
 
-def cache_text(calibration: Calibration, *, trt_version: str) -> bytes:
-    """The calibration as TensorRT's cache; a tensor that was always zero gets TensorRT's `0`."""
-    algorithm = trt_cache.MINMAX if _is_minmax(calibration.scales) else trt_cache.ENTROPY2
-    entries = {name: scale.symmetric for name, scale in calibration.scales.items()}
-    for name, why in calibration.troubles.items():
-        entries[name] = np.float32(np.inf if "infinite" in why else 0)
-    return trt_cache.dump(trt_cache.from_scales(entries, version=trt_version, algorithm=algorithm))
-
-
-def load(path: Path, *, with_statistics: bool = True) -> Calibration:
+def load(path: Path) -> Stored:
     """Read the three files of a calibration.
 
     Raises:
@@ -109,28 +143,17 @@ def load(path: Path, *, with_statistics: bool = True) -> Calibration:
     """
     json_path, npz_path = sidecars(path)
     document = _document(json_path)
-    text = read(path)
+    text, packed = read(path), read(npz_path)
     if _sha256(text) != document["sha256"]["cache"]:
         raise CacheError(f"{path} was changed after {json_path.name} was written")
-    statistics = None
-    if with_statistics:
-        packed = read(npz_path)
-        if _sha256(packed) != document["sha256"]["statistics"]:
-            raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
-        statistics = _unpack(packed, npz_path)
-    try:
-        scales = Scales.from_json(document["scales"])
-    except CalibrationError as error:
-        raise CacheError(f"{json_path}: {error}") from error
-    return Calibration(
-        scales=scales,
-        troubles={str(k): str(v) for k, v in document["troubles"].items()},
-        fingerprint=Fingerprint.from_json(document["fingerprint"]),
-        statistics=statistics,
-    )
+    if _sha256(packed) != document["sha256"]["statistics"]:
+        raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
+    keys = tuple((str(a), str(b), str(c)) for a, b, c in document["observations"])
+    fingerprint = Fingerprint.from_json(document["fingerprint"])
+    return Stored(text=text, fingerprint=fingerprint, keys=keys, _packed=packed, _path=npz_path)
 
 
-def trusted(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -> Calibration:
+def trusted(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -> Found:
     """A cache without a fingerprint, taken as it is: symmetric ranges of amax = 127 * scale.
 
     Args:
@@ -153,9 +176,50 @@ def trusted(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -
             f"a trusted cache must know the model's tensors, {path} has a usable scale for none of"
             f" the {len(wanted)} wanted (such as {', '.join(wanted[:2])}); it is another model's"
         )
-    troubles = {n: f"has no entry in {path.name}" for n in wanted if n not in scales}
-    troubles |= {name: f"has a {flaw} scale in {path.name}" for name, flaw in flaws.items()}
-    return Calibration(scales=Scales(scales), troubles=troubles, fingerprint=None, statistics=None)
+    troubles = {n: Trouble(f"has no entry in {path.name}") for n in wanted if n not in scales}
+    troubles |= {
+        name: Trouble(f"has a {flaw} scale in {path.name}", infinite=flaw == "infinite")
+        for name, flaw in flaws.items()
+    }
+    return Found(scales=Scales(scales), troubles=troubles)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a tensor has no scale.
+
+    Attributes:
+        why: the end of a sentence that begins with the tensor.
+        infinite: whether infinity is the reason; TensorRT's cache then says `inf`, else `0`.
+    """
+
+    why: str
+    infinite: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Ranges of tensors, and why others have none.
+
+    Attributes:
+        scales: tensor -> clip range.
+        troubles: tensor -> why it has no scale.
+    """
+
+    scales: Scales
+    troubles: Mapping[str, Trouble]
+
+    @property
+    def symmetric(self) -> dict[str, np.float32]:
+        """Tensor -> amax / 127, as TensorRT's cache has it: 0 or infinite where in trouble."""
+        known = {name: scale.symmetric for name, scale in self.scales.items()}
+        without = {n: np.float32(np.inf if t.infinite else 0) for n, t in self.troubles.items()}
+        return {**known, **without}
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Tensor -> why it has no scale, in words."""
+        return {name: trouble.why for name, trouble in self.troubles.items()}
 
 
 def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
@@ -165,18 +229,16 @@ def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
     )
 
 
-def _is_minmax(scales: Scales) -> bool:
-    return all(scale.method == "minmax" for scale in scales.values())
-
-
 def _document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(read(path))
+        observations = document["observations"]
         complete = (
             document["schema"] == SCHEMA
-            and isinstance(document["troubles"], dict)
-            and {"fingerprint", "scales"} <= set(document)
+            and isinstance(observations, list)
+            and all(isinstance(key, list) and len(key) == 3 for key in observations)
             and {"cache", "statistics"} <= set(document["sha256"])
+            and "fingerprint" in document
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         complete = False
@@ -197,18 +259,33 @@ def read(path: Path) -> bytes:
         raise CacheError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _pack(statistics: Statistics) -> bytes:
+def _pack(listed: list[Arrays]) -> bytes:
+    """An .npz of the arrays `<place>.<field>`; quick compression, no times in it."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **statistics.to_arrays())  # type: ignore[arg-type]
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for place, arrays in enumerate(listed):
+            for field, array in sorted(arrays.items()):
+                data = io.BytesIO()
+                np.lib.format.write_array(data, np.ascontiguousarray(array), allow_pickle=False)
+                member = zipfile.ZipInfo(f"{place}.{field}.npy", _EPOCH)
+                member.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(member, data.getvalue(), compresslevel=1)
     return buffer.getvalue()
 
 
-def _unpack(packed: bytes, path: Path) -> Statistics:
-    try:
-        with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-            return Statistics.from_arrays(dict(arrays))
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, CalibrationError) as error:
-        raise CacheError(f"{path} does not hold statistics: {error}") from error
+def _unpack(archive: zipfile.ZipFile, place: int) -> Arrays:
+    """The arrays of one observation."""
+    return {
+        name.split(".")[1]: np.lib.format.read_array(
+            io.BytesIO(archive.read(name)), allow_pickle=False
+        )
+        for name in _members(archive, place)
+    }
+
+
+def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:
+    start = f"{place}."
+    return (name for name in archive.namelist() if name.startswith(start))
 
 
 def _sha256(data: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,28 +92,34 @@ def auto(
 ) -> None:
     """Rank MODEL's layers, roll the worst back to float, write ranking, history and config."""
     from deploy.feed.feed import open_feed
-    from deploy.frontends import load
+    from deploy.pipeline import calibrate
     from deploy.targets.ascend.autocalibrate import Budget, auto_calibrate
+    from deploy.targets.ascend.target import Ascend
 
-    loaded = load(model)
-
-    def opened(source: str) -> object:
-        return open_feed(source, loaded.inputs, preprocess=feed.preprocess, skip_bad=feed.skip_bad)
-
-    images = open_feed(
+    target = Ascend(config=ascend_config)
+    found = calibrate(
+        model,
         feed.images,
-        loaded.inputs,
+        targets=[target],
         preprocess=feed.preprocess,
+        cache=replace(feed.cache, path=out / f"{model.stem}.cache"),
         skip_bad=feed.skip_bad,
         limit=feed.limit,
+        threads=feed.threads,
+        float_nodes=feed.keep_float,
+        progress=True,
     )
-    evaluation = opened(eval_images) if eval_images else images
+    evaluation = found.feed
+    if eval_images:
+        evaluation = open_feed(
+            eval_images, found.loaded.inputs, preprocess=feed.preprocess, skip_bad=feed.skip_bad
+        )
     result, written = auto_calibrate(
-        loaded,
-        images,
+        target.plan(found.subject),
+        found.ranges.observed,
         evaluation,
         folder=out,
-        config=ascend_config,
+        name=found.loaded.name,
         budget=Budget(max_loss=max_loss, threads=feed.threads),
         say=click.echo,
     )

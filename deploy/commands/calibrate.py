@@ -63,17 +63,6 @@ def calibrate(
     it is the cache that TensorRT's own calibrator would write: every tensor that its parser names,
     before any fusion.
     """  # noqa: D301 (click reads the backspace)
-    if set(targets) == {"tensorrt"}:
-        if shapes or weights:
-            raise click.UsageError(
-                "a TensorRT cache names the tensors of an ONNX file: make one with calib8 export"
-            )
-        _for_tensorrt(model, out, calibrator, order_independent, parser, feed)
-        return
-    if calibrator or order_independent or parser:
-        raise click.UsageError(
-            "--calibrator, --order-independent and --parser go with --target tensorrt alone"
-        )
     from deploy.pipeline import calibrate as run
 
     path = out or Path(f"{model.stem}.cache")
@@ -93,59 +82,9 @@ def calibrate(
     how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
     click.echo(f"{path}: {how} ({found.reason})")
     click.echo(
-        f"{len(found.calibration.scales)} tensors, {feed.method.label}, {found.feed.count} images"
+        f"{len(found.ranges.observed)} observations, {feed.method.label}, {found.feed.count} images"
     )
-    for name, why in found.calibration.troubles.items():
+    for name, why in found.found.reasons.items():
         click.echo(f"no scale for {name}: it {why}")
-    for note in found.feed.notes:
-        click.echo(note)
-
-
-def _for_tensorrt(
-    model: Path,
-    out: Path | None,
-    calibrator: str | None,
-    order_independent: bool,
-    parser: str | None,
-    feed: FeedOptions,
-) -> None:
-    from click.core import ParameterSource
-
-    from deploy.targets.tensorrt.pipeline import calibrate_to
-
-    if feed.keep_float or feed.cache.trust:
-        raise click.UsageError(
-            "--keep-float and --trust-cache are for builds; a cache for TensorRT lists every tensor"
-        )
-    given = (
-        click.get_current_context().get_parameter_source("method") is not ParameterSource.DEFAULT
-    )
-    method = feed.method.name.removesuffix("-tensorrt") if given else "entropy"
-    if calibrator is not None:
-        method = calibrator.removesuffix("2")
-    path = out or Path(f"{model.stem}.cache")
-    found = calibrate_to(
-        path,
-        model,
-        feed.images,
-        version=feed.cache.trt_version,
-        method=method,
-        batch_size=None if order_independent else feed.method.batch_size,
-        parser=parser,
-        percent=feed.method.percent,
-        preprocess=feed.preprocess,
-        skip_bad=feed.skip_bad,
-        limit=feed.limit,
-        threads=feed.threads,
-        require=feed.cache.require,
-        refresh=feed.cache.refresh,
-        progress=True,
-    )
-    how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
-    click.echo(f"{path}: {how} ({found.reason})")
-    click.echo(
-        f"{len(found.cache.entries)} entries under {found.cache.header.text},"
-        f" {found.feed.count} images"
-    )
     for note in (*found.notes, *found.feed.notes):
         click.echo(note)

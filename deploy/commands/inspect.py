@@ -39,9 +39,9 @@ def inspect(
 
 def _inspect_model(model: Path | LoadedModel, path: Path, target: str, everything: bool) -> None:
     from deploy.frontends import LoadedModel, load
-    from deploy.pipeline import backends
+    from deploy.pipeline import targets_of
 
-    (backend,) = backends([target])
+    (backend,) = targets_of([target])
     loaded = model if isinstance(model, LoadedModel) else load(model)
     decisions = backend.decisions(loaded.model)
     int8 = sum(d.int8 for d in decisions)
@@ -71,11 +71,11 @@ def _inspect_cache(path: Path) -> None:
     cache = trt_cache.parse(store.read(path), origin=str(path))
     click.echo(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")
     try:
-        known = store.load(path, with_statistics=False)
+        known = store.load(path)
     except CacheError as error:
         click.echo(f"no fitting fingerprint: {error}")
         known = None
-    if known is not None and known.fingerprint is not None:
+    if known is not None:
         mark = known.fingerprint
         click.echo(f"model {mark.model[:12]}, {mark.images.get('count')} images, {mark.method}")
     for entry in cache.entries:

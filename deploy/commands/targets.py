@@ -130,10 +130,6 @@ def _backends(targets: tuple[str, ...], words: dict[str, Any]) -> list[Target]:
     make: dict[str, Callable[[], Target]] = {
         "onnxruntime": lambda: table.OnnxRuntime(**given["onnxruntime"]),
         "tensorrt": lambda: table.TensorRT(**given["tensorrt"]),
-        "ascend": lambda: table.Ascend(**given["ascend"], say=_say),
+        "ascend": lambda: table.Ascend(**given["ascend"]),
     }
     return [make[target]() for target in dict.fromkeys(targets)]
-
-
-def _say(sentence: str) -> None:
-    click.echo(sentence, err=True)

@@ -7,8 +7,9 @@ Sources: a folder of images, a list file ("path" or "path label"), one image, an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from deploy.feed.stream import Stream
 from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
+KEPT = 8  # samples that stay in memory: for shapes, latency runs, figures of inner tensors
 FeedSource = str | os.PathLike[str] | Iterable[Any]
 
 
@@ -75,6 +77,7 @@ class Feed:
         notes: what the user should know about how the feed was read.
         preprocess: the complete preprocessing, None for arrays.
         batch: size of the first dimension of every sample: 1, or what the model fixes.
+        decodes: how many images or rows were read to be run, so far.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class Feed:
         self._skip_bad = skip_bad
         self._skipped: dict[int, str] = {}
         self._manifest: dict[str, Any] | None = None
+        self._kept: dict[int, Sample] = {}  # the first few, so that nobody reads them again
+        self.decodes = 0
         self.batch = batch
         self.preprocess = preprocess
         self._notes = tuple(notes)
@@ -152,6 +157,14 @@ class Feed:
         """
         return Stream(self._batches)
 
+    def first(self, most: int) -> list[Sample]:
+        """The first samples, at most `most` and `KEPT`; read once, whoever else reads them.
+
+        Raises:
+            FeedError: as `samples`.
+        """
+        return list(islice(self._batches(), min(most, KEPT)))
+
     def manifest(self) -> dict[str, Any]:
         """What was fed, as plain JSON: equal manifests mean equal samples.
 
@@ -177,7 +190,7 @@ class Feed:
         if isinstance(source, ImageSource):
             chosen = (source.pictures[i] for i in self._chosen)
             return manifest.files_digest((p.name, self._bytes(p)) for p in chosen)
-        return manifest.arrays_digest(s for _, s in self._singles())
+        return manifest.arrays_digest(s for _, s in self._singles(source.read))
 
     def _bytes(self, picture: images.Picture) -> bytes:
         try:
@@ -187,11 +200,11 @@ class Feed:
                 return b""
             raise
 
-    def _singles(self) -> Iterator[tuple[int, Sample]]:
+    def _singles(self, read: Callable[[int], Sample]) -> Iterator[tuple[int, Sample]]:
         """(index, sample of batch 1) of every good one."""
         for index in self._chosen:
             try:
-                yield index, self._source.read(index)
+                yield index, read(index)
             except FeedError as error:
                 if not self._skip_bad:
                     raise FeedError(
@@ -205,13 +218,23 @@ class Feed:
                 f" {next(iter(self._skipped.values()))}"
             )
 
+    def _read(self, index: int) -> Sample:
+        """One sample, from memory where it is among the first few."""
+        if index in self._kept:
+            return dict(self._kept[index])
+        sample = self._source.read(index)
+        self.decodes += 1
+        if len(self._kept) < KEPT * self.batch:
+            self._kept[index] = sample
+        return dict(sample)
+
     def _batches(self) -> Iterator[Sample]:
         if self.batch == 1:
-            yield from (sample for _, sample in self._singles())
+            yield from (sample for _, sample in self._singles(self._read))
             return
         first: list[Sample] = []
         group: list[Sample] = []
-        for _, sample in self._singles():
+        for _, sample in self._singles(self._read):
             if len(first) < self.batch:
                 first.append(sample)
             group.append(sample)

@@ -97,21 +97,64 @@ def compare(
         FeedError: no sample, or labels that do not fit the samples or the classes.
         BackendError: a session refused a sample.
     """
-    names = _common_outputs(reference, candidate)
-    errors = {name: _Error(name) for name in names}
-    top1 = _Top1(labels)
+    comparison = Comparison(reference, candidate, labels=labels, count=count)
     for feed in samples:
+        comparison.add(feed, reference.run(feed), candidate.run(feed))
+    return comparison.result()
+
+
+class Comparison:
+    """Figures of one candidate against the reference, batch by batch, in flat memory."""
+
+    def __init__(
+        self,
+        reference: Session,
+        candidate: Session,
+        *,
+        labels: Sequence[int] | None = None,
+        count: int | None = None,
+    ) -> None:
+        """Args as `compare`.
+
+        Raises:
+            ConfigError: outputs whose names differ.
+        """
+        self._names = _common_outputs(reference, candidate)
+        self._errors = {name: _Error(name) for name in self._names}
+        self._top1 = _Top1(labels)
+        self._count = count
+
+    def add(
+        self,
+        feed: Mapping[str, Array],
+        reference: Mapping[str, Array],
+        candidate: Mapping[str, Array],
+    ) -> None:
+        """Add one batch's outputs.
+
+        Raises:
+            FeedError: labels that do not fit the samples or the classes.
+        """
         batch = _batch_length(feed)
-        left, right = reference.run(feed), candidate.run(feed)
-        if count is not None and top1.samples + batch > count:
-            left, right = (_first(o, count - top1.samples, batch) for o in (left, right))
-            batch = count - top1.samples
-        for name in names:
-            errors[name].add(left[name], right[name], batch)
-        top1.add(left[names[0]], right[names[0]], batch)
-    if top1.samples == 0:
-        raise FeedError("a comparison needs at least one sample, got none")
-    return top1.result(tuple(error.result() for error in errors.values()))
+        left = {name: reference[name] for name in self._names}
+        right = {name: candidate[name] for name in self._names}
+        if self._count is not None and self._top1.samples + batch > self._count:
+            kept = self._count - self._top1.samples
+            left, right = (_first(outputs, kept, batch) for outputs in (left, right))
+            batch = kept
+        for name, error in self._errors.items():
+            error.add(left[name], right[name], batch)
+        self._top1.add(left[self._names[0]], right[self._names[0]], batch)
+
+    def result(self) -> Accuracy:
+        """The figures.
+
+        Raises:
+            FeedError: no sample, or labels that do not fit.
+        """
+        if self._top1.samples == 0:
+            raise FeedError("a comparison needs at least one sample, got none")
+        return self._top1.result(tuple(error.result() for error in self._errors.values()))
 
 
 def compare_tensors(
@@ -127,19 +170,44 @@ def compare_tensors(
         FeedError: no sample.
         BackendError: a session refused a sample.
     """
-    if not pairs:
-        raise ConfigError("a comparison of tensors needs at least one pair of names, got none")
-    errors = {name: _Error(name) for name in pairs}
-    seen = 0
+    comparison = TensorComparison(pairs)
     for feed in samples:
-        left, right = reference.run(feed), candidate.run(feed)
+        comparison.add(feed, reference.run(feed), candidate.run(feed))
+    return comparison.result()
+
+
+class TensorComparison:
+    """Figures of pairs of tensors, reference's name -> candidate's, batch by batch."""
+
+    def __init__(self, pairs: Mapping[str, str]) -> None:
+        """Raises ConfigError where there is no pair."""
+        if not pairs:
+            raise ConfigError("a comparison of tensors needs at least one pair of names, got none")
+        self._pairs = dict(pairs)
+        self._errors = {name: _Error(name) for name in pairs}
+        self._seen = 0
+
+    def add(
+        self,
+        feed: Mapping[str, Array],
+        reference: Mapping[str, Array],
+        candidate: Mapping[str, Array],
+    ) -> None:
+        """Add one batch's tensors."""
         batch = _batch_length(feed)
-        for name, other in pairs.items():
-            errors[name].add(left[name], right[other], batch)
-        seen += batch
-    if seen == 0:
-        raise FeedError("a comparison needs at least one sample, got none")
-    return tuple(error.result() for error in errors.values())
+        for name, other in self._pairs.items():
+            self._errors[name].add(reference[name], candidate[other], batch)
+        self._seen += batch
+
+    def result(self) -> tuple[OutputAccuracy, ...]:
+        """The figures.
+
+        Raises:
+            FeedError: no sample.
+        """
+        if self._seen == 0:
+            raise FeedError("a comparison needs at least one sample, got none")
+        return tuple(error.result() for error in self._errors.values())
 
 
 @dataclass(slots=True)

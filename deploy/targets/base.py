@@ -1,4 +1,4 @@
-"""What every target offers: which tensors it needs, how an engine is built, a session to run it."""
+"""What every target offers: what it wants observed, its files and engine, a session."""
 
 from __future__ import annotations
 
@@ -12,61 +12,91 @@ from deploy.tensors import Samples, Session
 if TYPE_CHECKING:
     import onnx
 
-    from calibrators.scales import Scales
+    from calibrators.scales import Scale
+    from deploy.calibration.observation import Observation
+    from deploy.calibration.ranges import Ranges
+    from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRequest:
-    """All that a backend may build from.
+    """All that a target may build from.
 
     Attributes:
-        name: stem of the files to write.
-        folder: where to write them.
-        model: cleaned float model.
-        source: the file the model came from; None for a model given in memory.
-        digest: sha256 of the model's graph and weights.
-        scales: tensor -> clip range.
-        troubles: tensor -> why it has no scale.
-        feed: the calibration samples, for targets whose own algorithms want them.
+        subject: the model, its forms, the method, what stays float.
+        folder: where to write.
+        ranges: what was observed, and the clip ranges that the method finds in it.
+        feed: the calibration samples, for an engine that calibrates by itself.
         manifest: what the feed is made of, preprocessing included.
-        float_nodes: nodes that the user keeps in float.
-        cache: the TensorRT-format calibration cache that was written.
     """
 
-    name: str
+    subject: Subject
     folder: Path
-    model: onnx.ModelProto
-    source: Path | None
-    digest: str
-    scales: Scales
-    troubles: Mapping[str, str]
+    ranges: Ranges
     feed: Samples
     manifest: Mapping[str, Any]
-    float_nodes: tuple[str, ...] = ()
-    cache: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Stem of the files to write."""
+        return self.subject.loaded.name
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The cleaned float model."""
+        return self.subject.model
+
+    @property
+    def source(self) -> Path | None:
+        """The file the model came from; None for a model given in memory."""
+        return self.subject.source
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the model's graph and weights."""
+        return self.subject.loaded.digest
+
+    @property
+    def float_nodes(self) -> tuple[str, ...]:
+        """Names of the nodes that the user keeps in float."""
+        return self.subject.float_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheText:
+    """A calibration cache in TensorRT's format, and what its reader should know."""
+
+    text: bytes
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What a backend made.
+    """What a target made.
 
     Attributes:
-        target: the backend's name.
+        target: the target's name.
         engine: the file that runs on the target; None where the SDK or device is missing.
         runnable: a model of the same numerics that ONNX Runtime runs, for accuracy and, where it
             is the engine itself, for latency; None where there is none.
         files: role -> path of every file written, the engine included.
-        decisions: every node, int8 or float with its reason.
+        decisions: every node, its precision or why it is float.
+        method: what chose the ranges in these files.
+        ranges: tensor -> its range in these files.
         notes: sentences for the user: what was not done, and the command that does it.
+        error: why the target failed, as a sentence; "" where it did not.
     """
 
     target: str
-    engine: Path | None
-    runnable: Path | None
-    files: Mapping[str, Path]
+    engine: Path | None = None
+    runnable: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    method: str = ""
+    ranges: Mapping[str, Scale] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    error: str = ""
 
 
 class Target(Protocol):
@@ -78,13 +108,25 @@ class Target(Protocol):
         ...
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """Tensors that need a scale for this target."""
+        """Tensors that need a scale for this target, as far as the model alone tells."""
         ...
 
     def decisions(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
     ) -> tuple[Decision, ...]:
         """Every node, int8 or float with its reason, as far as the model alone tells."""
+        ...
+
+    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+        """What must be observed before `build`; options that cannot be met are told here.
+
+        Raises:
+            ConfigError: an option or configuration that contradicts the model or the method.
+        """
+        ...
+
+    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText | None:
+        """The calibration cache in TensorRT's format, where this target has a form of its own."""
         ...
 
     def build(self, request: BuildRequest) -> Built:

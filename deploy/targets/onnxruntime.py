@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING
 
 from deploy import atomic
 from deploy.graph.plan import ONNXRUNTIME, Decision, Placement, Plan, analyse
-from deploy.targets.base import BuildRequest, Built
+from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.tensors import Session
 
 if TYPE_CHECKING:
     import onnx
+
+    from deploy.calibration.observation import Observation
+    from deploy.calibration.ranges import Ranges
+    from deploy.calibration.subject import Subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +52,26 @@ class OnnxRuntime:
         """What the graph analysis decides before anything is calibrated."""
         return analyse(model, self.placement, float_nodes=float_nodes).decisions
 
-    def plan(self, request: BuildRequest) -> Plan:
-        """Which nodes run in int8, with what the calibration found."""
-        return analyse(
-            request.model,
-            self.placement,
-            float_nodes=request.float_nodes,
-            float_tensors=request.troubles,
-        )
+    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+        """The method's statistic of every tensor that needs a scale."""
+        return subject.histograms(self.wanted(subject.model, subject.float_nodes))
+
+    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText | None:
+        """Nothing of its own."""
+        return None
 
     def build(self, request: BuildRequest) -> Built:
         """Write `<name>.int8.onnx`."""
         from deploy.targets.qdq import write_qdq
 
-        plan = self.plan(request)
-        model = write_qdq(request.model, plan, request.scales, weight_bits=self.weight_bits)
+        found = request.ranges.of(self.demand(request.subject))
+        plan = analyse(
+            request.model,
+            self.placement,
+            float_nodes=request.float_nodes,
+            float_tensors=found.reasons,
+        )
+        model = write_qdq(request.model, plan, found.scales, weight_bits=self.weight_bits)
         path = request.folder / f"{request.name}.int8.onnx"
         atomic.write_bytes(path, model.SerializeToString(deterministic=True))
         return Built(
@@ -71,6 +80,8 @@ class OnnxRuntime:
             runnable=path,
             files={"int8 engine": path},
             decisions=plan.decisions,
+            method=request.subject.method.label,
+            ranges={name: found.scales[name] for name in plan.activations},
             notes=self._notes(plan),
         )
 

@@ -129,14 +129,14 @@ def rank(
     samples: Iterable[Mapping[str, NDArray[Any]]],
 ) -> list[tuple[str, float]]:
     """(layer, similarity in [0, 1]) of every layer, worst first; ties in the model's order."""
-    from deploy.targets.ascend.runner import Runner
+    from deploy.calibration.observe import Tap
 
     outputs = {name: q.layer.output for name, q in layers.items()}
     names = [*outputs.values(), *(f"{name}.isolated" for name in layers)]
-    runner = Runner(isolated_model(model, layers), sorted(set(names)))
+    tap = Tap(isolated_model(model, layers), sorted(set(names)), threads=None)
     scores: dict[str, list[float]] = {name: [] for name in layers}
     for sample in samples:
-        values = runner.run(sample)
+        values = dict(tap.run(sample))
         for name, output in outputs.items():
             scores[name].append(similarity(values[output], values[f"{name}.isolated"]))
     means = {name: float(np.mean(found)) for name, found in scores.items()}

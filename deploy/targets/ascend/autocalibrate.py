@@ -1,4 +1,4 @@
-"""Automatic calibration from a loaded model and its feeds to files."""
+"""Automatic calibration, from what was observed to files."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy import atomic
+from deploy.calibration.observation import Observed
 from deploy.targets.ascend.auto import Judge, Searched, rank, search
-from deploy.targets.ascend.calibrate import calibrate
-from deploy.targets.ascend.config import default_config
-from deploy.targets.ascend.files import read_any_config
-from deploy.targets.ascend.layers import LayerGraph, find_layers, name_nodes
+from deploy.targets.ascend.calibrate import Plan
+from deploy.targets.ascend.layers import LayerGraph
 from deploy.targets.ascend.models import write_models
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.frontends import LoadedModel
     from deploy.targets.ascend.record import LayerRecord
 
 _RANKED = 8  # samples that the ranking looks at
@@ -39,45 +37,39 @@ class Budget:
 
 
 def auto_calibrate(
-    loaded: LoadedModel,
-    images: Any,
+    plan: Plan,
+    observed: Observed,
     evaluation: Any,
     *,
     folder: Path,
-    config: Path | None = None,
+    name: str,
     budget: Budget | None = None,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[Searched, list[Path]]:
-    """Calibrate, rank, roll back, write.
+    """Search, rank, roll back, write.
 
     Args:
-        loaded: the float model.
-        images: calibration feed.
+        plan: the layers and their settled configuration.
+        observed: what was observed for it.
         evaluation: feed to judge on, with `labels` or without.
         folder: where the files go.
-        config: AMCT configuration; None is the default.
+        name: stem of the models' files.
         budget: what may be lost.
         say: told how it goes, a sentence a trial.
 
     Raises:
-        ConfigError, CalibrationError, FeedError, ExportError: as in `deploy.targets.ascend.target`.
+        ConfigError, CalibrationError, FeedError, ExportError: as the Ascend target's `build`.
     """
-    model = name_nodes(loaded.model)
-    graph = find_layers(model)
-    if config is None:
-        settled = default_config(graph, batch_num=max(len(images), 1))
-    else:
-        settled = read_any_config(config, graph)
-    with images.samples() as samples:
-        found = calibrate(model, graph, samples, settled, say=say)
     from deploy.targets.ascend.quant_layer import quantize_layers
 
+    model, graph = plan.model, plan.graph
+    found = plan.record(observed)
     layers = quantize_layers(model, graph, found.records)
     with evaluation.samples() as samples:
         ranking = rank(model, layers, islice(samples, _RANKED))
     judge = make_judge(model, graph, evaluation, budget or Budget(), say)
-    result = search(found.records, ranking, settled, judge)
-    return result, _write(result, model, graph, folder, loaded.name)
+    result = search(found.records, ranking, plan.config, judge)
+    return result, _write(result, model, graph, folder, name)
 
 
 def make_judge(

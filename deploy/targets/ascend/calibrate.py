@@ -1,120 +1,277 @@
-"""The calibration pass: weights by ARQ, channels by DMQ, activations by IFMR or HFMG.
+"""The calibration that AMCT defines: weights by ARQ, channels by DMQ, activations by IFMR or HFMG.
 
 As in AMCT the activations are those of the float model with fake-quantized weights (those of
 ConvTranspose stay as they are), and each algorithm sees `batch_num` batches::
 
     float model -> DMQ factors (first batch) -> weights: ARQ -> batches -> IFMR, HFMG -> record
+
+A `Plan` says what must be observed for that, and makes the record of what was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.arq import arq, arq_fake_quantize
 from calibrators.amct.dmq import balance_factors, channel_max, weight_channel_max
+from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
+from calibrators.amct.ifmr import AscendScale, IfmrParams
+from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming
+from calibrators.amct.statistics import ChannelMax, ChannelMaxOf, Exact, ExactOf, HfmgOf, IfmrOf
+from calibrators.errors import CalibrationError
+from calibrators.int8 import ascend_clip_range
+from calibrators.scales import Scale
+from calibrators.statistics import Recorder, Statistic
+from deploy.calibration.observation import Observation, Observed, Variant
+from deploy.calibration.observe import Sample, observe
 from deploy.errors import ConfigError, FeedError
-from deploy.targets.ascend.config_types import QuantConfig
+from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import Index, Layer, LayerGraph
-from deploy.targets.ascend.observers import Guard, Plan
 from deploy.targets.ascend.record import LayerRecord
-from deploy.targets.ascend.runner import Batch, Runner
 
 if TYPE_CHECKING:
     import onnx
 
-EXACT_BYTES = 1 << 30  # exact IFMR keeps every activation; beyond this it streams
+Factors = Mapping[str, NDArray[np.float32]]
+Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
 
-Array = NDArray[Any]
+_NONE = np.zeros(0, np.float32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """What the pass found.
+    """What the calibration gives.
 
     Attributes:
         records: layer name -> scales, in the model's order.
-        failed: layer name -> why it stays in float.
+        ranges: tensor -> the clip range of the layers that read it.
         kept_bytes: activations that exact IFMR held.
-        streamed: layers whose IFMR ran on histograms, because that would not fit.
-        batches: batches seen.
         dead: layers whose input was zero throughout; their scale is 1 and means nothing.
     """
 
     records: dict[str, LayerRecord]
-    failed: dict[str, str]
-    kept_bytes: int
-    streamed: tuple[str, ...]
-    batches: int
+    ranges: dict[str, Scale] = field(default_factory=dict)
+    kept_bytes: int = 0
     dead: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a settled config wants observed.
+
+    Attributes:
+        model: float model, nodes named.
+        graph: its layers.
+        config: from `deploy.targets.ascend.config.settled`.
+        base: key of `model` among the variants that are run.
+        samples: how many the feed gives, of which `config.batch_num` are used.
+        exact: IFMR on all values, kept in memory, instead of on histograms.
+
+    Raises:
+        ConfigError: an algorithm that calib8 does not compute, or nothing to quantize.
+        FeedError: fewer samples than batch_num.
+    """
+
+    model: onnx.ModelProto
+    graph: LayerGraph
+    config: QuantConfig
+    base: str
+    samples: int
+    exact: bool = False
+    _found: Weights = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.config.enabled():
+            raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
+        _refuse_unsupported(self.layers, self.config)
+        if self.samples < self.config.batch_num:
+            raise FeedError(
+                f"the calibration needs batch_num batches, {self.config.batch_num}, got"
+                f" {self.samples}; give more data or lower batch_num"
+            )
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """The layers to quantize, in the model's order."""
+        enabled = self.config.enabled()
+        return {name: layer for name, layer in self.graph.layers.items() if name in enabled}
+
+    @property
+    def maxima(self) -> dict[str, Observation]:
+        """Layer that DMQ balances -> the channels' maxima of its input."""
+        variant = Variant(self.base, lambda _: self.model)
+        return {
+            name: Observation(
+                variant, layer.input, ChannelMaxOf(axis=1 if layer.rank else -1), name
+            )
+            for name, layer in self.layers.items()
+            if self.config.layers[name].dmq_balancer_param is not None
+        }
+
+    @property
+    def activations(self) -> dict[str, Observation]:
+        """Layer -> the statistic that its search wants; layers that agree on both share it."""
+        maxima = self.maxima
+        variant = Variant(self._key(), self._prepared, needs=tuple(maxima.values()))
+        return {
+            name: Observation(
+                variant,
+                f"{name}.mul.output0" if name in maxima else layer.input,
+                self._statistic(self.config.layers[name]),
+                name,
+            )
+            for name, layer in self.layers.items()
+        }
+
+    @property
+    def observations(self) -> tuple[Observation, ...]:
+        """All of them."""
+        return (*self.maxima.values(), *self.activations.values())
+
+    def record(self, observed: Observed) -> Calibrated:
+        """Search every layer.
+
+        Raises:
+            CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
+        """
+        factors = self.factors(observed)
+        weights = self.weights(factors)
+        activations = self.activations
+        found: dict[object, AscendScale] = {}
+        records: dict[str, LayerRecord] = {}
+        for name in sorted(activations, key=lambda name: name not in factors):  # AMCT's, stable
+            recorder = observed.of(activations[name])
+            params = params_of(self.config.layers[name])
+            key = (activations[name], params)
+            if key not in found:
+                with _in_layer(name):
+                    found[key] = _searched(recorder, params)
+            records[name] = LayerRecord(
+                scale_d=found[key].scale,
+                offset_d=found[key].offset,
+                scale_w=weights[name][0],
+                factors=factors.get(name, _NONE),
+                weighted=bool(self.layers[name].weight),
+            )
+        recorders = {o.key: observed.of(o) for o in activations.values()}
+        kept = sum(r.nbytes for r in recorders.values() if isinstance(r, Exact))
+        dead = tuple(n for n in records if _dead(observed.of(activations[n])))
+        ranges = {
+            o.tensor: _range(records[name], observed.of(o), self.config.layers[name])
+            for name, o in activations.items()
+        }
+        return Calibrated(records=records, ranges=ranges, kept_bytes=kept, dead=dead)
+
+    def factors(self, observed: Observed) -> Factors:
+        """DMQ factors of the layers that are balanced, from the first batch."""
+        found = {}
+        for name, observation in self.maxima.items():
+            recorder = observed.of(observation)
+            assert isinstance(recorder, ChannelMax)
+            with _in_layer(name):
+                found[name] = self._factor(name, recorder)
+        return found
+
+    def weights(self, factors: Factors) -> Weights:
+        """Weight (scale, offset) by layer; a pool has scale 1, as AMCT records it."""
+        if not self._found:  # the factors follow from the model and the first batch
+            for name, layer in self.layers.items():
+                with _in_layer(name):
+                    self._found[name] = self._weight(layer, factors)
+        return self._found
+
+    def _factor(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
+        from deploy.targets.ascend.quant_layer import array_of
+
+        layer = self.layers[name]
+        weight = _weight_max(array_of(Index(self.model.graph), layer.weight), layer)
+        strength = self.config.layers[name].dmq_balancer_param
+        assert strength is not None
+        return balance_factors(maxima.values, weight, strength=strength)
+
+    def _weight(
+        self, layer: Layer, factors: Factors
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
+
+        if not layer.weight:
+            return np.ones(1, np.float32), np.zeros(1, np.int32)
+        wanted = self.config.layers[layer.name].weight
+        weight = array_of(Index(self.model.graph), layer.weight)
+        rows = rows_of(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
+        return arq(rows, bits=wanted.num_bits, channel_wise=bool(wanted.channel_wise))
+
+    def _prepared(self, observed: Observed) -> onnx.ModelProto:
+        factors = self.factors(observed)
+        weights = self.weights(factors)
+        return prepared_model(self.model, self.layers, self.config, weights, factors)
+
+    def _key(self) -> str:
+        """The variant with all that its weights and inputs depend on."""
+        how = {
+            name: (entry.weight.num_bits, entry.weight.channel_wise, entry.dmq_balancer_param)
+            for name, entry in self.config.enabled().items()
+        }
+        digest = hashlib.sha256(json.dumps([self.base, how], sort_keys=True).encode()).hexdigest()
+        return f"weights fake-quantized by AMCT's ARQ, {digest[:12]}"
+
+    def _statistic(self, entry: LayerConfig) -> Statistic:
+        used = self.config.batch_num
+        samples = used if used < self.samples else None
+        if entry.activation.act_algo == "hfmg":
+            return HfmgOf(nbins=entry.activation.num_of_bins, samples=samples)
+        return ExactOf(samples=samples) if self.exact else IfmrOf(samples=samples)
 
 
 def calibrate(
     model: onnx.ModelProto,
     graph: LayerGraph,
-    batches: Iterable[Batch],
+    batches: Iterable[Sample],
     config: QuantConfig,
     *,
-    exact_bytes: int = EXACT_BYTES,
-    strict: bool = True,
-    say: Callable[[str], None] = lambda sentence: None,
+    exact: bool = False,
 ) -> Calibrated:
-    """Calibrate every enabled layer of a settled config.
+    """Observe and record in one go, for whoever has a model and batches at hand.
 
     Args:
         model: float model, nodes named.
         graph: its layers.
         batches: input name -> array, one dict a batch; `config.batch_num` of them are used.
         config: from `deploy.targets.ascend.config.settled`.
-        exact_bytes: cap on the activations that exact IFMR keeps.
-        strict: a layer without sound scales is an error, else it stays in float.
-        say: told how many bytes will be kept, before they are.
+        exact: IFMR on all values, kept in memory.
 
     Raises:
-        CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
-        ConfigError: an algorithm that calib8 does not compute.
-        FeedError: fewer batches than batch_num.
+        As `Plan`, `Plan.record` and `deploy.calibration.observe.observe`.
     """
-    layers = {n: graph.layers[n] for n in graph.layers if n in config.enabled()}
-    _refuse_unsupported(layers, config)
-    stream = iter(islice(batches, config.batch_num))
-    first = next(stream, None)
-    if first is None:
-        raise FeedError("the calibration needs at least one batch, got none")
-    failed: dict[str, str] = {}
-    guard = Guard(failed, strict)
-    factors = _balance(model, layers, config, first, guard)
-    weights = _weights(model, layers, config, factors, guard)
-    layers = {name: layer for name, layer in layers.items() if name not in failed}
-    tensors = {n: _observed(layer, factors) for n, layer in layers.items()}
-    prepared = prepared_model(model, layers, config, weights, factors)
-    session = Runner(prepared, sorted(set(tensors.values())))
-    values = session.run(first)
-    plan = Plan.of(layers, config, tensors, values, exact_bytes)
-    say(plan.sentence(config.batch_num))
-    seen = 1
-    plan.observe(values, guard)
-    for batch in stream:
-        plan.observe(session.run(batch), guard)
-        seen += 1
-    if seen < config.batch_num:
-        raise FeedError(
-            f"the calibration needs batch_num batches, {config.batch_num}, got {seen};"
-            " give more data or lower batch_num"
-        )
-    records: dict[str, LayerRecord] = {}
-    for name in sorted(layers, key=lambda name: name not in factors):  # AMCT's order, stable
-        record = guard.call(name, partial(plan.record, name, weights[name], factors))
-        if record is not None:
-            records[name] = record
-    dead = tuple(name for name in records if plan.keys[name] not in plan.alive)
-    return Calibrated(records, failed, plan.bytes * seen, plan.streamed, seen, dead)
+    listed = list(batches)
+    plan = Plan(
+        model=model, graph=graph, config=config, base="float", samples=len(listed), exact=exact
+    )
+    return plan.record(observe(plan.observations, listed, runs=Counter()))
+
+
+def params_of(entry: LayerConfig) -> IfmrParams | HfmgParams:
+    """Parameters of a layer's activation search."""
+    act = entry.activation
+    affine = bool(act.asymmetric)
+    if act.act_algo == "hfmg":
+        return HfmgParams(nbins=act.num_of_bins, with_offset=affine)
+    return IfmrParams(
+        max_percentile=act.max_percentile,
+        min_percentile=act.min_percentile,
+        search_range=act.search_range,
+        search_step=act.search_step,
+        with_offset=affine,
+    )
 
 
 def prepared_model(
@@ -147,11 +304,46 @@ def prepared_model(
     return rewrite_inputs(model, layers, arrays, inverse)
 
 
-_NONE = np.zeros(0, np.float32)
+def _searched(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:
+    if isinstance(recorder, HfmgHistogram) and isinstance(params, HfmgParams):
+        return hfmg(recorder, params)
+    if isinstance(recorder, Exact) and isinstance(params, IfmrParams):
+        return recorder.search(params)
+    assert isinstance(recorder, IfmrHistogram) and isinstance(params, IfmrParams)
+    return ifmr_streaming(recorder, params)
 
 
-def _observed(layer: Layer, factors: Mapping[str, Array]) -> str:
-    return f"{layer.name}.mul.output0" if layer.name in factors else layer.input
+def _dead(recorder: Recorder) -> bool:
+    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
+    return recorder.dead
+
+
+def _range(record: LayerRecord, recorder: Recorder, entry: LayerConfig) -> Scale:
+    """The clip range that a record's activation scale stands for."""
+    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
+    assert record.scale_d is not None
+    lo, hi = ascend_clip_range(record.scale_d, record.offset_d)
+    least, most = recorder.extremes
+    return Scale(
+        lo=lo,
+        hi=hi,
+        amax=max(-lo, hi),
+        observed_min=least,
+        observed_max=most,
+        method=entry.activation.act_algo,
+    )
+
+
+@contextmanager
+def _in_layer(name: str) -> Iterator[None]:
+    """Errors name the layer and the way out."""
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(
+            f"layer {name!r}: {error} (to leave it in float, put it under skip_layers or"
+            " --keep-float)"
+        ) from None
 
 
 def _refuse_unsupported(layers: Mapping[str, Layer], config: QuantConfig) -> None:
@@ -174,67 +366,7 @@ def _refuse_unsupported(layers: Mapping[str, Layer], config: QuantConfig) -> Non
         )
 
 
-def _balance(
-    model: onnx.ModelProto,
-    layers: Mapping[str, Layer],
-    config: QuantConfig,
-    first: Batch,
-    guard: Guard,
-) -> dict[str, NDArray[np.float32]]:
-    """DMQ factors from the first batch of the float model, as AMCT's preprocess pass has it."""
-    from deploy.targets.ascend.quant_layer import array_of
-
-    wanted = {n: s for n in layers if (s := config.layers[n].dmq_balancer_param) is not None}
-    if not wanted:
-        return {}
-    values = Runner(model, sorted({layers[n].input for n in wanted})).run(first)
-    index = Index(model.graph)
-    factors = {}
-    for name, strength in wanted.items():
-        layer = layers[name]
-
-        def find(layer: Layer = layer, strength: float = strength) -> NDArray[np.float32]:
-            axis = 1 if layer.rank else -1
-            act = channel_max(values[layer.input], axis)
-            weight = _weight_max(array_of(index, layer.weight), layer)
-            return balance_factors(act, weight, strength=strength)
-
-        found = guard.call(name, find)
-        if found is not None:
-            factors[name] = found
-    return factors
-
-
 def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32]:
     if layer.kind == "Conv":
         return weight_channel_max(weight, layer.group)
     return channel_max(weight, 1 if layer.trans_b else 0)
-
-
-def _weights(
-    model: onnx.ModelProto,
-    layers: Mapping[str, Layer],
-    config: QuantConfig,
-    factors: Mapping[str, NDArray[np.float32]],
-    guard: Guard,
-) -> dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]:
-    """Weight (scale, offset) by layer; a pool has scale 1, as AMCT records it."""
-    from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
-
-    index = Index(model.graph)
-    found = {}
-    for name, layer in layers.items():
-        if not layer.weight:
-            found[name] = (np.ones(1, np.float32), np.zeros(1, np.int32))
-            continue
-        wanted = config.layers[name].weight
-
-        def search(layer: Layer = layer, wanted: Any = wanted) -> Any:
-            weight = array_of(index, layer.weight)
-            rows = rows_of(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
-            return arq(rows, bits=wanted.num_bits, channel_wise=bool(wanted.channel_wise))
-
-        result = guard.call(name, search)
-        if result is not None:
-            found[name] = result
-    return found

@@ -2,37 +2,39 @@
 
 ::
 
-    model, feed -> config -> calibrate -> record -> deploy.onnx -> atc -> .om
+    model -> config -> what to observe -> record -> deploy.onnx -> atc -> .om
                                              |-> fake_quant.onnx: the same numerics on a CPU
                                              '-> qdq.onnx: for AMCT's own `convert`
 
-AMCT's algorithms are defined on its own statistics, so this target runs its own pass over the
-feed; the neutral scales are not used. The .om itself runs through CANN's pyACL, which is not
-covered here: `open` says so.
+AMCT's searches are defined on its own statistics, of the model with fake-quantized weights: they
+are observations like those of every other target. The .om itself runs through CANN's pyACL, which
+is not covered here: `open` says so.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
 from deploy import atomic
-from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
-from deploy.targets.base import BuildRequest, Built
+from deploy.errors import BackendError, ExportError, ModelError, SdkMissingError
+from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.tensors import Session
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.calibration.observation import Observation
+    from deploy.calibration.ranges import Ranges
+    from deploy.calibration.subject import Subject
     from deploy.feed.preprocess import Preprocess
     from deploy.graph.plan import Decision
     from deploy.targets.ascend.atc import AtcOptions
-    from deploy.targets.ascend.calibrate import Calibrated
+    from deploy.targets.ascend.calibrate import Calibrated, Plan
     from deploy.targets.ascend.config_types import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
@@ -53,8 +55,7 @@ class Ascend:
         source_color: order of the pictures that the .om gets, "rgb" or "bgr".
         first_layer_int8: let AIPP and the first convolution run fused in int8.
         atc_flags: further flags of atc, '--name=value'.
-        exact_bytes: cap on the activations that exact IFMR keeps; None is 1 GiB.
-        say: told what the calibration keeps in memory before it starts.
+        exact: IFMR on all values, kept in memory as AMCT does, instead of on histograms.
     """
 
     soc: str | None = None
@@ -63,9 +64,8 @@ class Ascend:
     source_color: str = "rgb"
     first_layer_int8: bool = False
     atc_flags: tuple[str, ...] = ()
-    exact_bytes: int | None = None
+    exact: bool = False
     name: str = "ascend"
-    say: Callable[[str], None] = field(default=lambda sentence: None, repr=False)
 
     def __post_init__(self) -> None:
         self._atc()  # a wrong chip or flag is told before anything is calibrated
@@ -92,6 +92,19 @@ class Ascend:
         named, graph = _prepared(model)
         return _decisions(named, graph, [name for name in graph.layers if name not in float_nodes])
 
+    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+        """What AMCT's searches want, on the model with fake-quantized weights.
+
+        Raises:
+            ConfigError: the configuration breaks a rule, or the method is none of AMCT's.
+            FeedError: fewer samples than batch_num.
+        """
+        return self.plan(subject).observations
+
+    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText | None:
+        """Nothing: AMCT's ranges are affine, and its own."""
+        return None
+
     def build(self, request: BuildRequest) -> Built:
         """Write config, record, deploy, fake-quant and Q/DQ models, AIPP; run `atc` if it is here.
 
@@ -104,15 +117,13 @@ class Ascend:
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import quantize_layers
 
-        model, graph = _prepared(request.model)
-        config = self._config(model, graph, request)
-        if not config.do_fusion or config.skip_fusion_layers:
-            model, graph = _unfused(request, config)
-            config = self._config(model, graph, request)
-        found = self._calibrated(model, graph, config, request)
-        layers = quantize_layers(model, graph, found.records)
-        files = write_models(model, layers, config, found.records, request.folder, request.name)
-        notes = [*_calibration_notes(found, config, request), _verified(model, layers, request)]
+        plan = self.plan(request.subject)
+        found = plan.record(request.ranges.observed)
+        layers = quantize_layers(plan.model, plan.graph, found.records)
+        files = write_models(
+            plan.model, layers, plan.config, found.records, request.folder, request.name
+        )
+        notes = [*_calibration_notes(found, plan), _verified(plan.model, layers, request)]
         if self.aipp or self.first_layer_int8:
             notes += self._write_aipp(request, files)
         engine, more = self._om(request, files)
@@ -121,7 +132,9 @@ class Ascend:
             engine=engine,
             runnable=files["fake-quant model"],
             files=files,
-            decisions=_decisions(model, graph, found.records),
+            decisions=_decisions(plan.model, plan.graph, found.records),
+            method=_searches(plan.config),
+            ranges=found.ranges,
             notes=(*notes, *more),
         )
 
@@ -136,37 +149,35 @@ class Ascend:
             " does not drive; its fake-quant model has the same numerics and runs here"
         )
 
-    def _config(
-        self, model: onnx.ModelProto, graph: LayerGraph, request: BuildRequest
-    ) -> QuantConfig:
+    def plan(self, subject: Subject) -> Plan:
+        """The layers, settled by the configuration and by what the user keeps in float."""
+        from deploy.calibration.subject import FOLDED
+        from deploy.targets.ascend.calibrate import Plan
+
+        model, graph = _prepared(subject.model)
+        config, base = self._config(graph, subject), FOLDED
+        if not config.do_fusion or config.skip_fusion_layers:
+            model, graph = _unfused(subject, config)
+            config = self._config(graph, subject)
+            base = f"unfused {', '.join(config.skip_fusion_layers) if config.do_fusion else 'all'}"
+        return Plan(
+            model=model,
+            graph=graph,
+            config=config,
+            base=base,
+            samples=subject.samples,
+            exact=self.exact,
+        )
+
+    def _config(self, graph: LayerGraph, subject: Subject) -> QuantConfig:
         from deploy.targets.ascend.config import default_config
         from deploy.targets.ascend.files import read_any_config
 
         if self.config is None:
-            config = default_config(graph, batch_num=max(len(request.feed), 1))
+            config = default_config(graph, batch_num=max(subject.samples, 1))
         else:
             config = read_any_config(self.config, graph)
-        return without(config, request.float_nodes)
-
-    def _calibrated(
-        self, model: onnx.ModelProto, graph: LayerGraph, config: QuantConfig, request: BuildRequest
-    ) -> Calibrated:
-        from deploy.targets.ascend.calibrate import EXACT_BYTES, calibrate
-
-        if not config.enabled():
-            raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
-        samples = request.feed.samples()
-        try:
-            return calibrate(
-                model,
-                graph,
-                samples,
-                config,
-                exact_bytes=EXACT_BYTES if self.exact_bytes is None else self.exact_bytes,
-                say=self.say,
-            )
-        finally:
-            _close(samples)
+        return without(config, subject.float_nodes)
 
     def _write_aipp(self, request: BuildRequest, files: dict[str, Path]) -> list[str]:
         """Write the AIPP file and, where asked, the compression options; gives notes."""
@@ -251,16 +262,11 @@ def _prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     return named, find_layers(named)
 
 
-def _unfused(request: BuildRequest, config: QuantConfig) -> tuple[onnx.ModelProto, LayerGraph]:
+def _unfused(subject: Subject, config: QuantConfig) -> tuple[onnx.ModelProto, LayerGraph]:
     """The model with the BatchNormalizations that the config wants apart from their Conv."""
-    from deploy.frontends import load
     from deploy.frontends.affine import NORM, fold_affine
 
-    if request.source is None:
-        raise ConfigError(
-            "do_fusion false and skip_fusion_layers need the model as a file, got one in memory"
-        )
-    model, graph = _prepared(load(request.source, fold_batchnorm=False).model)
+    model, graph = _prepared(subject.unfolded.model)
     if not config.do_fusion:
         return model, graph
     apart = [graph.layers[name].output for name in config.skip_fusion_layers]
@@ -273,26 +279,26 @@ def _unfused(request: BuildRequest, config: QuantConfig) -> tuple[onnx.ModelProt
     return _prepared(model)
 
 
-def _calibration_notes(
-    found: Calibrated, config: QuantConfig, request: BuildRequest
-) -> Iterator[str]:
+def _searches(config: QuantConfig) -> str:
+    """The searches that gave the scales, in words."""
     enabled = config.enabled().values()
     searches = sorted({layer.activation.act_algo.upper() for layer in enabled})
-    yield f"Scales: AMCT's ARQ and {' and '.join(searches)} over {found.batches} samples."
-    if found.streamed:
-        yield (
-            f"IFMR of {len(found.streamed)} layers ran on histograms: their activations were over"
-            " the memory cap."
-        )
+    return f"AMCT's ARQ and {' and '.join(searches)}"
+
+
+def _calibration_notes(found: Calibrated, plan: Plan) -> Iterator[str]:
+    used = plan.config.batch_num
+    yield f"Scales: {_searches(plan.config)} over {used} samples."
+    if found.kept_bytes:
+        yield f"Exact IFMR kept {found.kept_bytes / 2**20:.1f} MiB of activations in memory."
     if found.dead:
         yield (
             f"The input of {len(found.dead)} layers was zero on every sample, so their scale says"
             f" nothing: {', '.join(found.dead[:3])}."
         )
-    if found.batches < len(request.feed):
+    if used < plan.samples:
         yield (
-            f"batch_num {config.batch_num} of the configuration: {found.batches} of"
-            f" {len(request.feed)} samples were used."
+            f"batch_num {used} of the configuration: {used} of {plan.samples} samples were used."
         )
 
 
@@ -318,24 +324,13 @@ def _verified(
     """A sentence on how the deploy model compares with its fake-quant model."""
     from deploy.targets.ascend.verify import verify
 
-    samples = request.feed.samples()
     try:
-        return verify(model, layers, islice(samples, _VERIFIED)).sentence()
+        return verify(model, layers, request.feed.first(_VERIFIED)).sentence()
     except ModelError as error:
         return f"The deploy model was not run in integers: {error}."
-    finally:
-        _close(samples)
-
-
-def _close(samples: Any) -> None:
-    """End a stream early, where it can be ended."""
-    if hasattr(samples, "close"):
-        samples.close()
 
 
 def _shapes(request: BuildRequest) -> dict[str, Any]:
     """Fixed input shapes: those of a sample."""
-    samples = request.feed.samples()
-    first = next(iter(samples))
-    _close(samples)
+    (first,) = request.feed.first(1)
     return {name: tuple(array.shape) for name, array in first.items()}

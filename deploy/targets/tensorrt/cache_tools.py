@@ -256,11 +256,11 @@ def qdq_to_cache(
     return plain, trt_cache.from_scales(plain.scales, version=version, algorithm=algorithm)
 
 
-def original_of(model: Path | str | onnx.ModelProto) -> onnx.ModelProto | None:
+def original_of(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto | None:
     """The graph as the file has it, weights left on disk; None where it cannot be read so."""
     import onnx
 
-    if isinstance(model, onnx.ModelProto):
+    if model is None or isinstance(model, onnx.ModelProto):
         return model
     if Path(model).suffix.lower() != ".onnx":
         return None

@@ -18,23 +18,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from deploy import atomic
 from deploy.calibration import trt_cache
 from deploy.errors import ConfigError, SdkMissingError
-from deploy.targets.base import BuildRequest, Built
+from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.tensors import Session
 
 if TYPE_CHECKING:
     import onnx
 
+    from calibrators.scales import Scale
     from calibrators.tensorrt import Callbacks
+    from deploy.calibration.observation import Observation
+    from deploy.calibration.ranges import Ranges
+    from deploy.calibration.store import Found
+    from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision
     from deploy.targets.tensorrt.builder import Settings
     from deploy.targets.tensorrt.match import Match
 
-_VERSION = "8.5.3"  # of the cache's first line where nothing says another
 _FORMS = ("auto", "cache", "qdq")
 
 
@@ -52,6 +54,8 @@ class TensorRT:
         cuda_graph: run the engine from a captured CUDA graph.
         calibrator: "entropy2", "entropy", "minmax" or "legacy" lets TensorRT calibrate on the GPU
             with the same samples, in batches of `max_batch`; None gives it our cache.
+        parser: "onnx" or "caffe": who names the tensors of the calibration cache; None judges by
+            the model.
     """
 
     version: str | None = None
@@ -61,6 +65,7 @@ class TensorRT:
     max_batch: int = 8
     cuda_graph: bool = False
     calibrator: str | None = None
+    parser: str | None = None
     name: str = "tensorrt"
 
     def __post_init__(self) -> None:
@@ -81,13 +86,31 @@ class TensorRT:
 
         return analyse(model, TENSORRT, float_nodes=float_nodes).decisions
 
+    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+        """The method's statistic of every float tensor; TensorRT's own methods see the file."""
+        from deploy.targets.tensorrt import as_parsed
+
+        own = as_parsed.observations(subject, self.parser)
+        return subject.histograms(self.wanted(subject.model, ())) if own is None else own
+
+    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
+        """The cache that TensorRT itself would write for the file, as far as it was observed."""
+        from deploy.targets.tensorrt import as_parsed
+
+        found = ranges.of(self.demand(subject))
+        return CacheText(
+            as_parsed.text(subject, found, self.parser),
+            as_parsed.notes(subject, found, self.parser),
+        )
+
     def build(self, request: BuildRequest) -> Built:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.targets.tensorrt.match import match
         from deploy.targets.tensorrt.to_qdq import to_qdq
 
-        version = self.version or _version_of(request.cache)
-        cache = cache_of(request, version)
+        version = self.version or request.subject.trt_version or trt_cache.DEFAULT_VERSION
+        found = request.ranges.of(self.demand(request.subject))
+        cache = cache_of(request.model, found, version)
         matched = match(cache, request.model, float_nodes=request.float_nodes)
         quantized = to_qdq(request.model, matched.plan, matched.scales)
         stem = request.folder / f"{request.name}.tensorrt"
@@ -110,6 +133,8 @@ class TensorRT:
             runnable=files["TensorRT Q/DQ model"],
             files=files,
             decisions=matched.plan.decisions,
+            method=request.subject.method.label,
+            ranges=_held(request.model, found, version),
             notes=notes,
         )
 
@@ -216,21 +241,29 @@ class TensorRT:
         )
 
 
-def cache_of(request: BuildRequest, version: str) -> trt_cache.CalibrationCache:
-    """The calibration as TensorRT's cache, its pools with the scale of their input.
+def cache_of(model: onnx.ModelProto, found: Found, version: str) -> trt_cache.CalibrationCache:
+    """The ranges as TensorRT's cache of the cleaned model, its pools with the scale of their input.
 
     The header names EntropyCalibration2 whatever the search was: it is the only one that
     `trtexec --calib` reads, and scales mean the same under any.
     """
-    from deploy.targets.tensorrt.naming import ONNX, cache_tensors, scale_owners
-
-    scales = {name: scale.symmetric for name, scale in request.scales.items()}
-    for name, why in request.troubles.items():
-        scales[name] = np.float32(np.inf if "infinite" in why else 0)
-    tensors = cache_tensors(request.model, version=version, parser=ONNX)
-    owners = scale_owners(tensors)
+    scales = found.symmetric
+    owners = _owners(model, version)
     entries = {name: scales[owner] for name, owner in owners.items() if owner in scales}
     return trt_cache.from_scales(entries, version=version, algorithm=trt_cache.ENTROPY2)
+
+
+def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
+    """Entry of the cache that goes with the cleaned model -> the tensor whose scale it has."""
+    from deploy.targets.tensorrt.naming import ONNX, cache_tensors, scale_owners
+
+    return scale_owners(cache_tensors(model, version=version, parser=ONNX))
+
+
+def _held(model: onnx.ModelProto, found: Found, version: str) -> dict[str, Scale]:
+    """Entry of the cache -> its range."""
+    owners = _owners(model, version)
+    return {n: found.scales[owner] for n, owner in owners.items() if owner in found.scales}
 
 
 def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> tuple[str, ...]:
@@ -273,13 +306,6 @@ def _match_notes(matched: Match) -> tuple[str, ...]:
     return tuple(f"no Q/DQ pair on {t.tensor}: it {t.reason}" for t in missing)
 
 
-def _version_of(path: Path | None) -> str:
-    """The version in the first line of the calibration cache."""
-    if path is None or not path.is_file():
-        return _VERSION
-    return trt_cache.parse(path.read_bytes(), origin=str(path)).header.version or _VERSION
-
-
 def _plain(version: str) -> str:
     return ".".join(version.split(".")[:3])
 
@@ -295,12 +321,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...]:
 
 
 def _first_sample(request: BuildRequest) -> Mapping[str, Any]:
-    samples = request.feed.samples()
-    try:
-        sample: Mapping[str, Any] = next(iter(samples))
-    finally:
-        if hasattr(samples, "close"):
-            samples.close()
+    (sample,) = request.feed.first(1)
     return sample
 
 

@@ -1,0 +1,93 @@
+"""What a target looks at before anything is observed: the model, its forms, the method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calibrators.statistics import HistogramOf, Statistic
+from deploy.calibration.observation import Observation, Observed, Variant
+from deploy.calibration.search import Method
+from deploy.errors import ConfigError
+from deploy.graph.saturation import Bounds, bounds
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.frontends import LoadedModel
+
+FOLDED = "folded"  # key of the cleaned model, BatchNormalizations folded into their Convs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model about to be calibrated.
+
+    Attributes:
+        loaded: the cleaned model.
+        samples: how many the feed gives.
+        batch: images in each of them.
+        method: the search that the user chose.
+        float_nodes: names of the nodes that the user keeps in float.
+        trt_version: TensorRT that is to read the calibration cache, "X.Y.Z"; None for no wish.
+        given: the model as the user gave it: a path, or a model in memory; None where only the
+            cleaned one is at hand.
+    """
+
+    loaded: LoadedModel
+    samples: int
+    batch: int = 1
+    method: Method = field(default_factory=Method)
+    float_nodes: tuple[str, ...] = ()
+    trt_version: str | None = None
+    given: str | Path | onnx.ModelProto | None = field(default=None, repr=False)
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The cleaned model."""
+        return self.loaded.model
+
+    @property
+    def source(self) -> Path | None:
+        """The file it came from."""
+        return self.loaded.source
+
+    @cached_property
+    def unfolded(self) -> LoadedModel:
+        """The model with its BatchNormalizations as they stand in the file.
+
+        Raises:
+            ConfigError: it was given in memory, already cleaned.
+        """
+        from deploy.frontends import load
+
+        if self.given is None:
+            raise ConfigError(
+                "the model must be an ONNX file to be read as its exporter wrote it, got one that"
+                " was traced or cleaned in memory; write it with calib8 export first"
+            )
+        return load(self.given, fold_batchnorm=False)
+
+    @property
+    def statistic(self) -> Statistic:
+        """What the method searches, a first batch counted in samples."""
+        wanted = self.method.statistic
+        if isinstance(wanted, HistogramOf):
+            return replace(wanted, first=-(-wanted.first // self.batch))
+        return wanted
+
+    @cached_property
+    def bounds(self) -> dict[str, Bounds]:
+        """Tensor -> beyond what its readers see no difference."""
+        return bounds(self.model)
+
+    def histograms(self, tensors: Iterable[str]) -> tuple[Observation, ...]:
+        """The method's statistic of tensors of the cleaned model."""
+        variant = Variant(FOLDED, self._folded)
+        return tuple(Observation(variant, name, self.statistic) for name in tensors)
+
+    def _folded(self, _: Observed) -> onnx.ModelProto:
+        return self.model
