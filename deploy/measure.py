@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from deploy.errors import SdkMissingError
+from deploy.errors import BackendError, SdkMissingError
 from deploy.graph.saturation import bounds
-from deploy.metrics.accuracy import Accuracy, OutputAccuracy, compare
+from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
 from deploy.metrics.latency import Latency, measure
-from deploy.metrics.layerwise import compare_layers, shared_tensors
-from deploy.ort import OrtSession
+from deploy.metrics.layerwise import shared_tensors
+from deploy.ort import OrtSession, with_outputs
+from deploy.progress import bar
 from deploy.report import EngineRow
 from deploy.targets.base import Built, Target
-from deploy.tensors import Array, Samples, Session
+from deploy.tensors import Samples, Session
 
 if TYPE_CHECKING:
     from deploy.frontends import LoadedModel
@@ -35,18 +37,24 @@ class Figures:
 
     Attributes:
         engines: the float model first, then one row a target.
-        layers: inner tensors of the first engine against the float model's.
+        layers: target -> its inner tensors against the float model's.
+        failed: target -> why its engine could not be run, as a sentence.
         notes: sentences on how the figures came about.
+        reference_runs: inferences of the float model for the accuracy figures.
+        engine_runs: target -> inferences for the same.
     """
 
     engines: tuple[EngineRow, ...]
-    layers: tuple[OutputAccuracy, ...] = ()
+    layers: Mapping[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    reference_runs: int = 0
+    engine_runs: Mapping[str, int] = field(default_factory=dict)
 
 
 def measured(
     loaded: LoadedModel,
-    backends: Sequence[Target],
+    targets: Sequence[Target],
     built: Sequence[Built],
     *,
     calibration: Samples,
@@ -58,9 +66,12 @@ def measured(
 ) -> Figures:
     """Compare every engine with the float model, in outputs and in latency.
 
+    The float model and each engine run every evaluation sample once, one after the other; the
+    figures of inner tensors come from the first few of these runs.
+
     Args:
         loaded: the float model.
-        backends: the targets.
+        targets: the targets.
         built: what each of them made, in the same order.
         calibration: the calibration samples; some of them stand in for missing evaluation ones.
         evaluation: samples for the accuracy figures.
@@ -70,50 +81,155 @@ def measured(
         progress: draw bars on stderr.
     """
     reference, load_ms = _timed(lambda: OrtSession.open(_float_model(loaded), threads=threads))
-    runnable = [_runnable(b, r, threads) for b, r in zip(backends, built, strict=True)]
-    accuracy: dict[str, Accuracy] = {}
-    for result, (session, _) in zip(built, runnable, strict=True):
-        if session is not None:
-            samples, count, some_labels = _samples(calibration, evaluation, labels)
-            accuracy[result.target] = compare(
-                reference, session, samples, labels=some_labels, count=count
-            )
-    on_device = {
-        r.target: s
-        for r, (s, _) in zip(built, runnable, strict=True)
-        if s is not None and r.engine is not None
-    }
+    failed: dict[str, str] = {}
+    candidates: dict[str, _Candidate] = {}
+    for target, result in zip(targets, built, strict=True):
+        try:
+            found = _candidate(loaded, target, result, threads)
+        except BackendError as error:
+            failed[result.target] = str(error)
+            continue
+        if found is not None:
+            candidates[result.target] = found
+    over = _evaluation(calibration, evaluation, labels)
+    judged = _judged(loaded, reference, candidates, over, threads=threads, progress=progress)
+    failed |= judged.failed
+    sound = {name: one for name, one in candidates.items() if name not in failed}
+    on_device = {name: one.session for name, one in sound.items() if one.engine}
     latency = _latencies({"FP32": reference, **on_device}, calibration, duration_s, progress)
+    clamped = bounds(loaded.model)  # far off by design, where their readers do not look
+    layers = {
+        name: tuple(layer for layer in found if layer.name not in clamped)
+        for name, found in judged.layers.items()
+    }
+    first = EngineRow(
+        label="FP32",
+        reference=True,
+        path=str(loaded.source) if loaded.source else None,
+        size_bytes=_size(loaded),
+        load_ms=load_ms,
+        threads=threads,
+        latency=latency.get("FP32"),
+    )
     rows = [
         EngineRow(
-            label="FP32",
-            reference=True,
-            path=str(loaded.source) if loaded.source else None,
-            size_bytes=_size(loaded),
-            load_ms=load_ms,
+            label="int8" if len(built) == 1 else result.target,
+            target=result.target,
+            path=str(result.engine) if result.engine else None,
+            size_bytes=result.engine.stat().st_size if result.engine else None,
+            load_ms=sound[result.target].load_ms if result.target in sound else None,
             threads=threads,
-            latency=latency.get("FP32"),
+            latency=latency.get(result.target),
+            accuracy=judged.accuracy.get(result.target),
+            notes=result.notes,
         )
+        for result in built
     ]
-    for result, (_, ms) in zip(built, runnable, strict=True):
-        rows.append(
-            EngineRow(
-                label="int8" if len(built) == 1 else result.target,
-                target=result.target,
-                path=str(result.engine) if result.engine else None,
-                size_bytes=result.engine.stat().st_size if result.engine else None,
-                load_ms=ms,
-                threads=threads,
-                latency=latency.get(result.target),
-                accuracy=accuracy.get(result.target),
-                notes=result.notes,
-            )
-        )
     return Figures(
-        engines=tuple(rows),
-        layers=_layers(loaded, built, calibration, threads),
-        notes=_notes(accuracy, evaluation),
+        engines=(first, *rows),
+        layers=layers,
+        failed=failed,
+        notes=_notes(judged.accuracy, evaluation),
+        reference_runs=judged.reference_runs,
+        engine_runs=judged.engine_runs,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """An engine, or the model that stands in for it, ready to run.
+
+    Attributes:
+        load_ms: of the engine; None for a stand-in.
+        engine: whether it is the engine itself.
+        pairs: inner tensors to compare, reference's name -> candidate's.
+        tap: a session with those tensors as outputs; None where there are none.
+    """
+
+    session: Session
+    load_ms: float | None
+    engine: bool
+    pairs: Mapping[str, str]
+    tap: Session | None
+
+
+def _candidate(
+    loaded: LoadedModel, target: Target, built: Built, threads: int
+) -> _Candidate | None:
+    """None where nothing of this target can be run here."""
+    import onnx
+
+    session, load_ms = _runnable(target, built, threads)
+    if session is None:
+        return None
+    pairs: dict[str, str] = {}
+    tap: Session | None = None
+    if built.runnable is not None and any(d.int8 for d in built.decisions):
+        model = onnx.load(built.runnable)
+        pairs = shared_tensors(loaded.model, model)
+        if pairs:  # a fake-quant model has no DequantizeLinear
+            tap = OrtSession.open(with_outputs(model, pairs.values()), threads=threads)
+    return _Candidate(session, load_ms, load_ms is not None, pairs, tap)
+
+
+@dataclass(slots=True)
+class _Judged:
+    """What the evaluation pass gives."""
+
+    accuracy: dict[str, Accuracy] = field(default_factory=dict)
+    layers: dict[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    reference_runs: int = 0
+    engine_runs: Counter[str] = field(default_factory=Counter)
+
+
+def _judged(
+    loaded: LoadedModel,
+    reference: Session,
+    candidates: Mapping[str, _Candidate],
+    over: _Evaluation,
+    *,
+    threads: int,
+    progress: bool,
+) -> _Judged:
+    """One pass over the evaluation samples through the float model and every candidate."""
+    found = _Judged()
+    if not candidates:
+        return found
+    figures = {
+        name: Comparison(reference, one.session, labels=over.labels, count=over.count)
+        for name, one in candidates.items()
+    }
+    inner = {name: TensorComparison(one.pairs) for name, one in candidates.items() if one.tap}
+    tapped = _tapped(loaded, candidates, threads) if inner else reference
+    with bar("comparing", over.samples, shown=progress) as step, over.feed.samples() as samples:
+        for number, sample in enumerate(itertools.islice(samples, over.samples)):
+            looks_inside = number < _LAYER_SAMPLES
+            left = (tapped if looks_inside else reference).run(sample)
+            found.reference_runs += 1
+            for name, one in candidates.items():
+                if name in found.failed:
+                    continue
+                found.engine_runs[name] += 1
+                try:
+                    figures[name].add(sample, left, one.session.run(sample))
+                    if one.tap and looks_inside:
+                        inner[name].add(sample, left, one.tap.run(sample))
+                except BackendError as error:
+                    found.failed[name] = str(error)
+            step()
+    for name, figure in figures.items():
+        if name not in found.failed:
+            found.accuracy[name] = figure.result()
+            if name in inner:
+                found.layers[name] = inner[name].result()
+    return found
+
+
+def _tapped(loaded: LoadedModel, candidates: Mapping[str, _Candidate], threads: int) -> Session:
+    """The float model with every tensor among its outputs that some candidate is judged by."""
+    tensors = dict.fromkeys(name for one in candidates.values() for name in one.pairs)
+    return OrtSession.open(with_outputs(loaded.model, tensors), threads=threads)
 
 
 def _runnable(backend: Target, built: Built, threads: int) -> tuple[Session | None, float | None]:
@@ -130,15 +246,36 @@ def _runnable(backend: Target, built: Built, threads: int) -> tuple[Session | No
     return OrtSession.open(stand_in, threads=threads), None
 
 
-def _samples(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evaluation:
+    """What the engines are judged on.
+
+    Attributes:
+        samples: how many of the feed.
+        count: images in them; the last sample of a fixed batch may be filled with others.
+    """
+
+    feed: Samples
+    samples: int
+    count: int
+    labels: Sequence[int] | None
+
+
+def _evaluation(
     calibration: Samples, evaluation: Samples | None, labels: Sequence[int] | None
-) -> tuple[itertools.islice[Mapping[str, Array]], int, Sequence[int] | None]:
-    """The samples to compare on, how many images they hold, and their labels."""
+) -> _Evaluation:
+    """The evaluation feed, or else some of the calibration images, without labels."""
     if evaluation is not None:
         known = labels if labels is not None else getattr(evaluation, "labels", None)
-        return itertools.islice(evaluation.samples(), None), evaluation.count, known
-    count = min(_CALIBRATION_SAMPLES, calibration.count)
-    return itertools.islice(calibration.samples(), _CALIBRATION_SAMPLES), count, None
+        return _Evaluation(
+            feed=evaluation, samples=len(evaluation), count=evaluation.count, labels=known
+        )
+    return _Evaluation(
+        feed=calibration,
+        samples=min(_CALIBRATION_SAMPLES, len(calibration)),
+        count=min(_CALIBRATION_SAMPLES, calibration.count),
+        labels=None,
+    )
 
 
 def _latencies(
@@ -146,26 +283,8 @@ def _latencies(
 ) -> dict[str, Latency]:
     if duration_s <= 0:
         return {}
-    feeds = list(itertools.islice(calibration.samples(), _FEEDS))
+    feeds = calibration.first(_FEEDS)
     return measure(sessions, feeds, duration_s=duration_s, progress=progress)
-
-
-def _layers(
-    loaded: LoadedModel, built: Sequence[Built], calibration: Samples, threads: int
-) -> tuple[OutputAccuracy, ...]:
-    """Inner tensors of the first target that ONNX Runtime can run."""
-    import onnx
-
-    path = next((r.runnable for r in built if r.runnable is not None), None)
-    if path is None or not any(d.int8 for r in built for d in r.decisions):
-        return ()
-    candidate = onnx.load(path)
-    if not shared_tensors(loaded.model, candidate):  # a fake-quant model has no DequantizeLinear
-        return ()
-    samples = itertools.islice(calibration.samples(), _LAYER_SAMPLES)
-    layers = compare_layers(loaded.model, candidate, samples, threads=threads)
-    clamped = bounds(loaded.model)  # far off by design, where their readers do not look
-    return tuple(layer for layer in layers if layer.name not in clamped)
 
 
 def _notes(accuracy: Mapping[str, Accuracy], evaluation: Samples | None) -> tuple[str, ...]:
