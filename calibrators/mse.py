@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.histogram import BINS, Histogram
-from calibrators.int8 import INT8, UINT8
+from calibrators.grids import INT8, UINT8
 from calibrators.scales import Scale
 
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100

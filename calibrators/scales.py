@@ -1,7 +1,7 @@
 """`Scales`: what a calibration found, and the ground that searches and writers both stand on.
 
 Neutral on purpose. A `Scale` keeps clip ranges in real units; which integers a target stores for
-them is decided by the writer of that target, through the grids of `calibrators.int8`.
+them is decided by the writer of that target, through the grids of `calibrators.grids`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from calibrators.errors import CalibrationError
-from calibrators.int8 import Grid, affine_params, symmetric_scale
+from calibrators.grids import Grid, affine_params, symmetric_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,11 +181,11 @@ def test_every_command_has_its_row():
 
 
 def test_grid_limits_are_written_in_one_file():
-    """`calibrators.int8` holds 127, 128 and 255; the KL search's 128 levels are another thing."""
+    """`calibrators.grids` holds 127, 128 and 255; the KL search's 128 levels are another thing."""
     elsewhere = {
         (module, node.value)
         for module in MODULES
-        if module.startswith("calibrators") and module != "calibrators.int8"
+        if module.startswith("calibrators") and module != "calibrators.grids"
         for node in ast.walk(tree(module))
         if isinstance(node, ast.Constant) and type(node.value) in (int, float)
         if node.value in (127, 128, 255)

@@ -20,7 +20,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.int8 import quantize_weight, weight_scales
+from calibrators.grids import quantize_weight, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends.graphs import reads

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibrators.errors import CalibrationError
-from calibrators.int8 import (
+from calibrators.grids import (
     INT8,
     UINT8,
     affine_params,
