@@ -49,7 +49,9 @@ class Scale:
 
     def on(self, grid: Grid) -> tuple[np.float32, int]:
         """(scale, zero_point) of this range on `grid`."""
-        return (self.symmetric, 0) if grid.symmetric else affine_params(self.lo, self.hi, grid)
+        if grid.symmetric:
+            return symmetric_scale(self.amax, grid), 0
+        return affine_params(self.lo, self.hi, grid)
 
 
 class Scales(Mapping[str, Scale]):
