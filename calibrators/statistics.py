@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,7 @@ class Statistics(Mapping[str, Histogram]):
         """Search every tensor that has a scale: seen, finite, not always zero.
 
         Args:
-            search: a row of `calibrators.ACTIVATION`.
+            search: such as `calibrators.mse.mse`.
             bounds: tensor -> (floor, ceiling) beyond which its readers see no difference.
         """
         known = bounds or {}
@@ -130,3 +130,14 @@ def _restore(arrays: Mapping[str, NDArray[np.generic]], row: int) -> Histogram:
     if histogram.counts.min() < 0 or histogram.counts.sum() != histogram.total:
         raise CalibrationError("stored statistics have counts that do not add up to their total")
     return histogram
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramOf:
+    """A histogram of every tensor: order-independent, or by TensorRT's range rule.
+
+    Attributes:
+        first: samples whose largest |x| starts the range; 0 for the order-independent range.
+    """
+
+    first: int = 0

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from calibrators.searches import DEFAULT_METHOD
 from deploy import atomic
 from deploy.calibration import store as store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observe import observe, observe_by_batches
 from deploy.calibration.reuse import CachePolicy, fingerprint_of, judge
-from deploy.calibration.search import DEFAULT_METHOD, Method
+from deploy.calibration.search import Method
 from deploy.calibration.store import Calibration
-from deploy.errors import ConfigError, ModelError
+from deploy.errors import ConfigError, ModelError, did_you_mean
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
@@ -60,7 +61,7 @@ class Calibrated:
     reused: bool
     reason: str
     seconds: float
-    method: Method = field(default_factory=Method)
+    method: Method = field(default_factory=Method.of)
     cache: Path | None = None
 
 
@@ -99,7 +100,7 @@ def calibrate(
             in one sentence what was wrong and what to do.
     """
     policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
-    chosen = method if isinstance(method, Method) else Method(name=method)
+    chosen = method if isinstance(method, Method) else Method.of(method)
     loaded = model if isinstance(model, LoadedModel) else load(model)
     kept = _known_nodes(loaded, float_nodes)
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
@@ -258,8 +259,8 @@ def _observed(
 ) -> Calibration:
     """Run the model over the feed and search every tensor's range."""
     with bar("calibrating", len(feed), shown=progress) as step:
-        if method.name == "entropy-tensorrt":
-            first = -(-method.batch_size // feed.batch)  # a sample holds the model's fixed batch
+        if images := method.statistic.first:
+            first = -(-images // feed.batch)  # a sample holds the model's fixed batch
             statistics = observe_by_batches(
                 loaded.model, tensors, feed.samples, batch_size=first, progress=step
             )
@@ -275,15 +276,12 @@ def _observed(
 
 
 def _known_nodes(loaded: LoadedModel, float_nodes: Iterable[str]) -> tuple[str, ...]:
-    import difflib
-
     names = [node.name for node in loaded.model.graph.node]
     kept = tuple(float_nodes)
     for name in kept:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]}?" if near else "; `calib8 inspect` lists them"
-            raise ConfigError(f"a node to keep float must be in the model, got {name!r}{hint}")
+            hint = did_you_mean(name, names, "`calib8 inspect` lists them")
+            raise ConfigError(f"a node to keep float must be in the model, got {name!r}; {hint}")
     return kept
 
 

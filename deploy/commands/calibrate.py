@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from calibrators.searches import DEFAULT_PERCENT
 from deploy.commands.model import model_from, model_options
 from deploy.commands.options import FeedOptions, feed_options
 
@@ -120,7 +121,7 @@ def _for_tensorrt(
     given = (
         click.get_current_context().get_parameter_source("method") is not ParameterSource.DEFAULT
     )
-    method = feed.method.name.removesuffix("-tensorrt") if given else "entropy"
+    method = feed.method_name.removesuffix("-tensorrt") if given else "entropy"
     if calibrator is not None:
         method = calibrator.removesuffix("2")
     path = out or Path(f"{model.stem}.cache")
@@ -130,9 +131,9 @@ def _for_tensorrt(
         feed.images,
         version=feed.cache.trt_version,
         method=method,
-        batch_size=None if order_independent else feed.method.batch_size,
+        batch_size=None if order_independent else feed.method_given.get("batch_size", 1),
         parser=parser,
-        percent=feed.method.percent,
+        percent=feed.method_given.get("percent", DEFAULT_PERCENT),
         preprocess=feed.preprocess,
         skip_bad=feed.skip_bad,
         limit=feed.limit,

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from calibrators import ACTIVATION
 from calibrators.histogram import Histogram
-from calibrators.percentile import DEFAULT_PERCENT, percentile
+from calibrators.legacy import QUANTILE
+from calibrators.searches import DEFAULT_PERCENT
 from calibrators.statistics import Statistics
 from deploy.calibration import trt_cache
+from deploy.calibration.search import Method
 from deploy.errors import CalibrationError, ConfigError
 from deploy.targets.tensorrt.naming import CacheTensor, cache_tensors, likely_parser, scale_owners
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 Samples = Callable[[], Iterable[Mapping[str, "Array"]]]
-QUANTILE = 0.999999  # of the legacy calibrator, as in the table that comes with TensorRT 6
 
 # Our word -> the algorithm in the cache's header. TensorRT has no percentile or MSE calibrator; it
 # takes their scales under the name of the one that `trtexec --calib` reads.
@@ -190,10 +190,8 @@ def _scale(histogram: Histogram, method: str, percent: float) -> np.float32:
         raise CalibrationError("a tensor without values has no scale; feed at least one sample")
     if histogram.amax == 0:
         return np.float32(0)
-    if method in ("legacy", "percentile"):
-        kept = QUANTILE * 100 if method == "legacy" else percent
-        return percentile(histogram, percent=kept).symmetric
-    return ACTIVATION[method](histogram).symmetric
+    given = {"percent": percent} if method == "percentile" else {}
+    return Method.of(method, given).search(histogram).symmetric
 
 
 def _notes(

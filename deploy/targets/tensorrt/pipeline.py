@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from calibrators import ACTIVATION
-from calibrators.percentile import DEFAULT_PERCENT
+from calibrators.searches import DEFAULT_PERCENT
 from deploy.calibration import store as store
 from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.reuse import fingerprint_of
+from deploy.calibration.search import Method
 from deploy.calibration.store import Calibration
 from deploy.errors import CacheError
 from deploy.feed.feed import Feed, FeedSource, open_feed
@@ -129,7 +129,7 @@ def calibrate_to(
             threads=threads,
             progress=step,
         )
-    search = ACTIVATION["percentile" if method == "legacy" else method]
+    search = Method.of(method, {"percent": percent} if method == "percentile" else {}).search
     kept = Calibration(
         scales=found.statistics.scales(search),
         troubles=found.statistics.troubles(),
