@@ -71,7 +71,7 @@ def one(task: str, images: Path, *, decoded: bool) -> dict[str, float]:
     else:
         tensors = analyse(loaded.model, ONNXRUNTIME).activations
         statistics = observe(loaded.model, tensors, samples or feed.samples(), threads=THREADS)
-        statistics.scales(Method(name=task).search)
+        statistics.scales(Method.of(task).search)
     return {
         "wall": time.perf_counter() - start,
         "cpu": _cpu() - cpu,

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from calibrators.histogram import Histogram as Histogram
     from calibrators.scales import Scale as Scale
     from calibrators.scales import Scales as Scales
-    from calibrators.searches import ACTIVATION as ACTIVATION
+    from calibrators.searches import SEARCHES as SEARCHES
 
 _FACE = {
-    "ACTIVATION": "calibrators.searches",
     "Histogram": "calibrators.histogram",
     "Scale": "calibrators.scales",
     "Scales": "calibrators.scales",
+    "SEARCHES": "calibrators.searches",
 }
 
-__all__ = ["ACTIVATION", "Histogram", "Scale", "Scales"]
+__all__ = ["SEARCHES", "Histogram", "Scale", "Scales"]
 
 
 def __getattr__(name: str) -> object:

@@ -210,7 +210,10 @@ class Histogram:
         range should spend no integers on them.
         """
         clamped = Histogram(base=self.base)
-        clamped.__dict__.update(self.__dict__)
+        clamped.counts = self.counts.copy()
+        clamped.full_range = self.full_range
+        clamped.minimum, clamped.maximum = self.minimum, self.maximum
+        clamped.total, clamped.infinite = self.total, self.infinite
         if self.total == 0 or (floor <= self.minimum and self.maximum <= ceiling):
             return clamped
         clamped.minimum = min(max(self.minimum, floor), ceiling)
@@ -219,7 +222,6 @@ class Histogram:
             min(max(math.trunc(v * BINS / self.full_range), -BINS), BINS) + BINS
             for v in (clamped.minimum, clamped.maximum)
         )
-        clamped.counts = self.counts.copy()
         clamped.counts[low] += clamped.counts[:low].sum()
         clamped.counts[high] += clamped.counts[high + 1 :].sum()
         clamped.counts[:low] = clamped.counts[high + 1 :] = 0

@@ -1,4 +1,4 @@
-"""MSE calibration: the clip range with the least squared error between x and its int8 value.
+"""MSE calibration: the clip range with the least squared error between x and its stored value.
 
 Symmetric: thresholds amax * r are tried for a falling r. Affine: first the end that lies further
 from 0 is lowered, then the other, each against the other's best, twice over::
@@ -10,7 +10,8 @@ from 0 is lowered, then the other, each against the other's best, twice over::
           +------------------------ r
 
 The error comes from the histogram: a bin's values stand at its centre, and those beyond the clip
-range at its end. A bin is at least 8 times finer than an int8 step.
+range at its end. A bin is at least 8 times finer than an int8 step; steps of 16 bits are finer
+than the bins, and then clipping is all that the error sees.
 
 Source: R. Banner et al., "Post training 4-bit quantization of convolutional networks",
 arXiv:1810.05723, section 2; the search itself is a plain scan.
@@ -21,17 +22,23 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.grids import INT8, UINT8, Grid, rounded
 from calibrators.histogram import BINS, Histogram
-from calibrators.int8 import INT8, UINT8
 from calibrators.scales import Scale
 
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
 
 
-def mse(histogram: Histogram) -> Scale:
-    """Statistics of one tensor -> the ranges with the least squared quantization error."""
-    amax = _symmetric(histogram)
-    low, high = _affine(histogram)
+def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:
+    """Statistics of one tensor -> the ranges with the least squared quantization error.
+
+    Args:
+        histogram: statistics of the tensor.
+        symmetric: grid that `amax` is chosen for.
+        affine: grid that `lo` and `hi` are chosen for.
+    """
+    amax = _symmetric(histogram, symmetric)
+    low, high = _affine(histogram, affine)
     return Scale(
         lo=low,
         hi=high,
@@ -47,29 +54,29 @@ def errors(
     counts: NDArray[np.int64],
     lows: NDArray[np.float64],
     highs: NDArray[np.float64],
-    steps: int,
+    grid: Grid,
 ) -> NDArray[np.float64]:
-    """Summed squared error of quantizing [B] bin centres to `steps` steps over each [K] range.
+    """Summed squared error [K] of storing [B] bin centres on `grid` laid over each [K] range.
 
-    Each range is taken to hold 0 at an integer, as every grid has it.
+    Each range is taken to hold 0 at a stored value, as every grid has it.
     """
-    scale = (highs - lows) / steps
+    scale = (highs - lows) / grid.steps
     scale = np.where(scale > 0, scale, 1.0)[:, None]
     clipped = np.clip(centres[None, :], lows[:, None], highs[:, None])
-    error = np.rint(clipped / scale) * scale - centres[None, :]
+    error = rounded(clipped / scale, grid) * scale - centres[None, :]
     return np.asarray((error * error) @ counts.astype(np.float64), np.float64)
 
 
-def _symmetric(histogram: Histogram) -> float:
+def _symmetric(histogram: Histogram, grid: Grid) -> float:
     counts = histogram.magnitudes(BINS)
     centres, counts = _occupied((np.arange(BINS) + 0.5) * histogram.full_range / BINS, counts)
     highs = histogram.amax * _RATIOS
     if not centres.size:
         return histogram.amax
-    return float(highs[np.argmin(errors(centres, counts, -highs, highs, 2 * INT8.qmax))])
+    return float(highs[np.argmin(errors(centres, counts, -highs, highs, grid))])
 
 
-def _affine(histogram: Histogram) -> tuple[float, float]:
+def _affine(histogram: Histogram, grid: Grid) -> tuple[float, float]:
     edges = histogram.edges()
     centres, counts = _occupied((edges[:-1] + edges[1:]) / 2, histogram.signed())
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
@@ -83,7 +90,7 @@ def _affine(histogram: Histogram) -> tuple[float, float]:
             counts,
             np.full(_RATIOS.size, low) if lows is None else lows,
             np.full(_RATIOS.size, high) if highs is None else highs,
-            UINT8.qmax,
+            grid,
         )
         best = int(np.argmin(tried))
         low = low if lows is None else float(lows[best])

@@ -11,26 +11,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.errors import CalibrationError
 from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
 
-DEFAULT_PERCENT = 99.99
 
-
-def percentile(histogram: Histogram, *, percent: float = DEFAULT_PERCENT) -> Scale:
+def percentile(histogram: Histogram, *, percent: float) -> Scale:
     """Statistics of one tensor -> the range that holds `percent` of its values.
 
     Args:
         histogram: statistics of the tensor.
-        percent: share of the values to keep, in percent, 50 < percent <= 100. Within a bin the
-            values count as evenly spread.
-
-    Raises:
-        CalibrationError: percent is out of range.
+        percent: share of the values to keep, in percent, as `searches.PercentileParams` checks
+            it: 50 < percent <= 100. Within a bin the values count as evenly spread.
     """
-    if not 50 < percent <= 100:
-        raise CalibrationError(f"a percentile must be over 50 and at most 100, got {percent}")
     keep = percent / 100
     amax = quantile(histogram.magnitudes(BINS), keep) * histogram.full_range / BINS
     low = _edge(histogram, 1 - keep)

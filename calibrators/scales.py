@@ -1,7 +1,7 @@
 """`Scales`: what a calibration found, and the ground that searches and writers both stand on.
 
 Neutral on purpose. A `Scale` keeps clip ranges in real units; which integers a target stores for
-them is decided by the writer of that target, through the grids of `calibrators.int8`.
+them is decided by the writer of that target, through the grids of `calibrators.grids`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from calibrators.errors import CalibrationError
-from calibrators.int8 import Grid, affine_params, symmetric_scale
+from calibrators.grids import Grid, affine_params, symmetric_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,9 @@ class Scale:
 
     def on(self, grid: Grid) -> tuple[np.float32, int]:
         """(scale, zero_point) of this range on `grid`."""
-        return (self.symmetric, 0) if grid.symmetric else affine_params(self.lo, self.hi, grid)
+        if grid.symmetric:
+            return symmetric_scale(self.amax, grid), 0
+        return affine_params(self.lo, self.hi, grid)
 
 
 class Scales(Mapping[str, Scale]):

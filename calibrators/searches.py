@@ -1,20 +1,189 @@
-"""The table of searches that turn the streamed statistics of a tensor into its clip range.
+"""The one table of searches: how the statistics of a tensor become its clip range.
 
-A new algorithm is one file beside this one, and one row here.
+A new search is one file beside this one, with a function of the file's name that turns a
+`Histogram` into a `Scale`, and one row here. Names, parameters and help are read by command lines
+and reports; what computes is imported when it is first called, so that reading them needs neither
+numpy nor OpenCV.
+
+::
+
+    SEARCHES["percentile"] --> params      PercentileParams(percent=99.99), checked when made
+                           --> statistic   params -> what is to be observed of every tensor
+                           --> function    (Histogram, params) -> Scale
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from calibrators.entropy import entropy
-from calibrators.histogram import Histogram
-from calibrators.minmax import minmax
-from calibrators.mse import mse
-from calibrators.percentile import percentile
-from calibrators.scales import Scale
+from calibrators.errors import CalibrationError
 
-ACTIVATION: dict[str, Callable[[Histogram], Scale]] = {
-    "minmax": minmax,
-    "entropy": entropy,
-    "percentile": percentile,
-    "mse": mse,
+if TYPE_CHECKING:
+    from calibrators.histogram import Histogram
+    from calibrators.scales import Scale
+    from calibrators.statistics import HistogramOf
+
+DEFAULT_METHOD = "mse"
+DEFAULT_PERCENT = 99.99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params:
+    """Parameters of a search: none here; a search that has some takes a subclass.
+
+    Each is a field with a type (float, int, str or bool), a default, and its meaning as one
+    sentence in `metadata["help"]`; a value that breaks the rule of its field is refused when the
+    parameters are made.
+    """
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of the parameters, in order."""
+        return tuple(f.name for f in fields(cls))
+
+    def label(self) -> str:
+        """What tells two scales of the same statistics apart, for fingerprints and reports."""
+        return " ".join(_short(getattr(self, name)) for name in self.names())
+
+
+def _short(value: object) -> str:
+    """99.99 and 99 as they are written by hand, 99.99999 to its last digit."""
+    short = f"{value:g}" if isinstance(value, float) else str(value)
+    return short if not isinstance(value, float) or float(short) == value else repr(value)
+
+
+P = TypeVar("P", bound=Params)
+
+
+def _as_a_histogram(params: Params) -> HistogramOf:
+    """The order-independent histogram: what most searches read."""
+    from calibrators.statistics import HistogramOf
+
+    return HistogramOf()
+
+
+@dataclass(frozen=True, slots=True)
+class Search(Generic[P]):
+    """One way to choose a clip range.
+
+    Attributes:
+        function: statistics of one tensor and the parameters -> its clip range.
+        params: type of the parameters.
+        help: what it does, as the end of a sentence that its name begins.
+        statistic: parameters -> what is to be observed of every tensor.
+    """
+
+    function: Callable[[Histogram, P], Scale]
+    params: type[P]
+    help: str
+    statistic: Callable[[P], HistogramOf] = _as_a_histogram
+
+
+def _minmax(histogram: Histogram, params: Params) -> Scale:
+    from calibrators.minmax import minmax
+
+    return minmax(histogram)
+
+
+def _entropy(histogram: Histogram, params: Params) -> Scale:
+    from calibrators.entropy import entropy
+
+    return entropy(histogram)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PercentileParams(Params):
+    """Parameters of the percentile search.
+
+    Attributes:
+        percent: share of the values to keep, 50 < percent <= 100.
+
+    Raises:
+        CalibrationError: percent is no number or out of range.
+    """
+
+    percent: float = field(
+        default=DEFAULT_PERCENT, metadata={"help": "Share of the values to keep, in percent."}
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.percent, float | int) or not 50 < self.percent <= 100:
+            raise CalibrationError(
+                f"a percentile must be over 50 and at most 100, got {self.percent!r}"
+            )
+
+
+def _percentile(histogram: Histogram, params: PercentileParams) -> Scale:
+    from calibrators.percentile import percentile
+
+    return percentile(histogram, percent=params.percent)
+
+
+def _mse(histogram: Histogram, params: Params) -> Scale:
+    from calibrators.mse import mse
+
+    return mse(histogram)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyTensorrtParams(Params):
+    """Parameters of the entropy search on TensorRT's own histogram.
+
+    Attributes:
+        batch_size: images in TensorRT's calibration batch, 1 or more.
+
+    Raises:
+        CalibrationError: batch_size is no whole number or below 1.
+    """
+
+    batch_size: int = field(
+        default=1, metadata={"help": "Images in the first batch, whose maximum starts the range."}
+    )
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.batch_size, int) and not isinstance(self.batch_size, bool)
+        if not whole or self.batch_size < 1:
+            raise CalibrationError(f"a batch size must be 1 or more, got {self.batch_size!r}")
+
+    def label(self) -> str:
+        """Nothing: the batch size decides the statistics, and is part of what they are called."""
+        return ""
+
+
+def _of_the_first_batch(params: EntropyTensorrtParams) -> HistogramOf:
+    from calibrators.statistics import HistogramOf
+
+    return HistogramOf(first=params.batch_size)
+
+
+def _legacy(histogram: Histogram, params: Params) -> Scale:
+    from calibrators.legacy import legacy
+
+    return legacy(histogram)
+
+
+SEARCHES: dict[str, Search[Any]] = {
+    "minmax": Search(_minmax, Params, "keeps everything"),
+    "entropy": Search(_entropy, Params, "takes the least KL divergence, as TensorRT does"),
+    "percentile": Search(_percentile, PercentileParams, "leaves out a share of the values"),
+    "mse": Search(_mse, Params, "takes the least squared error of the quantized values"),
+    "entropy-tensorrt": Search(
+        _entropy,
+        EntropyTensorrtParams,
+        "is entropy on TensorRT's own histogram, whose range starts with the first batch",
+        _of_the_first_batch,
+    ),
+    "legacy": Search(_legacy, Params, "is TensorRT's legacy calibrator without its regression"),
 }
+
+
+def parameters() -> dict[str, Field[Any]]:
+    """Every parameter of any search by its name; one that several have stands once."""
+    return {f.name: f for row in reversed(SEARCHES.values()) for f in fields(row.params)}
+
+
+def takers(parameter: str) -> tuple[str, ...]:
+    """The searches that have a parameter of this name."""
+    return tuple(name for name, row in SEARCHES.items() if parameter in row.params.names())

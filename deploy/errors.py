@@ -15,6 +15,9 @@
 Every message is: the rule, what was got, the way out.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 from calibrators.errors import Calib8Error, CalibrationError
 
 __all__ = [
@@ -27,6 +30,8 @@ __all__ = [
     "FeedError",
     "ModelError",
     "SdkMissingError",
+    "did_you_mean",
+    "first_line",
 ]
 
 
@@ -56,3 +61,15 @@ class BackendError(Calib8Error):
 
 class SdkMissingError(BackendError):
     """The SDK or the device that this step needs is not on this machine."""
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The way out of an unknown word: "did you mean 'x'?", or `otherwise` where none is near."""
+    near = get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that says something, at most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300].rstrip(" .;:")

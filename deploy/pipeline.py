@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from calibrators.searches import DEFAULT_METHOD
 from deploy import atomic
 from deploy.calibration import store, trt_cache
 from deploy.calibration.fingerprint import Fingerprint
@@ -25,10 +26,10 @@ from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.observe import observe
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
-from deploy.calibration.search import DEFAULT_METHOD, Method
+from deploy.calibration.search import Method
 from deploy.calibration.store import Calibration, Found
 from deploy.calibration.subject import FOLDED, Subject
-from deploy.errors import CacheError, Calib8Error, ConfigError, ModelError
+from deploy.errors import CacheError, Calib8Error, ConfigError, ModelError, did_you_mean
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
@@ -173,7 +174,7 @@ def _calibrated(
         given=given,
         samples=len(feed),
         batch=feed.batch,
-        method=method if isinstance(method, Method) else Method(name=method or DEFAULT_METHOD),
+        method=method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD),
         float_nodes=_known_nodes(loaded, float_nodes),
         trt_version=policy.trt_version or _version_in(policy),
     )
@@ -494,15 +495,12 @@ def _built(targets: Sequence[Target], calibrated: Calibrated, folder: Path) -> l
 
 
 def _known_nodes(loaded: LoadedModel, float_nodes: Iterable[str]) -> tuple[str, ...]:
-    import difflib
-
     names = [node.name for node in loaded.model.graph.node]
     kept = tuple(float_nodes)
     for name in kept:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]}?" if near else "; `calib8 inspect` lists them"
-            raise ConfigError(f"a node to keep float must be in the model, got {name!r}{hint}")
+            hint = did_you_mean(name, names, "`calib8 inspect` lists them")
+            raise ConfigError(f"a node to keep float must be in the model, got {name!r}; {hint}")
     return kept
 
 

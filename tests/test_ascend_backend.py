@@ -186,7 +186,7 @@ def test_executor_grouped_conv_transpose_and_matmul_bias():
     assert records["up"].scale_w.size == 4 and records["mm"].scale_w.size == 1
     quantized = quantize_layers(model, layers, records)
     deploy = deploy_model(model, quantized)
-    order = [n.op_type for n in deploy.graph.plan.node]
+    order = [n.op_type for n in deploy.graph.node]
     assert order[-3:] == ["MatMul", "Add", "AscendDequant"]
     (floats,) = run(fake_quant_model(model, quantized), feed).values()
     (integers,) = open_deploy(deploy, threads=1).run(feed).values()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from calibrators.amct.arq import arq, arq_fake_quantize, arq_integers
+from calibrators.amct.grid import ascend_scale_offset
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg
 from calibrators.amct.ifmr import IfmrParams, ifmr
 from calibrators.errors import CalibrationError
-from calibrators.int8 import ascend_scale_offset
 
 GOLDEN = Path(__file__).parent / "golden" / "amct"
 WORDS = json.loads((GOLDEN / "vectors.json").read_text())

@@ -312,7 +312,7 @@ def test_a_tensor_two_layers_read_is_quantized_once_and_outputs_keep_their_names
     records = calibrate(model, layers, [batch], default_config(layers)).records
     quantized = quantize_layers(model, layers, records)
     deploy = deploy_model(model, quantized)
-    assert [n.op_type for n in deploy.graph.plan.node].count("AscendQuant") == 1
-    assert [o.name for o in deploy.graph.plan.output] == ["y", "z"]
+    assert [n.op_type for n in deploy.graph.node].count("AscendQuant") == 1
+    assert [o.name for o in deploy.graph.output] == ["y", "z"]
     fake = fake_quant_model(model, quantized)
     np.testing.assert_allclose(run(fake, batch["x"]), run(model, batch["x"]), atol=0.05)

@@ -190,7 +190,7 @@ def test_options_override_a_preset_and_none_leaves_it():
         ({"std": (1e-60,)}, "above 0"),
         ({"scale": float("nan")}, "scale must be finite"),
         ({"mean": ("0.5",)}, "mean must be finite numbers"),
-        ({"men": (0.5,)}, "'men' is no preprocessing option .*'mean'"),
+        ({"men": (0.5,)}, "'men' is no preprocessing option.*'mean'"),
     ],
 )
 def test_wrong_options_are_told_by_name_and_rule(options, message):

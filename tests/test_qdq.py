@@ -19,7 +19,7 @@ def calibrated(small_cnn):
     rng = np.random.default_rng(1)
     samples = [{"x": rng.normal(size=(1, 3, 16, 16)).astype(np.float32)} for _ in range(8)]
     tensors = {t for p in (ONNXRUNTIME, TENSORRT) for t in analyse(model, p).activations}
-    scales = observe(model, sorted(tensors), samples).scales(Method(name="minmax").search)
+    scales = observe(model, sorted(tensors), samples).scales(Method.of("minmax").search)
     return model, scales, samples
 
 

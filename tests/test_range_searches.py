@@ -3,11 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrators import ACTIVATION, Histogram
+from calibrators import SEARCHES, Histogram, Scale
 from calibrators.errors import CalibrationError
+from calibrators.grids import INT8, UINT8, dequantize, quantize
 from calibrators.histogram import BINS
-from calibrators.int8 import INT8, UINT8, dequantize, quantize
 from calibrators.percentile import percentile, quantile
+from calibrators.searches import PercentileParams
 
 seeds = st.integers(0, 10_000)
 
@@ -16,6 +17,11 @@ def observed(x: np.ndarray) -> Histogram:
     h = Histogram()
     h.observe(x.astype(np.float32))
     return h
+
+
+def searched(name: str, histogram: Histogram) -> Scale:
+    row = SEARCHES[name]
+    return row.function(histogram, row.params())
 
 
 def sample(seed: int) -> np.ndarray:
@@ -28,8 +34,8 @@ def sample(seed: int) -> np.ndarray:
 @settings(max_examples=30, deadline=None)
 def test_every_search_gives_a_range_inside_the_data(seed):
     h = observed(sample(seed))
-    for name, search in ACTIVATION.items():
-        scale = search(h)
+    for name in SEARCHES:
+        scale = searched(name, h)
         assert h.minimum <= scale.lo or scale.lo >= 0, name
         assert scale.hi <= h.maximum, name
         assert 0 < scale.amax <= h.full_range * (1 + 0.5 / 2048)
@@ -62,7 +68,7 @@ def test_quantile_positions():
 @pytest.mark.parametrize("percent", [50, 0, 100.1, float("nan")])
 def test_a_percentile_out_of_range_is_refused(percent):
     with pytest.raises(CalibrationError, match="percentile"):
-        percentile(observed(np.ones(3)), percent=percent)
+        PercentileParams(percent=percent)
 
 
 @given(seeds)
@@ -71,9 +77,9 @@ def test_mse_is_no_worse_than_any_other_search(seed):
     x = sample(seed).astype(np.float32)
     h = observed(x)
     losses = {}
-    for name, search in ACTIVATION.items():
+    for name in SEARCHES:
         for grid in (INT8, UINT8):
-            scale, zero = search(h).on(grid)
+            scale, zero = searched(name, h).on(grid)
             back = dequantize(quantize(x, scale, zero, grid), scale, zero)
             losses[name, grid.name] = float(np.mean((back - x) ** 2, dtype=np.float64))
     for (_, grid_name), loss in losses.items():
@@ -81,5 +87,5 @@ def test_mse_is_no_worse_than_any_other_search(seed):
 
 
 def test_minmax_is_exact():
-    scale = ACTIVATION["minmax"](observed(np.array([-3.5, 1.25])))
+    scale = searched("minmax", observed(np.array([-3.5, 1.25])))
     assert (scale.lo, scale.hi, scale.amax) == (-3.5, 1.25, 3.5)

@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 
 from calibrators.affine import quantize_per_tensor  # noqa: E402
 from calibrators.errors import CalibrationError  # noqa: E402
-from calibrators.int8 import quantize_weight, weight_scales  # noqa: E402
+from calibrators.grids import quantize_weight, weight_scales  # noqa: E402
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError  # noqa: E402
 from deploy.fx.calibrate import calibrate, freeze_norms, observers_of, set_phase  # noqa: E402
 from deploy.fx.convert import convert, scale_table  # noqa: E402

@@ -97,7 +97,7 @@ def built(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         images(),
         out=out,
         targets=("tensorrt",),
-        method=Method(name="percentile", percent=90),
+        method=Method.of("percentile", {"percent": 90}),
         cache=policy,
         duration_s=0,
     )

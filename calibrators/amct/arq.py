@@ -13,8 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.amct.grid import IntArray, ascend_quantize, ascend_scale_offset
 from calibrators.errors import CalibrationError
-from calibrators.int8 import Float32Array, IntArray, ascend_quantize, ascend_scale_offset
+from calibrators.grids import Float32Array
 
 BITS = (4, 6, 7, 8)
 

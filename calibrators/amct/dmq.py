@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.arq import checked
+from calibrators.amct.grid import FLT_EPSILON
 from calibrators.errors import CalibrationError
-from calibrators.int8 import FLT_EPSILON, Float32Array
+from calibrators.grids import Float32Array
 
 
 def channel_max(x: NDArray[np.floating], axis: int) -> Float32Array:

@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.arq import checked
+from calibrators.amct.grid import FLT_EPSILON, ascend_clip_range, ascend_scale_offset
 from calibrators.amct.ifmr import AscendScale
 from calibrators.errors import CalibrationError
-from calibrators.int8 import FLT_EPSILON, Float32Array, ascend_clip_range, ascend_scale_offset
+from calibrators.grids import Float32Array
 from calibrators.statistics import Arrays
 
 NBINS = (1024, 2048, 4096, 8192)

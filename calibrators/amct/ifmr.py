@@ -28,15 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.arq import checked
-from calibrators.errors import CalibrationError
-from calibrators.int8 import (
+from calibrators.amct.grid import (
     FLT_EPSILON,
-    Float32Array,
     ascend_clip_range,
     ascend_denominator,
     ascend_guard,
     ascend_range,
 )
+from calibrators.errors import CalibrationError
+from calibrators.grids import Float32Array
 
 _MARGIN = 1e-4  # float32 rounding of AMCT's own loss, with room
 _SMALL = 4096  # below this, every candidate is evaluated directly

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.arq import checked
+from calibrators.amct.grid import FLT_EPSILON
 from calibrators.amct.ifmr import (
     AscendScale,
     Float64Array,
@@ -23,8 +24,8 @@ from calibrators.amct.ifmr import (
     staircase_losses,
 )
 from calibrators.errors import CalibrationError
+from calibrators.grids import Float32Array
 from calibrators.histogram import range_for
-from calibrators.int8 import FLT_EPSILON, Float32Array
 from calibrators.statistics import Arrays
 
 _CHUNK = 1 << 16

@@ -15,7 +15,7 @@ from calibrators.amct.hfmg import HfmgHistogram
 from calibrators.amct.ifmr import AscendScale, IfmrParams, ifmr
 from calibrators.amct.ifmr_streaming import FINE_BINS, IfmrHistogram
 from calibrators.errors import CalibrationError
-from calibrators.int8 import Float32Array
+from calibrators.grids import Float32Array
 from calibrators.statistics import Arrays, Recorder, Statistic, numbers
 
 

@@ -1,74 +1,97 @@
-"""Method names of the command line -> a search over statistics, and the range rule it needs."""
+"""`Method`: a row of `calibrators.searches` with its parameters, chosen by their words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from deploy.errors import ConfigError
+from calibrators.searches import DEFAULT_METHOD, SEARCHES, Params, Search, parameters, takers
+from deploy.errors import CalibrationError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from calibrators.histogram import Histogram
     from calibrators.scales import Scale
-    from calibrators.statistics import Statistic
-
-# The names of `calibrators.ACTIVATION` and TensorRT's own range rule; written out, since the
-# command line lists them without importing a search.
-METHODS = ("minmax", "entropy", "percentile", "mse", "entropy-tensorrt")
-DEFAULT_METHOD = "mse"
-DEFAULT_PERCENT = 99.99
-ORDER_INDEPENDENT = "order-independent"
+    from calibrators.statistics import HistogramOf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Method:
-    """A search with its parameters.
+    """A search with its parameters; `Method.of("percentile", {"percent": 99.9})` makes one.
 
     Attributes:
-        name: one of METHODS.
-        percent: of the percentile method, 50 < percent <= 100.
-        batch_size: of entropy-tensorrt: how many samples set the first range.
+        name: a row of SEARCHES.
+        params: of the type that the row names.
+
+    Raises:
+        ConfigError: there is no such row, or the parameters are another row's.
     """
 
-    name: str = DEFAULT_METHOD
-    percent: float = DEFAULT_PERCENT
-    batch_size: int = 1
+    name: str
+    params: Params
 
     def __post_init__(self) -> None:
-        if self.name not in METHODS:
-            raise ConfigError(f"a method is one of {', '.join(METHODS)}, got {self.name!r}")
-        if not 50 < self.percent <= 100:
-            raise ConfigError(f"a percentile must be over 50 and at most 100, got {self.percent}")
-        if self.batch_size < 1:
-            raise ConfigError(f"a batch size must be 1 or more, got {self.batch_size}")
+        kind = _known(self.name).params
+        if type(self.params) is not kind:
+            raise ConfigError(
+                f"the method {self.name} takes {kind.__name__}, got {type(self.params).__name__}"
+            )
 
-    @property
-    def rule(self) -> str:
-        """The range rule of the statistics that this search needs, as the fingerprint names it."""
-        if self.name == "entropy-tensorrt":
-            return f"tensorrt, first batch of {self.batch_size}"
-        return ORDER_INDEPENDENT
+    @classmethod
+    def of(cls, name: str = DEFAULT_METHOD, given: Mapping[str, object] | None = None) -> Method:
+        """The method of this name with the parameters that were given, the others by default.
+
+        Args:
+            name: a row of SEARCHES.
+            given: parameter -> value; None counts as not given.
+
+        Raises:
+            ConfigError: no such search, a parameter that it does not have, or a value that breaks
+                the parameter's rule.
+        """
+        search = _known(name)
+        values: dict[str, Any] = {}
+        for parameter, value in (given or {}).items():
+            if value is not None:
+                _check_taken(parameter, name)
+                values[parameter] = value
+        try:
+            return cls(name, search.params(**values))
+        except CalibrationError as error:
+            raise ConfigError(str(error)) from None
 
     @property
     def label(self) -> str:
         """Name and parameters, as the fingerprint and the report show them."""
-        return f"percentile {self.percent:g}" if self.name == "percentile" else self.name
+        return f"{self.name} {self.params.label()}".rstrip()
 
     @property
-    def statistic(self) -> Statistic:
-        """What it searches."""
-        from calibrators.statistics import HistogramOf
-
-        return HistogramOf(first=self.batch_size if self.name == "entropy-tensorrt" else 0)
+    def statistic(self) -> HistogramOf:
+        """What is to be observed of every tensor."""
+        return SEARCHES[self.name].statistic(self.params)
 
     @property
     def search(self) -> Callable[[Histogram], Scale]:
         """Statistics of one tensor -> its scale."""
-        from calibrators import ACTIVATION
-        from calibrators.percentile import percentile
+        function, params = SEARCHES[self.name].function, self.params
+        return lambda histogram: function(histogram, params)
 
-        if self.name == "percentile":
-            return partial(percentile, percent=self.percent)
-        return ACTIVATION["entropy" if self.name == "entropy-tensorrt" else self.name]
+
+def _known(name: str) -> Search[Any]:
+    if name not in SEARCHES:
+        near = did_you_mean(name, SEARCHES, "the default is " + DEFAULT_METHOD)
+        raise ConfigError(f"a method is one of {', '.join(SEARCHES)}, got {name!r}; {near}")
+    return SEARCHES[name]
+
+
+def _check_taken(parameter: str, name: str) -> None:
+    able = takers(parameter)
+    if name in able:
+        return
+    flag = f"--{parameter.replace('_', '-')}"
+    if not able:
+        near = did_you_mean(parameter, parameters(), f"there are {', '.join(parameters())}")
+        raise ConfigError(f"a parameter belongs to a method, got {parameter!r}; {near}")
+    raise ConfigError(
+        f"{flag} belongs to --method {' or '.join(able)}, got --method {name}; leave it away"
+    )

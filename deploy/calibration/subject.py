@@ -40,7 +40,7 @@ class Subject:
     loaded: LoadedModel
     samples: int
     batch: int = 1
-    method: Method = field(default_factory=Method)
+    method: Method = field(default_factory=Method.of)
     float_nodes: tuple[str, ...] = ()
     trt_version: str | None = None
     given: str | Path | onnx.ModelProto | None = field(default=None, repr=False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deploy.calibration.search import DEFAULT_METHOD, DEFAULT_PERCENT, METHODS, Method
+from calibrators.searches import DEFAULT_METHOD, SEARCHES, parameters, takers
+from deploy.calibration.search import Method
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,11 +27,17 @@ class FeedOptions:
     images: str
     limit: int | None
     skip_bad: bool
-    method: Method
+    method_name: str
+    method_given: Mapping[str, Any]  # parameter -> value, of those that were given
     threads: int
     keep_float: tuple[str, ...]
     preprocess: Preprocess | None
     cache: CachePolicy  # without its path, which each command names its own way
+
+    @property
+    def method(self) -> Method:
+        """The search with its parameters; a ConfigError where they do not go together."""
+        return Method.of(self.method_name, self.method_given)
 
 
 _PREPROCESS = (
@@ -55,6 +62,26 @@ def preprocess_options(command: Command) -> Command:
     return command
 
 
+def method_options(command: Command) -> Command:
+    """Add --method, and an option for each parameter of each search."""
+    for name, parameter in parameters().items():
+        command = click.option(
+            f"--{name.replace('_', '-')}",
+            type=type(parameter.default),
+            help=f"{parameter.metadata['help']}"
+            f"  [--method {' or '.join(takers(name))}; default: {parameter.default}]",
+        )(command)
+    return click.option(
+        "--method",
+        type=click.Choice(tuple(SEARCHES)),
+        default=DEFAULT_METHOD,
+        show_default=True,
+        help="How clip ranges are searched: "
+        + "; ".join(f"{name} {search.help}" for name, search in SEARCHES.items())
+        + ".",
+    )(command)
+
+
 def feed_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add how images are chosen and calibrated with; the command gets them as `feed`."""
 
@@ -73,28 +100,7 @@ def feed_options(command: Callable[..., None]) -> Callable[..., None]:
         preprocess_options,
         click.option("--limit", type=click.IntRange(min=1), help="Use at most so many images."),
         click.option("--skip-bad", is_flag=True, help="Go on without unreadable images."),
-        click.option(
-            "--method",
-            type=click.Choice(METHODS),
-            default=DEFAULT_METHOD,
-            show_default=True,
-            help="How clip ranges are searched. entropy-tensorrt follows TensorRT's range rule.",
-        ),
-        click.option(
-            "--percent",
-            type=float,
-            default=DEFAULT_PERCENT,
-            show_default=True,
-            help="Share of values that --method percentile keeps.",
-        ),
-        click.option(
-            "--batch-size",
-            type=click.IntRange(min=1),
-            default=1,
-            show_default=True,
-            help="Images whose maximum starts the range of entropy-tensorrt; no other method"
-            " depends on it.",
-        ),
+        method_options,
         click.option(
             "--threads",
             type=click.IntRange(min=1),
@@ -133,11 +139,10 @@ def _gather(words: dict[str, Any]) -> FeedOptions:
         images=words.pop("images"),
         limit=words.pop("limit"),
         skip_bad=words.pop("skip_bad"),
-        method=Method(
-            name=words.pop("method"),
-            percent=words.pop("percent"),
-            batch_size=words.pop("batch_size"),
-        ),
+        method_name=words.pop("method"),
+        method_given={
+            name: value for name in parameters() if (value := words.pop(name)) is not None
+        },
         threads=words.pop("threads") or default_threads(),
         keep_float=words.pop("keep_float"),
         preprocess=preprocess_from({name: words.pop(name) for _, name, _ in _PREPROCESS}),

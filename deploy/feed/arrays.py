@@ -24,10 +24,9 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from deploy.errors import FeedError
+from deploy.errors import FeedError, first_line
 from deploy.feed.images import shown
 from deploy.feed.preprocess import describe
-from deploy.frontends.checks import first_line
 from deploy.tensors import Array, TensorSpec
 
 Item = dict[str, Array]

@@ -6,7 +6,6 @@ The arithmetic itself is in `deploy.feed.pixels`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import ConfigError, FeedError, did_you_mean
 from deploy.tensors import TensorSpec
 
 RESIZES = ("stretch", "letterbox", "short-side", "fit-height")
@@ -130,8 +129,8 @@ def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"{name!r} is no preprocessing option{nearest(name, known)};"
-                f" there are {', '.join(known)}"
+                f"{name!r} is no preprocessing option;"
+                f" {did_you_mean(name, known, 'there are ' + ', '.join(known))}"
             )
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     return dataclasses.replace(base, **given)
@@ -219,14 +218,9 @@ def _resolve_size(
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        near = nearest(str(value), list(allowed))
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{near}")
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """The known name that was likely meant, as the end of a message, or nothing."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+        near = did_you_mean(str(value), allowed)
+        hint = f"; {near}" if near else ""
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
 def _side(name: str, value: object) -> int:

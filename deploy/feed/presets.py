@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from deploy.errors import ConfigError
-from deploy.feed.preprocess import Preprocess, nearest
+from deploy.errors import ConfigError, did_you_mean
+from deploy.feed.preprocess import Preprocess
 
 _IMAGENET = Preprocess(color="rgb", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 _CROP = Preprocess(
@@ -44,7 +44,7 @@ def preset(name: str) -> Preprocess:
     """
     if name not in PRESETS:
         raise ConfigError(
-            f"{name!r} is no preset{nearest(name, list(PRESETS))};"
-            f" there are {', '.join(sorted(PRESETS))}"
+            f"{name!r} is no preset;"
+            f" {did_you_mean(name, PRESETS, 'there are ' + ', '.join(sorted(PRESETS)))}"
         )
     return PRESETS[name]

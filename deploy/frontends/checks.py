@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploy.errors import ModelError
+from deploy.errors import ModelError, first_line
 from deploy.frontends.graphs import all_nodes
 
 if TYPE_CHECKING:
@@ -170,9 +170,3 @@ def check_valid(model: onnx.ModelProto) -> None:
         raise ModelError(
             f"the model must be valid ONNX, got: {first_line(error)}; export it again"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says something, at most 300 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300].rstrip(" .;:")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.frontends.checks import first_line, opset_of
+from deploy.errors import first_line
+from deploy.frontends.checks import opset_of
 from deploy.frontends.graphs import all_nodes, subgraphs
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import deploy.frontends.checks as checks
-from deploy.errors import ModelError
+from deploy.errors import ModelError, first_line
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.digest import model_digest
@@ -118,8 +118,7 @@ def _inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
         inlined = inliner.inline_local_functions(model)
     except Exception as error:  # C++ behind a binding: no error class of its own
         raise ModelError(
-            f"the model's functions must be valid ONNX, got: {checks.first_line(error)}; "
-            "export it again"
+            f"the model's functions must be valid ONNX, got: {first_line(error)}; export it again"
         ) from error
     return inlined, f"Inlined {_count(count, 'function')}."
 
@@ -189,8 +188,7 @@ def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
         inferred = shape_inference.infer_shapes(model, data_prop=True)
     except Exception as error:  # C++ behind a binding: no error class of its own
         raise ModelError(
-            f"shapes of the model must fit together, got: {checks.first_line(error)}; "
-            "export it again"
+            f"shapes of the model must fit together, got: {first_line(error)}; export it again"
         ) from error
     known = {value.name for value in inferred.graph.value_info}
     made = {name for node in inferred.graph.node for name in node.output}
@@ -222,7 +220,7 @@ def _check_runs(model: onnx.ModelProto) -> None:
 
 def _runtime_reason(error: Exception) -> str:
     """Onnxruntime's message without its code and its own file names."""
-    text = checks.first_line(error).removeprefix("[ONNXRuntimeError] : ")
+    text = first_line(error).removeprefix("[ONNXRuntimeError] : ")
     return text.split(" : ", 2)[-1]
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from calibrators.int8 import INT8, UINT8, Grid
+from calibrators.grids import INT8, UINT8, Grid
 from deploy.graph.index import Graph
 
 _FLOAT = onnx.TensorProto.FLOAT

@@ -20,7 +20,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.int8 import quantize_weight, weight_scales
+from calibrators.grids import quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends.graphs import reads
@@ -74,7 +74,7 @@ class _Writer:
         self.graph = model.graph
         self.plan = plan
         self.scales = scales
-        self.bits = weight_bits
+        self.weight_grid = signed(weight_bits)
         self.nodes = {node.name: node for node in self.graph.node}
         self.initializers = {t.name: t for t in self.graph.initializer}
         self.makers = {name: n for n in self.graph.node for name in n.output}
@@ -136,11 +136,11 @@ class _Writer:
         self, node: onnx.NodeProto, target: WeightTarget
     ) -> tuple[str, NDArray[np.float32]]:
         array = numpy_helper.to_array(self.initializers[target.name])
-        scales = weight_scales(array, target.axis, bits=self.bits)
+        scales = weight_scales(array, target.axis, grid=self.weight_grid)
         if self.plan.placement.bias and target.bias in self.initializers:
             bias = numpy_helper.to_array(self.initializers[str(target.bias)])
             scales = _room_for_bias(scales, bias, self._input_scale(node))
-        integers = quantize_weight(array, scales, target.axis, bits=self.bits)
+        integers = quantize_weight(array, scales, target.axis, grid=self.weight_grid)
         suffix = "" if not any(key[0] == target.name for key in self.weights) else f"/{node.name}"
         return self._dequantized(f"{target.name}{suffix}", integers, scales, target.axis), scales
 
@@ -160,7 +160,7 @@ class _Writer:
     def _dequantized(
         self,
         name: str,
-        integers: NDArray[np.integer],
+        integers: NDArray[np.generic],
         scales: NDArray[np.float32],
         axis: int | None,
     ) -> str:

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from calibrators.amct.arq import arq, arq_fake_quantize
 from calibrators.amct.dmq import balance_factors, channel_max, weight_channel_max
+from calibrators.amct.grid import ascend_clip_range
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import AscendScale, IfmrParams
 from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming
 from calibrators.amct.statistics import ChannelMax, ChannelMaxOf, Exact, ExactOf, HfmgOf, IfmrOf
 from calibrators.errors import CalibrationError
-from calibrators.int8 import ascend_clip_range
 from calibrators.scales import Scale
 from calibrators.statistics import Recorder, Statistic
 from deploy.calibration.observation import Observation, Observed, Variant

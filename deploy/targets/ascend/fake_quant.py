@@ -19,7 +19,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.int8 import ascend_range
+from calibrators.amct.grid import ascend_range
 from deploy.targets.ascend.quant_layer import QuantLayer
 from deploy.targets.ascend.rewrite import Nodes, make_constant, rewrite
 

@@ -9,11 +9,10 @@ hicann/ge insert_op.proto; ATC's --compression_optimize_conf page.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -221,11 +220,8 @@ def print_text(message: Message) -> str:
 
 
 def near(word: str, known: list[str] | tuple[str, ...]) -> str:
-    """'; did you mean X?' for the nearest known name, else the list of what is known."""
-    match = get_close_matches(word, known, 1, 0.6)
-    if match:
-        return f"did you mean {match[0]!r}?"
-    return f"known: {', '.join(sorted(known)[:24])}"
+    """The nearest known name as a question, else the list of what is known."""
+    return did_you_mean(word, known, f"known: {', '.join(sorted(known)[:24])}")
 
 
 def _hint(error: Exception) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.amct.arq import arq_integers, channels_back, channels_first
-from calibrators.int8 import ascend_range
+from calibrators.amct.grid import ascend_range
 from deploy.errors import ExportError
 from deploy.targets.ascend.layers import Index, Layer, LayerGraph
 from deploy.targets.ascend.record import LayerRecord, check_record

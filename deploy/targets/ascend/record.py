@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.int8 import FLT_EPSILON, ascend_range
+from calibrators.amct.grid import FLT_EPSILON, ascend_range
 from deploy.errors import ConfigError
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, near, parse_text, print_text

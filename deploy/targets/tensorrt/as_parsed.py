@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from calibrators.legacy import QUANTILE
 from deploy.calibration import trt_cache
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.subject import Subject
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration.store import Found
-
-QUANTILE = 0.999999  # of the legacy calibrator, as in the table that comes with TensorRT 6
 
 # Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator; it
 # takes their scales under the name of the one that `trtexec --calib` reads.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from calibrators.int8 import quantize
+from calibrators.grids import quantize
 from calibrators.scales import Scale
 from deploy.graph.plan import TENSORRT, Plan
 from deploy.targets.qdq import write_qdq

@@ -1,0 +1,259 @@
+"""The grids: which values a target stores, and the scale that lays them over a clip range.
+
+A *grid* is a set of stored values; a *clip range* in real units says what they cover. Every grid
+rounds half to even (IEEE 754 roundTiesToEven), as ONNX QuantizeLinear, TensorRT and AMCT do, and
+saturates: a value beyond its ends becomes the end.
+
+==============  =================  =======================  =================================
+grid            stored values      scale                    zero_point
+==============  =================  =======================  =================================
+INT4            -8..7              amax / 7                 0
+INT8            -128..127          amax / 127               0                      (TensorRT)
+INT16           -32768..32767      amax / 32767             0
+UINT8           0..255             (hi - lo) / 255          rne(-lo / scale)        (ORT CPU)
+UINT16          0..65535           (hi - lo) / 65535        rne(-lo / scale)
+FP8             E4M3, -448..448    amax / 448               0
+FLOAT16         IEEE binary16      1: nothing is scaled     0
+BFLOAT16        8 bits of float32  1                        0
+FLOAT32         IEEE binary32      1                        0
+==============  =================  =======================  =================================
+
+A symmetric scale leaves the lowest integer unused, so that -amax and amax are equally far from 0.
+The wide floats cover any clip range as they are: their scale is 1 whatever the range. A float of m
+mantissa bits, whose smallest normal number is 2^e, is even only within an octave::
+
+    0        2^e         2^(e+1)                2^(e+2)
+    |.|.|.|.|.|.|.|.|.|.|..|..|..|..|..|..|..|..|...|...|      step 2^(e-m), twice that, ...
+     subnormal
+
+Sources: ONNX operator spec, QuantizeLinear; TensorRT developer guide, "Quantized types";
+P. Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, table 1 (E4M3 has no
+infinity; its largest value is 448, its smallest 2^-9).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrators.errors import CalibrationError
+
+Float32Array = NDArray[np.float32]
+Stored = NDArray[np.number[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The values that a target stores for a quantized tensor.
+
+    Attributes:
+        name: how it is written in options, reports and files.
+        bits: of one stored value.
+        qmin, qmax: lowest and highest stored value.
+        symmetric: whether its zero_point is always 0.
+        kind: "integer", or "float" where the steps grow with the value.
+        dtype: numpy's type that holds the stored values here; it may be wider than `bits`.
+        mantissa: of a float: explicit bits after the leading one.
+        least_exponent: of a float: that of its smallest normal number.
+        scaled: whether a clip range sets a scale; the wide floats store real values as they are.
+    """
+
+    name: str
+    bits: int
+    qmin: float
+    qmax: float
+    symmetric: bool
+    kind: Literal["integer", "float"]
+    dtype: str
+    mantissa: int = 0
+    least_exponent: int = 0
+    scaled: bool = True
+
+    @property
+    def steps(self) -> float:
+        """Width of the clip range in scales: 254 for int8, whose -128 is not used, 255 for uint8.
+
+        Of a float, whose steps differ, its width all the same: 896 for fp8.
+        """
+        return 2 * self.qmax if self.symmetric else self.qmax - self.qmin
+
+
+def signed(bits: int) -> Grid:
+    """The symmetric grid of signed integers, 2 to 16 bits; of 8 bits it is `INT8`.
+
+    Raises:
+        CalibrationError: another number of bits.
+    """
+    if not 2 <= bits <= 16:
+        raise CalibrationError(f"a signed integer grid has 2 to 16 bits, got {bits}")
+    half = 2 ** (bits - 1)
+    return Grid(
+        name=f"int{bits}",
+        bits=bits,
+        qmin=-half,
+        qmax=half - 1,
+        symmetric=True,
+        kind="integer",
+        dtype="int8" if bits <= 8 else "int16",
+    )
+
+
+def unsigned(bits: int) -> Grid:
+    """The affine grid of unsigned integers, 2 to 16 bits; of 8 bits it is `UINT8`.
+
+    Raises:
+        CalibrationError: another number of bits.
+    """
+    if not 2 <= bits <= 16:
+        raise CalibrationError(f"an unsigned integer grid has 2 to 16 bits, got {bits}")
+    return Grid(
+        name=f"uint{bits}",
+        bits=bits,
+        qmin=0,
+        qmax=2**bits - 1,
+        symmetric=False,
+        kind="integer",
+        dtype="uint8" if bits <= 8 else "uint16",
+    )
+
+
+def _floating(
+    name: str, bits: int, qmax: float, mantissa: int, least_exponent: int, dtype: str, scaled: bool
+) -> Grid:
+    return Grid(
+        name=name,
+        bits=bits,
+        qmin=-qmax,
+        qmax=qmax,
+        symmetric=True,
+        kind="float",
+        dtype=dtype,
+        mantissa=mantissa,
+        least_exponent=least_exponent,
+        scaled=scaled,
+    )
+
+
+INT4, INT8, INT16 = signed(4), signed(8), signed(16)
+UINT8, UINT16 = unsigned(8), unsigned(16)
+FP8 = _floating("fp8", 8, 448.0, 3, -6, "float32", scaled=True)
+FLOAT16 = _floating("float16", 16, (2 - 2.0**-10) * 2.0**15, 10, -14, "float16", scaled=False)
+BFLOAT16 = _floating("bfloat16", 16, (2 - 2.0**-7) * 2.0**127, 7, -126, "float32", scaled=False)
+FLOAT32 = _floating("float32", 32, (2 - 2.0**-23) * 2.0**127, 23, -126, "float32", scaled=False)
+
+GRIDS: dict[str, Grid] = {
+    grid.name: grid for grid in (INT4, INT8, INT16, UINT8, UINT16, FP8, FLOAT16, BFLOAT16, FLOAT32)
+}
+
+
+def symmetric_scale(amax: float, grid: Grid = INT8) -> np.float32:
+    """Threshold in real units -> what a stored 1 means on a symmetric grid: amax / qmax.
+
+    The division is made in float64 and rounded once. A zero amax gives a zero scale. On a grid
+    that is not scaled the scale is 1.
+    """
+    return np.float32(float(amax) / grid.qmax) if grid.scaled else np.float32(1.0)
+
+
+def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32, int]:
+    """Clip range [lo, hi] in real units -> (scale, zero_point) of an affine grid.
+
+    The range is widened to hold 0, so that zero padding is exact. A range of no width gives
+    scale 1 and the zero_point of an exact zero.
+
+    Raises:
+        CalibrationError: lo or hi is not finite, or lo > hi.
+    """
+    if not (np.isfinite(lo) and np.isfinite(hi)) or lo > hi:
+        raise CalibrationError(f"a clip range must be finite with lo <= hi, got [{lo}, {hi}]")
+    lo, hi = min(float(lo), 0.0), max(float(hi), 0.0)
+    scale = np.float32((hi - lo) / (grid.qmax - grid.qmin))
+    if not scale > 0:
+        return np.float32(1.0), int(grid.qmin)
+    zero_point = int(np.clip(np.rint(grid.qmin - lo / float(scale)), grid.qmin, grid.qmax))
+    return scale, zero_point
+
+
+def rounded(x: NDArray[np.floating], grid: Grid) -> NDArray[np.floating]:
+    """Values in scales -> the nearest that the grid's rule knows, its ends aside; half to even.
+
+    Integers are rounded to whole numbers, floats to their mantissa; computed in x's own dtype,
+    where all that is done is exact but for the rounding itself.
+    """
+    if grid.kind == "integer":
+        return np.asarray(np.rint(x), x.dtype)
+    _, exponent = np.frexp(x)  # |x| = [0.5, 1) * 2^exponent
+    octave = np.maximum(exponent - 1, grid.least_exponent) - grid.mantissa
+    with np.errstate(over="ignore"):  # past the end of float32 it is inf, and saturates
+        return np.asarray(np.ldexp(np.rint(np.ldexp(x, -octave)), octave), x.dtype)
+
+
+def quantize(
+    x: NDArray[np.floating], scale: NDArray[np.float32] | np.float32, zero_point: int, grid: Grid
+) -> Stored:
+    """Float -> stored values: clip(rne(x / scale) + zero_point), in float32 as ONNX defines it.
+
+    Floats of a grid are held as their own values in `grid.dtype`: of fp8 and bfloat16 those of
+    float32 that the type has. A NaN stays one on a float grid and has no integer.
+    """
+    steps = rounded(np.asarray(x, np.float32) / scale, grid) + np.float32(zero_point)
+    q: Stored = np.clip(steps, grid.qmin, grid.qmax).astype(grid.dtype)
+    return q
+
+
+def dequantize(q: Stored, scale: NDArray[np.float32] | np.float32, zero_point: int) -> Float32Array:
+    """Stored values of any grid -> float32: (q - zero_point) * scale."""
+    # float32 holds every stored value and every difference of two of 16 bits exactly
+    return np.asarray((q.astype(np.float32) - np.float32(zero_point)) * scale, np.float32)
+
+
+def fake_quantize(
+    x: NDArray[np.floating], scale: NDArray[np.float32] | np.float32, zero_point: int, grid: Grid
+) -> Float32Array:
+    """Float -> what is left of it on the grid: quantized and back, float32 of the same shape."""
+    return dequantize(quantize(x, scale, zero_point, grid), scale, zero_point)
+
+
+def weight_scales(
+    weight: NDArray[np.floating], axis: int | None, *, grid: Grid = INT8
+) -> NDArray[np.float32]:
+    """Weight -> symmetric float32 scales, max-abs per channel: [C] along `axis`, or [1].
+
+    A channel of zeros gets scale 1, since it is stored as zeros whatever the scale.
+
+    Raises:
+        CalibrationError: the weight is empty or holds NaN or Inf, or the grid is not symmetric.
+    """
+    if not grid.symmetric:
+        raise CalibrationError(f"a weight is stored on a symmetric grid, got {grid.name}")
+    if weight.size == 0 or not np.isfinite(weight).all():
+        raise CalibrationError(
+            f"a weight must be finite and not empty, got shape {list(weight.shape)}"
+            f" with {int((~np.isfinite(weight)).sum())} NaN or Inf values"
+        )
+    others = tuple(a for a in range(weight.ndim) if axis is None or a != axis % weight.ndim)
+    amax = np.abs(weight.astype(np.float64)).max(axis=others).reshape(-1)
+    scales = (amax / grid.qmax).astype(np.float32) if grid.scaled else np.zeros_like(amax)
+    return np.where(scales > 0, scales, np.float32(1.0)).astype(np.float32)
+
+
+def quantize_weight(
+    weight: NDArray[np.floating],
+    scales: NDArray[np.float32],
+    axis: int | None,
+    *,
+    grid: Grid = INT8,
+) -> Stored:
+    """Weight -> stored values of the same shape, clip(rne(w / scale)) to +-qmax, in grid.dtype.
+
+    The lowest integer is left out, as in the scale.
+    """
+    shape = [1] * weight.ndim
+    if axis is not None:
+        shape[axis] = -1
+    steps = rounded(np.asarray(weight, np.float32) / scales.reshape(shape), grid)
+    q: Stored = np.clip(steps, -grid.qmax, grid.qmax).astype(grid.dtype)
+    return q

@@ -1,0 +1,230 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from calibrators.errors import CalibrationError
+from calibrators.grids import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FP8,
+    GRIDS,
+    INT4,
+    INT8,
+    INT16,
+    UINT8,
+    UINT16,
+    Grid,
+    affine_params,
+    dequantize,
+    fake_quantize,
+    quantize,
+    quantize_weight,
+    signed,
+    unsigned,
+    weight_scales,
+)
+from calibrators.scales import Scale
+
+reals = st.floats(-1e6, 1e6, allow_nan=False, width=32)
+
+
+@given(reals, reals)
+def test_an_affine_range_holds_zero_exactly_and_its_ends_within_half_a_step(a: float, b: float):
+    lo, hi = min(a, b), max(a, b)
+    scale, zero_point = affine_params(lo, hi)
+    assert 0 <= zero_point <= 255
+    assert dequantize(np.array([zero_point], np.uint8), scale, zero_point)[0] == 0
+    if hi > lo:
+        ends = np.array([lo, hi], np.float32)
+        back = dequantize(quantize(ends, scale, zero_point, UINT8), scale, zero_point)
+        coarse = 255 * 2.0**-150  # a scale below float32's normal numbers is itself rounded
+        assert np.all(np.abs(back - ends) <= 0.5001 * scale + 1e-6 * np.abs(ends).max() + coarse)
+
+
+def test_rounding_is_half_to_even():
+    q = quantize(np.array([0.5, 1.5, 2.5, -0.5, -1.5], np.float32), np.float32(1), 0, INT8)
+    assert q.tolist() == [0, 2, 2, 0, -2]
+
+
+@pytest.mark.parametrize("bad", [(np.nan, 1.0), (0.0, np.inf), (2.0, 1.0)])
+def test_a_clip_range_that_is_not_finite_or_reversed_is_refused(bad):
+    with pytest.raises(CalibrationError, match="clip range"):
+        affine_params(*bad)
+
+
+def test_weight_scales_per_channel_and_per_tensor():
+    weight = np.array([[1.0, -2.0], [0.0, 0.0], [127.0, 3.0]], np.float32)
+    assert weight_scales(weight, 0).tolist() == [np.float32(2 / 127), 1.0, 1.0]
+    assert weight_scales(weight, None).tolist() == [1.0]
+    assert quantize_weight(weight, weight_scales(weight, 0), 0).tolist() == [
+        [64, -127],
+        [0, 0],
+        [127, 3],
+    ]
+
+
+def test_a_weight_with_nan_is_refused():
+    with pytest.raises(CalibrationError, match="1 NaN or Inf"):
+        weight_scales(np.array([[1.0, np.nan]], np.float32), 0)
+
+
+# -- other grids ------------------------------------------------------------------------------
+
+grids = st.sampled_from(list(GRIDS.values()))
+short = st.sampled_from([grid for grid in GRIDS.values() if grid.scaled])
+sizes = st.floats(2.0**-60, 2.0**60, width=32)
+
+
+def scale_of(amax: float, lo: float | None = None, hi: float | None = None) -> Scale:
+    low, high = -amax if lo is None else lo, amax if hi is None else hi
+    return Scale(lo=low, hi=high, amax=amax, observed_min=low, observed_max=high, method="test")
+
+
+def test_the_table_names_each_grid_and_its_ends():
+    assert all(name == grid.name for name, grid in GRIDS.items())
+    assert {name: (grid.bits, grid.qmin, grid.qmax) for name, grid in GRIDS.items()} == {
+        "int4": (4, -8, 7),
+        "int8": (8, -128, 127),
+        "int16": (16, -32768, 32767),
+        "uint8": (8, 0, 255),
+        "uint16": (16, 0, 65535),
+        "fp8": (8, -448, 448),
+        "float16": (16, -65504, 65504),
+        "bfloat16": (16, -3.3895313892515355e38, 3.3895313892515355e38),
+        "float32": (32, -3.4028234663852886e38, 3.4028234663852886e38),
+    }
+    assert signed(8) == INT8 and unsigned(8) == UINT8 and FLOAT16.qmax == np.finfo("f2").max
+
+
+@pytest.mark.parametrize("make", [signed, unsigned])
+@pytest.mark.parametrize("bits", [1, 17])
+def test_integers_of_other_widths_are_refused(make, bits):
+    with pytest.raises(CalibrationError, match="2 to 16 bits"):
+        make(bits)
+
+
+@pytest.mark.parametrize(
+    ("grid", "step"),
+    [
+        (INT4, 3 / 7), (INT8, 3 / 127), (INT16, 3 / 32767), (FP8, 3 / 448),
+        (FLOAT16, 1), (BFLOAT16, 1), (FLOAT32, 1),
+    ],
+    ids=lambda v: getattr(v, "name", None),
+)  # fmt: skip
+def test_a_symmetric_range_has_the_scale_of_its_grid(grid: Grid, step: float):
+    assert scale_of(3.0).on(grid) == (np.float32(step), 0)
+
+
+def test_an_affine_range_has_the_scale_of_its_grid():
+    assert scale_of(3.0, -1.0, 3.0).on(UINT8) == (np.float32(4 / 255), 64)
+    assert scale_of(3.0, -1.0, 3.0).on(UINT16) == (np.float32(4 / 65535), 16384)
+
+
+@given(grids, sizes, sizes)
+def test_what_lies_in_the_range_is_not_clipped(grid: Grid, a: float, b: float):
+    lo, hi = (-a, b) if not grid.symmetric else (-max(a, b), max(a, b))
+    scale, zero = scale_of(max(a, b), lo, hi).on(grid)
+    ends = np.array([lo, hi], np.float32)
+    back = fake_quantize(ends, scale, zero, grid)
+    largest = np.abs(ends).max()
+    if grid.kind == "integer":
+        assert np.all(np.abs(back - ends) <= 0.501 * scale + 1e-6 * largest)
+    elif grid.scaled:
+        assert np.allclose(back, ends, rtol=1e-6)
+    elif largest < grid.qmax and np.abs(ends).min() >= 2.0**grid.least_exponent:
+        assert np.all(np.abs(back - ends) <= np.abs(ends) * 2.0 ** -(grid.mantissa + 1))
+
+
+@given(short, sizes, st.floats(1, 1000), st.lists(st.floats(0, 8, width=32), min_size=1))
+def test_a_wider_range_never_clips_more(grid: Grid, amax: float, wider: float, values):
+    x = np.array([*values, np.inf], np.float32) * np.float32(amax)
+    clipped = []
+    for end in (amax, amax * wider):
+        reach = fake_quantize(x, *scale_of(end).on(grid), grid)[-1]
+        assert reach >= np.float32(end) * (1 - 1e-6) - end / grid.qmax
+        clipped.append(np.maximum(x[:-1] - reach, 0))
+    assert np.all(clipped[1] <= clipped[0])
+
+
+@given(grids, sizes, st.lists(st.floats(-4, 4, width=32), min_size=1))
+def test_what_a_grid_holds_comes_back_as_it_is(grid: Grid, amax: float, values):
+    scale, zero = scale_of(amax).on(grid)
+    once = quantize(np.array(values, np.float32) * np.float32(amax), scale, zero, grid)
+    assert once.dtype == grid.dtype
+    again = quantize(dequantize(once, scale, zero), scale, zero, grid)
+    assert np.array_equal(once, again)
+
+
+def e4m3(code: int) -> float:
+    """The value of one of the 256 codes, as the paper's table 1 tells it."""
+    sign, exponent, mantissa = -1 if code & 0x80 else 1, (code >> 3) & 15, code & 7
+    if code & 0x7F == 0x7F:
+        return float("nan")
+    if exponent == 0:
+        return sign * mantissa / 8 * 2.0**-6
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+E4M3 = np.array([e4m3(code) for code in range(256)], np.float32)
+ONE = np.float32(1)
+
+
+def test_every_code_of_fp8_stays_itself():
+    assert np.array_equal(quantize(E4M3, ONE, 0, FP8), E4M3, equal_nan=True)
+    assert np.nanmax(E4M3) == FP8.qmax and np.nanmin(E4M3[E4M3 > 0]) == 2.0**-9
+
+
+def test_between_two_codes_fp8_takes_the_nearer_and_of_halves_the_even_one():
+    values = np.unique(E4M3[np.isfinite(E4M3)])  # -0 and 0 are one
+    low, high = values[:-1], values[1:]
+    middle = (low + high) / 2  # exact in float32
+    below, above = np.nextafter(middle, low), np.nextafter(middle, high)
+    assert np.array_equal(quantize(below, ONE, 0, FP8), low)
+    assert np.array_equal(quantize(above, ONE, 0, FP8), high)
+    even = {value: code % 2 == 0 for code, value in enumerate(E4M3.tolist())}
+    expected = np.where([even[v] for v in low.tolist()], low, high)
+    assert np.array_equal(quantize(middle, ONE, 0, FP8), expected)
+
+
+def test_beyond_its_ends_fp8_saturates():
+    far = np.array([464, 465, 1e30, np.inf, -500, -np.inf], np.float32)
+    assert quantize(far, ONE, 0, FP8).tolist() == [448, 448, 448, 448, -448, -448]
+
+
+@pytest.mark.parametrize(
+    ("grid", "theirs"), [(FP8, "float8_e4m3fn"), (FLOAT16, "float16"), (BFLOAT16, "bfloat16")]
+)
+@given(st.lists(st.floats(-1e39, 1e39), min_size=1), st.integers(-140, 0))
+def test_floats_round_as_ml_dtypes_does(grid: Grid, theirs: str, values, power: int):
+    types = pytest.importorskip("ml_dtypes")
+    dtype = getattr(types, theirs, None) or np.dtype(theirs)
+    with np.errstate(over="ignore", under="ignore"):
+        x = (np.array(values) * 2.0**power).astype(np.float32)
+        inside = np.clip(x, grid.qmin, grid.qmax)  # theirs gives NaN or infinity beyond
+        expected = inside.astype(dtype).astype(np.float32)
+    assert np.array_equal(quantize(x, ONE, 0, grid).astype(np.float32), expected)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
+def test_float32_leaves_every_value_as_it_is(values):
+    x = np.array(values, np.float32)
+    assert np.array_equal(quantize(x, *scale_of(1.0).on(FLOAT32), FLOAT32), x)
+
+
+@pytest.mark.parametrize("grid", [signed(4), signed(7), INT8, INT16, FP8], ids=lambda g: g.name)
+def test_a_weights_extreme_is_the_last_value_of_its_grid(grid: Grid):
+    weight = np.array([[0.3, -2.0], [0.0, 0.0], [5.0, 3.0]], np.float32)
+    scales = weight_scales(weight, 0, grid=grid)
+    assert scales.tolist() == [np.float32(2 / grid.qmax), 1.0, np.float32(5 / grid.qmax)]
+    stored = quantize_weight(weight, scales, 0, grid=grid)
+    assert stored.dtype == grid.dtype
+    assert stored[0, 1] == -grid.qmax and stored[2, 0] == grid.qmax
+    back = dequantize(stored, scales[:, None], 0)
+    assert np.abs(back - weight).max() <= 5 / grid.qmax * (16 if grid is FP8 else 0.51)
+
+
+def test_a_weight_needs_a_symmetric_grid():
+    with pytest.raises(CalibrationError, match="symmetric grid, got uint8"):
+        weight_scales(np.ones((1, 1), np.float32), 0, grid=UINT8)

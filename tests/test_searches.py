@@ -1,0 +1,152 @@
+"""The table of searches, the words that choose from it, and a row that is added."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibrators import SEARCHES, Histogram
+from calibrators.errors import CalibrationError
+from calibrators.percentile import percentile
+from calibrators.searches import DEFAULT_METHOD, EntropyTensorrtParams, PercentileParams
+from deploy.calibration.search import Method
+from deploy.cli import main
+from deploy.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_parameter_has_a_default_and_says_what_it_is(name):
+    row = SEARCHES[name]
+    assert row.help and row.params() == row.params()
+    for parameter in fields(row.params):
+        assert parameter.default is not MISSING
+        assert parameter.metadata["help"].endswith(".")
+
+
+def test_a_method_is_the_default_where_none_is_given():
+    assert Method.of() == Method.of(DEFAULT_METHOD) == Method("mse", SEARCHES["mse"].params())
+    assert Method.of("percentile", {"percent": None}) == Method.of("percentile")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "label", "rule"),
+    [
+        ("mse", {}, "mse", "order-independent"),
+        ("percentile", {}, "percentile 99.99", "order-independent"),
+        ("percentile", {"percent": 99.0}, "percentile 99", "order-independent"),
+        ("percentile", {"percent": 99.99999}, "percentile 99.99999", "order-independent"),
+        ("entropy-tensorrt", {}, "entropy-tensorrt", "tensorrt, first batch of 1"),
+        ("entropy-tensorrt", {"batch_size": 8}, "entropy-tensorrt", "tensorrt, first batch of 8"),
+    ],
+)
+def test_label_and_rule_are_those_of_the_fingerprint(name, given, label, rule):
+    method = Method.of(name, given)
+    assert (method.label, method.rule) == (label, rule)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("percentle", {}, "a method is one of .*did you mean 'percentile'"),
+        ("kl", {}, "a method is one of .*, got 'kl'; the default is mse"),
+        (
+            "mse",
+            {"percent": 99},
+            "--percent belongs to --method percentile, got --method mse; leave it away",
+        ),
+        ("percentile", {"batch_size": 8}, "--batch-size belongs to --method entropy-tensorrt"),
+        ("percentile", {"percnt": 99}, "belongs to a method, got 'percnt'; did you mean 'percent'"),
+        ("percentile", {"percent": 50}, "over 50 and at most 100, got 50"),
+        ("percentile", {"percent": "99"}, "over 50 and at most 100, got '99'"),
+        ("entropy-tensorrt", {"batch_size": 0}, "1 or more, got 0"),
+        ("entropy-tensorrt", {"batch_size": 1.5}, "1 or more, got 1.5"),
+        ("entropy-tensorrt", {"batch_size": True}, "1 or more, got True"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(name, given, told):
+    with pytest.raises(ConfigError, match=told):
+        Method.of(name, given)
+
+
+def test_parameters_of_another_search_are_refused():
+    with pytest.raises(ConfigError, match="mse takes Params, got PercentileParams"):
+        Method("mse", PercentileParams())
+    with pytest.raises(CalibrationError, match="percentile"):
+        PercentileParams(percent=float("nan"))
+    with pytest.raises(CalibrationError, match="batch size"):
+        EntropyTensorrtParams(batch_size=-1)
+
+
+def test_a_methods_search_takes_its_parameters():
+    h = Histogram()
+    h.observe(np.random.default_rng(0).normal(size=5000).astype(np.float32))
+    assert Method.of("percentile", {"percent": 90}).search(h) == percentile(h, percent=90)
+    assert Method.of("percentile").search(h) == percentile(h, percent=99.99)
+    legacy = Method.of("legacy").search(h)
+    assert legacy.symmetric == percentile(h, percent=0.999999 * 100).symmetric
+    assert legacy.method == "legacy"
+
+
+def test_an_option_of_another_method_is_refused_by_the_command(small_cnn, pictures, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        main(["build", str(small_cnn), "--images", str(pictures), "--percent", "99"])
+    assert "--percent belongs to --method percentile, got --method mse" in capsys.readouterr().err
+
+
+TOY = """
+import sys
+from dataclasses import dataclass, field, replace
+
+from calibrators.minmax import minmax
+from calibrators.searches import SEARCHES, Params, Search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareParams(Params):
+    share: float = field(default=0.5, metadata={"help": "Share of the range to keep."})
+
+
+def share(histogram, params):
+    found = minmax(histogram)
+    return replace(found, lo=found.lo * params.share, hi=found.hi * params.share, method="share")
+
+
+SEARCHES["share"] = Search(share, ShareParams, "keeps a share of the range")
+
+from deploy.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(small_cnn, pictures, tmp_path):
+    program = tmp_path / "toy.py"
+    program.write_text(TOY)
+
+    def run(*words: object) -> str:
+        done = subprocess.run(
+            [sys.executable, program, *map(str, words)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "[--method share; default: 0.5]" in " ".join(run("build", "--help").split())
+    out, images = tmp_path / "out", ("--images", pictures, "--preprocess", "unit")
+    run("build", small_cnn, *images, "--method", "share", "--share", 0.25, "--out", out,
+        "--duration", 0)  # fmt: skip
+    written = json.loads((out / "report.json").read_text())
+    assert written["calibration"]["method"] == "share 0.25"
+    cache = tmp_path / "share.cache"
+    given = ("calibrate", small_cnn, *images, "--method", "share", "-o", cache)
+    assert "share 0.5" in run(*given)
+    assert "only the method changed (share 0.5 -> share 0.75)" in run(*given, "--share", 0.75)
