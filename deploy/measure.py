@@ -106,7 +106,6 @@ def measured(
                 threads=threads,
                 latency=latency.get(result.target),
                 accuracy=accuracy.get(result.target),
-                notes=result.notes,
             )
         )
     return Figures(

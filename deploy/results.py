@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,12 @@ from deploy.report import (
     CalibrationPart,
     FeedPart,
     FileRow,
+    GroupRow,
     ModelPart,
     NodeRow,
     Report,
+    TargetPart,
+    WorkPart,
     tensor_rows,
     to_html,
     to_json,
@@ -29,15 +32,23 @@ from deploy.targets.base import Built
 from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from deploy.graph.plan import Decision
     from deploy.measure import Figures
+    from deploy.metrics.accuracy import OutputAccuracy
     from deploy.pipeline import Calibrated
 
 
 def write_report(
-    calibrated: Calibrated, built: Sequence[Built], figures: Figures, folder: Path
+    calibrated: Calibrated,
+    built: Sequence[Built],
+    figures: Figures,
+    folder: Path,
+    *,
+    groups: Sequence[GroupRow] = (),
+    work: WorkPart | None = None,
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html."""
-    report = gather(calibrated, built, figures, folder)
+    report = gather(calibrated, built, figures, folder, groups=groups, work=work)
     text = json.dumps(to_json(report), indent=1, allow_nan=False)
     atomic.write_text(folder / "report.json", text + "\n")
     atomic.write_text(folder / "report.md", to_markdown(report))
@@ -46,16 +57,28 @@ def write_report(
 
 
 def gather(
-    calibrated: Calibrated, built: Sequence[Built], figures: Figures, folder: Path
+    calibrated: Calibrated,
+    built: Sequence[Built],
+    figures: Figures,
+    folder: Path,
+    *,
+    groups: Sequence[GroupRow] = (),
+    work: WorkPart | None = None,
 ) -> Report:
-    """Everything that was found, as one value."""
+    """Everything that was found, as one value.
+
+    Args:
+        calibrated: the calibration.
+        built: what each target made, or why it failed.
+        figures: what was measured.
+        folder: where the report is written.
+        groups: what was observed, and which of it was reused.
+        work: what the run cost.
+    """
     loaded, feed = calibrated.loaded, calibrated.feed
     manifest = feed.manifest()
-    files = {role: path for result in built for role, path in result.files.items()}
-    if calibrated.cache is not None:
-        files["calibration cache"] = calibrated.cache
-    rows = [FileRow(role=r, path=str(p), size_bytes=p.stat().st_size) for r, p in files.items()]
-    rows.append(FileRow(role="report", path=str(folder / "report.html")))
+    cache = {} if calibrated.cache is None else {"calibration cache": calibrated.cache}
+    report_page = FileRow(role="report", path=str(folder / "report.html"))
     return Report(
         title=f"calib8: {loaded.name} in int8 for {', '.join(r.target for r in built)}",
         model=ModelPart(
@@ -73,31 +96,64 @@ def gather(
             skipped=feed.skipped,
             digest=manifest.get("sha256"),
         ),
-        calibration=_calibration(calibrated),
-        nodes=tuple(
-            NodeRow(name=d.node, op=d.op_type, int8=d.int8, reason=d.reason)
-            for d in (built[0].decisions if built else ())
-        ),
-        tensors=tensor_rows(
-            calibrated.calibration.scales,
-            clipped=_clipped(calibrated),
-            layers=figures.layers,
-        ),
+        calibration=_calibration(calibrated, built, groups),
+        targets=tuple(_target(calibrated, r, _layers(built, figures, r)) for r in built),
         engines=figures.engines,
-        layers=figures.layers,
         machine=this_machine(),
-        files=tuple(rows),
+        files=(*_files(cache), report_page),
+        work=work,
         notes=(*feed.notes, *_troubles(calibrated), *figures.notes),
     )
 
 
-def _calibration(calibrated: Calibrated) -> CalibrationPart:
+def _calibration(
+    calibrated: Calibrated, built: Sequence[Built], groups: Sequence[GroupRow]
+) -> CalibrationPart:
+    asked = calibrated.method.label
+    used = {result.method for result in built if result.method}
     return CalibrationPart(
-        method=calibrated.method.label,
+        method=asked if asked in used or not used else "",
         reused=calibrated.reused,
         reason=calibrated.reason,
         seconds=None if calibrated.reused else calibrated.seconds,
         cache=str(calibrated.cache) if calibrated.cache else None,
+        groups=tuple(groups),
+    )
+
+
+def _target(calibrated: Calibrated, built: Built, layers: tuple[OutputAccuracy, ...]) -> TargetPart:
+    return TargetPart(
+        name=built.target,
+        method=built.method,
+        reused=calibrated.reused and not built.error,
+        nodes=tuple(_node(decision) for decision in built.decisions),
+        tensors=tensor_rows(
+            built.ranges, clipped=_clipped(calibrated, built.ranges), layers=layers
+        ),
+        layers=layers,
+        files=_files(built.files),
+        notes=built.notes,
+        error=built.error,
+    )
+
+
+def _node(decision: Decision) -> NodeRow:
+    precision = getattr(decision, "precision", "int8" if decision.int8 else "float32")
+    return NodeRow(
+        name=decision.node, op=decision.op_type, precision=precision, reason=decision.reason
+    )
+
+
+def _layers(built: Sequence[Built], figures: Figures, one: Built) -> tuple[OutputAccuracy, ...]:
+    """Figures of inner tensors; they are of the first target that ONNX Runtime can run."""
+    judged = next((result for result in built if result.runnable is not None), None)
+    return figures.layers if one is judged else ()
+
+
+def _files(files: Mapping[str, Path]) -> tuple[FileRow, ...]:
+    return tuple(
+        FileRow(role=role, path=str(path), size_bytes=path.stat().st_size)
+        for role, path in files.items()
     )
 
 
@@ -107,13 +163,19 @@ def _troubles(calibrated: Calibrated) -> list[str]:
     return [f"no scale for {name}: it {why}; its nodes stay float" for name, why in found.items()]
 
 
-def _clipped(calibrated: Calibrated) -> dict[str, float]:
-    """Share of each tensor's values outside its clip range, to a bin."""
-    statistics = calibrated.calibration.statistics
-    if statistics is None:
-        return {}
-    scales = calibrated.calibration.scales
-    return {n: clipped_share(statistics[n], s) for n, s in scales.items() if n in statistics}
+def _clipped(calibrated: Calibrated, ranges: Mapping[str, Scale]) -> dict[str, float]:
+    """Share of each tensor's values outside its clip range, to a bin.
+
+    Left out where the range was found on other values than the kept statistics are of, as where a
+    target runs a variant of the model: their extremes differ.
+    """
+    statistics: Mapping[str, Histogram] = calibrated.calibration.statistics or {}
+    return {
+        name: clipped_share(statistics[name], scale)
+        for name, scale in ranges.items()
+        if name in statistics and statistics[name].minimum == scale.observed_min
+        if statistics[name].maximum == scale.observed_max
+    }
 
 
 def clipped_share(histogram: Histogram, scale: Scale) -> float:

@@ -1,10 +1,11 @@
-"""Numbers as people read them; "-" where there is none."""
+"""Numbers as people read them; "-" where there is none, "failed" where a target failed."""
 
 from __future__ import annotations
 
 import math
 
 NONE = "-"
+FAILED = "failed"
 
 
 def milliseconds(value: float | None) -> str:

@@ -12,7 +12,7 @@ from deploy.tensors import Samples, Session
 if TYPE_CHECKING:
     import onnx
 
-    from calibrators.scales import Scales
+    from calibrators.scales import Scale, Scales
     from deploy.graph.plan import Decision
 
 
@@ -59,6 +59,9 @@ class Built:
         files: role -> path of every file written, the engine included.
         decisions: every node, int8 or float with its reason.
         notes: sentences for the user: what was not done, and the command that does it.
+        method: what chose the ranges of this target, such as "mse" or "ARQ and IFMR".
+        ranges: tensor -> the clip range that this target's files hold.
+        error: why the target failed, in one sentence; then it has no files. "" where it did not.
     """
 
     target: str
@@ -67,6 +70,9 @@ class Built:
     files: Mapping[str, Path]
     decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)
+    method: str = ""
+    ranges: Mapping[str, Scale] = field(default_factory=dict)
+    error: str = ""
 
 
 class Target(Protocol):
