@@ -19,10 +19,10 @@ from deploy.report import (
     FileRow,
     GroupRow,
     ModelPart,
-    NodeRow,
     Report,
     TargetPart,
     WorkPart,
+    node_rows,
     tensor_rows,
     to_html,
     to_json,
@@ -32,7 +32,6 @@ from deploy.targets.base import Built
 from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from deploy.graph.plan import Decision
     from deploy.measure import Figures
     from deploy.metrics.accuracy import OutputAccuracy
     from deploy.pipeline import Calibrated
@@ -126,7 +125,7 @@ def _target(calibrated: Calibrated, built: Built, layers: tuple[OutputAccuracy, 
         name=built.target,
         method=built.method,
         reused=calibrated.reused and not built.error,
-        nodes=tuple(_node(decision) for decision in built.decisions),
+        nodes=node_rows(built.decisions),
         tensors=tensor_rows(
             built.ranges, clipped=_clipped(calibrated, built.ranges), layers=layers
         ),
@@ -134,13 +133,6 @@ def _target(calibrated: Calibrated, built: Built, layers: tuple[OutputAccuracy, 
         files=_files(built.files),
         notes=built.notes,
         error=built.error,
-    )
-
-
-def _node(decision: Decision) -> NodeRow:
-    precision = getattr(decision, "precision", "int8" if decision.int8 else "float32")
-    return NodeRow(
-        name=decision.node, op=decision.op_type, precision=precision, reason=decision.reason
     )
 
 

@@ -18,6 +18,7 @@ from deploy.report.parts import (
     TargetPart,
     TensorRow,
     WorkPart,
+    node_rows,
     tensor_rows,
 )
 from deploy.report.report import Report
@@ -35,6 +36,7 @@ __all__ = [
     "TargetPart",
     "TensorRow",
     "WorkPart",
+    "node_rows",
     "tensor_rows",
     "to_html",
     "to_json",

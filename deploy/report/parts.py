@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency
+
+if TYPE_CHECKING:
+    from deploy.graph.plan import Decision
 
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
@@ -181,6 +185,19 @@ class TargetPart:
     files: tuple[FileRow, ...] = ()
     notes: tuple[str, ...] = ()
     error: str = ""
+
+
+def node_rows(decisions: Iterable[Decision]) -> tuple[NodeRow, ...]:
+    """The rows of what a target decided for each node."""
+    return tuple(
+        NodeRow(
+            name=decision.node,
+            op=decision.op_type,
+            precision=getattr(decision, "precision", "int8" if decision.int8 else "float32"),
+            reason=decision.reason,
+        )
+        for decision in decisions
+    )
 
 
 def tensor_rows(

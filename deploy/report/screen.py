@@ -41,15 +41,7 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
         tuple(_where(report)),
         tuple(_notes(report)),
     )
-    text = "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
-    return "".join(map(_visible, text))
-
-
-def _visible(character: str) -> str:
-    """A name from a file must not steer the terminal, nor fail to be encoded."""
-    return (
-        character if character.isprintable() or character == "\n" else "\N{REPLACEMENT CHARACTER}"
-    )
+    return figures.printable("\n\n".join("\n".join(block) for block in blocks if block) + "\n")
 
 
 def _how(report: Findings) -> Iterator[str]:
