@@ -238,8 +238,8 @@ def run(
     return Row(
         name=name,
         says="engine loads",
-        int8=sum(node.int8 for node in report.nodes),
-        nodes=len(report.nodes),
+        int8=sum(node.quantized for node in report.targets[0].nodes),
+        nodes=len(report.targets[0].nodes),
         speed_up=_speed_up(report.engines),
         sqnr_db=_mean(o.sqnr_db for o in outputs),
         cosine=_mean(o.cosine_mean for o in outputs),

@@ -3,7 +3,7 @@
 >>> from deploy import build, calibrate, bench
 >>> report = build("model.onnx", "photos/", targets=["onnxruntime"], out="build/")
 
-The three functions are imported when first used, so that `import deploy` stays light.
+Every name is imported when first used, so that `import deploy` stays light.
 """
 
 from __future__ import annotations
@@ -11,19 +11,87 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from deploy.version import __version__
 
 if TYPE_CHECKING:
     from deploy.benchmark import bench as bench
+    from deploy.calibration.reuse import CachePolicy as CachePolicy
+    from deploy.calibration.search import Method as Method
+    from deploy.errors import BackendError as BackendError
+    from deploy.errors import CacheError as CacheError
+    from deploy.errors import Calib8Error as Calib8Error
+    from deploy.errors import CalibrationError as CalibrationError
+    from deploy.errors import ConfigError as ConfigError
+    from deploy.errors import ExportError as ExportError
+    from deploy.errors import FeedError as FeedError
+    from deploy.errors import ModelError as ModelError
+    from deploy.errors import SdkMissingError as SdkMissingError
+    from deploy.feed.preprocess import Preprocess as Preprocess
+    from deploy.frontends import load as load
+    from deploy.inspection import inspect as inspect
     from deploy.pipeline import build as build
     from deploy.pipeline import calibrate as calibrate
+    from deploy.report import Report as Report
+    from deploy.targets import TARGETS as TARGETS
+    from deploy.targets import Ascend as Ascend
+    from deploy.targets import OnnxRuntime as OnnxRuntime
+    from deploy.targets import TensorRT as TensorRT
 
-_FACE = {"bench": "deploy.benchmark", "build": "deploy.pipeline", "calibrate": "deploy.pipeline"}
+__all__ = [  # noqa: RUF022 (in the order of a user's work)
+    "__version__",
+    # what is done with a model
+    "load",
+    "inspect",
+    "calibrate",
+    "build",
+    "bench",
+    # how
+    "Preprocess",
+    "Method",
+    "CachePolicy",
+    # for what
+    "TARGETS",
+    "OnnxRuntime",
+    "TensorRT",
+    "Ascend",
+    # what comes of it
+    "Report",
+    # what can go wrong: `deploy.errors` draws the tree
+    "Calib8Error",
+    "CalibrationError",
+    "ModelError",
+    "FeedError",
+    "CacheError",
+    "ConfigError",
+    "ExportError",
+    "BackendError",
+    "SdkMissingError",
+]
 
-__all__ = ["__version__", "bench", "build", "calibrate"]
+_HOMES = {
+    "deploy.benchmark": ("bench",),
+    "deploy.calibration.reuse": ("CachePolicy",),
+    "deploy.calibration.search": ("Method",),
+    "deploy.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "deploy.feed.preprocess": ("Preprocess",),
+    "deploy.frontends": ("load",),
+    "deploy.inspection": ("inspect",),
+    "deploy.pipeline": ("build", "calibrate"),
+    "deploy.report": ("Report",),
+    "deploy.targets": ("TARGETS", "Ascend", "OnnxRuntime", "TensorRT"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 
-def __getattr__(name: str) -> object:
-    if name not in _FACE:
-        raise AttributeError(f"module 'deploy' has no attribute {name!r}")
-    return getattr(import_module(_FACE[name]), name)
+if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module 'deploy' has no attribute {name!r}")
+        value = getattr(import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,7 +12,7 @@ from deploy.errors import ConfigError
 from deploy.machine import this_machine
 from deploy.metrics.latency import measure
 from deploy.ort import OrtSession
-from deploy.report.model import EngineRow, Report
+from deploy.report import EngineRow, Report
 from deploy.targets.tensorrt.session import TensorrtSession
 from deploy.targets.tensorrt.streams import throughput
 from deploy.tensors import Array, Session, TensorSpec

@@ -12,8 +12,8 @@ from importlib import import_module
 
 import click
 
-from deploy import __version__
 from deploy.errors import Calib8Error
+from deploy.version import __version__
 
 # name: (module:attribute, one line for `calib8 --help`)
 COMMANDS: dict[str, tuple[str, str]] = {

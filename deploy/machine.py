@@ -9,6 +9,8 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from deploy.version import __version__
+
 # Instruction sets with an int8 dot product; without one, int8 gains little on a CPU.
 # x86: AVX512-VNNI, AVX-VNNI, AMX. Arm: SDOT/UDOT ("asimddp"), I8MM.
 INT8_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
@@ -90,8 +92,6 @@ def _cpu_flags(cpu_info: str) -> frozenset[str]:
 
 
 def _versions() -> dict[str, str]:
-    from deploy import __version__
-
     found = {"calib8": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -40,6 +40,7 @@ class Figures:
         layers: target -> its inner tensors against the float model's.
         failed: target -> why its engine could not be run, as a sentence.
         notes: sentences on how the figures came about.
+        decodes: images read for the evaluation alone.
         reference_runs: inferences of the float model for the accuracy figures.
         engine_runs: target -> inferences for the same.
     """
@@ -48,6 +49,7 @@ class Figures:
     layers: Mapping[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    decodes: int = 0
     reference_runs: int = 0
     engine_runs: Mapping[str, int] = field(default_factory=dict)
 
@@ -121,7 +123,6 @@ def measured(
             threads=threads,
             latency=latency.get(result.target),
             accuracy=judged.accuracy.get(result.target),
-            notes=result.notes,
         )
         for result in built
     ]
@@ -130,6 +131,7 @@ def measured(
         layers=layers,
         failed=failed,
         notes=_notes(judged.accuracy, evaluation),
+        decodes=0 if evaluation is None else evaluation.decodes,
         reference_runs=judged.reference_runs,
         engine_runs=judged.engine_runs,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,12 @@ from deploy.report import (
     CalibrationPart,
     FeedPart,
     FileRow,
+    GroupRow,
     ModelPart,
-    NodeRow,
     Report,
+    TargetPart,
+    WorkPart,
+    node_rows,
     tensor_rows,
     to_html,
     to_json,
@@ -34,7 +38,10 @@ if TYPE_CHECKING:
 
 
 def write_report(
-    calibrated: Calibrated, built: Sequence[Built], figures: Figures, folder: Path
+    calibrated: Calibrated,
+    built: Sequence[Built],
+    figures: Figures,
+    folder: Path,
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html."""
     report = gather(calibrated, built, figures, folder)
@@ -46,16 +53,23 @@ def write_report(
 
 
 def gather(
-    calibrated: Calibrated, built: Sequence[Built], figures: Figures, folder: Path
+    calibrated: Calibrated,
+    built: Sequence[Built],
+    figures: Figures,
+    folder: Path,
 ) -> Report:
-    """Everything that was found, as one value."""
+    """Everything that was found, as one value.
+
+    Args:
+        calibrated: the calibration.
+        built: what each target made, or why it failed.
+        figures: what was measured.
+        folder: where the report is written.
+    """
     loaded, feed = calibrated.loaded, calibrated.feed
     manifest = feed.manifest()
-    files = {role: path for result in built for role, path in result.files.items()}
-    if calibrated.cache is not None:
-        files["calibration cache"] = calibrated.cache
-    rows = [FileRow(role=r, path=str(p), size_bytes=p.stat().st_size) for r, p in files.items()]
-    rows.append(FileRow(role="report", path=str(folder / "report.html")))
+    cache = {} if calibrated.cache is None else {"calibration cache": calibrated.cache}
+    report_page = FileRow(role="report", path=str(folder / "report.html"))
     return Report(
         title=f"calib8: {loaded.name} in int8 for {', '.join(r.target for r in built)}",
         model=ModelPart(
@@ -73,31 +87,71 @@ def gather(
             skipped=feed.skipped,
             digest=manifest.get("sha256"),
         ),
-        calibration=_calibration(calibrated),
-        nodes=tuple(
-            NodeRow(name=d.node, op=d.op_type, int8=d.int8, reason=d.reason)
-            for d in (built[0].decisions if built else ())
-        ),
-        tensors=tensor_rows(
-            calibrated.found.scales,
-            clipped=_clipped(calibrated),
-            layers=figures.layers,
-        ),
+        calibration=_calibration(calibrated, built),
+        targets=tuple(_target(calibrated, figures, result) for result in built),
         engines=figures.engines,
-        layers=figures.layers,
         machine=this_machine(),
-        files=tuple(rows),
+        files=(*_files(cache), report_page),
+        work=_work(calibrated, figures),
         notes=(*feed.notes, *_troubles(calibrated), *figures.notes),
     )
 
 
-def _calibration(calibrated: Calibrated) -> CalibrationPart:
+def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:
+    """What the run cost."""
+    return WorkPart(
+        decodes=calibrated.feed.decodes + figures.decodes,
+        calibration_runs=dict(calibrated.runs),
+        reference_runs=figures.reference_runs,
+        engine_runs=dict(figures.engine_runs),
+    )
+
+
+def _groups(calibrated: Calibrated) -> tuple[GroupRow, ...]:
+    """Observations by variant and statistic, and which of them the cache held."""
+    now = set(calibrated.observed_now)
+    wanted = dict.fromkeys(o for own in calibrated.wanted.values() for o in own)
+    counted = Counter((o.variant.key, o.statistic.key, o not in now) for o in wanted)
+    return tuple(
+        GroupRow(variant=variant, statistic=statistic, tensors=tensors, reused=reused)
+        for (variant, statistic, reused), tensors in counted.items()
+    )
+
+
+def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationPart:
+    asked = calibrated.method.label
+    used = {result.method for result in built if result.method}
     return CalibrationPart(
-        method=calibrated.method.label,
+        method=asked if asked in used or not used else "",
         reused=calibrated.reused,
         reason=calibrated.reason,
         seconds=None if calibrated.reused else calibrated.seconds,
         cache=str(calibrated.cache) if calibrated.cache else None,
+        groups=_groups(calibrated),
+    )
+
+
+def _target(calibrated: Calibrated, figures: Figures, built: Built) -> TargetPart:
+    error = built.error or figures.failed.get(built.target, "")
+    layers = figures.layers.get(built.target, ())
+    now = set(calibrated.observed_now)
+    return TargetPart(
+        name=built.target,
+        method=built.method,
+        reused=not error and not now.intersection(calibrated.wanted.get(built.target, ())),
+        nodes=node_rows(built.decisions),
+        tensors=tensor_rows(built.ranges, clipped=_clipped(calibrated, built), layers=layers),
+        layers=layers,
+        files=_files(built.files),
+        notes=built.notes,
+        error=error,
+    )
+
+
+def _files(files: Mapping[str, Path]) -> tuple[FileRow, ...]:
+    return tuple(
+        FileRow(role=role, path=str(path), size_bytes=path.stat().st_size)
+        for role, path in files.items()
     )
 
 
@@ -107,13 +161,23 @@ def _troubles(calibrated: Calibrated) -> list[str]:
     return [f"no scale for {name}: it {why}; its nodes stay float" for name, why in found.items()]
 
 
-def _clipped(calibrated: Calibrated) -> dict[str, float]:
-    """Share of each tensor's values outside its clip range, to a bin."""
-    if calibrated.ranges.trusted is not None:
-        return {}
-    scales = calibrated.found.scales
-    histograms = {o.tensor: calibrated.ranges.histogram(o) for o in calibrated.searched}
-    return {name: clipped_share(histograms[name], scale) for name, scale in scales.items()}
+def _clipped(calibrated: Calibrated, built: Built) -> dict[str, float]:
+    """Share of each tensor's values outside its clip range, to a bin.
+
+    Left out where a range is another tensor's, as of a pool's output, or was found on no histogram.
+    """
+    observed = calibrated.ranges.observed
+    recorders = {
+        o.tensor: observed[o.key]
+        for o in calibrated.wanted.get(built.target, ())
+        if o.key in observed
+    }
+    return {
+        name: clipped_share(histogram, scale)
+        for name, scale in built.ranges.items()
+        if isinstance(histogram := recorders.get(name), Histogram)
+        if (histogram.minimum, histogram.maximum) == (scale.observed_min, scale.observed_max)
+    }
 
 
 def clipped_share(histogram: Histogram, scale: Scale) -> float:

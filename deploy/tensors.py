@@ -55,6 +55,11 @@ class Samples(Protocol):
         """Images, or rows of arrays; the last sample of a fixed batch may be filled with others."""
         ...
 
+    @property
+    def decodes(self) -> int:
+        """How many images or rows were read to be run, so far."""
+        ...
+
     def samples(self) -> Any:
         """An iterator over samples."""
         ...

@@ -1,6 +1,8 @@
 """What the packages hand on: every name in `__all__` is there, and importing costs little."""
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +10,11 @@ from types import ModuleType
 
 import pytest
 
+import calib8
 import deploy
+import deploy.errors
 from deploy.errors import SdkMissingError
+from deploy.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(
@@ -46,7 +51,10 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("statement", ["import deploy", "import deploy.cli"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import deploy", "import deploy.cli", "import calib8", "import calib8; dir(calib8)"],
+)
 def test_importing_deploy_loads_no_heavy_library(statement):
     heavy = {"numpy", "onnx", "onnxruntime", "cv2", "torch", "tensorrt", "tqdm"}
     assert not loaded_by(statement) & heavy
@@ -58,3 +66,61 @@ def test_importing_calibrators_loads_no_model_library():
 
 def test_the_version_is_a_plain_string():
     assert deploy.__version__.count(".") == 2
+
+
+def checked(path: str) -> set[str]:
+    """Names that a file hands to type checkers alone."""
+    body = ast.parse((ROOT / path).read_text("utf-8")).body
+    (block,) = [n for n in body if isinstance(n, ast.If) and "Not()" not in ast.dump(n.test)]
+    return {alias.name for node in block.body for alias in node.names}
+
+
+def test_the_face_is_whole():
+    face = set(deploy.__all__)
+    assert {"build", "calibrate", "bench", "inspect", "load", "Preprocess", "Method"} < face
+    assert {"CachePolicy", "Report", "TARGETS", "__version__"} < face
+    assert {kind.__name__ for kind in TARGETS.values()} < face
+    assert set(deploy.errors.__all__) == {name for name in face if name.endswith("Error")}
+    assert checked("deploy/__init__.py") == face - {"__version__"}
+    assert face <= set(dir(deploy))
+
+
+def test_every_error_is_of_the_tree():
+    for name in deploy.errors.__all__:
+        assert issubclass(getattr(deploy, name), deploy.Calib8Error)
+
+
+def test_the_projects_own_name_gives_the_same():
+    assert calib8.__all__ == deploy.__all__ and set(deploy.__all__) <= set(dir(calib8))
+    for name in deploy.__all__:
+        assert getattr(calib8, name) is getattr(deploy, name)
+    assert checked("calib8.py") == {"*"}
+
+
+@pytest.mark.parametrize("package", [deploy, calib8])
+def test_a_name_that_is_not_there_is_refused(package):
+    with pytest.raises(AttributeError, match=f"{package.__name__}.*no attribute 'biuld'"):
+        package.biuld  # noqa: B018
+
+
+def test_an_inspection_fits_a_screen_and_tells_every_node(small_cnn):
+    found = deploy.inspect(small_cnn, target="tensorrt")
+    assert {node.name for node in found.nodes if node.op == "Gemm"} == {"Gemm_logits"}
+    assert found.tensors and "tensors need a scale" in repr(found)
+    assert "MaxPool is not run in int8 on tensorrt" in repr(found)
+    assert "MaxPool_p" not in repr(found) and "MaxPool_p" in found.text(everything=True)
+
+
+def test_the_documented_examples_run(small_cnn, pictures, tmp_path, monkeypatch, capsys):
+    """docs/python.md, its examples one after the other in one namespace."""
+    (tmp_path / "model.onnx").write_bytes(small_cnn.read_bytes())
+    (tmp_path / "photos").symlink_to(pictures)
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "python.md").read_text("utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) >= 5
+    held: dict[str, object] = {}
+    for example in examples:
+        exec(compile(example, "docs/python.md", "exec"), held)
+    said = capsys.readouterr().out
+    assert "a method is one of" in said and "Latency of model.onnx and model.int8.onnx" in said

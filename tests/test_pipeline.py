@@ -45,7 +45,7 @@ def test_every_method_builds_an_engine_that_is_close(small_cnn, pictures, tmp_pa
     onnx.checker.check_model(onnx.load(engine.path), full_check=True)
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["calibration"]["method"].startswith(method)
-    assert all(row["int8"] for row in written["nodes"])
+    assert all(row["precision"] == "int8" for row in written["targets"][0]["nodes"])
 
 
 def test_threads_leave_every_byte_as_it_is(small_cnn, pictures, tmp_path):
@@ -157,7 +157,7 @@ def test_a_trusted_cache_that_lacks_tensors_leaves_their_nodes_float(
         out=tmp_path,
         duration_s=0,
     )
-    reasons = {n.name: n.reason for n in report.nodes if not n.int8}
+    reasons = {n.name: n.reason for n in report.targets[0].nodes if not n.quantized}
     assert "c2" in reasons["Conv_c2"] and "short.cache" in reasons["Conv_c2"]
 
 
@@ -187,7 +187,7 @@ def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp
             tensor.CopyFrom(numpy_helper.from_array(np.full(8, -100, np.float32), "b1"))
     onnx.save(model, tmp_path / "dead.onnx")
     report = build(tmp_path / "dead.onnx", pictures, preprocess=UNIT, out=tmp_path, duration_s=0)
-    reasons = {n.name: n.reason for n in report.nodes}
+    reasons = {n.name: n.reason for n in report.targets[0].nodes}
     assert reasons["Conv_c1"] == "r1 was 0 in every sample"
     assert any("no scale for r1" in note for note in report.notes)
     entries = trt_cache.parse((tmp_path / "dead.cache").read_bytes(), origin="cache").scales()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from calibrators.scales import Scale, Scales
+from deploy import build
 from deploy.machine import this_machine
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency, Timing
@@ -17,10 +18,13 @@ from deploy.report import (
     EngineRow,
     FeedPart,
     FileRow,
+    GroupRow,
     ModelPart,
     NodeRow,
     Report,
+    TargetPart,
     TensorRow,
+    WorkPart,
     figures,
     tensor_rows,
     to_html,
@@ -29,6 +33,8 @@ from deploy.report import (
     to_screen,
 )
 from deploy.report.svg import latency_figure, range_bar
+from deploy.targets import OnnxRuntime
+from deploy.targets.base import Built
 
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no heading"
 
@@ -64,29 +70,90 @@ def full(name: str = "logits") -> Report:
         title=f"{name} in int8",
         model=ModelPart(path=name, size_bytes=4000, inputs=(f"{name} float32 [N,3]",)),
         feed=FeedPart(source=name, samples=100, preprocess={name: [0.5]}, skipped=(name,)),
-        calibration=CalibrationPart(method="entropy", reason=name, seconds=1.5),
-        nodes=(
-            NodeRow(name="c", op="Conv", int8=True),
-            NodeRow(name=name, op="Softmax", int8=False, reason=name),
+        calibration=CalibrationPart(
+            method="entropy",
+            reason=name,
+            seconds=1.5,
+            groups=(GroupRow(variant=name, statistic="histogram", tensors=2, reused=False),),
         ),
-        tensors=tensor_rows(Scales({name: scale}), clipped={name: 0.01}, layers=(output,)),
+        targets=(
+            TargetPart(
+                name="onnxruntime",
+                method="entropy",
+                nodes=(
+                    NodeRow(name="c", op="Conv"),
+                    NodeRow(name=name, op="Softmax", precision="float32", reason=name),
+                ),
+                tensors=tensor_rows(Scales({name: scale}), clipped={name: 0.01}, layers=(output,)),
+                layers=(output,),
+                files=(FileRow(role=name, path=name, size_bytes=1000),),
+                notes=(f"{name} is noted",),
+            ),
+        ),
         engines=(
             EngineRow(label="FP32", reference=True, size_bytes=4000, latency=latency(2.0)),
             EngineRow(label=f"int8 {name}", path=name, size_bytes=1000, latency=latency(1.0),
                       accuracy=accuracy, threads=2, load_ms=3.0),
         ),
-        layers=(output,),
         machine=this_machine(),
-        files=(FileRow(role=name, path=name, size_bytes=1000),),
+        files=(FileRow(role="report", path=name),),
         seconds={"observe": 1.0},
+        work=WorkPart(
+            decodes=500,
+            calibration_runs={name: 100},
+            reference_runs=400,
+            engine_runs={"onnxruntime": 400},
+        ),
         notes=(name,),
     )  # fmt: skip
+
+
+def of_one(**parts: object) -> Report:
+    return Report(targets=(TargetPart(name="onnxruntime", **parts),))
+
+
+def of_three() -> Report:
+    """Two targets that differ in method and coverage, and one that failed."""
+    ranges = {
+        name: Scale(lo=-1, hi=2, amax=2, observed_min=-1, observed_max=amax, method=method)
+        for name, amax, method in (("t", 4, "mse"), ("u", 5, "IFMR"))
+    }
+    relu = NodeRow(name="r", op="Relu", precision="float32", reason="the node before it is float")
+    add = NodeRow(name="a", op="Add", precision="float32", reason="the chip has none")
+    targets = (
+        TargetPart(
+            name="onnxruntime",
+            method="mse",
+            nodes=(*(NodeRow(name=f"n{op}", op=op) for op in "VWXYZ"), relu),
+            tensors=tensor_rows({"t": ranges["t"]}),
+            files=(FileRow(role="int8 engine", path="m.int8.onnx"),),
+        ),
+        TargetPart(
+            name="ascend",
+            method="ARQ and IFMR",
+            nodes=(NodeRow(name="c", op="Conv"), add, relu),
+            tensors=tensor_rows({"u": ranges["u"]}),
+            files=(FileRow(role="record", path="m_record.txt"),),
+            notes=("set --soc",),
+        ),
+        TargetPart(name="tensorrt", error="a cache must be writable, got <none>"),
+    )
+    judged = full().engines[1].accuracy
+    engines = (
+        EngineRow(label="FP32", reference=True, size_bytes=4000),
+        EngineRow(label="onnxruntime", path="m.int8.onnx", size_bytes=1000, accuracy=judged),
+        EngineRow(label="ascend", target="ascend", accuracy=judged),
+        EngineRow(label="tensorrt", target="tensorrt"),
+    )
+    return Report(
+        title="three", targets=targets, engines=engines, calibration=CalibrationPart(method="mse")
+    )
 
 
 class Page(HTMLParser):
     """Every tag, attribute and text of a page; refuses tags that do not close in order."""
 
-    VOID = frozenset({"meta", "line", "rect", "path"})
+    VOID = frozenset({"meta", "line", "rect", "path", "br"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -117,9 +184,9 @@ class Page(HTMLParser):
 def test_json_has_a_schema_and_only_json_types():
     data = to_json(full())
     text = json.dumps(data, allow_nan=False)
-    assert data["schema"] == "calib8-report/1"
+    assert data["schema"] == "calib8-report/2"
     assert json.loads(text)["engines"][1]["accuracy"]["outputs"][0]["sqnr_db"] == "inf"
-    assert json.loads(text)["tensors"][0]["clipped"] == 0.01
+    assert json.loads(text)["targets"][0]["tensors"][0]["clipped"] == 0.01
     assert "samples_ms" not in text
 
 
@@ -132,14 +199,14 @@ def test_json_takes_numpy_scalars_and_paths():
 
 def test_an_empty_report_has_every_form():
     report = Report(title="nothing")
-    assert to_json(report) == {"schema": "calib8-report/1", "title": "nothing"}
+    assert to_json(report) == {"schema": "calib8-report/2", "title": "nothing"}
     assert to_screen(report) == "nothing\n"
     assert to_markdown(report) == "# nothing\n"
     assert Page(to_html(report)).words.count("nothing") == 2
 
 
-@pytest.mark.parametrize("part", ["model", "feed", "calibration", "nodes", "tensors", "engines",
-                                  "layers", "machine", "files", "seconds", "notes"])  # fmt: skip
+@pytest.mark.parametrize("part", ["model", "feed", "calibration", "targets", "engines",
+                                  "machine", "files", "seconds", "work", "notes"])  # fmt: skip
 def test_each_part_stands_alone(part):
     report = Report(**{part: getattr(full(), part)})
     for form in (to_screen, to_markdown, to_html):
@@ -177,19 +244,19 @@ def test_names_can_be_written_and_do_not_steer_the_terminal():
 
 
 def test_many_rows_and_names_are_folded():
-    nodes = tuple(NodeRow(name=f"n{i}", op="Op", int8=False, reason="r") for i in range(9))
+    nodes = tuple(NodeRow(name=f"n{i}", op="Op", precision="float32", reason="r") for i in range(9))
     tensors = tuple(
         TensorRow(name=f"t{i}", observed_min=0, observed_max=1, lo=0, hi=1, amax=1, method="m")
         for i in range(41)
     )
-    page = Page(to_html(Report(nodes=nodes, tensors=tensors)))
+    page = Page(to_html(of_one(nodes=nodes, tensors=tensors)))
     assert page.tags.count("details") == 2
     assert "n0, n1, n2, n3, n4, n5, n6, n7, n8" in page.words
 
 
 def test_inner_tensors_are_listed_unless_the_tensor_table_has_them():
-    layers = full().layers
-    assert "Inner tensors" in to_html(Report(layers=layers))
+    layers = full().targets[0].layers
+    assert "Inner tensors" in to_html(of_one(layers=layers))
     assert "Inner tensors" not in to_html(full())
 
 
@@ -209,6 +276,171 @@ def test_the_screen_shows_what_changed():
     assert "1 of 2 nodes int8 (Conv 1)" in text and "Softmax (logits): logits" in text
     assert "entropy, calibrated anew in 1.5 s: logits" in text
     assert len(text.splitlines()) < 45
+
+
+def test_the_screen_tells_of_every_target():
+    text = to_screen(of_three())
+    assert "onnxruntime  5 of 6 nodes int8 (V 1, W 1, X 1, ...), by mse" in text
+    assert "ascend       1 of 3 nodes int8 (Conv 1), by ARQ and IFMR" in text
+    assert "Calibration   calibrated anew" in text
+    assert "Relu (r on onnxruntime, ascend): the node before it is float" in text
+    assert "Add (a on ascend): the chip has none" in text
+    assert text.count("the node before it is float") == 1
+    assert "ascend: set --soc" in text
+    assert [file.role for file in of_three().written] == ["int8 engine", "record"]
+
+
+def test_one_method_of_all_targets_is_said_once():
+    targets = tuple(dataclasses.replace(t, method="ARQ and IFMR") for t in of_three().targets)
+    text = to_screen(dataclasses.replace(of_three(), targets=targets))
+    assert text.count("ARQ and IFMR") == 1 and "mse" not in text
+
+
+def test_a_target_that_failed_is_a_row_with_its_sentence():
+    report = of_three()
+    assert report.failed and not full().failed
+    said = "tensorrt: a cache must be writable, got <none>"
+    assert f"Failed        {said}" in to_screen(report)
+    (size,) = [line for line in to_screen(report).splitlines() if line.startswith("Size")]
+    assert size.split()[-4:-2] == ["-", "failed"]
+    assert "tensorrt failed: a cache must be writable, got &lt;none&gt;" in to_markdown(report)
+    page = Page(to_html(report))
+    assert ("class", "troubles") in page.attributes
+    assert "tensorrt failed: a cache must be writable, got <none>" in page.words
+    assert to_json(report)["targets"][2]["error"] == said.partition(": ")[2]
+
+
+def test_reasons_of_other_nodes_on_other_targets_stand_in_one_line():
+    def target(name, *nodes):
+        rows = (NodeRow(name=n, op="Relu", precision="float32", reason="why") for n in nodes)
+        return TargetPart(name=name, nodes=tuple(rows))
+
+    report = Report(targets=(target("a", "x"), target("b", "x", "y"), target("c", "x")))
+    assert "  float       Relu (x on a, c; 2 nodes on b): why" in to_screen(report)
+
+
+def test_every_form_holds_each_targets_own_ranges():
+    report = of_three()
+    text = to_markdown(report)
+    ort, ascend = text.split("## Tensors of onnxruntime")[1].split("## Tensors of ascend")
+    assert "| t |" in ort and "mse" in ort and "IFMR" not in ort
+    assert "| u |" in ascend and "IFMR" in ascend and "mse" not in ascend.split("##")[0]
+    page = to_html(report)
+    assert "Tensors of onnxruntime (1)" in page and "Tensors of ascend (1)" in page
+    assert [t.get("tensors", [{}])[0].get("name") for t in to_json(report)["targets"]] == [
+        "t", "u", None,
+    ]  # fmt: skip
+
+
+def test_precisions_are_told_apart():
+    nodes = (
+        *(NodeRow(name=f"c{i}", op="Conv") for i in range(2)),
+        NodeRow(name="g", op="Gemm", precision="int16"),
+        NodeRow(name="s", op="Softmax", precision="float16", reason="no kernel"),
+    )
+    assert [node.quantized for node in nodes] == [True, True, True, False]
+    text = to_screen(of_one(nodes=nodes))
+    assert "2 of 4 nodes int8, 1 int16 (Conv 2, Gemm 1)" in text
+    assert "  float16     Softmax (s): no kernel" in text
+    assert "3 / 4" in to_html(of_one(nodes=nodes))
+
+
+def test_what_a_run_cost_is_told_when_asked():
+    report = full()
+    assert "Work" not in to_screen(report)
+    text = " ".join(to_screen(report, verbose=True).split())
+    assert "Work 500 images decoded; 100 calibration inferences (logits 100);" in text
+    assert "400 reference inferences; 400 engine inferences (onnxruntime 400)" in text
+    assert "Observed logits, histogram: 2 tensors, observed anew" in text
+    assert to_json(report)["work"] == {
+        "decodes": 500,
+        "calibration_runs": {"logits": 100},
+        "reference_runs": 400,
+        "engine_runs": {"onnxruntime": 400},
+    }
+    for form in (to_markdown, to_html):
+        assert "<details><summary>Work</summary>" in form(report)
+
+
+def test_a_second_build_that_ran_nothing_says_so():
+    text = to_screen(Report(work=WorkPart(engine_runs={"ascend": 4})), verbose=True)
+    assert "0 images decoded; 0 calibration inferences; 0 reference inferences" in text
+
+
+def test_a_cache_that_was_reused_in_part_says_so():
+    groups = tuple(
+        GroupRow(variant=v, statistic="histogram", tensors=1, reused=v == "folded")
+        for v in ("folded", "unfolded")
+    )
+    part = CalibrationPart(method="mse", groups=groups, reason="ascend is new")
+    text = to_screen(Report(calibration=part), verbose=True)
+    assert "mse, cache reused in part: ascend is new" in text
+    assert "folded, histogram: 1 tensor, reused" in text
+    assert "unfolded, histogram: 1 tensor, observed anew" in text
+
+
+def test_a_report_at_a_prompt_is_its_screen():
+    assert repr(full()) == to_screen(full()).rstrip("\n")
+    assert len(repr(full(HOSTILE)).splitlines()) < 60
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
+    text = full(HOSTILE)._repr_html_()
+    page = Page(text)
+    assert page.tags == ["iframe"]
+    held = dict(page.attributes)
+    assert held["srcdoc"] == to_html(full(HOSTILE)) and held["sandbox"] == ""
+
+
+def test_showing_a_report_never_fails():
+    broken = Report(title="broken", engines=(None,))
+    assert "Report" in repr(broken)
+    assert broken._repr_html_().startswith("<pre>&lt;")
+
+
+class Narrow(OnnxRuntime):
+    """ONNX Runtime under another name, which says that its files hold two halved ranges."""
+
+    def build(self, request):
+        kept = dict(list(request.scales.items())[:2])
+        kept = {n: dataclasses.replace(s, hi=s.hi / 2, method="half") for n, s in kept.items()}
+        return dataclasses.replace(super().build(request), method="halving", ranges=kept)
+
+
+class Broken(OnnxRuntime):
+    def build(self, request):
+        why = "a chip must be there, got none"
+        return Built(target=self.name, engine=None, runnable=None, files={}, error=why)
+
+
+def test_a_build_tells_what_each_target_really_used(small_cnn, pictures, tmp_path):
+    targets = [Narrow(name="narrow"), Broken(name="broken")]
+    report = build(small_cnn, pictures, targets=targets, out=tmp_path, duration_s=0)
+    narrow, broken = report.targets
+    assert report.failed and broken.error and not broken.files and not broken.nodes
+    assert narrow.method == "halving" and len(narrow.tensors) == 2
+    assert {row.method for row in narrow.tensors} == {"half"}
+    assert all(0 < row.clipped < 1 for row in narrow.tensors)  # of the statistics, at these ranges
+    assert narrow.layers and not broken.layers
+    assert report.calibration.method == ""  # mse was the default, and no target used it
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert [target["name"] for target in written["targets"]] == ["narrow", "broken"]
+    assert "halving, calibrated anew" in repr(report)
+    assert "Failed        broken: a chip must be there, got none" in repr(report)
+
+
+def test_a_share_is_not_told_of_values_that_were_not_seen(small_cnn, pictures, tmp_path):
+    class Elsewhere(Narrow):
+        def build(self, request):
+            found = super().build(request)
+            moved = {
+                n: dataclasses.replace(s, observed_max=s.observed_max * 2)
+                for n, s in found.ranges.items()
+            }
+            return dataclasses.replace(found, ranges=moved)
+
+    report = build(small_cnn, pictures, targets=[Elsewhere()], out=tmp_path, duration_s=0)
+    assert [row.clipped for row in report.targets[0].tensors] == [None, None]
 
 
 def test_a_slower_engine_is_called_slower():
@@ -239,8 +471,10 @@ def test_accuracy_without_an_engine_is_said_to_be_a_stand_ins():
 
 
 def test_many_float_groups_are_cut_with_a_count():
-    nodes = tuple(NodeRow(name=f"n{i}", op=f"Op{i}", int8=False, reason="r") for i in range(9))
-    assert "and 4 more float nodes; the report has all" in to_screen(Report(nodes=nodes))
+    nodes = tuple(
+        NodeRow(name=f"n{i}", op=f"Op{i}", precision="float32", reason="r") for i in range(9)
+    )
+    assert "and 4 more float nodes; the report has all" in to_screen(of_one(nodes=nodes))
 
 
 def test_a_warning_is_said_once():
@@ -263,7 +497,7 @@ def test_a_long_tail_does_not_squeeze_the_figure():
 
 
 def test_nan_stands_at_the_top_of_the_page():
-    output = full().layers[0]
+    output = full().targets[0].layers[0]
     found = Accuracy(samples=1, outputs=(output,), problems=("output 'y' holds NaN",))
     page = Page(to_html(Report(engines=(EngineRow(label="int8", accuracy=found),))))
     assert ("class", "troubles") in page.attributes
@@ -282,7 +516,7 @@ def test_a_tensor_of_no_width_has_no_bar(ends):
     row = TensorRow(name="dead", observed_min=ends[0], observed_max=ends[1], lo=0, hi=0, amax=0,
                     method="minmax")  # fmt: skip
     assert range_bar(row) == ""
-    to_html(Report(tensors=(row,)))
+    to_html(of_one(tensors=(row,)))
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ std::string calibrated_engine(const Plan& plan, trt::Builder& /*builder*/, Calib
 Json report_of(const Plan& plan, const TensorSpec& spec, const Calibrated& told,
                const trt::Runner& runner, const Latency& latency) {
   const auto size = [](const std::string& path) { return std::filesystem::file_size(path); };
-  Json report{{"schema", "calib8-report/1"},
+  Json report{{"schema", "calib8-report/2"},
               {"title", "calib8-build " + plan.model},
               {"model", {{"path", plan.model},
                          {"size_bytes", size(plan.model)},

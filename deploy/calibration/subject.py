@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibrators.statistics import HistogramOf, Statistic
+from calibrators.statistics import Statistic
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.search import Method
 from deploy.errors import ConfigError
@@ -75,9 +75,7 @@ class Subject:
     def statistic(self) -> Statistic:
         """What the method searches, a first batch counted in samples."""
         wanted = self.method.statistic
-        if isinstance(wanted, HistogramOf):
-            return replace(wanted, first=-(-wanted.first // self.batch))
-        return wanted
+        return replace(wanted, first=-(-wanted.first // self.batch))
 
     @cached_property
     def bounds(self) -> dict[str, Bounds]:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from deploy.commands.model import model_from, model_options
-
-if TYPE_CHECKING:
-    from deploy.frontends import LoadedModel
 
 
 @click.command()
@@ -31,36 +26,12 @@ def inspect(
     calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
     model = model_from(path, shapes, weights)
-    if model is not path or path.suffix in {".onnx", ".py"} or _looks_like_onnx(path):
-        _inspect_model(model, path, target, everything)
-    else:
+    if model is path and path.suffix not in {".onnx", ".py"} and not _looks_like_onnx(path):
         _inspect_cache(path)
-
-
-def _inspect_model(model: Path | LoadedModel, path: Path, target: str, everything: bool) -> None:
-    from deploy.frontends import LoadedModel, load
-    from deploy.pipeline import targets_of
-
-    (backend,) = targets_of([target])
-    loaded = model if isinstance(model, LoadedModel) else load(model)
-    decisions = backend.decisions(loaded.model)
-    int8 = sum(d.int8 for d in decisions)
-    click.echo(f"{path}: {len(decisions)} nodes, {int8} in int8 on {target}")
-    for spec in (*loaded.inputs, *loaded.outputs):
-        click.echo(f"  {spec.name} {spec.dtype} {list(spec.shape)}")
-    for note in loaded.notes:
-        click.echo(f"  {note}")
-    click.echo(f"{len(backend.wanted(loaded.model, ()))} tensors need a scale")
-    if everything:
-        for decision in decisions:
-            click.echo(f"  {'int8 ' if decision.int8 else 'float'} {decision.op_type:20}"
-                       f" {decision.node}  {decision.reason}".rstrip())  # fmt: skip
         return
-    for op_type, count in Counter(d.op_type for d in decisions if d.int8).most_common():
-        click.echo(f"  int8   {count:4} {op_type}")
-    reasons = Counter((d.op_type, d.reason) for d in decisions if not d.int8)
-    for (op_type, reason), count in reasons.most_common():
-        click.echo(f"  float  {count:4} {op_type}: {reason}")
+    from deploy.inspection import inspect as judge
+
+    click.echo(judge(model, target=target).text(everything=everything))
 
 
 def _inspect_cache(path: Path) -> None:

@@ -1,22 +1,27 @@
 """What a run found, as JSON, Markdown, an HTML page and one screen of text.
 
-`Report` (in `model`) holds plain values and nothing else; each form is one file of pure functions.
+`Findings` (in `model`, made of `parts`) holds plain values; each form is a file of pure functions;
+`Report` is the findings that show themselves.
 """
 
 from deploy.report.html import to_html
 from deploy.report.markdown import to_markdown
-from deploy.report.model import (
+from deploy.report.model import to_json
+from deploy.report.parts import (
     CalibrationPart,
     EngineRow,
     FeedPart,
     FileRow,
+    GroupRow,
     ModelPart,
     NodeRow,
-    Report,
+    TargetPart,
     TensorRow,
+    WorkPart,
+    node_rows,
     tensor_rows,
-    to_json,
 )
+from deploy.report.report import Report
 from deploy.report.screen import to_screen
 
 __all__ = [
@@ -24,10 +29,14 @@ __all__ = [
     "EngineRow",
     "FeedPart",
     "FileRow",
+    "GroupRow",
     "ModelPart",
     "NodeRow",
     "Report",
+    "TargetPart",
     "TensorRow",
+    "WorkPart",
+    "node_rows",
     "tensor_rows",
     "to_html",
     "to_json",

@@ -1,10 +1,11 @@
-"""Numbers as people read them; "-" where there is none."""
+"""Numbers as people read them; "-" where there is none, "failed" where a target failed."""
 
 from __future__ import annotations
 
 import math
 
 NONE = "-"
+FAILED = "failed"
 
 
 def milliseconds(value: float | None) -> str:
@@ -78,3 +79,9 @@ def count(number: int, noun: str) -> str:
 def encodable(text: str) -> str:
     """Text that UTF-8 can hold: a file name of other bytes reaches Python as lone surrogates."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def printable(text: str) -> str:
+    """Text in which a name from a file cannot steer the terminal, nor fail to be encoded."""
+    kept = (c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(kept)

@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
 import deploy.report.figures as figures
+import deploy.report.markup as markup
+import deploy.report.sections as sections
 from deploy.report.figures import encodable
-from deploy.report.model import Report
-from deploy.report.screen import calibration_words
+from deploy.report.model import Findings
 from deploy.report.style import STYLE
-from deploy.report.svg import latency_figure, range_bar
+from deploy.report.svg import latency_figure
 from deploy.report.table import (
-    coverage,
+    covered,
     engine_lines,
-    float_groups,
-    int8_operators,
+    failures,
     shrink,
     speed_up,
     top1,
     worst,
 )
-
-_MANY = 40  # rows above which a table can be folded
-_FEW = 8  # names that a cell shows unfolded
+from deploy.report.words import calibration_words, group_words, work_words
 
 
-def to_html(report: Report) -> str:
+def to_html(report: Findings) -> str:
     """A whole page; every name and sentence is escaped."""
-    sections = (
+    blocks = (
         _head(report),
         _tiles(report),
         _engines(report),
         _outputs(report),
         _remarks(report),
         _setup(report),
-        _nodes(report),
-        _tensors(report),
-        _layers(report),
+        sections.nodes(report),
+        sections.tensors(report),
+        sections.layers(report),
         _machine(report),
         _files(report),
+        _work(report),
     )
-    body = "\n".join(block for section in sections for block in section)
+    body = "\n".join(block for section in blocks for block in section)
     return encodable(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -50,28 +49,24 @@ def to_html(report: Report) -> str:
     )
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head(report: Findings) -> Iterator[str]:
     yield f"<h1>{escape(report.title)}</h1>"
     if report.model:
         words = [report.model.path, *report.model.inputs]
         yield f'<p class="sub">{" &middot; ".join(map(escape, words))}</p>'
-    troubles = [text for e in report.engines if e.accuracy for text in e.accuracy.problems]
+    troubles = [f"{target.name} failed: {target.error}" for target in failures(report)]
+    troubles += [text for e in report.engines if e.accuracy for text in e.accuracy.problems]
     if troubles:
-        yield _notes(dict.fromkeys(troubles), "troubles")
+        yield markup.bullets(dict.fromkeys(troubles), "troubles")
 
 
-def _remarks(report: Report) -> Iterator[str]:
+def _remarks(report: Findings) -> Iterator[str]:
     if report.warnings:
         yield "<h2>Notes</h2>"
-        yield _notes(report.warnings, "notes")
+        yield markup.bullets(report.warnings, "notes")
 
 
-def _notes(sentences: Iterable[str], kind: str) -> str:
-    items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
-    return f'<ul class="{kind}">{items}</ul>'
-
-
-def _tiles(report: Report) -> Iterator[str]:
+def _tiles(report: Findings) -> Iterator[str]:
     tiles = list(_tile_values(report))
     if tiles:
         cells = (
@@ -81,8 +76,8 @@ def _tiles(report: Report) -> Iterator[str]:
         yield f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _tile_values(report: Report) -> Iterator[tuple[str, str]]:
-    """The first engine in four figures."""
+def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
+    """The first engine in three figures, then what each target covers."""
     engine = next((engine for engine in report.engines if not engine.reference), None)
     if engine is not None:
         factor, smaller = speed_up(report, engine), shrink(report, engine)
@@ -96,12 +91,14 @@ def _tile_values(report: Report) -> Iterator[tuple[str, str]]:
         elif engine.accuracy:
             cosine = worst(output.cosine_mean for output in engine.accuracy.outputs)
             yield figures.cosine(cosine), f"cosine to the float model, {engine.label}"
-    if report.nodes:
-        int8 = sum(node.int8 for node in report.nodes)
-        yield f"{int8} / {len(report.nodes)}", "nodes in int8"
+    for target in covered(report):
+        quantized = sum(node.quantized for node in target.nodes)
+        kinds = sorted({node.precision for node in target.nodes if node.quantized}) or ["int8"]
+        whose = f", {target.name}" if len(report.targets) > 1 else ""
+        yield f"{quantized} / {len(target.nodes)}", f"nodes in {', '.join(kinds)}{whose}"
 
 
-def _engines(report: Report) -> Iterator[str]:
+def _engines(report: Findings) -> Iterator[str]:
     lines = engine_lines(report)
     if not lines:
         return
@@ -110,7 +107,7 @@ def _engines(report: Report) -> Iterator[str]:
     if figure:
         yield f"<figure>{figure}<figcaption>{_FIGURE_WORDS}</figcaption></figure>"
     heads = ["", *(engine.label for engine in report.engines), ""]
-    yield _table(heads, ([line.label, *line.cells, line.change] for line in lines), "engines")
+    yield markup.table(heads, ([line.label, *line.cells, line.change] for line in lines), "engines")
 
 
 _FIGURE_WORDS = (
@@ -119,7 +116,7 @@ _FIGURE_WORDS = (
 )
 
 
-def _outputs(report: Report) -> Iterator[str]:
+def _outputs(report: Findings) -> Iterator[str]:
     judged = [(e.label, e.accuracy) for e in report.engines if e.accuracy]
     if judged:
         samples = figures.count(judged[0][1].samples, "sample")
@@ -137,15 +134,16 @@ def _outputs(report: Report) -> Iterator[str]:
             for output in accuracy.outputs
         )
         heads = ["engine", "output", "SQNR", "cosine", "worst cosine", "max abs error"]
-        yield _table(heads, rows)
+        yield markup.table(heads, rows)
 
 
-def _setup(report: Report) -> Iterator[str]:
+def _setup(report: Findings) -> Iterator[str]:
     facts: list[tuple[str, str]] = []
     if report.calibration:
         part = report.calibration
-        facts.append(("Calibration", calibration_words(part)))
+        facts.append(("Calibration", calibration_words(report)))
         facts += [(key, str(value)) for key, value in part.options.items()]
+        facts += [("Observed", group_words(group)) for group in part.groups]
         facts += [("Cache", part.cache)] if part.cache else []
     if report.feed:
         samples = figures.count(report.feed.samples, "sample")
@@ -155,63 +153,14 @@ def _setup(report: Report) -> Iterator[str]:
     facts += [(step, f"{seconds:.1f} s") for step, seconds in report.seconds.items()]
     if facts:
         yield "<h2>Calibration</h2>"
-        yield _facts(facts)
+        yield markup.facts(facts)
 
 
-def _nodes(report: Report) -> Iterator[str]:
-    if not report.nodes:
-        return
-    yield "<h2>Nodes</h2>"
-    operators = int8_operators(report)
-    yield f"<p>{escape(coverage(report) + (': ' + operators if operators else ''))}.</p>"
-    groups = float_groups(report)
-    if groups:
-        rows = ([escape(g.op), _names(g.names), escape(g.reason)] for g in groups)
-        yield _raw_table(["float operator", "nodes", "why it stays float"], rows, "words")
-
-
-def _names(names: Sequence[str]) -> str:
-    """Names in a cell, folded where they are many."""
-    text = escape(", ".join(names))
-    if len(names) <= _FEW:
-        return text
-    return f"<details><summary>{len(names)} nodes</summary>{text}</details>"
-
-
-def _tensors(report: Report) -> Iterator[str]:
-    if not report.tensors:
-        return
-    yield f"<h2>Tensors ({len(report.tensors)})</h2>"
-    yield (
-        '<p class="sub">Thin line: values seen. Bar: range kept by the scale. Tick: zero.'
-        " Each drawing has its own scale.</p>"
-    )
-    heads = ["tensor", "range", "min", "max", "low", "high", "amax", "clipped", "SQNR", "method"]
-    rows = []
-    for row in report.tensors:
-        numbers = (row.observed_min, row.observed_max, row.lo, row.hi, row.amax)
-        cells = [*map(figures.real, numbers), figures.percent(row.clipped)]
-        cells += [figures.decibels(row.sqnr_db), row.method]
-        rows.append([escape(row.name), range_bar(row), *map(escape, cells)])
-    yield _fold(_raw_table(heads, rows, "tensors"), len(rows))
-
-
-def _layers(report: Report) -> Iterator[str]:
-    shown = {row.name for row in report.tensors}
-    if not shown.issuperset(row.name for row in report.layers):
-        yield f"<h2>Inner tensors ({len(report.layers)})</h2>"
-        rows = (
-            [row.name, figures.decibels(row.sqnr_db), figures.cosine(row.cosine_mean)]
-            for row in report.layers
-        )
-        yield _fold(_table(["tensor", "SQNR", "cosine"], rows), len(report.layers))
-
-
-def _machine(report: Report) -> Iterator[str]:
+def _machine(report: Findings) -> Iterator[str]:
     if report.machine:
         machine = report.machine
         yield "<h2>Machine</h2>"
-        yield _facts(
+        yield markup.facts(
             [
                 ("CPU", f"{machine.cpu}, {figures.count(machine.cores, 'core')}"),
                 ("int8 instructions", ", ".join(machine.int8) or "none found"),
@@ -222,33 +171,14 @@ def _machine(report: Report) -> Iterator[str]:
         )
 
 
-def _files(report: Report) -> Iterator[str]:
-    if report.files:
+def _files(report: Findings) -> Iterator[str]:
+    if report.written:
         yield "<h2>Files</h2>"
-        rows = ([file.path, file.role, figures.size(file.size_bytes)] for file in report.files)
-        yield _table(["file", "what it is", "size"], rows, "words")
+        rows = ([file.path, file.role, figures.size(file.size_bytes)] for file in report.written)
+        yield markup.table(["file", "what it is", "size"], rows, "words")
 
 
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
-    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts)
-    return f"<dl>{rows}</dl>"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "figures") -> str:
-    return _raw_table(heads, ([escape(cell) for cell in row] for row in rows), kind)
-
-
-def _raw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
-    """A table of cells that are HTML already; the heads are escaped here."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _fold(table: str, rows: int) -> str:
-    if rows <= _MANY:
-        return table
-    return f"<details open><summary>{rows} rows</summary>{table}</details>"
+def _work(report: Findings) -> Iterator[str]:
+    if report.work:
+        spent = markup.bullets(work_words(report.work), "notes")
+        yield f"<details><summary>Work</summary>{spent}</details>"

@@ -6,12 +6,20 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import deploy.report.figures as figures
 from deploy.report.figures import encodable
-from deploy.report.model import Report
-from deploy.report.screen import calibration_words
-from deploy.report.table import coverage, engine_lines, float_groups, int8_operators
+from deploy.report.model import Findings
+from deploy.report.parts import TargetPart
+from deploy.report.table import (
+    coverage,
+    covered,
+    engine_lines,
+    failures,
+    float_groups,
+    quantized_operators,
+)
+from deploy.report.words import calibration_words, group_words, work_words
 
 
-def to_markdown(report: Report) -> str:
+def to_markdown(report: Findings) -> str:
     """Markdown text; every name is escaped."""
     parts = (
         _head(report),
@@ -21,11 +29,12 @@ def to_markdown(report: Report) -> str:
         _tensors(report),
         _where(report),
         _notes(report),
+        _work(report),
     )
     return encodable("\n\n".join(block for part in parts for block in part) + "\n")
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head(report: Findings) -> Iterator[str]:
     yield f"# {_escape(report.title)}"
     facts = []
     if report.model:
@@ -39,12 +48,14 @@ def _head(report: Report) -> Iterator[str]:
         known = {k: v for k, v in report.feed.preprocess.items() if v is not None}
         facts += [f"{_escape(k)}: {_escape(str(v))}" for k, v in known.items()]
     if report.calibration:
-        facts += [f"Calibration: {_escape(calibration_words(report.calibration))}"]
+        facts += [f"Calibration: {_escape(calibration_words(report))}"]
+        facts += [f"Observed: {_escape(group_words(g))}" for g in report.calibration.groups]
+    facts += [f"{_escape(t.name)} failed: {_escape(t.error)}" for t in failures(report)]
     if facts:
         yield _bullets(facts)
 
 
-def _engines(report: Report) -> Iterator[str]:
+def _engines(report: Findings) -> Iterator[str]:
     lines = engine_lines(report)
     if lines:
         yield "## Engines"
@@ -52,7 +63,7 @@ def _engines(report: Report) -> Iterator[str]:
         yield _table(heads, ([line.label, *line.cells, line.change] for line in lines))
 
 
-def _outputs(report: Report) -> Iterator[str]:
+def _outputs(report: Findings) -> Iterator[str]:
     for engine in report.engines:
         if engine.accuracy:
             samples = figures.count(engine.accuracy.samples, "sample")
@@ -72,24 +83,40 @@ def _outputs(report: Report) -> Iterator[str]:
             )
 
 
-def _coverage(report: Report) -> Iterator[str]:
-    if report.nodes:
+def _coverage(report: Findings) -> Iterator[str]:
+    targets = covered(report)
+    if targets:
         yield "## Nodes"
-        operators = int8_operators(report)
-        yield f"{coverage(report)}{': ' + _escape(operators) if operators else ''}."
-    groups = float_groups(report)
+        yield _covered(targets)
+    groups = float_groups(targets)
     if groups:
         yield _table(
-            ["float operator", "nodes", "reason"],
-            ([group.op, ", ".join(group.names), group.reason] for group in groups),
+            ["float operator", "nodes", "on", "reason"],
+            (
+                [group.op, ", ".join(names), ", ".join(where), group.reason]
+                for group in groups
+                for names, where in group.places
+            ),
         )
 
 
-def _tensors(report: Report) -> Iterator[str]:
-    if not report.tensors:
-        return
-    yield "## Tensors"
-    yield _table(
+def _covered(targets: Sequence[TargetPart]) -> str:
+    return _table(
+        ["target", "nodes", "operators", "ranges by"],
+        ([t.name, coverage(t), quantized_operators(t), t.method] for t in targets),
+    )
+
+
+def _tensors(report: Findings) -> Iterator[str]:
+    for target in report.targets:
+        if target.tensors:
+            whose = f" of {_escape(target.name)}" if len(report.targets) > 1 else ""
+            yield f"## Tensors{whose}"
+            yield _ranges(target)
+
+
+def _ranges(target: TargetPart) -> str:
+    return _table(
         ["tensor", "min", "max", "clip low", "clip high", "amax", "method", "clipped", "SQNR"],
         (
             [
@@ -99,12 +126,12 @@ def _tensors(report: Report) -> Iterator[str]:
                 figures.percent(row.clipped),
                 figures.decibels(row.sqnr_db),
             ]
-            for row in report.tensors
+            for row in target.tensors
         ),
     )
 
 
-def _where(report: Report) -> Iterator[str]:
+def _where(report: Findings) -> Iterator[str]:
     if report.machine:
         machine = report.machine
         yield "## Machine"
@@ -117,18 +144,25 @@ def _where(report: Report) -> Iterator[str]:
                 _escape(", ".join(f"{k} {v}" for k, v in machine.versions.items())),
             ]
         )
-    if report.files:
+    if report.written:
         yield "## Files"
         yield _table(
             ["file", "what it is", "size"],
-            ([file.path, file.role, figures.size(file.size_bytes)] for file in report.files),
+            ([file.path, file.role, figures.size(file.size_bytes)] for file in report.written),
         )
 
 
-def _notes(report: Report) -> Iterator[str]:
+def _notes(report: Findings) -> Iterator[str]:
     if report.warnings:
         yield "## Notes"
         yield _bullets([_escape(text) for text in report.warnings])
+
+
+def _work(report: Findings) -> Iterator[str]:
+    if report.work:
+        yield "<details><summary>Work</summary>"
+        yield _bullets([_escape(text) for text in work_words(report.work)])
+        yield "</details>"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,131 +1,41 @@
-"""`Report`: everything a run found, as plain frozen values. Every part is optional."""
+"""`Findings`: everything a run found, as plain frozen values. Every part is optional.
+
+What holds for the whole run stands once; what a target alone decides (coverage, ranges, method,
+files) stands in its `TargetPart`. `deploy.report.Report` is this value with a face.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from calibrators.scales import Scales
 from deploy.machine import Machine
-from deploy.metrics.accuracy import Accuracy, OutputAccuracy
-from deploy.metrics.latency import Latency
+from deploy.report.parts import (
+    CalibrationPart,
+    EngineRow,
+    FeedPart,
+    FileRow,
+    ModelPart,
+    TargetPart,
+    WorkPart,
+)
 
-SCHEMA = "calib8-report/1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPart:
-    """The model that was given. `inputs` and `outputs` are words: "image float32 [N,1,28,28]"."""
-
-    path: str
-    size_bytes: int | None = None
-    opset: int | None = None
-    nodes: int | None = None
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers stand in their target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeedPart:
-    """What was fed: where from, how many, prepared how, what was left out."""
-
-    source: str
-    samples: int
-    preprocess: Mapping[str, object] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-    digest: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationPart:
-    """How the scales came about.
-
-    Attributes:
-        method: name of the search.
-        reused: True where a cache was taken over and nothing was run.
-        reason: why it was reused, or why not, in one sentence.
-        seconds: time of observing and searching; None where reused.
-        cache: path of the cache.
-        options: the search's options.
-    """
-
-    method: str
-    reused: bool = False
-    reason: str = ""
-    seconds: float | None = None
-    cache: str | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRow:
-    """One node of the model: int8, or float and why."""
-
-    name: str
-    op: str
-    int8: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRow:
-    """One calibrated tensor, in real units; `clipped` is the share of values outside [lo, hi]."""
-
-    name: str
-    observed_min: float
-    observed_max: float
-    lo: float
-    hi: float
-    amax: float
-    method: str
-    clipped: float | None = None
-    sqnr_db: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRow:
-    """One model or engine that was measured.
-
-    Attributes:
-        label: head of its column: "FP32", "int8", or the target's name where there are several.
-        reference: True for the float model that the others are compared with.
-        size_bytes: file and external data together.
-        load_ms: time from the file to a session ready to run.
-    """
-
-    label: str
-    reference: bool = False
-    target: str = "onnxruntime"
-    path: str | None = None
-    size_bytes: int | None = None
-    load_ms: float | None = None
-    threads: int | None = None
-    latency: Latency | None = None
-    accuracy: Accuracy | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRow:
-    """A file that was written, and what it is for."""
-
-    role: str
-    path: str
-    size_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Findings:
     """Everything a run found.
 
     Attributes:
         title: one line: what was done.
-        layers: inner tensors of the engine against the float model's, in the model's order.
+        targets: what each target got, in the order they were asked for.
+        files: what was written for no target alone.
         seconds: step -> time it took.
+        work: what the run cost, counted.
         notes: anything a reader must know, in sentences.
     """
 
@@ -133,13 +43,12 @@ class Report:
     model: ModelPart | None = None
     feed: FeedPart | None = None
     calibration: CalibrationPart | None = None
-    nodes: tuple[NodeRow, ...] = ()
-    tensors: tuple[TensorRow, ...] = ()
+    targets: tuple[TargetPart, ...] = ()
     engines: tuple[EngineRow, ...] = ()
-    layers: tuple[OutputAccuracy, ...] = ()
     machine: Machine | None = None
     files: tuple[FileRow, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    work: WorkPart | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -148,16 +57,45 @@ class Report:
         return next((engine for engine in self.engines if engine.reference), None)
 
     @property
+    def failed(self) -> bool:
+        """Whether a target could not be built."""
+        return any(target.error for target in self.targets)
+
+    @property
+    def written(self) -> tuple[FileRow, ...]:
+        """Every file: each target's, then those of the run."""
+        return (*(file for target in self.targets for file in target.files), *self.files)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences of the run, the engines, their latency and accuracy, each once."""
+        """Sentences of the run, the targets, their engines and latency, each once."""
         whose: dict[str, list[str]] = {}
         for engine in self.engines:
-            accuracy = engine.accuracy.problems if engine.accuracy else ()
-            latency = engine.latency.warnings if engine.latency else ()
-            for text in (*accuracy, *_stand_in(engine), *engine.notes, *latency):
+            for text in _said_of(engine, self.target_of(engine)):
                 whose.setdefault(text, []).append(engine.label)
+        measured = {engine.target for engine in self.engines if not engine.reference}
+        for target in self.targets:
+            for text in target.notes if target.name not in measured else ():
+                whose.setdefault(text, []).append(target.name)
         said = [f"{', '.join(dict.fromkeys(labels))}: {text}" for text, labels in whose.items()]
         return tuple(dict.fromkeys((*self.notes, *said)))
+
+    def target_of(self, engine: EngineRow) -> TargetPart | None:
+        """What is known of the target that an engine was built for."""
+        if engine.reference:
+            return None
+        return next((target for target in self.targets if target.name == engine.target), None)
+
+
+def _said_of(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
+    """All sentences on one engine, the gravest first."""
+    return (
+        *(engine.accuracy.problems if engine.accuracy else ()),
+        *_stand_in(engine),
+        *engine.notes,
+        *(target.notes if target else ()),
+        *(engine.latency.warnings if engine.latency else ()),
+    )
 
 
 def _stand_in(engine: EngineRow) -> tuple[str, ...]:
@@ -172,7 +110,7 @@ class _Jsonable(Protocol):
     def to_json(self) -> dict[str, object]: ...
 
 
-def to_json(report: Report) -> dict[str, object]:
+def to_json(report: Findings) -> dict[str, object]:
     """Plain JSON types under `schema`; parts that are missing are left out.
 
     Numbers that JSON has no word for become "inf", "-inf" or "nan".
@@ -180,30 +118,6 @@ def to_json(report: Report) -> dict[str, object]:
     plain = _plain(report)
     assert isinstance(plain, dict)
     return {"schema": SCHEMA, **plain}
-
-
-def tensor_rows(
-    scales: Scales,
-    *,
-    clipped: Mapping[str, float] | None = None,
-    layers: Sequence[OutputAccuracy] = (),
-) -> tuple[TensorRow, ...]:
-    """The rows of a calibration's tensors, with what is known of each."""
-    sqnr = {layer.name: layer.sqnr_db for layer in layers}
-    return tuple(
-        TensorRow(
-            name=name,
-            observed_min=scale.observed_min,
-            observed_max=scale.observed_max,
-            lo=scale.lo,
-            hi=scale.hi,
-            amax=scale.amax,
-            method=scale.method,
-            clipped=(clipped or {}).get(name),
-            sqnr_db=sqnr.get(name),
-        )
-        for name, scale in scales.items()
-    )
 
 
 def _plain(value: object) -> object:

@@ -6,67 +6,106 @@ import textwrap
 from collections.abc import Iterator
 
 import deploy.report.figures as figures
-from deploy.report.model import CalibrationPart, Report
-from deploy.report.table import coverage, engine_lines, float_groups, int8_operators
+from deploy.report.model import Findings
+from deploy.report.table import (
+    FloatGroup,
+    common_method,
+    coverage,
+    covered,
+    engine_lines,
+    failures,
+    float_groups,
+    quantized_operators,
+)
+from deploy.report.words import calibration_words, group_words, work_words
 
 WIDTH = 98
 _MARGIN = 14
 _MOST_GROUPS = 5
+_MOST_OPERATORS = 3  # of a target that shares the screen with others
 _MOST_NOTES = 8
 
 
-def to_screen(report: Report) -> str:
-    """Plain text, at most `WIDTH` columns where names allow, without colours."""
+def to_screen(report: Findings, *, verbose: bool = False) -> str:
+    """Plain text, at most `WIDTH` columns where names allow, without colours.
+
+    Args:
+        report: what was found.
+        verbose: say too what was observed, what was reused, and what the run cost.
+    """
     blocks = (
         (report.title,),
         tuple(_how(report)),
+        tuple(_cost(report)) if verbose else (),
         tuple(_table(report)),
         tuple(_where(report)),
         tuple(_notes(report)),
     )
-    text = "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
-    return "".join(map(_visible, text))
+    return figures.printable("\n\n".join("\n".join(block) for block in blocks if block) + "\n")
 
 
-def _visible(character: str) -> str:
-    """A name from a file must not steer the terminal, nor fail to be encoded."""
-    return (
-        character if character.isprintable() or character == "\n" else "\N{REPLACEMENT CHARACTER}"
-    )
-
-
-def _how(report: Report) -> Iterator[str]:
+def _how(report: Findings) -> Iterator[str]:
     if report.feed:
         skipped = f", {len(report.feed.skipped)} skipped" if report.feed.skipped else ""
         samples = figures.count(report.feed.samples, "sample")
         yield from _entry("Feed", f"{samples} from {report.feed.source}{skipped}")
     if report.calibration:
-        yield from _entry("Calibration", calibration_words(report.calibration))
-    if report.nodes:
-        operators = int8_operators(report)
-        yield from _entry("Coverage", coverage(report) + (f" ({operators})" if operators else ""))
-        yield from _float(report)
+        yield from _entry("Calibration", calibration_words(report))
+    yield from _failures(report)
+    yield from _coverage(report)
+    yield from _float(report)
 
 
-def calibration_words(part: CalibrationPart) -> str:
-    """Method, reuse and time, in one line."""
-    how = "cache reused" if part.reused else "calibrated anew"
-    time = f" in {part.seconds:.1f} s" if part.seconds is not None else ""
-    reason = f": {part.reason}" if part.reason else ""
-    return f"{part.method}, {how}{time}{reason}"
+def _cost(report: Findings) -> Iterator[str]:
+    groups = report.calibration.groups if report.calibration else ()
+    for number, group in enumerate(groups):
+        yield from _entry("" if number else "Observed", group_words(group))
+    if report.work:
+        yield from _entry("Work", "; ".join(work_words(report.work)))
 
 
-def _float(report: Report) -> Iterator[str]:
-    groups = float_groups(report)
+def _failures(report: Findings) -> Iterator[str]:
+    for number, target in enumerate(failures(report)):
+        yield from _entry("" if number else "Failed", f"{target.name}: {target.error}")
+
+
+def _coverage(report: Findings) -> Iterator[str]:
+    """All operators of a target that is alone; of several, one line each and its method."""
+    targets = covered(report)
+    alone = len(report.targets) == 1
+    width = max((len(target.name) for target in targets), default=0)
+    for number, target in enumerate(targets):
+        operators = quantized_operators(target, None if alone else _MOST_OPERATORS)
+        words = coverage(target) + (f" ({operators})" if operators else "")
+        if not alone:
+            by = f", by {target.method}" if target.method and not common_method(report) else ""
+            words = f"{target.name:<{width}}  {words}{by}"
+        yield from _entry("" if number else "Coverage", words)
+
+
+def _float(report: Findings) -> Iterator[str]:
+    groups = float_groups(covered(report))
     for group in groups[:_MOST_GROUPS]:
-        names = group.names[0] if len(group.names) == 1 else f"{len(group.names)} nodes"
-        yield from _entry("  float", f"{group.op} ({names}): {group.reason or 'no reason given'}")
+        label = "float" if group.precision == "float32" else group.precision
+        where = _places(group, alone=len(report.targets) == 1)
+        reason = group.reason or "no reason given"
+        yield from _entry(f"  {label}", f"{group.op} ({where}): {reason}")
     if len(groups) > _MOST_GROUPS:
-        rest = sum(len(group.names) for group in groups[_MOST_GROUPS:])
-        yield from _entry("", f"and {figures.count(rest, 'more float node')}; the report has all")
+        rest = {(g.op, name) for g in groups[_MOST_GROUPS:] for name in g.names}
+        more = figures.count(len(rest), "more float node")
+        yield from _entry("", f"and {more}; the report has all")
 
 
-def _table(report: Report) -> Iterator[str]:
+def _places(group: FloatGroup, *, alone: bool) -> str:
+    """Which nodes, and on which targets where there are several."""
+    words = []
+    for names, targets in group.places:
+        nodes = names[0] if len(names) == 1 else f"{len(names)} nodes"
+        words.append(nodes if alone else f"{nodes} on {', '.join(targets)}")
+    return "; ".join(words)
+
+
+def _table(report: Findings) -> Iterator[str]:
     lines = engine_lines(report)
     if not lines:
         return
@@ -80,14 +119,14 @@ def _table(report: Report) -> Iterator[str]:
         yield f"{label}{cells[widths[0] :]}   {change}".rstrip()
 
 
-def _where(report: Report) -> Iterator[str]:
+def _where(report: Findings) -> Iterator[str]:
     if report.machine:
         int8 = ", ".join(report.machine.int8) or "no int8 dot product"
         threads = sorted({e.threads for e in report.engines if e.threads is not None})
         used = f", {figures.count(threads[-1], 'thread')} used" if threads else ""
         cores = figures.count(report.machine.cores, "core")
         yield from _entry("Machine", f"{report.machine.cpu}, {cores}{used}, {int8}")
-    for number, file in enumerate(report.files):
+    for number, file in enumerate(report.written):
         text = f"{file.path}  ({file.role}{_bytes(file.size_bytes)})"
         yield from _entry("" if number else "Files", text)
 
@@ -96,7 +135,7 @@ def _bytes(value: int | None) -> str:
     return f", {figures.size(value)}" if value is not None else ""
 
 
-def _notes(report: Report) -> Iterator[str]:
+def _notes(report: Findings) -> Iterator[str]:
     warnings = report.warnings
     for number, text in enumerate(warnings[:_MOST_NOTES]):
         yield from _entry("" if number else "Notes", text)

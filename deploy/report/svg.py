@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deploy.report.figures as figures
-from deploy.report.model import EngineRow, TensorRow
+from deploy.report.parts import EngineRow, TensorRow
 
 Float64Array = NDArray[np.float64]
 

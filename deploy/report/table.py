@@ -1,16 +1,17 @@
-"""The tables every form of the report shares: engines side by side, node coverage."""
+"""What every form of the report shares: engines side by side, what each target covers."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import deploy.report.figures as figures
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency
-from deploy.report.model import EngineRow, NodeRow, Report
+from deploy.report.model import Findings
+from deploy.report.parts import EngineRow, TargetPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,47 +25,91 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class FloatGroup:
-    """Float nodes that share an operator and a reason."""
+    """Float nodes that share an operator and a reason, on one target or on several.
+
+    Attributes:
+        op: the operator.
+        precision: which float.
+        reason: why they are not quantized.
+        nodes: target -> the names of its nodes.
+    """
 
     op: str
+    precision: str
     reason: str
-    names: tuple[str, ...]
+    nodes: Mapping[str, tuple[str, ...]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The nodes of all targets, each once."""
+        return tuple(dict.fromkeys(name for names in self.nodes.values() for name in names))
+
+    @property
+    def places(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+        """(nodes, targets): targets that keep the same nodes float stand together."""
+        found: dict[tuple[str, ...], list[str]] = {}
+        for target, names in self.nodes.items():
+            found.setdefault(names, []).append(target)
+        return tuple((names, tuple(targets)) for names, targets in found.items())
 
 
-def engine_lines(report: Report) -> tuple[Line, ...]:
+def engine_lines(report: Findings) -> tuple[Line, ...]:
     """Size, latency, throughput, load and accuracy; lines that nothing fills are left out."""
     lines = (*_size(report), *_latency(report), *_accuracy(report))
     return tuple(line for line in lines if set(line.cells) - {figures.NONE})
 
 
-def coverage(report: Report) -> str:
-    """How many nodes run in int8, in words; empty where nodes are not known."""
-    if not report.nodes:
+def coverage(target: TargetPart) -> str:
+    """How many nodes are quantized, in words: "25 of 27 nodes int8"; empty where not known."""
+    if not target.nodes:
         return ""
-    int8 = sum(node.int8 for node in report.nodes)
-    return f"{int8} of {figures.count(len(report.nodes), 'node')} int8"
+    counts = Counter(node.precision for node in target.nodes if node.quantized) or {"int8": 0}
+    (first, number), *others = sorted(counts.items(), key=lambda item: -item[1])
+    more = "".join(f", {count} {precision}" for precision, count in others)
+    return f"{number} of {figures.count(len(target.nodes), 'node')} {first}{more}"
 
 
-def float_groups(report: Report) -> tuple[FloatGroup, ...]:
-    """Float nodes by reason and operator, the largest group first."""
-    groups: dict[tuple[str, str], list[NodeRow]] = {}
-    for node in report.nodes:
-        if not node.int8:
-            groups.setdefault((node.op, node.reason), []).append(node)
+def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
+    """Float nodes of all targets by operator and reason, the largest group first."""
+    groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for target in targets:
+        for node in target.nodes:
+            if not node.quantized:
+                places = groups.setdefault((node.op, node.precision, node.reason), {})
+                places.setdefault(target.name, []).append(node.name)
     found = [
-        FloatGroup(op, reason, tuple(node.name for node in nodes))
-        for (op, reason), nodes in groups.items()
+        FloatGroup(*key, {target: tuple(names) for target, names in places.items()})
+        for key, places in groups.items()
     ]
     return tuple(sorted(found, key=lambda group: -len(group.names)))
 
 
-def int8_operators(report: Report) -> str:
-    """Operators that run in int8 with their number: "Conv 12, Add 3"."""
-    counts = Counter(node.op for node in report.nodes if node.int8)
-    return ", ".join(f"{op} {number}" for op, number in counts.most_common())
+def quantized_operators(target: TargetPart, most: int | None = None) -> str:
+    """Operators that are quantized with their number: "Conv 12, Add 3"; at most `most` of them."""
+    counts = Counter(node.op for node in target.nodes if node.quantized).most_common()
+    words = [f"{op} {number}" for op, number in counts[:most]]
+    return ", ".join([*words, "..."] if len(words) < len(counts) else words)
 
 
-def speed_up(report: Report, engine: EngineRow) -> float | None:
+def covered(report: Findings) -> tuple[TargetPart, ...]:
+    """The targets that were built and whose nodes are known."""
+    return tuple(target for target in report.targets if target.nodes and not target.error)
+
+
+def failures(report: Findings) -> tuple[TargetPart, ...]:
+    """The targets that could not be built."""
+    return tuple(target for target in report.targets if target.error)
+
+
+def common_method(report: Findings) -> str:
+    """What chose the ranges of every target; "" where they differ, and each has to say its own."""
+    used = {target.method for target in report.targets if target.method}
+    if not used:
+        return report.calibration.method if report.calibration else ""
+    return used.pop() if len(used) == 1 else ""
+
+
+def speed_up(report: Findings, engine: EngineRow) -> float | None:
     """The float model's median latency over the engine's; None where either was not measured."""
     reference = report.reference
     if engine.reference or reference is None or not (reference.latency and engine.latency):
@@ -72,7 +117,7 @@ def speed_up(report: Report, engine: EngineRow) -> float | None:
     return reference.latency.latency.median / engine.latency.latency.median
 
 
-def shrink(report: Report, engine: EngineRow) -> float | None:
+def shrink(report: Findings, engine: EngineRow) -> float | None:
     """The float model's size over the engine's."""
     reference = report.reference
     if engine.reference or reference is None or not (reference.size_bytes and engine.size_bytes):
@@ -80,10 +125,12 @@ def shrink(report: Report, engine: EngineRow) -> float | None:
     return reference.size_bytes / engine.size_bytes
 
 
-def top1(report: Report, engine: EngineRow) -> float | None:
+def top1(report: Findings, engine: EngineRow) -> float | None:
     """Top-1 of an engine; the float model's own is known from any comparison with it."""
     if engine.accuracy:
         return engine.accuracy.top1_candidate
+    if not engine.reference:
+        return None
     compared = [e.accuracy.top1_reference for e in report.engines if e.accuracy]
     return next((share for share in compared if share is not None), None)
 
@@ -94,17 +141,22 @@ def worst(values: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, found)) else min(found, default=math.nan)
 
 
-def _size(report: Report) -> Iterator[Line]:
+def _size(report: Findings) -> Iterator[Line]:
     factor = [shrink(report, engine) for engine in report.engines]
     yield Line(
         "Size",
-        tuple(figures.size(engine.size_bytes) for engine in report.engines),
+        tuple(_size_or_failure(report, engine) for engine in report.engines),
         _change(factor, lambda f: f"{figures.ratio(f)} smaller"),
     )
     yield Line("Load", tuple(figures.milliseconds(engine.load_ms) for engine in report.engines))
 
 
-def _latency(report: Report) -> Iterator[Line]:
+def _size_or_failure(report: Findings, engine: EngineRow) -> str:
+    target = report.target_of(engine)
+    return figures.FAILED if target and target.error else figures.size(engine.size_bytes)
+
+
+def _latency(report: Findings) -> Iterator[Line]:
     factor = [speed_up(report, engine) for engine in report.engines]
 
     def line(label: str, get: Callable[[Latency], str], change: str = "") -> Line:
@@ -122,7 +174,7 @@ def _latency(report: Report) -> Iterator[Line]:
     yield line("Throughput", lambda x: figures.rate(x.throughput_qps))
 
 
-def _accuracy(report: Report) -> Iterator[Line]:
+def _accuracy(report: Findings) -> Iterator[Line]:
     shares = [top1(report, engine) for engine in report.engines]
     lost = [
         share - shares[0] for share in shares[1:] if share is not None and shares[0] is not None

@@ -1,0 +1,104 @@
+"""What a target would quantize in a model, and why not the rest; nothing is run or written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.frontends import LoadedModel, load
+from deploy.pipeline import targets_of
+from deploy.report import NodeRow, node_rows
+from deploy.report.figures import printable
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.targets import Target
+    from deploy.tensors import TensorSpec
+
+_MOST = 24  # kinds of nodes on one screen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Inspection:
+    """What one target would make of a model; `repr` is one screen of text.
+
+    Attributes:
+        model: its file, or its name where it was given in memory.
+        target: whose rules it was judged by.
+        nodes: every node: the precision it would run in, and why where it is float.
+        tensors: names of the tensors that need a scale.
+        inputs: what must be fed.
+        outputs: what the model gives.
+        notes: what was done to the model to prepare it, in sentences.
+    """
+
+    model: str
+    target: str
+    nodes: tuple[NodeRow, ...]
+    tensors: tuple[str, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def text(self, *, everything: bool = False) -> str:
+        """Lines for a screen: nodes by operator and reason, or every node by its name."""
+        body = self._each() if everything else self._kinds()
+        return printable("\n".join([*self._head(), *body]))
+
+    def _head(self) -> Iterator[str]:
+        counts = Counter(_word(node) for node in self.nodes)
+        shares = ", ".join(f"{number} {word}" for word, number in counts.most_common())
+        yield f"{self.model}: {len(self.nodes)} nodes on {self.target}, {shares or 'none'}"
+        for spec in (*self.inputs, *self.outputs):
+            yield f"  {spec.name} {spec.dtype} {list(spec.shape)}"
+        yield from (f"  {note}" for note in self.notes)
+        yield f"{len(self.tensors)} tensors need a scale"
+
+    def _kinds(self) -> Iterator[str]:
+        counts = Counter((node.quantized, _word(node), node.op, node.reason) for node in self.nodes)
+        kinds = sorted(counts.items(), key=lambda item: (not item[0][0], -item[1]))
+        for (_, word, op, reason), number in kinds[:_MOST]:
+            yield f"  {word:6} {number:4} {op}{f': {reason}' if reason else ''}"
+        if len(kinds) > _MOST:
+            yield f"  and {sum(number for _, number in kinds[_MOST:])} nodes of other kinds"
+
+    def _each(self) -> Iterator[str]:
+        for node in self.nodes:
+            yield f"  {_word(node):5} {node.op:20} {node.name}  {node.reason}".rstrip()
+
+
+def inspect(
+    model: str | Path | onnx.ModelProto | LoadedModel, *, target: str | Target = "onnxruntime"
+) -> Inspection:
+    """Judge a model by a target's rules, before anything is calibrated.
+
+    Args:
+        model: path of an ONNX file, or a model in memory, loaded or not.
+        target: name of `TARGETS`, or a target with options of its own.
+
+    Raises:
+        ModelError: the model cannot be read.
+        ConfigError: no such target.
+    """
+    (backend,) = targets_of([target])
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    return Inspection(
+        model=str(loaded.source or loaded.name),
+        target=backend.name,
+        nodes=node_rows(backend.decisions(loaded.model)),
+        tensors=tuple(backend.wanted(loaded.model, ())),
+        inputs=loaded.inputs,
+        outputs=loaded.outputs,
+        notes=loaded.notes,
+    )
+
+
+def _word(node: NodeRow) -> str:
+    return "float" if node.precision == "float32" else node.precision

@@ -1,0 +1,224 @@
+"""The parts of a report: plain frozen values; forms read them, and nothing is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from calibrators.scales import Scale
+from deploy.metrics.accuracy import Accuracy, OutputAccuracy
+from deploy.metrics.latency import Latency
+
+if TYPE_CHECKING:
+    from deploy.graph.plan import Decision
+
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPart:
+    """The model that was given. `inputs` and `outputs` are words: "image float32 [N,1,28,28]"."""
+
+    path: str
+    size_bytes: int | None = None
+    opset: int | None = None
+    nodes: int | None = None
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedPart:
+    """What was fed: where from, how many, prepared how, what was left out."""
+
+    source: str
+    samples: int
+    preprocess: Mapping[str, object] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
+    """Observations of one kind: a statistic of some tensors of one variant of the model.
+
+    Attributes:
+        variant: what ran, such as "folded" or "unfolded".
+        statistic: what was kept of each tensor, such as "histogram".
+        tensors: how many there are.
+        reused: True where they came from a cache, False where they were observed anew.
+    """
+
+    variant: str
+    statistic: str
+    tensors: int
+    reused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationPart:
+    """How the scales came about.
+
+    Attributes:
+        method: name of the search that was asked for; "" where no target used it. What each
+            target's ranges were really chosen by is told by its `TargetPart`.
+        reused: True where a cache was taken over and nothing was run.
+        reason: why it was reused, or why not, in one sentence.
+        seconds: time of observing and searching; None where reused.
+        cache: path of the cache.
+        options: the search's options.
+        groups: what was observed, and which of it was reused.
+    """
+
+    method: str = ""
+    reused: bool = False
+    reason: str = ""
+    seconds: float | None = None
+    cache: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+    groups: tuple[GroupRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkPart:
+    """What a run cost, counted in inferences and decoded images, so that it can be compared.
+
+    Attributes:
+        decodes: images that were read and decoded.
+        calibration_runs: variant of the model -> inferences for its statistics.
+        reference_runs: inferences of the float model, to judge engines by.
+        engine_runs: target -> inferences of its engine, or of the model that stands in for it.
+    """
+
+    decodes: int = 0
+    calibration_runs: Mapping[str, int] = field(default_factory=dict)
+    reference_runs: int = 0
+    engine_runs: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """One node of the model: the precision it runs in on a target, and why where it is float."""
+
+    name: str
+    op: str
+    precision: str = "int8"
+    reason: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it runs on a grid, and not in a float of 16 bits or more."""
+        return self.precision not in _FLOATS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """One calibrated tensor, in real units; `clipped` is the share of values outside [lo, hi]."""
+
+    name: str
+    observed_min: float
+    observed_max: float
+    lo: float
+    hi: float
+    amax: float
+    method: str
+    clipped: float | None = None
+    sqnr_db: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRow:
+    """One model or engine that was measured.
+
+    Attributes:
+        label: head of its column: "FP32", "int8", or the target's name where there are several.
+        reference: True for the float model that the others are compared with.
+        size_bytes: file and external data together.
+        load_ms: time from the file to a session ready to run.
+    """
+
+    label: str
+    reference: bool = False
+    target: str = "onnxruntime"
+    path: str | None = None
+    size_bytes: int | None = None
+    load_ms: float | None = None
+    threads: int | None = None
+    latency: Latency | None = None
+    accuracy: Accuracy | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRow:
+    """A file that was written, and what it is for."""
+
+    role: str
+    path: str
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetPart:
+    """What one target got.
+
+    Attributes:
+        name: of the target.
+        method: what chose its ranges, such as "mse" or "ARQ and IFMR"; "" where it is not known.
+        reused: True where everything it needed was in the cache.
+        nodes: every node, as this target runs it.
+        tensors: the ranges that this target's files hold.
+        layers: inner tensors of its engine against the float model's, in the model's order.
+        files: what was written for it.
+        notes: what was not done, and the command that does it, in sentences.
+        error: why it failed, in one sentence; "" where it did not.
+    """
+
+    name: str
+    method: str = ""
+    reused: bool = False
+    nodes: tuple[NodeRow, ...] = ()
+    tensors: tuple[TensorRow, ...] = ()
+    layers: tuple[OutputAccuracy, ...] = ()
+    files: tuple[FileRow, ...] = ()
+    notes: tuple[str, ...] = ()
+    error: str = ""
+
+
+def node_rows(decisions: Iterable[Decision]) -> tuple[NodeRow, ...]:
+    """The rows of what a target decided for each node."""
+    return tuple(
+        NodeRow(
+            name=decision.node,
+            op=decision.op_type,
+            precision=getattr(decision, "precision", "int8" if decision.int8 else "float32"),
+            reason=decision.reason,
+        )
+        for decision in decisions
+    )
+
+
+def tensor_rows(
+    ranges: Mapping[str, Scale],
+    *,
+    clipped: Mapping[str, float] | None = None,
+    layers: Sequence[OutputAccuracy] = (),
+) -> tuple[TensorRow, ...]:
+    """The rows of a target's ranges, with what is known of each tensor."""
+    sqnr = {layer.name: layer.sqnr_db for layer in layers}
+    return tuple(
+        TensorRow(
+            name=name,
+            observed_min=scale.observed_min,
+            observed_max=scale.observed_max,
+            lo=scale.lo,
+            hi=scale.hi,
+            amax=scale.amax,
+            method=scale.method,
+            clipped=(clipped or {}).get(name),
+            sqnr_db=sqnr.get(name),
+        )
+        for name, scale in ranges.items()
+    )

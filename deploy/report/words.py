@@ -1,0 +1,47 @@
+"""Parts of a report in words, the same in every form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import deploy.report.figures as figures
+from deploy.report.model import Findings
+from deploy.report.parts import CalibrationPart, GroupRow, WorkPart
+from deploy.report.table import common_method
+
+
+def calibration_words(report: Findings) -> str:
+    """Method where one serves every target, reuse and time, in one line."""
+    part = report.calibration or CalibrationPart()
+    method = common_method(report)
+    time = f" in {part.seconds:.1f} s" if part.seconds is not None else ""
+    reason = f": {part.reason}" if part.reason else ""
+    return f"{f'{method}, ' if method else ''}{_reuse(part)}{time}{reason}"
+
+
+def _reuse(part: CalibrationPart) -> str:
+    if part.reused:
+        return "cache reused"
+    some = any(group.reused for group in part.groups)
+    return "cache reused in part" if some else "calibrated anew"
+
+
+def group_words(group: GroupRow) -> str:
+    """One kind of observation: "folded, histogram: 31 tensors, reused"."""
+    how = "reused" if group.reused else "observed anew"
+    tensors = figures.count(group.tensors, "tensor")
+    return f"{group.variant}, {group.statistic}: {tensors}, {how}"
+
+
+def work_words(part: WorkPart) -> Iterator[str]:
+    """What a run cost: decoded images, then inferences by what they were for."""
+    yield f"{figures.count(part.decodes, 'image')} decoded"
+    yield _runs("calibration", part.calibration_runs)
+    yield figures.count(part.reference_runs, "reference inference")
+    yield _runs("engine", part.engine_runs)
+
+
+def _runs(what: str, runs: Mapping[str, int]) -> str:
+    total = figures.count(sum(runs.values()), f"{what} inference")
+    each = ", ".join(f"{name} {number}" for name, number in runs.items())
+    return f"{total} ({each})" if each else total
