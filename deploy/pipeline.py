@@ -28,9 +28,10 @@ from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
 from deploy.graph.saturation import bounds
+from deploy.graph.selection import matching
 from deploy.machine import default_threads
 from deploy.progress import bar
-from deploy.targets import TARGETS, Target
+from deploy.targets import TARGETS, Target, named
 from deploy.targets.base import BuildRequest
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def calibrate(
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     progress: bool = False,
+    verbose: bool = False,
 ) -> Calibrated:
     """Find the clip range of every tensor that the targets need, or take it from a fitting cache.
 
@@ -91,8 +93,9 @@ def calibrate(
         skip_bad: go on without unreadable images.
         limit: use at most so many images.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
-        float_nodes: names of nodes to keep in float.
+        float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
         progress: draw a bar on stderr where this takes over two seconds.
+        verbose: print what was counted.
 
     Raises:
         ModelError, FeedError, ConfigError, CacheError, CalibrationError, BackendError: each says
@@ -101,7 +104,7 @@ def calibrate(
     policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
     chosen = method if isinstance(method, Method) else Method(name=method)
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    kept = _known_nodes(loaded, float_nodes)
+    kept = matching(loaded.model, float_nodes)
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     wanted = tuple(
         dict.fromkeys(t for b in backends(targets) for t in b.wanted(loaded.model, kept))
@@ -152,6 +155,7 @@ def build(
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
     progress: bool = False,
+    verbose: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
 
@@ -169,9 +173,9 @@ def build(
 
     folder = Path(out)
     atomic.remove_leftovers(folder)
-    kept = tuple(float_nodes)
     built_for = backends(targets)
     loaded = model if isinstance(model, LoadedModel) else load(model)
+    kept = matching(loaded.model, float_nodes)
     policy = cache if isinstance(cache, CachePolicy) else CachePolicy(path=_path(cache))
     if policy.path is None:
         policy = replace(policy, path=folder / f"{loaded.name}.cache")
@@ -187,6 +191,7 @@ def build(
         threads=threads,
         float_nodes=kept,
         progress=progress,
+        verbose=verbose,
     )
     results = [backend.build(_request(calibrated, folder, kept)) for backend in built_for]
     evaluation = None
@@ -219,12 +224,7 @@ def backends(targets: Sequence[str | Target]) -> list[Target]:
     """
     found: list[Target] = []
     for target in targets:
-        if not isinstance(target, str):
-            found.append(target)
-        elif target in TARGETS:
-            found.append(TARGETS[target]())
-        else:
-            raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {target!r}")
+        found.append(named(target)() if isinstance(target, str) else target)
     if not found:
         raise ConfigError(f"at least one target is needed, of {', '.join(TARGETS)}")
     return found
@@ -272,19 +272,6 @@ def _observed(
         fingerprint=fingerprint,
         statistics=statistics,
     )
-
-
-def _known_nodes(loaded: LoadedModel, float_nodes: Iterable[str]) -> tuple[str, ...]:
-    import difflib
-
-    names = [node.name for node in loaded.model.graph.node]
-    kept = tuple(float_nodes)
-    for name in kept:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]}?" if near else "; `calib8 inspect` lists them"
-            raise ConfigError(f"a node to keep float must be in the model, got {name!r}{hint}")
-    return kept
 
 
 def _path(path: Path | str | None) -> Path | None:

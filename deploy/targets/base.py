@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from deploy.tensors import Samples, Session
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import onnx
 
     from calibrators.scales import Scales
     from deploy.graph.plan import Decision
+    from deploy.tensors import Samples, Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,16 @@ class Built:
 
 
 class Target(Protocol):
-    """One target. Its options are the named fields of the class that implements this."""
+    """One target: a dataclass whose options are fields declared by `deploy.targets.options`.
+
+    Attributes:
+        engines: suffixes of the engine files that `open` loads.
+        own_method: in words, what finds this target's ranges whatever method is asked for; empty
+            where the method does.
+    """
+
+    engines: ClassVar[tuple[str, ...]]
+    own_method: ClassVar[str]
 
     @property
     def name(self) -> str:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from deploy import atomic
-from deploy.graph.plan import ONNXRUNTIME, Decision, Placement, Plan, analyse
 from deploy.targets.base import BuildRequest, Built
-from deploy.tensors import Session
+from deploy.targets.options import check, option
 
 if TYPE_CHECKING:
     import onnx
+
+    from deploy.graph.plan import Decision, Placement, Plan
+    from deploy.tensors import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,27 +31,50 @@ class OnnxRuntime:
         weight_bits: 8, or 7 for x86 CPUs without VNNI, whose int8 kernels saturate.
     """
 
-    int8_stem: bool = False
-    weight_bits: int = 8
+    int8_stem: bool = option(
+        False,
+        help="Run the first Conv in int8 even where float is faster.",
+        observes=True,
+        places=True,
+    )
+    weight_bits: int = option(
+        8,
+        help="7 for x86 CPUs without VNNI, whose int8 kernels can saturate.",
+        least=7,
+        most=8,
+    )
     name: str = "onnxruntime"
+    engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
+    own_method: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def placement(self) -> Placement:
         """Where this target wants its pairs."""
+        from deploy.graph.plan import ONNXRUNTIME
+
         return replace(ONNXRUNTIME, thin=0) if self.int8_stem else ONNXRUNTIME
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Tensors that need a scale: what int8 nodes read and make."""
+        from deploy.graph.plan import analyse
+
         return analyse(model, self.placement, float_nodes=float_nodes).activations
 
     def decisions(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
     ) -> tuple[Decision, ...]:
         """What the graph analysis decides before anything is calibrated."""
+        from deploy.graph.plan import analyse
+
         return analyse(model, self.placement, float_nodes=float_nodes).decisions
 
     def plan(self, request: BuildRequest) -> Plan:
         """Which nodes run in int8, with what the calibration found."""
+        from deploy.graph.plan import analyse
+
         return analyse(
             request.model,
             self.placement,
