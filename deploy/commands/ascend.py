@@ -33,7 +33,9 @@ def ascend() -> None:
 
 @ascend.command(short_help="The default configuration of a model, to be edited.")
 @click.argument("model", type=FILE)
-@click.option("-o", "--out", type=FILE, required=True, help="quant.json, or a simplified .cfg.")
+@click.option(
+    "-o", "--out", type=FILE, required=True, help="File to write: quant.json, or a simplified .cfg."
+)
 @click.option(
     "--batch-num",
     type=click.IntRange(min=1),

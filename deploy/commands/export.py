@@ -68,7 +68,7 @@ QDQ = "Quantization"  # with --qdq alone
     section=QDQ,
     default="static",
     show_default=True,
-    help="static, dynamic or weight-only.",
+    help="Kind of quantization: static, dynamic or weight-only.",
 )
 @sections.option(
     "--images", section=sections.IMAGES, metavar="PATH", help="Images to calibrate with."

@@ -80,15 +80,15 @@ class CalibrationOptions:
 _PREPROCESS = (
     ("--preprocess", "preset", "Preset: how images become inputs, such as imagenet or unit."),
     ("--size", "size", "Input size as HxW; the default is the model's."),
-    ("--resize", "resize", "stretch, letterbox, short-side or fit-height."),
+    ("--resize", "resize", "Way to the size: stretch, letterbox, short-side or fit-height."),
     ("--short-side", "short_side", "Short side in pixels before the centre crop."),
-    ("--interpolation", "interpolation", "nearest, linear, cubic, area or lanczos."),
-    ("--color", "color", "rgb, bgr or grey."),
+    ("--interpolation", "interpolation", "OpenCV's: nearest, linear, cubic, area or lanczos."),
+    ("--color", "color", "Order of the channels: rgb, bgr or grey."),
     ("--scale", "scale", "Factor of a pixel of 0..255, such as 1/255."),
     ("--mean", "mean", "Mean after scaling: one value, or one a channel: 0.5,0.5,0.5."),
     ("--std", "std", "Standard deviation after scaling, like --mean."),
     ("--pad", "pad", "Border of letterbox in pixel units."),
-    ("--layout", "layout", "nchw or nhwc."),
+    ("--layout", "layout", "Order of the axes: nchw or nhwc."),
 )
 
 

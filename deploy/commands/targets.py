@@ -37,8 +37,7 @@ def target_options(wanted: Callable[[Option], bool]) -> Callable[[Command], Comm
             default=("onnxruntime",),
             show_default=True,
             callback=_names,
-            help=f"{', '.join(TARGETS)}; several by commas, or repeated: one calibration serves"
-            " all.",
+            help=f"Any of {', '.join(TARGETS)}, by commas or repeated: one calibration serves all.",
         )(own_options(wanted)(gathered))
 
     return add

@@ -39,7 +39,7 @@ class OnnxRuntime:
     )
     weight_bits: int = option(
         8,
-        help="7 for x86 CPUs without VNNI, whose int8 kernels can saturate.",
+        help="Bits of weights; 7 for x86 CPUs without VNNI, whose int8 kernels can saturate.",
         least=7,
         most=8,
     )
