@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from deploy.targets.tensorrt.calibrate import calibrate
 
 from calibrators.tensorrt import CLASSES, CudaMemory, calibrator
 from deploy import atomic
@@ -35,7 +36,6 @@ from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.batches import whole_batches
 from deploy.targets.tensorrt.builder import Engine, Settings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, original_of
-from deploy.targets.tensorrt.calibrate import calibrate
 from deploy.targets.tensorrt.log import missing_tensors, sort_missing
 from deploy.targets.tensorrt.session import TensorrtSession
 from deploy.tensors import Array

@@ -11,9 +11,8 @@ import numpy as np
 from deploy.errors import ConfigError
 from deploy.machine import this_machine
 from deploy.metrics.latency import measure
-from deploy.ort import OrtSession
 from deploy.report import EngineRow, Report
-from deploy.targets.tensorrt.session import TensorrtSession
+from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.streams import throughput
 from deploy.tensors import Array, Session, TensorSpec
 
@@ -21,7 +20,6 @@ Shapes = Mapping[str, Sequence[int]]
 
 _FEEDS = 4  # different inputs, used in turn
 _LOAD_BUDGET_MS = 200
-_ENGINES = (".engine", ".plan")  # TensorRT's own files
 
 
 def bench(
@@ -33,34 +31,46 @@ def bench(
     duration_s: float = 3,
     shapes: Shapes | None = None,
     seed: int = 0,
-    cuda_graph: bool = False,
+    targets: Sequence[Target] = (),
     streams: int = 1,
     progress: bool = False,
 ) -> Report:
-    """Measure a model, and another beside it, in ONNX Runtime on the CPU.
+    """Measure an engine, and another beside it, each on the target whose suffix it has.
 
     Args:
-        engine: ONNX file, or a TensorRT engine (.engine, .plan), which runs on the GPU.
-        against: ONNX file to compare with; it must have the engine's inputs.
-        threads: threads inside one operator; None takes every core.
+        engine: an ONNX file, which runs on the CPU, or an engine of a target, such as TensorRT's.
+        against: file to compare with; it must have the engine's inputs.
+        threads: threads inside one operator on the CPU; None takes every core.
         warmup_ms: time thrown away first, per model.
         duration_s: time measured, per model on average.
         shapes: input name -> dimensions, for inputs whose shape the model leaves open.
         seed: of the random inputs.
-        cuda_graph: run TensorRT engines from a captured CUDA graph.
-        streams: of TensorRT engines, measure the throughput of so many at once too.
+        targets: targets with options of their own; the others have their defaults.
+        streams: measure the throughput of so many sessions at once too.
         progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
-        BackendError: a file that ONNX Runtime cannot load or run.
-        ConfigError: inputs that differ, or a shape that does not fit.
+        BackendError: a file that its runtime cannot load or run.
+        ConfigError: inputs that differ, a shape that does not fit, or a target or a number of
+            threads that no engine makes use of.
     """
     paths = _paths(Path(engine), Path(against) if against is not None else None)
+    runtimes = {label: _runtime(path, targets) for label, path in paths.items()}
+    for target in targets:
+        if target not in runtimes.values():
+            raise ConfigError(
+                f"an option of {target.name} must have an engine of it to run"
+                f" ({', '.join(target.engines)}), got {' and '.join(paths)}"
+            )
     opened = {
-        label: open_timed(path, threads=threads, cuda_graph=cuda_graph)
-        for label, path in paths.items()
+        label: open_timed(path, runtimes[label], threads=threads) for label, path in paths.items()
     }
     sessions = {label: session for label, (session, _) in opened.items()}
+    if threads is not None and all(s.threads != threads for s in sessions.values()):
+        raise ConfigError(
+            f"threads are those of engines that run on the CPU, got {' and '.join(paths)}; leave"
+            " --threads away"
+        )
     feeds = _shared_feeds(sessions, shapes or {}, seed)
     latencies = measure(
         sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
@@ -74,7 +84,7 @@ def bench(
             load_ms=opened[label][1],
             threads=sessions[label].threads,
             latency=latencies[label],
-            notes=_streams(path, streams, feeds, cuda_graph, warmup_ms, duration_s),
+            notes=_streams(path, runtimes[label], streams, feeds, threads, warmup_ms, duration_s),
         )
         for label, path in paths.items()
     )
@@ -82,42 +92,46 @@ def bench(
     return Report(title=title, engines=rows, machine=this_machine())
 
 
-def open_timed(
-    path: Path | str, *, threads: int | None = None, cuda_graph: bool = False
-) -> tuple[OrtSession | TensorrtSession, float]:
-    """Load a model; gives the session and the best of up to three load times in ms.
+def open_timed(path: Path, target: Target, *, threads: int | None = None) -> tuple[Session, float]:
+    """Load an engine; gives the session and the best of up to three load times in ms.
 
-    A model that loads slowly is loaded once, as a second and third time would cost too much.
+    An engine that loads slowly is loaded once, as a second and third time would cost too much.
 
     Raises:
-        BackendError: ONNX Runtime, or TensorRT for its engines, cannot load the model.
+        BackendError: the target's runtime cannot load it.
     """
     import onnxruntime  # noqa: F401 (its own start-up is no part of a model's load time)
 
     taken: list[float] = []
     while len(taken) < 3 and sum(taken) < _LOAD_BUDGET_MS:
         start = time.perf_counter()
-        session: OrtSession | TensorrtSession
-        if Path(path).suffix in _ENGINES:
-            session = TensorrtSession.open(Path(path), cuda_graph=cuda_graph)
-        else:
-            session = OrtSession.open(path, threads=threads)
+        session = target.open(path, threads=threads)
         taken.append((time.perf_counter() - start) * 1e3)
     return session, min(taken)
 
 
+def _runtime(path: Path, targets: Sequence[Target]) -> Target:
+    """The target whose engines have this suffix; of any other file ONNX Runtime tells its fault."""
+    own = {target.name: target for target in targets}
+    for name, kind in TARGETS.items():
+        if path.suffix in kind.engines:
+            return own[name] if name in own else kind()
+    return OnnxRuntime()
+
+
 def _streams(
     path: Path,
+    target: Target,
     count: int,
     feeds: list[dict[str, Array]],
-    cuda_graph: bool,
+    threads: int | None,
     warmup_ms: float,
     duration_s: float,
 ) -> tuple[str, ...]:
-    """The throughput of `count` streams at once, as a note."""
-    if count <= 1 or path.suffix not in _ENGINES:
+    """The throughput of `count` sessions at once, as a note."""
+    if count <= 1:
         return ()
-    sessions = [TensorrtSession.open(path, cuda_graph=cuda_graph) for _ in range(count)]
+    sessions = [target.open(path, threads=threads) for _ in range(count)]
     rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
     return (f"{count} streams at once: {rate:,.0f} inferences a second",)
 

@@ -78,15 +78,18 @@ def cli() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; every expected failure is one sentence on stderr and exit code 1."""
+    """Run the command line; a failure is one sentence on stderr, and exit code 1 (usage: 2)."""
     try:
         code = cli.main(args=argv, prog_name="calib8", standalone_mode=False)
         if isinstance(code, int) and code:  # click gives the code of `Context.exit` back
             sys.exit(code)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        click.echo(f"calib8: error: {_sentence(error)}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("calib8: interrupted; nothing half-written was left behind", err=True)
@@ -103,6 +106,13 @@ def main(argv: list[str] | None = None) -> None:
             err=True,
         )
         sys.exit(70)
+
+
+def _sentence(error: click.ClickException) -> str:
+    """What click says of a wrong command line, on one line, and where help is."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{said} (`{context.command_path} --help` tells more)" if context else said
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.frontends import LoadedModel, load
+from deploy.graph.selection import matching
 from deploy.pipeline import targets_of
 from deploy.report import NodeRow, node_rows
 from deploy.report.figures import printable
@@ -75,25 +76,30 @@ class Inspection:
 
 
 def inspect(
-    model: str | Path | onnx.ModelProto | LoadedModel, *, target: str | Target = "onnxruntime"
+    model: str | Path | onnx.ModelProto | LoadedModel,
+    *,
+    target: str | Target = "onnxruntime",
+    float_nodes: Iterable[str] = (),
 ) -> Inspection:
     """Judge a model by a target's rules, before anything is calibrated.
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not.
         target: name of `TARGETS`, or a target with options of its own.
+        float_nodes: what to keep in float: names, patterns, `op:` types, `@` files.
 
     Raises:
         ModelError: the model cannot be read.
-        ConfigError: no such target.
+        ConfigError: no such target, or nothing of the model that is to be kept in float.
     """
     (backend,) = targets_of([target])
     loaded = model if isinstance(model, LoadedModel) else load(model)
+    kept = matching(loaded.model, float_nodes)
     return Inspection(
         model=str(loaded.source or loaded.name),
         target=backend.name,
-        nodes=node_rows(backend.decisions(loaded.model)),
-        tensors=tuple(backend.wanted(loaded.model, ())),
+        nodes=node_rows(backend.decisions(loaded.model, kept)),
+        tensors=tuple(backend.wanted(loaded.model, kept)),
         inputs=loaded.inputs,
         outputs=loaded.outputs,
         notes=loaded.notes,

@@ -29,14 +29,15 @@ from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
 from deploy.calibration.store import Calibration, Found
 from deploy.calibration.subject import FOLDED, Subject
-from deploy.errors import CacheError, Calib8Error, ConfigError, ModelError, did_you_mean
+from deploy.errors import CacheError, Calib8Error, ConfigError, ModelError
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
+from deploy.graph.selection import matching
 from deploy.machine import default_threads
 from deploy.progress import bar
-from deploy.targets import TARGETS, Target
+from deploy.targets import TARGETS, Target, named
 from deploy.targets.base import BuildRequest, Built, CacheText
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def calibrate(
         skip_bad: go on without unreadable images.
         limit: use at most so many images.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
-        float_nodes: names of nodes to keep in float.
+        float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
         progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
@@ -175,7 +176,7 @@ def _calibrated(
         samples=len(feed),
         batch=feed.batch,
         method=method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD),
-        float_nodes=_known_nodes(loaded, float_nodes),
+        float_nodes=matching(loaded.model, float_nodes),
         trt_version=policy.trt_version or _version_in(policy),
     )
     wanted, failed = _demands(targets, subject)
@@ -291,12 +292,7 @@ def targets_of(targets: Sequence[str | Target]) -> list[Target]:
     """
     found: list[Target] = []
     for target in targets:
-        if not isinstance(target, str):
-            found.append(target)
-        elif target in TARGETS:
-            found.append(TARGETS[target]())
-        else:
-            raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {target!r}")
+        found.append(named(target)() if isinstance(target, str) else target)
     if not found:
         raise ConfigError(f"at least one target is needed, of {', '.join(TARGETS)}")
     return found
@@ -492,16 +488,6 @@ def _built(targets: Sequence[Target], calibrated: Calibrated, folder: Path) -> l
     if errors and all(result.error for result in results):
         raise errors[0]
     return results
-
-
-def _known_nodes(loaded: LoadedModel, float_nodes: Iterable[str]) -> tuple[str, ...]:
-    names = [node.name for node in loaded.model.graph.node]
-    kept = tuple(float_nodes)
-    for name in kept:
-        if name not in names:
-            hint = did_you_mean(name, names, "`calib8 inspect` lists them")
-            raise ConfigError(f"a node to keep float must be in the model, got {name!r}; {hint}")
-    return kept
 
 
 def _given(

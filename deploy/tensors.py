@@ -27,6 +27,11 @@ class Session(Protocol):
     """An engine that is loaded and ready to run."""
 
     @property
+    def threads(self) -> int:
+        """Host threads that an inference takes."""
+        ...
+
+    @property
     def inputs(self) -> Sequence[TensorSpec]:
         """Specs of the inputs, in the engine's order."""
         ...

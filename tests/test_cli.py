@@ -64,7 +64,7 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     [(ConfigError("a rule, what was got"), 1, "calib8: error: a rule, what was got\n"),
      (KeyboardInterrupt(), 130, "calib8: interrupted"),
      (click.Abort(), 130, "calib8: interrupted"),
-     (click.UsageError("no"), 2, "Error: no\n")],
+     (click.UsageError("no"), 2, "calib8: error: no\n")],
 )  # fmt: skip
 def test_failures_are_one_sentence_and_a_code(error, code, words, monkeypatch, capsys):
     def fail(*args, **options):

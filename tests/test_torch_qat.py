@@ -303,7 +303,7 @@ def test_the_export_command_in_float_and_quantized(tmp_path):
     assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in model.graph.node}
     for wrong, said in (
         ([*base, "--qdq", "-o", "x.onnx"], "give --images"),
-        ([*base, "--images", "x", "-o", "x.onnx"], "are for --qdq"),
+        ([*base, "--images", "x", "-o", "x.onnx"], "goes with --qdq"),
         (["export", f"{script}:net", "-o", "x.onnx"], "needs its --input"),
     ):
         assert said in str(CliRunner().invoke(cli, wrong).exception)

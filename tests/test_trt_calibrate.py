@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from deploy.targets.tensorrt.calibrate import TensorrtCalibration, calibrate
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.trt_cache import CalibrationCache, dump, parse
 from deploy.errors import ConfigError
 from deploy.frontends import load
-from deploy.targets.tensorrt.calibrate import TensorrtCalibration, calibrate
 
 LENET = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt" / "lenet"
 NEEDS_LENET = pytest.mark.skipif(not LENET.exists(), reason=f"no golden LeNet at {LENET}")

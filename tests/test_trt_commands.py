@@ -92,7 +92,8 @@ def test_lenet_from_the_command_line(tmp_path: Path) -> None:
     images = np.load(SHARED / "lenet" / "images.npz")["images"].astype(np.float32)[:, None]
     np.save(tmp_path / "x.npy", images / np.float32(255))
     out = tmp_path / "lenet.cache"
-    words = ["--target", "tensorrt", "--trt-version", "7.2.2", "--batch-size", "50", "-o", out]
+    words = ["--target", "tensorrt", "--trt-version", "7.2.2", "-o", out]
+    words += ["--method", "entropy-tensorrt", "--batch-size", "50"]
     model = SHARED / "lenet" / "lenet.onnx"
     assert run("calibrate", model, "--images", tmp_path / "x.npy", *words) == 0
     made = parse(out.read_bytes(), origin="made")
@@ -105,37 +106,36 @@ def test_lenet_from_the_command_line(tmp_path: Path) -> None:
 def test_a_fitting_cache_is_reused_and_a_stale_one_is_not(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = calibrated(model).read_bytes()
+    rule = ("--method", "entropy-tensorrt")
+    first = calibrated(model, *rule).read_bytes()
     assert "written" in capsys.readouterr().out
-    assert calibrated(model).read_bytes() == first
+    assert calibrated(model, *rule).read_bytes() == first
     assert "reused" in capsys.readouterr().out
-    calibrated(model, "--batch-size", 4)
+    calibrated(model, *rule, "--batch-size", 4)
     assert "first batch of 1 -> tensorrt, first batch of 4" in capsys.readouterr().out
     cache = model.with_suffix(".cache")
     cache.write_bytes(cache.read_bytes().replace(b"y: ", b"z: "))
-    calibrated(model, "--batch-size", 4)
+    calibrated(model, *rule, "--batch-size", 4)
     assert "was changed after" in capsys.readouterr().out
 
 
 def test_calibrators_have_their_own_headers(model: Path) -> None:
-    for calibrator, header in (
-        ("entropy2", b"TRT-8503-EntropyCalibration2\n"),
+    for method, header in (
+        ("entropy-tensorrt", b"TRT-8503-EntropyCalibration2\n"),
+        ("entropy", b"TRT-8503-EntropyCalibration2\n"),
         ("minmax", b"TRT-8503-MinMaxCalibration\n"),
         ("legacy", b"03ff00000000000003feffffde7210be9\n"),
     ):
-        assert calibrated(model, "--calibrator", calibrator).read_bytes().startswith(header)
-    assert calibrated(model, "--order-independent").read_bytes().startswith(b"TRT-8503-Ent")
-
-
-def test_options_of_tensorrt_alone_are_refused_elsewhere(model: Path) -> None:
-    feed = ("--images", model.with_name("x.npy"))
-    assert run("calibrate", model, *feed, "--order-independent") == 2
+        assert calibrated(model, "--method", method).read_bytes().startswith(header)
 
 
 def test_to_qdq_and_from_qdq(model: Path, tmp_path: Path) -> None:
     cache = calibrated(model)
     qdq, plain, again = (tmp_path / name for name in ("q.onnx", "p.onnx", "p.cache"))
     assert run("cache", "to-qdq", model, cache, "-o", qdq) == 0
+    as_they_are = ("--keep-batchnorm", "--own-concat-scales", "--parser", "onnx")
+    assert run("cache", "to-qdq", model, cache, "-o", again, *as_they_are) == 0
+    assert again.read_bytes() == qdq.read_bytes()  # it has no BatchNormalization and no Concat
     assert run("cache", "from-qdq", qdq, "-o", plain, again) == 0
     scales = parse(cache.read_bytes(), origin="").scales()
     back = parse(again.read_bytes(), origin="").scales()

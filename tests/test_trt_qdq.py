@@ -9,13 +9,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from deploy.targets.tensorrt.calibrate import calibrate
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.trt_cache import CalibrationCache, from_scales
 from deploy.errors import CacheError, Calib8Error, ExportError
 from deploy.frontends import load
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
-from deploy.targets.tensorrt.calibrate import calibrate
 from deploy.targets.tensorrt.from_qdq import from_qdq
 from deploy.targets.tensorrt.match import match
 from deploy.targets.tensorrt.naming import trt_tensors

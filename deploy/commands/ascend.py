@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands.options import FeedOptions, feed_options
+from deploy.commands import given, sections
+from deploy.commands.options import (
+    CalibrationOptions,
+    ImageOptions,
+    calibration_options,
+    image_options,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -32,8 +38,16 @@ def ascend() -> None:
 
 @ascend.command(short_help="The default configuration of a model, to be edited.")
 @click.argument("model", type=FILE)
-@click.option("-o", "--out", type=FILE, required=True, help="quant.json, or a simplified .cfg.")
-@click.option("--batch-num", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "-o", "--out", type=FILE, required=True, help="File to write: quant.json, or a simplified .cfg."
+)
+@click.option(
+    "--batch-num",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Samples that AMCT calibrates with.",
+)
 @click.option("--symmetric", is_flag=True, help="Activations without offset.")
 @click.option(
     "--from", "source", type=FILE, help="Configuration to convert (.cfg or JSON), not the default."
@@ -46,6 +60,8 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     from deploy.targets.ascend.files import read_any_config
     from deploy.targets.ascend.simple_config import write_simple_config
 
+    if source is not None:
+        given.refuse_without("the default configuration", given.typed("batch_num", "symmetric"))
     _, graph = _layers(model)
     if source is None:
         made = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
@@ -69,26 +85,50 @@ def check(path: Path, model: Path | None) -> None:
     click.echo(f"{path}: {check_file(path, graph)}")
 
 
-@ascend.command(short_help="Leave the worst layers in float until a loss budget holds.")
+@ascend.command(
+    cls=sections.SectionedCommand,
+    short_help="Leave the worst layers in float until a loss budget holds.",
+)
 @click.argument("model", type=FILE)
-@click.option("-o", "--out", type=FILE, default=Path("build"), show_default=True, help="Folder.")
-@click.option("--ascend-config", type=FILE, help="AMCT's simplified .cfg, or quant config JSON.")
-@click.option("--eval-images", metavar="PATH", help="Images to judge on; a list may hold labels.")
-@click.option(
+@sections.option(
+    "-o",
+    "--out",
+    section=sections.GENERAL,
+    type=FILE,
+    default=Path("build"),
+    show_default=True,
+    help="Folder of everything that is written.",
+)
+@sections.option(
+    "--ascend-config",
+    section=sections.CALIBRATION,
+    type=FILE,
+    help="AMCT's simplified .cfg, or its quant config JSON.",
+)
+@sections.option(
+    "--eval-images",
+    section=sections.MEASURING,
+    metavar="PATH",
+    help="Images to judge on; a list may hold labels.",
+)
+@sections.option(
     "--max-loss",
+    section=sections.MEASURING,
     type=click.FloatRange(0, 1),
     default=0.01,
     show_default=True,
     help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",
 )
-@feed_options
+@image_options
+@calibration_options
 def auto(
     model: Path,
     out: Path,
     ascend_config: Path | None,
     eval_images: str | None,
     max_loss: float,
-    feed: FeedOptions,
+    images: ImageOptions,
+    calibration: CalibrationOptions,
 ) -> None:
     """Rank MODEL's layers, roll the worst back to float, write ranking, history and config."""
     from deploy.feed.feed import open_feed
@@ -97,22 +137,23 @@ def auto(
     from deploy.targets.ascend.target import Ascend
 
     target = Ascend(config=ascend_config)
+    calibration.refuse_ignored([target])
     found = calibrate(
         model,
-        feed.images,
+        images.source,
         targets=[target],
-        preprocess=feed.preprocess,
-        cache=replace(feed.cache, path=out / f"{model.stem}.cache"),
-        skip_bad=feed.skip_bad,
-        limit=feed.limit,
-        threads=feed.threads,
-        float_nodes=feed.keep_float,
+        preprocess=images.preprocess,
+        cache=replace(calibration.cache, path=out / f"{model.stem}.cache"),
+        skip_bad=images.skip_bad,
+        limit=images.limit,
+        threads=images.threads,
+        float_nodes=calibration.keep_float,
         progress=True,
     )
     evaluation = found.feed
     if eval_images:
         evaluation = open_feed(
-            eval_images, found.loaded.inputs, preprocess=feed.preprocess, skip_bad=feed.skip_bad
+            eval_images, found.loaded.inputs, preprocess=images.preprocess, skip_bad=images.skip_bad
         )
     result, written = auto_calibrate(
         target.plan(found.subject),
@@ -120,7 +161,7 @@ def auto(
         evaluation,
         folder=out,
         name=found.loaded.name,
-        budget=Budget(max_loss=max_loss, threads=feed.threads),
+        budget=Budget(max_loss=max_loss, threads=images.threads),
         say=click.echo,
     )
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]

@@ -6,59 +6,91 @@ from pathlib import Path
 
 import click
 
+from deploy.commands import sections
+from deploy.commands.targets import Given, made, own_options
 
-@click.command(short_help="Latency of one or two models, side by side.")
+
+@click.command(
+    cls=sections.SectionedCommand, short_help="Latency of one or two models, side by side."
+)
 @click.argument("engine", type=click.Path(path_type=Path))
-@click.option(
+@sections.option(
     "--against",
+    section=sections.MODEL,
     type=click.Path(path_type=Path),
     metavar="MODEL",
     help="A second model, run in turn with ENGINE so that noise falls on both; usually the float"
     " model that ENGINE was built from.",
 )
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Default: every core.")
-@click.option(
+@sections.option(
+    "--threads",
+    section=sections.MEASURING,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Threads of an engine on the CPU.  [default: every core]",
+)
+@sections.option(
     "--warmup",
+    section=sections.MEASURING,
     type=click.FloatRange(min=0),
     default=200,
     show_default=True,
     metavar="MS",
     help="Time thrown away first, in milliseconds, for each model.",
 )
-@click.option(
+@sections.option(
     "--duration",
+    section=sections.MEASURING,
     type=click.FloatRange(min=0),
     default=3,
     show_default=True,
     metavar="S",
     help="Time measured, in seconds, for each model; 10 runs at the least.",
 )
-@click.option(
+@sections.option(
     "--shape",
     "shapes",
+    section=sections.MODEL,
     multiple=True,
     metavar="NAME:DIMS",
     help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be repeated."
     " An open batch alone is taken as 1.",
 )
-@click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="N", help="Of the random inputs."
+@sections.option(
+    "--seed",
+    section=sections.MEASURING,
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of the random inputs.",
 )
-@click.option("--cuda-graph", is_flag=True, help="Run a TensorRT engine from a CUDA graph.")
-@click.option(
+@sections.option(
     "--streams",
+    section=sections.MEASURING,
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
     metavar="N",
-    help="Of a TensorRT engine, measure the throughput of N streams at once too.",
+    help="Measure the throughput of N sessions at once too, each on a stream of its own.",
 )
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write as JSON."
+@sections.option(
+    "--json",
+    "json_path",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the report as JSON.",
 )
-@click.option(
-    "--html", "html_path", type=click.Path(path_type=Path), metavar="FILE", help="Write as a page."
+@sections.option(
+    "--html",
+    "html_path",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the report as a page.",
 )
+@own_options(lambda option: option.runs)
 def bench(
     engine: Path,
     against: Path | None,
@@ -67,12 +99,12 @@ def bench(
     duration: float,
     shapes: tuple[str, ...],
     seed: int,
-    cuda_graph: bool,
+    given: Given,
     streams: int,
     json_path: Path | None,
     html_path: Path | None,
 ) -> None:
-    """Measure the latency of ENGINE: an ONNX model on the CPU, or a TensorRT engine on the GPU.
+    """Measure the latency of ENGINE: an ONNX model on the CPU, or a target's engine on its device.
 
     Inputs are random, made from the model's own specs. Metrics and percentiles are trtexec's.
 
@@ -95,7 +127,7 @@ def bench(
         duration_s=duration,
         shapes=dict(map(_shape, shapes)),
         seed=seed,
-        cuda_graph=cuda_graph,
+        targets=[made(target, fields) for target, fields in given.items()],
         streams=streams,
         progress=True,
     )

@@ -8,44 +8,60 @@ from typing import TYPE_CHECKING
 
 import click
 
+from deploy.commands import sections
 from deploy.commands.model import model_from, model_options
-from deploy.commands.options import FeedOptions, feed_options
+from deploy.commands.options import (
+    CalibrationOptions,
+    ImageOptions,
+    calibration_options,
+    image_options,
+)
 from deploy.commands.targets import target_options
 
 if TYPE_CHECKING:
-    from deploy.targets.base import Target
+    from deploy.targets import Target
 
 
-@click.command()
+@click.command(cls=sections.SectionedCommand)
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option(
+@sections.option(
     "--out",
+    section=sections.GENERAL,
     type=click.Path(path_type=Path),
     default=Path("build"),
     show_default=True,
     help="Folder of everything that is written.",
 )
-@click.option("--cache", type=click.Path(path_type=Path), help="Calibration cache [in --out].")
-@click.option(
+@sections.option(
+    "--cache",
+    section=sections.CACHE,
+    type=click.Path(path_type=Path),
+    help="Calibration cache.  [default: in --out]",
+)
+@sections.option(
     "--eval-images",
+    section=sections.MEASURING,
     metavar="PATH",
     help="Images for the accuracy figures; a list file may hold labels.",
 )
-@click.option(
+@sections.option(
     "--labels",
+    section=sections.MEASURING,
     type=click.Path(path_type=Path),
     help="One class number a line, for the evaluation images in order.",
 )
-@click.option(
+@sections.option(
     "--duration",
+    section=sections.MEASURING,
     type=click.FloatRange(min=0),
     default=3.0,
     show_default=True,
     help="Seconds of latency runs a model; 0 leaves them out.",
 )
-@target_options
+@target_options(lambda option: True)
 @model_options
-@feed_options
+@image_options
+@calibration_options
 def build(
     model: Path,
     out: Path,
@@ -53,38 +69,45 @@ def build(
     eval_images: str | None,
     labels: Path | None,
     duration: float,
-    backends: list[Target],
+    targets: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
-    feed: FeedOptions,
+    images: ImageOptions,
+    calibration: CalibrationOptions,
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
 
+    A target that fails is a row of the report; the others are built, and the exit code is 1.
+
     \b
-    calib8 build model.onnx --images photos/ --preprocess imagenet
-    calib8 build model.onnx --images list.txt --target onnxruntime --target tensorrt
-    calib8 build model.onnx --images photos/ --target ascend --soc Ascend310P3
-    calib8 build net.py:make --input 1x3x224x224 --images photos/
+    Examples:
+      calib8 build model.onnx --images photos/ --preprocess imagenet
+      calib8 build model.onnx --images list.txt --target onnxruntime,tensorrt
+      calib8 build model.onnx --images photos/ --target ascend --soc Ascend310P3
+      calib8 build net.py:make --input 1x3x224x224 --images photos/
     """  # noqa: D301 (click reads the backspace)
     from deploy.commands.labels import read_labels
     from deploy.pipeline import build as run
     from deploy.report import to_screen
 
+    calibration.refuse_ignored(targets)
     report = run(
         model_from(model, shapes, weights),
-        feed.images,
+        images.source,
         out=out,
-        targets=backends,
-        method=feed.method,
-        preprocess=feed.preprocess,
-        cache=replace(feed.cache, path=cache),
+        targets=targets,
+        method=calibration.method if calibration.asked else None,
+        preprocess=images.preprocess,
+        cache=replace(calibration.cache, path=cache),
         eval_images=eval_images,
         labels=read_labels(labels) if labels else None,
-        skip_bad=feed.skip_bad,
-        limit=feed.limit,
-        threads=feed.threads,
-        float_nodes=feed.keep_float,
+        skip_bad=images.skip_bad,
+        limit=images.limit,
+        threads=images.threads,
+        float_nodes=calibration.keep_float,
         duration_s=duration,
         progress=True,
     )
-    click.echo(to_screen(report), nl=False)
+    click.echo(to_screen(report, verbose=calibration.verbose), nl=False)
+    if report.failed:
+        click.get_current_context().exit(1)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from deploy.commands import given
+
 if TYPE_CHECKING:
     from deploy.calibration.trt_cache import CalibrationCache
     from deploy.targets.tensorrt.match import Match
@@ -39,7 +41,7 @@ def cache() -> None:
 
 @cache.command(short_help="Header and entries of a cache.")
 @click.argument("path", type=FILE, metavar="CACHE")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def show(path: Path, as_json: bool) -> None:
     """Print the header and every entry of CACHE: scale, largest value, oddity, tensor."""
     import json
@@ -151,6 +153,8 @@ def check(
     """Check CACHE; exit code 1 where TensorRT would not do with it what one expects."""
     from deploy.targets.tensorrt import cache_tools
 
+    if model is None:
+        given.refuse_without("--model", given.typed("parser", "verbose"))
     read = cache_tools.read_cache(path)
     matched = _matched(read, model, parser) if model is not None else None
     findings = cache_tools.check(read, version=trt_version, algorithm=algorithm, matched=matched)
@@ -215,7 +219,13 @@ def to_qdq(
     metavar="PLAIN.ONNX PLAIN.CACHE",
     help="Files to write.",
 )
-@click.option("--trt-version", default="8.5.3", show_default=True, metavar="X.Y.Z")
+@click.option(
+    "--trt-version",
+    default="8.5.3",
+    show_default=True,
+    metavar="X.Y.Z",
+    help="TensorRT that is to read the cache.",
+)
 def from_qdq(model: Path, out: tuple[Path, Path], trt_version: str) -> None:
     """Take the pairs out of MODEL.QDQ.ONNX: the float model, and a cache for DLA and TensorRT 8."""
     from deploy.atomic import write_bytes

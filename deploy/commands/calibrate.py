@@ -2,89 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from deploy.commands import sections
 from deploy.commands.model import model_from, model_options
-from deploy.commands.options import FeedOptions, feed_options
+from deploy.commands.options import (
+    CalibrationOptions,
+    ImageOptions,
+    calibration_options,
+    image_options,
+)
+from deploy.commands.targets import target_options
+
+if TYPE_CHECKING:
+    from deploy.targets import Target
 
 
-@click.command()
+@click.command(cls=sections.SectionedCommand)
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Cache file [MODEL.cache].")
-@click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    default=("onnxruntime",),
-    show_default=True,
-    help="Target whose tensors are calibrated; may be repeated.",
+@sections.option(
+    "-o",
+    "--out",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path),
+    help="Cache file.  [default: MODEL.cache]",
 )
-@click.option(
+@sections.retired(
     "--calibrator",
-    type=click.Choice(["entropy2", "minmax", "legacy"]),
-    help="With --target tensorrt alone: TensorRT's calibrator to follow.  [default: entropy2]",
+    "TensorRT's calibrators are methods: --method entropy-tensorrt (with --batch-size),"
+    " --method minmax or --method legacy",
 )
-@click.option(
-    "--order-independent",
-    is_flag=True,
-    help="With --target tensorrt alone: a range that no batch size or order of images changes,"
-    " instead of TensorRT's own.",
+@sections.retired(
+    "--order-independent", "it is what --method entropy does with every target", is_flag=True
 )
-@click.option(
-    "--parser",
-    type=click.Choice(["onnx", "caffe"]),
-    help="With --target tensorrt alone: TensorRT's parser that names the tensors; by default"
-    " judged from the model.",
-)
+@target_options(lambda option: option.observes)
 @model_options
-@feed_options
+@image_options
+@calibration_options
 def calibrate(
     model: Path,
     out: Path | None,
-    targets: tuple[str, ...],
-    calibrator: str | None,
-    order_independent: bool,
-    parser: str | None,
+    targets: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
-    feed: FeedOptions,
+    images: ImageOptions,
+    calibration: CalibrationOptions,
 ) -> None:
     """Calibrate MODEL on images and write the calibration cache.
 
     \b
-    calib8 calibrate model.onnx --images photos/ --preprocess imagenet -o model.cache
-    calib8 calibrate model.onnx --images photos/ --target tensorrt --batch-size 8
+    Examples:
+      calib8 calibrate model.onnx --images photos/ --preprocess imagenet -o model.cache
+      calib8 calibrate model.onnx --images photos/ --target onnxruntime,ascend
+      calib8 calibrate model.onnx --images photos/ --target tensorrt
+        --method entropy-tensorrt --batch-size 8
 
     The cache is TensorRT's text format; beside it stand its fingerprint (.json) and the
-    statistics (.npz), with which another --method needs no second run. For --target tensorrt alone
-    it is the cache that TensorRT's own calibrator would write: every tensor that its parser names,
-    before any fusion.
+    statistics (.npz), with which another --method needs no second run. `build` with the same
+    targets takes it with --cache.
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline import calibrate as run
 
+    calibration.refuse_ignored(targets)
     path = out or Path(f"{model.stem}.cache")
     found = run(
         model_from(model, shapes, weights),
-        feed.images,
+        images.source,
         targets=targets,
-        method=feed.method,
-        preprocess=feed.preprocess,
-        cache=replace(feed.cache, path=path),
-        skip_bad=feed.skip_bad,
-        limit=feed.limit,
-        threads=feed.threads,
-        float_nodes=feed.keep_float,
+        method=calibration.method if calibration.asked else None,
+        preprocess=images.preprocess,
+        cache=replace(calibration.cache, path=path),
+        skip_bad=images.skip_bad,
+        limit=images.limit,
+        threads=images.threads,
+        float_nodes=calibration.keep_float,
         progress=True,
     )
     how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
     click.echo(f"{path}: {how} ({found.reason})")
-    click.echo(
-        f"{len(found.ranges.observed)} observations, {feed.method.label}, {found.feed.count} images"
-    )
+    click.echo(f"{len(found.ranges.observed)} observations of {found.feed.count} images")
+    for name, own in found.wanted.items():
+        by = "" if not set(own) & set(found.searched) else f", searched by {found.method.label}"
+        click.echo(f"  {name}: {len(own)}{by}")
+    if calibration.verbose:
+        click.echo(f"decoded {found.feed.decodes} images, ran {_runs(found.runs)}")
     for name, why in found.found.reasons.items():
         click.echo(f"no scale for {name}: it {why}")
     for note in (*found.notes, *found.feed.notes):
         click.echo(note)
+    for name, why in found.failed.items():
+        click.echo(f"{name} failed: {why}", err=True)
+    if found.failed:
+        click.get_current_context().exit(1)
+
+
+def _runs(runs: Mapping[str, int]) -> str:
+    words = (f"{count} inferences of the model {variant}" for variant, count in runs.items())
+    return ", ".join(words) or "no inference"

@@ -6,35 +6,112 @@ from pathlib import Path
 
 import click
 
+from deploy.commands import given, sections
 from deploy.commands.options import preprocess_options
 
+QDQ = "Quantization"  # with --qdq alone
 
-@click.command()
+
+@click.command(cls=sections.SectionedCommand)
 @click.argument("model")
-@click.option("--input", "shapes", multiple=True, metavar="SHAPE", help="1x3x224x224, batch first")
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file")
-@click.option("--weights", type=click.Path(path_type=Path), help="a state dict to load")
-@click.option("--opset", default=18, show_default=True, type=int, help="of the ONNX domain")
-@click.option("--static-batch", is_flag=True, help="keep the batch of --input fixed")
-@click.option("--qdq", is_flag=True, help="quantize, with QuantizeLinear and DequantizeLinear")
-@click.option("--target", default="onnxruntime", show_default=True, help="whose grid, for --qdq")
-@click.option(
-    "--mode", default="static", show_default=True, help="static, dynamic or weight-only, for --qdq"
+@sections.option(
+    "--input",
+    "shapes",
+    section=sections.MODEL,
+    multiple=True,
+    metavar="SHAPE",
+    help="Shape of an input, batch first, such as 1x3x224x224.",
 )
-@click.option("--images", metavar="PATH", help="what to calibrate with, for --qdq")
-@click.option("--limit", type=click.IntRange(min=1), help="use at most so many images")
-@click.option("--leaf", "leaves", multiple=True, metavar="NAME|CLASS", help="keep whole, in float")
-@click.option("--keep-float", "skip", multiple=True, metavar="LAYER", help="leave in float")
-@click.option(
+@sections.option(
+    "--weights",
+    section=sections.MODEL,
+    type=click.Path(path_type=Path),
+    help="State dict to load.",
+)
+@sections.option(
+    "-o",
+    "--out",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path),
+    required=True,
+    help="ONNX file to write.",
+)
+@sections.option(
+    "--opset",
+    section=sections.GENERAL,
+    default=18,
+    show_default=True,
+    type=int,
+    help="Opset of the ONNX domain.",
+)
+@sections.option(
+    "--static-batch",
+    section=sections.GENERAL,
+    is_flag=True,
+    help="Keep the batch of --input fixed.",
+)
+@sections.option(
+    "--qdq",
+    section=sections.GENERAL,
+    is_flag=True,
+    help="Quantize, with QuantizeLinear and DequantizeLinear.",
+)
+@sections.option(
+    "--target",
+    section=QDQ,
+    default="onnxruntime",
+    show_default=True,
+    help="Target whose grid is taken.",
+)
+@sections.option(
+    "--mode",
+    section=QDQ,
+    default="static",
+    show_default=True,
+    help="Kind of quantization: static, dynamic or weight-only.",
+)
+@sections.option(
+    "--images", section=sections.IMAGES, metavar="PATH", help="Images to calibrate with."
+)
+@sections.option(
+    "--limit",
+    section=sections.IMAGES,
+    type=click.IntRange(min=1),
+    help="Use at most so many images.",
+)
+@sections.option(
+    "--leaf",
+    "leaves",
+    section=QDQ,
+    multiple=True,
+    metavar="NAME|CLASS",
+    help="Module to keep whole and in float, by its name or class.",
+)
+@sections.option(
+    "--keep-float",
+    "skip",
+    section=QDQ,
+    multiple=True,
+    metavar="LAYERS",
+    help="Layers to leave in float: a module's name, a pattern such as 'layer1.*', op:Linear, or"
+    " @FILE with one of these a line. May be repeated.",
+)
+@sections.option(
     "--ranges",
+    section=QDQ,
     type=click.Choice(["ema", "mse"]),
     default="ema",
     show_default=True,
-    help="moving averages of minimum and maximum, or shortened where that errs less",
+    help="Moving averages of minimum and maximum, or shortened where that errs less.",
 )
-@click.option("--only", metavar="SUBMODULE", help="quantize this part alone")
-@click.option("--scales", is_flag=True, help="print every activation's scale and zero point")
-@click.option("--modes", "all_modes", is_flag=True, help="also compare all modes")
+@sections.option("--only", section=QDQ, metavar="SUBMODULE", help="Quantize this part alone.")
+@sections.option(
+    "--scales",
+    section=QDQ,
+    is_flag=True,
+    help="Print every activation's scale and zero point.",
+)
+@sections.option("--modes", "all_modes", section=QDQ, is_flag=True, help="Compare all modes too.")
 @preprocess_options
 def export(
     model: str,
@@ -63,13 +140,18 @@ def export(
     from deploy.frontends.torch import parse_shape
     from deploy.fx import export as exports
     from deploy.fx.images import batches_of
+    from deploy.fx.layers import weighted
     from deploy.fx.modes import compare_modes, measure, quantized, report, scales_report
     from deploy.fx.source import example_inputs, load_module
+    from deploy.fx.trace import submodule
+    from deploy.graph.selection import select
 
     if not shapes:
         raise ConfigError("export runs the model and needs its --input shape")
-    if (images or all_modes or leaves or skip or only) and not qdq:
-        raise ConfigError("--images, --modes, --leaf, --keep-float and --only are for --qdq")
+    if not qdq:
+        given.refuse_without("--qdq", [*given.typed_in(QDQ), *given.typed_in(sections.IMAGES)])
+    elif not images:
+        given.refuse_without("--images", given.typed_in(sections.IMAGES))
     module = load_module(model, weights)
     inputs = example_inputs([parse_shape(shape) for shape in shapes])
     if not qdq:
@@ -80,7 +162,8 @@ def export(
             raise ConfigError("static ranges come from data: give --images, or another --mode")
         how = preprocess_from(preprocess)
         batches = batches_of(images, inputs, how, limit) if images else [inputs]
-        kept = {"leaves": leaves, "skip": skip}
+        part = submodule(module, only) if only else module
+        kept = {"leaves": leaves, "skip": select(weighted(part), skip)}
         converted = quantized(
             module, inputs, batches, mode=mode, target=target, only=only, ranges=ranges, **kept
         )

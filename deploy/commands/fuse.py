@@ -6,12 +6,20 @@ from pathlib import Path
 
 import click
 
+from deploy.commands import given
+
 
 @click.command()
 @click.argument("model")
-@click.option("--input", "shapes", multiple=True, metavar="SHAPE", help="1x3x224x224")
-@click.option("--weights", type=click.Path(path_type=Path), help="a state dict to load")
-@click.option("--bench", is_flag=True, help="time it before and after, and compare the outputs")
+@click.option(
+    "--input",
+    "shapes",
+    multiple=True,
+    metavar="SHAPE",
+    help="Shape of an input, such as 1x3x224x224.",
+)
+@click.option("--weights", type=click.Path(path_type=Path), help="State dict to load.")
+@click.option("--bench", is_flag=True, help="Time it before and after, and compare the outputs.")
 def fuse(model: str, shapes: tuple[str, ...], weights: Path | None, bench: bool) -> None:
     """Fuse Conv+BN(+ReLU), Linear+BN/ReLU and BN+ReLU in MODEL (file.py:factory)."""
     from deploy.errors import ConfigError
@@ -21,6 +29,8 @@ def fuse(model: str, shapes: tuple[str, ...], weights: Path | None, bench: bool)
 
     if bench and not shapes:
         raise ConfigError("--bench runs the model and needs its --input shape")
+    if not bench:
+        given.refuse_without("--bench", given.typed("shapes"))
     module = load_module(model, weights)
     fused, report = fuse_module(module)
     for pattern, count in sorted(report.counts().items()):

@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from deploy.commands import given, sections
 from deploy.commands.model import model_from, model_options
+from deploy.commands.options import keep_float_option
+from deploy.commands.targets import target_options
+
+if TYPE_CHECKING:
+    from deploy.targets import Target
 
 
-@click.command()
+@click.command(cls=sections.SectionedCommand)
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option(
-    "--target", default="onnxruntime", show_default=True, help="Rules to judge a model by."
+@sections.option(
+    "--all",
+    "everything",
+    section=sections.GENERAL,
+    is_flag=True,
+    help="List every node of a model, not only how many of each kind.",
 )
-@click.option("--all", "everything", is_flag=True, help="List every node or tensor.")
+@target_options(lambda option: option.places)
 @model_options
+@keep_float_option
 def inspect(
-    path: Path, target: str, everything: bool, shapes: tuple[str, ...], weights: Path | None
+    path: Path,
+    targets: list[Target],
+    everything: bool,
+    shapes: tuple[str, ...],
+    weights: Path | None,
+    keep_float: tuple[str, ...],
 ) -> None:
     """What would be quantized in a model (.onnx) and why not; or what a cache holds.
 
     \b
-    calib8 inspect model.onnx
-    calib8 inspect model.cache
+    Examples:
+      calib8 inspect model.onnx
+      calib8 inspect model.onnx --target tensorrt,ascend --keep-float op:Sigmoid
+      calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
     model = model_from(path, shapes, weights)
     if model is path and path.suffix not in {".onnx", ".py"} and not _looks_like_onnx(path):
+        given.refuse_without("a model", given.typed())
         _inspect_cache(path)
         return
+    from deploy.frontends import LoadedModel, load
     from deploy.inspection import inspect as judge
 
-    click.echo(judge(model, target=target).text(everything=everything))
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    for target in targets:
+        judged = judge(loaded, target=target, float_nodes=keep_float)
+        click.echo(judged.text(everything=everything))
 
 
 def _inspect_cache(path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from deploy.commands import sections
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,14 +19,16 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def model_options(command: Command) -> Command:
     """Add what a model in PyTorch needs besides its name: `shapes` and `weights`."""
-    weights = click.option(
+    weights = sections.option(
         "--weights",
+        section=sections.MODEL,
         type=click.Path(path_type=Path),
         help="State dict for a model given as file.py:factory.",
     )
-    shapes = click.option(
+    shapes = sections.option(
         "--input",
         "shapes",
+        section=sections.MODEL,
         multiple=True,
         metavar="SHAPE",
         help="Input shape of a model given as file.py:factory, such as 1x3x224x224.",

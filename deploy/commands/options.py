@@ -2,157 +2,226 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from calibrators.searches import DEFAULT_METHOD, SEARCHES, parameters, takers
-from deploy.calibration.search import Method
+from deploy.commands import sections
+from deploy.commands.methods import method_options
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.calibration.reuse import CachePolicy
+    from deploy.calibration.search import Method
     from deploy.feed.preprocess import Preprocess
+    from deploy.targets import Target
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeedOptions:
-    """What `feed_options` gathers from the command line."""
+class ImageOptions:
+    """What `image_options` gathers from the command line."""
 
-    images: str
+    source: str
     limit: int | None
     skip_bad: bool
-    method_name: str
-    method_given: Mapping[str, Any]  # parameter -> value, of those that were given
-    threads: int
-    keep_float: tuple[str, ...]
     preprocess: Preprocess | None
-    cache: CachePolicy  # without its path, which each command names its own way
+    threads: int
 
-    @property
-    def method(self) -> Method:
-        """The search with its parameters; a ConfigError where they do not go together."""
-        return Method.of(self.method_name, self.method_given)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOptions:
+    """What `calibration_options` gathers from the command line.
+
+    Attributes:
+        method: the search.
+        asked: flags of the search that were typed; empty where it is the default's.
+        keep_float: nodes, patterns, `op:` types and `@` files to keep in float.
+        cache: when a cache is used again; without its path, which each command names its own way.
+        verbose: whether to print what was counted.
+    """
+
+    method: Method
+    asked: tuple[str, ...]
+    keep_float: tuple[str, ...]
+    cache: CachePolicy
+    verbose: bool
+
+    def refuse_ignored(self, targets: Sequence[Target]) -> None:
+        """Refuse what was asked and would change nothing.
+
+        Raises:
+            ConfigError: a search that no target follows, or that a trusted cache leaves no room
+                for; a cache that is to be made anew and to be used.
+        """
+        asked = " and ".join(self.asked)
+        if asked and all(target.own_method for target in targets):
+            target = targets[0]
+            raise ConfigError(
+                f"{asked} must have a target that follows it, got {target.name}, whose ranges are"
+                f" found by {target.own_method}"
+            )
+        if asked and self.cache.trust:
+            raise ConfigError(
+                f"{asked} chooses ranges, and --trust-cache takes those of the cache as they are;"
+                " leave one of them away"
+            )
+        if self.cache.refresh and (self.cache.require or self.cache.trust):
+            other = "--require-cache" if self.cache.require else "--trust-cache"
+            raise ConfigError(
+                f"--refresh calibrates anew and {other} uses the cache; leave one of them away"
+            )
 
 
 _PREPROCESS = (
     ("--preprocess", "preset", "Preset: how images become inputs, such as imagenet or unit."),
     ("--size", "size", "Input size as HxW; the default is the model's."),
-    ("--resize", "resize", "stretch, letterbox, short-side or fit-height."),
+    ("--resize", "resize", "Way to the size: stretch, letterbox, short-side or fit-height."),
     ("--short-side", "short_side", "Short side in pixels before the centre crop."),
-    ("--interpolation", "interpolation", "nearest, linear, cubic, area or lanczos."),
-    ("--color", "color", "rgb, bgr or grey."),
+    ("--interpolation", "interpolation", "OpenCV's: nearest, linear, cubic, area or lanczos."),
+    ("--color", "color", "Order of the channels: rgb, bgr or grey."),
     ("--scale", "scale", "Factor of a pixel of 0..255, such as 1/255."),
     ("--mean", "mean", "Mean after scaling: one value, or one a channel: 0.5,0.5,0.5."),
     ("--std", "std", "Standard deviation after scaling, like --mean."),
     ("--pad", "pad", "Border of letterbox in pixel units."),
-    ("--layout", "layout", "nchw or nhwc."),
+    ("--layout", "layout", "Order of the axes: nchw or nhwc."),
 )
 
 
 def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
     for flag, name, text in reversed(_PREPROCESS):
-        command = click.option(flag, name, help=text)(command)
+        command = sections.option(flag, name, section=sections.IMAGES, help=text)(command)
     return command
 
 
-def method_options(command: Command) -> Command:
-    """Add --method, and an option for each parameter of each search."""
-    for name, parameter in parameters().items():
-        command = click.option(
-            f"--{name.replace('_', '-')}",
-            type=type(parameter.default),
-            help=f"{parameter.metadata['help']}"
-            f"  [--method {' or '.join(takers(name))}; default: {parameter.default}]",
-        )(command)
-    return click.option(
-        "--method",
-        type=click.Choice(tuple(SEARCHES)),
-        default=DEFAULT_METHOD,
-        show_default=True,
-        help="How clip ranges are searched: "
-        + "; ".join(f"{name} {search.help}" for name, search in SEARCHES.items())
-        + ".",
-    )(command)
-
-
-def feed_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add how images are chosen and calibrated with; the command gets them as `feed`."""
+def image_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add how images are chosen and read; the command gets them as `images`."""
 
     @wraps(command)
     def gathered(**words: Any) -> None:
-        command(feed=_gather(words), **words)
+        from deploy.machine import default_threads
 
-    wrapped: Callable[..., None] = gathered
+        images = ImageOptions(
+            source=words.pop("images"),
+            limit=words.pop("limit"),
+            skip_bad=words.pop("skip_bad"),
+            preprocess=preprocess_from({name: words.pop(name) for _, name, _ in _PREPROCESS}),
+            threads=words.pop("threads") or default_threads(),
+        )
+        command(images=images, **words)
+
     options = (
-        click.option(
+        sections.option(
             "--images",
+            section=sections.IMAGES,
             required=True,
             metavar="PATH",
             help="Folder of images, list file (path, or path and label), .npy or .npz.",
         ),
         preprocess_options,
-        click.option("--limit", type=click.IntRange(min=1), help="Use at most so many images."),
-        click.option("--skip-bad", is_flag=True, help="Go on without unreadable images."),
-        method_options,
-        click.option(
+        sections.option(
+            "--limit",
+            section=sections.IMAGES,
+            type=click.IntRange(min=1),
+            help="Use at most so many images.",
+        ),
+        sections.option(
+            "--skip-bad",
+            section=sections.IMAGES,
+            is_flag=True,
+            help="Go on without unreadable images.",
+        ),
+        sections.option(
             "--threads",
+            section=sections.GENERAL,
             type=click.IntRange(min=1),
             help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
         ),
-        click.option(
-            "--keep-float",
-            multiple=True,
-            metavar="NODE",
-            help="Name of a node to keep in float; may be repeated.",
+    )
+    return _with(gathered, options)
+
+
+keep_float_option = sections.option(
+    "--keep-float",
+    section=sections.CALIBRATION,
+    multiple=True,
+    metavar="NODES",
+    help="Nodes to keep in float: a name, a pattern such as '/model.22/*', op:Sigmoid, or @FILE"
+    " with one of these a line. May be repeated.",
+)
+
+
+def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add how ranges are found and kept; the command gets them as `calibration`."""
+
+    @wraps(command)
+    def gathered(method: Method, asked: tuple[str, ...], **words: Any) -> None:
+        from deploy.calibration.reuse import CachePolicy
+
+        calibration = CalibrationOptions(
+            method=method,
+            asked=asked,
+            keep_float=words.pop("keep_float"),
+            cache=CachePolicy(
+                require=words.pop("require_cache"),
+                trust=words.pop("trust_cache"),
+                refresh=words.pop("refresh"),
+                trt_version=words.pop("trt_version"),
+            ),
+            verbose=words.pop("verbose"),
+        )
+        command(calibration=calibration, **words)
+
+    options = (
+        method_options,
+        keep_float_option,
+        sections.option(
+            "--require-cache",
+            section=sections.CACHE,
+            is_flag=True,
+            help="Fail where the cache does not fit.",
         ),
-        click.option("--require-cache", is_flag=True, help="Fail where the cache does not fit."),
-        click.option(
-            "--trust-cache", is_flag=True, help="Use a cache that has no fingerprint, as it is."
+        sections.option(
+            "--trust-cache",
+            section=sections.CACHE,
+            is_flag=True,
+            help="Use a cache that has no fingerprint, as it is.",
         ),
-        click.option("--refresh", is_flag=True, help="Calibrate even where the cache fits."),
-        click.option(
+        sections.option(
+            "--refresh",
+            section=sections.CACHE,
+            is_flag=True,
+            help="Calibrate even where the cache fits.",
+        ),
+        sections.option(
             "--trt-version",
+            section=sections.CACHE,
             metavar="X.Y.Z",
-            default="8.5.3",
-            show_default=True,
-            help="TensorRT version in the first line of the cache.",
+            help="TensorRT that is to read the cache.  [default: that of the cache that is there,"
+            " else 8.5.3]",
+        ),
+        sections.option(
+            "--verbose",
+            section=sections.GENERAL,
+            is_flag=True,
+            help="Print what was counted: images decoded, inferences run.",
         ),
     )
+    return _with(gathered, options)
+
+
+def _with(
+    command: Callable[..., None], options: Sequence[Callable[..., Any]]
+) -> Callable[..., None]:
+    """The command with these options, in their order."""
     for option in reversed(options):
-        wrapped = option(wrapped)
-    return wrapped
-
-
-def _gather(words: dict[str, Any]) -> FeedOptions:
-    """Take the feed options out of the parsed words of a command."""
-    from deploy.calibration.reuse import CachePolicy
-    from deploy.machine import default_threads
-
-    return FeedOptions(
-        images=words.pop("images"),
-        limit=words.pop("limit"),
-        skip_bad=words.pop("skip_bad"),
-        method_name=words.pop("method"),
-        method_given={
-            name: value for name in parameters() if (value := words.pop(name)) is not None
-        },
-        threads=words.pop("threads") or default_threads(),
-        keep_float=words.pop("keep_float"),
-        preprocess=preprocess_from({name: words.pop(name) for _, name, _ in _PREPROCESS}),
-        cache=CachePolicy(
-            require=words.pop("require_cache"),
-            trust=words.pop("trust_cache"),
-            refresh=words.pop("refresh"),
-            trt_version=words.pop("trt_version"),
-        ),
-    )
+        command = option(command)
+    return command
 
 
 def preprocess_from(words: dict[str, str | None]) -> Preprocess | None:

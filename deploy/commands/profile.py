@@ -10,14 +10,31 @@ import click
 @click.command()
 @click.argument("model")
 @click.option(
-    "--input", "shapes", multiple=True, required=True, metavar="SHAPE", help="5x3x224x224"
+    "--input",
+    "shapes",
+    multiple=True,
+    required=True,
+    metavar="SHAPE",
+    help="Shape of an input, such as 5x3x224x224.",
 )
-@click.option("--leaf", "leaves", multiple=True, metavar="NAME|CLASS", help="keep a module whole")
-@click.option("--weights", type=click.Path(path_type=Path), help="a state dict to load")
 @click.option(
-    "--warm-up", default=5, show_default=True, type=click.IntRange(0), help="untimed runs"
+    "--leaf",
+    "leaves",
+    multiple=True,
+    metavar="NAME|CLASS",
+    help="Module to keep whole, by its name or class.",
 )
-@click.option("--runs", default=20, show_default=True, type=click.IntRange(1), help="timed runs")
+@click.option("--weights", type=click.Path(path_type=Path), help="State dict to load.")
+@click.option(
+    "--warm-up",
+    default=5,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Runs before the clock starts.",
+)
+@click.option(
+    "--runs", default=20, show_default=True, type=click.IntRange(1), help="Runs that are timed."
+)
 def profile(
     model: str,
     shapes: tuple[str, ...],

@@ -6,19 +6,35 @@ from pathlib import Path
 
 import click
 
+from deploy.commands import given
+
 
 @click.command()
 @click.argument("script")
-@click.option("--target", default="onnxruntime", show_default=True, help="whose grid to train for")
-@click.option("--bits", default=8, show_default=True, type=int, help="of weights and activations")
-@click.option("--ranges", type=click.Choice(["ema", "mse"]), help="in place of the task's")
-@click.option("--epochs", type=click.IntRange(min=0), help="in place of the task's")
-@click.option("--teacher", metavar="FILE.PY:FACTORY", help="float model to distil from")
-@click.option("--teacher-weights", type=click.Path(path_type=Path), help="its state dict")
-@click.option("--distil", multiple=True, metavar="STUDENT=TEACHER", help="modules to compare")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="written after each epoch")
-@click.option("--scales", is_flag=True, help="print every activation's scale and zero point")
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file")
+@click.option(
+    "--target", default="onnxruntime", show_default=True, help="Target whose grid to train for."
+)
+@click.option(
+    "--bits", default=8, show_default=True, type=int, help="Bits of weights and activations."
+)
+@click.option("--ranges", type=click.Choice(["ema", "mse"]), help="In place of the task's own.")
+@click.option("--epochs", type=click.IntRange(min=0), help="In place of the task's own.")
+@click.option("--teacher", metavar="FILE.PY:FACTORY", help="Float model to distil from.")
+@click.option(
+    "--teacher-weights", type=click.Path(path_type=Path), help="State dict of the teacher."
+)
+@click.option(
+    "--distil", multiple=True, metavar="STUDENT=TEACHER", help="Modules whose outputs are compared."
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="File that is written after each epoch, and gone on from.",
+)
+@click.option("--scales", is_flag=True, help="Print every activation's scale and zero point.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file to write."
+)
 def qat(
     script: str,
     target: str,
@@ -48,6 +64,8 @@ def qat(
     from deploy.fx.qat import Task, first_batches, train
     from deploy.fx.source import call_factory, load_module, users_errors
 
+    if teacher is None:
+        given.refuse_without("--teacher", given.typed("teacher_weights"))
     task = call_factory(script)
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a deploy.fx.qat.Task, got {type(task).__name__}")

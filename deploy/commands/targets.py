@@ -1,135 +1,142 @@
-"""Options that belong to one target, and the backends they make."""
+"""`--target` and every target's own options, made from what the rows of `TARGETS` declare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from deploy.commands import sections
 from deploy.errors import ConfigError
+from deploy.targets import TARGETS, Target, named
+from deploy.targets.options import Option, options_of
 
-if TYPE_CHECKING:
-    from deploy.targets.base import Target
-
-# target: option -> the click option; the name of each is that of the backend's field
-_OPTIONS: dict[str, dict[str, Callable[..., Any]]] = {
-    "onnxruntime": {
-        "int8_stem": click.option(
-            "--int8-stem",
-            is_flag=True,
-            default=None,
-            help="onnxruntime: run the first Conv in int8 even where float is faster.",
-        ),
-        "weight_bits": click.option(
-            "--weight-bits",
-            type=click.IntRange(7, 8),
-            help="onnxruntime: 7 for x86 CPUs without VNNI, whose int8 kernels can saturate.",
-        ),
-    },
-    "tensorrt": {
-        "form": click.option(
-            "--engine-from",
-            "form",
-            type=click.Choice(["auto", "cache", "qdq"]),
-            help="tensorrt: what the engine is built from.",
-        ),
-        "fp16": click.option(
-            "--fp16/--no-fp16",
-            default=None,
-            help="tensorrt: let what is not int8 run in fp16.  [default: fp16]",
-        ),
-        "workspace_mib": click.option(
-            "--workspace", "workspace_mib", type=click.IntRange(1), metavar="MIB",
-            help="tensorrt: scratch memory of the builder.",
-        ),
-        "max_batch": click.option(
-            "--max-batch", type=click.IntRange(1),
-            help="tensorrt: largest batch of a dynamic engine.  [default: 8]",
-        ),
-        "cuda_graph": click.option(
-            "--cuda-graph", is_flag=True, default=None,
-            help="tensorrt: run the engine from a captured CUDA graph.",
-        ),
-        "calibrator": click.option(
-            "--calibrator",
-            type=click.Choice(["entropy2", "entropy", "minmax", "legacy"]),
-            help="tensorrt: let TensorRT itself calibrate on the GPU, with the same images.",
-        ),
-    },
-    "ascend": {
-        "soc": click.option(
-            "--soc",
-            metavar="CHIP",
-            help="ascend: chip for atc, such as Ascend310P3; without it no .om.",
-        ),
-        "config": click.option(
-            "--ascend-config", "config", type=click.Path(path_type=Path),
-            help="ascend: AMCT's simplified .cfg, or its quant config JSON.",
-        ),
-        "aipp": click.option(
-            "--aipp/--no-aipp", default=None, help="ascend: preprocessing inside the .om (AIPP)."
-        ),
-        "first_layer_int8": click.option(
-            "--first-layer-int8", is_flag=True, default=None,
-            help="ascend: AIPP and the first convolution fused in int8; brings --aipp.",
-        ),
-        "atc_flags": click.option(
-            "--atc-flag", "atc_flags", multiple=True, metavar="--NAME=VALUE",
-            help="ascend: a further flag of atc; may be repeated.",
-        ),
-    },
-}  # fmt: skip
+Command = Callable[..., None]
+Given = Mapping[str, Mapping[str, Any]]  # target -> field -> the value that was typed
 
 
-def target_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add `--target` and every target's own options; the command gets them as `backends`."""
+def target_options(wanted: Callable[[Option], bool]) -> Callable[[Command], Command]:
+    """Add `--target` and those of the targets' options that are `wanted`.
 
-    @wraps(command)
-    def gathered(targets: tuple[str, ...], **words: Any) -> None:
-        command(backends=_backends(targets, words), **words)
-
-    wrapped: Callable[..., None] = gathered
-    for options in reversed(_OPTIONS.values()):
-        for option in reversed(options.values()):
-            wrapped = option(wrapped)
-    return click.option(
-        "--target",
-        "targets",
-        multiple=True,
-        default=("onnxruntime",),
-        show_default=True,
-        help="onnxruntime, tensorrt or ascend; may be repeated: one calibration serves all.",
-    )(wrapped)
-
-
-def _backends(targets: tuple[str, ...], words: dict[str, Any]) -> list[Target]:
-    """Take the targets' options out of a command's words and make the backends.
-
-    Raises:
-        ConfigError: an unknown target, or an option of a target that is not built.
+    The command gets the targets, made with what was given, as `targets`.
     """
-    from deploy import targets as table
 
-    given = {
-        target: {name: value for name in options if (value := words.pop(name)) not in (None, ())}
-        for target, options in _OPTIONS.items()
-    }
-    for target in targets:
-        if target not in table.TARGETS:
-            raise ConfigError(f"a target is one of {', '.join(table.TARGETS)}, got {target!r}")
-    for target, options in given.items():
-        if options and target not in targets:
-            names = ", ".join(name.replace("_", "-") for name in options)
+    def add(command: Command) -> Command:
+        @wraps(command)
+        def gathered(names: tuple[str, ...], given: Given, **words: Any) -> None:
+            command(targets=_made(names, given), **words)
+
+        return sections.option(
+            "--target",
+            "names",
+            section=sections.TARGETS,
+            multiple=True,
+            metavar="NAME,...",
+            default=("onnxruntime",),
+            show_default=True,
+            callback=_names,
+            help=f"Any of {', '.join(TARGETS)}, by commas or repeated: one calibration serves all.",
+        )(own_options(wanted)(gathered))
+
+    return add
+
+
+def own_options(wanted: Callable[[Option], bool]) -> Callable[[Command], Command]:
+    """Add those of the targets' options that are `wanted`; the command gets them as `given`."""
+
+    def add(command: Command) -> Command:
+        declared = {
+            f"{target}_{option.name}".replace("-", "_"): (target, option)
+            for target, kind in TARGETS.items()
+            for option in options_of(kind)
+            if wanted(option)
+        }
+
+        @wraps(command)
+        def gathered(**words: Any) -> None:
+            given: dict[str, dict[str, Any]] = {}
+            for word, (target, option) in declared.items():
+                if (value := words.pop(word)) not in (None, ()):
+                    given.setdefault(target, {})[option.name] = value
+            command(given=given, **words)
+
+        wrapped: Command = gathered
+        for word, (target, option) in reversed(declared.items()):
+            wrapped = _option(word, target, option)(wrapped)
+        return wrapped
+
+    return add
+
+
+def flags(target: str, fields: Mapping[str, Any]) -> str:
+    """The flags of a target's fields, as a user types them."""
+    own = {option.name: option.flag.partition("/")[0] for option in options_of(named(target))}
+    return " and ".join(own[name] for name in fields)
+
+
+def made(target: str, fields: Mapping[str, Any]) -> Target:
+    """A target with these values in its fields."""
+    kind: Callable[..., Target] = named(target)
+    return kind(**fields)
+
+
+def _made(names: tuple[str, ...], given: Given) -> list[Target]:
+    for target, fields in given.items():
+        if target not in names:
             raise ConfigError(
-                f"the option {names} belongs to --target {target}, got --target"
-                f" {', '.join(targets)}"
+                f"{flags(target, fields)} {'belong' if len(fields) > 1 else 'belongs'} to --target"
+                f" {target}, got --target {','.join(names)}"
             )
-    make: dict[str, Callable[[], Target]] = {
-        "onnxruntime": lambda: table.OnnxRuntime(**given["onnxruntime"]),
-        "tensorrt": lambda: table.TensorRT(**given["tensorrt"]),
-        "ascend": lambda: table.Ascend(**given["ascend"]),
-    }
-    return [make[target]() for target in dict.fromkeys(targets)]
+    return [made(name, given.get(name, {})) for name in names]
+
+
+def _names(context: click.Context, param: click.Parameter, words: tuple[str, ...]) -> Any:
+    """Names by commas or one a flag, each once."""
+    names = [name.strip() for word in words for name in word.split(",")]
+    for name in names:
+        named(name)
+    return tuple(dict.fromkeys(names))
+
+
+def _option(word: str, target: str, option: Option) -> Callable[[Command], Command]:
+    """The click option of a declared one; what was not typed comes as None, or as ()."""
+    flag = option.kind is bool
+    return sections.option(
+        option.flag,
+        word,
+        section=f"Target {target}",
+        type=None if flag else _type(option),
+        is_flag=flag,
+        default=None,
+        multiple=option.repeat,
+        metavar=option.metavar,
+        help=option.help + _ending(option),
+    )
+
+
+def _type(option: Option) -> click.ParamType[Any]:
+    from pathlib import Path
+
+    if option.choices:
+        return click.Choice(option.choices)
+    if option.kind is int:
+        return click.IntRange(_whole(option.least), _whole(option.most))
+    if option.kind is float:
+        return click.FloatRange(option.least, option.most)
+    return click.Path(path_type=Path) if option.kind is Path else click.STRING
+
+
+def _whole(limit: float | None) -> int | None:
+    return None if limit is None else int(limit)
+
+
+def _ending(option: Option) -> str:
+    """What the help says after the sentence: repetition, the default."""
+    if option.repeat:
+        return " May be repeated."
+    if option.kind is bool:
+        on, _, off = option.flag.partition("/")
+        return f"  [default: {(on if option.default else off).lstrip('-')}]" if off else ""
+    return "" if option.default is None else f"  [default: {option.default}]"

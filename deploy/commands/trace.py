@@ -9,13 +9,39 @@ import click
 
 @click.command()
 @click.argument("model")
-@click.option("--input", "shapes", multiple=True, metavar="SHAPE", help="1x3x224x224; shows shapes")
-@click.option("--leaf", "leaves", multiple=True, metavar="NAME|CLASS", help="keep a module whole")
-@click.option("--wrap", "wraps", multiple=True, metavar="FUNCTION", help="keep calls, as of len")
-@click.option("--only", metavar="SUBMODULE", help="trace this part of the model alone")
-@click.option("--replace", "replaced", multiple=True, metavar="OP=FUNCTION", help="add=torch.mul")
-@click.option("--weights", type=click.Path(path_type=Path), help="a state dict to load")
-@click.option("--code/--table", "as_code", default=False, help="print Python code, or the IR table")
+@click.option(
+    "--input",
+    "shapes",
+    multiple=True,
+    metavar="SHAPE",
+    help="Shape of an input, such as 1x3x224x224; shows the shapes of all nodes.",
+)
+@click.option(
+    "--leaf",
+    "leaves",
+    multiple=True,
+    metavar="NAME|CLASS",
+    help="Module to keep whole, by its name or class.",
+)
+@click.option(
+    "--wrap",
+    "wraps",
+    multiple=True,
+    metavar="FUNCTION",
+    help="Function whose calls are kept as they are, such as len.",
+)
+@click.option("--only", metavar="SUBMODULE", help="Trace this part of the model alone.")
+@click.option(
+    "--replace",
+    "replaced",
+    multiple=True,
+    metavar="OP=FUNCTION",
+    help="Operation to replace, such as add=torch.mul.",
+)
+@click.option("--weights", type=click.Path(path_type=Path), help="State dict to load.")
+@click.option(
+    "--code/--table", "as_code", default=False, help="Print Python code, or the IR table."
+)
 def trace(
     model: str,
     shapes: tuple[str, ...],

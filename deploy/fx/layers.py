@@ -18,6 +18,12 @@ from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
 WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
 
 
+def weighted(model: nn.Module) -> list[tuple[str, str]]:
+    """(qualified name, class name) of every layer with weights that are quantized."""
+    found = ((name, m) for name, m in model.named_modules() if isinstance(m, WEIGHTED))
+    return [(name, type(module).__name__) for name, module in found]
+
+
 def apply_layer(
     layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from deploy.tensors import Samples, Session
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import onnx
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from deploy.calibration.ranges import Ranges
     from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision
+    from deploy.tensors import Samples, Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,16 @@ class Built:
 
 
 class Target(Protocol):
-    """One target. Its options are the named fields of the class that implements this."""
+    """One target: a dataclass whose options are fields declared by `deploy.targets.options`.
+
+    Attributes:
+        engines: suffixes of the engine files that `open` loads.
+        own_method: in words, what finds this target's ranges whatever method is asked for; empty
+            where the method does.
+    """
+
+    engines: ClassVar[tuple[str, ...]]
+    own_method: ClassVar[str]
 
     @property
     def name(self) -> str:

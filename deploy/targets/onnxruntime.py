@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from deploy import atomic
-from deploy.graph.plan import ONNXRUNTIME, Decision, Placement, Plan, analyse
 from deploy.targets.base import BuildRequest, Built, CacheText
-from deploy.tensors import Session
+from deploy.targets.options import check, option
 
 if TYPE_CHECKING:
     import onnx
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Observation
     from deploy.calibration.ranges import Ranges
     from deploy.calibration.subject import Subject
+    from deploy.graph.plan import Decision, Placement, Plan
+    from deploy.tensors import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +34,44 @@ class OnnxRuntime:
         weight_bits: 8, or 7 for x86 CPUs without VNNI, whose int8 kernels saturate.
     """
 
-    int8_stem: bool = False
-    weight_bits: int = 8
+    int8_stem: bool = option(
+        False,
+        help="Run the first Conv in int8 even where float is faster.",
+        observes=True,
+        places=True,
+    )
+    weight_bits: int = option(
+        8,
+        help="Bits of weights; 7 for x86 CPUs without VNNI, whose int8 kernels can saturate.",
+        least=7,
+        most=8,
+    )
     name: str = "onnxruntime"
+    engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
+    own_method: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def placement(self) -> Placement:
         """Where this target wants its pairs."""
+        from deploy.graph.plan import ONNXRUNTIME
+
         return replace(ONNXRUNTIME, thin=0) if self.int8_stem else ONNXRUNTIME
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Tensors that need a scale: what int8 nodes read and make."""
+        from deploy.graph.plan import analyse
+
         return analyse(model, self.placement, float_nodes=float_nodes).activations
 
     def decisions(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
     ) -> tuple[Decision, ...]:
         """What the graph analysis decides before anything is calibrated."""
+        from deploy.graph.plan import analyse
+
         return analyse(model, self.placement, float_nodes=float_nodes).decisions
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
@@ -62,6 +84,7 @@ class OnnxRuntime:
 
     def build(self, request: BuildRequest) -> Built:
         """Write `<name>.int8.onnx`."""
+        from deploy.graph.plan import analyse
         from deploy.targets.qdq import write_qdq
 
         found = request.ranges.of(self.demand(request.subject))

@@ -18,12 +18,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
-from deploy.errors import BackendError, ExportError, ModelError, SdkMissingError
+from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
 from deploy.targets.base import BuildRequest, Built, CacheText
-from deploy.tensors import Session
+from deploy.targets.options import check, option
 
 if TYPE_CHECKING:
     import onnx
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.config_types import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
+    from deploy.tensors import Session
 
 _ATC_SECONDS = 3600
 _VERIFIED = 2  # samples on which the deploy model is run in integers
@@ -55,19 +56,47 @@ class Ascend:
         source_color: order of the pictures that the .om gets, "rgb" or "bgr".
         first_layer_int8: let AIPP and the first convolution run fused in int8.
         atc_flags: further flags of atc, '--name=value'.
-        exact: IFMR on all values, kept in memory as AMCT does, instead of on histograms.
+        exact: keep every activation in memory and search IFMR on them, as AMCT does.
     """
 
-    soc: str | None = None
-    config: Path | None = None
-    aipp: bool = False
-    source_color: str = "rgb"
-    first_layer_int8: bool = False
-    atc_flags: tuple[str, ...] = ()
-    exact: bool = False
+    soc: str | None = option(
+        None, metavar="CHIP", help="Chip for atc, such as Ascend310P3; without it no .om."
+    )
+    config: Path | None = option(
+        None,
+        flag="--ascend-config",
+        metavar="FILE",
+        help="AMCT's simplified .cfg, or its quant config JSON.",
+        observes=True,
+    )
+    exact: bool = option(
+        False,
+        flag="--exact-ifmr",
+        help="Keep every activation in memory and search IFMR on them, as AMCT does; by default"
+        " on histograms.",
+        observes=True,
+    )
+    aipp: bool = option(False, flag="--aipp/--no-aipp", help="Preprocessing inside the .om (AIPP).")
+    source_color: str = option(
+        "rgb", choices=("rgb", "bgr"), help="Order of the pictures that the .om with AIPP gets."
+    )
+    first_layer_int8: bool = option(
+        False, help="AIPP and the first convolution fused in int8; brings --aipp."
+    )
+    atc_flags: tuple[str, ...] = option(
+        (), flag="--atc-flag", metavar="--NAME=VALUE", help="A further flag of atc."
+    )
     name: str = "ascend"
+    engines: ClassVar[tuple[str, ...]] = (".om",)
+    own_method: ClassVar[str] = "AMCT's own algorithms, which --ascend-config chooses"
 
     def __post_init__(self) -> None:
+        check(self)
+        if self.source_color != "rgb" and not (self.aipp or self.first_layer_int8):
+            raise ConfigError(
+                f"a source_color is that of an .om with AIPP, got {self.source_color!r} without"
+                " aipp; give --aipp too"
+            )
         self._atc()  # a wrong chip or flag is told before anything is calibrated
 
     def _atc(self) -> AtcOptions:

@@ -16,19 +16,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
-from deploy.calibration import trt_cache
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.targets.base import BuildRequest, Built, CacheText
-from deploy.tensors import Session
+from deploy.targets.options import check, option
 
 if TYPE_CHECKING:
     import onnx
 
     from calibrators.scales import Scale
     from calibrators.tensorrt import Callbacks
+    from deploy.calibration import trt_cache
     from deploy.calibration.observation import Observation
     from deploy.calibration.ranges import Ranges
     from deploy.calibration.store import Found
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from deploy.graph.plan import Decision
     from deploy.targets.tensorrt.builder import Settings
     from deploy.targets.tensorrt.match import Match
-
-_FORMS = ("auto", "cache", "qdq")
+    from deploy.tensors import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,23 +53,46 @@ class TensorRT:
         cuda_graph: run the engine from a captured CUDA graph.
         calibrator: "entropy2", "entropy", "minmax" or "legacy" lets TensorRT calibrate on the GPU
             with the same samples, in batches of `max_batch`; None gives it our cache.
-        parser: "onnx" or "caffe": who names the tensors of the calibration cache; None judges by
-            the model.
+        parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
+            cache; None judges from the model.
     """
 
     version: str | None = None
-    form: str = "auto"
-    fp16: bool = True
-    workspace_mib: int | None = None
-    max_batch: int = 8
-    cuda_graph: bool = False
-    calibrator: str | None = None
-    parser: str | None = None
+    form: str = option(
+        "auto",
+        flag="--engine-from",
+        choices=("auto", "cache", "qdq"),
+        help="What the engine is built from.",
+    )
+    fp16: bool = option(True, help="Let what is not int8 run in fp16.")
+    workspace_mib: int | None = option(
+        None, flag="--workspace", metavar="MIB", least=1, help="Scratch memory of the builder."
+    )
+    max_batch: int = option(8, least=1, help="Largest batch of a dynamic engine.")
+    cuda_graph: bool = option(False, help="Run the engine from a captured CUDA graph.", runs=True)
+    calibrator: str | None = option(
+        None,
+        choices=("entropy2", "entropy", "minmax", "legacy"),
+        help="Let TensorRT itself calibrate on the GPU, with the same images.",
+    )
+    parser: str | None = option(
+        None,
+        choices=("onnx", "caffe"),
+        help="TensorRT's parser that names the tensors of its calibration cache; judged from the"
+        " model by default.",
+        observes=True,
+    )
     name: str = "tensorrt"
+    engines: ClassVar[tuple[str, ...]] = (".engine", ".plan")
+    own_method: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        if self.form not in _FORMS:
-            raise ConfigError(f"an engine is built from {', '.join(_FORMS)}, got {self.form!r}")
+        check(self)
+        if self.calibrator is not None and self.form == "qdq":
+            raise ConfigError(
+                f"an engine from the Q/DQ model has its scales in the model, got calibrator"
+                f" {self.calibrator!r}; leave it away, or build from the cache"
+            )
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Every float tensor: TensorRT's cache lists them all."""
@@ -105,6 +127,7 @@ class TensorRT:
 
     def build(self, request: BuildRequest) -> Built:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""
+        from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.match import match
         from deploy.targets.tensorrt.to_qdq import to_qdq
 
@@ -148,6 +171,7 @@ class TensorRT:
         self, request: BuildRequest, files: Mapping[str, Path], cache: trt_cache.CalibrationCache
     ) -> tuple[Path, tuple[str, ...]]:
         """(engine, notes): built here, or built before from the same files on the same GPU."""
+        from deploy.calibration import trt_cache
         from deploy.targets.tensorrt import builder, gpu_cache, sdk
 
         here = sdk.find()
@@ -268,6 +292,8 @@ def _held(model: onnx.ModelProto, found: Found, version: str) -> dict[str, Scale
 
 def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> tuple[str, ...]:
     """The command lines that build the engine on a GPU machine with these files."""
+    from deploy.calibration import trt_cache
+
     plain, cache, qdq = (
         files[role].name
         for role in ("float model for TensorRT", "TensorRT cache", "TensorRT Q/DQ model")
