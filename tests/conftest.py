@@ -11,6 +11,10 @@ from onnx import TensorProto, helper, numpy_helper
 @pytest.fixture(scope="session")
 def small_cnn(tmp_path_factory) -> Path:
     """A residual CNN of random weights: x [batch, 3, 16, 16] -> logits [batch, 10]."""
+    return save_small_cnn(tmp_path_factory.mktemp("models") / "small_cnn.onnx")
+
+
+def save_small_cnn(path: Path) -> Path:
     rng = np.random.default_rng(7)
 
     def weight(name: str, *shape: int, spread: float = 0.3) -> onnx.TensorProto:
@@ -45,7 +49,6 @@ def small_cnn(tmp_path_factory) -> Path:
         ],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    path = tmp_path_factory.mktemp("models") / "small_cnn.onnx"
     onnx.save(model, path)
     return path
 
@@ -53,9 +56,12 @@ def small_cnn(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory) -> Path:
     """A folder of 20 small PNG pictures."""
+    return save_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+def save_pictures(folder: Path) -> Path:
     import cv2
 
-    folder = tmp_path_factory.mktemp("pictures")
     rng = np.random.default_rng(11)
     for number in range(20):
         noise = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)

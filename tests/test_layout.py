@@ -14,40 +14,13 @@ from calibrators.searches import DEFAULT_METHOD, SEARCHES
 from deploy.cli import COMMANDS
 from deploy.frontends import FRONTENDS
 from deploy.targets import TARGETS
+from scripts import house
 
 ROOT = Path(__file__).parent.parent
 SDKS = {"torch", "tensorrt", "pycuda", "onnxruntime", "onnx", "cv2", "acl", "amct_onnx", "tqdm"}
 
-# Each floor may import from the floors below it and from its own, never from above.
-FLOORS = (
-    {"deploy.cli", "deploy.__main__"},
-    {"deploy.commands"},
-    {"deploy.pipeline", "deploy.benchmark", "deploy.results", "deploy.inspection"},
-    {"deploy.measure"},
-    {"deploy.report"},
-    {"deploy.targets"},
-    {"deploy.calibration"},
-    {"deploy.graph"},
-    {"deploy.frontends", "deploy.fx"},
-    {"deploy.feed"},
-    {"deploy.metrics"},
-    {"deploy.ort"},
-    {"deploy.tensors", "deploy.atomic", "deploy.machine", "deploy.progress"},
-    {"deploy.errors", "deploy.version"},
-    {"calibrators"},
-)
-
-
-def files() -> dict[str, Path]:
-    found = {}
-    for package in ("deploy", "calibrators"):
-        for path in (ROOT / package).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-MODULES = files()
+MODULES = house.modules(ROOT)
+ARROWS = house.arrows(MODULES)
 
 
 @cache
@@ -79,29 +52,60 @@ def roots(module: str, *, lazy: bool) -> set[str]:
     return {name.split(".")[0] for name in imports(tree(module), lazy=lazy)}
 
 
-def floor(module: str) -> int | None:
-    for level, names in enumerate(FLOORS):
-        if any(module == name or module.startswith(f"{name}.") for name in names):
-            return level
-    return None
+def listed(wrong) -> str:
+    return "\n" + "\n".join(f"  {one}" for one in wrong)
+
+
+def test_every_module_has_a_floor():
+    homeless = [module for module in MODULES if house.floor(module) is None]
+    assert not homeless, f"give each a floor in scripts/house.py:{listed(homeless)}"
+    empty = set().union(*house.FLOORS) - {house.room(module) for module in MODULES}
+    assert not empty, f"floors of scripts/house.py name rooms that are not there: {sorted(empty)}"
+
+
+def test_no_import_climbs():
+    up = [arrow for arrow in house.climbing(ARROWS) if arrow.rooms not in house.CLIMBS]
+    assert not up, f"these import from a floor above their own:{listed(up)}"
+
+
+def test_few_climbs_are_excepted_and_each_says_why():
+    assert len(house.CLIMBS) <= 3 and all(house.CLIMBS.values())
+    assert set(house.CLIMBS) <= {arrow.rooms for arrow in house.climbing(ARROWS)}
+
+
+def test_no_two_neighbours_import_each_other():
+    wrong = [
+        f"{a} and {b}: {there[0]}, {back[0]}"
+        for (a, b), (there, back) in house.both_ways(ARROWS).items()
+    ]
+    assert not wrong, f"of each pair one must stand above the other:{listed(wrong)}"
 
 
 def test_no_import_goes_round_in_a_circle():
-    arrows = {m: imports(tree(m), lazy=True) & set(MODULES) - {m} for m in MODULES}
-    left = dict(arrows)
-    while left:  # take away what imports nothing that is left; a circle can never be taken
-        free = {m for m, targets in left.items() if not targets & set(left)}
-        assert free, f"these import each other: {sorted(left)}"
-        left = {m: targets for m, targets in left.items() if m not in free}
+    by_room = [a.rooms for a in ARROWS if a.rooms[0] != a.rooms[1]]
+    assert not (found := house.circles(by_room)), f"circles of rooms:{listed(found)}"
+    found = house.circles((a.start, a.end) for a in ARROWS)
+    assert not found, f"circles of modules:{listed(found)}"
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_no_module_imports_from_a_floor_above(module):
-    own = floor(module)
-    if own is None:
-        return
-    above = {t for t in imports(tree(module), lazy=True) if (floor(t) or own) < own}
-    assert not above
+@pytest.mark.parametrize(
+    "line", ["from deploy.ort import x", "import deploy.ort", "from deploy import ort",
+             "if TYPE_CHECKING:\n    from deploy.ort import x",
+             "def f():\n    from deploy.ort import x", "ROWS = {'x': 'deploy.ort:x'}"],
+)  # fmt: skip
+def test_an_import_of_any_form_is_an_arrow(tmp_path, line):
+    for name, text in {"feed": line, "ort": ""}.items():
+        path = tmp_path / "deploy" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    (arrow,) = house.arrows(house.modules(tmp_path))
+    assert arrow[:2] == ("deploy.feed", "deploy.ort")
+
+
+def test_the_drawing_holds_every_room():
+    drawn = house.dot(ROOT)
+    assert all(f'"{house.room(module)}"' in drawn for module in MODULES)
+    assert house.figures(ROOT).startswith("rooms ")
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("calibrators")])

@@ -1,0 +1,120 @@
+"""CPU time and peak memory of one `build` for three targets, an older checkout beside this one.
+
+    git worktree add /tmp/older e978d3c
+    python benchmarks/build_cost.py --old /tmp/older [--models demo efficientnet-lite0] [--rounds 3]
+
+Both sides run the same command in a process of its own, in turns: first into an empty folder, then
+again, so that the second build finds the calibration of the first. No latency is measured
+(`--duration 0`). CPU time is user and system time of the process with its children; a round's
+figures are their medians, memory is the largest. EfficientNet-Lite0 must have been exported once by
+export_efficientnet.py, which needs torch; its photos come from wheels. Only ratios are worth
+comparing between machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import checkouts
+from benchmarks.calibration_cost import image_list
+from benchmarks.fetch_models import cache_folder
+
+THREADS = 2
+TARGETS = ("onnxruntime", "tensorrt", "ascend")
+PASSES = ("first build", "second build")
+
+
+def demo(count: int) -> list[str]:
+    """The bundled network and up to 100 images of it."""
+    data = checkouts.OWN / "datasets" / "fashion"
+    words = [str(data / "fashion.onnx"), "--images", str(data / "calib.txt")]
+    return [*words, "--mean", "0.5", "--std", "0.5", "--limit", str(count)]
+
+
+def efficientnet(count: int) -> list[str]:
+    """EfficientNet-Lite0 and photos."""
+    model = cache_folder() / "efficientnet-lite0.onnx"
+    if not model.is_file():
+        sys.exit(f"no {model}; python benchmarks/export_efficientnet.py makes it")
+    return [str(model), "--images", str(image_list(count)), "--preprocess", "efficientnet-lite"]
+
+
+MODELS: Mapping[str, Callable[[int], list[str]]] = {
+    "demo": demo,
+    "efficientnet-lite0": efficientnet,
+}
+
+
+def twice(checkout: Path, words: list[str], folder: Path) -> list[checkouts.Run]:
+    """Build into an empty folder, and again into the same one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    command = ["build", *words, "--duration", "0", "--threads", str(THREADS), "--out", "out"]
+    for target in TARGETS:
+        command += ["--target", target]
+    runs = [checkouts.calib8(checkout, command, folder) for _ in PASSES]
+    for run in runs:
+        if run.code:
+            sys.exit(f"{checkout}: calib8 {' '.join(command)}: {run.last_line}")
+    return runs
+
+
+def rows(name: str, taken: Mapping[str, list[list[checkouts.Run]]]) -> list[str]:
+    """One line of the table for each pass; `taken` is side -> round -> pass."""
+    lines = []
+    for number, label in enumerate(PASSES):
+        cells = [name, label]
+        for figure, join, form in (
+            ("cpu_s", statistics.median, "{:.2f} s"),
+            ("rss_mb", max, "{:.0f} MB"),
+        ):
+            sides = {
+                side: join([getattr(one[number], figure) for one in rounds])
+                for side, rounds in taken.items()
+            }
+            cells += [form.format(sides[side]) if side in sides else "" for side in ("old", "new")]
+            both = len(sides) == 2
+            cells.append(f"{sides['new'] / sides['old']:.2f}x" if both else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--old", type=Path, help="an older checkout; without it only this one runs")
+    parser.add_argument("--new", type=Path, default=checkouts.OWN, help="[this checkout]")
+    parser.add_argument("--only-old", action="store_true", help="leave the new side out")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--images", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    sides = {"old": asked.old} if asked.old else {}
+    if not asked.only_old:
+        sides["new"] = asked.new
+    sides = {side: path.resolve() for side, path in sides.items()}
+    for path in sides.values():
+        checkouts.check(path)
+    print("| model | build | CPU before | CPU now | ratio | peak before | peak now | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    with tempfile.TemporaryDirectory(prefix="calib8-cost-") as folder:
+        for name in asked.models:
+            words = MODELS[name](asked.images)
+            taken: dict[str, list[list[checkouts.Run]]] = {side: [] for side in sides}
+            for _ in range(asked.rounds):
+                for side, path in sides.items():
+                    taken[side].append(twice(path, words, Path(folder) / side))
+            print("\n".join(rows(f"{name}, {asked.images} images", taken)), flush=True)
+    targets = ", ".join(TARGETS)
+    print(f"\n{targets}; {THREADS} threads; median CPU and largest peak of {asked.rounds} rounds")
+
+
+if __name__ == "__main__":
+    main()

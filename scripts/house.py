@@ -1,0 +1,219 @@
+"""The shape of the house: rooms, floors, and the arrows that imports draw between them.
+
+A room is a folder or a file at the first level of `deploy`, and `calibrators` as a whole. An arrow
+is any import of one module by another: at the top of a file, inside a function, for type checkers
+only, or by a name in a table that is imported later ("deploy.commands.build:build").
+`tests/test_layout.py` holds the law with these functions; run as a program, this prints the
+figures, or a drawing of them:
+
+    python scripts/house.py [CHECKOUT] [--dot]      rooms, floors, arrows; --dot for Graphviz
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+# Each floor may import from the floors below it and from its own, never from above.
+FLOORS: tuple[frozenset[str], ...] = tuple(
+    frozenset(names.split())
+    for names in (
+        "deploy",  # the face: re-exports, each imported when first used
+        "deploy.cli deploy.__main__",
+        "deploy.commands",
+        "deploy.pipeline deploy.benchmark deploy.results deploy.inspection",
+        "deploy.measure",
+        "deploy.report",
+        "deploy.targets",
+        "deploy.calibration",
+        "deploy.frontends",
+        "deploy.fx",
+        "deploy.feed",
+        "deploy.metrics",
+        "deploy.graph",
+        "deploy.ort",
+        "deploy.tensors deploy.stamped deploy.atomic deploy.progress deploy.machine",
+        "deploy.version deploy.errors",
+        "calibrators",
+    )
+)
+
+# Arrows between rooms that climb all the same, each with its reason; three at most.
+CLIMBS: Mapping[tuple[str, str], str] = {}
+
+
+class Arrow(NamedTuple):
+    """Module `start` imports module `end` in line `line`."""
+
+    start: str
+    end: str
+    line: int
+
+    @property
+    def rooms(self) -> tuple[str, str]:
+        """The rooms it leaves and enters."""
+        return room(self.start), room(self.end)
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.line} -> {self.end}"
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of the two packages, by its dotted name; a folder's name is its __init__."""
+    found = {}
+    for package in ("deploy", "calibrators"):
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def arrows(known: Mapping[str, Path]) -> list[Arrow]:
+    """Every import of a known module by another one, wherever in the file it stands."""
+    found = []
+    for module, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            ends = {_module(name, known) for name in _named(node)} - {None, module}
+            found += [Arrow(module, str(end), getattr(node, "lineno", 0)) for end in ends]
+    return found
+
+
+def _named(node: ast.AST) -> Iterable[str]:
+    """Dotted names that a node imports, or could import later."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        row = re.fullmatch(r"((?:deploy|calibrators)(?:\.\w+)+)(?::\w+)?", node.value)
+        return [row[1]] if row else []
+    return []
+
+
+def _module(name: str, known: Mapping[str, Path]) -> str | None:
+    """The module that holds a name: `deploy.ort` for `deploy.ort.OrtSession`."""
+    if name in known:
+        return name
+    parent = name.rpartition(".")[0]
+    return parent if parent in known else None
+
+
+def room(module: str) -> str:
+    """The room that a module stands in: `deploy.feed.images` -> `deploy.feed`."""
+    parts = module.split(".")
+    return parts[0] if parts[0] != "deploy" else ".".join(parts[:2])
+
+
+def floor(module: str) -> int | None:
+    """The floor of a module's room, 0 at the top; None where it has none."""
+    return next((level for level, names in enumerate(FLOORS) if room(module) in names), None)
+
+
+def climbing(drawn: Iterable[Arrow]) -> list[Arrow]:
+    """Arrows to a floor above their own."""
+    return [a for a in drawn if _floor(a.end) < _floor(a.start)]
+
+
+def _floor(module: str) -> int:
+    found = floor(module)
+    return -1 if found is None else found
+
+
+def both_ways(drawn: Iterable[Arrow]) -> dict[tuple[str, str], tuple[list[Arrow], list[Arrow]]]:
+    """Neighbours that import each other, at every depth, with the arrows of the two directions.
+
+    Neighbours are the children of one folder; a folder's `__init__` counts as one of them.
+    """
+    between: dict[tuple[str, str], list[Arrow]] = {}
+    for arrow in drawn:
+        between.setdefault(_neighbours(arrow), []).append(arrow)
+    return {
+        (a, b): (there, between[b, a])
+        for (a, b), there in between.items()
+        if a < b and (b, a) in between
+    }
+
+
+def _neighbours(arrow: Arrow) -> tuple[str, str]:
+    """The two children of the smallest common folder that an arrow's ends are, or lie in."""
+    start, end = (f"{name}.".split(".") for name in arrow[:2])  # an __init__ ends in ""
+    shared = next(i for i, (a, b) in enumerate(zip(start, end, strict=False)) if a != b)
+    return ".".join(start[: shared + 1]), ".".join(end[: shared + 1])
+
+
+def circles(drawn: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Groups of names of which each reaches every other along the arrows."""
+    ends: dict[str, set[str]] = {}
+    for start, end in drawn:
+        ends.setdefault(start, set()).add(end)
+        ends.setdefault(end, set())
+    reach = {name: _reached(name, ends) for name in ends}
+    groups = {frozenset(b for b in reach[a] if a in reach[b]) for a in ends if a in reach[a]}
+    return sorted(sorted(group) for group in groups)
+
+
+def _reached(name: str, ends: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    left = list(ends[name])
+    while left:
+        if (at := left.pop()) not in found:
+            found.add(at)
+            left += ends[at]
+    return found
+
+
+def figures(root: Path) -> str:
+    """Rooms, floors, arrows, those that climb, and circles; then each of the bad ones."""
+    known = modules(root)
+    drawn = arrows(known)
+    rooms = {room(module) for module in known}
+    between = {a.rooms for a in drawn if a.rooms[0] != a.rooms[1]}
+    homeless = sorted(name for name in rooms if floor(name) is None)
+    up = climbing(a for a in drawn if floor(a.start) is not None and floor(a.end) is not None)
+    round_rooms, round_modules = circles(between), circles((a.start, a.end) for a in drawn)
+    lines = [
+        f"rooms {len(rooms)}, floors {len({floor(name) for name in rooms} - {None})},"
+        f" arrows {len(between)}, arrows up {len({a.rooms for a in up})},"
+        f" circles of rooms {len(round_rooms)}, of modules {len(round_modules)}",
+        *(f"without a floor: {name}" for name in homeless),
+        *(f"climbs: {arrow}" for arrow in up),
+        *(f"both ways: {a} and {b}" for a, b in both_ways(drawn)),
+        *(f"circle of rooms: {', '.join(group)}" for group in round_rooms),
+        *(f"circle of modules: {', '.join(group)}" for group in round_modules),
+    ]
+    return "\n".join(lines)
+
+
+def dot(root: Path) -> str:
+    """The rooms by floors and the arrows between them, for Graphviz; climbing ones are red."""
+    known = modules(root)
+    rooms = sorted({room(module) for module in known})
+    weights: dict[tuple[str, str], int] = {}
+    for arrow in arrows(known):
+        if arrow.rooms[0] != arrow.rooms[1]:
+            weights[arrow.rooms] = weights.get(arrow.rooms, 0) + 1
+    lines = ["digraph house {", "  node [shape=box];"]
+    for names in FLOORS:
+        row = "; ".join(f'"{name}"' for name in rooms if name in names)
+        lines += [f"  {{ rank=same; {row} }}"] if row else []
+    for (a, b), weight in sorted(weights.items()):
+        red = ", color=red" if _floor(b) < _floor(a) else ""
+        lines.append(f'  "{a}" -> "{b}" [label={weight}{red}];')
+    return "\n".join([*lines, "}"])
+
+
+def main() -> None:
+    """Print the figures of a checkout, or their drawing."""
+    parser = argparse.ArgumentParser(description="The figures of the house.")
+    parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).parents[1])
+    parser.add_argument("--dot", action="store_true", help="a drawing for Graphviz")
+    asked = parser.parse_args()
+    print((dot if asked.dot else figures)(asked.checkout))
+
+
+if __name__ == "__main__":
+    main()

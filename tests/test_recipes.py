@@ -1,0 +1,123 @@
+"""CONTRIBUTING's recipes as patches: a toy target and a toy search, used from the command line.
+
+What a newcomer writes is tests/recipes/*.patch and nothing else: one file and one row each. They
+are applied to a copy of the tree, and the tests of the copy's shape must hold there too.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((Path(__file__).parent / "recipes").glob("*.patch"))
+DATA = ROOT / "datasets" / "fashion"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("git") is None, reason="git applies the patches"),
+]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy of what the packages and the tests of the shape need, with the recipes applied."""
+    copy = tmp_path_factory.mktemp("recipes") / "calib8"
+    for name in ("deploy", "calibrators", "tests", "scripts", "benchmarks", "datasets"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*.cfg"), *ROOT.glob("*.toml")):
+        shutil.copy(path, copy)
+    (copy / "cpp").mkdir()
+    for patch in RECIPES:
+        run(["git", "apply", "--whitespace=nowarn", str(patch)], copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(tree) -> Path:
+    """The demo, built for the toy target with the toy search."""
+    calib8(
+        tree, "build", DATA / "fashion.onnx", "--images", DATA / "calib.txt", "--limit", 20,
+        "--mean", 0.5, "--std", 0.5, "--duration", 0, "--out", "out",
+        "--target", "toy", "--toy-label", "greeting", "--method", "ksigma", "--sigma", 4,
+    )  # fmt: skip
+    return tree / "out"
+
+
+def calib8(tree: Path, *words: object) -> str:
+    return run([sys.executable, "-m", "deploy", *map(str, words)], tree)
+
+
+def run(command: list[str], folder: Path) -> str:
+    around = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # a repository there is none of ours
+    environment = {**os.environ, "PYTHONPATH": str(folder), **around}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_there_is_a_recipe_for_a_target_and_one_for_a_search():
+    assert [patch.stem for patch in RECIPES] == ["search", "target"]
+
+
+def test_a_recipe_is_one_new_file_and_changes_in_one_table():
+    for patch in RECIPES:
+        text = patch.read_text()
+        assert text.count("\n--- /dev/null") == 1 and text.count("\n--- a/") == 1
+        assert not [line for line in text.splitlines() if line[:1] == "-" and line[:3] != "---"]
+
+
+def test_the_command_line_offers_what_the_recipes_add(tree):
+    text = calib8(tree, "build", "--help")
+    for word in ("toy", "--toy-label", "ksigma", "--sigma"):
+        assert word in text
+
+
+def test_the_toy_target_is_built_with_the_toy_search(built):
+    engine = json.loads((built / "fashion.toy").read_text())
+    assert engine["label"] == "greeting" and len(engine["scales"]) > 20
+    report = (built / "report.json").read_text()
+    assert '"ksigma 4"' in report and "fashion.toy" in report
+    targets = [engine.get("target") for engine in json.loads(report)["engines"]]
+    assert "toy" in targets
+
+
+def test_the_accuracy_of_the_toy_target_is_told(built):
+    engines = json.loads((built / "report.json").read_text())["engines"]
+    (toy,) = [engine for engine in engines if engine.get("target") == "toy"]
+    assert toy["accuracy"]["samples"] == 20
+    assert toy["accuracy"]["outputs"][0]["cosine_mean"] > 0.9
+
+
+def test_a_second_build_reuses_what_the_first_observed(tree, built):
+    calib8(
+        tree, "calibrate", DATA / "fashion.onnx", "--images", DATA / "calib.txt", "--limit", 20,
+        "--mean", 0.5, "--std", 0.5, "--target", "toy", "--method", "ksigma", "--sigma", 4,
+        "--require-cache", "-o", built / "fashion.cache",
+    )  # fmt: skip
+
+
+def test_the_toy_engine_is_benched_like_any_other(tree, built):
+    told = calib8(tree, "bench", built / "fashion.toy", "--duration", 0.1)
+    assert "fashion.toy" in told
+
+
+def test_the_parameter_of_the_toy_search_is_refused_elsewhere(tree):
+    with pytest.raises(AssertionError, match="--sigma"):
+        calib8(
+            tree, "build", DATA / "fashion.onnx", "--images", DATA / "calib.txt",
+            "--method", "mse", "--sigma", 4,
+        )  # fmt: skip
+
+
+def test_the_law_holds_with_the_additions(tree):
+    run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_layout.py"],
+        tree,
+    )
