@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ModelError
 from deploy.frontends import FRONTENDS, load
-from deploy.frontends.graphs import all_nodes
+from deploy.graph.index import all_nodes
 
 F32 = TensorProto.FLOAT
 RNG = np.random.default_rng(7)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from calibrators.errors import CalibrationError
 from calibrators.statistics import Statistics
 from deploy.errors import BackendError, FeedError
-from deploy.ort import OrtSession, with_outputs
+from deploy.graph.edit import with_outputs
+from deploy.ort import OrtSession
 from deploy.tensors import Array
 
 Sample = Mapping[str, Array]

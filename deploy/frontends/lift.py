@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deploy.frontends.checks import first_line, opset_of
-from deploy.frontends.graphs import all_nodes, subgraphs
+from deploy.graph.index import all_nodes, subgraphs
 
 if TYPE_CHECKING:
     import onnx

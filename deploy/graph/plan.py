@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from calibrators.int8 import INT8, UINT8, Grid
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, attributes
 
 _FLOAT = onnx.TensorProto.FLOAT
 _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
@@ -220,9 +220,9 @@ def _weight_refusal(graph: Graph, node: onnx.NodeProto) -> str:
             return "its weights are not float32"
         if name in graph.outputs:
             return "its weights are an output of the model"
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    plain = attributes.get("alpha", 1.0) == 1.0 and attributes.get("beta", 1.0) == 1.0
-    if node.op_type == "Gemm" and (attributes.get("transA", 0) or not plain):
+    given = attributes(node)
+    plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0
+    if node.op_type == "Gemm" and (given.get("transA", 0) or not plain):
         return "Gemm with transA, alpha or beta has no int8 kernel"
     return ""
 
@@ -326,13 +326,13 @@ def _weights(graph: Graph, placement: Placement, node: onnx.NodeProto) -> list[W
 
 def _channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
     """Axis of the output channels in a node's weight."""
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     if node.op_type == "Conv":
         return 0
+    given = attributes(node)
     if node.op_type == "ConvTranspose":  # [in, out / group, ...]: one axis cannot name the groups
-        return 1 if attributes.get("group", 1) == 1 else None
+        return 1 if given.get("group", 1) == 1 else None
     if node.op_type == "Gemm":
-        return 0 if attributes.get("transB", 0) else 1
+        return 0 if given.get("transB", 0) else 1
     return 1 if rank == 2 else None
 
 

@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ConfigError
+from deploy.graph.edit import copied
+from deploy.graph.index import Graph
 from deploy.targets.ascend.config_json import write_config
 from deploy.targets.ascend.config_types import QuantConfig
-from deploy.targets.ascend.layers import Index
 from deploy.targets.ascend.record import LayerRecord
 
 if TYPE_CHECKING:
@@ -161,8 +162,7 @@ def isolated_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     """
     from deploy.targets.ascend.fake_quant import fake_quant_model
 
-    out = type(model)()
-    out.CopyFrom(model)
+    out = copied(model)
     for name, q in layers.items():
         twin = _alone(model, q)
         quantized = fake_quant_model(twin, {name: q})
@@ -179,7 +179,7 @@ def _alone(model: onnx.ModelProto, q: QuantLayer) -> onnx.ModelProto:
     from onnx import ValueInfoProto
 
     wanted = {q.layer.name, q.layer.bias_add} - {""}
-    index = Index(model.graph)
+    index = Graph(model)
     out = type(model)()
     out.opset_import.extend(model.opset_import)
     out.ir_version = model.ir_version

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from calibrators.amct.arq import arq, arq_fake_quantize
 from calibrators.amct.dmq import balance_factors, channel_max, weight_channel_max
 from deploy.errors import ConfigError, FeedError
+from deploy.graph.index import Graph
 from deploy.targets.ascend.config_types import QuantConfig
-from deploy.targets.ascend.layers import Index, Layer, LayerGraph
+from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.observers import Guard, Plan
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.runner import Batch, Runner
@@ -130,7 +131,7 @@ def prepared_model(
     from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
     from deploy.targets.ascend.rewrite import rewrite_inputs
 
-    index = Index(model.graph)
+    index = Graph(model)
     arrays = {}
     for name, layer in layers.items():
         if not layer.weight:
@@ -188,7 +189,7 @@ def _balance(
     if not wanted:
         return {}
     values = Runner(model, sorted({layers[n].input for n in wanted})).run(first)
-    index = Index(model.graph)
+    index = Graph(model)
     factors = {}
     for name, strength in wanted.items():
         layer = layers[name]
@@ -221,7 +222,7 @@ def _weights(
     """Weight (scale, offset) by layer; a pool has scale 1, as AMCT records it."""
     from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
 
-    index = Index(model.graph)
+    index = Graph(model)
     found = {}
     for name, layer in layers.items():
         if not layer.weight:

@@ -74,7 +74,7 @@ def verify(
     deployed = open_deploy(deploy_model(model, layers), threads=threads)
     # Optimized, ONNX Runtime folds the dequantization into the weights: no integers any more.
     twins = [
-        OrtSession.open(made.SerializeToString(), threads=threads, optimize=False)
+        OrtSession.open(made, threads=threads, optimize=False)
         for npu in (True, False)
         for made in [fake_quant_model(model, layers, npu_rounding=npu)]
     ]

@@ -28,6 +28,7 @@ from calibrators.percentile import DEFAULT_PERCENT, percentile
 from calibrators.statistics import Statistics
 from deploy.calibration import trt_cache
 from deploy.errors import CalibrationError, ConfigError
+from deploy.graph.edit import copied, replace_nodes
 from deploy.targets.tensorrt.naming import CacheTensor, cache_tensors, likely_parser, scale_owners
 
 if TYPE_CHECKING:
@@ -139,8 +140,7 @@ def split_gemms(model: onnx.ModelProto, wanted: Iterable[CacheTensor]) -> onnx.M
     missing = names - made - inputs
     if not missing:
         return model
-    split = type(model)()
-    split.CopyFrom(model)
+    split = copied(model)
     nodes = []
     # `cache_tensors` lists a product right before its Gemm's output, in the network's order.
     product_of = _products(wanted, missing)
@@ -151,9 +151,7 @@ def split_gemms(model: onnx.ModelProto, wanted: Iterable[CacheTensor]) -> onnx.M
             bias, out = node.input.pop(), node.output[0]
             node.output[0] = product
             nodes.append(helper.make_node("Add", [product, bias], [out], name=f"{node.name}/bias"))
-    copies = [type(node).FromString(node.SerializeToString()) for node in nodes]
-    del split.graph.node[:]
-    split.graph.node.extend(copies)
+    replace_nodes(split.graph, nodes)
     return split
 
 
