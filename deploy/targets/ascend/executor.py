@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from deploy.errors import ModelError
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph, attributes
+from deploy.targets.ascend.layers import TYPES
 
 if TYPE_CHECKING:
     import onnx
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _SHIFT = 128
 _EXACT = 2**24  # integers that float32 adds without rounding
-_HEAVY = ("Conv", "ConvTranspose", "Gemm", "MatMul", "AveragePool")
 
 
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -95,7 +95,7 @@ class _Rewriter:
             return self.quant(node)
         if node.op_type == "AscendDequant":
             return self.dequant(node)
-        if node.op_type in _HEAVY and node.input[0] in self.zero:
+        if node.op_type in TYPES and node.input[0] in self.zero:
             heavy = {
                 "Conv": self.conv,
                 "ConvTranspose": self.convtranspose,

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 from deploy.errors import ModelError
 from deploy.graph.edit import copied, name_nodes_by_place
 from deploy.graph.index import Graph, attributes
+from deploy.graph.plan import ASCEND
 
 if TYPE_CHECKING:
     import onnx
 
-TYPES = ("Conv", "ConvTranspose", "Gemm", "MatMul", "AveragePool")
-CHANNEL_WISE = ("Conv", "ConvTranspose")
-WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+TYPES = tuple(sorted(ASCEND.heavy))
 # AMCT's torch package names layer types after torch.nn classes; both vocabularies are taken.
 ALIASES = {
     "Conv1d": ("Conv",),
@@ -73,7 +72,7 @@ class Layer:
     @property
     def channel_wise(self) -> bool:
         """Whether this layer's weight may have one scale per output channel."""
-        return self.kind in CHANNEL_WISE
+        return self.kind != "AveragePool" and self.kind not in ASCEND.per_tensor
 
     @property
     def symmetric_only(self) -> bool:

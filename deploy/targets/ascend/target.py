@@ -299,7 +299,7 @@ def _calibration_notes(
 def _decisions(
     model: onnx.ModelProto, graph: LayerGraph, chosen: Collection[str]
 ) -> tuple[Decision, ...]:
-    from deploy.graph.plan import Decision
+    from deploy.graph.plan import ASCEND, FLOAT32, Decision
 
     decisions = []
     for node in model.graph.node:
@@ -308,7 +308,8 @@ def _decisions(
         if not int8 and not reason:
             off = node.name in graph.layers
             reason = "left float as asked" if off else "no int8 on Ascend for this type"
-        decisions.append(Decision(node.name, node.op_type, int8, "" if int8 else reason))
+        precision = ASCEND.grid.name if int8 else FLOAT32
+        decisions.append(Decision(node.name, node.op_type, precision, "" if int8 else reason))
     return tuple(decisions)
 
 

@@ -140,4 +140,4 @@ def _agree(
     axis = attributes(pair).get("axis")
     if axis is not None:
         scales = scales.reshape([-1 if a == axis else 1 for a in range(array.ndim)])
-    return bool(np.array_equal(quantize(array, scales, 0, TENSORRT.grid), stored))
+    return bool(np.array_equal(quantize(array, scales, 0, TENSORRT.weights), stored))
