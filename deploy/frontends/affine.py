@@ -12,6 +12,7 @@ The layer then gives the tensor that the folded node gave, under its name.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,17 +32,23 @@ _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 NORM = "BatchNormalization"
 
 
-def fold_affine(graph: onnx.GraphProto) -> Counter[str]:
+def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Counter[str]:
     """Fold what can be folded exactly, in place; counts the folded nodes by their type.
 
     A node stays where its input is not that of a layer with constant weights, or where
     something else needs that input too.
+
+    Args:
+        graph: whose nodes have names of their own, where some are to stay.
+        apart: names of nodes that stay as they are.
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
     counts = users(graph)
     makers = {name: node for node in graph.node for name in node.output if name}
     folded: dict[str, str] = {}
     for node in graph.node:
+        if node.name in apart:
+            continue
         source = _varying_input(node, weights)
         layer = makers.get(source)
         if layer is None or layer.op_type not in _INTO or counts[source] != 1:

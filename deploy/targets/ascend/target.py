@@ -263,13 +263,9 @@ def _unfused(request: BuildRequest, config: QuantConfig) -> tuple[onnx.ModelProt
     model, graph = _prepared(load(request.source, fold_batchnorm=False).model)
     if not config.do_fusion:
         return model, graph
-    apart = [graph.layers[name].output for name in config.skip_fusion_layers]
-    kept = [n for n in model.graph.node if n.op_type == NORM and n.input[0] in apart]
-    for node in kept:
-        node.domain = "calib8.apart"  # the folding passes over what it does not know
-    fold_affine(model.graph)
-    for node in kept:
-        node.domain = ""
+    ends = {graph.layers[name].output for name in config.skip_fusion_layers}
+    apart = {n.name for n in model.graph.node if n.op_type == NORM and n.input[0] in ends}
+    fold_affine(model.graph, apart=apart)
     return _prepared(model)
 
 
