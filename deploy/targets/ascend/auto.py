@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from deploy.errors import ConfigError
 from deploy.graph.edit import copied
 from deploy.graph.index import Graph
+from deploy.metrics.accuracy import cosine
 from deploy.targets.ascend.config_json import write_config
 from deploy.targets.ascend.config_types import QuantConfig
 from deploy.targets.ascend.record import LayerRecord
@@ -146,13 +147,9 @@ def rank(
 
 def similarity(original: NDArray[Any], fake: NDArray[Any]) -> float:
     """0.5 + 0.5 * cosine; 1 if the original is all zero, 0 if only the other is."""
-    a, b = original.astype(np.float64).reshape(-1), fake.astype(np.float64).reshape(-1)
-    long, short = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-    if long == 0:
+    if not original.any():
         return 1.0
-    if short == 0:
-        return 0.0
-    return float(0.5 + 0.5 * np.dot(a, b) / (long * short))
+    return 0.5 + 0.5 * cosine(original, fake) if fake.any() else 0.0
 
 
 def isolated_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
