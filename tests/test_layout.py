@@ -32,7 +32,7 @@ FLOORS = (
     {"deploy.metrics"},
     {"deploy.ort"},
     {"deploy.graph"},
-    {"deploy.tensors", "deploy.atomic", "deploy.machine", "deploy.progress"},
+    {"deploy.tensors", "deploy.atomic", "deploy.stamped", "deploy.machine", "deploy.progress"},
     {"deploy.errors"},
     {"calibrators"},
 )
