@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from deploy.errors import BackendError, SdkMissingError
+from deploy.graph.edit import with_outputs
 from deploy.graph.saturation import bounds
 from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
 from deploy.metrics.latency import Latency, measure
 from deploy.metrics.layerwise import shared_tensors
-from deploy.ort import OrtSession, with_outputs
+from deploy.ort import OrtSession
 from deploy.progress import bar
 from deploy.report import EngineRow
 from deploy.targets.base import Built, Target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,12 +31,16 @@ class OrtSession:
 
     @classmethod
     def open(
-        cls, model: Path | str | bytes, *, threads: int | None = None, optimize: bool = True
+        cls,
+        model: Path | str | bytes | ModelProto,
+        *,
+        threads: int | None = None,
+        optimize: bool = True,
     ) -> OrtSession:
-        """Load a model from a file or from serialized bytes.
+        """Load a model from a file or from memory.
 
         Args:
-            model: path of an ONNX file (with its external data beside it), or its bytes.
+            model: path of an ONNX file (with its external data beside it), its bytes, or itself.
             threads: threads inside one operator; None takes every core this process may use.
             optimize: False switches graph optimization off, so that every tensor exists as written.
 
@@ -46,13 +50,12 @@ class OrtSession:
         import onnxruntime
 
         threads = usable_cores() if threads is None else threads
-        source = model if isinstance(model, bytes) else str(model)
+        what = str(model) if isinstance(model, Path | str) else "the model"
         try:
             session = onnxruntime.InferenceSession(
-                source, _options(threads, optimize), providers=["CPUExecutionProvider"]
+                _source(model), _options(threads, optimize), providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # its exception classes share no base but Exception
-            what = "the model" if isinstance(model, bytes) else str(model)
             raise BackendError(
                 f"{what} must be a model that ONNX Runtime {onnxruntime.__version__} can load,"
                 f" got: {_sentence(error)}"
@@ -85,17 +88,11 @@ class OrtSession:
         return dict(zip(names, values, strict=True))
 
 
-def with_outputs(model: ModelProto, names: Iterable[str]) -> bytes:
-    """Serialize a model that has these tensors as outputs too; the model itself is untouched."""
-    from onnx import ModelProto, ValueInfoProto
-
-    tapped = ModelProto()
-    tapped.CopyFrom(model)
-    known = {output.name for output in tapped.graph.output}
-    tapped.graph.output.extend(
-        ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known
-    )
-    return bytes(tapped.SerializeToString())
+def _source(model: Path | str | bytes | ModelProto) -> str | bytes:
+    """What ONNX Runtime takes: a path, or bytes."""
+    if isinstance(model, Path | str):
+        return str(model)
+    return model if isinstance(model, bytes) else bytes(model.SerializeToString())
 
 
 def _options(threads: int, optimize: bool) -> onnxruntime.SessionOptions:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.errors import ConfigError, FeedError
-from deploy.metrics.accuracy import compare, compare_tensors, sqnr_db
+from deploy.metrics.accuracy import compare, compare_tensors, cosine, sqnr_db
 from deploy.tensors import TensorSpec
 
 
@@ -165,3 +165,10 @@ def test_sqnr_rises_with_signal_and_falls_with_noise(signal, noise):
 
 def test_sqnr_at_the_ends():
     assert sqnr_db(0, 0) == math.inf and sqnr_db(0, 1) == -math.inf
+
+
+def test_cosine_at_the_ends():
+    a = np.array([[1.0, -2.0], [3.0, 4.0]], np.float32)
+    assert cosine(a, 2 * a) == 1 and cosine(a, -a) == -1
+    assert cosine(0 * a, 0 * a) == 1 and cosine(a, 0 * a) == 0
+    assert np.isnan(cosine(a, a * np.nan))

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ModelError
 from deploy.frontends import FRONTENDS, load
-from deploy.frontends.graphs import all_nodes
+from deploy.frontends.affine import fold_affine
+from deploy.graph.index import all_nodes
 
 F32 = TensorProto.FLOAT
 RNG = np.random.default_rng(7)
@@ -167,6 +168,19 @@ def test_scales_and_shifts_in_a_row_fold_one_after_another():
     assert loaded.model.graph.node[0].output[0] == "a"
     x = sample(2, 3, 8, 8)
     np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_node_kept_apart_is_not_folded_and_its_neighbours_are():
+    nodes, weights = [], [floats("w", 4, 3, 1, 1), floats("v", 4, 3, 1, 1)]
+    for word, weight in (("one", "w"), ("two", "v")):
+        bn, parameters = norm(f"bn_{word}", f"c_{word}", f"y_{word}", 4)
+        bn.name = f"bn_{word}"
+        nodes += [helper.make_node("Conv", ["x", weight], [f"c_{word}"]), bn]
+        weights += parameters
+    model = model_of([*nodes, helper.make_node("Add", ["y_one", "y_two"], ["y"])], weights)
+    assert fold_affine(model.graph, apart=["bn_one"]) == {"BatchNormalization": 1}
+    assert types(model) == ["Conv", "BatchNormalization", "Conv", "Add"]
+    assert {node.domain for node in model.graph.node} == {""}
 
 
 def test_batchnorm_with_a_negative_variance_is_left_alone():

@@ -154,3 +154,12 @@ def test_never_negative_follows_pools_and_reshapes():
         ("Neg", "f", "y", {}),
     ]
     assert never_negative(make(nodes, {})) == {"r", "p", "f"}
+
+
+@pytest.mark.parametrize("placement", [ONNXRUNTIME, TENSORRT], ids=lambda p: p.name)
+def test_a_decision_carries_the_grid_of_its_placement(placement):
+    nodes = [("Conv", "xwb", ["c"], PADS), ("Relu", "c", "r", {}), ("Erf", "r", "y", {})]
+    decisions = analyse(make(nodes, CONV), placement).decisions
+    grid = placement.grid.name
+    assert [d.precision for d in decisions] == [grid, grid, "float32"]
+    assert all(d.int8 == d.quantized == (not d.reason) for d in decisions)

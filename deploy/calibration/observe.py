@@ -34,7 +34,8 @@ from calibrators.histogram import Histogram
 from calibrators.statistics import Recorder
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.errors import BackendError, FeedError
-from deploy.ort import OrtSession, with_outputs
+from deploy.graph.edit import with_outputs
+from deploy.ort import OrtSession
 from deploy.tensors import Array
 
 Sample = Mapping[str, Array]

@@ -12,12 +12,14 @@ The layer then gives the tensor that the folded node gave, under its name.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deploy.frontends.checks import to_array
-from deploy.frontends.graphs import replace_nodes, unused, users
+from deploy.graph.edit import replace_nodes, unused
+from deploy.graph.index import attributes, users
 
 if TYPE_CHECKING:
     import onnx
@@ -30,17 +32,23 @@ _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 NORM = "BatchNormalization"
 
 
-def fold_affine(graph: onnx.GraphProto) -> Counter[str]:
+def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Counter[str]:
     """Fold what can be folded exactly, in place; counts the folded nodes by their type.
 
     A node stays where its input is not that of a layer with constant weights, or where
     something else needs that input too.
+
+    Args:
+        graph: whose nodes have names of their own, where some are to stay.
+        apart: names of nodes that stay as they are.
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
     counts = users(graph)
     makers = {name: node for node in graph.node for name in node.output if name}
     folded: dict[str, str] = {}
     for node in graph.node:
+        if node.name in apart:
+            continue
         source = _varying_input(node, weights)
         layer = makers.get(source)
         if layer is None or layer.op_type not in _INTO or counts[source] != 1:
@@ -136,22 +144,21 @@ def _of_norm(
     norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int
 ) -> Affine | None:
     """The inference form of a BatchNormalization with constant parameters."""
-    given = {a.name: a for a in norm.attribute}
-    trains = "training_mode" in given and given["training_mode"].i
-    if trains or len([o for o in norm.output if o]) > 1 or len(norm.input) != 5:
+    given = attributes(norm)
+    one_output = len([o for o in norm.output if o]) <= 1
+    if given.get("training_mode", 0) or not one_output or len(norm.input) != 5:
         return None
     arrays = [a for name in norm.input[1:] if (a := _constant(weights, name)) is not None]
     if len(arrays) < 4 or any(a.shape != (channels,) for a in arrays):
         return None
     gamma, beta, mean, variance = (a.astype(np.float64) for a in arrays)
-    epsilon = given["epsilon"].f if "epsilon" in given else 1e-5
-    scale = gamma / np.sqrt(variance + epsilon)
+    scale = gamma / np.sqrt(variance + given.get("epsilon", 1e-5))
     return scale, beta - mean * scale
 
 
 def _channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
     """Output channels of a layer; 0 for a weight of an impossible shape."""
-    given = {a.name: a.i for a in layer.attribute}
+    given = attributes(layer)
     if weight.ndim < 2:
         return 0
     if layer.op_type == "ConvTranspose":  # [I, O/group, ...]
@@ -175,7 +182,7 @@ def _scaled_weight(
     layer: onnx.NodeProto, weight: NDArray[Any], scale: NDArray[np.float64]
 ) -> NDArray[np.float64] | None:
     """The weight with each output channel times its scale; None where the shapes do not fit."""
-    given = {a.name: a.i for a in layer.attribute}
+    given = attributes(layer)
     if layer.op_type == "Conv":  # [O, I/group, ...]
         fits = weight.ndim >= 2 and weight.shape[:1] == scale.shape
         return weight * scale.reshape(-1, *[1] * (weight.ndim - 1)) if fits else None
@@ -203,8 +210,7 @@ def _moved_bias(
     if bias is None:
         return shift
     if layer.op_type == "Gemm":
-        beta = next((a.f for a in layer.attribute if a.name == "beta"), 1.0)
-        bias = bias.astype(np.float64) * beta
+        bias = bias.astype(np.float64) * attributes(layer).get("beta", 1.0)
         bias = np.broadcast_to(bias.reshape(-1), shift.shape) if bias.size == 1 else bias
         bias = bias.reshape(-1) if bias.ndim == 2 and bias.shape[0] == 1 else bias
     return bias * scale + shift if bias.shape == shift.shape else None

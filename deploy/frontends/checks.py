@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploy.errors import ModelError, first_line
-from deploy.frontends.graphs import all_nodes
+from deploy.graph.edit import copied
+from deploy.graph.index import all_nodes
 
 if TYPE_CHECKING:
     import onnx
@@ -158,8 +159,7 @@ def check_valid(model: onnx.ModelProto) -> None:
     """Let ONNX's own checker judge the model; unknown ranks, which it objects to, are fine."""
     import onnx
 
-    judged = onnx.ModelProto()
-    judged.CopyFrom(model)
+    judged = copied(model)
     for value in (*judged.graph.input, *judged.graph.output):
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.shape.SetInParent()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from deploy.frontends.checks import to_array
+from deploy.graph.index import fed_inputs
 
 if TYPE_CHECKING:
     import onnx
@@ -45,9 +46,8 @@ def _feed(state: hashlib._Hash, item: object) -> None:
 
 def _graph(graph: onnx.GraphProto) -> list[object]:
     weights = sorted(graph.initializer, key=lambda tensor: tensor.name)
-    constants = {tensor.name for tensor in weights}
     return [
-        [_value(v) for v in graph.input if v.name not in constants],
+        [_value(v) for v in fed_inputs(graph)],
         [_value(v) for v in graph.output],
         [_node(node) for node in graph.node],
         [_tensor(tensor) for tensor in weights],

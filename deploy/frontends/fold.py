@@ -11,16 +11,16 @@ Values come from ONNX Runtime itself, so they are to the bit those that the mode
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.frontends.graphs import reads, rename_reads, replace_nodes, subgraphs, users
-from deploy.frontends.runtime import evaluate
+from deploy.graph.edit import copied, rename_reads, replace_nodes
+from deploy.graph.index import attributes, reads, subgraphs, users
+from deploy.ort import OrtSession
 
 if TYPE_CHECKING:
     import onnx
-    from numpy.typing import NDArray
 
 _DEFAULT = ("", "ai.onnx")
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike")
@@ -79,13 +79,13 @@ def _values(
 
 def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
     """The tensor of a Constant node; None for sparse tensors."""
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import helper, numpy_helper
 
     if len(node.attribute) != 1 or len(node.output) != 1:
         return None
     attribute = node.attribute[0]
     if attribute.name == "value":
-        tensor = TensorProto.FromString(attribute.t.SerializeToString())
+        tensor = copied(attribute.t)
         tensor.name = node.output[0]
         return [tensor]
     value = helper.get_attribute_value(attribute)
@@ -96,7 +96,7 @@ def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
 
 
 def _slice_of_shape(node: onnx.NodeProto, shape: tuple[int, ...]) -> tuple[int, ...]:
-    given = {attribute.name: attribute.i for attribute in node.attribute}
+    given = attributes(node)
     return shape[given.get("start", 0) : given.get("end", len(shape))]
 
 
@@ -104,12 +104,11 @@ def _evaluated(
     model: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto]
 ) -> list[onnx.TensorProto] | None:
     """Outputs of one node on constant inputs, by ONNX Runtime; None where it cannot."""
-    from onnx import ModelProto, NodeProto, helper, numpy_helper, shape_inference
+    from onnx import helper, numpy_helper, shape_inference
 
     names = [name for name in node.output if name]
-    alone = NodeProto.FromString(node.SerializeToString())
     tiny = helper.make_model(
-        helper.make_graph([alone], "constant", [], [], inputs),
+        helper.make_graph([copied(node)], "constant", [], [], inputs),
         opset_imports=list(model.opset_import),
         ir_version=model.ir_version,
     )
@@ -119,11 +118,12 @@ def _evaluated(
         if any(name not in shapes or _elements(shapes[name]) > room for name in names):
             return None
         tiny.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
-        arrays: list[NDArray[Any]] = evaluate(ModelProto.FromString(tiny.SerializeToString()), {})
+        session = OrtSession.open(tiny, threads=1, optimize=False)
+        arrays = session.run({})
     # Both libraries raise many kinds of errors; whatever it is, the node stays where it was.
     except Exception:
         return None
-    return [numpy_helper.from_array(a, n) for a, n in zip(arrays, names, strict=True)]
+    return [numpy_helper.from_array(arrays[name], name) for name in names]
 
 
 def _elements(shape: tuple[int, ...]) -> int:

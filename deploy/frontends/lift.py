@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import first_line
 from deploy.frontends.checks import opset_of
-from deploy.frontends.graphs import all_nodes, subgraphs
+from deploy.graph.index import all_nodes, subgraphs
 
 if TYPE_CHECKING:
     import onnx

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import deploy.frontends.checks as checks
-from deploy.errors import ModelError, first_line
+from deploy.errors import BackendError, ModelError, first_line
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.digest import model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
-from deploy.frontends.graphs import all_nodes, drop_dead, name_nodes, sort_nodes, subgraphs
 from deploy.frontends.lift import lift
 from deploy.frontends.reader import read_model, refuse_external
-from deploy.frontends.runtime import open_session
+from deploy.graph.edit import copied, drop_dead, free_inputs, name_nodes, sort_nodes
+from deploy.graph.index import all_nodes, subgraphs
+from deploy.ort import OrtSession
 from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
 def _read(source: str | Path | onnx.ModelProto) -> tuple[Path | None, onnx.ModelProto]:
     if isinstance(source, str | Path):
         return Path(source), read_model(Path(source))
-    model = type(source)()
-    model.CopyFrom(source)
+    model = copied(source)
     refuse_external(model)
     return None, model
 
@@ -99,14 +99,9 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProt
 
 def _free_inputs(graph: onnx.GraphProto) -> str | None:
     """Take initializers off the list of inputs, where IR 3 had to put them."""
-    constants = {tensor.name for tensor in graph.initializer}
-    kept = [value for value in graph.input if value.name not in constants]
-    taken = len(graph.input) - len(kept)
+    taken = free_inputs(graph)
     if not taken:
         return None
-    copies = [type(value).FromString(value.SerializeToString()) for value in kept]
-    del graph.input[:]
-    graph.input.extend(copies)
     return f"Took {_count(taken, 'weight')} off the list of inputs; they are constants now."
 
 
@@ -182,7 +177,7 @@ def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
     """Shapes and types inferred afresh; of the file's own only those that inference lacks."""
     from onnx import shape_inference
 
-    own = [type(value).FromString(value.SerializeToString()) for value in model.graph.value_info]
+    own = [copied(value) for value in model.graph.value_info]
     del model.graph.value_info[:]
     try:
         inferred = shape_inference.infer_shapes(model, data_prop=True)
@@ -210,17 +205,17 @@ def _check_domains(model: onnx.ModelProto) -> None:
 
 def _check_runs(model: onnx.ModelProto) -> None:
     try:
-        open_session(model)
-    except Exception as error:  # onnxruntime's errors share no base class
+        OrtSession.open(model, threads=1, optimize=False)
+    except BackendError as error:
         raise ModelError(
             f"onnxruntime must load the model, got: {_runtime_reason(error)}; export it again "
             "with operators that onnxruntime has on the CPU"
         ) from error
 
 
-def _runtime_reason(error: Exception) -> str:
+def _runtime_reason(error: BackendError) -> str:
     """Onnxruntime's message without its code and its own file names."""
-    text = first_line(error).removeprefix("[ONNXRuntimeError] : ")
+    text = first_line(error.__cause__ or error).removeprefix("[ONNXRuntimeError] : ")
     return text.split(" : ", 2)[-1]
 
 

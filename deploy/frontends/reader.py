@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ModelError
-from deploy.frontends.graphs import all_nodes, subgraphs
+from deploy.graph.index import all_nodes, subgraphs
 
 if TYPE_CHECKING:
     import onnx

@@ -26,6 +26,7 @@ from deploy.fx.layers import IntLayer
 from deploy.fx.onnxform import plain
 from deploy.fx.profile import tensors_of
 from deploy.fx.source import users_line
+from deploy.ort import OrtSession
 
 if TYPE_CHECKING:
     import onnx
@@ -122,19 +123,19 @@ def compare(
         optimized: let onnxruntime fuse into int8 kernels, as in use; without, each operator runs
             as ONNX defines it.
     """
-    session = _session(exported, optimized)
-    names = [value.name for value in session.get_inputs()]
+    session = OrtSession.open(exported, threads=1, optimize=optimized)
+    names = [spec.name for spec in session.inputs]
     worst = largest = 0.0
     same = samples = 0
     for batch in batches:
         feed = {n: x.detach().cpu().numpy() for n, x in zip(names, batch, strict=True)}
-        theirs = session.run(None, feed)
+        theirs = session.run(feed).values()
         with torch.no_grad():
             ours = [tensor.cpu().numpy() for tensor in tensors_of(model(*batch))]
         for left, right in zip(ours, theirs, strict=True):
             worst = max(worst, float(np.abs(left - right).max(initial=0.0)))
             largest = max(largest, float(np.abs(left).max(initial=0.0)))
-        hits = _same_argmax(ours[-1], theirs[-1])
+        hits = _same_argmax(ours[-1], [*theirs][-1])
         same, samples = same + int(hits.sum()), samples + len(hits)
     step = _last_scale(model)
     codes = worst / step if step else None
@@ -222,20 +223,6 @@ def _check_opset(model: onnx.ModelProto, opset: int) -> None:
             f"this model cannot be written at opset {opset}: torch's exporter kept {got};"
             f" ask for {got}, or use operators that opset {opset} has"
         )
-
-
-def _session(model: onnx.ModelProto, optimized: bool) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    levels = onnxruntime.GraphOptimizationLevel
-    level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
-    options.graph_optimization_level = level
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
 
 
 def _same_argmax(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError
+from deploy.graph.plan import ASCEND, ONNXRUNTIME, TENSORRT, Placement
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 
@@ -66,6 +67,18 @@ class Target:
     add: bool
     linear_per_channel: bool
 
+    @classmethod
+    def of(cls, placement: Placement) -> Target:
+        """What a placement of `deploy.graph.plan` says of layers in PyTorch."""
+        return cls(
+            placement.name,
+            signed=placement.grid.qmin < 0,
+            symmetric=placement.grid.symmetric,
+            outputs=placement.outputs,
+            add="Add" in placement.glue,
+            linear_per_channel="Gemm" not in placement.per_tensor,
+        )
+
     def activations(self, bits: int = 8) -> ActivationGrid:
         """The grid of activations at that many bits."""
         if bits not in BITS:
@@ -74,9 +87,7 @@ class Target:
 
 
 TARGETS: dict[str, Target] = {
-    "onnxruntime": Target("onnxruntime", False, False, True, True, True),
-    "tensorrt": Target("tensorrt", True, True, False, True, True),
-    "ascend": Target("ascend", True, False, False, False, False),
+    placement.name: Target.of(placement) for placement in (ONNXRUNTIME, TENSORRT, ASCEND)
 }
 
 

@@ -12,7 +12,6 @@ qat             int8, trained on the grid           fixed ranges, trained with (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from deploy.fx.prepare import MODES, prepare, prepare_only
 from deploy.fx.profile import tensors_of
 from deploy.fx.ranges import search_ranges
 from deploy.fx.table import columns
+from deploy.metrics.accuracy import sqnr_db
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ def measure(
                 noise += float(difference.square().sum())
                 worst = max(worst, float(difference.abs().max()))
     size = stored_bytes(converted)
-    sqnr = 10 * math.log10(signal / noise) if noise and signal else math.inf
-    return ModeResult(mode, size, stored_bytes(model) / max(size, 1), worst, sqnr)
+    ratio = stored_bytes(model) / max(size, 1)
+    return ModeResult(mode, size, ratio, worst, sqnr_db(signal, noise))
 
 
 def compare_modes(

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deploy.graph.edit import copied, drop_unread
+from deploy.graph.index import attributes
+
 if TYPE_CHECKING:
     import onnx
 
@@ -16,10 +19,7 @@ def plain(model: onnx.ModelProto) -> onnx.ModelProto:
     The notes hold paths of this machine. The exporter writes the pool as ReduceMean, for which
     runtimes have no int8 kernel.
     """
-    from onnx import ModelProto
-
-    copy = ModelProto()
-    copy.CopyFrom(model)
+    copy = copied(model)
     graph = copy.graph
     for holder in (copy, graph, *graph.node, *graph.initializer, *graph.value_info):
         del holder.metadata_props[:]
@@ -38,10 +38,7 @@ def _name_global_pools(graph: onnx.GraphProto) -> None:
             node.op_type = "GlobalAveragePool"
             del node.input[1:]
             del node.attribute[:]
-    used = {name for node in graph.node for name in node.input}
-    unused = [t for t in graph.initializer if t.name not in used]
-    for tensor in unused:
-        graph.initializer.remove(tensor)
+    drop_unread(graph)
 
 
 def _is_global_pool(
@@ -50,8 +47,8 @@ def _is_global_pool(
     """Whether it is the mean over H and W of [N, C, H, W], both kept as 1."""
     from onnx import numpy_helper
 
-    options = {attribute.name: attribute.i for attribute in node.attribute}
-    if len(node.input) != 2 or node.input[1] not in constants or not options.get("keepdims", 1):
+    kept = attributes(node).get("keepdims", 1)
+    if len(node.input) != 2 or node.input[1] not in constants or not kept:
         return False
     axes = np.asarray(numpy_helper.to_array(constants[node.input[1]])).reshape(-1)
     return ranks.get(node.input[0]) == 4 and sorted(int(a) % 4 for a in axes) == [2, 3]

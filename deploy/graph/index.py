@@ -1,36 +1,109 @@
-"""The index of a graph: who makes a tensor, who reads it, what it is."""
+"""The index of a graph: who makes a tensor, who reads it, what it is; and what a node says."""
 
 from __future__ import annotations
 
-import onnx
-from onnx import numpy_helper
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from deploy.frontends.graphs import reads
+if TYPE_CHECKING:
+    import onnx
 
-_FLOAT = onnx.TensorProto.FLOAT
+_FLOAT = 1  # onnx.TensorProto.FLOAT
 _DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1, "Reshape": 1}
 _TAILS = frozenset({"Relu", "Clip"})
 
 
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    """Attribute name -> Python value; what a function's caller has to fill in is left out."""
+    from onnx import helper
+
+    given = (a for a in node.attribute if not a.ref_attr_name)
+    return {a.name: helper.get_attribute_value(a) for a in given}
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Bodies of an If, Loop or Scan, in the order of the attributes."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Nodes of the graph and of every subgraph in it."""
+    for node in graph.node:
+        yield node
+        for body in subgraphs(node):
+            yield from all_nodes(body)
+
+
+def reads(node: onnx.NodeProto) -> Iterator[str]:
+    """Every tensor that a node reads, those that its subgraphs capture included."""
+    yield from (name for name in node.input if name)
+    for body in subgraphs(node):
+        own = {o for inner in body.node for o in inner.output}
+        own |= {i.name for i in body.input} | {t.name for t in body.initializer}
+        yield from (n for inner in body.node for n in reads(inner) if n not in own)
+        yield from (o.name for o in body.output if o.name not in own)
+
+
+def users(graph: onnx.GraphProto) -> Counter[str]:
+    """Tensor name -> how often it is read; being a graph output counts as once."""
+    count = Counter(name for node in graph.node for name in reads(node))
+    count.update(value.name for value in graph.output)
+    return count
+
+
+def fed_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """The inputs that are to be fed: those that are no initializers."""
+    constants = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in constants]
+
+
+def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
+    """Sizes of a tensor, names for the open ones that have one; None where the rank is open."""
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        return None
+    return tuple(
+        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
+    )
+
+
 class Graph:
-    """Indexes over a ModelProto: who makes a tensor, who reads it, what it is."""
+    """Indexes over the main graph of a model, as it was when this was made.
+
+    Attributes:
+        nodes: in their order.
+        initializers: name -> tensor.
+        constants: the initializers, and the tensors of Constant nodes by their output's name.
+        inputs: names of the inputs to be fed.
+        outputs: names of the outputs.
+        producer: tensor -> the node that makes it.
+        readers: tensor -> the nodes that have it as an input, each once.
+        captured: tensors that a node reads inside a subgraph.
+        dtypes: tensor -> ONNX element type, where the model says so.
+        shapes: tensor -> sizes as in `dims`, where the model says so.
+    """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = model.graph
         self.nodes = list(graph.node)
         self.initializers = {t.name: t for t in graph.initializer}
-        self.inputs = [i.name for i in graph.input if i.name not in self.initializers]
+        self.constants = {**self.initializers, **_constant_nodes(self.nodes)}
+        self.inputs = [value.name for value in fed_inputs(graph)]
         self.outputs = {o.name for o in graph.output}
         self.producer = {name: n for n in self.nodes for name in n.output if name}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
         self.captured: set[str] = set()
         for node in self.nodes:
-            for name in dict.fromkeys(node.input):
+            for name in dict.fromkeys(filter(None, node.input)):
                 self.readers.setdefault(name, []).append(node)
             self.captured |= set(reads(node)) - set(node.input)
         declared = [*graph.input, *graph.value_info, *graph.output]
         self.dtypes = {v.name: v.type.tensor_type.elem_type for v in declared}
-        self.shapes = {v.name: _shape(v) for v in declared}
+        self.shapes = {v.name: dims(v) for v in declared}
 
     def is_float(self, tensor: str) -> bool:
         """Whether a tensor is float32, as far as shape inference could tell."""
@@ -60,6 +133,8 @@ class Graph:
 
     def holds_zero(self, node: onnx.NodeProto) -> bool:
         """Relu, or a Clip with constant bounds of which the lower is 0."""
+        from onnx import numpy_helper
+
         if node.op_type == "Relu":
             return True
         low = self.initializers.get(node.input[1]) if len(node.input) > 1 else None
@@ -70,10 +145,12 @@ class Graph:
         return len(others) == 1 and others[0] in self.initializers
 
 
-def _shape(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
-    tensor = value.type.tensor_type
-    if not tensor.HasField("shape"):
-        return None
-    return tuple(
-        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
-    )
+def _constant_nodes(nodes: list[onnx.NodeProto]) -> dict[str, onnx.TensorProto]:
+    """Output of each Constant node -> its tensor; those given as numbers or strings left out."""
+    return {
+        node.output[0]: attribute.t
+        for node in nodes
+        if node.op_type == "Constant" and node.output
+        for attribute in node.attribute
+        if attribute.name == "value"
+    }

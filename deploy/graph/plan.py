@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx
 
 from calibrators.grids import INT8, UINT8, Grid
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, attributes
 
+FLOAT32 = "float32"
+FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
 _FLOAT = onnx.TensorProto.FLOAT
 _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
@@ -34,6 +36,7 @@ class Placement:
     Attributes:
         name: of the target, for reasons and reports.
         grid: integers of the activations.
+        weights: integers of the weights.
         heavy: op types whose int8 kernel is the gain.
         glue: op types that pass int8 on.
         keeps_scale: op types whose output must have the input's scale.
@@ -50,6 +53,7 @@ class Placement:
     keeps_scale: frozenset[str]
     outputs: bool
     bias: bool
+    weights: Grid = INT8
     per_tensor: frozenset[str] = frozenset()
     thin: int = 0
 
@@ -80,16 +84,45 @@ TENSORRT = Placement(
     outputs=False,
     bias=False,
 )
+# What AMCT quantizes and on which grid; deploy.targets.ascend.layers has its further conditions,
+# which `analyse` does not know.
+ASCEND = Placement(
+    name="ascend",
+    grid=replace(INT8, symmetric=False),
+    heavy=frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "AveragePool"}),
+    glue=frozenset(),
+    keeps_scale=frozenset(),
+    outputs=False,
+    bias=True,
+    per_tensor=frozenset({"Gemm", "MatMul"}),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One node: int8 or float, and why it is float ("" for int8)."""
+    """One node: the grid it runs on, and why it stays float.
+
+    Attributes:
+        node: its name.
+        op_type: its operator.
+        precision: name of the grid of its activations ("int8", "uint8"), or of a float type.
+        reason: why it is float; "" where it is not.
+    """
 
     node: str
     op_type: str
-    int8: bool
+    precision: str
     reason: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the node leaves float."""
+        return self.precision not in FLOATS
+
+    @property
+    def int8(self) -> bool:
+        """Whether the node runs on integers of 8 bits, signed or not."""
+        return self.precision in (INT8.name, UINT8.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +169,8 @@ class Plan:
 
     @property
     def int8_nodes(self) -> tuple[str, ...]:
-        """Names of the nodes that run in int8."""
-        return tuple(d.node for d in self.decisions if d.int8)
+        """Names of the nodes that run on the placement's grid."""
+        return tuple(d.node for d in self.decisions if d.quantized)
 
 
 def analyse(
@@ -220,9 +253,9 @@ def _weight_refusal(graph: Graph, node: onnx.NodeProto) -> str:
             return "its weights are not float32"
         if name in graph.outputs:
             return "its weights are an output of the model"
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    plain = attributes.get("alpha", 1.0) == 1.0 and attributes.get("beta", 1.0) == 1.0
-    if node.op_type == "Gemm" and (attributes.get("transA", 0) or not plain):
+    given = attributes(node)
+    plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0
+    if node.op_type == "Gemm" and (given.get("transA", 0) or not plain):
         return "Gemm with transA, alpha or beta has no int8 kernel"
     return ""
 
@@ -236,7 +269,8 @@ def _decisions(graph: Graph, placement: Placement, why: Mapping[str, str]) -> tu
         head = heads.get(node.output[0], node.name)
         if reason and head != node.name:
             reason = why[head] and "the node before it is float"
-        found.append(Decision(node.name, node.op_type, not reason, reason))
+        precision = FLOAT32 if reason else placement.grid.name
+        found.append(Decision(node.name, node.op_type, precision, reason))
     return tuple(found)
 
 
@@ -326,13 +360,13 @@ def _weights(graph: Graph, placement: Placement, node: onnx.NodeProto) -> list[W
 
 def _channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
     """Axis of the output channels in a node's weight."""
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     if node.op_type == "Conv":
         return 0
+    given = attributes(node)
     if node.op_type == "ConvTranspose":  # [in, out / group, ...]: one axis cannot name the groups
-        return 1 if attributes.get("group", 1) == 1 else None
+        return 1 if given.get("group", 1) == 1 else None
     if node.op_type == "Gemm":
-        return 0 if attributes.get("transB", 0) else 1
+        return 0 if given.get("transB", 0) else 1
     return 1 if rank == 2 else None
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import numpy_helper
 
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, attributes
 
 Bounds = tuple[float, float]
 
@@ -54,13 +54,13 @@ class _Readers:
         return self._unary(node) or (-math.inf, math.inf)
 
     def _unary(self, node: onnx.NodeProto) -> Bounds | None:
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == "Relu":
             return 0.0, math.inf
         if node.op_type == "HardSwish":
             return -3.0, math.inf
         if node.op_type == "HardSigmoid":
-            alpha, beta = attributes.get("alpha", 0.2), attributes.get("beta", 0.5)
+            given = attributes(node)
+            alpha, beta = given.get("alpha", 0.2), given.get("beta", 0.5)
             return (-beta / alpha, (1 - beta) / alpha) if alpha > 0 else None
         if node.op_type == "Clip":
             ends = [self._scalar(name) for name in [*node.input, "", ""][1:3]]

@@ -334,6 +334,15 @@ def sqnr_db(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
+def cosine(left: Array, right: Array) -> float:
+    """Cosine of two tensors of one size, in float64; 1 if both are zero, 0 if only one is."""
+    one, other = (np.asarray(a, np.float64).reshape(-1) for a in (left, right))
+    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
+    if norms == 0:
+        return float(not one.any() and not other.any())
+    return float(np.clip(np.dot(one, other) / norms, -1, 1))
+
+
 def _problems(outputs: Iterable[OutputAccuracy], samples: int) -> Iterator[str]:
     for output in outputs:
         for count, whose in zip(output.not_finite, ("reference", "int8 engine"), strict=True):
@@ -384,12 +393,8 @@ def _bad_rows(rows: Float64Array) -> NDArray[np.bool_]:
 
 
 def _cosines(left: Float64Array, right: Float64Array) -> Float64Array:
-    """Cosine of each row; two zero rows are alike (1), a zero row and another are not (0)."""
-    dots = np.einsum("ij,ij->i", left, right)
-    norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
-    both_zero = np.asarray(~left.any(axis=1) & ~right.any(axis=1), np.float64)
-    cosines = np.where(norms > 0, dots / np.where(norms > 0, norms, 1.0), both_zero)
-    return np.asarray(np.clip(cosines, -1, 1), np.float64)
+    """Cosine of each row."""
+    return np.array([cosine(one, other) for one, other in zip(left, right, strict=True)])
 
 
 def _class_count(output: Array, batch: int) -> int | None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from deploy.graph.edit import with_outputs
 from deploy.metrics.accuracy import OutputAccuracy, compare_tensors
-from deploy.ort import OrtSession, with_outputs
+from deploy.ort import OrtSession
 from deploy.tensors import Array
 
 if TYPE_CHECKING:

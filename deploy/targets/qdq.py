@@ -23,7 +23,8 @@ from onnx import helper, numpy_helper
 from calibrators.grids import quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
-from deploy.frontends.graphs import reads
+from deploy.graph.edit import copied, rebuild
+from deploy.graph.index import Graph
 from deploy.graph.plan import Pair, Plan, WeightTarget
 
 _INT32 = 2**31 - 1
@@ -54,8 +55,7 @@ def write_qdq(
             f"every quantized tensor needs a scale, {len(missing)} have none"
             f" ({', '.join(missing[:3])}); calibrate again for this target"
         )
-    out = onnx.ModelProto()
-    out.CopyFrom(model)
+    out = copied(model)
     writer = _Writer(out, plan, scales, weight_bits)
     for weight in plan.weights:
         writer.weight(weight)
@@ -76,8 +76,8 @@ class _Writer:
         self.scales = scales
         self.weight_grid = signed(weight_bits)
         self.nodes = {node.name: node for node in self.graph.node}
-        self.initializers = {t.name: t for t in self.graph.initializer}
-        self.makers = {name: n for n in self.graph.node for name in n.output}
+        index = Graph(model)
+        self.initializers, self.makers = index.initializers, index.producer
         self.before: list[onnx.NodeProto] = []  # reads constants only
         self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
@@ -188,13 +188,7 @@ class _Writer:
             ordered.append(node)
             for name in node.output:
                 ordered += self.after.pop(name, [])
-        used = {name for node in ordered for name in reads(node)}
-        used |= {o.name for o in self.graph.output}
-        nodes = [_copy(node) for node in ordered]
-        kept = [t for t in self.graph.initializer if t.name in used]
-        del self.graph.node[:], self.graph.value_info[:]
-        self.graph.node.extend(nodes)
-        _replace_initializers(self.graph, kept)
+        rebuild(self.graph, ordered)
 
 
 def _room_for_bias(
@@ -215,19 +209,3 @@ def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:
 
 def _node(op_type: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
     return helper.make_node(op_type, inputs, [output], name=name)
-
-
-def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
-    copied = onnx.NodeProto()
-    copied.CopyFrom(node)
-    return copied
-
-
-def _replace_initializers(graph: onnx.GraphProto, kept: list[onnx.TensorProto]) -> None:
-    copies = []
-    for tensor in kept:
-        copied = onnx.TensorProto()
-        copied.CopyFrom(tensor)
-        copies.append(copied)
-    del graph.initializer[:]
-    graph.initializer.extend(copies)

@@ -16,24 +16,20 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from deploy.graph.edit import copied, free_inputs, rebuild, replace
 from deploy.targets.ascend.quant_layer import QuantLayer
-from deploy.targets.ascend.rewrite import Nodes, balance, replace_all
+from deploy.targets.ascend.rewrite import Nodes, balance
 
 
 def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
     """Float model + integers -> Q/DQ model (opset 13 or later where weights are per channel)."""
-    out = type(model)()
-    out.CopyFrom(model)
+    out = copied(model)
     work = _Writer({name: q for name, q in layers.items() if _expressible(q)})
     nodes = [new for node in out.graph.node for new in work.rewrite(node)]
-    kept = {name for node in nodes for name in node.input}
-    tensors = [t for t in out.graph.initializer if t.name in kept and t.name not in work.tensors]
-    names = {t.name for t in tensors}
-    inputs = [v for v in out.graph.input if v.name not in names | set(work.tensors)]
-    replace_all(out.graph.node, nodes)
-    replace_all(out.graph.initializer, [*tensors, *work.tensors.values()])
-    replace_all(out.graph.input, inputs)
-    del out.graph.value_info[:]
+    own = [tensor for tensor in out.graph.initializer if tensor.name not in work.tensors]
+    replace(out.graph.initializer, [*own, *work.tensors.values()])
+    rebuild(out.graph, nodes)
+    free_inputs(out.graph)
     return out
 
 

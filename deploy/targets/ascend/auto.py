@@ -21,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ConfigError
+from deploy.graph.edit import copied
+from deploy.graph.index import Graph
+from deploy.metrics.accuracy import cosine
 from deploy.targets.ascend.config_json import write_config
 from deploy.targets.ascend.config_types import QuantConfig
-from deploy.targets.ascend.layers import Index
 from deploy.targets.ascend.record import LayerRecord
 
 if TYPE_CHECKING:
@@ -145,13 +147,9 @@ def rank(
 
 def similarity(original: NDArray[Any], fake: NDArray[Any]) -> float:
     """0.5 + 0.5 * cosine; 1 if the original is all zero, 0 if only the other is."""
-    a, b = original.astype(np.float64).reshape(-1), fake.astype(np.float64).reshape(-1)
-    long, short = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-    if long == 0:
+    if not original.any():
         return 1.0
-    if short == 0:
-        return 0.0
-    return float(0.5 + 0.5 * np.dot(a, b) / (long * short))
+    return 0.5 + 0.5 * cosine(original, fake) if fake.any() else 0.0
 
 
 def isolated_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
@@ -161,8 +159,7 @@ def isolated_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     """
     from deploy.targets.ascend.fake_quant import fake_quant_model
 
-    out = type(model)()
-    out.CopyFrom(model)
+    out = copied(model)
     for name, q in layers.items():
         twin = _alone(model, q)
         quantized = fake_quant_model(twin, {name: q})
@@ -179,7 +176,7 @@ def _alone(model: onnx.ModelProto, q: QuantLayer) -> onnx.ModelProto:
     from onnx import ValueInfoProto
 
     wanted = {q.layer.name, q.layer.bias_add} - {""}
-    index = Index(model.graph)
+    index = Graph(model)
     out = type(model)()
     out.opset_import.extend(model.opset_import)
     out.ir_version = model.ir_version

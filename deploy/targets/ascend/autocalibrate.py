@@ -85,13 +85,13 @@ def make_judge(
     from deploy.targets.ascend.fake_quant import fake_quant_model
     from deploy.targets.ascend.quant_layer import quantize_layers
 
-    reference = OrtSession.open(model.SerializeToString(), threads=budget.threads)
+    reference = OrtSession.open(model, threads=budget.threads)
 
     def judge(records: Mapping[str, LayerRecord]) -> tuple[bool, float]:
         if not records:
             return True, 0.0
         made = fake_quant_model(model, quantize_layers(model, graph, records))
-        candidate = OrtSession.open(made.SerializeToString(), threads=budget.threads)
+        candidate = OrtSession.open(made, threads=budget.threads)
         with evaluation.samples() as samples:
             figures = compare(reference, candidate, samples, labels=evaluation.labels)
         if figures.top1_reference is not None and figures.top1_candidate is not None:

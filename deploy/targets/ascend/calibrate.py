@@ -34,8 +34,9 @@ from calibrators.statistics import Recorder, Statistic
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.observe import Sample, observe
 from deploy.errors import ConfigError, FeedError
+from deploy.graph.index import Graph
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
-from deploy.targets.ascend.layers import Index, Layer, LayerGraph
+from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.record import LayerRecord
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class Plan:
         from deploy.targets.ascend.quant_layer import array_of
 
         layer = self.layers[name]
-        weight = _weight_max(array_of(Index(self.model.graph), layer.weight), layer)
+        weight = _weight_max(array_of(Graph(self.model), layer.weight), layer)
         strength = self.config.layers[name].dmq_balancer_param
         assert strength is not None
         return balance_factors(maxima.values, weight, strength=strength)
@@ -206,7 +207,7 @@ class Plan:
         if not layer.weight:
             return np.ones(1, np.float32), np.zeros(1, np.int32)
         wanted = self.config.layers[layer.name].weight
-        weight = array_of(Index(self.model.graph), layer.weight)
+        weight = array_of(Graph(self.model), layer.weight)
         rows = rows_of(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
         return arq(rows, bits=wanted.num_bits, channel_wise=bool(wanted.channel_wise))
 
@@ -287,7 +288,7 @@ def prepared_model(
     from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
     from deploy.targets.ascend.rewrite import rewrite_inputs
 
-    index = Index(model.graph)
+    index = Graph(model)
     arrays = {}
     for name, layer in layers.items():
         if not layer.weight:

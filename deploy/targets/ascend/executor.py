@@ -27,7 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ModelError
-from deploy.targets.ascend.layers import Index, attributes
+from deploy.graph.edit import copied, rebuild
+from deploy.graph.index import Graph, attributes
+from deploy.targets.ascend.layers import TYPES
 
 if TYPE_CHECKING:
     import onnx
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 _SHIFT = 128
 _EXACT = 2**24  # integers that float32 adds without rounding
-_HEAVY = ("Conv", "ConvTranspose", "Gemm", "MatMul", "AveragePool")
 
 
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -45,10 +46,9 @@ def executable(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ModelError: a node that is not as `deploy.targets.ascend.deploy_model` writes it.
     """
-    out = type(model)()
-    out.CopyFrom(model)
+    out = copied(model)
     with malformed():
-        work = _Rewriter(out.graph)
+        work = _Rewriter(out)
         nodes = [new for node in out.graph.node for new in work.rewrite(node)]
         work.finish(nodes)
     return out
@@ -80,12 +80,12 @@ def open_deploy(model: onnx.ModelProto, *, threads: int | None = None) -> Sessio
     from deploy.ort import OrtSession
 
     model = executable(model)
-    return OrtSession.open(model.SerializeToString(), threads=threads, optimize=False)
+    return OrtSession.open(model, threads=threads, optimize=False)
 
 
 class _Rewriter:
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self.graph, self.index = graph, Index(graph)
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.graph, self.index = model.graph, Graph(model)
         self.zero: dict[str, int] = {}  # quantized tensor -> offset
         self.new: dict[str, NDArray[Any]] = {}
 
@@ -95,7 +95,7 @@ class _Rewriter:
             return self.quant(node)
         if node.op_type == "AscendDequant":
             return self.dequant(node)
-        if node.op_type in _HEAVY and node.input[0] in self.zero:
+        if node.op_type in TYPES and node.input[0] in self.zero:
             heavy = {
                 "Conv": self.conv,
                 "ConvTranspose": self.convtranspose,
@@ -127,7 +127,7 @@ class _Rewriter:
     def dequant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         packed = self.constant(node.input[1])
         low = (packed & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)
-        producer = self.index.producers.get(node.input[0])
+        producer = self.index.producer.get(node.input[0])
         rank = self.rank(producer)
         scale = self.put(f"{node.name}.exec.scale", low.reshape(1, -1, *[1] * rank))
         return [
@@ -165,8 +165,7 @@ class _Rewriter:
         nodes, halves = self.centre(node, zero, centred), []
         for word, part in (("low", low), ("high", (weight - low) // 16)):
             kernel = self.put(f"{name}.exec.{word}", part.astype(np.float32))
-            half = type(node)()
-            half.CopyFrom(node)
+            half = copied(node)
             half.name, half.output[0] = f"{name}.{word}", f"{name}.exec.{word}.f"
             del half.input[:]
             half.input.extend([centred, kernel])
@@ -253,14 +252,8 @@ class _Rewriter:
         """Put the nodes in place, and drop the constants that nothing reads any more."""
         from onnx import numpy_helper
 
-        copies = [type(n).FromString(n.SerializeToString()) for n in nodes]
-        read = {name for node in copies for name in node.input}
-        kept = [t for t in self.graph.initializer if t.name in read]
-        tensors = [type(t).FromString(t.SerializeToString()) for t in kept]
-        tensors += [numpy_helper.from_array(v, k) for k, v in self.new.items()]
-        del self.graph.node[:], self.graph.initializer[:], self.graph.value_info[:]
-        self.graph.node.extend(copies)
-        self.graph.initializer.extend(tensors)
+        self.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in self.new.items())
+        rebuild(self.graph, nodes)
 
 
 def _node(op: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:

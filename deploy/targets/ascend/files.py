@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deploy.errors import ConfigError, ModelError
+from deploy.graph.index import Graph
 from deploy.targets.ascend.config import settled
 from deploy.targets.ascend.config_json import read_config
 from deploy.targets.ascend.config_types import QuantConfig
@@ -103,21 +105,22 @@ def check_deploy(path: Path) -> str:
             f"{path} must hold AscendQuant and AscendDequant nodes, got {ops['AscendQuant']} and"
             f" {ops['AscendDequant']}; give the deploy model"
         )
+    constants = Graph(model).initializers
     with malformed():
         for node in model.graph.node:
             if node.op_type == "AscendDequant":
-                _check_parameter(node, model)
+                _check_parameter(node, constants)
     executable(model)
     return f"a sound deploy model, {ops['AscendDequant']} layers in int8"
 
 
-def _check_parameter(node: onnx.NodeProto, model: onnx.ModelProto) -> None:
+def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
     from onnx import numpy_helper
 
-    found = [t for t in model.graph.initializer if t.name == node.input[-1]]
-    if len(node.input) != 2 or not found or found[0].data_type != 13:
+    found = constants.get(node.input[-1])
+    if len(node.input) != 2 or found is None or found.data_type != 13:
         raise ModelError(f"{node.name!r} must have a uint64 parameter as its second input")
-    values = numpy_helper.to_array(found[0])
+    values = numpy_helper.to_array(found)
     scales = (values & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)
     if not (np.isfinite(scales) & (scales > 0)).all():
         raise ModelError(f"{node.name!r} must have finite scales above 0, got {scales.min()}")

@@ -15,18 +15,19 @@ AveragePool    none          2-D kernel                                     none
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deploy.errors import ModelError
+from deploy.graph.edit import copied, name_nodes_by_place
+from deploy.graph.index import Graph, attributes
+from deploy.graph.plan import ASCEND
 
 if TYPE_CHECKING:
     import onnx
 
-TYPES = ("Conv", "ConvTranspose", "Gemm", "MatMul", "AveragePool")
-CHANNEL_WISE = ("Conv", "ConvTranspose")
-WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+TYPES = tuple(sorted(ASCEND.heavy))
 # AMCT's torch package names layer types after torch.nn classes; both vocabularies are taken.
 ALIASES = {
     "Conv1d": ("Conv",),
@@ -71,7 +72,7 @@ class Layer:
     @property
     def channel_wise(self) -> bool:
         """Whether this layer's weight may have one scale per output channel."""
-        return self.kind in CHANNEL_WISE
+        return self.kind != "AveragePool" and self.kind not in ASCEND.per_tensor
 
     @property
     def symmetric_only(self) -> bool:
@@ -94,44 +95,10 @@ class LayerGraph:
     types: frozenset[str] = frozenset()
 
 
-class Index:
-    """Initializers by name, producers and consumers of tensors in a graph."""
-
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self.constants = {tensor.name: tensor for tensor in graph.initializer}
-        for node in graph.node:
-            for attribute in node.attribute if node.op_type == "Constant" else ():
-                if attribute.name == "value":
-                    self.constants[node.output[0]] = attribute.t
-        self.producers = {name: node for node in graph.node for name in node.output if name}
-        self.consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
-        for node in graph.node:
-            for name in set(node.input) - {""}:
-                self.consumers[name].append(node)
-        self.outputs = {value.name for value in graph.output}
-
-
-def attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    """Attribute name -> Python value."""
-    from onnx import helper
-
-    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
-
-
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy in which every node has a name of its own: '<op>_<index>' where it had none."""
-    named = type(model)()
-    named.CopyFrom(model)
-    seen: set[str] = {node.name for node in named.graph.node if node.name}
-    used: set[str] = set()
-    for index, node in enumerate(named.graph.node):
-        if not node.name or node.name in used:
-            base, extra = f"{node.op_type}_{index}", 0
-            node.name = base
-            while node.name in seen or node.name in used:
-                extra += 1
-                node.name = f"{base}_{extra}"
-        used.add(node.name)
+    named = copied(model)
+    name_nodes_by_place(named.graph)
     return named
 
 
@@ -148,7 +115,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
             f"a model to be quantized must hold no quantization nodes, got {present};"
             " start from the float model"
         )
-    index = Index(model.graph)
+    index = Graph(model)
     layers: dict[str, Layer] = {}
     refused: dict[str, str] = {}
     for node in model.graph.node:
@@ -162,7 +129,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     return LayerGraph(layers, refused, frozenset(ops))
 
 
-def _layer(node: onnx.NodeProto, index: Index) -> Layer | str:
+def _layer(node: onnx.NodeProto, index: Graph) -> Layer | str:
     """The layer, or the reason why this node stays in float."""
     given = attributes(node)
     rank = len(given.get("kernel_shape", ()))
@@ -198,13 +165,13 @@ def _layer(node: onnx.NodeProto, index: Index) -> Layer | str:
 
 
 def _refuse_weight(
-    node: onnx.NodeProto, weight: onnx.TensorProto, given: dict[str, Any], index: Index
+    node: onnx.NodeProto, weight: onnx.TensorProto, given: dict[str, Any], index: Graph
 ) -> str:
     """Why a node with this constant weight stays in float; '' where it need not."""
     rank = len(weight.dims)
     if weight.data_type != 1:
         return "its weight must be float32"
-    if len(index.consumers[node.input[1]]) > 1:
+    if len(index.readers[node.input[1]]) > 1:
         return "its weight is shared with another node"
     if node.op_type == "Conv" and rank not in (3, 4, 5):
         return f"a Conv weight must be 3-D to 5-D, got {rank}-D"
@@ -224,7 +191,7 @@ def _refuse_bias(
     weight: onnx.TensorProto,
     given: dict[str, Any],
     node: onnx.NodeProto,
-    index: Index,
+    index: Graph,
 ) -> str:
     """Why a bias keeps its node in float: it must be constant, one value a channel."""
     if not bias:
@@ -240,10 +207,10 @@ def _refuse_bias(
     return f"its bias must have {columns} values, one a channel, got shape {dims}"
 
 
-def _bias_add(node: onnx.NodeProto, weight: onnx.TensorProto, index: Index) -> tuple[str, str, str]:
+def _bias_add(node: onnx.NodeProto, weight: onnx.TensorProto, index: Graph) -> tuple[str, str, str]:
     """(Add's name, bias initializer, tensor to dequantize) behind a MatMul."""
     output = node.output[0]
-    users = index.consumers[output]
+    users = index.readers.get(output, [])
     alone = output not in index.outputs and len(users) == 1
     if alone and users[0].op_type == "Add":
         others = [name for name in users[0].input if name != output]

@@ -13,7 +13,8 @@ from onnx import numpy_helper
 from calibrators.amct.arq import arq_integers, channels_back, channels_first
 from calibrators.amct.grid import ascend_range
 from deploy.errors import ExportError
-from deploy.targets.ascend.layers import Index, Layer, LayerGraph
+from deploy.graph.index import Graph
+from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.record import LayerRecord, check_record
 
 # GE keeps the quantize scale in float16: quant_host_cpu_op_common.h, MIN/MAX_SCALE_VALUE
@@ -54,7 +55,7 @@ def quantize_layers(
         ExportError: a scale or a bias outside what the hardware takes; all such layers are named.
     """
     check_record(records, graph)
-    index = Index(model.graph)
+    index = Graph(model)
     made, troubles = {}, []
     for name, layer in graph.layers.items():
         if name not in records:
@@ -96,12 +97,12 @@ def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
     return weight
 
 
-def array_of(index: Index, name: str) -> Float32Array:
+def array_of(index: Graph, name: str) -> Float32Array:
     """The value of a constant."""
     return np.asarray(numpy_helper.to_array(index.constants[name]), np.float32)
 
 
-def _quantize(layer: Layer, record: LayerRecord, index: Index) -> QuantLayer:
+def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     assert record.scale_d is not None
     scale = np.float32(np.float32(1) / record.scale_d)
     if not _LEAST <= scale <= _MOST:

@@ -10,7 +10,7 @@ model (plain ops); the layer's weight and bias are replaced by integers in both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from deploy.targets.ascend.layers import Index, Layer
+from deploy.graph.edit import copied, free_inputs, replace, replace_nodes, updated
+from deploy.graph.index import Graph
+from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import Float32Array, QuantLayer
 
 Nodes = list[onnx.NodeProto]
@@ -45,10 +47,8 @@ def rewrite(
         after: nodes from the layer's integers to its output.
         store: how an integer weight or bias is kept.
     """
-    out = type(model)()
-    out.CopyFrom(model)
-    index = Index(out.graph)
-    surgery = _Surgery(out.graph, index, store)
+    out = copied(model)
+    surgery = _Surgery(out, store)
     ends = {q.layer.bias_add or name: q for name, q in layers.items()}
     nodes: Nodes = []
     for node in out.graph.node:
@@ -63,12 +63,9 @@ def rewrite(
 
 class _Surgery:
     def __init__(
-        self,
-        graph: onnx.GraphProto,
-        index: Index,
-        store: Callable[[str, NDArray[Any]], onnx.TensorProto],
+        self, model: onnx.ModelProto, store: Callable[[str, NDArray[Any]], onnx.TensorProto]
     ) -> None:
-        self.graph, self.index, self.store = graph, index, store
+        self.graph, self.index, self.store = model.graph, Graph(model), store
         self.tensors: dict[str, onnx.TensorProto] = {}
         self.shared: dict[tuple[str, float, int], str] = {}
 
@@ -104,7 +101,7 @@ class _Surgery:
     def keep_bias(self, q: QuantLayer, name: str) -> str:
         """The bias's name; one of its own where other nodes read the float bias too."""
         assert q.bias is not None
-        own = f"{q.layer.name}.quant_bias" if len(self.index.consumers[name]) > 1 else name
+        own = f"{q.layer.name}.quant_bias" if len(self.index.readers[name]) > 1 else name
         self.tensors[own] = self.store(own, q.bias)
         return own
 
@@ -113,12 +110,9 @@ class _Surgery:
         gone = set(self.tensors)
         constants = [n for n in nodes if n.op_type == "Constant" and n.output[0] not in gone]
         others = [n for n in nodes if n.op_type != "Constant"]
-        tensors = [self.tensors.pop(t.name, t) for t in self.graph.initializer]
-        names = {t.name for t in tensors}
-        inputs = [value for value in self.graph.input if value.name not in names]
-        replace_all(self.graph.initializer, [*tensors, *self.tensors.values()])
-        replace_all(self.graph.node, constants + others)
-        replace_all(self.graph.input, inputs)
+        replace(self.graph.initializer, updated(self.graph.initializer, self.tensors))
+        replace_nodes(self.graph, constants + others)
+        free_inputs(self.graph)
         del self.graph.value_info[:]
 
 
@@ -137,13 +131,6 @@ def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto
     return helper.make_node("Constant", [], [f"{name}.output0"], name=name, value=tensor)
 
 
-def replace_all(repeated: Any, values: Iterable[Any]) -> None:
-    """Put copies of `values` in place of a repeated field's, of which they may be part."""
-    copies = [type(value).FromString(value.SerializeToString()) for value in values]
-    del repeated[:]
-    repeated.extend(copies)
-
-
 def rewrite_inputs(
     model: onnx.ModelProto,
     layers: Mapping[str, Layer],
@@ -151,8 +138,7 @@ def rewrite_inputs(
     inverse_factors: Mapping[str, Float32Array],
 ) -> onnx.ModelProto:
     """A float copy with other weights, and inputs multiplied by `inverse_factors` [C_in]."""
-    out = type(model)()
-    out.CopyFrom(model)
+    out = copied(model)
     nodes: Nodes = []
     for node in out.graph.node:
         if node.name in inverse_factors:
@@ -167,12 +153,7 @@ def rewrite_inputs(
             node.input[0] = mul.output[0]
         if not (node.op_type == "Constant" and node.output[0] in weights):
             nodes.append(node)
-    tensors = [weights.get(t.name, t) for t in out.graph.initializer]
-    names = {t.name for t in tensors}
-    tensors += [t for name, t in weights.items() if name not in names]
-    names |= set(weights)
-    inputs_left = [value for value in out.graph.input if value.name not in names]
-    replace_all(out.graph.initializer, tensors)
-    replace_all(out.graph.node, nodes)
-    replace_all(out.graph.input, inputs_left)
+    replace(out.graph.initializer, updated(out.graph.initializer, weights))
+    replace_nodes(out.graph, nodes)
+    free_inputs(out.graph)
     return out

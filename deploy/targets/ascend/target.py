@@ -298,13 +298,9 @@ def _unfused(subject: Subject, config: QuantConfig) -> tuple[onnx.ModelProto, La
     model, graph = _prepared(subject.unfolded.model)
     if not config.do_fusion:
         return model, graph
-    apart = [graph.layers[name].output for name in config.skip_fusion_layers]
-    kept = [n for n in model.graph.node if n.op_type == NORM and n.input[0] in apart]
-    for node in kept:
-        node.domain = "calib8.apart"  # the folding passes over what it does not know
-    fold_affine(model.graph)
-    for node in kept:
-        node.domain = ""
+    ends = {graph.layers[name].output for name in config.skip_fusion_layers}
+    apart = {n.name for n in model.graph.node if n.op_type == NORM and n.input[0] in ends}
+    fold_affine(model.graph, apart=apart)
     return _prepared(model)
 
 
@@ -334,7 +330,7 @@ def _calibration_notes(found: Calibrated, plan: Plan) -> Iterator[str]:
 def _decisions(
     model: onnx.ModelProto, graph: LayerGraph, chosen: Collection[str]
 ) -> tuple[Decision, ...]:
-    from deploy.graph.plan import Decision
+    from deploy.graph.plan import ASCEND, FLOAT32, Decision
 
     decisions = []
     for node in model.graph.node:
@@ -343,7 +339,8 @@ def _decisions(
         if not int8 and not reason:
             off = node.name in graph.layers
             reason = "left float as asked" if off else "no int8 on Ascend for this type"
-        decisions.append(Decision(node.name, node.op_type, int8, "" if int8 else reason))
+        precision = ASCEND.grid.name if int8 else FLOAT32
+        decisions.append(Decision(node.name, node.op_type, precision, "" if int8 else reason))
     return tuple(decisions)
 
 

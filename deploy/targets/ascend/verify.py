@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.metrics.accuracy import cosine
+
 if TYPE_CHECKING:
     import onnx
 
@@ -74,19 +76,19 @@ def verify(
     deployed = open_deploy(deploy_model(model, layers), threads=threads)
     # Optimized, ONNX Runtime folds the dequantization into the weights: no integers any more.
     twins = [
-        OrtSession.open(made.SerializeToString(), threads=threads, optimize=False)
+        OrtSession.open(made, threads=threads, optimize=False)
         for npu in (True, False)
         for made in [fake_quant_model(model, layers, npu_rounding=npu)]
     ]
-    same, cosine, count = 0.0, 1.0, 0
+    same, lowest, count = 0.0, 1.0, 0
     for sample in samples:
         got = deployed.run(sample)
         like_npu, like_amct = (twin.run(sample) for twin in twins)
         count += 1
         for name in _comparable(got, like_amct):
             same = max(same, _distance(got[name], like_npu[name]))
-            cosine = min(cosine, _cosine(got[name], like_amct[name]))
-    return Verified(samples=count, same_rounding=same, amct_cosine=cosine)
+            lowest = min(lowest, cosine(got[name], like_amct[name]))
+    return Verified(samples=count, same_rounding=same, amct_cosine=lowest)
 
 
 def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> list[str]:
@@ -100,9 +102,3 @@ def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any
 
 def _distance(got: NDArray[Any], other: NDArray[Any]) -> float:
     return float(np.abs(got - other).max()) / (float(np.abs(got).max()) or 1.0)
-
-
-def _cosine(got: NDArray[Any], other: NDArray[Any]) -> float:
-    a, b = got.astype(np.float64).reshape(-1), other.astype(np.float64).reshape(-1)
-    length = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(np.dot(a, b)) / length if length else float(np.array_equal(a, b))

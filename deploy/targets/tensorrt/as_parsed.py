@@ -23,6 +23,7 @@ from calibrators.legacy import QUANTILE
 from deploy.calibration import trt_cache
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.subject import Subject
+from deploy.graph.edit import copied, replace_nodes
 from deploy.targets.tensorrt.cache_tools import original_of
 from deploy.targets.tensorrt.naming import (
     CAFFE,
@@ -126,8 +127,7 @@ def split_gemms(model: onnx.ModelProto, apart: Mapping[str, str]) -> onnx.ModelP
 
     if not apart:
         return model
-    split = type(model)()
-    split.CopyFrom(model)
+    split = copied(model)
     nodes = []
     for node in split.graph.node:
         nodes.append(node)
@@ -136,7 +136,5 @@ def split_gemms(model: onnx.ModelProto, apart: Mapping[str, str]) -> onnx.ModelP
             bias, out = node.input.pop(), node.output[0]
             node.output[0] = product
             nodes.append(helper.make_node("Add", [product, bias], [out], name=f"{node.name}/bias"))
-    copies = [type(node).FromString(node.SerializeToString()) for node in nodes]
-    del split.graph.node[:]
-    split.graph.node.extend(copies)
+    replace_nodes(split.graph, nodes)
     return split

@@ -9,7 +9,6 @@ Sources: NVIDIA/TensorRT python/src/infer at 8.5.3, 10.16 and 11.0; migration gu
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from calibrators.tensorrt import Callbacks
-from deploy import atomic
+from deploy import atomic, stamped
 from deploy.errors import BackendError, ConfigError
 from deploy.targets.tensorrt.log import KeepingLogger, make_logger
 from deploy.targets.tensorrt.sdk import Sdk, load
@@ -129,19 +128,12 @@ def engine_key(
 
 def cached_engine(path: Path, key: Mapping[str, Any]) -> bool:
     """Whether the engine at `path` was built under `key` and is whole."""
-    try:
-        note = json.loads(_note(path).read_text("utf-8"))
-        return bool(note == {**key, "engine_sha256": _sha256(path.read_bytes())})
-    except (OSError, ValueError):
-        return False
+    return stamped.fitting(path, key, digest="engine_sha256") is not None
 
 
 def keep_engine(path: Path, engine: Engine, key: Mapping[str, Any]) -> Path:
     """Write the engine and, after it, the note that says what it was built under."""
-    atomic.write_bytes(path, engine.plan)
-    note = {**key, "engine_sha256": _sha256(engine.plan)}
-    atomic.write_text(_note(path), json.dumps(note, indent=1, sort_keys=True) + "\n")
-    return path
+    return stamped.keep(path, engine.plan, key, digest="engine_sha256")
 
 
 def profiles_for(
@@ -249,11 +241,3 @@ def _timing_cache(config: trt.IBuilderConfig, path: Path | None) -> trt.ITimingC
         cache = config.create_timing_cache(b"")  # of another GPU or version: begin anew
         config.set_timing_cache(cache, ignore_mismatch=False)
     return cache
-
-
-def _note(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from deploy.errors import ExportError
 from deploy.frontends import checks
-from deploy.frontends.graphs import reads
+from deploy.graph.edit import copied, rebuild
+from deploy.graph.index import Graph, attributes, reads
 
 if TYPE_CHECKING:
     import onnx
@@ -54,9 +55,7 @@ def from_qdq(quantized: onnx.ModelProto) -> Plain:
     """
     checks.check_names(quantized)
     checks.check_valid(quantized)
-    model = type(quantized)()
-    model.CopyFrom(quantized)
-    return _Reader(model).run()
+    return _Reader(copied(quantized)).run()
 
 
 class _Reader:
@@ -65,9 +64,9 @@ class _Reader:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model = model
         self.graph = model.graph
-        self.constants = _constants(model)
-        self.makers = {name: node for node in self.graph.node for name in node.output}
-        self.outputs = {value.name for value in self.graph.output}
+        index = Graph(model)
+        self.constants = {name: checks.to_array(t) for name, t in index.constants.items()}
+        self.makers, self.outputs = index.producer, index.outputs
         self.scales: dict[str, np.float32] = {}
         self.weights: list[str] = []
         self.same: dict[str, str] = {}  # output of a DQ -> the float tensor it stands for
@@ -159,13 +158,11 @@ class _Reader:
 
     def _times(self, node: onnx.NodeProto, integers: NDArray[Any]) -> NDArray[np.float32]:
         """What a DequantizeLinear makes of constant integers."""
-        from onnx import helper
-
         scale: NDArray[Any] = self._known(node.input[1], node.output[0]).astype(np.float32)
         zero: NDArray[Any] = np.zeros(1, np.int32)
         if len(node.input) > 2 and node.input[2]:
             zero = self._known(node.input[2], node.output[0]).astype(np.int32)
-        axis = {a.name: helper.get_attribute_value(a) for a in node.attribute}.get("axis", 1)
+        axis = attributes(node).get("axis", 1)
         channels = [-1 if a in (axis, axis + integers.ndim) else 1 for a in range(integers.ndim)]
         try:
             scale, zero = (v.reshape(channels if v.size > 1 else ()) for v in (scale, zero))
@@ -195,7 +192,7 @@ class _Reader:
 
     def _rewire(self) -> None:
         """Drop the pairs, let their readers read the float tensors, drop what nobody reads."""
-        kept = [_copy(node) for node in self.graph.node if node.op_type not in (_Q, _DQ)]
+        kept = [node for node in self.graph.node if node.op_type not in (_Q, _DQ)]
         stray = [n for n in self.graph.node if n.op_type == _Q and n.input[0] not in self.constants]
         read = {name for node in self.graph.node if node.op_type == _DQ for name in node.input}
         for node in stray:
@@ -209,27 +206,8 @@ class _Reader:
             for place, name in enumerate(node.output):
                 node.output[place] = self.renamed.get(name, name)
         used = {name for node in kept for name in reads(node)} | self.outputs
-        constants = [_copy(t) for t in self.graph.initializer if t.name in used]
-        kept = [n for n in kept if n.op_type != "Constant" or n.output[0] in used]
-        del self.graph.node[:], self.graph.initializer[:], self.graph.value_info[:]
-        self.graph.node.extend(kept)
-        self.graph.initializer.extend(constants)
+        rebuild(self.graph, (n for n in kept if n.op_type != "Constant" or n.output[0] in used))
 
     def _final(self, name: str) -> str:
         name = self.same.get(name, name)
         return self.renamed.get(name, name)
-
-
-def _constants(model: onnx.ModelProto) -> dict[str, NDArray[Any]]:
-    """Initializers and Constant nodes, by name."""
-    found = {tensor.name: checks.to_array(tensor) for tensor in model.graph.initializer}
-    for node in model.graph.node:
-        if node.op_type == "Constant":
-            for attribute in node.attribute:
-                if attribute.name == "value":
-                    found[node.output[0]] = checks.to_array(attribute.t)
-    return found
-
-
-def _copy(message: Any) -> Any:
-    return type(message).FromString(message.SerializeToString())

@@ -1,28 +1,21 @@
 """The cache that TensorRT wrote on this GPU, kept with what it was made from.
 
 TensorRT itself checks nothing but the version and the calibrator in the first line; a retrained
-model or other images go unnoticed. Here the fingerprint stands beside the cache, written last.
+model or other images go unnoticed. Here the fingerprint stands beside the cache.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy import atomic
+from deploy import stamped
 
 
 def fitting(path: Path, fingerprint: Mapping[str, Any]) -> bytes | None:
     """The cache's bytes where it was made from exactly this, and nothing was changed since."""
-    try:
-        data = path.read_bytes()
-        note = json.loads(_note(path).read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return data if note == _document(data, fingerprint) else None
+    return stamped.fitting(path, {"fingerprint": fingerprint})
 
 
 def keep(path: Path, data: bytes, fingerprint: Mapping[str, Any]) -> Path:
@@ -31,16 +24,4 @@ def keep(path: Path, data: bytes, fingerprint: Mapping[str, Any]) -> Path:
     Raises:
         ExportError: the folder is not writable.
     """
-    atomic.write_bytes(path, data)
-    document = json.dumps(_document(data, fingerprint), indent=1, sort_keys=True)
-    atomic.write_text(_note(path), document + "\n")
-    return path
-
-
-def _document(data: bytes, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    plain = json.loads(json.dumps(fingerprint))
-    return {"fingerprint": plain, "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _note(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
+    return stamped.keep(path, data, {"fingerprint": fingerprint})

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.calibration.trt_cache import CalibrationCache
+from deploy.graph.index import Graph
 from deploy.graph.plan import TENSORRT, Plan, analyse
 from deploy.targets.tensorrt.naming import CacheTensor, cache_tensors, scale_owners
 
@@ -231,7 +232,7 @@ def _stranger(name: str, model: onnx.ModelProto, original: onnx.ModelProto | Non
     """Why an entry belongs to no activation of the model."""
     if original is not None and any(name in node.output for node in original.graph.node):
         return "in the file, but not after folding (BatchNormalization, constants)"
-    constants = {tensor.name for tensor in model.graph.initializer}
+    constants = Graph(model).initializers
     if name in constants or name.removesuffix("_output") in constants:
         return "a constant of the model; TensorRT reads its range from its values"
     if name.startswith(("(Unnamed Layer* ", "(Unnamed ITensor* ")):

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deploy.calibration.trt_cache import version_label
+from deploy.graph.index import Graph, fed_inputs
 
 if TYPE_CHECKING:
     import onnx
@@ -80,11 +81,9 @@ def trt_tensors(model: onnx.ModelProto) -> list[str]:
     `model` is cleaned but keeps its BatchNormalization nodes (`load(..., fold_batchnorm=False)`).
     Float graph inputs and every float node output, whatever feeds a shape or an index left out.
     """
-    floats = _float_tensors(model)
-    made = [name for node in model.graph.node for name in node.output if name]
-    constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value.name for value in model.graph.input if value.name not in constants]
-    return [name for name in [*inputs, *made] if name in floats]
+    graph = Graph(model)
+    # one whose type inference could not tell counts as float
+    return [n for n in [*graph.inputs, *graph.producer] if graph.dtypes.get(n, 0) in (0, _FLOAT)]
 
 
 def cache_tensors(
@@ -129,8 +128,7 @@ def likely_parser(model: onnx.ModelProto, version: str) -> str:
     only input is called "data", as Caffe's models call it.
     """
     unsigned = not model.producer_name and not any(node.name for node in model.graph.node)
-    constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value.name for value in model.graph.input if value.name not in constants]
+    inputs = [value.name for value in fed_inputs(model.graph)]
     caffe = unsigned and inputs == ["data"] and version_label(version) < 8000
     return CAFFE if caffe else ONNX
 
@@ -149,11 +147,12 @@ def inner_name(name: str, output: str) -> str:
 
 
 def _onnx_tensors(model: onnx.ModelProto, seen: onnx.ModelProto, label: int) -> list[CacheTensor]:
-    known, pooled, made = set(trt_tensors(model)), _pooled(model), _made(model)
+    graph, listed = Graph(model), trt_tensors(model)
+    known, pooled = set(listed), _pooled(graph)
     names = {node.output[0]: node.name for node in seen.graph.node if node.output}
     layers = _layer_indices(seen, label)
-    tensors = [CacheTensor(n, n) for n in trt_tensors(model) if n not in made]
-    for node in model.graph.node:
+    tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
+    for node in graph.nodes:
         first = node.output[0]
         if node.op_type in ("Gemm", "Softmax") and {node.input[0], first} <= known:
             tensors += _inside(node, layers.get(first), label, names.get(first, ""))
@@ -201,13 +200,13 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
 
     The layer before such a Relu loses its name to it and shows under its index.
     """
-    known, pooled = set(trt_tensors(model)), _pooled(model)
-    readers = _readers(model)
-    tensors = [CacheTensor(n, n) for n in trt_tensors(model) if n not in _made(model)]
+    graph, listed = Graph(model), trt_tensors(model)
+    known, pooled = set(listed), _pooled(graph)
+    tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
     layers: int | None = 0
-    for node in model.graph.node:
+    for node in graph.nodes:
         out = node.output[0]
-        ops = [n.op_type for n in readers.get(out, [])]
+        ops = [n.op_type for n in graph.readers.get(out, [])]
         if node.op_type in {"Flatten", "Reshape"} and set(ops) == {"Gemm"}:
             continue
         word = "Fully Connected" if node.op_type == "Gemm" else _LAYER_WORDS.get(node.op_type)
@@ -220,32 +219,9 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
     return tensors
 
 
-def _pooled(model: onnx.ModelProto) -> dict[str, str]:
+def _pooled(graph: Graph) -> dict[str, str]:
     """Output of a pool -> its input."""
-    return {n.output[0]: n.input[0] for n in model.graph.node if n.op_type in POOLS}
-
-
-def _made(model: onnx.ModelProto) -> set[str]:
-    return {name for node in model.graph.node for name in node.output}
-
-
-def _readers(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    return readers
-
-
-def _float_tensors(model: onnx.ModelProto) -> set[str]:
-    """Float32 tensors; one whose type inference could not tell counts as float."""
-    graph = model.graph
-    types = {
-        value.name: value.type.tensor_type.elem_type
-        for value in [*graph.input, *graph.value_info, *graph.output]
-    }
-    names = [value.name for value in graph.input] + [n for n in _made(model) if n]
-    return {name for name in names if types.get(name, 0) in (0, _FLOAT)}
+    return {n.output[0]: n.input[0] for n in graph.nodes if n.op_type in POOLS}
 
 
 def _removed(original: onnx.ModelProto, known: Collection[str]) -> dict[str, str]:

@@ -249,9 +249,10 @@ class TensorRT:
 
     def _settings(self, request: BuildRequest, batch: int | None) -> Settings:
         """Settings tuned for the fed batch, or for `batch` where the model leaves it open."""
+        from deploy.graph.index import dims, fed_inputs
         from deploy.targets.tensorrt.builder import Settings, profiles_for
 
-        shapes = {i.name: _shape(i) for i in _inputs(request.model)}
+        shapes = {i.name: dims(i) or () for i in fed_inputs(request.model.graph)}
         fed = {name: array.shape for name, array in _first_sample(request).items()}
         if batch is not None:
             fed = {
@@ -336,16 +337,6 @@ def _plain(version: str) -> str:
     return ".".join(version.split(".")[:3])
 
 
-def _inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    constants = {tensor.name for tensor in model.graph.initializer}
-    return [value for value in model.graph.input if value.name not in constants]
-
-
-def _shape(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...]:
-    dims = value.type.tensor_type.shape.dim
-    return tuple(d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in dims)
-
-
 def _first_sample(request: BuildRequest) -> Mapping[str, Any]:
     (sample,) = request.feed.first(1)
     return sample
@@ -353,8 +344,12 @@ def _first_sample(request: BuildRequest) -> Mapping[str, Any]:
 
 def _shape_words(request: BuildRequest) -> str:
     """`--shapes=...` where an input is dynamic; empty where none is."""
+    from deploy.graph.index import dims, fed_inputs
+
     dynamic = [
-        v.name for v in _inputs(request.model) if not all(isinstance(d, int) for d in _shape(v))
+        value.name
+        for value in fed_inputs(request.model.graph)
+        if not all(isinstance(size, int) for size in dims(value) or ())
     ]
     if not dynamic:
         return ""

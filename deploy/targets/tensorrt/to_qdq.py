@@ -22,6 +22,8 @@ import numpy as np
 
 from calibrators.grids import quantize
 from calibrators.scales import Scale
+from deploy.graph.edit import replace_nodes
+from deploy.graph.index import Graph, attributes
 from deploy.graph.plan import TENSORRT, Plan
 from deploy.targets.qdq import write_qdq
 
@@ -77,7 +79,7 @@ def scale_nodes(model: onnx.ModelProto) -> Iterable[tuple[str, np.float32]]:
     """(quantized tensor, scale) of every QuantizeLinear that `to_qdq` put on an activation."""
     from onnx import numpy_helper
 
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    constants = Graph(model).initializers
     for node in model.graph.node:
         if node.op_type == "QuantizeLinear" and node.input[0] not in constants:
             value = numpy_helper.to_array(constants[node.input[1]])
@@ -96,32 +98,26 @@ def _keep_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> N
     """Replace each int8 initializer by its float one and a QuantizeLinear, where they agree."""
     from onnx import helper
 
-    graph = quantized.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    floats = {tensor.name: tensor for tensor in model.graph.initializer}
-    readers = {node.output[0]: node for node in graph.node}
+    graph, index = quantized.graph, Graph(quantized)
+    constants, floats = index.initializers, Graph(model).initializers
     made = []
-    for node in [n for n in graph.node if n.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul")]:
-        pair = readers.get(node.input[1])
+    for node in [n for n in index.nodes if n.op_type in TENSORRT.heavy]:
+        pair = index.producer.get(node.input[1])
         if pair is None or pair.op_type != "DequantizeLinear" or pair.input[0] not in constants:
             continue
         name = _weight_of(pair.input[0], floats)
         if name is None or not _agree(pair, constants, floats[name]):
             continue
-        attributes = {a.name: helper.get_attribute_value(a) for a in pair.attribute}
         stored = pair.input[0]
-        made.append(
-            helper.make_node(
-                "QuantizeLinear", [name, *pair.input[1:]], [stored], f"{stored}/Q", **attributes
-            )
+        quantizer = helper.make_node(
+            "QuantizeLinear", [name, *pair.input[1:]], [stored], f"{stored}/Q", **attributes(pair)
         )
+        made.append(quantizer)
         graph.initializer.remove(constants.pop(stored))
         if name not in constants:
             graph.initializer.append(floats[name])
             constants[name] = floats[name]
-    nodes = [*made, *(type(n).FromString(n.SerializeToString()) for n in graph.node)]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_nodes(graph, [*made, *graph.node])
 
 
 def _weight_of(stored: str, floats: Mapping[str, onnx.TensorProto]) -> str | None:
@@ -136,12 +132,12 @@ def _agree(
     pair: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], weight: onnx.TensorProto
 ) -> bool:
     """Whether QuantizeLinear of the float weight gives exactly the stored integers."""
-    from onnx import helper, numpy_helper
+    from onnx import numpy_helper
 
     stored = numpy_helper.to_array(constants[pair.input[0]])
     scales = numpy_helper.to_array(constants[pair.input[1]])
     array = numpy_helper.to_array(weight)
-    axis = {a.name: helper.get_attribute_value(a) for a in pair.attribute}.get("axis")
+    axis = attributes(pair).get("axis")
     if axis is not None:
         scales = scales.reshape([-1 if a == axis else 1 for a in range(array.ndim)])
-    return bool(np.array_equal(quantize(array, scales, 0, TENSORRT.grid), stored))
+    return bool(np.array_equal(quantize(array, scales, 0, TENSORRT.weights), stored))

@@ -1,0 +1,195 @@
+"""Edits on a model: the only place that copies messages and replaces what a graph holds.
+
+The contract, for every edit of this project:
+
+* What takes a model and gives a model leaves the one it was given as it was: it works on a copy
+  (`copied`), whole with its weights, notes, functions and operator sets.
+* What takes a graph changes it in place, and gives a count or nothing; only the owner of the graph
+  calls it.
+* Tensors and nodes keep their names, but for what the function is called after.
+* A field may be replaced by parts of itself (`replace`): they are copied before it is emptied.
+
+Subgraphs are looked into wherever it matters who reads a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from deploy.errors import ModelError
+from deploy.graph.index import reads, subgraphs, users
+
+if TYPE_CHECKING:
+    import onnx
+
+    Message = TypeVar(
+        "Message", onnx.ModelProto, onnx.NodeProto, onnx.TensorProto, onnx.ValueInfoProto
+    )
+
+
+def copied(message: Message) -> Message:
+    """A message of its own, equal to `message`."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
+def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
+    """A copy that has these tensors as outputs too, behind its own; without their types."""
+    from onnx import ValueInfoProto
+
+    tapped = copied(model)
+    known = {output.name for output in tapped.graph.output}
+    tapped.graph.output.extend(
+        ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known
+    )
+    return tapped
+
+
+def replace(repeated: Any, values: Iterable[Any]) -> None:
+    """Let a repeated field hold copies of `values`, of which some may be its own."""
+    copies = [type(value).FromString(value.SerializeToString()) for value in values]
+    del repeated[:]
+    repeated.extend(copies)
+
+
+def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Let the graph have exactly these nodes, in this order."""
+    replace(graph.node, nodes)
+
+
+def rebuild(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Let the graph have exactly these nodes, the constants that are read, no inferred types."""
+    replace_nodes(graph, nodes)
+    drop_unread(graph)
+    del graph.value_info[:]
+
+
+def updated(
+    tensors: Iterable[onnx.TensorProto], new: Mapping[str, onnx.TensorProto]
+) -> list[onnx.TensorProto]:
+    """The tensors in their order, each of `new` in place of its namesake, the others behind."""
+    kept = [new.get(tensor.name, tensor) for tensor in tensors]
+    names = {tensor.name for tensor in kept}
+    return [*kept, *(tensor for name, tensor in new.items() if name not in names)]
+
+
+def free_inputs(graph: onnx.GraphProto) -> int:
+    """Take initializers off the list of inputs, where IR 3 had to put them; counts them."""
+    constants = {tensor.name for tensor in graph.initializer}
+    kept = [value for value in graph.input if value.name not in constants]
+    taken = len(graph.input) - len(kept)
+    if taken:
+        replace(graph.input, kept)
+    return taken
+
+
+def rename_reads(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -> None:
+    """Let every reader of a key of `new_name`, in subgraphs too, read its value instead."""
+    for node in nodes:
+        for position, name in enumerate(node.input):
+            if name in new_name:
+                node.input[position] = new_name[name]
+        for body in subgraphs(node):
+            rename_reads(body.node, new_name)
+            for value in body.output:
+                value.name = new_name.get(value.name, value.name)
+
+
+def drop_dead(graph: onnx.GraphProto) -> int:
+    """Remove nodes that no output needs, then constants that no node reads; counts the nodes."""
+    needed = {value.name for value in graph.output}
+    alive = []
+    for node in reversed(graph.node):
+        if any(name in needed for name in node.output):
+            needed.update(reads(node))
+            alive.append(node)
+    dropped = len(graph.node) - len(alive)
+    if dropped:
+        replace_nodes(graph, reversed(alive))
+    drop_unread(graph)
+    return dropped
+
+
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Remove the constants that no node reads and that are no output."""
+    read = users(graph)
+    kept = [tensor for tensor in graph.initializer if tensor.name in read]
+    if len(kept) < len(graph.initializer):
+        replace(graph.initializer, kept)
+
+
+def sort_nodes(graph: onnx.GraphProto) -> bool:
+    """Put producers before readers, changing the order as little as possible; says if it did.
+
+    Raises:
+        ModelError: the graph has a cycle.
+    """
+    made = {name for node in graph.node for name in node.output if name}
+    waiting = list(graph.node)
+    order: list[onnx.NodeProto] = []
+    ready: set[str] = set()
+    while waiting:
+        later = []
+        for node in waiting:
+            if all(name in ready or name not in made for name in reads(node)):
+                order.append(node)
+                ready.update(node.output)
+            else:
+                later.append(node)
+        if len(later) == len(waiting):
+            raise ModelError(
+                "a graph must have no cycle, got one through "
+                f"{later[0].op_type} '{later[0].name or ', '.join(later[0].output)}'; "
+                "export the model again"
+            )
+        waiting = later
+    moved = any(a is not b for a, b in zip(order, graph.node, strict=True))
+    if moved:
+        replace_nodes(graph, order)
+    return moved
+
+
+def name_nodes(graph: onnx.GraphProto) -> int:
+    """Give each node of the main graph a name of its own; counts the names it made.
+
+    A node without a name is called after its type and first output, which do not change when
+    other nodes come or go; a name used before gets a number.
+    """
+    taken: set[str] = set()
+    made = 0
+    for node in graph.node:
+        wanted = node.name or f"{node.op_type}_{next(filter(None, node.output), 'none')}"
+        name = unused(wanted, taken)
+        made += name != node.name
+        node.name = name
+        taken.add(name)
+    return made
+
+
+def name_nodes_by_place(graph: onnx.GraphProto) -> int:
+    """`name_nodes` by AMCT's rule, by which its configurations and records know the nodes.
+
+    A node without a name, or with one used before, is called '<op>_<index>', which may be no
+    other node's name.
+    """
+    taken = {node.name for node in graph.node if node.name}
+    before: set[str] = set()
+    made = 0
+    for index, node in enumerate(graph.node):
+        if not node.name or node.name in before:
+            node.name = unused(f"{node.op_type}_{index}", taken)
+            taken.add(node.name)
+            made += 1
+        before.add(node.name)
+    return made
+
+
+def unused(wanted: str, taken: Collection[str]) -> str:
+    """`wanted`, or `wanted_1`, `wanted_2`, ..., whichever first is not in `taken`."""
+    name, number = wanted, 0
+    while name in taken:
+        number += 1
+        name = f"{wanted}_{number}"
+    return name
