@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,16 @@ class Recorder(Protocol):
 
     def to_arrays(self) -> Arrays:
         """Plain 1-D arrays from which `Statistic.restore` makes an equal recorder."""
+        ...
+
+
+@runtime_checkable
+class Ranged(Protocol):
+    """A recorder that knows the least and the greatest value."""
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """In real units."""
         ...
 
 

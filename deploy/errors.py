@@ -30,8 +30,6 @@ __all__ = [
     "FeedError",
     "ModelError",
     "SdkMissingError",
-    "did_you_mean",
-    "first_line",
 ]
 
 

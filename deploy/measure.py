@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from deploy.errors import BackendError, SdkMissingError
 from deploy.graph.edit import with_outputs
@@ -200,7 +200,7 @@ def _judged(
     if not candidates:
         return found
     figures = {
-        name: Comparison(reference, one.session, labels=over.labels, count=over.count)
+        name: Comparison(reference, one.session, labels=over.labels)
         for name, one in candidates.items()
     }
     inner = {name: TensorComparison(one.pairs) for name, one in candidates.items() if one.tap}
@@ -215,7 +215,8 @@ def _judged(
                     continue
                 found.engine_runs[name] += 1
                 try:
-                    figures[name].add(sample, left, one.session.run(sample))
+                    right = one.session.run(sample)
+                    figures[name].add(sample, left, right, count=over.count)
                     if one.tap and looks_inside:
                         inner[name].add(sample, left, one.tap.run(sample))
                 except BackendError as error:
@@ -254,14 +255,38 @@ class _Evaluation:
     """What the engines are judged on.
 
     Attributes:
-        samples: how many of the feed.
-        count: images in them; the last sample of a fixed batch may be filled with others.
+        samples: at most how many of the feed.
+        most: at most how many images in them.
     """
 
     feed: Samples
     samples: int
-    count: int
+    most: int
     labels: Sequence[int] | None
+
+    @property
+    def count(self) -> int:
+        """Images so far known to be good; a fixed batch may be filled up with others."""
+        return min(self.most, self.feed.count)
+
+
+class _Labels(Sequence[int]):
+    """The labels of a feed's good images; which are bad shows only as they are read."""
+
+    def __init__(self, feed: Samples) -> None:
+        self._feed = feed
+
+    def __len__(self) -> int:
+        return len(self._feed.labels or ())
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+        return (self._feed.labels or ())[place]
 
 
 def _evaluation(
@@ -269,14 +294,16 @@ def _evaluation(
 ) -> _Evaluation:
     """The evaluation feed, or else some of the calibration images, without labels."""
     if evaluation is not None:
-        known = labels if labels is not None else getattr(evaluation, "labels", None)
+        known = labels
+        if labels is None and evaluation.labels is not None:
+            known = _Labels(evaluation)
         return _Evaluation(
-            feed=evaluation, samples=len(evaluation), count=evaluation.count, labels=known
+            feed=evaluation, samples=len(evaluation), most=evaluation.count, labels=known
         )
     return _Evaluation(
         feed=calibration,
         samples=min(_CALIBRATION_SAMPLES, len(calibration)),
-        count=min(_CALIBRATION_SAMPLES, calibration.count),
+        most=min(_CALIBRATION_SAMPLES, calibration.count),
         labels=None,
     )
 

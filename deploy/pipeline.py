@@ -14,20 +14,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from calibrators.grids import symmetric_scale
 from calibrators.searches import DEFAULT_METHOD
+from calibrators.statistics import Ranged
 from deploy import atomic
 from deploy.calibration import store, trt_cache
+from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.observe import observe
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
-from deploy.calibration.store import Calibration, Found
+from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
 from deploy.errors import CacheError, Calib8Error, ConfigError, ModelError
 from deploy.feed.feed import Feed, FeedSource, open_feed
@@ -38,68 +41,13 @@ from deploy.graph.selection import matching
 from deploy.machine import default_threads
 from deploy.progress import bar
 from deploy.targets import TARGETS, Target, named
-from deploy.targets.base import BuildRequest, Built, CacheText
+from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx
 
     from deploy.report import Report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrated:
-    """A calibration with the model and feed it is for, and how it came about.
-
-    Attributes:
-        subject: the model, its forms, the method.
-        images: where the images came from, in words.
-        feed: the calibration images.
-        ranges: what was observed, and the clip ranges found in it.
-        wanted: target -> what it wants observed.
-        failed: target -> why it cannot be built for, as a sentence.
-        observed_now: the observations for which the model was run.
-        reused: whether nothing had to be run.
-        reason: why it was reused, or why not, in one sentence.
-        seconds: of observing and searching.
-        runs: variant of the model -> inferences.
-        notes: what the reader of the cache should know.
-        cache: where it is kept.
-    """
-
-    subject: Subject
-    images: str
-    feed: Feed
-    ranges: Ranges
-    wanted: Mapping[str, tuple[Observation, ...]]
-    failed: Mapping[str, str]
-    observed_now: tuple[Observation, ...]
-    reused: bool
-    reason: str
-    seconds: float
-    runs: Mapping[str, int]
-    notes: tuple[str, ...] = ()
-    cache: Path | None = None
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model."""
-        return self.subject.loaded
-
-    @property
-    def method(self) -> Method:
-        """The search that the user chose."""
-        return self.subject.method
-
-    @property
-    def found(self) -> Found:
-        """What the method found, of every tensor that some target searches by it."""
-        return self.ranges.of(self.searched)
-
-    @property
-    def searched(self) -> tuple[Observation, ...]:
-        """The observations that the method searches, each once."""
-        statistic = self.subject.statistic
-        return tuple(o for o in _all(self.wanted) if o.statistic == statistic)
 
 
 def calibrate(
@@ -394,8 +342,8 @@ def _completed(
 
 def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> CacheText | None:
     """The first target's own form of the cache."""
-    texts = (target.cache_text(subject, ranges) for target in targets)
-    return next((text for text in texts if text is not None), None)
+    writers = (target for target in targets if isinstance(target, WritesCache))
+    return next((target.cache_text(subject, ranges) for target in writers), None)
 
 
 def _keep(
@@ -448,17 +396,30 @@ def _as_it_stands(
 
 
 def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
-    """TensorRT's text of every tensor of the cleaned model that was searched."""
-    names = (key[1] for key in ranges.observed if key[0] == FOLDED)
+    """TensorRT's text of every tensor of the cleaned model that was searched.
+
+    Where no target searches by a method, of the largest values that were observed.
+    """
+    graph = subject.model.graph
+    names = [value.name for value in graph.input] + [n for node in graph.node for n in node.output]
     found = ranges.of(o for o in subject.histograms(names) if o.key in ranges.observed)
-    scales = found.scales.values()
-    minmax = bool(scales) and all(scale.method == "minmax" for scale in scales)
+    minmax = all(scale.method == "minmax" for scale in found.scales.values())
     cache = trt_cache.from_scales(
-        found.symmetric,
+        found.symmetric or _largest(ranges.observed),
         version=subject.trt_version or trt_cache.DEFAULT_VERSION,
         algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
     )
     return trt_cache.dump(cache)
+
+
+def _largest(observed: Observed) -> dict[str, np.float32]:
+    """Tensor -> largest |x| over 127, of whatever recorded its extremes."""
+    return {
+        tensor: symmetric_scale(max(-low, high))
+        for (_, tensor, _), recorder in observed.items()
+        if isinstance(recorder, Ranged)
+        for low, high in [recorder.extremes]
+    }
 
 
 def _built(targets: Sequence[Target], calibrated: Calibrated, folder: Path) -> list[Built]:

@@ -33,8 +33,8 @@ from deploy.targets.base import Built
 from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from deploy.calibration.calibrated import Calibrated
     from deploy.measure import Figures
-    from deploy.pipeline import Calibrated
 
 
 def write_report(
@@ -110,8 +110,8 @@ def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:
 def _groups(calibrated: Calibrated) -> tuple[GroupRow, ...]:
     """Observations by variant and statistic, and which of them the cache held."""
     now = set(calibrated.observed_now)
-    wanted = dict.fromkeys(o for own in calibrated.wanted.values() for o in own)
-    counted = Counter((o.variant.key, o.statistic.key, o not in now) for o in wanted)
+    observations = calibrated.observations
+    counted = Counter((o.variant.key, o.statistic.key, o not in now) for o in observations)
     return tuple(
         GroupRow(variant=variant, statistic=statistic, tensors=tensors, reused=reused)
         for (variant, statistic, reused), tensors in counted.items()

@@ -61,6 +61,11 @@ class Samples(Protocol):
         ...
 
     @property
+    def labels(self) -> Sequence[int] | None:
+        """One class number per good image, as far as it is known which are bad; None without."""
+        ...
+
+    @property
     def decodes(self) -> int:
         """How many images or rows were read to be run, so far."""
         ...

@@ -67,3 +67,19 @@ def save_pictures(folder: Path) -> Path:
         noise = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
         cv2.imwrite(str(folder / f"{number:02}.png"), cv2.resize(noise, (20, 18)))
     return folder
+
+
+@pytest.fixture(scope="session")
+def histograms():
+    """(model, tensors, samples) -> tensor -> its histogram, by one pass; `first`: TensorRT's."""
+    from calibrators.statistics import HistogramOf
+    from deploy.calibration.observation import Observation, Variant
+    from deploy.calibration.observe import observe
+
+    def seen(model, tensors, samples, *, first=0, threads=2):
+        variant = Variant("float", lambda _: model)
+        wanted = [Observation(variant, name, HistogramOf(first)) for name in tensors]
+        observed = observe(wanted, samples, threads=threads)
+        return {o.tensor: observed.of(o) for o in wanted}
+
+    return seen

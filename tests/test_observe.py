@@ -3,7 +3,6 @@ import threading
 import numpy as np
 import pytest
 
-from deploy.calibration.observe import observe, observe_by_batches
 from deploy.errors import BackendError, CalibrationError, FeedError
 from deploy.frontends import load
 from deploy.graph.plan import ONNXRUNTIME, analyse
@@ -25,44 +24,44 @@ def state(statistics):
             for n, h in statistics.items()}  # fmt: skip
 
 
-def test_threads_and_order_do_not_show(model, samples):
+def test_threads_and_order_do_not_show(histograms, model, samples):
     tensors = analyse(model, ONNXRUNTIME).activations
-    one = state(observe(model, tensors, samples, threads=1))
-    assert one == state(observe(model, tensors, samples, threads=3))
-    assert one == state(observe(model, tensors, reversed(samples), threads=2))
+    one = state(histograms(model, tensors, samples, threads=1))
+    assert one == state(histograms(model, tensors, samples, threads=3))
+    assert one == state(histograms(model, tensors, reversed(samples), threads=2))
 
 
-def test_the_first_batch_sets_tensorrts_range(model, samples):
+def test_the_first_batch_sets_tensorrts_range(histograms, model, samples):
     tensors = analyse(model, ONNXRUNTIME).activations
-    statistics = observe_by_batches(model, tensors, lambda: samples, batch_size=5)
+    statistics = histograms(model, tensors, samples, first=5)
     first = max(float(np.abs(s["x"]).max()) for s in samples[:5])
     ratio = statistics["x"].full_range / first
     assert statistics["x"].base == first and ratio in (1.0, 2.0)
     assert statistics["x"].total == sum(s["x"].size for s in samples)
 
 
-def test_nan_is_told_with_its_tensor_and_sample(model, samples):
+def test_nan_is_told_with_its_tensor_and_sample(histograms, model, samples):
     bad = [*samples[:2], {"x": np.full((1, 3, 16, 16), np.nan, np.float32)}]
     with pytest.raises(CalibrationError, match=r"tensor x of sample 3: .*NaN"):
-        observe(model, ["x"], bad, threads=1)
+        histograms(model, ["x"], bad, threads=1)
 
 
-def test_a_wrong_shape_is_told(model):
+def test_a_wrong_shape_is_told(histograms, model):
     with pytest.raises(BackendError, match="could not run a sample"):
-        observe(model, ["x"], [{"x": np.zeros((1, 3, 4), np.float32)}])
+        histograms(model, ["x"], [{"x": np.zeros((1, 3, 4), np.float32)}])
 
 
-def test_no_sample_is_told(model):
+def test_no_sample_is_told(histograms, model):
     with pytest.raises(FeedError, match="at least one sample"):
-        observe(model, ["x"], [])
+        histograms(model, ["x"], [])
 
 
-def test_an_exception_of_the_feed_comes_through_and_no_thread_stays(model, samples):
+def test_an_exception_of_the_feed_comes_through_and_no_thread_stays(histograms, model, samples):
     def broken():
         yield samples[0]
         raise FeedError("image 2 is broken")
 
     before = threading.active_count()
     with pytest.raises(FeedError, match="image 2 is broken"):
-        observe(model, ["x"], broken(), threads=3)
+        histograms(model, ["x"], broken(), threads=3)
     assert threading.active_count() == before

@@ -98,7 +98,12 @@ def told(monkeypatch):
         return SimpleNamespace(failed=seen.get("fails", False))
 
     monkeypatch.setattr(deploy.pipeline, "build", record)
-    monkeypatch.setattr("deploy.report.to_screen", lambda report: "")
+
+    def screen(report, *, verbose):
+        seen["verbose"] = verbose
+        return ""
+
+    monkeypatch.setattr("deploy.report.to_screen", screen)
     return seen
 
 
@@ -177,7 +182,7 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, capsys):
     run(capsys, *BUILD, "--preprocess", "imagenet", "--short-side", "300", "--refresh")
     assert told["preprocess"].short_side == 300 and told["cache"].refresh
     run(capsys, *BUILD, "--trust-cache")
-    assert told["cache"].trust and told["method"].name == "mse" and not told["verbose"]
+    assert told["cache"].trust and told["method"] is None and not told["verbose"]
 
 
 def test_a_target_that_failed_is_exit_code_1(told, capsys):
@@ -192,13 +197,13 @@ def test_a_target_that_failed_is_exit_code_1(told, capsys):
     ("words", "said"),
     [
         ("--percent 99", "percent"),
-        ("--method mse --batch-size 4", "batch_size"),
+        ("--method mse --batch-size 4", "--batch-size belongs to --method entropy-tensorrt"),
         ("--method entropy-tensorrt --percent 99", "percent"),
         ("--soc Ascend310P3", "--soc belongs to --target ascend, got --target onnxruntime"),
         ("--target tensorrt,ascend --int8-stem --weight-bits 7",
          "--int8-stem and --weight-bits belong to --target onnxruntime"),
         ("--target tensorrt --atc-flag=--a=b", "--atc-flag belongs to --target ascend"),
-        ("--target tensorrtt", "'tensorrtt' (did you mean 'tensorrt'?)"),
+        ("--target tensorrtt", "'tensorrtt'; did you mean 'tensorrt'?"),
         ("--target tensorrt,", "got ''"),
         ("--target ascend --method entropy", "--method must have a target that follows it"),
         ("--method entropy --trust-cache", "--trust-cache"),
@@ -349,6 +354,9 @@ class Toy:
     def decisions(self, model, float_nodes=()):
         return OnnxRuntime().decisions(model, float_nodes)
 
+    def demand(self, subject):
+        return subject.histograms(self.wanted(subject.model, subject.float_nodes))
+
     def build(self, request):
         path = request.folder / f"{request.name}.toy"
         path.write_bytes(request.model.SerializeToString())
@@ -390,7 +398,7 @@ def test_a_toy_target_works_from_the_command_line(small_cnn, tmp_path, capsys):
     code, out, _ = run(capsys, "inspect", small_cnn, "--target", "toy", "--steps", "2")
     assert code == 0 and "on toy" in out
     code, out, _ = run(capsys, "calibrate", small_cnn, *feed, "-o", tmp_path / "t.cache")
-    assert code == 0 and "tensors" in out
+    assert code == 0 and "observations" in out
     Toy.opened.clear()
     code, out, error = run(
         capsys, "bench", tmp_path / "small_cnn.toy", "--duration", "0", "--no-turbo"

@@ -45,7 +45,7 @@ def test_every_method_builds_an_engine_that_is_close(small_cnn, pictures, tmp_pa
     onnx.checker.check_model(onnx.load(engine.path), full_check=True)
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["calibration"]["method"].startswith(method)
-    assert all(row["precision"] == "int8" for row in written["targets"][0]["nodes"])
+    assert all(row["precision"] == "uint8" for row in written["targets"][0]["nodes"])
 
 
 def test_threads_leave_every_byte_as_it_is(small_cnn, pictures, tmp_path):
@@ -66,7 +66,7 @@ def test_a_fitting_cache_is_reused_and_not_touched(small_cnn, pictures, calibrat
     before = files(cache)
     second = calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache)
     assert second.reused and files(cache) == before
-    assert second.calibration.scales.to_json() == first.calibration.scales.to_json()
+    assert second.found.scales.to_json() == first.found.scales.to_json()
 
 
 def test_another_method_is_searched_without_running_the_model(
@@ -136,8 +136,8 @@ def test_the_cache_can_be_required_refreshed_and_trusted(small_cnn, pictures, ca
     trusted = calibrate(
         small_cnn, pictures, preprocess=UNIT, cache=CachePolicy(path=cache, trust=True)
     )
-    assert trusted.reused and trusted.calibration.fingerprint is None
-    scales = trusted.calibration.scales
+    assert trusted.reused and trusted.ranges.trusted is not None
+    scales = trusted.found.scales
     assert scales["r1"].lo == 0 and scales["c2"].lo < 0  # a Relu's output cannot be negative
     assert not any(sidecar.exists() for sidecar in sidecars(cache))
 
@@ -175,7 +175,7 @@ def test_a_damaged_cache_is_told_and_made_anew(small_cnn, pictures, calibrated, 
     )  # fmt: skip
     result = calibrate(small_cnn, pictures, preprocess=UNIT, method="minmax", cache=cache)
     assert not result.reused and result.reason
-    assert load_calibration(cache).fingerprint is not None
+    assert load_calibration(cache).fingerprint.method == "minmax"
     calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache)
     assert files(cache) == good
 
@@ -209,10 +209,10 @@ def test_arrays_and_dicts_are_a_feed_too(small_cnn, tmp_path):
     arrays = rng.normal(size=(6, 3, 16, 16)).astype(np.float32)
     one = calibrate(small_cnn, arrays)
     two = calibrate(small_cnn, ({"x": a[None]} for a in arrays))
-    assert one.calibration.scales.to_json() == two.calibration.scales.to_json()
+    assert one.found.scales.to_json() == two.found.scales.to_json()
     np.save(tmp_path / "a.npy", arrays)
     three = calibrate(small_cnn, tmp_path / "a.npy")
-    assert three.calibration.scales.to_json() == one.calibration.scales.to_json()
+    assert three.found.scales.to_json() == one.found.scales.to_json()
 
 
 def test_a_fixed_batch_judges_every_image_once(small_cnn, tmp_path):
@@ -243,7 +243,8 @@ def test_a_batch_size_counts_images_where_the_model_fixes_its_batch(small_cnn, t
     arrays[4] *= 100  # in the second group of four, so not in the first batch
     method = Method.of("entropy-tensorrt", {"batch_size": 4})
     found = calibrate(tmp_path / "four.onnx", arrays, method=method)
-    assert found.calibration.statistics["x"].base == float(np.abs(arrays[:4]).max())
+    (histogram,) = (found.ranges.histogram(o) for o in found.searched if o.tensor == "x")
+    assert histogram.base == float(np.abs(arrays[:4]).max())
 
 
 def test_a_bad_evaluation_image_is_skipped_with_its_label(small_cnn, pictures, tmp_path):
@@ -277,15 +278,15 @@ INDICES = {
 @pytest.mark.skipif(not LENET.exists(), reason="the LeNet triple is not beside this checkout")
 def test_the_whole_line_finds_the_indices_that_tensorrt_found():
     from calibrators.entropy import search
-    from deploy.calibration.observe import observe_by_batches
-    from deploy.feed.feed import open_feed
-    from deploy.frontends import load
 
-    loaded = load(LENET / "lenet.onnx")
     pixels = np.load(LENET / "images.npz")["images"].astype(np.float32) / np.float32(255)
-    feed = open_feed(pixels[:, None], loaded.inputs)
-    statistics = observe_by_batches(loaded.model, INDICES, feed.samples, batch_size=50)
-    assert {n: search(h.magnitudes(2048)) for n, h in statistics.items()} == INDICES
+    method = Method.of("entropy-tensorrt", {"batch_size": 50})
+    found = calibrate(
+        LENET / "lenet.onnx", pixels[:, None], targets=["tensorrt"], method=method,
+        cache=CachePolicy(trt_version="7.2.2"),
+    )  # fmt: skip
+    histograms = {o.tensor: found.ranges.histogram(o) for o in found.searched}
+    assert {n: search(h.magnitudes(2048)) for n, h in histograms.items()} == INDICES
 
 
 def command(small_cnn: Path, pictures: Path, out: Path) -> list[str]:
@@ -313,7 +314,7 @@ def test_two_builds_at_once_leave_whole_files_that_the_next_build_judges(
         last = calibrate(
             small_cnn, pictures, preprocess=UNIT, method="mse", cache=out / "small_cnn.cache"
         )
-        assert {s.method for s in last.calibration.scales.values()} == {"mse"}
+        assert {s.method for s in last.found.scales.values()} == {"mse"}
 
 
 def test_kill_9_at_any_moment_leaves_nothing_half_written(small_cnn, pictures, tmp_path):

@@ -4,9 +4,8 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
+from calibrators.minmax import minmax
 from calibrators.scales import Scale, Scales
-from deploy.calibration.observe import observe
-from deploy.calibration.search import Method
 from deploy.errors import ExportError
 from deploy.frontends import load
 from deploy.graph.plan import ONNXRUNTIME, TENSORRT, analyse
@@ -14,12 +13,13 @@ from deploy.targets.qdq import write_qdq
 
 
 @pytest.fixture(scope="module")
-def calibrated(small_cnn):
+def calibrated(histograms, small_cnn):
     model = load(small_cnn).model
     rng = np.random.default_rng(1)
     samples = [{"x": rng.normal(size=(1, 3, 16, 16)).astype(np.float32)} for _ in range(8)]
     tensors = {t for p in (ONNXRUNTIME, TENSORRT) for t in analyse(model, p).activations}
-    scales = observe(model, sorted(tensors), samples).scales(Method.of("minmax").search)
+    found = histograms(model, sorted(tensors), samples)
+    scales = Scales({name: minmax(histogram) for name, histogram in found.items()})
     return model, scales, samples
 
 

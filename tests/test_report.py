@@ -402,7 +402,8 @@ class Narrow(OnnxRuntime):
     """ONNX Runtime under another name, which says that its files hold two halved ranges."""
 
     def build(self, request):
-        kept = dict(list(request.scales.items())[:2])
+        scales = request.ranges.of(self.demand(request.subject)).scales
+        kept = dict(list(scales.items())[:2])
         kept = {n: dataclasses.replace(s, hi=s.hi / 2, method="half") for n, s in kept.items()}
         return dataclasses.replace(super().build(request), method="halving", ranges=kept)
 

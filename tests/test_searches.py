@@ -38,19 +38,19 @@ def test_a_method_is_the_default_where_none_is_given():
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "label", "rule"),
+    ("name", "given", "label", "statistic"),
     [
-        ("mse", {}, "mse", "order-independent"),
-        ("percentile", {}, "percentile 99.99", "order-independent"),
-        ("percentile", {"percent": 99.0}, "percentile 99", "order-independent"),
-        ("percentile", {"percent": 99.99999}, "percentile 99.99999", "order-independent"),
-        ("entropy-tensorrt", {}, "entropy-tensorrt", "tensorrt, first batch of 1"),
-        ("entropy-tensorrt", {"batch_size": 8}, "entropy-tensorrt", "tensorrt, first batch of 8"),
+        ("mse", {}, "mse", "histogram"),
+        ("percentile", {}, "percentile 99.99", "histogram"),
+        ("percentile", {"percent": 99.0}, "percentile 99", "histogram"),
+        ("percentile", {"percent": 99.99999}, "percentile 99.99999", "histogram"),
+        ("entropy-tensorrt", {}, "entropy-tensorrt", "histogram, first batch of 1"),
+        ("entropy-tensorrt", {"batch_size": 8}, "entropy-tensorrt", "histogram, first batch of 8"),
     ],
 )
-def test_label_and_rule_are_those_of_the_fingerprint(name, given, label, rule):
+def test_label_and_statistic_are_those_of_the_fingerprint(name, given, label, statistic):
     method = Method.of(name, given)
-    assert (method.label, method.rule) == (label, rule)
+    assert (method.label, method.statistic.key) == (label, statistic)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(small_cnn, pictur
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "[--method share; default: 0.5]" in " ".join(run("build", "--help").split())
+    assert "For --method share. [default: 0.5]" in " ".join(run("build", "--help").split())
     out, images = tmp_path / "out", ("--images", pictures, "--preprocess", "unit")
     run("build", small_cnn, *images, "--method", "share", "--share", 0.25, "--out", out,
         "--duration", 0)  # fmt: skip

@@ -51,11 +51,11 @@ def test_names_patterns_and_types(patterns, found):
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ("/a/cnov", "did you mean /a/conv?"),
+        ("/a/cnov", "did you mean '/a/conv'?"),
         ("/model.22/*", "inspect --all"),
-        ("op:Sigmoit", "did you mean op:Sigmoid?"),
+        ("op:Sigmoit", "did you mean 'op:Sigmoid'?"),
         ("OP:Sigmoid", "got 'OP:Sigmoid'"),
-        ("op:conv", "did you mean op:Conv?"),
+        ("op:conv", "did you mean 'op:Conv'?"),
         ("", "got ''"),
         ("@nowhere.txt", "must name a text file"),
         ("@", "must name a text file"),

@@ -2,39 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from deploy.targets.tensorrt.calibrate import TensorrtCalibration, calibrate
 from onnx import TensorProto, helper, numpy_helper
 
+from calibrators.histogram import Histogram
+from deploy.calibration.reuse import CachePolicy
+from deploy.calibration.search import Method
 from deploy.calibration.trt_cache import CalibrationCache, dump, parse
-from deploy.errors import ConfigError
-from deploy.frontends import load
+from deploy.pipeline import calibrate
 
 LENET = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt" / "lenet"
 NEEDS_LENET = pytest.mark.skipif(not LENET.exists(), reason=f"no golden LeNet at {LENET}")
 
-Samples = Callable[[], Iterator[dict[str, np.ndarray]]]
+
+@dataclass
+class Made:
+    """A cache and what it was made from."""
+
+    cache: CalibrationCache
+    statistics: dict[str, Histogram]
+    notes: tuple[str, ...]
 
 
-def lenet(batch_size: int | None, method: str = "entropy") -> TensorrtCalibration:
-    images = np.load(LENET / "images.npz")["images"].astype(np.float32)[:, None] / np.float32(255)
-    path = LENET / "lenet.onnx"
-    return calibrate(
-        load(path, fold_batchnorm=False).model,
-        lambda: ({"data": images[i : i + 1]} for i in range(len(images))),
-        version="7.2.2",
-        method=method,
-        batch_size=batch_size,
-        original=onnx.load(path),
+def made_of(
+    model: Path | onnx.ModelProto,
+    samples: Iterable[dict[str, np.ndarray]],
+    folder: Path,
+    version: str,
+    method: Method,
+    threads: int = 2,
+) -> Made:
+    path = folder / "m.cache"
+    policy = CachePolicy(path=path, trt_version=version, refresh=True)
+    found = calibrate(
+        model, samples, targets=["tensorrt"], method=method, cache=policy, threads=threads
     )
+    statistics = {o.tensor: found.ranges.histogram(o) for o in found.searched}
+    return Made(parse(path.read_bytes(), origin="m.cache"), statistics, found.notes)
 
 
-def indices(calibration: TensorrtCalibration, cache: CalibrationCache) -> list[int]:
+def lenet(folder: Path, method: Method) -> Made:
+    images = np.load(LENET / "images.npz")["images"].astype(np.float32)[:, None] / np.float32(255)
+    return made_of(LENET / "lenet.onnx", images, folder, "7.2.2", method)
+
+
+OWN = Method.of("entropy-tensorrt", {"batch_size": 50})
+
+
+def indices(calibration: Made, cache: CalibrationCache) -> list[int]:
     """Grid index of every entry, from its scale: T = (i + 0.5) * R / 2048."""
     ranges = {name: h.full_range for name, h in calibration.statistics.items()}
     sources = ["data", "conv1", "conv1", "conv2", "conv2", "fc1", "ip1", "ip2", "prob"]
@@ -45,9 +66,9 @@ def indices(calibration: TensorrtCalibration, cache: CalibrationCache) -> list[i
 
 
 @NEEDS_LENET
-def test_lenet_is_reproduced_entry_for_entry() -> None:
+def test_lenet_is_reproduced_entry_for_entry(tmp_path: Path) -> None:
     real = parse((LENET / "table.cache").read_bytes(), origin="table.cache")
-    made = lenet(batch_size=50)
+    made = lenet(tmp_path, OWN)
     assert dump(made.cache).splitlines()[0] == b"TRT-7202-EntropyCalibration2"
     assert [e.name for e in made.cache.entries] == [e.name for e in real.entries]
     assert indices(made, made.cache) == [2040, 704, 704, 962, 962, 1153, 1155, 1289, 1081]
@@ -57,19 +78,19 @@ def test_lenet_is_reproduced_entry_for_entry() -> None:
 
 
 @NEEDS_LENET
-def test_minmax_is_the_largest_value_and_legacy_has_its_own_form() -> None:
-    made = lenet(batch_size=50, method="minmax")
+def test_minmax_is_the_largest_value_and_legacy_has_its_own_form(tmp_path: Path) -> None:
+    made = lenet(tmp_path, Method.of("minmax"))
     assert made.cache.header.text == "TRT-7202-MinMaxCalibration"
     assert made.cache.scales()["data"] == np.float32(1 / 127)
-    legacy = lenet(batch_size=50, method="legacy")
+    legacy = lenet(tmp_path, Method.of("legacy"))
     assert legacy.cache.header.text == "03ff00000000000003feffffde7210be9"
     assert legacy.cache.scales()["data"] == np.float32(1 / 127)
 
 
 @NEEDS_LENET
-def test_order_independent_differs_from_tensorrts_rule_by_little() -> None:
-    faithful, independent = lenet(batch_size=50).cache.scales(), lenet(batch_size=None).cache
-    for name, scale in independent.scales().items():
+def test_order_independent_differs_from_tensorrts_rule_by_little(tmp_path: Path) -> None:
+    faithful = lenet(tmp_path, OWN).cache.scales()
+    for name, scale in lenet(tmp_path, Method.of("entropy")).cache.scales().items():
         assert abs(float(scale) / float(faithful[name]) - 1) < 0.1, name
 
 
@@ -115,14 +136,16 @@ def samples() -> Iterator[dict[str, np.ndarray]]:
         yield {"x": rng.standard_normal((1, 3, 6, 6)).astype(np.float32)}
 
 
-def made(**options: object) -> TensorrtCalibration:
-    model = residual()
-    given = {"version": "10.3.0", "batch_size": 2, "original": model} | options
-    return calibrate(load(model, fold_batchnorm=False).model, samples, **given)  # type: ignore
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Made]:
+    def make(name: str = "entropy-tensorrt", **given: int) -> Made:
+        return made_of(residual(), samples(), tmp_path, "10.3.0", Method.of(name, given))
+
+    return make
 
 
-def test_what_stands_in_a_cache_of_10() -> None:
-    scales = made().cache.scales()
+def test_what_stands_in_a_cache_of_10(made: Callable[..., Made]) -> None:
+    scales = made(batch_size=2).cache.scales()
     assert list(scales) == [
         *("x", "c", "n", "r", "dead", "mask", "kept", "p", "f", "/fc/Gemm_output", "y")
     ]
@@ -132,35 +155,49 @@ def test_what_stands_in_a_cache_of_10() -> None:
     assert np.isinf(scales["mask"])
 
 
-def test_the_product_of_a_gemm_is_what_it_gives_before_its_bias() -> None:
-    found = made(method="minmax")
+def test_other_methods_look_at_the_cleaned_model_and_share_its_names(
+    made: Callable[..., Made],
+) -> None:
+    assert list(made("mse").cache.scales()) == [
+        "x",
+        "n",
+        "r",
+        "dead",
+        "mask",
+        "kept",
+        "p",
+        "f",
+        "y",
+    ]
+
+
+def test_the_product_of_a_gemm_is_what_it_gives_before_its_bias(made: Callable[..., Made]) -> None:
+    found = made(batch_size=2)
     products = found.statistics["/fc/Gemm_output"]
     outputs = found.statistics["y"]
     assert np.isclose(outputs.maximum - products.maximum, 1, atol=1e-5)
     assert np.isclose(outputs.minimum - products.minimum, 1, atol=1e-5)
 
 
-def test_the_notes_tell_of_infinity_and_of_what_legacy_lacks() -> None:
+def test_the_notes_tell_of_infinity_and_of_what_legacy_lacks(made: Callable[..., Made]) -> None:
     assert any("infinity" in note for note in made().notes)
-    assert any("regression" in note for note in made(method="legacy").notes)
+    assert any("regression" in note for note in made("legacy").notes)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"), [({"method": "kl"}, "got 'kl'"), ({"batch_size": 0}, "1 sample or more")]
-)
-def test_options_that_make_no_sense(options: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        made(**options)
-
-
-def test_order_independent_caches_do_not_depend_on_threads_or_order() -> None:
-    def backwards() -> Iterator[dict[str, np.ndarray]]:
-        return iter(list(samples())[::-1])
-
-    model = load(residual(), fold_batchnorm=False).model
+def test_order_independent_caches_do_not_depend_on_threads_or_order(tmp_path: Path) -> None:
+    feeds = (list(samples()), list(samples())[::-1])
     texts = {
-        dump(calibrate(model, feed, version="8.5.3", batch_size=None, threads=n).cache)
-        for feed in (samples, backwards)
-        for n in (1, 2)
+        dump(made_of(residual(), f, tmp_path, "8.5.3", Method.of("entropy"), threads).cache)
+        for f in feeds
+        for threads in (1, 2)
+    }
+    assert len(texts) == 1
+
+
+def test_tensorrts_own_rule_does_not_depend_on_threads(tmp_path: Path) -> None:
+    own = Method.of("entropy-tensorrt", {"batch_size": 2})
+    texts = {
+        dump(made_of(residual(), samples(), tmp_path, "8.5.3", own, threads).cache)
+        for threads in (1, 2, 3)
     }
     assert len(texts) == 1

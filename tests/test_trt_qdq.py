@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from deploy.targets.tensorrt.calibrate import calibrate
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.calibration.trt_cache import CalibrationCache, from_scales
+from deploy.calibration.reuse import CachePolicy
+from deploy.calibration.trt_cache import CalibrationCache, from_scales, parse
 from deploy.errors import CacheError, Calib8Error, ExportError
 from deploy.frontends import load
+from deploy.pipeline import calibrate
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
 from deploy.targets.tensorrt.from_qdq import from_qdq
 from deploy.targets.tensorrt.match import match
@@ -71,10 +73,16 @@ def residual(*, batchnorm: bool = False) -> onnx.ModelProto:
 
 
 def cache_of(model: onnx.ModelProto, version: str = "8.5.3") -> CalibrationCache:
-    plain = load(model, fold_batchnorm=False).model
-    return calibrate(
-        plain, lambda: iter([FEED]), version=version, batch_size=1, original=model
-    ).cache
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "m.cache"
+        calibrate(
+            model,
+            [FEED],
+            targets=["tensorrt"],
+            method="entropy-tensorrt",
+            cache=CachePolicy(path=path, trt_version=version),
+        )
+        return parse(path.read_bytes(), origin="m.cache")
 
 
 def outputs(model: onnx.ModelProto) -> np.ndarray:

@@ -143,10 +143,10 @@ def _judged(
 
 def _reason(path: Path, changes: Mapping[str, str], missing: tuple[Observation, ...]) -> str:
     if missing:
-        variants = dict.fromkeys(o.variant.key for o in missing)
+        kinds = dict.fromkeys(f"{o.variant.key}: {o.statistic.key}" for o in missing)
         return (
             f"{path.name} lacks {len(missing)} observations that these targets and this method"
-            f" need ({'; '.join(variants)})"
+            f" need ({'; '.join(kinds)})"
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"

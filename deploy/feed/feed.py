@@ -98,6 +98,7 @@ class Feed:
         self._skipped: dict[int, str] = {}
         self._manifest: dict[str, Any] | None = None
         self._kept: dict[int, Sample] = {}  # the first few, so that nobody reads them again
+        self._good: tuple[int, tuple[int, ...]] = (-1, ())  # bad ones known, labels without them
         self.decodes = 0
         self.batch = batch
         self.preprocess = preprocess
@@ -115,10 +116,12 @@ class Feed:
     @property
     def labels(self) -> tuple[int, ...] | None:
         """One class number per image or row, without the skipped ones; None where not given."""
-        labels = self._source.labels
+        labels, bad = self._source.labels, len(self._skipped)
         if labels is None:
             return None
-        return tuple(labels[i] for i in self._chosen if i not in self._skipped)
+        if self._good[0] != bad:
+            self._good = bad, tuple(labels[i] for i in self._chosen if i not in self._skipped)
+        return self._good[1]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -13,13 +13,12 @@ A name that is a node's is that node, whatever else it could be read as: `conv[0
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     import onnx
@@ -64,15 +63,13 @@ def _chosen(known: Named, names: set[str], pattern: str) -> set[str]:
         found = {name for name in names if fnmatchcase(name, pattern)}
         hint = _near(pattern, [name for name, _ in known], "")
     if not found:
-        raise ConfigError(f"what to keep in float must be in the model, got {pattern!r}{hint}")
+        raise ConfigError(f"what to keep in float must be in the model, got {pattern!r}; {hint}")
     return found
 
 
 def _near(wanted: str, known: Sequence[str], before: str) -> str:
-    near = difflib.get_close_matches(wanted, list(dict.fromkeys(known)), 1)
-    if near:
-        return f"; did you mean {before}{near[0]}?"
-    return "; `calib8 inspect --all` lists names and types"
+    known = [before + name for name in dict.fromkeys(known)]
+    return did_you_mean(before + wanted, known, "`calib8 inspect --all` lists names and types")
 
 
 def _lines(pattern: str) -> list[str]:

@@ -97,9 +97,9 @@ def compare(
         FeedError: no sample, or labels that do not fit the samples or the classes.
         BackendError: a session refused a sample.
     """
-    comparison = Comparison(reference, candidate, labels=labels, count=count)
+    comparison = Comparison(reference, candidate, labels=labels)
     for feed in samples:
-        comparison.add(feed, reference.run(feed), candidate.run(feed))
+        comparison.add(feed, reference.run(feed), candidate.run(feed), count=count)
     return comparison.result()
 
 
@@ -112,7 +112,6 @@ class Comparison:
         candidate: Session,
         *,
         labels: Sequence[int] | None = None,
-        count: int | None = None,
     ) -> None:
         """Args as `compare`.
 
@@ -122,15 +121,16 @@ class Comparison:
         self._names = _common_outputs(reference, candidate)
         self._errors = {name: _Error(name) for name in self._names}
         self._top1 = _Top1(labels)
-        self._count = count
 
     def add(
         self,
         feed: Mapping[str, Array],
         reference: Mapping[str, Array],
         candidate: Mapping[str, Array],
+        *,
+        count: int | None = None,
     ) -> None:
-        """Add one batch's outputs.
+        """Add one batch's outputs; `count` as in `compare`.
 
         Raises:
             FeedError: labels that do not fit the samples or the classes.
@@ -138,8 +138,8 @@ class Comparison:
         batch = _batch_length(feed)
         left = {name: reference[name] for name in self._names}
         right = {name: candidate[name] for name in self._names}
-        if self._count is not None and self._top1.samples + batch > self._count:
-            kept = self._count - self._top1.samples
+        if count is not None and self._top1.samples + batch > count:
+            kept = count - self._top1.samples
             left, right = (_first(outputs, kept, batch) for outputs in (left, right))
             batch = kept
         for name, error in self._errors.items():

@@ -4,7 +4,7 @@ New hardware is one file here with a class that implements `deploy.targets.base.
 row. The classes import what is heavy inside their functions, since `--help` lists their options.
 """
 
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, did_you_mean
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import Target
 from deploy.targets.onnxruntime import OnnxRuntime
@@ -23,13 +23,10 @@ def named(name: str) -> type[Target]:
     Raises:
         ConfigError: a name that is not in the table.
     """
-    import difflib
-
     if name in TARGETS:
         return TARGETS[name]
-    near = difflib.get_close_matches(name, TARGETS, 1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {name!r}{hint}")
+    near = did_you_mean(name, TARGETS, "calib8 build --help lists them")
+    raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {name!r}; {near}")
 
 
 __all__ = ["TARGETS", "Ascend", "OnnxRuntime", "Target", "TensorRT", "named"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import onnx
@@ -133,10 +133,6 @@ class Target(Protocol):
         """
         ...
 
-    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText | None:
-        """The calibration cache in TensorRT's format, where this target has a form of its own."""
-        ...
-
     def build(self, request: BuildRequest) -> Built:
         """Write every file that can be made here, and the engine where the SDK allows it.
 
@@ -153,4 +149,13 @@ class Target(Protocol):
             SdkMissingError: the runtime or device is not on this machine.
             BackendError: the runtime refused the engine.
         """
+        ...
+
+
+@runtime_checkable
+class WritesCache(Protocol):
+    """A target with a form of its own for the calibration cache."""
+
+    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
+        """The cache in TensorRT's format."""
         ...

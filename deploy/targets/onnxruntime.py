@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy import atomic
-from deploy.targets.base import BuildRequest, Built, CacheText
+from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration.observation import Observation
-    from deploy.calibration.ranges import Ranges
     from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision, Placement, Plan
     from deploy.tensors import Session
@@ -77,10 +76,6 @@ class OnnxRuntime:
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """The method's statistic of every tensor that needs a scale."""
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
-
-    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText | None:
-        """Nothing of its own."""
-        return None
 
     def build(self, request: BuildRequest) -> Built:
         """Write `<name>.int8.onnx`."""

@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
-from deploy.targets.base import BuildRequest, Built, CacheText
+from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration.observation import Observation
-    from deploy.calibration.ranges import Ranges
     from deploy.calibration.subject import Subject
     from deploy.feed.preprocess import Preprocess
     from deploy.graph.plan import Decision
@@ -129,10 +128,6 @@ class Ascend:
             FeedError: fewer samples than batch_num.
         """
         return self.plan(subject).observations
-
-    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText | None:
-        """Nothing: AMCT's ranges are affine, and its own."""
-        return None
 
     def build(self, request: BuildRequest) -> Built:
         """Write config, record, deploy, fake-quant and Q/DQ models, AIPP; run `atc` if it is here.

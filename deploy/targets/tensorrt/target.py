@@ -272,6 +272,8 @@ def cache_of(model: onnx.ModelProto, found: Found, version: str) -> trt_cache.Ca
     The header names EntropyCalibration2 whatever the search was: it is the only one that
     `trtexec --calib` reads, and scales mean the same under any.
     """
+    from deploy.calibration import trt_cache
+
     scales = found.symmetric
     owners = _owners(model, version)
     entries = {name: scales[owner] for name, owner in owners.items() if owner in scales}

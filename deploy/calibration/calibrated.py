@@ -1,0 +1,76 @@
+"""`Calibrated`: a calibration with the model and feed it is for, and how it came about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.calibration.observation import Observation
+from deploy.calibration.ranges import Ranges
+from deploy.calibration.search import Method
+from deploy.calibration.store import Found
+from deploy.calibration.subject import Subject
+from deploy.feed.feed import Feed
+from deploy.frontends import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """A calibration with the model and feed it is for, and how it came about.
+
+    Attributes:
+        subject: the model, its forms, the method.
+        images: where the images came from, in words.
+        feed: the calibration images.
+        ranges: what was observed, and the clip ranges found in it.
+        wanted: target -> what it wants observed.
+        failed: target -> why it cannot be built for, as a sentence.
+        observed_now: the observations for which the model was run.
+        reused: whether nothing had to be run.
+        reason: why it was reused, or why not, in one sentence.
+        seconds: of observing and searching.
+        runs: variant of the model -> inferences.
+        notes: what the reader of the cache should know.
+        cache: where it is kept.
+    """
+
+    subject: Subject
+    images: str
+    feed: Feed
+    ranges: Ranges
+    wanted: Mapping[str, tuple[Observation, ...]]
+    failed: Mapping[str, str]
+    observed_now: tuple[Observation, ...]
+    reused: bool
+    reason: str
+    seconds: float
+    runs: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+    cache: Path | None = None
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model."""
+        return self.subject.loaded
+
+    @property
+    def method(self) -> Method:
+        """The search that the user chose."""
+        return self.subject.method
+
+    @property
+    def found(self) -> Found:
+        """What the method found, of every tensor that some target searches by it."""
+        return self.ranges.of(self.searched)
+
+    @property
+    def observations(self) -> tuple[Observation, ...]:
+        """What all targets want, each observation once."""
+        return tuple(dict.fromkeys(o for own in self.wanted.values() for o in own))
+
+    @property
+    def searched(self) -> tuple[Observation, ...]:
+        """The observations that the method searches, each once."""
+        statistic = self.subject.statistic
+        return tuple(o for o in self.observations if o.statistic == statistic)
