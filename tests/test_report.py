@@ -452,6 +452,18 @@ def test_a_slower_engine_is_called_slower():
     assert "2.00x slower" in to_screen(Report(engines=engines))
 
 
+def test_a_gpu_engine_is_not_held_against_the_cpu():
+    report = full("m")
+    before, after = report.engines
+    on_gpu = dataclasses.replace(latency(1.0), gpu_compute=latency(1.0).latency)
+    engines = (before, dataclasses.replace(after, latency=on_gpu))
+    assert "2.00x" in to_html(report)
+    for text in (to_screen(dataclasses.replace(report, engines=engines)),
+                 to_html(dataclasses.replace(report, engines=engines))):  # fmt: skip
+        assert "2.00x" not in text
+        assert "faster" not in text
+
+
 def test_the_worst_of_several_engines_is_named():
     def accuracy(share):
         found = full().engines[1].accuracy

@@ -110,11 +110,18 @@ def common_method(report: Findings) -> str:
 
 
 def speed_up(report: Findings, engine: EngineRow) -> float | None:
-    """The float model's median latency over the engine's; None where either was not measured."""
+    """The float model's median latency over the engine's.
+
+    None where either was not measured, and where one ran on a GPU and the other did not: that
+    would tell the devices apart, not the models.
+    """
     reference = report.reference
     if engine.reference or reference is None or not (reference.latency and engine.latency):
         return None
-    return reference.latency.latency.median / engine.latency.latency.median
+    before, after = reference.latency, engine.latency
+    if (before.gpu_compute is None) != (after.gpu_compute is None):
+        return None
+    return before.latency.median / after.latency.median
 
 
 def shrink(report: Findings, engine: EngineRow) -> float | None:
