@@ -37,6 +37,11 @@ CLASSES = {
     "legacy": "IInt8LegacyCalibrator",
 }
 
+_REFUSED = (
+    "TensorRT must take the known cache, but refused it and asked for batches, of which there are"
+    " none; its first line must name this version and calibrator"
+)
+
 
 class DeviceMemory(Protocol):
     """Buffers that TensorRT reads its batches from, one a network input."""
@@ -164,24 +169,21 @@ class Callbacks:
         """
         if self.error is not None:
             raise self.error
-        if self.asked == 0 and self._known is not None:
-            return self.written or self._known
-        if self.taken == 0 and self._known is not None:
-            raise CalibrationError(
-                "TensorRT must take the known cache, but refused it and asked for batches, of which"
-                " there are none; its first line must name this version and calibrator"
-            )
+        wrong = self.trouble()
+        if wrong:
+            raise CalibrationError(wrong)
+        return self.written or self._known or b""
+
+    def trouble(self) -> str:
+        """What went wrong between TensorRT and this calibrator, in one sentence; "" if nothing."""
+        if self._known is not None and self.taken == 0:
+            return _REFUSED if self.asked else ""
         if self.taken != self.promised:
-            raise CalibrationError(
+            return (
                 f"TensorRT must see every batch, got {self.taken} of {self.promised};"
-                " its scales are not usable; see TensorRT's log above for why it stopped"
+                " its scales are not usable"
             )
-        if not self.written:
-            raise CalibrationError(
-                f"TensorRT took {self.taken} batches but wrote no calibration cache;"
-                " see its log above"
-            )
-        return self.written
+        return "" if self.written else f"TensorRT took {self.taken} batches but wrote no cache"
 
     def _next_addresses(self, names: list[str]) -> list[int]:
         batch = next(self._feed, None) if self.taken < self.promised else None

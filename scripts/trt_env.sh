@@ -6,7 +6,8 @@
 #
 # It holds tensorrt 8.5.3.1 from PyPI (550 MB, CPython 3.8-3.10), numpy, OpenCV and onnx. `import tensorrt` also loads
 # the plugin library, which is linked to cuBLAS 11 and cuDNN 8 (2 GB of wheels) that nothing here calls: empty
-# libraries of a few KB stand in for them, and one that is called says so and aborts.
+# libraries of a few KB stand in for them, and one that is called says so and aborts. On a GPU the builder knows them
+# by their symbol calib8_stand_in and takes no tactics from them.
 # Needs python3.10 (or $PYTHON310), gcc and nm. Exit code 3, with one sentence, where one of them is missing.
 set -euo pipefail
 
@@ -36,6 +37,7 @@ stand_in() {
   {
     echo '#include <stdlib.h>'
     echo '#include <unistd.h>'
+    echo "const int calib8_stand_in = 1;"
     echo "static void refuse(const char *name, long n) { if (write(2, name, n) < 0) {} abort(); }"
     nm -D --undefined-only "$plugin" | sed -n "s/^ *U \(.*\)@$library\$/\1/p" | while read -r symbol; do
       message="calib8: $symbol was called in an empty stand-in of $library\\n"
@@ -50,8 +52,9 @@ stand_in() {
 
 works() {
   [ -x "$1/bin/python" ] && "$1/bin/python" -c '
-import cv2, numpy, onnx, tensorrt
-assert tensorrt.__version__ == "'$version'", tensorrt.__version__' 2>/dev/null
+import ctypes, cv2, numpy, onnx, tensorrt
+assert tensorrt.__version__ == "'$version'", tensorrt.__version__
+ctypes.CDLL("libcudnn.so.8").calib8_stand_in' 2>/dev/null
 }
 
 if works "$folder"; then

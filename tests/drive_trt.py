@@ -168,7 +168,8 @@ USED = {
     "Builder": "create_network create_builder_config create_optimization_profile"
     " build_serialized_network",
     "INetworkDefinition": "get_input num_inputs",
-    "IBuilderConfig": "set_flag add_optimization_profile set_calibration_profile int8_calibrator"
+    "IBuilderConfig": "set_flag clear_flag get_tactic_sources set_tactic_sources"
+    " add_optimization_profile set_calibration_profile int8_calibrator"
     " set_memory_pool_limit create_timing_cache set_timing_cache get_timing_cache",
     "IOptimizationProfile": "set_shape",
     "ITimingCache": "serialize",
@@ -177,7 +178,8 @@ USED = {
     "ICudaEngine": "num_io_tensors get_tensor_name get_tensor_shape get_tensor_mode"
     " get_tensor_dtype create_execution_context",
     "IExecutionContext": "set_input_shape get_tensor_shape set_tensor_address execute_async_v3",
-    "BuilderFlag": "INT8 FP16",
+    "BuilderFlag": "INT8 FP16 TF32",
+    "TacticSource": "CUBLAS CUBLAS_LT CUDNN",
     "NetworkDefinitionCreationFlag": "EXPLICIT_BATCH",
     "MemoryPoolType": "WORKSPACE",
     "TensorIOMode": "INPUT",
@@ -216,18 +218,23 @@ def without_gpu() -> str:
 
 def small_parts() -> dict[str, Any]:
     """The pieces of the session and the log that need no GPU."""
-    from deploy.targets.tensorrt.log import make_logger
+    from deploy.targets.tensorrt.libraries import stand_ins
+    from deploy.targets.tensorrt.log import listening, process_logger
     from deploy.targets.tensorrt.session import _dtype, dims
 
-    kept, logger = make_logger()
-    logger.log(trt.ILogger.Severity.ERROR, "wrong")
-    logger.log(trt.ILogger.Severity.INFO, "said")
-    logger.log(trt.ILogger.Severity.VERBOSE, "whispered")
+    logger = process_logger()
+    with listening() as kept:
+        logger.log(trt.ILogger.Severity.ERROR, "wrong")
+        logger.log(trt.ILogger.Severity.INFO, "said")
+        logger.log(trt.ILogger.Severity.VERBOSE, "whispered")
+        trt.init_libnvinfer_plugins(logger, "")
     types = [trt.float32, trt.float16, trt.int8, trt.int32, trt.bool]
     return {
         "dims": dims(trt.Dims([1, -1, 3])),
         "dtypes": [_dtype(data_type) for data_type in types],
         "log": [kept.errors, kept.lines],
+        "one_logger": process_logger() is logger,
+        "stand_ins": stand_ins(),
     }
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks
 from deploy import atomic, stamped
 from deploy.errors import BackendError, ConfigError
-from deploy.targets.tensorrt.log import KeepingLogger, make_logger
+from deploy.targets.tensorrt.libraries import stand_ins
+from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
 from deploy.targets.tensorrt.sdk import Sdk, load
 from deploy.targets.tensorrt.session import dims
 
@@ -44,6 +46,7 @@ class Settings:
     Attributes:
         int8: allow int8 (where TensorRT asks for a flag).
         fp16: allow fp16 for what does not run in int8 (until 10.16; 11 takes the model's types).
+        tf32: allow TensorFloat-32, which rounds the factors of float products to 10 bits.
         workspace_mib: scratch memory in MiB; None leaves TensorRT's own limit.
         profiles: dynamic input -> its shapes.
         timing_cache: file of tactic timings, read and written; makes the next build faster.
@@ -52,6 +55,7 @@ class Settings:
 
     int8: bool = True
     fp16: bool = True
+    tf32: bool = True
     workspace_mib: int | None = None
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     timing_cache: Path | None = None
@@ -83,31 +87,32 @@ def build_engine(model: Path, settings: Settings, *, calibrator: Callbacks | Non
     load()
     import tensorrt as trt
 
-    kept, logger = make_logger(verbose=settings.verbose)
-    trt.init_libnvinfer_plugins(logger, "")
-    builder = _builder(logger, kept)
-    network = builder.create_network(_network_flags())
-    _parse(network, logger, model)
-    config = builder.create_builder_config()
-    _configure(config, settings)
-    profile = _profile(builder, network, settings.profiles)
-    if profile is not None:
-        config.add_optimization_profile(profile)
-    if calibrator is not None:
-        config.int8_calibrator = cast("trt.IInt8Calibrator", calibrator)
-        if profile is not None:
-            config.set_calibration_profile(profile)
-    timing = _timing_cache(config, settings.timing_cache)
-    plan = builder.build_serialized_network(network, config)
-    cache = calibrator.check() if calibrator is not None else None  # before the plan is believed
-    if plan is None:
-        raise BackendError(
-            f"TensorRT could not build {model.name}:"
-            f" {' | '.join(kept.errors) or 'its log says nothing'}"
-        )
+    with listening(verbose=settings.verbose) as kept:
+        trt.init_libnvinfer_plugins(process_logger(), "")
+        builder = _builder(kept)
+        network = builder.create_network(_network_flags())
+        _parse(network, model)
+        config = _config(builder, network, settings, calibrator)
+        timing = _timing_cache(config, settings.timing_cache)
+        plan = builder.build_serialized_network(network, config)
+    cache = _cache_in_force(calibrator, kept, model, built=plan is not None)
     if timing is not None and settings.timing_cache is not None:
         atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
     return Engine(bytes(plan), tuple(kept.lines), cache)
+
+
+def calibrate(model: Path, settings: Settings, calibrator: Callbacks) -> bytes:
+    """Let TensorRT calibrate, in float32 alone; gives its cache, and throws the engine away.
+
+    TensorRT runs the float network to see its values. TF32, which it allows by default on Ampere
+    and later, would round the factors of every product, and move the scales by as much.
+
+    Raises:
+        As `build_engine`.
+    """
+    exact = replace(settings, fp16=False, tf32=False)
+    build_engine(model, exact, calibrator=calibrator)
+    return calibrator.check()
 
 
 def engine_key(
@@ -120,6 +125,7 @@ def engine_key(
     return {
         "tensorrt": sdk.version,
         "gpu": sdk.gpu,
+        "stand_ins": list(sdk.stand_ins),
         "model_sha256": model_sha256,
         "cache_sha256": cache_sha256,
         "settings": json.loads(json.dumps(chosen)),
@@ -165,16 +171,34 @@ def profiles_for(
     return profiles
 
 
-def _builder(logger: trt.ILogger, kept: KeepingLogger) -> trt.Builder:
+def _cache_in_force(
+    calibrator: Callbacks | None, kept: KeepingLogger, model: Path, *, built: bool
+) -> bytes | None:
+    """The calibrator's cache, once nothing went wrong.
+
+    What a callback raised comes first, since TensorRT swallowed it and only stumbled over it; then
+    TensorRT's own words, also where it gave up before it asked for a batch.
+    """
+    if calibrator is not None and calibrator.error is not None:
+        raise calibrator.error
+    begun = calibrator is not None and calibrator.asked > 0
+    wrong = calibrator.trouble() if calibrator is not None and (built or begun) else ""
+    if not built:
+        more = f"; {wrong}" if wrong else ""
+        raise BackendError(f"TensorRT could not build {model.name}: {kept.words()}{more}")
+    if wrong:
+        raise CalibrationError(f"{wrong}; TensorRT said: {kept.words()}")
+    return calibrator.check() if calibrator is not None else None
+
+
+def _builder(kept: KeepingLogger) -> trt.Builder:
     import tensorrt as trt
 
     try:
-        return trt.Builder(logger)
+        return trt.Builder(process_logger())
     except (TypeError, RuntimeError) as error:  # a null builder, from a driver that does not fit
-        raise BackendError(
-            "TensorRT could not make a builder on this machine:"
-            f" {' | '.join(kept.errors or kept.lines[-1:]) or error}"
-        ) from error
+        said = kept.words() if kept.lines else error
+        raise BackendError(f"TensorRT could not make a builder on this machine: {said}") from error
 
 
 def _network_flags() -> int:
@@ -185,10 +209,10 @@ def _network_flags() -> int:
     return 1 << int(flags.EXPLICIT_BATCH) if hasattr(flags, "EXPLICIT_BATCH") else 0
 
 
-def _parse(network: trt.INetworkDefinition, logger: trt.ILogger, model: Path) -> None:
+def _parse(network: trt.INetworkDefinition, model: Path) -> None:
     import tensorrt as trt
 
-    parser = trt.OnnxParser(network, logger)
+    parser = trt.OnnxParser(network, process_logger())
     if parser.parse_from_file(str(model)):
         return
     errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]
@@ -197,15 +221,52 @@ def _parse(network: trt.INetworkDefinition, logger: trt.ILogger, model: Path) ->
     )
 
 
+def _config(
+    builder: trt.Builder,
+    network: trt.INetworkDefinition,
+    settings: Settings,
+    calibrator: Callbacks | None,
+) -> trt.IBuilderConfig:
+    config = builder.create_builder_config()
+    _configure(config, settings)
+    _leave_out(config, stand_ins())
+    profile = _profile(builder, network, settings.profiles)
+    if profile is not None:
+        config.add_optimization_profile(profile)
+    if calibrator is not None:
+        config.int8_calibrator = cast("trt.IInt8Calibrator", calibrator)
+        if profile is not None:
+            config.set_calibration_profile(profile)
+    return config
+
+
 def _configure(config: trt.IBuilderConfig, settings: Settings) -> None:
     import tensorrt as trt
 
     for wanted, name in ((settings.int8, "INT8"), (settings.fp16, "FP16")):
         if wanted and hasattr(trt.BuilderFlag, name):
             config.set_flag(getattr(trt.BuilderFlag, name))
+    if not settings.tf32:  # on by default
+        config.clear_flag(trt.BuilderFlag.TF32)
     if settings.workspace_mib is not None:
         pool = trt.MemoryPoolType.WORKSPACE
         config.set_memory_pool_limit(pool, settings.workspace_mib << 20)
+
+
+def _leave_out(config: trt.IBuilderConfig, sources: Sequence[str]) -> None:
+    """Take no tactics from these sources; with none named, TensorRT's default stands."""
+    import tensorrt as trt
+
+    if not sources:
+        return
+    left = config.get_tactic_sources()
+    for name in sources:
+        left &= ~(1 << int(getattr(trt.TacticSource, name)))
+    if not config.set_tactic_sources(left):
+        raise BackendError(
+            f"TensorRT must leave out {', '.join(sources)}, whose libraries are empty stand-ins"
+            " here, but refused; install the real ones"
+        )
 
 
 def _profile(

@@ -7,8 +7,10 @@ one (constants, shapes, indices). The few that matter sit on the layers that wer
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from deploy.graph.index import Graph
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 _MISSING = re.compile(r"Missing scale and zero-point for tensor (.+?), expect fall ?back")
+_LAST = 3  # warnings that an error message quotes where TensorRT logged no error
 _MADE_INSIDE = ("(Unnamed Layer* ", "(Unnamed ITensor* ", "ONNXTRT_")
 
 
@@ -75,33 +78,64 @@ def _judge(
 
 
 class KeepingLogger:
-    """What TensorRT said: every message up to a severity, and the errors once more."""
+    """What TensorRT said: every message up to a severity, errors and warnings once more."""
 
     def __init__(self, least: int) -> None:
         self.least = least
         self.lines: list[str] = []
         self.errors: list[str] = []
+        self.warnings: list[str] = []
 
     def keep(self, severity: int, error: int, message: str) -> None:
         """File one message; TensorRT's severities grow with harmlessness."""
         if severity <= error:
             self.errors.append(message)
+        elif severity == error + 1:
+            self.warnings.append(message)
         if severity <= self.least:
             self.lines.append(message)
 
+    def words(self) -> str:
+        """For an error message: TensorRT's errors, or else the last that it said."""
+        chosen = self.errors or self.warnings[-_LAST:] or self.lines[-1:]
+        return " | ".join(chosen) or "its log says nothing"
 
-def make_logger(*, verbose: bool = False) -> tuple[KeepingLogger, trt.ILogger]:
-    """A `trt.ILogger` that prints nothing, and the `KeepingLogger` behind it."""
+
+_listeners: list[KeepingLogger] = []
+
+
+@cache
+def process_logger() -> trt.ILogger:
+    """The one logger of this process; prints nothing, and tells all who are `listening`.
+
+    TensorRT keeps the first logger it gets for as long as any of its objects lives, and its plugins
+    keep a bare pointer to the last. With a logger a build, messages would go to an earlier one, or
+    to one that is gone.
+    """
     import tensorrt as trt
 
-    levels = trt.ILogger.Severity
-    kept = KeepingLogger(int(levels.VERBOSE if verbose else levels.INFO))
+    error = int(trt.ILogger.Severity.ERROR)
 
     class Logger(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
-            kept.keep(int(severity), int(levels.ERROR), msg)
+            for kept in tuple(_listeners):
+                kept.keep(int(severity), error, msg)
 
-    return kept, Logger()
+    return Logger()
+
+
+@contextmanager
+def listening(*, verbose: bool = False) -> Iterator[KeepingLogger]:
+    """Keep what TensorRT says meanwhile, whichever thread or object makes it speak."""
+    import tensorrt as trt
+
+    levels = trt.ILogger.Severity
+    kept = KeepingLogger(int(levels.VERBOSE if verbose else levels.INFO))
+    _listeners.append(kept)
+    try:
+        yield kept
+    finally:
+        _listeners.remove(kept)

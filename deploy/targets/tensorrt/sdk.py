@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.errors import SdkMissingError
+from deploy.targets.tensorrt.libraries import stand_ins
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +17,13 @@ class Sdk:
         version: "X.Y.Z" or "X.Y.Z.B".
         calibrators: whether it has int8 calibrators (8.x to 10.16).
         gpu: name and compute capability of the device.
+        stand_ins: tactic sources that a build leaves out, their libraries being empty ones.
     """
 
     version: str
     calibrators: bool
     gpu: str
+    stand_ins: tuple[str, ...] = ()
 
 
 def find() -> Sdk:
@@ -34,6 +37,7 @@ def find() -> Sdk:
         version=str(trt.__version__),
         calibrators=hasattr(trt, "IInt8EntropyCalibrator2"),
         gpu=_gpu(),
+        stand_ins=stand_ins(),
     )
 
 

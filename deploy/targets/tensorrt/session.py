@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploy.errors import BackendError, SdkMissingError
-from deploy.targets.tensorrt.log import make_logger
+from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
 from deploy.targets.tensorrt.sdk import find
 from deploy.tensors import Array, TensorSpec
 
@@ -61,6 +61,7 @@ class TensorrtSession:
         self._graph = _Graph(self._stream.handle) if cuda_graph else None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._enqueue_ms = 0.0
+        self._kept: KeepingLogger
         specs = [_spec(engine, index) for index in range(engine.num_io_tensors)]
         self._inputs = [spec for is_input, spec in specs if is_input]
         self._outputs = [spec for is_input, spec in specs if not is_input]
@@ -81,23 +82,18 @@ class TensorrtSession:
             data = path.read_bytes()
         except OSError as error:
             raise BackendError(f"{path} must be a readable file, got: {error.strerror}") from error
-        kept, logger = make_logger()
         primary = cuda.Device(0).retain_primary_context()
-        with _current(primary):
-            trt.init_libnvinfer_plugins(logger, "")
-            try:
-                engine = trt.Runtime(logger).deserialize_cuda_engine(data)
-            except TypeError as error:  # a null runtime, from a driver that does not fit
-                raise BackendError(
-                    "TensorRT could not start on this machine:"
-                    f" {' | '.join(kept.errors or kept.lines[-1:]) or error}"
-                ) from error
+        with _current(primary), listening() as kept:
+            trt.init_libnvinfer_plugins(process_logger(), "")
+            engine = _runtime(kept).deserialize_cuda_engine(data)
             if engine is None:
                 raise BackendError(
                     f"{path.name} must be an engine that TensorRT {sdk.version} built on {sdk.gpu}:"
-                    f" {' | '.join(kept.errors)}; build it again on this machine"
+                    f" {kept.words()}; build it again on this machine"
                 )
             context = engine.create_execution_context()
+            if context is None:
+                raise BackendError(f"TensorRT could not load {path.name}: {kept.words()}")
             return cls(engine, context, primary, cuda_graph=cuda_graph)
 
     @property
@@ -116,7 +112,7 @@ class TensorrtSession:
         Raises:
             BackendError: a missing input, a shape outside the profile, a failing kernel.
         """
-        with _current(self._primary):
+        with _current(self._primary), listening() as self._kept:
             return self._run(feed)
 
     def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
@@ -167,7 +163,8 @@ class TensorrtSession:
         for name, shape in shapes.items():
             if not self._context.set_input_shape(name, trt.Dims(list(shape))):
                 raise BackendError(
-                    f"an input must be within the engine's profile, got {list(shape)} for {name!r}"
+                    f"an input must be within the engine's profile, got {list(shape)} for {name!r}:"
+                    f" {self._kept.words()}"
                 )
         for spec in [*self._inputs, *self._outputs]:
             shape = dims(self._context.get_tensor_shape(spec.name))
@@ -188,7 +185,7 @@ class TensorrtSession:
         if self._graph is not None and self._graph.ready:
             self._graph.launch()
         elif not self._context.execute_async_v3(self._stream.handle):
-            raise BackendError("TensorRT could not run the engine; its log says why")
+            raise BackendError(f"TensorRT could not run the engine: {self._kept.words()}")
         elif self._graph is not None:  # the first run with new shapes may allocate: capture next
             self._stream.synchronize()
             self._graph.capture(lambda: self._context.execute_async_v3(self._stream.handle))
@@ -247,6 +244,16 @@ class _Graph:
     def _must(self, code: int) -> None:
         if code != 0:
             raise BackendError(f"a CUDA graph call failed with driver error {code}; try without")
+
+
+def _runtime(kept: KeepingLogger) -> trt.Runtime:
+    import tensorrt as trt
+
+    try:
+        return trt.Runtime(process_logger())
+    except (TypeError, RuntimeError) as error:  # a null runtime, from a driver that does not fit
+        said = kept.words() if kept.lines else error
+        raise BackendError(f"TensorRT could not start on this machine: {said}") from error
 
 
 def _spec(engine: trt.ICudaEngine, index: int) -> tuple[bool, TensorSpec]:
