@@ -125,7 +125,7 @@ def _calibrated(
         batch=feed.batch,
         method=method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD),
         float_nodes=matching(loaded.model, float_nodes),
-        trt_version=policy.trt_version or _version_in(policy),
+        trt_version=policy.trt_version or _builds_here(targets) or _version_in(policy),
     )
     wanted, failed = _demands(targets, subject)
     _refuse_idle_method(method, subject, wanted)
@@ -459,6 +459,15 @@ def _given(
         return model
     onnx_file = model.source is not None and model.source.suffix.lower() == ".onnx"
     return model.source if onnx_file else None
+
+
+def _builds_here(targets: Sequence[Target]) -> str | None:
+    """The TensorRT of this machine, where it is to build an engine and can read a cache."""
+    if "tensorrt" not in {target.name for target in targets}:
+        return None
+    from deploy.targets.tensorrt.sdk import cache_reader
+
+    return cache_reader()
 
 
 def _version_in(policy: CachePolicy) -> str | None:

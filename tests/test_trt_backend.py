@@ -7,6 +7,7 @@ import shlex
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +19,7 @@ from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
 from deploy.pipeline import CachePolicy, build
-from deploy.targets.tensorrt import sdk
+from deploy.targets.tensorrt import builder, sdk
 from deploy.targets.tensorrt.builder import (
     Engine,
     Profile,
@@ -144,12 +145,110 @@ def test_the_command_lines_name_the_files_and_shapes(built: Path) -> None:
     assert not any("--int8" in line for line in lines[2:3])
 
 
-def test_nodes_kept_in_float_get_no_pair(model: Path, tmp_path: Path) -> None:
+def test_nodes_kept_in_float_get_no_pair(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdk, "find", no_engine)
     out = tmp_path / "kept"
-    build(
-        model, images(), out=out, targets=("tensorrt",), float_nodes=("/fc",), duration_s=0
-    )  # fmt: skip
+    notes = built_on(model, out, float_nodes=("/fc",))
     assert "f" not in dict(scale_nodes(onnx.load(out / "net.tensorrt.qdq.onnx")))
+    assert "--calib" not in notes  # from a cache TensorRT would quantize /fc all the same
+    assert notes.count("net.tensorrt.qdq.onnx") == 2
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Settings, bytes | None]]:
+    """A machine with TensorRT 10.13 and a GPU, as far as the backend asks; lists what it builds."""
+    made: list[tuple[str, Settings, bytes | None]] = []
+    here = Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90", stand_ins=("CUDNN",))
+
+    def engine(path: Path, settings: Settings, *, calibrator: Any = None) -> Engine:
+        known = calibrator.read_calibration_cache() if calibrator is not None else None
+        made.append((path.name, settings, known))
+        return Engine(b"plan", (), known)
+
+    monkeypatch.setattr(sdk, "find", lambda: here)
+    monkeypatch.setattr(builder, "build_engine", engine)
+    monkeypatch.setattr(TensorRT, "_from_cache", lambda self, known: Known(known))
+    return made
+
+
+class Known:
+    def __init__(self, cache: bytes) -> None:
+        self.cache = cache
+
+    def read_calibration_cache(self) -> bytes:
+        return self.cache
+
+
+def built_on(model: Path, out: Path, backend: TensorRT | None = None, **options: Any) -> str:
+    """Build on the machine at hand; gives the notes as one text."""
+    backend = backend or TensorRT()
+    same = np.random.default_rng(5).standard_normal((4, 1, 3, 8, 8)).astype(np.float32)
+    report = build(model, list(same), out=out, targets=(backend,), duration_s=0, **options)
+    return " / ".join(note for part in report.targets for note in part.notes)
+
+
+def test_the_cache_is_for_the_tensorrt_that_builds_here(
+    gpu: list[Any], model: Path, tmp_path: Path
+) -> None:
+    def written(folder: str) -> str | None:
+        data = (tmp_path / folder / "net.tensorrt.cache").read_bytes()
+        return parse(data, origin=folder).header.version
+
+    notes = built_on(model, tmp_path / "here")
+    assert written("here") == "10.13.0"
+    assert gpu[-1][2] == (tmp_path / "here" / "net.tensorrt.cache").read_bytes()
+    assert "TensorRT 10.13.0.35 on Some GPU sm_90" in notes
+    assert "no tactics from CUDNN" in notes
+    built_on(model, tmp_path / "asked", cache=CachePolicy(trt_version="8.6.1"))
+    assert written("asked") == "8.6.1"
+    built_on(model, tmp_path / "option", TensorRT(version="9.2.0"))
+    assert written("option") == "9.2.0"
+
+
+def test_without_tensorrt_the_cache_is_for_whom_the_calibration_names(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdk, "find", no_engine)
+    kept = tmp_path / "kept.cache"
+    built_on(model, tmp_path / "a", cache=CachePolicy(path=kept, trt_version="10.3.0"))
+    for folder in ("a", "b"):  # the second names no version, and uses the calibration again
+        data = (tmp_path / folder / "net.tensorrt.cache").read_bytes()
+        assert parse(data, origin=folder).header.version == "10.3.0"
+        built_on(model, tmp_path / "b", cache=CachePolicy(path=kept))
+
+
+def test_nodes_kept_in_float_make_the_engine_come_from_the_qdq_model(
+    gpu: list[Any], model: Path, tmp_path: Path
+) -> None:
+    built_on(model, tmp_path / "auto", float_nodes=("/fc",))
+    assert gpu[-1][0] == "net.tensorrt.qdq.onnx"
+    notes = built_on(model, tmp_path / "cache", TensorRT(form="cache"), float_nodes=("/fc",))
+    assert gpu[-1][0] == "net.tensorrt.onnx"
+    assert "kept in the Q/DQ model alone" in notes
+    built_on(model, tmp_path / "all")
+    assert gpu[-1][0] == "net.tensorrt.onnx"
+
+
+def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
+    gpu: list[Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = b"TRT-101300-EntropyCalibration2\nx: 3c008912\n"
+    asked: list[Settings] = []
+
+    def calibrates(path: Path, settings: Settings, calibrator: object) -> bytes:
+        asked.append(settings)
+        return cache
+
+    monkeypatch.setattr(builder, "calibrate", calibrates)
+    monkeypatch.setattr(TensorRT, "_live", lambda self, request, settings: None)
+    for fp16 in (True, False):  # other settings of the engine, the same calibration
+        backend = TensorRT(calibrator="entropy2", max_batch=2, fp16=fp16)
+        built_on(model, tmp_path / "out", backend)
+    assert len(asked) == 1
+    assert [(settings.fp16, known) for _, settings, known in gpu] == [(True, cache), (False, cache)]
+    assert (tmp_path / "out" / "net.gpu.cache").read_bytes() == cache
 
 
 def test_an_unknown_form_is_refused() -> None:

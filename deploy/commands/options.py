@@ -202,8 +202,8 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
             "--trt-version",
             section=sections.CACHE,
             metavar="X.Y.Z",
-            help="TensorRT that is to read the cache.  [default: that of the cache that is there,"
-            " else 8.5.3]",
+            help="TensorRT that is to read the cache.  [default: the TensorRT that builds here,"
+            " else that of the cache that is there, else 8.5.3]",
         ),
         sections.option(
             "--verbose",

@@ -41,6 +41,15 @@ def find() -> Sdk:
     )
 
 
+def cache_reader() -> str | None:
+    """The version, as X.Y.Z, of the TensorRT of this machine where it reads calibration caches."""
+    try:
+        here = find()
+    except SdkMissingError:
+        return None
+    return ".".join(here.version.split(".")[:3]) if here.calibrators else None
+
+
 def load() -> Any:
     """The module `tensorrt`.
 

@@ -36,7 +36,13 @@ if TYPE_CHECKING:
     from deploy.graph.plan import Decision
     from deploy.targets.tensorrt.builder import Settings
     from deploy.targets.tensorrt.match import Match
+    from deploy.targets.tensorrt.sdk import Sdk
     from deploy.tensors import Session
+
+_KEPT_IN_VAIN = (
+    "TensorRT chooses the int8 layers of an engine from a cache itself: the nodes to keep in float"
+    " are kept in the Q/DQ model alone (--engine-from qdq)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +178,11 @@ class TensorRT:
     ) -> tuple[Path, tuple[str, ...]]:
         """(engine, notes): built here, or built before from the same files on the same GPU."""
         from deploy.calibration import trt_cache
-        from deploy.targets.tensorrt import builder, gpu_cache, sdk
+        from deploy.targets.tensorrt import builder, sdk
 
         here = sdk.find()
-        implicit = here.calibrators and self.form != "qdq"
+        explicit = self.form == "qdq" or (request.float_nodes and self._may_choose)
+        implicit = here.calibrators and not explicit
         if not implicit and (self.form == "cache" or self.calibrator):
             raise ConfigError(
                 f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
@@ -192,20 +199,39 @@ class TensorRT:
             model_sha256=_sha256(source.read_bytes()),
             cache_sha256=_sha256(known) if implicit else None,
         ) | {"calibrator": self.calibrator}
+        about = _origin_notes(here)
+        if implicit and request.float_nodes:
+            about += (_KEPT_IN_VAIN,)
         if builder.cached_engine(path, key):
-            return path, ("the engine was built before from the same files, on the same GPU",)
-        kept = request.folder / f"{request.name}.gpu.cache"
-        made_from = self._made_from(request, here.version)
+            again = "the engine was built before from the same files, on the same GPU"
+            return path, (again, *about)
         calibrator = None
         if from_data:
-            before = gpu_cache.fitting(kept, made_from)
-            calibrator = self._from_cache(before) if before else self._live(request, settings)
-        elif implicit:
+            known = self._calibrated(request, source, settings, here)
+        if implicit:
             calibrator = self._from_cache(known)
         engine = builder.build_engine(source, settings, calibrator=calibrator)
-        if from_data and engine.cache is not None:
-            gpu_cache.keep(kept, engine.cache, made_from)
-        return builder.keep_engine(path, engine, key), _log_notes(engine.log, request.model)
+        notes = (*about, *_log_notes(engine.log, request.model))
+        return builder.keep_engine(path, engine, key), notes
+
+    @property
+    def _may_choose(self) -> bool:
+        """Whether nothing that was asked for settles what the engine is built from."""
+        return self.form == "auto" and self.calibrator is None
+
+    def _calibrated(
+        self, request: BuildRequest, source: Path, settings: Settings, here: Sdk
+    ) -> bytes:
+        """The cache that TensorRT makes on the GPU, or made before from the same data."""
+        from deploy.targets.tensorrt import builder, gpu_cache
+
+        kept = request.folder / f"{request.name}.gpu.cache"
+        made_from = self._made_from(request, here.version)
+        known = gpu_cache.fitting(kept, made_from)
+        if known is None:
+            known = builder.calibrate(source, settings, self._live(request, settings))
+            gpu_cache.keep(kept, known, made_from)
+        return known
 
     def _made_from(self, request: BuildRequest, version: str) -> dict[str, Any]:
         """All that a calibration by TensorRT on the GPU depends on."""
@@ -309,10 +335,27 @@ def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> 
     label = trt_cache.version_label(version)
     if label >= 110000:
         return (f"on a GPU machine with TensorRT {version}: {strong}",)
+    if request.float_nodes:  # only the Q/DQ model keeps them
+        return (
+            f"on a GPU machine with TensorRT {version}: {explicit}",
+            f"with TensorRT 11: {strong}",
+        )
     return (
         f"on a GPU machine with TensorRT {version}: {implicit}",
         f"with any TensorRT from 8.5 to 10: {explicit}",
         f"with TensorRT 11: {strong}",
+    )
+
+
+def _origin_notes(here: Sdk) -> tuple[str, ...]:
+    """Which TensorRT and GPU the engine belongs to, and what TensorRT had to do without."""
+    built = f"the engine belongs to TensorRT {here.version} on {here.gpu}"
+    if not here.stand_ins:
+        return (built,)
+    return (
+        built,
+        f"it has no tactics from {', '.join(here.stand_ins)}, whose libraries are empty stand-ins"
+        " on this machine; with the real ones it may be faster",
     )
 
 
