@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -12,13 +14,15 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_check
-from deploy.calibration.trt_cache import from_scales
-from deploy.errors import SdkMissingError
+from deploy.calibration.trt_cache import CalibrationCache, from_scales
+from deploy.errors import BackendError, SdkMissingError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
-from deploy.metrics.latency import Latency, Timing
+from deploy.metrics.latency import Latency, Timing, measure
+from deploy.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import Profile
+from deploy.tensors import Session
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,16 +76,78 @@ def test_caches_are_held_against_each_other_entry_by_entry() -> None:
     finding = gpu_check.Finding("entropy2")
     gpu_check._hold(finding, theirs, ours)
     assert (finding.equal, finding.entries, finding.wrong) == (11, 11, [])
-    off = from_scales(
-        {name: scale * np.float32(1.01) for name, scale in mine.items()}, version="8.5.3"
+    assert (finding.median, finding.only_theirs) == (0, ["constant_output"])
+
+
+def moved(share: float, *names: str) -> CalibrationCache:
+    """Eleven scales, those of `names` greater by `share`."""
+    scales = {f"t{i}": np.float32(i + 1) for i in range(11)}
+    return from_scales(
+        {n: s * np.float32(1 + share * (n in names)) for n, s in scales.items()}, version="8.5.3"
     )
-    gpu_check._hold(finding, theirs, off)
-    assert finding.equal == 1
-    assert "only 1 of 11" in finding.wrong[0]
-    stranger = from_scales(mine | {"made up": np.float32(1)}, version="8.5.3")
+
+
+def test_the_median_is_judged_and_every_difference_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few, most = [f"t{i}" for i in range(5)], [f"t{i}" for i in range(6)]
+    finding = gpu_check.Finding("entropy2")
+    gpu_check._hold(finding, moved(0), moved(0.5, *few))
+    assert (finding.equal, finding.entries, finding.wrong) == (6, 11, [])
+    assert finding.worst.startswith("50.000% t")
+    assert capsys.readouterr().out.count("50.0000%") == 5
+    gpu_check._hold(finding, moved(0), moved(0.0009, *most))
+    assert finding.wrong == []
+    gpu_check._hold(finding, moved(0), moved(0.0011, *most))
+    assert "median scale is 0.110% off" in finding.wrong[0]
+    legacy = gpu_check.Finding("legacy")
+    gpu_check._hold(legacy, moved(0), moved(0.5, *most))
+    assert legacy.median == pytest.approx(0.5)
+    assert legacy.wrong == []
+
+
+def test_a_name_that_tensorrt_does_not_have_is_wrong() -> None:
     finding = gpu_check.Finding("minmax")
-    gpu_check._hold(finding, theirs, stranger)
+    stranger = from_scales({"made up": np.float32(1), "t0": np.float32(1)}, version="8.5.3")
+    gpu_check._hold(finding, moved(0), stranger)
+    assert finding.only_ours == ["made up"]
     assert "made up" in finding.wrong[0]
+    assert finding.entries == 1
+    gpu_check._hold(finding, moved(0), from_scales({"a": np.float32(1)}, version="8.5.3"))
+    assert finding.wrong[-1] == "no name is in both caches"
+
+
+def test_what_fails_in_one_engine_leaves_the_others_their_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model itself, run by ONNX Runtime, stands for an engine."""
+
+    class Standing:
+        @staticmethod
+        def open(path: Path, *, cuda_graph: bool = False) -> Session:
+            return OrtSession.open(path.read_bytes(), threads=1)
+
+    def fails(finding: gpu_check.Finding) -> bytes:
+        finding.median = 0.25
+        raise BackendError("TensorRT could not build it")
+
+    def plan(finding: gpu_check.Finding) -> bytes:
+        return case().path.read_bytes()
+
+    monkeypatch.setattr(gpu_check, "TensorrtSession", Standing)
+    monkeypatch.setattr(
+        gpu_check, "measure", partial(measure, warmup_ms=0, duration_s=0, min_iterations=1)
+    )
+    making = {"fp32": plan, "entropy2": fails, "Q/DQ": plan}
+    fp32, entropy2, qdq, graph = gpu_check.check(case(), making, tmp_path)
+    for finding in (fp32, qdq, graph):
+        assert finding.cosine == pytest.approx(1)
+        assert finding.same_top1 == 1
+        assert finding.latency is not None
+        assert finding.wrong == []
+    assert entropy2.wrong == ["BackendError: TensorRT could not build it"]
+    assert "| entropy2 |  | 25.0000% |" in gpu_check.table([entropy2])
+    assert json.dumps([gpu_check._json(f) for f in (fp32, entropy2)])
 
 
 def test_the_table_has_a_line_for_each_engine_and_what_is_wrong() -> None:
