@@ -25,9 +25,10 @@ def stand_ins() -> tuple[str, ...]:
 
 
 def _is_stand_in(name: str) -> bool:
-    only_if_loaded = getattr(os, "RTLD_NOLOAD", 0)
+    if not hasattr(os, "RTLD_NOLOAD"):  # Windows, for which no stand-ins are made
+        return False
     try:
-        library = ctypes.CDLL(name, mode=ctypes.DEFAULT_MODE | os.RTLD_LAZY | only_if_loaded)
-    except OSError:
+        library = ctypes.CDLL(name, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
+    except OSError:  # not loaded
         return False
     return hasattr(library, MARK)
