@@ -238,6 +238,13 @@ def small_parts() -> dict[str, Any]:
     }
 
 
+def silenced() -> list[Any]:
+    """OpenCV's version in this environment, and the log level that the feed leaves it at."""
+    from deploy.feed.images import opencv
+
+    return [opencv().__version__, opencv().getLogLevel()]
+
+
 def main() -> None:
     nan = np.full(SHAPE, np.nan, np.float32)
     known = b"TRT-8503-EntropyCalibration2\nknown: 3c008912\n"
@@ -265,6 +272,7 @@ def main() -> None:
             "lacking": lacking(),
             "without_gpu": without_gpu(),
             "small_parts": small_parts(),
+            "opencv": silenced(),
         },
         sys.stdout,
     )

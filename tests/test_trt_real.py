@@ -102,3 +102,9 @@ def test_without_a_driver_the_builder_says_so_in_one_sentence(seen: dict[str, An
     told = seen["without_gpu"]
     assert told == "built" or "could not make a builder on this machine: " in told
     assert told == "built" or "CUDA initialization failure" in told
+
+
+def test_the_feed_runs_with_opencv_4_too(seen: dict[str, Any]) -> None:
+    version, level = seen["opencv"]
+    assert version.startswith("4.")
+    assert level == 0

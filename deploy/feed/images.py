@@ -156,7 +156,10 @@ def _quiet_opencv() -> Any:
     import cv2
 
     cv2.setNumThreads(1)
-    cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+    if hasattr(cv2, "setLogLevel"):  # OpenCV 4
+        cv2.setLogLevel(0)  # silent, for which it has no name there
+    else:
+        cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
     return cv2
 
 
