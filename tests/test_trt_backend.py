@@ -152,7 +152,8 @@ def test_nodes_kept_in_float_get_no_pair(
     out = tmp_path / "kept"
     notes = built_on(model, out, float_nodes=("/fc",))
     assert "f" not in dict(scale_nodes(onnx.load(out / "net.tensorrt.qdq.onnx")))
-    assert "--calib" not in notes  # from a cache TensorRT would quantize /fc all the same
+    (implicit,) = (part for part in notes.split(" / ") if "--calib" in part)
+    assert "--layerPrecisions=/fc:fp16 --precisionConstraints=obey" in implicit
     assert notes.count("net.tensorrt.qdq.onnx") == 2
 
 
@@ -219,16 +220,15 @@ def test_without_tensorrt_the_cache_is_for_whom_the_calibration_names(
         built_on(model, tmp_path / "b", cache=CachePolicy(path=kept))
 
 
-def test_nodes_kept_in_float_make_the_engine_come_from_the_qdq_model(
+def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(
     gpu: list[Any], model: Path, tmp_path: Path
 ) -> None:
-    built_on(model, tmp_path / "auto", float_nodes=("/fc",))
-    assert gpu[-1][0] == "net.tensorrt.qdq.onnx"
-    notes = built_on(model, tmp_path / "cache", TensorRT(form="cache"), float_nodes=("/fc",))
-    assert gpu[-1][0] == "net.tensorrt.onnx"
-    assert "kept in the Q/DQ model alone" in notes
-    built_on(model, tmp_path / "all")
-    assert gpu[-1][0] == "net.tensorrt.onnx"
+    built_on(model, tmp_path, float_nodes=("/fc",))
+    assert gpu[-1][0] == "net.tensorrt.onnx" and gpu[-1][1].float_layers == {"/fc": "y"}
+    built_on(model, tmp_path)  # another engine, not the one that was built before
+    assert len(gpu) == 2 and not gpu[-1][1].float_layers
+    built_on(model, tmp_path / "qdq", TensorRT(form="qdq"), float_nodes=("/fc",))
+    assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].float_layers
 
 
 def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(

@@ -29,7 +29,7 @@ class Severity(enum.IntEnum):
 
 
 class BuilderFlag(enum.IntEnum):
-    FP16, INT8, TF32 = range(3)
+    FP16, INT8, TF32, OBEY_PRECISION_CONSTRAINTS = range(4)
 
 
 class TacticSource(enum.IntEnum):
@@ -61,6 +61,7 @@ class Fake:
     def __init__(self) -> None:
         self.config = Config()
         self.loggers: list[Any] = []
+        self.layers: list[Any] = []
         self.does: Callable[[Config, Any], bytes | None] = lambda config, log: b"plan"
 
     def module(self) -> types.ModuleType:
@@ -70,6 +71,7 @@ class Fake:
         made.NetworkDefinitionCreationFlag = type("Flags", (), {})
         made.init_libnvinfer_plugins = lambda logger, _: self.loggers.append(logger)
         made.Builder, made.OnnxParser = self.builder, self.parser
+        made.float16, made.float32 = "half", "float"
         module: types.ModuleType = made
         return module
 
@@ -77,7 +79,9 @@ class Fake:
         self.loggers.append(logger)
         self.config = Config()
         return types.SimpleNamespace(
-            create_network=lambda flags: types.SimpleNamespace(num_inputs=0),
+            create_network=lambda flags: types.SimpleNamespace(
+                num_inputs=0, num_layers=len(self.layers), get_layer=self.layers.__getitem__
+            ),
             create_builder_config=lambda: self.config,
             build_serialized_network=lambda network, config: self.does(config, logger),
         )
@@ -255,3 +259,34 @@ def test_another_tactic_source_or_precision_is_another_engine() -> None:
         for left_out, tf32 in (((), True), (("CUDNN",), True), ((), False))
     ]
     assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
+
+
+def layer(name: str, tensor: str) -> Any:
+    output = types.SimpleNamespace(name=tensor)
+    return types.SimpleNamespace(
+        name=name, num_outputs=1, get_output=lambda _: output, precision=None
+    )
+
+
+@pytest.mark.parametrize(("fp16", "precision"), [(True, "half"), (False, "float")])
+def test_float_layers_are_bound_by_name_or_by_what_they_give(
+    fake: Fake, fp16: bool, precision: str
+) -> None:
+    fake.layers = [layer("/a", "a"), layer("/b", "b"), layer("(Unnamed Layer* 2) [Add]", "c")]
+    kept = Settings(float_layers={"/a": "a", "/c": "c"}, fp16=fp16)
+    build_engine(MODEL, kept, calibrator=fed(known=CACHE))
+    assert [one.precision for one in fake.layers] == [precision, None, precision]
+    assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS in fake.config.flags
+
+
+def test_a_float_layer_that_the_network_lacks_is_told(fake: Fake) -> None:
+    fake.layers = [layer("/a", "a")]
+    with pytest.raises(BackendError, match="'/b' is none"):
+        build_engine(MODEL, Settings(float_layers={"/b": "b"}), calibrator=fed(known=CACHE))
+
+
+def test_without_float_layers_tensorrt_chooses(fake: Fake) -> None:
+    fake.layers = [layer("/a", "a")]
+    build_engine(MODEL, Settings(), calibrator=fed(known=CACHE))
+    assert fake.layers[0].precision is None
+    assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS not in fake.config.flags

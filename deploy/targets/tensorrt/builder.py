@@ -47,6 +47,8 @@ class Settings:
         int8: allow int8 (where TensorRT asks for a flag).
         fp16: allow fp16 for what does not run in int8 (until 10.16; 11 takes the model's types).
         tf32: allow TensorFloat-32, which rounds the factors of float products to 10 bits.
+        float_layers: layers that must not run in int8, each with a tensor that it gives: TensorRT
+            calls most layers as their node and some otherwise.
         workspace_mib: scratch memory in MiB; None leaves TensorRT's own limit.
         profiles: dynamic input -> its shapes.
         timing_cache: file of tactic timings, read and written; makes the next build faster.
@@ -56,6 +58,7 @@ class Settings:
     int8: bool = True
     fp16: bool = True
     tf32: bool = True
+    float_layers: Mapping[str, str] = field(default_factory=dict)
     workspace_mib: int | None = None
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     timing_cache: Path | None = None
@@ -110,7 +113,7 @@ def calibrate(model: Path, settings: Settings, calibrator: Callbacks) -> bytes:
     Raises:
         As `build_engine`.
     """
-    exact = replace(settings, fp16=False, tf32=False)
+    exact = replace(settings, fp16=False, tf32=False, float_layers={})
     build_engine(model, exact, calibrator=calibrator)
     return calibrator.check()
 
@@ -229,6 +232,8 @@ def _config(
 ) -> trt.IBuilderConfig:
     config = builder.create_builder_config()
     _configure(config, settings)
+    if settings.float_layers:
+        _keep_float(config, network, settings)
     _leave_out(config, stand_ins())
     profile = _profile(builder, network, settings.profiles)
     if profile is not None:
@@ -251,6 +256,35 @@ def _configure(config: trt.IBuilderConfig, settings: Settings) -> None:
     if settings.workspace_mib is not None:
         pool = trt.MemoryPoolType.WORKSPACE
         config.set_memory_pool_limit(pool, settings.workspace_mib << 20)
+
+
+def _keep_float(
+    config: trt.IBuilderConfig, network: trt.INetworkDefinition, settings: Settings
+) -> None:
+    """Bind layers to a float precision; TensorRT chooses every other layer's itself.
+
+    Raises:
+        BackendError: the network has no layer of this node.
+    """
+    import tensorrt as trt
+
+    config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+    precision = trt.float16 if settings.fp16 else trt.float32
+    bound: set[str] = set()
+    nodes = {tensor: node for node, tensor in settings.float_layers.items()}
+    for layer in (network.get_layer(index) for index in range(network.num_layers)):
+        made = {layer.get_output(place).name for place in range(layer.num_outputs)}
+        meant = {nodes[tensor] for tensor in made & nodes.keys()}
+        meant |= {layer.name} & settings.float_layers.keys()
+        if meant:
+            layer.precision = precision
+            bound |= meant
+    lost = sorted(set(settings.float_layers) - bound)
+    if lost:
+        raise BackendError(
+            f"a node to keep in float must be a layer of TensorRT's network, {lost[0]!r} is none;"
+            " build from the Q/DQ model (--engine-from qdq), or leave it away"
+        )
 
 
 def _leave_out(config: trt.IBuilderConfig, sources: Sequence[str]) -> None:

@@ -13,8 +13,9 @@ cache where TensorRT still has calibrators, else from the Q/DQ model.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,11 +39,6 @@ if TYPE_CHECKING:
     from deploy.targets.tensorrt.match import Match
     from deploy.targets.tensorrt.sdk import Sdk
     from deploy.tensors import Session
-
-_KEPT_IN_VAIN = (
-    "TensorRT chooses the int8 layers of an engine from a cache itself: the nodes to keep in float"
-    " are kept in the Q/DQ model alone (--engine-from qdq)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +177,7 @@ class TensorRT:
         from deploy.targets.tensorrt import builder, sdk
 
         here = sdk.find()
-        explicit = self.form == "qdq" or (request.float_nodes and self._may_choose)
-        implicit = here.calibrators and not explicit
+        implicit = here.calibrators and self.form != "qdq"
         if not implicit and (self.form == "cache" or self.calibrator):
             raise ConfigError(
                 f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
@@ -193,6 +188,8 @@ class TensorRT:
         known = trt_cache.dump(trt_cache.relabel(cache, version=_plain(here.version)))
         from_data = self.calibrator is not None
         settings = self._settings(request, self.max_batch if from_data else None)
+        if implicit:  # in the Q/DQ model they have no pair
+            settings = replace(settings, float_layers=float_layers(request))
         key = builder.engine_key(
             here,
             settings,
@@ -200,8 +197,6 @@ class TensorRT:
             cache_sha256=_sha256(known) if implicit else None,
         ) | {"calibrator": self.calibrator}
         about = _origin_notes(here)
-        if implicit and request.float_nodes:
-            about += (_KEPT_IN_VAIN,)
         if builder.cached_engine(path, key):
             again = "the engine was built before from the same files, on the same GPU"
             return path, (again, *about)
@@ -213,11 +208,6 @@ class TensorRT:
         engine = builder.build_engine(source, settings, calibrator=calibrator)
         notes = (*about, *_log_notes(engine.log, request.model))
         return builder.keep_engine(path, engine, key), notes
-
-    @property
-    def _may_choose(self) -> bool:
-        """Whether nothing that was asked for settles what the engine is built from."""
-        return self.form == "auto" and self.calibrator is None
 
     def _calibrated(
         self, request: BuildRequest, source: Path, settings: Settings, here: Sdk
@@ -329,22 +319,45 @@ def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> 
     )
     engine = f"{request.name}.engine"
     shapes = _shape_words(request)
-    implicit = f"trtexec --onnx={plain} --int8 --fp16 --calib={cache}{shapes} --saveEngine={engine}"
+    implicit = (
+        f"trtexec --onnx={plain} --int8 --fp16 --calib={cache}{_precision_words(request)}{shapes}"
+        f" --saveEngine={engine}"
+    )
     explicit = f"trtexec --onnx={qdq} --int8 --fp16{shapes} --saveEngine={engine}"
     strong = f"trtexec --onnx={qdq}{shapes} --saveEngine={engine}"
     label = trt_cache.version_label(version)
     if label >= 110000:
         return (f"on a GPU machine with TensorRT {version}: {strong}",)
-    if request.float_nodes:  # only the Q/DQ model keeps them
-        return (
-            f"on a GPU machine with TensorRT {version}: {explicit}",
-            f"with TensorRT 11: {strong}",
-        )
     return (
         f"on a GPU machine with TensorRT {version}: {implicit}",
         f"with any TensorRT from 8.5 to 10: {explicit}",
         f"with TensorRT 11: {strong}",
     )
+
+
+def float_layers(request: BuildRequest) -> dict[str, str]:
+    """Nodes to keep in float that could run in int8 otherwise -> the first tensor that each gives.
+
+    A node of whole numbers, or one that has no int8 form, needs no word to stay as it is.
+    """
+    from deploy.graph.index import Graph
+
+    graph = Graph(request.model)
+    kept = set(request.float_nodes)
+    return {
+        node.name: node.output[0]
+        for node in graph.nodes
+        if node.name in kept and node.op_type != "Constant" and graph.is_float(node.output[0])
+    }
+
+
+def _precision_words(request: BuildRequest) -> str:
+    """`--layerPrecisions=...` for the nodes to keep in float; empty where there are none."""
+    names = float_layers(request)
+    if not names:
+        return ""
+    words = ",".join(f"{name}:fp16" for name in names)
+    return f" {shlex.quote(f'--layerPrecisions={words}')} --precisionConstraints=obey"
 
 
 def _origin_notes(here: Sdk) -> tuple[str, ...]:
