@@ -6,11 +6,12 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, overload
 
 from deploy.errors import BackendError, SdkMissingError
+from deploy.feed.parallel import Sample, in_order
 from deploy.graph.edit import with_outputs
 from deploy.graph.saturation import bounds
 from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
@@ -20,16 +21,16 @@ from deploy.ort import OrtSession
 from deploy.progress import bar
 from deploy.report import EngineRow
 from deploy.targets.base import Built, Target
-from deploy.tensors import Samples, Session
+from deploy.tensors import Array, Samples, Session
 
 if TYPE_CHECKING:
+    import onnx
+
     from deploy.frontends import LoadedModel
 
 _FEEDS = 8  # different inputs that the latency runs use in turn
-_LAYER_SAMPLES = 8  # samples for the figures of inner tensors, which keep them all in memory
+_LAYER_SAMPLES = 4  # samples for the figures of inner tensors, which keep them all in memory
 _CALIBRATION_SAMPLES = 100  # of the calibration images, where no evaluation images are given
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +70,8 @@ def measured(
 ) -> Figures:
     """Compare every engine with the float model, in outputs and in latency.
 
-    The float model and each engine run every evaluation sample once, one after the other; the
-    figures of inner tensors come from the first few of these runs.
+    The float model and each engine run every evaluation sample once; the figures of inner tensors
+    come from the first few of them.
 
     Args:
         loaded: the float model.
@@ -83,34 +84,42 @@ def measured(
         threads: threads inside one inference.
         progress: draw bars on stderr.
     """
-    reference, load_ms = _timed(lambda: OrtSession.open(_float_model(loaded), threads=threads))
+    over = _evaluation(calibration, evaluation, labels)
+    timed: dict[str, _Timed] = {"FP32": _timed(lambda: _open(_float_model(loaded), threads))}
     failed: dict[str, str] = {}
-    candidates: dict[str, _Candidate] = {}
     for target, result in zip(targets, built, strict=True):
         try:
-            found = _candidate(loaded, target, result, threads)
+            engine = _engine(target, result, threads)
         except BackendError as error:
             failed[result.target] = str(error)
             continue
-        if found is not None:
-            candidates[result.target] = found
-    over = _evaluation(calibration, evaluation, labels)
-    judged = _judged(loaded, reference, candidates, over, threads=threads, progress=progress)
+        if engine is not None:
+            timed[result.target] = engine
+    if duration_s <= 0:  # those that ONNX Runtime runs were opened to be timed alone
+        timed = {name: one.closed() for name, one in timed.items()}
+    sound = [result for result in built if result.target not in failed]
+    inside = _inside(loaded, sound, timed, over)
+    candidates = _candidates(sound, timed, failed)
+    judged = _judged(loaded, candidates, over, inside, threads=threads, progress=progress)
     failed |= judged.failed
-    sound = {name: one for name, one in candidates.items() if name not in failed}
-    on_device = {name: one.session for name, one in sound.items() if one.engine}
-    latency = _latencies({"FP32": reference, **on_device}, calibration, duration_s, progress)
+    sessions = {
+        name: one.session
+        for name, one in timed.items()
+        if one.session is not None and name not in failed
+    }
+    latency = _latencies(sessions, calibration, duration_s, progress)
     clamped = bounds(loaded.model)  # far off by design, where their readers do not look
     layers = {
         name: tuple(layer for layer in found if layer.name not in clamped)
-        for name, found in judged.layers.items()
+        for name, found in inside.layers.items()
+        if name not in failed
     }
     first = EngineRow(
         label="FP32",
         reference=True,
         path=str(loaded.source) if loaded.source else None,
         size_bytes=_size(loaded),
-        load_ms=load_ms,
+        load_ms=timed["FP32"].load_ms,
         threads=threads,
         latency=latency.get("FP32"),
     )
@@ -120,7 +129,7 @@ def measured(
             target=result.target,
             path=str(result.engine) if result.engine else None,
             size_bytes=result.engine.stat().st_size if result.engine else None,
-            load_ms=sound[result.target].load_ms if result.target in sound else None,
+            load_ms=timed[result.target].load_ms if result.target in timed else None,
             threads=threads,
             latency=latency.get(result.target),
             accuracy=judged.accuracy.get(result.target),
@@ -139,40 +148,127 @@ def measured(
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
-    """An engine, or the model that stands in for it, ready to run.
+class _Timed:
+    """A session as a user would open it, and what opening took.
 
     Attributes:
-        load_ms: of the engine; None for a stand-in.
-        engine: whether it is the engine itself.
-        pairs: inner tensors to compare, reference's name -> candidate's.
-        tap: a session with those tensors as outputs; None where there are none.
+        session: None once it was closed.
+        on_device: whether another runtime than ONNX Runtime runs it.
+    """
+
+    session: Session | None
+    load_ms: float
+    on_device: bool
+
+    def closed(self) -> _Timed:
+        """Without its session, but for one of a device, which is judged itself."""
+        return self if self.on_device else replace(self, session=None)
+
+
+def _timed(make: Callable[[], Session]) -> _Timed:
+    start = time.perf_counter()
+    session = make()
+    taken = (time.perf_counter() - start) * 1e3
+    return _Timed(session, taken, not isinstance(session, OrtSession))
+
+
+def _engine(target: Target, built: Built, threads: int) -> _Timed | None:
+    """The engine; None where there is none, or it was built for another machine."""
+    path = built.engine
+    if path is None:
+        return None
+    try:
+        return _timed(lambda: target.open(path, threads=threads))
+    except SdkMissingError:
+        return None
+
+
+def _open(model: Path | bytes, threads: int) -> Session:
+    return OrtSession.open(model, threads=threads)
+
+
+def _sleeping(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
+    """A session of one thread that wakes nobody: samples run beside each other instead."""
+    return OrtSession.open(model, threads=1, spin=False, int8_kernels=not stand_in)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """Figures of inner tensors over the first few samples.
+
+    Attributes:
+        layers: target -> its figures.
+        reference: the float model's outputs of these samples, so that it is not run again.
+    """
+
+    layers: Mapping[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
+    reference: tuple[Mapping[str, Array], ...] = ()
+
+
+def _inside(
+    loaded: LoadedModel, built: Sequence[Built], timed: Mapping[str, _Timed], over: _Evaluation
+) -> _Inside:
+    """Compare inner tensors; all of one sample's are in memory at a time, and no more."""
+    import onnx
+
+    pairs: dict[str, Mapping[str, str]] = {}
+    taps: dict[str, Session] = {}
+    for result in built:
+        if result.runnable is None or not any(d.int8 for d in result.decisions):
+            continue
+        model = onnx.load(result.runnable)
+        shared = shared_tensors(loaded.model, model)
+        if shared:  # a fake-quant model has no DequantizeLinear
+            tapped = with_outputs(model, shared.values())
+            pairs[result.target] = shared
+            taps[result.target] = _sleeping(tapped, stand_in=result.target not in timed)
+    if not taps:
+        return _Inside()
+    tensors = dict.fromkeys(name for own in pairs.values() for name in own)
+    reference = _sleeping(with_outputs(loaded.model, tensors))
+    figures = {name: TensorComparison(own) for name, own in pairs.items()}
+    kept = []
+    for sample in over.feed.first(min(_LAYER_SAMPLES, over.samples)):
+        left = reference.run(sample)
+        kept.append({spec.name: left[spec.name] for spec in loaded.outputs})
+        for name, tap in list(taps.items()):
+            try:
+                figures[name].add(sample, left, tap.run(sample))
+            except BackendError:  # what is wrong with it is told of the engine itself
+                del taps[name], figures[name]
+    return _Inside({name: one.result() for name, one in figures.items()}, tuple(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What is judged: the engine, or the model that stands in for it.
+
+    Attributes:
+        alone: whether the session takes one sample at a time, as one of a device does.
     """
 
     session: Session
-    load_ms: float | None
-    engine: bool
-    pairs: Mapping[str, str]
-    tap: Session | None
+    alone: bool
 
 
-def _candidate(
-    loaded: LoadedModel, target: Target, built: Built, threads: int
-) -> _Candidate | None:
-    """None where nothing of this target can be run here."""
-    import onnx
-
-    session, load_ms = _runnable(target, built, threads)
-    if session is None:
-        return None
-    pairs: dict[str, str] = {}
-    tap: Session | None = None
-    if built.runnable is not None and any(d.int8 for d in built.decisions):
-        model = onnx.load(built.runnable)
-        pairs = shared_tensors(loaded.model, model)
-        if pairs:  # a fake-quant model has no DequantizeLinear
-            tap = OrtSession.open(with_outputs(model, pairs.values()), threads=threads)
-    return _Candidate(session, load_ms, load_ms is not None, pairs, tap)
+def _candidates(
+    built: Sequence[Built], timed: Mapping[str, _Timed], failed: dict[str, str]
+) -> dict[str, _Candidate]:
+    """Target -> what can be run of it here; why not is added to `failed`."""
+    found = {}
+    for result in built:
+        engine = timed.get(result.target)
+        if engine is not None and engine.on_device and engine.session is not None:
+            found[result.target] = _Candidate(engine.session, alone=True)
+            continue
+        path = result.runnable if engine is None else result.engine
+        if path is None:
+            continue
+        try:
+            found[result.target] = _Candidate(_sleeping(path, stand_in=engine is None), alone=False)
+        except BackendError as error:
+            failed[result.target] = str(error)
+    return found
 
 
 @dataclass(slots=True)
@@ -180,17 +276,25 @@ class _Judged:
     """What the evaluation pass gives."""
 
     accuracy: dict[str, Accuracy] = field(default_factory=dict)
-    layers: dict[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     reference_runs: int = 0
     engine_runs: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(slots=True)
+class _Ran:
+    """One sample's outputs: the float model's and each candidate's."""
+
+    sample: Sample
+    reference: Mapping[str, Array]
+    outputs: dict[str, Mapping[str, Array]] = field(default_factory=dict)
+
+
 def _judged(
     loaded: LoadedModel,
-    reference: Session,
     candidates: Mapping[str, _Candidate],
     over: _Evaluation,
+    inside: _Inside,
     *,
     threads: int,
     progress: bool,
@@ -199,55 +303,44 @@ def _judged(
     found = _Judged()
     if not candidates:
         return found
+    reference = _sleeping(_float_model(loaded))
     figures = {
         name: Comparison(reference, one.session, labels=over.labels)
         for name, one in candidates.items()
     }
-    inner = {name: TensorComparison(one.pairs) for name, one in candidates.items() if one.tap}
-    tapped = _tapped(loaded, candidates, threads) if inner else reference
-    with bar("comparing", over.samples, shown=progress) as step, over.feed.samples() as samples:
-        for number, sample in enumerate(itertools.islice(samples, over.samples)):
-            looks_inside = number < _LAYER_SAMPLES
-            left = (tapped if looks_inside else reference).run(sample)
-            found.reference_runs += 1
-            for name, one in candidates.items():
-                if name in found.failed:
-                    continue
+
+    def attempt(name: str, sample: Sample, ran: _Ran) -> None:
+        if name in found.failed:
+            return
+        try:
+            ran.outputs[name] = candidates[name].session.run(sample)
+        except BackendError as error:
+            found.failed[name] = str(error)
+
+    def work(_: int, number: int, sample: Sample) -> _Ran:
+        known = number <= len(inside.reference)
+        ran = _Ran(sample, inside.reference[number - 1] if known else reference.run(sample))
+        for name, one in candidates.items():
+            if not one.alone:
+                attempt(name, sample, ran)
+        return ran
+
+    def take(_: int, ran: _Ran) -> None:
+        found.reference_runs += 1
+        for name, one in candidates.items():
+            if one.alone:
+                attempt(name, ran.sample, ran)
+            if name in ran.outputs:
                 found.engine_runs[name] += 1
-                try:
-                    right = one.session.run(sample)
-                    figures[name].add(sample, left, right, count=over.count)
-                    if one.tap and looks_inside:
-                        inner[name].add(sample, left, one.tap.run(sample))
-                except BackendError as error:
-                    found.failed[name] = str(error)
-            step()
+                figures[name].add(ran.sample, ran.reference, ran.outputs[name], count=over.count)
+        step()
+
+    with bar("comparing", over.samples, shown=progress) as step, over.feed.samples() as samples:
+        in_order(itertools.islice(samples, over.samples), work, take, threads=threads)
     for name, figure in figures.items():
         if name not in found.failed:
             found.accuracy[name] = figure.result()
-            if name in inner:
-                found.layers[name] = inner[name].result()
     return found
-
-
-def _tapped(loaded: LoadedModel, candidates: Mapping[str, _Candidate], threads: int) -> Session:
-    """The float model with every tensor among its outputs that some candidate is judged by."""
-    tensors = dict.fromkeys(name for one in candidates.values() for name in one.pairs)
-    return OrtSession.open(with_outputs(loaded.model, tensors), threads=threads)
-
-
-def _runnable(backend: Target, built: Built, threads: int) -> tuple[Session | None, float | None]:
-    """A session on the engine, or else on the model that stands in for it, and its load time."""
-    if built.engine is not None:
-        engine = built.engine
-        try:
-            return _timed(lambda: backend.open(engine, threads=threads))
-        except SdkMissingError:  # built for another machine; the stand-in still tells accuracy
-            pass
-    if built.runnable is None:
-        return None, None
-    stand_in = built.runnable
-    return OrtSession.open(stand_in, threads=threads), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,12 +418,6 @@ def _notes(accuracy: Mapping[str, Accuracy], evaluation: Samples | None) -> tupl
         f"accuracy was measured on {count} of the calibration images;"
         " --eval-images gives others, which tell more",
     )
-
-
-def _timed(make: Callable[[], T]) -> tuple[T, float]:
-    start = time.perf_counter()
-    made = make()
-    return made, (time.perf_counter() - start) * 1e3
 
 
 def _float_model(loaded: LoadedModel) -> Path | bytes:

@@ -28,7 +28,7 @@ from calibrators.grids import Float32Array
 from calibrators.histogram import range_for
 from calibrators.statistics import Arrays
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 18  # several values a bin, since each chunk adds all bins once
 KEPT = 1 << 16  # values of a tensor that streaming still keeps as they are
 FINE_BINS = 1 << 15  # bins a side of the streaming histogram
 
@@ -123,7 +123,8 @@ class IfmrHistogram:
     def _count(self, data: Float32Array) -> None:
         scale = np.float32(FINE_BINS / self.full_range)
         for part in np.split(data, range(_CHUNK, data.size, _CHUNK)):
-            index = (part * scale).astype(np.int32) + FINE_BINS
+            index = (part * scale).astype(np.intp)  # as bincount takes it, with no copy
+            index += FINE_BINS
             self.counts += np.bincount(index, minlength=self.counts.size)
             self.sums += np.bincount(index, part, self.counts.size)
         self.sums[FINE_BINS] = 0.0

@@ -18,11 +18,9 @@ are run beforehand, kept, and run again in their place.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
@@ -34,12 +32,12 @@ from calibrators.histogram import Histogram
 from calibrators.statistics import Recorder
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.errors import BackendError, FeedError
+from deploy.feed.parallel import Sample, in_order
 from deploy.graph.edit import with_outputs
 from deploy.ort import OrtSession
-from deploy.tensors import Array
 
-Sample = Mapping[str, Array]
 Progress = Callable[[], None]
+_Waiting = tuple[Observation, NDArray[np.float32]]
 
 
 def observe(
@@ -101,30 +99,43 @@ def _pass(
     observations = list(wanted)
     if not observations:
         return Observed({})
-    most = [o.statistic.samples for o in observations]
-    limit = None if None in most else max(n for n in most if n is not None)
-    source = _Locked(islice(samples, limit), runs)
     lines = _lines(observations, known)
+    ordered = _empty((o for o in observations if o.statistic.ordered), known)
     free = [o for o in observations if not o.statistic.ordered]
     parts = [_empty(free, known) for _ in range(threads)]
-    work = [(part, source, lines, progress) for part in parts]
-    try:
-        if len(work) == 1:
-            _drain(*work[0])
-        else:
-            with ThreadPoolExecutor(len(work)) as pool:
-                for done in [pool.submit(_drain, *w) for w in work]:
-                    done.result()
-    finally:
-        source.stop()
-    if source.drawn == 0:
+
+    def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
+        return [
+            waiting
+            for line in lines
+            if _reaches(line.limit, number)
+            for waiting in line.run(parts[worker], number, sample)
+        ]
+
+    def take(number: int, waiting: list[_Waiting]) -> None:
+        for observation, value in waiting:
+            _record(ordered[observation], observation, number, value)
+        runs.update(line.key for line in lines if _reaches(line.limit, number))
+        progress()
+
+    limit = _limit(observations)
+    if in_order(islice(samples, limit), work, take, threads=threads) == 0:
         raise FeedError("a calibration needs at least one sample, got none")
     merged = parts[0]
     for part in parts[1:]:
         _merge(merged, part)
-    for line in lines:
-        merged.update({o: line.recorders[o] for o in line.ordered})
+    merged |= ordered
     return Observed({o.key: merged[o] for o in observations})
+
+
+def _limit(observations: Iterable[Observation]) -> int | None:
+    """How many samples the observations look at; None for all."""
+    most = [o.statistic.samples for o in observations]
+    return None if None in most else max((n for n in most if n is not None), default=None)
+
+
+def _reaches(limit: int | None, number: int) -> bool:
+    return limit is None or number <= limit
 
 
 def _empty(wanted: Iterable[Observation], known: Observed) -> dict[Observation, Recorder]:
@@ -144,17 +155,27 @@ def _merge(into: dict[Observation, Recorder], part: Mapping[Observation, Recorde
             raise AssertionError(f"{observation.statistic.key} is neither ordered nor mergeable")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Line:
-    """A variant in the pass: its session, who reads which tensor, and whose turn it is."""
+    """A variant in the pass: its session, who reads which tensor, how many samples it is run on."""
 
     key: str
     tap: Tap
-    readers: dict[str, list[Observation]]
-    ordered: list[Observation]
-    recorders: dict[Observation, Recorder]
+    readers: Mapping[str, Sequence[Observation]]
     limit: int | None
-    turn: _Turn = field(default_factory=lambda: _Turn())
+
+    def run(
+        self, own: Mapping[Observation, Recorder], number: int, sample: Sample
+    ) -> Iterator[_Waiting]:
+        """Run one sample, record what has no order, and give what has."""
+        for name, value in self.tap.run(sample):
+            for observation in self.readers[name]:
+                if not _reaches(observation.statistic.samples, number):
+                    continue
+                if observation.statistic.ordered:
+                    yield observation, value
+                else:
+                    _record(own[observation], observation, number, value)
 
 
 def _lines(observations: list[Observation], known: Observed) -> list[_Line]:
@@ -165,18 +186,8 @@ def _lines(observations: list[Observation], known: Observed) -> list[_Line]:
         readers: dict[str, list[Observation]] = {}
         for observation in own:
             readers.setdefault(observation.tensor, []).append(observation)
-        ordered = [o for o in own if o.statistic.ordered]
-        most = [o.statistic.samples for o in own]
-        lines.append(
-            _Line(
-                key=variant.key,
-                tap=Tap(variant.make(known), list(readers)),
-                readers=readers,
-                ordered=ordered,
-                recorders=_empty(ordered, known),
-                limit=None if None in most else max(n for n in most if n is not None),
-            )
-        )
+        tap = Tap(variant.make(known), list(readers))
+        lines.append(_Line(variant.key, tap, readers, _limit(own)))
     return lines
 
 
@@ -189,7 +200,9 @@ class Tap:
         self._inputs = {i.name for i in model.graph.input}
         self._fed = [name for name in tensors if name in self._inputs]
         self._made = [name for name in tensors if name not in self._inputs]
-        self._session = OrtSession.open(with_outputs(model, self._made), threads=threads)
+        self._session = OrtSession.open(
+            with_outputs(model, self._made), threads=threads, spin=False
+        )
 
     def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Run one sample; gives each watched tensor's name and value."""
@@ -201,108 +214,6 @@ class Tap:
             yield name, np.asarray(sample[name], np.float32)
         for name in self._made:
             yield name, values.pop(name)  # let go of each tensor once it is counted
-
-
-class _Locked:
-    """One iterator for several threads, and what they ran."""
-
-    def __init__(self, samples: Iterable[Sample], runs: Counter[str]) -> None:
-        self._iterator = iter(samples)
-        self._lock = threading.Lock()
-        self._stopped = False
-        self.drawn = 0
-        self.runs = runs
-
-    def draw(self) -> tuple[int, Sample] | None:
-        with self._lock:
-            if self._stopped:
-                return None
-            try:
-                sample = next(self._iterator, None)
-            except BaseException:
-                self._stopped = True
-                raise
-            if sample is None:
-                self._stopped = True
-                return None
-            self.drawn += 1
-            return self.drawn, sample
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-
-    def ran(self, variant: str) -> None:
-        with self._lock:
-            self.runs[variant] += 1
-
-
-class _Turn:
-    """Lets sample n + 1 in when sample n is done; a failure lets everybody out."""
-
-    def __init__(self) -> None:
-        self._next = 1
-        self._broken = False
-        self._moved = threading.Condition()
-
-    def wait(self, number: int) -> bool:
-        """Whether it is this sample's turn now; False where another one failed."""
-        with self._moved:
-            self._moved.wait_for(lambda: self._broken or self._next == number)
-            return not self._broken
-
-    def done(self) -> None:
-        with self._moved:
-            self._next += 1
-            self._moved.notify_all()
-
-    def give_up(self) -> None:
-        with self._moved:
-            self._broken = True
-            self._moved.notify_all()
-
-
-def _drain(
-    own: Mapping[Observation, Recorder],
-    source: _Locked,
-    lines: list[_Line],
-    progress: Progress,
-) -> None:
-    try:
-        while (drawn := source.draw()) is not None:
-            number, sample = drawn
-            for line in lines:
-                if line.limit is None or number <= line.limit:
-                    _run(line, own, number, sample)
-                    source.ran(line.key)
-            progress()
-    except BaseException:
-        source.stop()
-        for line in lines:
-            line.turn.give_up()
-        raise
-
-
-def _run(line: _Line, own: Mapping[Observation, Recorder], number: int, sample: Sample) -> None:
-    """One sample through one variant."""
-    waiting: list[tuple[Observation, NDArray[np.float32]]] = []
-    for name, value in line.tap.run(sample):
-        for observation in line.readers[name]:
-            if observation.statistic.ordered:
-                waiting.append((observation, value))
-            elif _within(observation, number):
-                _record(own[observation], observation, number, value)
-    if not line.ordered or not line.turn.wait(number):
-        return
-    for observation, value in waiting:
-        if _within(observation, number):
-            _record(line.recorders[observation], observation, number, value)
-    line.turn.done()
-
-
-def _within(observation: Observation, number: int) -> bool:
-    most = observation.statistic.samples
-    return most is None or number <= most
 
 
 def _record(

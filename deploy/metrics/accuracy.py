@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from deploy.errors import ConfigError, FeedError
 from deploy.tensors import Array, Session
 
-Float64Array = NDArray[np.float64]
+_BLOCK = 1 << 15  # values of a row that are summed at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,24 +231,22 @@ class _Error:
             return
         if left.size == 0:  # nothing detected in this sample, by both
             return
-        left64, right64 = _rows(left, batch), _rows(right, batch)
-        bad_left, bad_right = _bad_rows(left64), _bad_rows(right64)
-        self.not_finite[0] += int(bad_left.sum())
-        self.not_finite[1] += int(bad_right.sum())
-        sound = ~(bad_left | bad_right)
-        self._add_sound(left64[sound], right64[sound])
+        for one, other in zip(_rows(left, batch), _rows(right, batch), strict=True):
+            self._add_row(one, other)
 
-    def _add_sound(self, left: Float64Array, right: Float64Array) -> None:
-        if left.size == 0:
-            return
-        difference = left - right
-        self.signal += float(np.vdot(left, left))
-        self.noise += float(np.vdot(difference, difference))
-        self.max_abs = max(self.max_abs, float(np.abs(difference).max()))
-        cosines = _cosines(left, right)
-        self.cosine_sum += float(cosines.sum())
-        self.cosine_min = min(self.cosine_min, float(cosines.min()))
-        self.samples += len(cosines)
+    def _add_row(self, left: Array, right: Array) -> None:
+        sums = _Sums.of(left, right)
+        if not sums.finite:
+            self.not_finite[0] += not np.isfinite(left).all()
+            self.not_finite[1] += not np.isfinite(right).all()
+            if not (np.isfinite(left).all() and np.isfinite(right).all()):
+                return
+        self.signal += sums.left
+        self.noise += sums.difference
+        self.max_abs = max(self.max_abs, sums.largest)
+        self.cosine_sum += sums.cosine
+        self.cosine_min = min(self.cosine_min, sums.cosine)
+        self.samples += 1
 
     def result(self) -> OutputAccuracy:
         broken = any(self.not_finite) or self.other_shape > 0 or self.samples == 0
@@ -336,11 +334,45 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 def cosine(left: Array, right: Array) -> float:
     """Cosine of two tensors of one size, in float64; 1 if both are zero, 0 if only one is."""
-    one, other = (np.asarray(a, np.float64).reshape(-1) for a in (left, right))
-    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
-    if norms == 0:
-        return float(not one.any() and not other.any())
-    return float(np.clip(np.dot(one, other) / norms, -1, 1))
+    return _Sums.of(np.asarray(left).reshape(-1), np.asarray(right).reshape(-1)).cosine
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Products of two rows, summed in float64: each with itself, with the other, the difference."""
+
+    left: float
+    right: float
+    product: float
+    difference: float
+    largest: float
+
+    @classmethod
+    def of(cls, left: Array, right: Array) -> _Sums:
+        """A block of both at a time, while it is in a core's cache."""
+        sums, largest = np.zeros(4), 0.0
+        with np.errstate(invalid="ignore", over="ignore"):
+            for start in range(0, left.size, _BLOCK):
+                one = left[start : start + _BLOCK].astype(np.float64)
+                other = right[start : start + _BLOCK].astype(np.float64)
+                apart = one - other
+                sums += (one @ one, other @ other, one @ other, apart @ apart)
+                largest = max(largest, float(np.abs(apart, out=apart).max()))
+        left_sum, right_sum, product, difference = (float(total) for total in sums)
+        return cls(left_sum, right_sum, product, difference, largest)
+
+    @property
+    def finite(self) -> bool:
+        """Whether neither row held NaN or Inf, nor overflowed."""
+        return math.isfinite(self.left + self.right + self.difference)
+
+    @property
+    def cosine(self) -> float:
+        """1 if both are zero, 0 if only one is."""
+        norms = math.sqrt(self.left) * math.sqrt(self.right)
+        if norms == 0:
+            return float(self.left == self.right)
+        return min(max(self.product / norms, -1.0), 1.0)
 
 
 def _problems(outputs: Iterable[OutputAccuracy], samples: int) -> Iterator[str]:
@@ -382,19 +414,10 @@ def _first(outputs: Mapping[str, Array], rows: int, batch: int) -> dict[str, Arr
     }
 
 
-def _rows(value: Array, batch: int) -> Float64Array:
-    """[N, ...] -> [N, values] float64; one row where the first dimension is not the batch."""
+def _rows(value: Array, batch: int) -> Array:
+    """[N, ...] -> [N, values]; one row where the first dimension is not the batch."""
     rows = batch if value.ndim > 0 and value.shape[0] == batch else 1
-    return value.reshape(rows, -1).astype(np.float64)
-
-
-def _bad_rows(rows: Float64Array) -> NDArray[np.bool_]:
-    return np.asarray(~np.isfinite(rows).all(axis=1), np.bool_)
-
-
-def _cosines(left: Float64Array, right: Float64Array) -> Float64Array:
-    """Cosine of each row."""
-    return np.array([cosine(one, other) for one, other in zip(left, right, strict=True)])
+    return value.reshape(rows, -1)
 
 
 def _class_count(output: Array, batch: int) -> int | None:

@@ -32,8 +32,9 @@ from calibrators.errors import CalibrationError
 from calibrators.scales import Scale
 from calibrators.statistics import Recorder, Statistic
 from deploy.calibration.observation import Observation, Observed, Variant
-from deploy.calibration.observe import Sample, observe
+from deploy.calibration.observe import observe
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.parallel import Sample
 from deploy.graph.index import Graph
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import Layer, LayerGraph
