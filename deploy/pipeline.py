@@ -18,13 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibrators.grids import symmetric_scale
 from calibrators.searches import DEFAULT_METHOD
-from calibrators.statistics import Ranged
 from deploy import atomic
-from deploy.calibration import store, trt_cache
+from deploy.calibration import store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.fingerprint import Fingerprint
+from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.observe import observe
 from deploy.calibration.ranges import Ranges
@@ -32,7 +31,7 @@ from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
-from deploy.errors import CacheError, Calib8Error, ConfigError, ModelError
+from deploy.errors import Calib8Error, ConfigError, ModelError
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
@@ -44,7 +43,6 @@ from deploy.targets import TARGETS, Target, named
 from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnx
 
     from deploy.report import Report
@@ -125,7 +123,7 @@ def _calibrated(
         batch=feed.batch,
         method=method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD),
         float_nodes=matching(loaded.model, float_nodes),
-        trt_version=policy.trt_version or _builds_here(targets) or _version_in(policy),
+        trt_version=policy.trt_version or _builds_here(targets) or version_in(policy),
     )
     wanted, failed = _demands(targets, subject)
     _refuse_idle_method(method, subject, wanted)
@@ -143,7 +141,7 @@ def _calibrated(
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
         notes = own.notes if own else ()
         calibration = Calibration(observed=observed, fingerprint=fingerprint)
-        _keep(policy, subject, verdict, calibration, ranges, own.text if own else None)
+        keep(policy, subject, verdict, calibration, ranges, own.text if own else None)
     return Calibrated(
         subject=subject,
         images=str(images) if isinstance(images, str | Path) else "arrays in memory",
@@ -346,82 +344,6 @@ def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> Ca
     return next((target.cache_text(subject, ranges) for target in writers), None)
 
 
-def _keep(
-    policy: CachePolicy,
-    subject: Subject,
-    verdict: Verdict,
-    calibration: Calibration,
-    ranges: Ranges,
-    text: bytes | None,
-) -> None:
-    """Write the cache, unless the files hold just that already."""
-    if policy.path is None:
-        return
-    stored = verdict.stored
-    if stored is not None and _as_it_stands(stored, verdict, subject, calibration, text):
-        return
-    keys = () if stored is None else stored.keys
-    names = (k[1] for k in keys if (k[0], k[2]) == (FOLDED, subject.statistic.key))
-    older = subject.histograms(names)  # of targets that were built before
-    if stored is not None:
-        known = stored.observed(older).and_also(calibration.observed)
-        calibration = replace(calibration, observed=known)
-        ranges = Ranges(known, ranges.search, ranges.bounds)
-    carried = (
-        {} if stored is None else stored.carried(k for k in keys if k not in calibration.observed)
-    )
-    store.save(
-        calibration,
-        policy.path,
-        text=text if text is not None else _plain_text(subject, ranges),
-        carried=carried,
-    )
-
-
-def _as_it_stands(
-    stored: store.Stored,
-    verdict: Verdict,
-    subject: Subject,
-    calibration: Calibration,
-    text: bytes | None,
-) -> bool:
-    """Whether there is nothing to write: the same observations, method, version and text."""
-    header = trt_cache.parse(stored.text, origin="the cache").header
-    return (
-        not verdict.missing
-        and stored.fingerprint == calibration.fingerprint
-        and (subject.trt_version in (None, header.version))
-        and (text is None or text == stored.text)
-    )
-
-
-def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
-    """TensorRT's text of every tensor of the cleaned model that was searched.
-
-    Where no target searches by a method, of the largest values that were observed.
-    """
-    graph = subject.model.graph
-    names = [value.name for value in graph.input] + [n for node in graph.node for n in node.output]
-    found = ranges.of(o for o in subject.histograms(names) if o.key in ranges.observed)
-    minmax = all(scale.method == "minmax" for scale in found.scales.values())
-    cache = trt_cache.from_scales(
-        found.symmetric or _largest(ranges.observed),
-        version=subject.trt_version or trt_cache.DEFAULT_VERSION,
-        algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
-    )
-    return trt_cache.dump(cache)
-
-
-def _largest(observed: Observed) -> dict[str, np.float32]:
-    """Tensor -> largest |x| over 127, of whatever recorded its extremes."""
-    return {
-        tensor: symmetric_scale(max(-low, high))
-        for (_, tensor, _), recorder in observed.items()
-        if isinstance(recorder, Ranged)
-        for low, high in [recorder.extremes]
-    }
-
-
 def _built(targets: Sequence[Target], calibrated: Calibrated, folder: Path) -> list[Built]:
     """One result a target; a failed one is its sentence.
 
@@ -461,23 +383,10 @@ def _given(
     return model.source if onnx_file else None
 
 
-def _builds_here(targets: Sequence[Target]) -> str | None:
-    """The TensorRT of this machine, where it is to build an engine and can read a cache."""
-    if "tensorrt" not in {target.name for target in targets}:
-        return None
-    from deploy.targets.tensorrt.sdk import cache_reader
-
-    return cache_reader()
-
-
-def _version_in(policy: CachePolicy) -> str | None:
-    """The version in the first line of the cache that is there."""
-    if policy.path is None or policy.refresh or not policy.path.is_file():
-        return None
-    try:
-        return trt_cache.parse(store.read(policy.path), origin=str(policy.path)).header.version
-    except CacheError:
-        return None  # whether it can be used is judged later, in words
+def _builds_here(targets: Iterable[Target]) -> str | None:
+    """The version that reads the cache on this machine, where there is one."""
+    versions = (target.cache_version() for target in targets if isinstance(target, WritesCache))
+    return next((version for version in versions if version is not None), None)
 
 
 def _policy(cache: Path | str | CachePolicy | None) -> CachePolicy:

@@ -27,6 +27,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.commands",
         "deploy.pipeline deploy.benchmark deploy.results deploy.inspection",
         "deploy.measure",
+        "deploy.judge",
         "deploy.report",
         "deploy.targets",
         "deploy.calibration",

@@ -156,6 +156,10 @@ class Target(Protocol):
 class WritesCache(Protocol):
     """A target with a form of its own for the calibration cache."""
 
+    def cache_version(self) -> str | None:
+        """The TensorRT of this machine that is to read it, "X.Y.Z"; None where there is none."""
+        ...
+
     def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
         """The cache in TensorRT's format."""
         ...

@@ -117,6 +117,12 @@ class TensorRT:
         own = as_parsed.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
 
+    def cache_version(self) -> str | None:
+        """This machine's TensorRT, where it builds engines and reads caches."""
+        from deploy.targets.tensorrt.sdk import cache_reader
+
+        return cache_reader()
+
     def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
         """The cache that TensorRT itself would write for the file, as far as it was observed."""
         from deploy.targets.tensorrt import as_parsed

@@ -1,0 +1,109 @@
+"""Keeping a calibration: what is written beside what was there, and in which text.
+
+The text of the cache is the target's own where one has a form of its own (TensorRT), else that of
+every tensor of the cleaned model that was searched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from calibrators.grids import symmetric_scale
+from calibrators.statistics import Ranged
+from deploy.calibration import store, trt_cache
+from deploy.calibration.observation import Observed
+from deploy.calibration.ranges import Ranges
+from deploy.calibration.reuse import CachePolicy, Verdict
+from deploy.calibration.store import Calibration
+from deploy.calibration.subject import FOLDED, Subject
+from deploy.errors import CacheError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def keep(
+    policy: CachePolicy,
+    subject: Subject,
+    verdict: Verdict,
+    calibration: Calibration,
+    ranges: Ranges,
+    text: bytes | None,
+) -> None:
+    """Write the cache, unless the files hold just that already."""
+    if policy.path is None:
+        return
+    stored = verdict.stored
+    if stored is not None and _as_it_stands(stored, verdict, subject, calibration, text):
+        return
+    keys = () if stored is None else stored.keys
+    names = (k[1] for k in keys if (k[0], k[2]) == (FOLDED, subject.statistic.key))
+    older = subject.histograms(names)  # of targets that were built before
+    if stored is not None:
+        known = stored.observed(older).and_also(calibration.observed)
+        calibration = replace(calibration, observed=known)
+        ranges = Ranges(known, ranges.search, ranges.bounds)
+    carried = (
+        {} if stored is None else stored.carried(k for k in keys if k not in calibration.observed)
+    )
+    store.save(
+        calibration,
+        policy.path,
+        text=text if text is not None else _plain_text(subject, ranges),
+        carried=carried,
+    )
+
+
+def _as_it_stands(
+    stored: store.Stored,
+    verdict: Verdict,
+    subject: Subject,
+    calibration: Calibration,
+    text: bytes | None,
+) -> bool:
+    """Whether there is nothing to write: the same observations, method, version and text."""
+    header = trt_cache.parse(stored.text, origin="the cache").header
+    return (
+        not verdict.missing
+        and stored.fingerprint == calibration.fingerprint
+        and (subject.trt_version in (None, header.version))
+        and (text is None or text == stored.text)
+    )
+
+
+def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
+    """TensorRT's text of every tensor of the cleaned model that was searched.
+
+    Where no target searches by a method, of the largest values that were observed.
+    """
+    graph = subject.model.graph
+    names = [value.name for value in graph.input] + [n for node in graph.node for n in node.output]
+    found = ranges.of(o for o in subject.histograms(names) if o.key in ranges.observed)
+    minmax = all(scale.method == "minmax" for scale in found.scales.values())
+    cache = trt_cache.from_scales(
+        found.symmetric or _largest(ranges.observed),
+        version=subject.trt_version or trt_cache.DEFAULT_VERSION,
+        algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
+    )
+    return trt_cache.dump(cache)
+
+
+def _largest(observed: Observed) -> dict[str, np.float32]:
+    """Tensor -> largest |x| over 127, of whatever recorded its extremes."""
+    return {
+        tensor: symmetric_scale(max(-low, high))
+        for (_, tensor, _), recorder in observed.items()
+        if isinstance(recorder, Ranged)
+        for low, high in [recorder.extremes]
+    }
+
+
+def version_in(policy: CachePolicy) -> str | None:
+    """The version in the first line of the cache that is there."""
+    if policy.path is None or policy.refresh or not policy.path.is_file():
+        return None
+    try:
+        return trt_cache.parse(store.read(policy.path), origin=str(policy.path)).header.version
+    except CacheError:
+        return None  # whether it can be used is judged later, in words

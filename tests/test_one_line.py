@@ -1,0 +1,196 @@
+"""One line for every target, through the command: what is observed, kept, reused, told."""
+
+import json
+import shutil
+from pathlib import Path
+
+import onnx
+import pytest
+
+from deploy.calibration.store import sidecars
+from deploy.cli import main
+from deploy.targets import TARGETS
+
+ALL = "onnxruntime,tensorrt,ascend"
+METHODS = ["minmax", "mse", "percentile", "entropy", "entropy-tensorrt", "legacy"]
+
+
+@pytest.fixture
+def run(small_cnn, pictures, capsys):
+    """A command on the small network and its pictures: (exit code, output, errors)."""
+
+    def call(command, *words):
+        feed = ("--images", pictures, "--size", "16x16")
+        arguments = [command, small_cnn, *feed, *words]
+        arguments += ["--duration", "0"] if command == "build" else []
+        code = 0
+        try:
+            main([str(word) for word in arguments])
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def report(out: Path) -> dict:
+    return json.loads((out / "report.json").read_text())
+
+
+def work(out: Path) -> dict:
+    found = report(out)["work"]
+    return {
+        "decodes": found["decodes"],
+        "calibration": sum(found.get("calibration_runs", {}).values()),
+        "reference": found["reference_runs"],
+    }
+
+
+def test_every_image_is_decoded_once_and_a_second_build_observes_nothing(run, pictures, tmp_path):
+    held = tmp_path / "held"
+    shutil.copytree(pictures, held)
+    (held / "00.png").unlink()
+    words = ("--target", ALL, "--eval-images", held, "--out", tmp_path / "o")
+    code, _, error = run("build", *words)
+    assert code == 0, error
+    # two variants of the model, each over the 20 pictures; 19 others to judge by
+    assert work(tmp_path / "o") == {"decodes": 20 + 19, "calibration": 40, "reference": 19}
+    assert set(report(tmp_path / "o")["work"]["engine_runs"].values()) == {19}
+    code, out, _ = run("build", *words, "--verbose")
+    again = work(tmp_path / "o")
+    assert code == 0 and again["calibration"] == 0 and again["reference"] == 19
+    assert again["decodes"] <= 8 + 19  # a few calibration pictures, for shapes and integer checks
+    assert "no calibration inference" in " ".join(out.split()) or "0 calibration" in out
+
+
+def test_the_command_prints_what_was_counted(run, tmp_path):
+    code, out, _ = run("build", "--target", ALL, "--out", tmp_path, "--verbose")
+    said = " ".join(out.split())
+    assert code == 0 and "40 calibration inferences" in said and "20 reference inferences" in said
+    code, out, _ = run("calibrate", "-o", tmp_path / "c", "--verbose")
+    assert "decoded 20 images, ran 20 inferences" in " ".join(out.split())
+
+
+def test_an_added_target_observes_only_its_own(run, tmp_path):
+    out = tmp_path / "o"
+    seen = {}
+    for targets in ("onnxruntime", "onnxruntime,ascend", "tensorrt", ALL):
+        assert run("build", "--target", targets, "--out", out)[0] == 0
+        seen[targets] = report(out)["work"].get("calibration_runs", {})
+    assert seen["onnxruntime"] == {"folded": 20}
+    (variant,) = seen["onnxruntime,ascend"]
+    assert "ARQ" in variant and seen["onnxruntime,ascend"][variant] == 20
+    assert seen["tensorrt"] == {"folded": 20}  # its cache lists tensors that the others do not
+    assert seen[ALL] == {}
+
+
+def test_another_method_runs_the_model_only_where_it_wants_another_statistic(run, tmp_path):
+    runs = {}
+    for method in ("mse", "minmax", "entropy-tensorrt", "legacy", "mse"):
+        assert run("build", "--target", ALL, "--out", tmp_path, "--method", method)[0] == 0
+        runs[method] = sum(report(tmp_path)["work"].get("calibration_runs", {}).values())
+    # 20 of the cleaned model, 20 of the model as TensorRT reads it, one more each for the range
+    assert runs == {"mse": 0, "minmax": 0, "entropy-tensorrt": 42, "legacy": 20}
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("method", METHODS)
+def test_what_calibrate_keeps_is_what_build_requires(run, tmp_path, target, method):
+    cache = tmp_path / "c.cache"
+    words = ("--target", target) + (() if target == "ascend" else ("--method", method))
+    code, _, error = run("calibrate", *words, "-o", cache)
+    assert code == 0, error
+    kept = [path.read_bytes() for path in (cache, *sidecars(cache))]
+    built = ("--cache", cache, "--require-cache", "--out", tmp_path / "o")
+    code, out, error = run("build", *words, *built)
+    assert code == 0, error
+    assert "cache reused" in " ".join(out.split())
+    assert work(tmp_path / "o")["calibration"] == 0
+    assert kept == [path.read_bytes() for path in (cache, *sidecars(cache))]
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+def test_another_percentile_changes_every_file_that_depends_on_it(run, tmp_path, target):
+    files = {}
+    for percent in ("99.99", "95"):
+        out = tmp_path / percent
+        words = ("--method", "percentile", "--percent", percent, "--target", target)
+        assert run("build", *words, "--out", out)[0] == 0
+        files[percent] = {path.name: path.read_bytes() for path in out.iterdir()}
+    same = {name for name, data in files["95"].items() if files["99.99"][name] == data}
+    # the float model and the statistics are the same; the ranges, and what holds them, are not
+    assert same == {"small_cnn.cache.npz"} | (
+        {"small_cnn.tensorrt.onnx"} if target == "tensorrt" else set()
+    )
+
+
+def test_nodes_stay_float_on_every_target(run, tmp_path):
+    words = ("--target", ALL, "--keep-float", "op:Gemm", "--keep-float", "Conv_c3")
+    code, _, error = run("build", *words, "--out", tmp_path)
+    assert code == 0, error
+    for target in report(tmp_path)["targets"]:
+        precision = {node["name"]: node["precision"] for node in target["nodes"]}
+        assert precision["Gemm_logits"] == precision["Conv_c3"] == "float32"
+        assert precision["Conv_c2"] != "float32"
+    config = json.loads((tmp_path / "small_cnn_quant.json").read_text())
+    assert not config["Conv_c3"]["quant_enable"] and config["Conv_c2"]["quant_enable"]
+    quantized = onnx.load(tmp_path / "small_cnn.tensorrt.qdq.onnx")
+    fed = {node.name: node.input[0] for node in quantized.graph.node}
+    assert fed["Conv_c3"] == "r2" and fed["Conv_c2"] != "r1"
+    notes = " ".join(
+        note for target in report(tmp_path)["targets"] for note in target.get("notes", ())
+    )
+    bound = "--layerPrecisions=Conv_c3:fp16,Gemm_logits:fp16 --precisionConstraints=obey"
+    assert bound in notes
+
+
+def test_a_pattern_that_means_nothing_is_told(run, tmp_path):
+    code, _, error = run("build", "--keep-float", "op:Gem", "--out", tmp_path / "o")
+    assert code == 1 and "did you mean 'op:Gemm'" in error
+    assert not (tmp_path / "o").exists() or not list((tmp_path / "o").iterdir())
+
+
+def test_a_target_that_fails_is_a_row_and_the_others_are_built(run, tmp_path):
+    (tmp_path / "bad.cfg").write_text('skip_layers: "nowhere"')
+    words = ("--target", ALL, "--ascend-config", tmp_path / "bad.cfg", "--out", tmp_path / "o")
+    code, out, _ = run("build", *words)
+    assert code == 1 and "nowhere" in out
+    found = {target["name"]: target for target in report(tmp_path / "o")["targets"]}
+    assert "nowhere" in found["ascend"]["error"] and "files" not in found["ascend"]
+    assert (tmp_path / "o" / "small_cnn.int8.onnx").exists()
+    assert (tmp_path / "o" / "small_cnn.tensorrt.cache").exists()
+    code, _, error = run(
+        "build", "--target", "ascend", "--ascend-config", tmp_path / "bad.cfg", "--out", tmp_path
+    )
+    assert code == 1 and "nowhere" in error  # alone, there is nothing left to report
+
+
+def test_the_report_says_of_each_target_what_was_used(run, tmp_path):
+    assert run("build", "--target", ALL, "--out", tmp_path, "--method", "minmax")[0] == 0
+    found = {target["name"]: target for target in report(tmp_path)["targets"]}
+    assert {name: target["method"] for name, target in found.items()} == {
+        "onnxruntime": "minmax",
+        "tensorrt": "minmax",
+        "ascend": "AMCT's ARQ and IFMR",
+    }
+    assert {row["method"] for row in found["ascend"]["tensors"]} == {"ifmr"}
+    assert {row["method"] for row in found["onnxruntime"]["tensors"]} == {"minmax"}
+
+
+def test_a_cache_is_written_for_ascend_alone_too(run, tmp_path):
+    code, out, _ = run("calibrate", "--target", "ascend", "-o", tmp_path / "a.cache")
+    assert code == 0 and "searched by" not in out
+    assert (tmp_path / "a.cache").read_text().startswith("TRT-8503-MinMaxCalibration\n")
+    code, _, error = run("build", "--target", "ascend", "--trust-cache", "--cache",
+                         tmp_path / "a.cache", "--out", tmp_path)  # fmt: skip
+    assert code == 1 and "makes nothing" in error
+
+
+def test_a_version_that_is_asked_for_is_written_on_reuse_too(run, tmp_path):
+    cache = tmp_path / "c"
+    assert run("calibrate", "-o", cache)[0] == 0
+    assert cache.read_text().startswith("TRT-8503-")
+    code, out, _ = run("calibrate", "-o", cache, "--trt-version", "10.3.0")
+    assert code == 0 and "reused" in out and cache.read_text().startswith("TRT-100300-")
+    assert run("calibrate", "-o", cache)[0] == 0
+    assert cache.read_text().startswith("TRT-100300-")  # no wish changes nothing
