@@ -118,7 +118,7 @@ def candidates_of(
             found[result.target] = Candidate(engine, alone=True)
             continue
         stand_in = result.target not in engines
-        path = result.runnable if stand_in else result.engine
+        path = result.runnable if stand_in else result.runnable or result.engine
         if path is None:
             continue
         try:
