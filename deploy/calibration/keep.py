@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.grids import symmetric_scale
 from calibrators.statistics import Ranged
-from deploy.calibration import store, trt_cache
+from deploy.calibration import DEFAULT_TRT_VERSION, store, trt_cache
 from deploy.calibration.observation import Observed
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict
@@ -83,7 +83,7 @@ def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
     minmax = all(scale.method == "minmax" for scale in found.scales.values())
     cache = trt_cache.from_scales(
         found.symmetric or _largest(ranges.observed),
-        version=subject.trt_version or trt_cache.DEFAULT_VERSION,
+        version=subject.trt_version or DEFAULT_TRT_VERSION,
         algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
     )
     return trt_cache.dump(cache)

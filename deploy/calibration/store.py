@@ -12,7 +12,6 @@ three belong together or the digests say that they do not.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import zipfile
@@ -31,6 +30,7 @@ from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.errors import CacheError
+from deploy.stamped import sha256
 
 SCHEMA = 2
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal arrays, equal bytes
@@ -128,7 +128,7 @@ def save(
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint.to_json(),
         "observations": [list(key) for key in arrays],
-        "sha256": {"cache": _sha256(text), "statistics": _sha256(packed)},
+        "sha256": {"cache": sha256(text), "statistics": sha256(packed)},
     }
     atomic.write_bytes(npz_path, packed)
     atomic.write_bytes(path, text)
@@ -144,9 +144,9 @@ def load(path: Path) -> Stored:
     json_path, npz_path = sidecars(path)
     document = _document(json_path)
     text, packed = read(path), read(npz_path)
-    if _sha256(text) != document["sha256"]["cache"]:
+    if sha256(text) != document["sha256"]["cache"]:
         raise CacheError(f"{path} was changed after {json_path.name} was written")
-    if _sha256(packed) != document["sha256"]["statistics"]:
+    if sha256(packed) != document["sha256"]["statistics"]:
         raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
     keys = tuple((str(a), str(b), str(c)) for a, b, c in document["observations"])
     fingerprint = Fingerprint.from_json(document["fingerprint"])
@@ -286,7 +286,3 @@ def _unpack(archive: zipfile.ZipFile, place: int) -> Arrays:
 def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:
     start = f"{place}."
     return (name for name in archive.namelist() if name.startswith(start))
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

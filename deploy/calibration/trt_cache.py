@@ -33,7 +33,6 @@ ENTROPY2 = "EntropyCalibration2"
 ENTROPY = "EntropyCalibration"
 MINMAX = "MinMaxCalibration"
 LEGACY = "LegacyCalibration"
-DEFAULT_VERSION = "8.5.3"  # of the first line where nothing says another
 
 _HEADER = re.compile(r"TRT-([0-9]{4,6})-([A-Za-z]+[0-9]*)")
 _LEGACY_HEADER = re.compile(r"0([0-9a-f]{16})([0-9a-f]{16})")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import given
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def to_qdq(
 )
 @click.option(
     "--trt-version",
-    default="8.5.3",
+    default=DEFAULT_TRT_VERSION,
     show_default=True,
     metavar="X.Y.Z",
     help="TensorRT that is to read the cache.",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import sections
 from deploy.commands.methods import method_options
 from deploy.errors import ConfigError
@@ -203,7 +204,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
             section=sections.CACHE,
             metavar="X.Y.Z",
             help="TensorRT that is to read the cache.  [default: the TensorRT that builds here,"
-            " else that of the cache that is there, else 8.5.3]",
+            f" else that of the cache that is there, else {DEFAULT_TRT_VERSION}]",
         ),
         sections.option(
             "--verbose",

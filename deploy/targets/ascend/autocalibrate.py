@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deploy import atomic
 from deploy.calibration.observation import Observed
 from deploy.targets.ascend.auto import Judge, Searched, rank, search
-from deploy.targets.ascend.calibrate import Plan
+from deploy.targets.ascend.calibrate import RecordPlan
 from deploy.targets.ascend.layers import LayerGraph
 from deploy.targets.ascend.models import write_models
 
@@ -37,7 +37,7 @@ class Budget:
 
 
 def auto_calibrate(
-    plan: Plan,
+    plan: RecordPlan,
     observed: Observed,
     evaluation: Any,
     *,

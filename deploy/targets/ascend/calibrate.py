@@ -5,7 +5,7 @@ ConvTranspose stay as they are), and each algorithm sees `batch_num` batches::
 
     float model -> DMQ factors (first batch) -> weights: ARQ -> batches -> IFMR, HFMG -> record
 
-A `Plan` says what must be observed for that, and makes the record of what was.
+A `RecordPlan` says what must be observed for that, and makes the record of what was.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NONE = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrated:
+class Recorded:
     """What the calibration gives.
 
     Attributes:
@@ -67,7 +67,7 @@ class Calibrated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RecordPlan:
     """What a settled config wants observed.
 
     Attributes:
@@ -139,7 +139,7 @@ class Plan:
         """All of them."""
         return (*self.maxima.values(), *self.activations.values())
 
-    def record(self, observed: Observed) -> Calibrated:
+    def record(self, observed: Observed) -> Recorded:
         """Search every layer.
 
         Raises:
@@ -171,7 +171,7 @@ class Plan:
             o.tensor: _range(records[name], observed.of(o), self.config.layers[name])
             for name, o in activations.items()
         }
-        return Calibrated(records=records, ranges=ranges, kept_bytes=kept, dead=dead)
+        return Recorded(records=records, ranges=ranges, kept_bytes=kept, dead=dead)
 
     def factors(self, observed: Observed) -> Factors:
         """DMQ factors of the layers that are balanced, from the first batch."""
@@ -241,7 +241,7 @@ def calibrate(
     config: QuantConfig,
     *,
     exact: bool = False,
-) -> Calibrated:
+) -> Recorded:
     """Observe and record in one go, for whoever has a model and batches at hand.
 
     Args:
@@ -252,10 +252,10 @@ def calibrate(
         exact: IFMR on all values, kept in memory.
 
     Raises:
-        As `Plan`, `Plan.record` and `deploy.calibration.observe.observe`.
+        As `RecordPlan`, `RecordPlan.record` and `deploy.calibration.observe.observe`.
     """
     listed = list(batches)
-    plan = Plan(
+    plan = RecordPlan(
         model=model, graph=graph, config=config, base="float", samples=len(listed), exact=exact
     )
     return plan.record(observe(plan.observations, listed, runs=Counter()))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from deploy.feed.preprocess import Preprocess
     from deploy.graph.plan import Decision
     from deploy.targets.ascend.atc import AtcOptions
-    from deploy.targets.ascend.calibrate import Calibrated, Plan
+    from deploy.targets.ascend.calibrate import Recorded, RecordPlan
     from deploy.targets.ascend.config_types import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
@@ -173,10 +173,10 @@ class Ascend:
             " does not drive; its fake-quant model has the same numerics and runs here"
         )
 
-    def plan(self, subject: Subject) -> Plan:
+    def plan(self, subject: Subject) -> RecordPlan:
         """The layers, settled by the configuration and by what the user keeps in float."""
         from deploy.calibration.subject import FOLDED
-        from deploy.targets.ascend.calibrate import Plan
+        from deploy.targets.ascend.calibrate import RecordPlan
 
         model, graph = _prepared(subject.model)
         config, base = self._config(graph, subject), FOLDED
@@ -184,7 +184,7 @@ class Ascend:
             model, graph = _unfused(subject, config)
             config = self._config(graph, subject)
             base = f"unfused {', '.join(config.skip_fusion_layers) if config.do_fusion else 'all'}"
-        return Plan(
+        return RecordPlan(
             model=model,
             graph=graph,
             config=config,
@@ -306,7 +306,7 @@ def _searches(config: QuantConfig) -> str:
     return f"AMCT's ARQ and {' and '.join(searches)}"
 
 
-def _calibration_notes(found: Calibrated, plan: Plan) -> Iterator[str]:
+def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
     used = plan.config.batch_num
     yield f"Scales: {_searches(plan.config)} over {used} samples."
     if found.kept_bytes:

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from calibrators.legacy import QUANTILE
-from deploy.calibration import trt_cache
+from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.subject import Subject
 from deploy.graph.edit import copied, replace_nodes
@@ -46,7 +46,7 @@ _OWN = frozenset({"entropy-tensorrt", "legacy"})
 
 def version_of(subject: Subject) -> str:
     """TensorRT that is to read the cache."""
-    return subject.trt_version or trt_cache.DEFAULT_VERSION
+    return subject.trt_version or DEFAULT_TRT_VERSION
 
 
 def observations(subject: Subject, parser: str | None) -> tuple[Observation, ...] | None:

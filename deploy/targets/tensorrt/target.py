@@ -12,7 +12,6 @@ cache where TensorRT still has calibrators, else from the Q/DQ model.
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
+from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.errors import ConfigError, SdkMissingError
+from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.targets.options import check, option
 
@@ -139,7 +140,7 @@ class TensorRT:
         from deploy.targets.tensorrt.match import match
         from deploy.targets.tensorrt.to_qdq import to_qdq
 
-        version = self.version or request.subject.trt_version or trt_cache.DEFAULT_VERSION
+        version = self.version or request.subject.trt_version or DEFAULT_TRT_VERSION
         found = request.ranges.of(self.demand(request.subject))
         cache = cache_of(request.model, found, version)
         matched = match(cache, request.model, float_nodes=request.float_nodes)
@@ -199,8 +200,8 @@ class TensorRT:
         key = builder.engine_key(
             here,
             settings,
-            model_sha256=_sha256(source.read_bytes()),
-            cache_sha256=_sha256(known) if implicit else None,
+            model_sha256=sha256(source.read_bytes()),
+            cache_sha256=sha256(known) if implicit else None,
         ) | {"calibrator": self.calibrator}
         about = _origin_notes(here)
         if builder.cached_engine(path, key):
@@ -428,7 +429,3 @@ def _bytes(model: onnx.ModelProto) -> bytes:
 
 def _written(stem: Path, suffix: str, data: bytes) -> Path:
     return atomic.write_bytes(stem.with_name(stem.name + suffix), data)
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
