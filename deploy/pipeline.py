@@ -41,6 +41,7 @@ from deploy.machine import default_threads
 from deploy.progress import bar
 from deploy.targets import TARGETS, Target, named
 from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
+from deploy.targets.options import given
 
 if TYPE_CHECKING:
     import onnx
@@ -215,7 +216,7 @@ def build(
         float_nodes=float_nodes,
         progress=progress,
     )
-    results = _built(built_for, calibrated, folder)
+    results = _built(built_for, calibrated, folder, threads or default_threads())
     figures = measured(
         loaded,
         built_for,
@@ -344,7 +345,9 @@ def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> Ca
     return next((target.cache_text(subject, ranges) for target in writers), None)
 
 
-def _built(targets: Sequence[Target], calibrated: Calibrated, folder: Path) -> list[Built]:
+def _built(
+    targets: Sequence[Target], calibrated: Calibrated, folder: Path, threads: int
+) -> list[Built]:
     """One result a target; a failed one is its sentence.
 
     Raises:
@@ -356,6 +359,7 @@ def _built(targets: Sequence[Target], calibrated: Calibrated, folder: Path) -> l
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
+        threads=threads,
     )
     results: list[Built] = []
     errors: list[Calib8Error] = []
@@ -364,7 +368,7 @@ def _built(targets: Sequence[Target], calibrated: Calibrated, folder: Path) -> l
             results.append(Built(target=target.name, error=calibrated.failed[target.name]))
             continue
         try:
-            results.append(target.build(request))
+            results.append(replace(target.build(request), options=given(target)))
         except Calib8Error as error:
             errors.append(error)
             results.append(Built(target=target.name, error=str(error)))

@@ -138,6 +138,7 @@ def _target(calibrated: Calibrated, figures: Figures, built: Built) -> TargetPar
     return TargetPart(
         name=built.target,
         method=built.method,
+        options=built.options,
         reused=not error and not now.intersection(calibrated.wanted.get(built.target, ())),
         nodes=node_rows(built.decisions),
         tensors=tensor_rows(built.ranges, clipped=_clipped(calibrated, built), layers=layers),

@@ -194,3 +194,13 @@ def test_a_version_that_is_asked_for_is_written_on_reuse_too(run, tmp_path):
     assert code == 0 and "reused" in out and cache.read_text().startswith("TRT-100300-")
     assert run("calibrate", "-o", cache)[0] == 0
     assert cache.read_text().startswith("TRT-100300-")  # no wish changes nothing
+
+
+def test_the_report_says_which_options_a_target_was_given(run, tmp_path):
+    words = ("--target", "onnxruntime,tensorrt", "--int8-stem", "--no-fp16", "--max-batch", "4")
+    assert run("build", *words, "--out", tmp_path)[0] == 0
+    found = {target["name"]: target.get("options") for target in report(tmp_path)["targets"]}
+    assert found["onnxruntime"] == {"--int8-stem": ""}
+    assert found["tensorrt"] == {"--no-fp16": "", "--max-batch": "4"}
+    for name in ("report.md", "report.html"):
+        assert "--no-fp16 --max-batch 4" in (tmp_path / name).read_text()

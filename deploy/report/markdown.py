@@ -102,8 +102,8 @@ def _coverage(report: Findings) -> Iterator[str]:
 
 def _covered(targets: Sequence[TargetPart]) -> str:
     return _table(
-        ["target", "nodes", "operators", "ranges by"],
-        ([t.name, coverage(t), quantized_operators(t), t.method] for t in targets),
+        ["target", "nodes", "operators", "ranges by", "options"],
+        ([t.name, coverage(t), quantized_operators(t), t.method, t.typed] for t in targets),
     )
 
 

@@ -167,6 +167,7 @@ class TargetPart:
     Attributes:
         name: of the target.
         method: what chose its ranges, such as "mse" or "ARQ and IFMR"; "" where it is not known.
+        options: its flags that were given -> their values in words.
         reused: True where everything it needed was in the cache.
         nodes: every node, as this target runs it.
         tensors: the ranges that this target's files hold.
@@ -178,6 +179,7 @@ class TargetPart:
 
     name: str
     method: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
     reused: bool = False
     nodes: tuple[NodeRow, ...] = ()
     tensors: tuple[TensorRow, ...] = ()
@@ -185,6 +187,11 @@ class TargetPart:
     files: tuple[FileRow, ...] = ()
     notes: tuple[str, ...] = ()
     error: str = ""
+
+    @property
+    def typed(self) -> str:
+        """Its options as a user types them."""
+        return " ".join(f"{flag} {value}".strip() for flag, value in self.options.items())
 
 
 def node_rows(decisions: Iterable[Decision]) -> tuple[NodeRow, ...]:

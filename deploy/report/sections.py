@@ -22,9 +22,11 @@ def nodes(report: Findings) -> Iterator[str]:
     if len(report.targets) == 1:
         operators = quantized_operators(targets[0])
         yield f"<p>{escape(coverage(targets[0]) + (': ' + operators if operators else ''))}.</p>"
+        if targets[0].typed:
+            yield f"<p>Options: {escape(targets[0].typed)}.</p>"
     else:
-        rows = ([t.name, coverage(t), quantized_operators(t), t.method] for t in targets)
-        yield markup.table(["target", "nodes", "operators", "ranges by"], rows, "words")
+        rows = ([t.name, coverage(t), quantized_operators(t), t.method, t.typed] for t in targets)
+        yield markup.table(["target", "nodes", "operators", "ranges by", "options"], rows, "words")
     yield from _float(targets, alone=len(report.targets) == 1)
 
 

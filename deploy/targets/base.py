@@ -27,6 +27,7 @@ class BuildRequest:
         folder: where to write.
         ranges: what was observed, and the clip ranges that the method finds in it.
         feed: the calibration samples, for an engine that calibrates by itself.
+        threads: for what is run while building; the files do not depend on it.
         manifest: what the feed is made of, preprocessing included.
     """
 
@@ -35,6 +36,7 @@ class BuildRequest:
     ranges: Ranges
     feed: Samples
     manifest: Mapping[str, Any]
+    threads: int = 1
 
     @property
     def name(self) -> str:
@@ -81,6 +83,7 @@ class Built:
             is the engine itself, for latency; None where there is none.
         files: role -> path of every file written, the engine included.
         decisions: every node, its precision or why it is float.
+        options: flags of this target that were given -> their values in words.
         method: what chose the ranges in these files.
         ranges: tensor -> its range in these files.
         notes: sentences for the user: what was not done, and the command that does it.
@@ -92,6 +95,7 @@ class Built:
     runnable: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
     method: str = ""
     ranges: Mapping[str, Scale] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -113,6 +113,18 @@ def options_of(target: type) -> tuple[Option, ...]:
     )
 
 
+def given(target: object) -> dict[str, str]:
+    """Flag -> value in words, of the options of a target that are not the default's."""
+    found = {}
+    for declared in options_of(type(target)):
+        value = getattr(target, declared.name)
+        if value != declared.default:
+            flag, _, switched_off = declared.flag.partition("/")
+            off = value is False and bool(switched_off)
+            found[switched_off if off else flag] = "" if isinstance(value, bool) else str(value)
+    return found
+
+
 def check(target: object) -> None:
     """Hold a target's values to what its options declare; for its `__post_init__`.
 

@@ -346,7 +346,9 @@ def _verified(
     from deploy.targets.ascend.verify import verify
 
     try:
-        return verify(model, layers, request.feed.first(_VERIFIED)).sentence()
+        return verify(
+            model, layers, request.feed.first(_VERIFIED), threads=request.threads
+        ).sentence()
     except ModelError as error:
         return f"The deploy model was not run in integers: {error}."
 
