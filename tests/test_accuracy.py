@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.errors import ConfigError, FeedError
-from deploy.metrics.accuracy import compare, compare_tensors, cosine, sqnr_db
+from deploy.metrics.accuracy import TensorComparison, compare, cosine, sqnr_db
 from deploy.tensors import TensorSpec
 
 
@@ -139,10 +139,15 @@ def test_other_outputs_and_no_samples_are_refused():
 
 def test_pairs_of_tensors_by_other_names():
     left, right = Scored(identity, ("y",)), Scored(lambda x: x * np.float32(0.5), ("z",))
-    (found,) = compare_tensors(left, right, batches(X, 6), {"y": "z"})
+    comparison = TensorComparison({"y": "z"})
+    for feed in batches(X, 6):
+        comparison.add(feed, left.run(feed), right.run(feed))
+    (found,) = comparison.result()
     assert found.name == "y" and found.sqnr_db == pytest.approx(10 * np.log10(4))
     with pytest.raises(ConfigError, match="at least one pair"):
-        compare_tensors(left, right, batches(X, 6), {})
+        TensorComparison({})
+    with pytest.raises(FeedError, match="at least one sample"):
+        TensorComparison({"y": "z"}).result()
 
 
 def test_memory_does_not_grow_with_the_samples():

@@ -3,10 +3,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.errors import ConfigError
-from deploy.metrics.layerwise import compare_layers, shared_tensors
+from deploy.feed.feed import open_feed
+from deploy.frontends import load
+from deploy.graph.plan import Decision
+from deploy.judge import evaluation_of, look_inside
+from deploy.metrics.layerwise import shared_tensors
+from deploy.targets.base import Built
 
 STEP = 0.25
+IN_INT8 = Decision("relu", "Relu", "int8")
 
 
 def model(*, quantized: bool) -> onnx.ModelProto:
@@ -28,11 +33,15 @@ def model(*, quantized: bool) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opset, ir_version=9)
 
 
-def test_a_tensor_is_compared_with_what_the_next_layer_reads():
+def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
     assert shared_tensors(model(quantized=False), model(quantized=True)) == {"a": "a_dq"}
-    x = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     float_model, int8_model = model(quantized=False), model(quantized=True)
-    (found,) = compare_layers(float_model, int8_model, [{"x": x}], threads=1)
+    built = Built(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
+    onnx.save(int8_model, built.runnable)
+    loaded = load(float_model)
+    over = evaluation_of(open_feed([x], loaded.inputs), None, None)
+    ((found,),) = look_inside(loaded, [built], {"int8": None}, over).layers.values()
     a = np.maximum(x, 0).astype(np.float64)
     steps = np.rint(a / STEP) * STEP
     assert found.name == "a"
@@ -40,6 +49,5 @@ def test_a_tensor_is_compared_with_what_the_next_layer_reads():
     assert [o.name for o in int8_model.graph.output] == ["y"]  # tapped copies only
 
 
-def test_models_that_share_no_tensor_are_refused():
-    with pytest.raises(ConfigError, match="at least one pair"):
-        compare_layers(model(quantized=True), model(quantized=False), [], threads=1)
+def test_models_that_share_no_tensor_have_no_figures():
+    assert shared_tensors(model(quantized=True), model(quantized=False)) == {}

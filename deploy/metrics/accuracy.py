@@ -157,25 +157,6 @@ class Comparison:
         return self._top1.result(tuple(error.result() for error in self._errors.values()))
 
 
-def compare_tensors(
-    reference: Session,
-    candidate: Session,
-    samples: Iterable[Mapping[str, Array]],
-    pairs: Mapping[str, str],
-) -> tuple[OutputAccuracy, ...]:
-    """Compare pairs of outputs, reference's name -> candidate's; each is named by the reference.
-
-    Raises:
-        ConfigError: no pair.
-        FeedError: no sample.
-        BackendError: a session refused a sample.
-    """
-    comparison = TensorComparison(pairs)
-    for feed in samples:
-        comparison.add(feed, reference.run(feed), candidate.run(feed))
-    return comparison.result()
-
-
 class TensorComparison:
     """Figures of pairs of tensors, reference's name -> candidate's, batch by batch."""
 

@@ -11,44 +11,10 @@ output of the DequantizeLinear behind it::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
-
-from deploy.graph.edit import with_outputs
-from deploy.metrics.accuracy import OutputAccuracy, compare_tensors
-from deploy.ort import OrtSession
-from deploy.tensors import Array
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-
-
-def compare_layers(
-    reference: ModelProto,
-    candidate: ModelProto,
-    samples: Iterable[Mapping[str, Array]],
-    *,
-    threads: int | None = None,
-) -> tuple[OutputAccuracy, ...]:
-    """SQNR and cosine of every tensor that both models share by name, in the float model's order.
-
-    All tensors of one batch are in memory at a time, and no more.
-
-    Args:
-        reference: the float model, below 2 GB.
-        candidate: its Q/DQ model.
-        samples: feeds of one batch each, read once; a few are enough.
-        threads: threads inside one operator.
-
-    Raises:
-        ConfigError: no tensor in common.
-        FeedError: no sample.
-        BackendError: a model that ONNX Runtime cannot load or run.
-    """
-    pairs = shared_tensors(reference, candidate)
-    left = OrtSession.open(with_outputs(reference, pairs), threads=threads)
-    right = OrtSession.open(with_outputs(candidate, pairs.values()), threads=threads)
-    return compare_tensors(left, right, samples, pairs)
 
 
 def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, str]:
