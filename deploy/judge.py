@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from deploy.frontends import LoadedModel
 
 _LAYER_SAMPLES = 4  # samples for the figures of inner tensors, which keep them all in memory
-_CALIBRATION_SAMPLES = 100  # of the calibration images, where no evaluation images are given
+CALIBRATION_SAMPLES = 100  # of the calibration images, where no evaluation images are given
 
 
 def _sleeping(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
@@ -252,8 +252,8 @@ def evaluation_of(
         )
     return Evaluation(
         feed=calibration,
-        samples=min(_CALIBRATION_SAMPLES, len(calibration)),
-        most=min(_CALIBRATION_SAMPLES, calibration.count),
+        samples=min(CALIBRATION_SAMPLES, len(calibration)),
+        most=min(CALIBRATION_SAMPLES, calibration.count),
         labels=None,
     )
 

@@ -97,6 +97,7 @@ def calibrate(
         threads=threads,
         float_nodes=float_nodes,
         progress=progress,
+        remember=0,
     )
 
 
@@ -114,9 +115,16 @@ def _calibrated(
     threads: int | None,
     float_nodes: Iterable[str],
     progress: bool,
+    remember: int,
 ) -> Calibrated:
-    """`calibrate` of a model that is loaded; `given` is as the user gave it."""
+    """`calibrate` of a model that is loaded.
+
+    Args beyond those of `calibrate`:
+        given: the model as the user gave it.
+        remember: samples that will be asked for again.
+    """
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    feed.remember(remember)
     subject = Subject(
         loaded=loaded,
         given=given,
@@ -191,6 +199,7 @@ def build(
     Raises:
         As `calibrate`; and what the targets raised where none could be built.
     """
+    from deploy.judge import CALIBRATION_SAMPLES
     from deploy.measure import measured
     from deploy.results import write_report
 
@@ -215,6 +224,7 @@ def build(
         threads=threads,
         float_nodes=float_nodes,
         progress=progress,
+        remember=CALIBRATION_SAMPLES if evaluation is None else 0,
     )
     results = _built(built_for, calibrated, folder, threads or default_threads())
     figures = measured(

@@ -536,3 +536,34 @@ def test_a_dropped_stream_ends_its_thread():
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not threads()
+
+
+def test_a_second_pass_over_remembered_samples_decodes_nothing(pictures, small_cnn):
+    from deploy.frontends import load
+
+    specs = load(small_cnn).inputs
+    fresh, kept = (open_feed(pictures, specs, preprocess=Preprocess(size=(16, 16))) for _ in "ab")
+    kept.remember(15)
+    for feed in (fresh, kept, kept):
+        arrays = [sample["x"] for sample in feed.samples()]
+        if feed is fresh:
+            wanted = arrays
+        assert all(np.array_equal(a, b) for a, b in zip(arrays, wanted, strict=True))
+    assert fresh.decodes == 20 and kept.decodes == 20 + 5 - 0
+
+
+def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
+    from deploy.feed.spool import Spool
+
+    spool = Spool(4)
+    spool.add(0, {"x": np.ones(3)})
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    spool.add(1, {"x": np.ones(3)})
+    monkeypatch.undo()
+    spool.add(2, {"x": np.ones(3)})
+    assert spool.get(1) is None and spool.get(2) is None
+    assert np.array_equal(spool.get(0)["x"], np.ones(3))

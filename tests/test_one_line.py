@@ -71,6 +71,11 @@ def test_the_command_prints_what_was_counted(run, tmp_path):
     assert "decoded 20 images, ran 20 inferences" in " ".join(out.split())
 
 
+def test_pictures_that_calibrate_and_judge_are_decoded_once_too(run, tmp_path):
+    assert run("build", "--target", ALL, "--out", tmp_path)[0] == 0
+    assert work(tmp_path) == {"decodes": 20, "calibration": 40, "reference": 20}
+
+
 def test_an_added_target_observes_only_its_own(run, tmp_path):
     out = tmp_path / "o"
     seen = {}

@@ -20,6 +20,7 @@ from deploy.feed import images, manifest
 from deploy.feed.arrays import fixed_batch, from_file, from_iterable
 from deploy.feed.pixels import apply
 from deploy.feed.preprocess import Preprocess, describe, resolve
+from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
 from deploy.tensors import Array, TensorSpec
 
@@ -98,6 +99,7 @@ class Feed:
         self._skipped: dict[int, str] = {}
         self._manifest: dict[str, Any] | None = None
         self._kept: dict[int, Sample] = {}  # the first few, so that nobody reads them again
+        self._spool = Spool(0)
         self._good: tuple[int, tuple[int, ...]] = (-1, ())  # bad ones known, labels without them
         self.decodes = 0
         self.batch = batch
@@ -159,6 +161,10 @@ class Feed:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or nothing but bad ones.
         """
         return Stream(self._batches)
+
+    def remember(self, most: int) -> None:
+        """Keep the first samples on disk as they are read, for a second pass over them."""
+        self._spool = Spool(most * self.batch)
 
     def first(self, most: int) -> list[Sample]:
         """The first samples, at most `most` and `KEPT`; read once, whoever else reads them.
@@ -222,11 +228,14 @@ class Feed:
             )
 
     def _read(self, index: int) -> Sample:
-        """One sample, from memory where it is among the first few."""
+        """One sample, from memory or disk where it is among the first ones."""
         if index in self._kept:
             return dict(self._kept[index])
+        if (known := self._spool.get(index)) is not None:
+            return known
         sample = self._source.read(index)
         self.decodes += 1
+        self._spool.add(index, sample)
         if len(self._kept) < KEPT * self.batch:
             self._kept[index] = sample
         return dict(sample)

@@ -1,0 +1,54 @@
+"""The first samples of a feed, kept in a file without a name, so that nobody decodes them again."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import IO
+
+import numpy as np
+
+from deploy.tensors import Array
+
+
+class Spool:
+    """Samples by their index; written once, read as often as needed, gone with the process.
+
+    A disk that is full ends the keeping, not the run: what was kept stays, the rest is decoded
+    again by whoever asks.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._places: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self._file: IO[bytes] | None = None
+        self._using = threading.Lock()
+
+    def add(self, index: int, sample: Mapping[str, Array]) -> None:
+        """Keep a sample, if there is room."""
+        with self._using:
+            if len(self._places) >= self._most or index in self._places:
+                return
+            try:
+                if self._file is None:
+                    self._file = tempfile.TemporaryFile(prefix="calib8-")  # noqa: SIM115
+                    weakref.finalize(self, self._file.close)
+                place = self._file.seek(0, 2)
+                for array in sample.values():
+                    np.save(self._file, array, allow_pickle=False)
+                self._file.flush()
+            except (OSError, ValueError):  # full, or values that are no plain array
+                self._most = 0
+                return
+            self._places[index] = place, tuple(sample)
+
+    def get(self, index: int) -> dict[str, Array] | None:
+        """A sample that was kept; None for any other."""
+        with self._using:
+            if index not in self._places or self._file is None:
+                return None
+            place, names = self._places[index]
+            self._file.seek(place)
+            return {name: np.load(self._file, allow_pickle=False) for name in names}

@@ -1,0 +1,73 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.feed.parallel import in_order
+
+SAMPLES = [{"x": np.full(1, n)} for n in range(12)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_results_are_taken_in_order_and_one_at_a_time(threads):
+    taken, busy = [], threading.Lock()
+
+    def work(worker, number, sample):
+        assert 0 <= worker < threads
+        time.sleep(0.002 * (number % 3))
+        return int(sample["x"][0])
+
+    def take(number, result):
+        assert busy.acquire(blocking=False)
+        taken.append((number, result))
+        busy.release()
+
+    assert in_order(SAMPLES, work, take, threads=threads) == len(SAMPLES)
+    assert taken == [(n + 1, n) for n in range(len(SAMPLES))]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), max_size=40), st.integers(1, 4))
+def test_a_sum_of_floats_does_not_depend_on_the_threads(values, threads):
+    def summed(workers):
+        total = [0.0]
+
+        def take(_, value):
+            total[0] += value
+
+        samples = ({"x": np.array([v])} for v in values)
+        in_order(samples, lambda w, n, s: float(s["x"][0]), take, threads=workers)
+        return total[0]
+
+    assert summed(threads) == summed(1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("where", ["samples", "work", "take"])
+def test_a_failure_comes_through_and_lets_everybody_out(where, threads):
+    def samples():
+        yield from SAMPLES[:3]
+        if where == "samples":
+            raise ValueError("samples")
+        yield from SAMPLES[3:]
+
+    def work(_, number, sample):
+        if where == "work" and number == 4:
+            raise ValueError("work")
+        return sample
+
+    def take(number, _):
+        if where == "take" and number == 4:
+            raise ValueError("take")
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=where):
+        in_order(samples(), work, take, threads=threads)
+    assert threading.active_count() == before
+
+
+def test_no_sample_is_no_result():
+    assert in_order([], lambda *_: None, lambda *_: None, threads=2) == 0

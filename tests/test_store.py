@@ -1,0 +1,145 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from calibrators.amct.statistics import ChannelMaxOf, ExactOf, HfmgOf, IfmrOf
+from calibrators.errors import CalibrationError
+from calibrators.statistics import AmaxOf, HistogramOf
+from deploy.calibration import store
+from deploy.calibration.fingerprint import Fingerprint
+from deploy.calibration.observation import Observation, Observed, Variant
+from deploy.calibration.reuse import CachePolicy, judge
+from deploy.errors import CacheError
+
+STATISTICS = [
+    HistogramOf(), HistogramOf(first=2), AmaxOf(2), IfmrOf(), IfmrOf(samples=3), HfmgOf(nbins=1024),
+    ChannelMaxOf(axis=1),
+]  # fmt: skip
+FOLDED = Variant("folded", lambda _: None)
+TEXT = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
+MARK = Fingerprint(
+    model="m", images={"count": 2}, preprocess={}, rule="histogram", versions={"a": 1}, method="mse"
+)
+BATCHES = st.lists(
+    arrays.arrays(
+        np.float32, (1, 3, 4), elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=False)
+    ),
+    min_size=1,
+    max_size=4,
+)  # fmt: skip
+
+
+def recorded(statistic, batches):
+    lead = None
+    if statistic.lead is not None:
+        lead = recorded(statistic.lead, batches)
+    recorder = statistic.recorder(lead)
+    for batch in batches:
+        recorder.observe(batch)
+    return recorder
+
+
+def same(one, other):
+    a, b = one.to_arrays(), other.to_arrays()
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.key)
+@settings(max_examples=30, deadline=None)
+@given(batches=BATCHES)
+def test_every_statistic_comes_back_as_it_was(statistic, batches):
+    recorder = recorded(statistic, batches)
+    again = statistic.restore(recorder.to_arrays())
+    assert same(again, recorder)
+    if statistic.samples is None:  # it goes on from there as if it had never been stored
+        recorder.observe(batches[0])
+        again.observe(batches[0])
+        assert same(again, recorder)
+
+
+def test_many_values_come_back_as_counts():
+    rng = np.random.default_rng(2)
+    recorder = recorded(IfmrOf(), [rng.standard_normal((1, 70_000)).astype(np.float32)])
+    assert recorder.kept is None and same(IfmrOf().restore(recorder.to_arrays()), recorder)
+
+
+def observation(statistic, tensor="x", variant=FOLDED):
+    return Observation(variant, tensor, statistic)
+
+
+def kept(path: Path, observations) -> None:
+    batches = [np.arange(12, dtype=np.float32).reshape(1, 3, 4)]
+    observed = Observed({o.key: recorded(o.statistic, batches) for o in observations})
+    calibration = store.Calibration(observed=observed, fingerprint=MARK)
+    store.save(calibration, path, text=TEXT)
+
+
+def test_each_observation_is_judged_by_itself(tmp_path):
+    path = tmp_path / "c"
+    here = [
+        observation(HistogramOf()),
+        observation(IfmrOf(), "y", Variant("other", lambda _: None)),
+    ]
+    kept(path, here)
+    more = [*here, observation(HistogramOf(), "z"), observation(HistogramOf(first=2))]
+    verdict = judge(CachePolicy(path=path), MARK, more)
+    assert set(verdict.observed) == {o.key for o in here}
+    assert verdict.missing == tuple(more[2:]) and "lacks 2 observations" in verdict.reason
+    with pytest.raises(CacheError, match="lacks 2 observations"):
+        judge(CachePolicy(path=path, require=True), MARK, more)
+    assert not judge(CachePolicy(path=path, require=True), MARK, here).missing
+
+
+def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):
+    path = tmp_path / "c"
+    kept(path, [observation(HistogramOf()), observation(HfmgOf(), "y")])
+    stored = store.load(path)
+    arrays_of_y = stored.carried([("folded", "y", HfmgOf().key)])
+    kept_x = stored.observed([observation(HistogramOf())])
+    store.save(
+        store.Calibration(observed=kept_x, fingerprint=MARK), path, text=TEXT, carried=arrays_of_y
+    )
+    assert set(store.load(path).keys) == set(stored.keys)
+
+
+def test_the_same_observations_are_the_same_bytes_in_any_order(tmp_path):
+    listed = [observation(s, t) for s in (HistogramOf(), IfmrOf()) for t in "abc"]
+    kept(tmp_path / "one", listed)
+    kept(tmp_path / "two", listed[::-1])
+    one, two = ([p.read_bytes() for p in store.sidecars(tmp_path / n)] for n in ("one", "two"))
+    assert one == two
+
+
+def test_values_that_are_kept_whole_are_not_stored(tmp_path):
+    kept(tmp_path / "c", [observation(ExactOf()), observation(HistogramOf())])
+    assert store.load(tmp_path / "c").keys == (observation(HistogramOf()).key,)
+    with pytest.raises(CalibrationError, match="not stored"):
+        ExactOf().restore({})
+
+
+@pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.key)
+def test_arrays_of_another_statistic_are_told(tmp_path, statistic):
+    other = HfmgOf(nbins=2048) if not isinstance(statistic, HfmgOf) else HistogramOf()
+    kept(tmp_path / "c", [observation(other)])
+    side = store.sidecars(tmp_path / "c")[0]
+    document = json.loads(side.read_text())
+    document["observations"] = [["folded", "x", statistic.key]]
+    side.write_text(json.dumps(document))
+    with pytest.raises(CacheError, match="does not hold statistics"):
+        store.load(tmp_path / "c").observed([observation(statistic)])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[], {}, {"schema": 1}, {"schema": 2, "observations": 3}, {"schema": 2, "observations": [[1]]}],
+)
+def test_a_sidecar_of_another_form_is_told(tmp_path, wrong):
+    kept(tmp_path / "c", [observation(HistogramOf())])
+    store.sidecars(tmp_path / "c")[0].write_text(json.dumps(wrong))
+    with pytest.raises(CacheError, match="not a fingerprint that this version"):
+        store.load(tmp_path / "c")
