@@ -50,11 +50,13 @@ def one(task: str, images: Path, *, decoded: bool) -> dict[str, float]:
     With `decoded`, the photos are decoded before the clock starts.
     """
     from deploy.calibration.observe import observe
+    from deploy.calibration.ranges import Ranges
     from deploy.calibration.search import Method
+    from deploy.calibration.subject import Subject
     from deploy.feed.feed import open_feed
     from deploy.feed.presets import preset
     from deploy.frontends import load
-    from deploy.graph.plan import ONNXRUNTIME, analyse
+    from deploy.targets import OnnxRuntime
 
     loaded = load(cache_folder() / "efficientnet-lite0.onnx")
     feed = open_feed(images, loaded.inputs, preprocess=preset("efficientnet-lite"))
@@ -69,9 +71,10 @@ def one(task: str, images: Path, *, decoded: bool) -> dict[str, float]:
     elif task == PEER:
         quantize_with_onnxruntime(feed, cache_folder() / "efficientnet-lite0.ort.onnx")
     else:
-        tensors = analyse(loaded.model, ONNXRUNTIME).activations
-        statistics = observe(loaded.model, tensors, samples or feed.samples(), threads=THREADS)
-        statistics.scales(Method.of(task).search)
+        subject = Subject(loaded=loaded, samples=len(feed), method=Method.of(task))
+        wanted = OnnxRuntime().demand(subject)
+        observed = observe(wanted, samples or feed.samples(), threads=THREADS)
+        Ranges(observed, subject.method.search, subject.bounds).of(wanted)
     return {
         "wall": time.perf_counter() - start,
         "cpu": _cpu() - cpu,
