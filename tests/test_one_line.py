@@ -209,3 +209,13 @@ def test_the_report_says_which_options_a_target_was_given(run, tmp_path):
     assert found["tensorrt"] == {"--no-fp16": "", "--max-batch": "4"}
     for name in ("report.md", "report.html"):
         assert "--no-fp16 --max-batch 4" in (tmp_path / name).read_text()
+
+
+def test_a_cache_does_not_grow_with_every_configuration_that_is_tried(run, tmp_path):
+    out, names = tmp_path / "o", ["Conv_c1", "Conv_c2", "Conv_c3", "Gemm_logits"]
+    words = ("--target", "onnxruntime,ascend", "--out", out)
+    for kept in [(), *[(n,) for n in names], *[(a, b) for a in names for b in names if a < b]]:
+        assert run("build", *words, *(w for n in kept for w in ("--keep-float", n)))[0] == 0
+    keys = json.loads((out / "small_cnn.cache.json").read_text())["observations"]
+    variants = {variant for variant, _, _ in keys}
+    assert "folded" in variants and len(variants) <= 6

@@ -6,13 +6,14 @@ every tensor of the cleaned model that was searched.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from calibrators.grids import symmetric_scale
-from calibrators.statistics import Ranged
+from calibrators.statistics import Arrays, Ranged
 from deploy.calibration import DEFAULT_TRT_VERSION, store, trt_cache
-from deploy.calibration.observation import Observed
+from deploy.calibration.observation import Key, Observed
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict
 from deploy.calibration.store import Calibration
@@ -21,6 +22,8 @@ from deploy.errors import CacheError
 
 if TYPE_CHECKING:
     import numpy as np
+
+_MOST_VARIANTS = 4  # of older runs, beside the cleaned model
 
 
 def keep(
@@ -35,24 +38,35 @@ def keep(
     if policy.path is None:
         return
     stored = verdict.stored
-    if stored is not None and _as_it_stands(stored, verdict, subject, calibration, text):
-        return
-    keys = () if stored is None else stored.keys
-    names = (k[1] for k in keys if (k[0], k[2]) == (FOLDED, subject.statistic.key))
-    older = subject.histograms(names)  # of targets that were built before
+    carried: dict[Key, Arrays] = {}
     if stored is not None:
+        if _as_it_stands(stored, verdict, subject, calibration, text):
+            return
+        statistic = subject.statistic.key
+        names = (k[1] for k in stored.keys if (k[0], k[2]) == (FOLDED, statistic))
+        older = subject.histograms(names)  # of targets that were built before
         known = stored.observed(older).and_also(calibration.observed)
+        carried = stored.carried(_carried(stored.keys, known))
         calibration = replace(calibration, observed=known)
         ranges = Ranges(known, ranges.search, ranges.bounds)
-    carried = (
-        {} if stored is None else stored.carried(k for k in keys if k not in calibration.observed)
-    )
     store.save(
         calibration,
         policy.path,
         text=text if text is not None else _plain_text(subject, ranges),
         carried=carried,
     )
+
+
+def _carried(keys: Iterable[Key], known: Observed) -> list[Key]:
+    """What to keep of older runs: all of the cleaned model, and of a few variants beside it.
+
+    Each Ascend configuration is a variant of its own, so that a user who tries many would find a
+    cache that only grows.
+    """
+    others = [key for key in keys if key not in known]
+    beside = [v for v in dict.fromkeys(key[0] for key in others) if v != FOLDED]
+    kept = {FOLDED, *beside[-_MOST_VARIANTS:], *(key[0] for key in known)}
+    return [key for key in others if key[0] in kept]
 
 
 def _as_it_stands(
