@@ -245,13 +245,18 @@ def targets_of(targets: Sequence[str | Target]) -> list[Target]:
     """Targets by name or with options of their own.
 
     Raises:
-        ConfigError: a name that is not in the table.
+        ConfigError: a name that is not in the table, or two targets of one name.
     """
-    found: list[Target] = []
-    for target in targets:
-        found.append(named(target)() if isinstance(target, str) else target)
+    found = [named(target)() if isinstance(target, str) else target for target in targets]
     if not found:
         raise ConfigError(f"at least one target is needed, of {', '.join(TARGETS)}")
+    names = Counter(target.name for target in found)
+    twice = [name for name, times in names.items() if times > 1]
+    if twice:
+        raise ConfigError(
+            f"targets must have names of their own, got {twice[0]!r} twice, whose files would be"
+            " the same; build the other one into another folder"
+        )
     return found
 
 

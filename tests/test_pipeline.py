@@ -265,6 +265,8 @@ def test_words_that_name_nothing_are_told(small_cnn, pictures):
         calibrate(small_cnn, pictures, preprocess=UNIT, float_nodes=["Conv_c22"])
     with pytest.raises(ConfigError, match="a target is one of"):
         calibrate(small_cnn, pictures, preprocess=UNIT, targets=["onnx"])
+    with pytest.raises(ConfigError, match="'tensorrt' twice"):
+        calibrate(small_cnn, pictures, preprocess=UNIT, targets=["tensorrt", "tensorrt"])
     with pytest.raises(ConfigError, match="a method is one of"):
         calibrate(small_cnn, pictures, preprocess=UNIT, method="kl")
 
