@@ -1,1 +1,1 @@
-"""What only Ascend needs: AMCT's configuration, layers, calibration pass, executor."""
+"""What only Ascend needs: AMCT's configuration, layers, what they want observed, executor."""

@@ -104,7 +104,7 @@ class Ascend:
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """Inputs of the layers. They go into the cache; AMCT's own scales are found in `build`."""
+        """Inputs of the layers; what is observed of them says `demand`."""
         from deploy.targets.ascend.files import read_any_config
 
         _, graph = _prepared(model)
