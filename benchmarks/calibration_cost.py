@@ -74,7 +74,7 @@ def one(task: str, images: Path, *, decoded: bool) -> dict[str, float]:
         subject = Subject(loaded=loaded, samples=len(feed), method=Method.of(task))
         wanted = OnnxRuntime().demand(subject)
         observed = observe(wanted, samples or feed.samples(), threads=THREADS)
-        Ranges(observed, subject.method.search, subject.bounds).of(wanted)
+        Ranges(observed, subject.method, subject.bounds).of(wanted)
     return {
         "wall": time.perf_counter() - start,
         "cpu": _cpu() - cpu,

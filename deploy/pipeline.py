@@ -146,7 +146,7 @@ def _calibrated(
         verdict = judge(policy, fingerprint, _all(wanted))
         workers = threads or default_threads()
         observed = _completed(verdict, feed, threads=workers, progress=progress, runs=runs)
-        ranges = Ranges(observed, subject.method.search, subject.bounds)
+        ranges = Ranges(observed, subject.method, subject.bounds)
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
         notes = own.notes if own else ()
         calibration = Calibration(observed=observed, fingerprint=fingerprint)
@@ -333,7 +333,7 @@ def _trusted(
     found = store.trusted(policy.path, tensors, never_negative(subject.model))
     reason = f"{policy.path} is trusted as it is, without a fingerprint"
     verdict = Verdict(reason=reason, observed=Observed({}), missing=())
-    return verdict, Ranges(Observed({}), subject.method.search, subject.bounds, trusted=found)
+    return verdict, Ranges(Observed({}), subject.method, subject.bounds, trusted=found)
 
 
 def _completed(

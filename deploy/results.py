@@ -119,7 +119,7 @@ def _groups(calibrated: Calibrated) -> tuple[GroupRow, ...]:
 
 
 def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationPart:
-    asked = calibrated.method.label
+    asked = calibrated.ranges.chosen_by
     used = {result.method for result in built if result.method}
     return CalibrationPart(
         method=asked if asked in used or not used else "",

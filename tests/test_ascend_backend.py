@@ -637,6 +637,18 @@ def test_auto_command(small_cnn, data, tmp_path, capsys):
     assert code == 0 and "layers in int8" in out
     assert {RANKING, HISTORY, FINAL} <= {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / f"{small_cnn.stem}_deploy_model.onnx").exists()
+    words = ("ascend", "auto", small_cnn, "--images", data, "-o", tmp_path)
+    code, out, _ = call(capsys, *words, "--keep-float", "op:Gemm", "--verbose")
+    assert (
+        code == 0 and "decoded" in out and "inferences of the model weights fake-quantized" in out
+    )
+    code, out, _ = call(capsys, *words, "--keep-float", "op:Gemm", "--require-cache", "--verbose")
+    assert code == 0 and "ran no inference" in out
+    code, out, _ = call(capsys, *words, "--refresh", "--verbose")
+    assert code == 0 and "inferences of the model weights fake-quantized" in out
+    code, _, err = call(capsys, *words, "--refresh", "--require-cache")
+    assert code == 1 and "leave one of them away" in err
+    assert call(capsys, *words, "--method", "mse")[0] == 2  # Ascend's own searches are AMCT's
 
 
 def test_options_of_another_target_are_refused(small_cnn, data, tmp_path, capsys):

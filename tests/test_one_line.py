@@ -219,3 +219,49 @@ def test_a_cache_does_not_grow_with_every_configuration_that_is_tried(run, tmp_p
     keys = json.loads((out / "small_cnn.cache.json").read_text())["observations"]
     variants = {variant for variant, _, _ in keys}
     assert "folded" in variants and len(variants) <= 6
+
+
+def test_what_was_used_last_is_what_a_cache_carries(run, tmp_path):
+    def calibrate(target, *words):
+        code, out, error = run("calibrate", "--target", target, "-o", tmp_path / "c", *words)
+        assert code == 0, error
+        return out
+
+    kept = ["Conv_c1", "Conv_c2", "Conv_c3", "Gemm_logits"]
+    for name in kept:  # each is a form of the model with other weights
+        calibrate("ascend", "--keep-float", name)
+    calibrate("tensorrt", "--method", "legacy")
+    calibrate("ascend", "--keep-float", "Conv_c[12]")  # one form too many: the oldest goes
+    assert "reused" in calibrate("tensorrt", "--method", "legacy")
+    assert "written" in calibrate("ascend", "--keep-float", kept[0])
+
+
+def test_trtexec_is_told_of_no_fp16_where_none_is_wanted(run, tmp_path):
+    words = ("--target", "tensorrt", "--keep-float", "Conv_c2", "--out", tmp_path)
+    code, out, _ = run("build", *words)
+    assert code == 0 and "--int8 --fp16" in out and "Conv_c2:fp16" in out
+    code, out, _ = run("build", *words, "--no-fp16")
+    assert code == 0 and "--int8" in out and "--fp16" not in out and "Conv_c2:fp32" in out
+
+
+def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run, tmp_path):
+    assert run("calibrate", "-o", tmp_path / "c")[0] == 0
+    for sidecar in sidecars(tmp_path / "c"):
+        sidecar.unlink()
+    words = ("--trust-cache", "--cache", tmp_path / "c", "--target", "onnxruntime,tensorrt")
+    code, out, _ = run("build", *words, "--out", tmp_path / "o")
+    assert code == 0 and "mse" not in out and "the trusted cache, cache reused" in out
+    found = report(tmp_path / "o")
+    assert {target["method"] for target in found["targets"]} == {"the trusted cache"}
+
+
+def test_a_node_kept_float_has_one_reason_on_every_target(run, tmp_path):
+    words = ("--target", ALL, "--keep-float", "Conv_c2", "--out", tmp_path)
+    assert run("build", *words)[0] == 0
+    reasons = {
+        row["reason"]
+        for target in report(tmp_path)["targets"]
+        for row in target["nodes"]
+        if row["name"] == "Conv_c2"
+    }
+    assert reasons == {"kept float as asked"}

@@ -74,3 +74,10 @@ class Calibrated:
         """The observations that the method searches, each once."""
         statistic = self.subject.statistic
         return tuple(o for o in self.observations if o.statistic == statistic)
+
+    @property
+    def cost(self) -> str:
+        """What was counted, in words: "decoded 8 images, ran 8 inferences of the model folded"."""
+        words = (f"{count} inferences of the model {form}" for form, count in self.runs.items())
+        ran = ", ".join(words) or "no inference"
+        return f"decoded {self.feed.decodes} images, ran {ran}"

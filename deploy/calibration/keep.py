@@ -48,7 +48,7 @@ def keep(
         known = stored.observed(older).and_also(calibration.observed)
         carried = stored.carried(_carried(stored.keys, known))
         calibration = replace(calibration, observed=known)
-        ranges = Ranges(known, ranges.search, ranges.bounds)
+        ranges = Ranges(known, ranges.method, ranges.bounds)
     store.save(
         calibration,
         policy.path,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale, Scales
 from calibrators.statistics import searched, trouble
 from deploy.calibration.observation import Key, Observation, Observed
+from deploy.calibration.search import Method
 from deploy.calibration.store import Found, Trouble
 from deploy.calibration.subject import FOLDED
 from deploy.graph.saturation import Bounds
@@ -18,7 +19,7 @@ class Ranges:
 
     Attributes:
         observed: the statistics.
-        search: histogram -> scale.
+        method: the search, with its parameters.
         bounds: tensor of the cleaned model -> beyond what its readers see no difference.
         trusted: ranges of a foreign cache, which stand for all.
     """
@@ -26,16 +27,21 @@ class Ranges:
     def __init__(
         self,
         observed: Observed,
-        search: Callable[[Histogram], Scale],
+        method: Method,
         bounds: Mapping[str, Bounds],
         *,
         trusted: Found | None = None,
     ) -> None:
         self.observed = observed
-        self.search = search
+        self.method = method
         self.bounds = bounds
         self.trusted = trusted
         self._found: dict[Key, Scale] = {}
+
+    @property
+    def chosen_by(self) -> str:
+        """What chose the ranges, as the report shows it."""
+        return "the trusted cache" if self.trusted is not None else self.method.label
 
     def of(self, observations: Iterable[Observation]) -> Found:
         """Ranges of observed tensors, by tensor, and why others have none."""
@@ -61,5 +67,5 @@ class Ranges:
         if observation.key not in self._found:
             folded = observation.variant.key == FOLDED
             limits = self.bounds.get(observation.tensor) if folded else None
-            self._found[observation.key] = searched(histogram, self.search, limits)
+            self._found[observation.key] = searched(histogram, self.method.search, limits)
         return self._found[observation.key]

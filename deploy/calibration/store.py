@@ -121,7 +121,7 @@ def save(
     """
     arrays = dict(carried or {})
     arrays |= {key: recorder.to_arrays() for key, recorder in calibration.observed.items()}
-    arrays = {key: arrays[key] for key in sorted(arrays) if arrays[key]}
+    arrays = {key: arrays[key] for key in _in_order(arrays, calibration) if arrays[key]}
     json_path, npz_path = sidecars(path)
     packed = _pack(list(arrays.values()))
     document = {
@@ -133,6 +133,14 @@ def save(
     atomic.write_bytes(npz_path, packed)
     atomic.write_bytes(path, text)
     atomic.write_text(json_path, json.dumps(document, indent=1, sort_keys=True) + "\n")
+
+
+def _in_order(keys: Iterable[Key], calibration: Calibration) -> list[Key]:
+    """By variant, those of this run last; so what stands first is what was used longest ago."""
+    used = sorted({variant for variant, _, _ in calibration.observed})
+    older = dict.fromkeys(variant for variant, _, _ in keys if variant not in used)
+    places = {variant: place for place, variant in enumerate((*older, *used))}
+    return sorted(keys, key=lambda key: (places[key[0]], key))
 
 
 def load(path: Path) -> Stored:

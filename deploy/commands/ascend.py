@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +9,13 @@ import click
 
 from deploy.commands import given, sections
 from deploy.commands.options import (
-    CalibrationOptions,
     ImageOptions,
-    calibration_options,
     image_options,
+    keep_float_option,
+    refresh_option,
+    refuse_both_ways,
+    require_cache_option,
+    verbose_option,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +122,10 @@ def check(path: Path, model: Path | None) -> None:
     help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",
 )
 @image_options
-@calibration_options
+@keep_float_option
+@require_cache_option
+@refresh_option
+@verbose_option
 def auto(
     model: Path,
     out: Path,
@@ -128,28 +133,36 @@ def auto(
     eval_images: str | None,
     max_loss: float,
     images: ImageOptions,
-    calibration: CalibrationOptions,
+    keep_float: tuple[str, ...],
+    require_cache: bool,
+    refresh: bool,
+    verbose: bool,
 ) -> None:
     """Rank MODEL's layers, roll the worst back to float, write ranking, history and config."""
+    from deploy.calibration.reuse import CachePolicy
     from deploy.feed.feed import open_feed
     from deploy.pipeline import calibrate
     from deploy.targets.ascend.autocalibrate import Budget, auto_calibrate
     from deploy.targets.ascend.target import Ascend
 
     target = Ascend(config=ascend_config)
-    calibration.refuse_ignored([target])
+    path = out / f"{model.stem}.cache"
+    policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
+    refuse_both_ways(policy)
     found = calibrate(
         model,
         images.source,
         targets=[target],
         preprocess=images.preprocess,
-        cache=replace(calibration.cache, path=out / f"{model.stem}.cache"),
+        cache=policy,
         skip_bad=images.skip_bad,
         limit=images.limit,
         threads=images.threads,
-        float_nodes=calibration.keep_float,
+        float_nodes=keep_float,
         progress=True,
     )
+    if verbose:
+        click.echo(found.cost)
     evaluation = found.feed
     if eval_images:
         evaluation = open_feed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,7 +89,7 @@ def calibrate(
         by = "" if not set(own) & set(found.searched) else f", searched by {found.method.label}"
         click.echo(f"  {name}: {len(own)}{by}")
     if calibration.verbose:
-        click.echo(f"decoded {found.feed.decodes} images, ran {_runs(found.runs)}")
+        click.echo(found.cost)
     for name, why in found.found.reasons.items():
         click.echo(f"no scale for {name}: it {why}")
     for note in (*found.notes, *found.feed.notes):
@@ -99,8 +98,3 @@ def calibrate(
         click.echo(f"{name} failed: {why}", err=True)
     if found.failed:
         click.get_current_context().exit(1)
-
-
-def _runs(runs: Mapping[str, int]) -> str:
-    words = (f"{count} inferences of the model {variant}" for variant, count in runs.items())
-    return ", ".join(words) or "no inference"

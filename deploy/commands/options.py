@@ -71,11 +71,20 @@ class CalibrationOptions:
                 f"{asked} chooses ranges, and --trust-cache takes those of the cache as they are;"
                 " leave one of them away"
             )
-        if self.cache.refresh and (self.cache.require or self.cache.trust):
-            other = "--require-cache" if self.cache.require else "--trust-cache"
-            raise ConfigError(
-                f"--refresh calibrates anew and {other} uses the cache; leave one of them away"
-            )
+        refuse_both_ways(self.cache)
+
+
+def refuse_both_ways(policy: CachePolicy) -> None:
+    """Refuse a cache that is to be made anew and to be used.
+
+    Raises:
+        ConfigError: it is both.
+    """
+    if policy.refresh and (policy.require or policy.trust):
+        other = "--require-cache" if policy.require else "--trust-cache"
+        raise ConfigError(
+            f"--refresh calibrates anew and {other} uses the cache; leave one of them away"
+        )
 
 
 _PREPROCESS = (
@@ -157,6 +166,26 @@ keep_float_option = sections.option(
 )
 
 
+require_cache_option = sections.option(
+    "--require-cache",
+    section=sections.CACHE,
+    is_flag=True,
+    help="Fail where the cache does not fit.",
+)
+refresh_option = sections.option(
+    "--refresh",
+    section=sections.CACHE,
+    is_flag=True,
+    help="Calibrate even where the cache fits.",
+)
+verbose_option = sections.option(
+    "--verbose",
+    section=sections.GENERAL,
+    is_flag=True,
+    help="Print what was counted: images decoded, inferences run.",
+)
+
+
 def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add how ranges are found and kept; the command gets them as `calibration`."""
 
@@ -181,24 +210,14 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         method_options,
         keep_float_option,
-        sections.option(
-            "--require-cache",
-            section=sections.CACHE,
-            is_flag=True,
-            help="Fail where the cache does not fit.",
-        ),
+        require_cache_option,
         sections.option(
             "--trust-cache",
             section=sections.CACHE,
             is_flag=True,
             help="Use a cache that has no fingerprint, as it is.",
         ),
-        sections.option(
-            "--refresh",
-            section=sections.CACHE,
-            is_flag=True,
-            help="Calibrate even where the cache fits.",
-        ),
+        refresh_option,
         sections.option(
             "--trt-version",
             section=sections.CACHE,
@@ -206,12 +225,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
             help="TensorRT that is to read the cache.  [default: the TensorRT that builds here,"
             f" else that of the cache that is there, else {DEFAULT_TRT_VERSION}]",
         ),
-        sections.option(
-            "--verbose",
-            section=sections.GENERAL,
-            is_flag=True,
-            help="Print what was counted: images decoded, inferences run.",
-        ),
+        verbose_option,
     )
     return _with(gathered, options)
 

@@ -22,6 +22,7 @@ import onnx
 from calibrators.grids import INT8, UINT8, Grid
 from deploy.graph.index import Graph, attributes
 
+AS_ASKED = "kept float as asked"  # the reason of a node that the user keeps in float
 FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
 _FLOAT = onnx.TensorProto.FLOAT
@@ -219,7 +220,7 @@ def _refusal(
     if node.op_type not in placement.heavy_or_glue:
         return f"{node.op_type} is not run in int8 on {placement.name}"
     if node.name in kept:
-        return "kept float as asked"
+        return AS_ASKED
     if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node)):
         return reason
     if node.op_type == "Conv" and node.input[0] in graph.inputs:

@@ -98,7 +98,7 @@ class OnnxRuntime:
             runnable=path,
             files={"int8 engine": path},
             decisions=plan.decisions,
-            method=request.subject.method.label,
+            method=request.ranges.chosen_by,
             ranges={name: found.scales[name] for name in plan.activations},
             notes=self._notes(plan),
         )

@@ -325,7 +325,7 @@ def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
 def _decisions(
     model: onnx.ModelProto, graph: LayerGraph, chosen: Collection[str]
 ) -> tuple[Decision, ...]:
-    from deploy.graph.plan import ASCEND, FLOAT32, Decision
+    from deploy.graph.plan import AS_ASKED, ASCEND, FLOAT32, Decision
 
     decisions = []
     for node in model.graph.node:
@@ -333,7 +333,7 @@ def _decisions(
         reason = graph.refused.get(node.name, "")
         if not int8 and not reason:
             off = node.name in graph.layers
-            reason = "left float as asked" if off else "no int8 on Ascend for this type"
+            reason = AS_ASKED if off else "no int8 on Ascend for this type"
         precision = ASCEND.grid.name if int8 else FLOAT32
         decisions.append(Decision(node.name, node.op_type, precision, "" if int8 else reason))
     return tuple(decisions)

@@ -158,14 +158,15 @@ class TensorRT:
             files["TensorRT engine"] = engine
             notes += said
         except SdkMissingError as error:
-            notes += (f"no engine was built: {error}", *commands(request, files, version))
+            there = commands(request, files, version, fp16=self.fp16)
+            notes += (f"no engine was built: {error}", *there)
         return Built(
             target=self.name,
             engine=engine,
             runnable=files["TensorRT Q/DQ model"],
             files=files,
             decisions=matched.plan.decisions,
-            method=request.subject.method.label,
+            method=request.ranges.chosen_by,
             ranges=_held(request.model, found, version),
             notes=notes,
         )
@@ -316,7 +317,9 @@ def _held(model: onnx.ModelProto, found: Found, version: str) -> dict[str, Scale
     return {n: found.scales[owner] for n, owner in owners.items() if owner in found.scales}
 
 
-def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> tuple[str, ...]:
+def commands(
+    request: BuildRequest, files: Mapping[str, Path], version: str, *, fp16: bool = True
+) -> tuple[str, ...]:
     """The command lines that build the engine on a GPU machine with these files."""
     from deploy.calibration import trt_cache
 
@@ -326,11 +329,12 @@ def commands(request: BuildRequest, files: Mapping[str, Path], version: str) -> 
     )
     engine = f"{request.name}.engine"
     shapes = _shape_words(request)
+    types = "--int8 --fp16" if fp16 else "--int8"
+    layers = _precision_words(request, "fp16" if fp16 else "fp32")
     implicit = (
-        f"trtexec --onnx={plain} --int8 --fp16 --calib={cache}{_precision_words(request)}{shapes}"
-        f" --saveEngine={engine}"
+        f"trtexec --onnx={plain} {types} --calib={cache}{layers}{shapes} --saveEngine={engine}"
     )
-    explicit = f"trtexec --onnx={qdq} --int8 --fp16{shapes} --saveEngine={engine}"
+    explicit = f"trtexec --onnx={qdq} {types}{shapes} --saveEngine={engine}"
     strong = f"trtexec --onnx={qdq}{shapes} --saveEngine={engine}"
     label = trt_cache.version_label(version)
     if label >= 110000:
@@ -358,12 +362,12 @@ def float_layers(request: BuildRequest) -> dict[str, str]:
     }
 
 
-def _precision_words(request: BuildRequest) -> str:
+def _precision_words(request: BuildRequest, precision: str) -> str:
     """`--layerPrecisions=...` for the nodes to keep in float; empty where there are none."""
     names = float_layers(request)
     if not names:
         return ""
-    words = ",".join(f"{name}:fp16" for name in names)
+    words = ",".join(f"{name}:{precision}" for name in names)
     return f" {shlex.quote(f'--layerPrecisions={words}')} --precisionConstraints=obey"
 
 
