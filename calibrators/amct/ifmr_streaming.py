@@ -181,7 +181,7 @@ class _Spread:
         half[FINE_BINS] = 0.0
         numbers = np.concatenate(([0.0], np.cumsum(counts)))
         sums = np.concatenate(([0.0], np.cumsum(counts * mean)))
-        squares = float(np.dot(counts, mean**2 + half**2 / 3))
+        squares = float((counts * (mean**2 + half**2 / 3)).sum())
         return cls(edges, mean - half, mean + half, numbers, sums, squares)
 
     def below(self, cuts: Float64Array) -> tuple[Float64Array, Float64Array]:

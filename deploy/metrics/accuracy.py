@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from deploy.errors import ConfigError, FeedError
 from deploy.tensors import Array, Session
 
-_BLOCK = 1 << 15  # values of a row that are summed at a time
+_BLOCK = 1 << 13  # values of a row that are summed at a time; for more, BLAS wakes its threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
