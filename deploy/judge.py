@@ -148,7 +148,7 @@ class _Ran:
 
 
 def judge(
-    loaded: LoadedModel,
+    original: Path | bytes,
     candidates: Mapping[str, Candidate],
     over: Evaluation,
     inside: Inside,
@@ -156,11 +156,11 @@ def judge(
     threads: int,
     progress: bool,
 ) -> Judged:
-    """One pass over the evaluation samples through the float model and every candidate."""
+    """One pass over the evaluation samples through the `original` model and every candidate."""
     found = Judged()
     if not candidates:
         return found
-    reference = _sleeping(float_model(loaded))
+    reference = _sleeping(original)
     figures = {
         name: Comparison(reference, one.session, labels=over.labels)
         for name, one in candidates.items()

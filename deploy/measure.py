@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError, SdkMissingError
@@ -76,7 +75,8 @@ def measured(
         progress: draw bars on stderr.
     """
     over = evaluation_of(calibration, evaluation, labels)
-    timed: dict[str, _Timed] = {"FP32": _timed(lambda: _open(float_model(loaded), threads))}
+    original = float_model(loaded)
+    timed: dict[str, _Timed] = {"FP32": _timed(lambda: OrtSession.open(original, threads=threads))}
     failed: dict[str, str] = {}
     for target, result in zip(targets, built, strict=True):
         try:
@@ -96,7 +96,7 @@ def measured(
     }
     inside = look_inside(loaded, sound, engines, over)
     candidates = candidates_of(sound, engines, failed)
-    judged = judge(loaded, candidates, over, inside, threads=threads, progress=progress)
+    judged = judge(original, candidates, over, inside, threads=threads, progress=progress)
     failed |= judged.failed
     sessions = {
         name: one.session
@@ -114,7 +114,7 @@ def measured(
         label="FP32",
         reference=True,
         path=str(loaded.source) if loaded.source else None,
-        size_bytes=_size(loaded),
+        size_bytes=len(original) if isinstance(original, bytes) else original.stat().st_size,
         load_ms=timed["FP32"].load_ms,
         threads=threads,
         latency=latency.get("FP32"),
@@ -179,10 +179,6 @@ def _engine(target: Target, built: Built, threads: int) -> _Timed | None:
         return None
 
 
-def _open(model: Path | bytes, threads: int) -> Session:
-    return OrtSession.open(model, threads=threads)
-
-
 def _latencies(
     sessions: Mapping[str, Session], calibration: Samples, duration_s: float, progress: bool
 ) -> dict[str, Latency]:
@@ -200,8 +196,3 @@ def _notes(accuracy: Mapping[str, Accuracy], evaluation: Samples | None) -> tupl
         f"accuracy was measured on {count} of the calibration images;"
         " --eval-images gives others, which tell more",
     )
-
-
-def _size(loaded: LoadedModel) -> int:
-    model = float_model(loaded)
-    return len(model) if isinstance(model, bytes) else model.stat().st_size

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,13 +102,17 @@ class RecordPlan:
                 f" {self.samples}; give more data or lower batch_num"
             )
 
-    @property
+    @cached_property
     def layers(self) -> dict[str, Layer]:
         """The layers to quantize, in the model's order."""
         enabled = self.config.enabled()
         return {name: layer for name, layer in self.graph.layers.items() if name in enabled}
 
-    @property
+    @cached_property
+    def _index(self) -> Graph:
+        return Graph(self.model)
+
+    @cached_property
     def maxima(self) -> dict[str, Observation]:
         """Layer that DMQ balances -> the channels' maxima of its input."""
         variant = Variant(self.base, lambda _: self.model)
@@ -119,15 +124,14 @@ class RecordPlan:
             if self.config.layers[name].dmq_balancer_param is not None
         }
 
-    @property
+    @cached_property
     def activations(self) -> dict[str, Observation]:
         """Layer -> the statistic that its search wants; layers that agree on both share it."""
-        maxima = self.maxima
-        variant = Variant(self._key(), self._prepared, needs=tuple(maxima.values()))
+        variant = Variant(self._key(), self._prepared, needs=tuple(self.maxima.values()))
         return {
             name: Observation(
                 variant,
-                f"{name}.mul.output0" if name in maxima else layer.input,
+                f"{name}.mul.output0" if name in self.maxima else layer.input,
                 self._statistic(self.config.layers[name]),
                 name,
             )
@@ -147,13 +151,14 @@ class RecordPlan:
         """
         factors = self.factors(observed)
         weights = self.weights(factors)
-        activations = self.activations
         found: dict[object, AscendScale] = {}
         records: dict[str, LayerRecord] = {}
-        for name in sorted(activations, key=lambda name: name not in factors):  # AMCT's, stable
-            recorder = observed.of(activations[name])
+        for name in sorted(
+            self.activations, key=lambda name: name not in factors
+        ):  # AMCT's, stable
+            recorder = observed.of(self.activations[name])
             params = params_of(self.config.layers[name])
-            key = (activations[name], params)
+            key = (self.activations[name], params)
             if key not in found:
                 with _in_layer(name):
                     found[key] = _searched(recorder, params)
@@ -164,12 +169,12 @@ class RecordPlan:
                 factors=factors.get(name, _NONE),
                 weighted=bool(self.layers[name].weight),
             )
-        recorders = {o.key: observed.of(o) for o in activations.values()}
+        recorders = {o.key: observed.of(o) for o in self.activations.values()}
         kept = sum(r.nbytes for r in recorders.values() if isinstance(r, Exact))
-        dead = tuple(n for n in records if _dead(observed.of(activations[n])))
+        dead = tuple(n for n in records if _dead(observed.of(self.activations[n])))
         ranges = {
             o.tensor: _range(records[name], observed.of(o), self.config.layers[name])
-            for name, o in activations.items()
+            for name, o in self.activations.items()
         }
         return Recorded(records=records, ranges=ranges, kept_bytes=kept, dead=dead)
 
@@ -195,7 +200,7 @@ class RecordPlan:
         from deploy.targets.ascend.quant_layer import array_of
 
         layer = self.layers[name]
-        weight = _weight_max(array_of(Graph(self.model), layer.weight), layer)
+        weight = _weight_max(array_of(self._index, layer.weight), layer)
         strength = self.config.layers[name].dmq_balancer_param
         assert strength is not None
         return balance_factors(maxima.values, weight, strength=strength)
@@ -208,7 +213,7 @@ class RecordPlan:
         if not layer.weight:
             return np.ones(1, np.float32), np.zeros(1, np.int32)
         wanted = self.config.layers[layer.name].weight
-        weight = array_of(Graph(self.model), layer.weight)
+        weight = array_of(self._index, layer.weight)
         rows = rows_of(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
         return arq(rows, bits=wanted.num_bits, channel_wise=bool(wanted.channel_wise))
 
