@@ -24,7 +24,7 @@ from deploy.calibration import store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.keep import keep, version_in
-from deploy.calibration.observation import Observation, Observed
+from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
@@ -143,7 +143,7 @@ def _calibrated(
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
         fingerprint = _fingerprint(subject, feed)
-        verdict = judge(policy, fingerprint, _all(wanted))
+        verdict = judge(policy, fingerprint, each_once(wanted))
         workers = threads or default_threads()
         observed = _completed(verdict, feed, threads=workers, progress=progress, runs=runs)
         ranges = Ranges(observed, subject.method, subject.bounds)
@@ -293,17 +293,12 @@ def _refuse_idle_method(
     wanted: Mapping[str, tuple[Observation, ...]],
 ) -> None:
     """Refuse a method that no target searches by."""
-    if method is None or any(o.statistic == subject.statistic for o in _all(wanted)):
+    if method is None or any(o.statistic == subject.statistic for o in each_once(wanted)):
         return
     raise ConfigError(
         f"a method is for targets that search by it, got {subject.method.label} for"
         f" {', '.join(wanted)} alone, which has searches of its own; leave the method away"
     )
-
-
-def _all(wanted: Mapping[str, tuple[Observation, ...]]) -> tuple[Observation, ...]:
-    """What all targets want, each observation once."""
-    return tuple(dict.fromkeys(o for own in wanted.values() for o in own))
 
 
 def _fingerprint(subject: Subject, feed: Feed) -> Fingerprint:
@@ -329,7 +324,7 @@ def _trusted(
                 f"a trusted cache holds one symmetric range a tensor, of which the target {name}"
                 " with this method makes nothing; leave --trust-cache away for it"
             )
-    tensors = tuple(o.tensor for o in _all(wanted))
+    tensors = tuple(o.tensor for o in each_once(wanted))
     found = store.trusted(policy.path, tensors, never_negative(subject.model))
     reason = f"{policy.path} is trusted as it is, without a fingerprint"
     verdict = Verdict(reason=reason, observed=Observed({}), missing=())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.calibration.observation import Observation
+from deploy.calibration.observation import Observation, each_once
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.search import Method
 from deploy.calibration.store import Found
@@ -67,7 +67,7 @@ class Calibrated:
     @property
     def observations(self) -> tuple[Observation, ...]:
         """What all targets want, each observation once."""
-        return tuple(dict.fromkeys(o for own in self.wanted.values() for o in own))
+        return each_once(self.wanted)
 
     @property
     def searched(self) -> tuple[Observation, ...]:

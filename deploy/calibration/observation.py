@@ -92,6 +92,11 @@ class Observed(Mapping[Key, Recorder]):
         return Observed({**self._recorders, **other})
 
 
+def each_once(wanted: Mapping[str, Iterable[Observation]]) -> tuple[Observation, ...]:
+    """What all targets want."""
+    return tuple(dict.fromkeys(o for own in wanted.values() for o in own))
+
+
 def with_needs(wanted: Iterable[Observation]) -> tuple[Observation, ...]:
     """The observations with those that their variants are made from, each once, needs first."""
     listed = list(wanted)

@@ -71,24 +71,23 @@ class Stored:
         Raises:
             CacheError: the arrays of one are broken.
         """
-        places = {key: place for place, key in enumerate(self.keys)}
-        found = [o for o in dict.fromkeys(wanted) if o.key in places]
+        kept = set(self.keys)
+        found = {o.key: o.statistic for o in wanted if o.key in kept}
         try:
-            with zipfile.ZipFile(io.BytesIO(self._packed)) as archive:
-                return Observed(
-                    {o.key: o.statistic.restore(_unpack(archive, places[o.key])) for o in found}
-                )
-        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
-            raise self._broken(error) from error
-        except CalibrationError as error:
+            return Observed({key: found[key].restore(held) for key, held in self._arrays(found)})
+        except (ValueError, KeyError, CalibrationError) as error:
             raise self._broken(error) from error
 
     def carried(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
         """The arrays of some observations as they stand, to be written again."""
+        return dict(self._arrays(keys))
+
+    def _arrays(self, keys: Iterable[Key]) -> Iterator[tuple[Key, Arrays]]:
         places = {key: place for place, key in enumerate(self.keys)}
         try:
             with zipfile.ZipFile(io.BytesIO(self._packed)) as archive:
-                return {key: _unpack(archive, places[key]) for key in keys}
+                for key in keys:
+                    yield key, _unpack(archive, places[key])
         except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
             raise self._broken(error) from error
 

@@ -142,7 +142,6 @@ def _setup(report: Findings) -> Iterator[str]:
     if report.calibration:
         part = report.calibration
         facts.append(("Calibration", calibration_words(report)))
-        facts += [(key, str(value)) for key, value in part.options.items()]
         facts += [("Observed", group_words(group)) for group in part.groups]
         facts += [("Cache", part.cache)] if part.cache else []
     if report.feed:

@@ -68,7 +68,6 @@ class CalibrationPart:
         reason: why it was reused, or why not, in one sentence.
         seconds: time of observing and searching; None where reused.
         cache: path of the cache.
-        options: the search's options.
         groups: what was observed, and which of it was reused.
     """
 
@@ -77,7 +76,6 @@ class CalibrationPart:
     reason: str = ""
     seconds: float | None = None
     cache: str | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
     groups: tuple[GroupRow, ...] = ()
 
 

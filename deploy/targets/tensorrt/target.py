@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
-from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest, Built, CacheText
@@ -137,10 +136,11 @@ class TensorRT:
     def build(self, request: BuildRequest) -> Built:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
+        from deploy.targets.tensorrt import as_parsed
         from deploy.targets.tensorrt.match import match
         from deploy.targets.tensorrt.to_qdq import to_qdq
 
-        version = self.version or request.subject.trt_version or DEFAULT_TRT_VERSION
+        version = self.version or as_parsed.version_of(request.subject)
         found = request.ranges.of(self.demand(request.subject))
         cache = cache_of(request.model, found, version)
         matched = match(cache, request.model, float_nodes=request.float_nodes)
