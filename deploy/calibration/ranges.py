@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale, Scales
 from calibrators.statistics import searched, trouble
+from deploy.calibration.choices import Choices
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.calibration.search import Method
 from deploy.calibration.store import Found, Trouble
 from deploy.calibration.subject import FOLDED
 from deploy.graph.saturation import Bounds
+
+Made = TypeVar("Made")
 
 
 class Ranges:
@@ -36,12 +40,32 @@ class Ranges:
         self.method = method
         self.bounds = bounds
         self.trusted = trusted
-        self._found: dict[Key, Scale] = {}
+        self._own: Mapping[str, Method] = {}
+        self._found: dict[tuple[Key, str], Scale] = {}
+        self._made: dict[Hashable, Any] = {}
+
+    def choosing(self, choices: Choices) -> Ranges:
+        """The same observations, searched as was chosen; what is found is kept for all."""
+        chosen = Ranges(
+            self.observed, choices.method or self.method, self.bounds, trusted=self.trusted
+        )
+        chosen._own, chosen._found = choices.methods, self._found
+        return chosen
 
     @property
     def chosen_by(self) -> str:
         """What chose the ranges, as the report shows it."""
-        return "the trusted cache" if self.trusted is not None else self.method.label
+        if self.trusted is not None:
+            return "the trusted cache"
+        others = sorted({method.label for method in self._own.values()} - {self.method.label})
+        return " and ".join((self.method.label, *others))
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What a target makes of the observations, made once however many builds are tried."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
 
     def of(self, observations: Iterable[Observation]) -> Found:
         """Ranges of observed tensors, by tensor, and why others have none."""
@@ -64,8 +88,10 @@ class Ranges:
         return recorder
 
     def _scale(self, observation: Observation, histogram: Histogram) -> Scale:
-        if observation.key not in self._found:
+        method = self._own.get(observation.tensor, self.method)
+        key = observation.key, method.label
+        if key not in self._found:
             folded = observation.variant.key == FOLDED
             limits = self.bounds.get(observation.tensor) if folded else None
-            self._found[observation.key] = searched(histogram, self.method.search, limits)
-        return self._found[observation.key]
+            self._found[key] = searched(histogram, method.search, limits)
+        return self._found[key]

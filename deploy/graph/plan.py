@@ -178,7 +178,7 @@ def analyse(
     model: onnx.ModelProto,
     placement: Placement,
     *,
-    float_nodes: Iterable[str] = (),
+    float_nodes: Mapping[str, str] | Iterable[str] = (),
     float_tensors: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide for every node whether it runs in int8.
@@ -186,12 +186,12 @@ def analyse(
     Args:
         model: cleaned model with unique node names and inferred shapes.
         placement: the target's rules.
-        float_nodes: names of nodes that the user keeps in float.
+        float_nodes: names of nodes to keep in float, with why where it was not the user's word.
         float_tensors: tensor -> why it has no scale ("was 0 in every sample").
     """
     graph = Graph(model)
     without = dict(float_tensors or {})
-    kept = frozenset(float_nodes)
+    kept = reasons(float_nodes)
     why: dict[str, str] = {}
     for node in graph.nodes:
         why[node.name] = _refusal(graph, node, placement, kept, without)
@@ -207,11 +207,18 @@ def analyse(
     )
 
 
+def reasons(float_nodes: Mapping[str, str] | Iterable[str]) -> Mapping[str, str]:
+    """Node to keep in float -> why; where nothing is said, the user asked for it."""
+    if isinstance(float_nodes, Mapping):
+        return float_nodes
+    return dict.fromkeys(float_nodes, AS_ASKED)
+
+
 def _refusal(
     graph: Graph,
     node: onnx.NodeProto,
     placement: Placement,
-    kept: frozenset[str],
+    kept: Mapping[str, str],
     without: Mapping[str, str],
 ) -> str:
     """Why a node cannot run in int8 on its own account; "" where it can."""
@@ -220,7 +227,7 @@ def _refusal(
     if node.op_type not in placement.heavy_or_glue:
         return f"{node.op_type} is not run in int8 on {placement.name}"
     if node.name in kept:
-        return AS_ASKED
+        return kept[node.name]
     if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node)):
         return reason
     if node.op_type == "Conv" and node.input[0] in graph.inputs:

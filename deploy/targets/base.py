@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+from deploy.calibration.choices import NO_CHOICES, Choices
 
 if TYPE_CHECKING:
     import onnx
@@ -29,6 +31,7 @@ class BuildRequest:
         feed: the calibration samples, for an engine that calibrates by itself.
         threads: for what is run while building; the files do not depend on it.
         manifest: what the feed is made of, preprocessing included.
+        choices: what was settled for the target beyond what the user asked for.
     """
 
     subject: Subject
@@ -37,6 +40,16 @@ class BuildRequest:
     feed: Samples
     manifest: Mapping[str, Any]
     threads: int = 1
+    choices: Choices = NO_CHOICES
+
+    def choosing(self, choices: Choices) -> BuildRequest:
+        """The same, with other choices."""
+        return replace(self, choices=choices)
+
+    @property
+    def chosen(self) -> Ranges:
+        """The clip ranges, each by the search that was chosen for it."""
+        return self.ranges.choosing(self.choices)
 
     @property
     def name(self) -> str:
@@ -59,9 +72,11 @@ class BuildRequest:
         return self.subject.loaded.digest
 
     @property
-    def float_nodes(self) -> tuple[str, ...]:
-        """Names of the nodes that the user keeps in float."""
-        return self.subject.float_nodes
+    def float_nodes(self) -> Mapping[str, str]:
+        """Nodes to keep in float -> why: the user asked for it, or it was chosen."""
+        from deploy.graph.plan import reasons
+
+        return {**self.choices.float_nodes, **reasons(self.subject.float_nodes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +149,14 @@ class Target(Protocol):
 
         Raises:
             ConfigError: an option or configuration that contradicts the model or the method.
+        """
+        ...
+
+    def trial(self, request: BuildRequest) -> onnx.ModelProto:
+        """The int8 model that ONNX Runtime runs with this target's numerics; nothing is written.
+
+        Raises:
+            ExportError, CalibrationError: as `build`.
         """
         ...
 

@@ -18,6 +18,7 @@ from deploy.targets.options import check, option
 if TYPE_CHECKING:
     import onnx
 
+    from calibrators.scales import Scales
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision, Placement, Plan
@@ -77,12 +78,15 @@ class OnnxRuntime:
         """The method's statistic of every tensor that needs a scale."""
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
 
-    def build(self, request: BuildRequest) -> Built:
-        """Write `<name>.int8.onnx`."""
+    def trial(self, request: BuildRequest) -> onnx.ModelProto:
+        """The engine itself."""
+        return self._written(request)[0]
+
+    def _written(self, request: BuildRequest) -> tuple[onnx.ModelProto, Plan, Scales]:
         from deploy.graph.plan import analyse
         from deploy.targets.qdq import write_qdq
 
-        found = request.ranges.of(self.demand(request.subject))
+        found = request.chosen.of(self.demand(request.subject))
         plan = analyse(
             request.model,
             self.placement,
@@ -90,6 +94,11 @@ class OnnxRuntime:
             float_tensors=found.reasons,
         )
         model = write_qdq(request.model, plan, found.scales, weight_bits=self.weight_bits)
+        return model, plan, found.scales
+
+    def build(self, request: BuildRequest) -> Built:
+        """Write `<name>.int8.onnx`."""
+        model, plan, scales = self._written(request)
         path = request.folder / f"{request.name}.int8.onnx"
         atomic.write_bytes(path, model.SerializeToString(deterministic=True))
         return Built(
@@ -98,8 +107,8 @@ class OnnxRuntime:
             runnable=path,
             files={"int8 engine": path},
             decisions=plan.decisions,
-            method=request.ranges.chosen_by,
-            ranges={name: found.scales[name] for name in plan.activations},
+            method=request.chosen.chosen_by,
+            ranges={name: scales[name] for name in plan.activations},
             notes=self._notes(plan),
         )
 

@@ -129,6 +129,43 @@ class Ascend:
         """
         return self.plan(subject).observations
 
+    def trial(self, request: BuildRequest) -> onnx.ModelProto:
+        """The fake-quant model."""
+        from deploy.targets.ascend.fake_quant import fake_quant_model
+
+        plan, _, layers, _ = self._quantized(request)
+        return fake_quant_model(plan.model, layers)
+
+    def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, Recorded]:
+        def made() -> tuple[onnx.ModelProto, RecordPlan, Recorded]:
+            plan = self.plan(request.subject)  # kept with its model, which its id stands for
+            return request.model, plan, plan.record(request.ranges.observed)
+
+        _, plan, found = request.ranges.once((self, id(request.model)), made)
+        return plan, found
+
+    def _quantized(
+        self, request: BuildRequest
+    ) -> tuple[RecordPlan, Recorded, dict[str, QuantLayer], QuantConfig]:
+        """The plan, the records of the layers in int8, these layers, the config that says so.
+
+        As AMCT's automatic calibration does, a layer that goes back to float leaves the scales of
+        the others as they were found.
+        """
+        from deploy.targets.ascend.quant_layer import quantize_layers
+
+        plan, found = self._recorded(request)
+        back = frozenset(request.choices.float_nodes)
+        records = {name: one for name, one in found.records.items() if name not in back}
+        if not records:
+            raise ConfigError(
+                "an Ascend build must leave a layer in int8, got all of them kept in float; build"
+                " the float model with atc"
+            )
+        layers = quantize_layers(plan.model, plan.graph, records)
+        config = without(plan.config, tuple(back))
+        return plan, replace(found, records=records), layers, config
+
     def build(self, request: BuildRequest) -> Built:
         """Write config, record, deploy, fake-quant and Q/DQ models, AIPP; run `atc` if it is here.
 
@@ -139,13 +176,10 @@ class Ascend:
             BackendError: `atc` is here and failed.
         """
         from deploy.targets.ascend.models import write_models
-        from deploy.targets.ascend.quant_layer import quantize_layers
 
-        plan = self.plan(request.subject)
-        found = plan.record(request.ranges.observed)
-        layers = quantize_layers(plan.model, plan.graph, found.records)
+        plan, found, layers, config = self._quantized(request)
         files = write_models(
-            plan.model, layers, plan.config, found.records, request.folder, request.name
+            plan.model, layers, config, found.records, request.folder, request.name
         )
         notes = [*_calibration_notes(found, plan), _verified(plan.model, layers, request)]
         if self.aipp or self.first_layer_int8:
@@ -156,7 +190,7 @@ class Ascend:
             engine=engine,
             runnable=files["fake-quant model"],
             files=files,
-            decisions=_decisions(plan.model, plan.graph, found.records),
+            decisions=_decisions(plan.model, plan.graph, found.records, request.float_nodes),
             method=_searches(plan.config),
             ranges=found.ranges,
             notes=(*notes, *more),
@@ -323,7 +357,10 @@ def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
 
 
 def _decisions(
-    model: onnx.ModelProto, graph: LayerGraph, chosen: Collection[str]
+    model: onnx.ModelProto,
+    graph: LayerGraph,
+    chosen: Collection[str],
+    why: Mapping[str, str] | None = None,
 ) -> tuple[Decision, ...]:
     from deploy.graph.plan import AS_ASKED, ASCEND, FLOAT32, Decision
 
@@ -333,7 +370,8 @@ def _decisions(
         reason = graph.refused.get(node.name, "")
         if not int8 and not reason:
             off = node.name in graph.layers
-            reason = AS_ASKED if off else "no int8 on Ascend for this type"
+            asked = (why or {}).get(node.name, AS_ASKED)
+            reason = asked if off else "no int8 on Ascend for this type"
         precision = ASCEND.grid.name if int8 else FLOAT32
         decisions.append(Decision(node.name, node.op_type, precision, "" if int8 else reason))
     return tuple(decisions)

@@ -22,7 +22,7 @@ import numpy as np
 
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.graph.index import Graph
-from deploy.graph.plan import TENSORRT, Plan, analyse
+from deploy.graph.plan import TENSORRT, Plan, analyse, reasons
 from deploy.targets.tensorrt.naming import CacheTensor, cache_tensors, scale_owners
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def match(
     *,
     original: onnx.ModelProto | None = None,
     parser: str | None = None,
-    float_nodes: Iterable[str] = (),
+    float_nodes: Mapping[str, str] | Iterable[str] = (),
 ) -> Match:
     """Hold a cache against a cleaned model.
 
@@ -99,7 +99,7 @@ def match(
         model: cleaned float model, BatchNormalization folded or not.
         original: the model as TensorRT reads it, for the names its parser gives.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
-        float_nodes: names of nodes that the user keeps in float.
+        float_nodes: nodes to keep in float, as `analyse` takes them.
 
     Raises:
         CacheError: one tensor stands in the cache with two scales.
@@ -114,7 +114,7 @@ def match(
     pools = {
         t.source: owner for t, owner in zip(listed, scale_owners(listed).values(), strict=True)
     }
-    plan, wanted, chosen = _plan(model, sound, why, pools, tuple(float_nodes))
+    plan, wanted, chosen = _plan(model, sound, why, pools, reasons(float_nodes))
     serving = {wanted[tensor] for tensor in chosen}
     entries = tuple(_entry(name, found.get(name), flaws.get(name), serving) for name in scales)
     entries = tuple(
@@ -129,7 +129,7 @@ def _plan(
     sound: Mapping[str, np.float32],
     why: Mapping[str, str],
     pools: Mapping[str, str],
-    float_nodes: tuple[str, ...],
+    float_nodes: Mapping[str, str],
 ) -> tuple[Plan, dict[str, str], dict[str, np.float32]]:
     """(plan with what is covered, tensor that wants a pair -> whose scale, scale of each pair).
 

@@ -133,17 +133,31 @@ class TensorRT:
             as_parsed.notes(subject, found, self.parser),
         )
 
+    def trial(self, request: BuildRequest) -> onnx.ModelProto:
+        """The Q/DQ model."""
+        from deploy.targets.tensorrt.to_qdq import to_qdq
+
+        _, matched, _, _ = self._matched(request)
+        return to_qdq(request.model, matched.plan, matched.scales)
+
+    def _matched(
+        self, request: BuildRequest
+    ) -> tuple[trt_cache.CalibrationCache, Match, Found, str]:
+        """(cache, what of it fits the model, the ranges, version of TensorRT)."""
+        from deploy.targets.tensorrt import as_parsed
+        from deploy.targets.tensorrt.match import match
+
+        version = self.version or as_parsed.version_of(request.subject)
+        found = request.chosen.of(self.demand(request.subject))
+        cache = cache_of(request.model, found, version)
+        return cache, match(cache, request.model, float_nodes=request.float_nodes), found, version
+
     def build(self, request: BuildRequest) -> Built:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
-        from deploy.targets.tensorrt import as_parsed
-        from deploy.targets.tensorrt.match import match
         from deploy.targets.tensorrt.to_qdq import to_qdq
 
-        version = self.version or as_parsed.version_of(request.subject)
-        found = request.ranges.of(self.demand(request.subject))
-        cache = cache_of(request.model, found, version)
-        matched = match(cache, request.model, float_nodes=request.float_nodes)
+        cache, matched, found, version = self._matched(request)
         quantized = to_qdq(request.model, matched.plan, matched.scales)
         stem = request.folder / f"{request.name}.tensorrt"
         files = {
@@ -166,7 +180,7 @@ class TensorRT:
             runnable=files["TensorRT Q/DQ model"],
             files=files,
             decisions=matched.plan.decisions,
-            method=request.ranges.chosen_by,
+            method=request.chosen.chosen_by,
             ranges=_held(request.model, found, version),
             notes=notes,
         )
