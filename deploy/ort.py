@@ -38,6 +38,7 @@ class OrtSession:
         optimize: bool = True,
         spin: bool = True,
         int8_kernels: bool = True,
+        trace: Path | None = None,
     ) -> OrtSession:
         """Load a model from a file or from memory.
 
@@ -50,6 +51,7 @@ class OrtSession:
                 between; only what is timed is worth it.
             int8_kernels: False computes a Q/DQ model as it is written, in float between its pairs,
                 with its weights quantized once: for a model that has another runtime's form.
+            trace: beginning of the path that the profile is written to.
 
         Raises:
             BackendError: ONNX Runtime cannot load the model; its own words are in the message.
@@ -61,7 +63,7 @@ class OrtSession:
         try:
             session = onnxruntime.InferenceSession(
                 _source(model),
-                _options(threads, optimize, spin, int8_kernels),
+                _options(threads, optimize, spin, int8_kernels, trace),
                 providers=["CPUExecutionProvider"],
             )
         except Exception as error:  # its exception classes share no base but Exception
@@ -81,6 +83,10 @@ class OrtSession:
         """Specs of the outputs that are tensors (not sequences or maps), in the model's order."""
         return self._outputs
 
+    def end_trace(self) -> str:
+        """Stop profiling; the path of the trace."""
+        return str(self._session.end_profiling())
+
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """One inference: input name -> array in, output name -> array out.
 
@@ -97,6 +103,30 @@ class OrtSession:
         return dict(zip(names, values, strict=True))
 
 
+def profiled(
+    model: ModelProto,
+    feeds: Sequence[Mapping[str, Array]],
+    *,
+    runs: int,
+    folder: Path,
+) -> Path:
+    """Run a model under ONNX Runtime's profiler; gives the trace, a JSON file in `folder`.
+
+    Args:
+        model: as it would be deployed.
+        feeds: inputs, used in turn.
+        runs: how often it is run, with one thread.
+        folder: where the trace is written.
+
+    Raises:
+        BackendError: ONNX Runtime refused the model or a sample.
+    """
+    session = OrtSession.open(model, threads=1, trace=folder / "trace")
+    for run in range(runs):
+        session.run(feeds[run % len(feeds)])
+    return Path(session.end_trace())
+
+
 def _source(model: Path | str | bytes | ModelProto) -> str | bytes:
     """What ONNX Runtime takes: a path, or bytes."""
     if isinstance(model, Path | str):
@@ -105,7 +135,7 @@ def _source(model: Path | str | bytes | ModelProto) -> str | bytes:
 
 
 def _options(
-    threads: int, optimize: bool, spin: bool, int8_kernels: bool
+    threads: int, optimize: bool, spin: bool, int8_kernels: bool, trace: Path | None
 ) -> onnxruntime.SessionOptions:
     import onnxruntime
 
@@ -120,6 +150,9 @@ def _options(
         options.enable_cpu_mem_arena = False
     if not int8_kernels:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+    if trace is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(trace)
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     return options

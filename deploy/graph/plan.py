@@ -25,6 +25,7 @@ from deploy.graph.index import Graph, attributes
 AS_ASKED = "kept float as asked"  # the reason of a node that the user keeps in float
 FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
+WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})  # where int8 is the gain
 _FLOAT = onnx.TensorProto.FLOAT
 _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
@@ -79,7 +80,7 @@ ONNXRUNTIME = Placement(
 TENSORRT = Placement(
     name="tensorrt",
     grid=INT8,
-    heavy=frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"}),
+    heavy=WEIGHTED,
     glue=frozenset({"Add"}),
     keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
     outputs=False,
@@ -90,7 +91,7 @@ TENSORRT = Placement(
 ASCEND = Placement(
     name="ascend",
     grid=replace(INT8, symmetric=False),
-    heavy=frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "AveragePool"}),
+    heavy=WEIGHTED | {"AveragePool"},
     glue=frozenset(),
     keeps_scale=frozenset(),
     outputs=False,

@@ -1,0 +1,105 @@
+"""Time of every kernel of a model on this machine, by the node that it came from.
+
+ONNX Runtime's own profile of a few runs: the least time of each kernel, since whatever disturbs a
+run makes it longer. An optimizer that fuses nodes keeps the name of one of them, or of its output,
+with something before or behind it::
+
+    Conv "/c1", Relu "/r1"   -->  kernel "/c1_output_0_nchwc"   (the tensor's name)
+    the same in int8         -->  kernel "/c1_token_19"         (the node's name)
+    what it put in between   -->  kernel "ReorderOutput_token_3"
+
+so a kernel belongs to the node whose name, or whose output's, is the longest at its beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.ort import profiled
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.tensors import Array
+
+_KERNEL = "_kernel_time"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """Least time of each kernel of a model, in microseconds.
+
+    Attributes:
+        nodes: node of the model -> time of what it became; 0 for what was folded away.
+        rest: time of kernels that belong to no node.
+    """
+
+    nodes: Mapping[str, float]
+    rest: float
+
+    @property
+    def total(self) -> float:
+        """One inference, without what lies between its kernels."""
+        return sum(self.nodes.values()) + self.rest
+
+
+def kernel_times(
+    model: onnx.ModelProto, feeds: Sequence[Mapping[str, Array]], *, runs: int
+) -> KernelTimes:
+    """Run a model a few times under ONNX Runtime's profiler.
+
+    Args:
+        model: as it would be deployed.
+        feeds: inputs, used in turn.
+        runs: how often it is run, after two runs that do not count; with one thread, since what
+            several take depends on who else wants the cores.
+
+    Raises:
+        BackendError: ONNX Runtime refused the model or a sample.
+    """
+    with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
+        trace = profiled(model, feeds, runs=runs + 2, folder=Path(folder))
+        events = json.loads(trace.read_text(encoding="utf-8"))
+    return attributed(_least(events, skip=2), model)
+
+
+def _least(events: Iterable[Mapping[str, object]], *, skip: int) -> dict[str, float]:
+    """Kernel -> least microseconds, its first runs left out."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        name = str(event.get("name", ""))
+        if event.get("cat") == "Node" and name.endswith(_KERNEL):
+            found[name.removesuffix(_KERNEL)].append(float(str(event["dur"])))
+    return {name: min(times[skip:] or times) for name, times in found.items()}
+
+
+def attributed(kernels: Mapping[str, float], model: onnx.ModelProto) -> KernelTimes:
+    """Kernels -> nodes, by the longest name at a kernel's beginning."""
+    known = {name: node.name for node in model.graph.node for name in (*node.output, node.name)}
+    known.pop("", None)
+    nodes = dict.fromkeys((node.name for node in model.graph.node), 0.0)
+    rest = 0.0
+    for kernel, time in kernels.items():
+        name = _known(kernel, known)
+        if name is None:
+            rest += time
+        else:
+            nodes[known[name]] += time
+    return KernelTimes(nodes, rest)
+
+
+def _known(kernel: str, known: Mapping[str, str]) -> str | None:
+    """The longest known name that the kernel's begins with, whole words only."""
+    name = kernel.removeprefix("fused ")
+    while name:
+        if name in known:
+            return name
+        cut = max(name.rfind(mark) for mark in "_/")
+        name = name[:cut] if cut > 0 else ""
+    return None
