@@ -1,0 +1,69 @@
+"""The form of a model's outputs: their parts and their task, from the float model's values.
+
+It is decided from the first four samples, whatever the batch, and holds for every candidate: what
+is compared must not depend on what the candidate says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deploy.metrics.parts import SAMPLES, Part, parts_of
+from deploy.metrics.rows import Outputs, batch_length, split
+from deploy.metrics.tasks import Seen, Task, recognised
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is known of the outputs.
+
+    Attributes:
+        parts: parts of all outputs, in the outputs' order.
+        task: what they are for; None where their form does not tell.
+    """
+
+    parts: tuple[Part, ...] = ()
+    task: Task | None = None
+
+
+def form_of(reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] = ()) -> Form:
+    """The form, from the first samples.
+
+    Args:
+        reference_outputs: the float model's outputs, one mapping a sample or batch.
+        inputs: what was fed for each of them; without it, each mapping is one sample, and forms
+            that need the picture's size are not recognised.
+    """
+    seen = _seen(reference_outputs, inputs)
+    if not seen.outputs:
+        return Form()
+    task = recognised(seen)
+    known: Mapping[str, tuple[Part, ...]] = {} if task is None else task.parts
+    names = list(reference_outputs[0])
+    found = {name: known[name] if name in known else _parts(name, seen) for name in names}
+    parts = tuple(part for name in names for part in found[name])
+    return Form(parts or tuple(Part(output=name) for name in names), task)
+
+
+def _parts(name: str, seen: Seen) -> tuple[Part, ...]:
+    if name not in seen.names:
+        return (Part(output=name),)
+    samples = seen.arrays(name)
+    if not np.issubdtype(samples[0].dtype, np.floating):  # numbers of classes, counts: no signal
+        return ()
+    return parts_of(name, samples)
+
+
+def _seen(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> Seen:
+    """The first samples, one by one."""
+    fed = list(inputs) or [{} for _ in outputs]
+    batches = [batch_length(one) for one in fed[: len(outputs)]]
+    rows = [row for one, n in zip(outputs, batches, strict=False) for row in split(one, n)]
+    own = [row for one, n in zip(fed, batches, strict=False) for row in split(one, n)]
+    return Seen(own[:SAMPLES], rows[:SAMPLES])
+
+
+__all__ = ["Form", "form_of"]

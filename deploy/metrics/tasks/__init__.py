@@ -1,0 +1,24 @@
+"""Tasks that outputs are recognised for, one file each; the first that is sure wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from deploy.metrics.tasks import boxes, classes
+from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
+
+# Task -> its recogniser. Each must be sure of the form alone; none knows a model by its name.
+TASKS: dict[str, Callable[[Seen], Task | None]] = {
+    "boxes": boxes.find,
+    "classes": classes.find,
+}
+
+
+def recognised(seen: Seen) -> Task | None:
+    """What the outputs are for; None where no form fits for sure."""
+    if not seen.outputs:
+        return None
+    return next((task for find in TASKS.values() if (task := find(seen)) is not None), None)
+
+
+__all__ = ["TASKS", "Seen", "Tally", "Task", "TaskFigure", "recognised"]

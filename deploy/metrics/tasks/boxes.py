@@ -1,0 +1,115 @@
+"""Boxes: how many of the float model's detections the candidate finds too.
+
+Boxes match by class and IoU > 0.5 after each class's own suppression in both models. The figure is
+Dice's, 2 kept / (boxes of FP32 + boxes of the candidate), so that boxes which the candidate alone
+sees count as well as those it lost. Counts are kept for three thresholds of the score at once, and
+the highest at which FP32 has enough boxes is told; so the figure is the float model's choice and
+the same for every candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from deploy.metrics.parts import Part
+from deploy.metrics.rows import Outputs
+from deploy.metrics.tasks import yolo
+from deploy.metrics.tasks.detections import Detections, matched, suppressed
+from deploy.metrics.tasks.task import Seen, TaskFigure
+
+_ENOUGH = ((0.25, 20), (0.15, 5), (0.05, 5))  # threshold, boxes of FP32 that it takes
+
+
+class Decoder(Protocol):
+    """Outputs of one sample to boxes."""
+
+    @property
+    def form(self) -> str:
+        """How the outputs are read."""
+        ...
+
+    @property
+    def parts(self) -> Mapping[str, tuple[Part, ...]]:
+        """As of a task."""
+        ...
+
+    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
+        """All boxes above the lowest threshold; None where the shapes are others."""
+        ...
+
+
+# Tried in this order; each must be sure.
+DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (yolo.find,)
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """The task of a detector."""
+
+    decoder: Decoder
+    name: str = "boxes"
+
+    @property
+    def form(self) -> str:
+        """How the outputs are read."""
+        return self.decoder.form
+
+    @property
+    def parts(self) -> Mapping[str, tuple[Part, ...]]:
+        """Boxes and scores apart."""
+        return self.decoder.parts
+
+    def tally(self) -> BoxTally:
+        """A new comparison."""
+        return BoxTally(self.decoder)
+
+
+def find(seen: Seen) -> Boxes | None:
+    """The task, where the outputs are boxes in a form that is known."""
+    for decoder in DECODERS:
+        found = decoder(seen)
+        if found is not None:
+            return Boxes(found)
+    return None
+
+
+@dataclass(slots=True)
+class BoxTally:
+    """Counts of boxes at each threshold: FP32's, the candidate's, both's."""
+
+    decoder: Decoder
+    samples: int = 0
+    counts: dict[float, list[int]] = field(
+        default_factory=lambda: {threshold: [0, 0, 0] for threshold, _ in _ENOUGH}
+    )
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample."""
+        self.samples += 1
+        left = self.decoder.boxes(inputs, reference)
+        right = self.decoder.boxes(inputs, candidate)
+        left, right = (None if one is None else suppressed(one) for one in (left, right))
+        for threshold, count in self.counts.items():
+            one = None if left is None else left.above(threshold)
+            other = None if right is None else right.above(threshold)
+            count[0] += 0 if one is None else len(one.scores)
+            count[1] += 0 if other is None else len(other.scores)
+            count[2] += matched(one, other) if one is not None and other is not None else 0
+
+    def result(self) -> TaskFigure | None:
+        """The figure at the highest threshold with boxes enough; None without any such."""
+        for threshold, enough in _ENOUGH:
+            own, others, kept = self.counts[threshold]
+            if own >= enough:
+                return TaskFigure(
+                    task="boxes",
+                    figure="boxes kept",
+                    value=2 * kept / (own + others),
+                    words=f"{kept} of {own} boxes of FP32 kept, {others - kept} new"
+                    f" (score above {threshold:g})",
+                    samples=self.samples,
+                    form=self.decoder.form,
+                )
+        return None

@@ -1,0 +1,116 @@
+"""Classes: how often the candidate's best class is the float model's.
+
+[N, C] scores. Probabilities (each row sums to 1) are classes for sure; raw numbers are where they
+are few, or where the best stands out as no direction of an embedding does. Other vectors (a place,
+an angle, an embedding) are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deploy.metrics.parts import Part
+from deploy.metrics.rows import Outputs
+from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.tensors import Array
+
+_FEW = 32  # numbers that no embedding makes do with
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """One score a class, in one output or in several heads."""
+
+    outputs: tuple[str, ...]
+    count: int
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    name: str = "classes"
+
+    @property
+    def form(self) -> str:
+        """How the outputs are read."""
+        return f"{', '.join(self.outputs)}: {self.count} classes"
+
+    def tally(self) -> ClassTally:
+        """A new comparison."""
+        return ClassTally(self)
+
+
+def find(seen: Seen) -> Classes | None:
+    """The task, where every output is one vector of scores a sample."""
+    vectors = {name: seen.arrays(name) for name in seen.names}
+    alone = len(vectors) == 1
+    if not vectors or not all(_scores(values, alone=alone) for values in vectors.values()):
+        return None
+    return Classes(tuple(vectors), next(iter(vectors.values()))[0].size)
+
+
+def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
+    rows = [np.asarray(one, np.float64).reshape(-1) for one in samples if _is_vector(one)]
+    if not rows or len(rows) != len(samples) or not all(np.isfinite(r).all() for r in rows):
+        return False
+    if any(len(row) != len(rows[0]) for row in rows):
+        return False
+    if all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows):
+        return True
+    if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
+        return alone and any(row.min() < 0 for row in rows) and any(row.max() > 0 for row in rows)
+    return all(map(_stands_out, rows))
+
+
+def _is_vector(value: Array) -> bool:
+    """[1, C] or [1, C, 1, 1] of floating-point numbers."""
+    floating = np.issubdtype(value.dtype, np.floating)
+    return floating and value.ndim >= 2 and value.shape[1] >= 2 and value.size == value.shape[1]
+
+
+def _stands_out(row: Array) -> bool:
+    """Whether the best is further off than the best of so many normal numbers, and the worst."""
+    spread = float(row.std())
+    high, low = float(row.max() - row.mean()), float(row.mean() - row.min())
+    return high > 1.15 * math.sqrt(2 * math.log(len(row))) * spread and high > 1.2 * low
+
+
+@dataclass(slots=True)
+class ClassTally:
+    """Counts of equal classes."""
+
+    task: Classes
+    samples: int = 0
+    compared: int = 0
+    first: int = 0
+    five: int = 0
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample."""
+        self.samples += 1
+        for name in self.task.outputs:
+            left = np.asarray(reference[name], np.float64).reshape(-1)
+            right = np.asarray(candidate[name], np.float64).reshape(-1)
+            self.compared += 1
+            if left.shape != right.shape or not np.isfinite(left + right).all():
+                continue
+            wanted = int(left.argmax())
+            ranked = np.argsort(-right, kind="stable")[:5]
+            self.first += int(ranked[0] == wanted)
+            self.five += int(wanted in ranked)
+
+    def result(self) -> TaskFigure | None:
+        """Top-1 agreement; top-5 in words where there are classes enough to tell."""
+        if not self.compared:
+            return None
+        words = f"{self.first} of {self.compared} best classes as FP32's"
+        if self.task.count > 10:
+            words += f", {self.five} among the best five"
+        return TaskFigure(
+            task="classes",
+            figure="same class",
+            value=self.first / self.compared,
+            words=words,
+            samples=self.samples,
+            form=self.task.form,
+        )

@@ -1,0 +1,99 @@
+"""Detections of one image: suppressing overlaps, and matching two models' boxes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+LOWEST = 0.05  # scores below it are never looked at
+IOU = 0.5  # above it two boxes are one, for suppression and for matching
+_MOST = 1000  # boxes of an image before suppression, the best by score
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Detections:
+    """Boxes of one image, the best score first.
+
+    Attributes:
+        boxes: [n, 4] corners x1 y1 x2 y2, in any one unit.
+        scores: [n] 0 to 1.
+        classes: [n] class numbers.
+    """
+
+    boxes: Floats
+    scores: Floats
+    classes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, boxes: Floats, scores: Floats, classes: NDArray[np.int64]) -> Detections:
+        """The best by score, above `LOWEST`; what holds NaN or Inf is no detection."""
+        good = np.flatnonzero((scores > LOWEST) & np.isfinite(boxes).all(axis=1))
+        best = good[np.argsort(-scores[good], kind="stable")][:_MOST]
+        return cls(boxes[best], scores[best], classes[best])
+
+    def at(self, keep: NDArray[np.bool_] | NDArray[np.int64]) -> Detections:
+        """Some of them."""
+        return Detections(self.boxes[keep], self.scores[keep], self.classes[keep])
+
+    def above(self, threshold: float) -> Detections:
+        """Those of a higher score."""
+        return self.at(self.scores > threshold)
+
+
+def by_score(boxes: Floats, scores: Floats) -> Detections:
+    """Boxes [A, 4] and scores [A, C] of which each box's best class counts."""
+    with np.errstate(invalid="ignore"):
+        classes = np.asarray(np.nan_to_num(scores, nan=-1.0).argmax(axis=1), np.int64)
+    best = np.take_along_axis(scores, classes[:, None], axis=1)[:, 0]
+    return Detections.of(boxes, best, classes)
+
+
+def by_place(scores: Floats) -> Detections:
+    """Scores [A, C] of anchors whose boxes cannot be told: the anchor's number is its box.
+
+    Each stands as a unit square of its own, so that only the same anchor overlaps with it.
+    """
+    left = 2.0 * np.arange(len(scores))
+    zero, one = np.zeros(len(scores)), np.ones(len(scores))
+    return by_score(np.stack([left, zero, left + 1, one], axis=1), scores)
+
+
+def overlaps(left: Floats, right: Floats) -> Floats:
+    """Intersection over union of boxes [n, 4] and [m, 4] -> [n, m]; 0 for boxes without area."""
+    low = np.maximum(left[:, None, :2], right[None, :, :2])
+    high = np.minimum(left[:, None, 2:], right[None, :, 2:])
+    shared = np.clip(high - low, 0, None).prod(axis=2)
+    areas = [np.clip(b[:, 2:] - b[:, :2], 0, None).prod(axis=1) for b in (left, right)]
+    union = areas[0][:, None] + areas[1][None, :] - shared
+    return np.asarray(np.divide(shared, union, out=np.zeros_like(shared), where=union > 0))
+
+
+def suppressed(found: Detections) -> Detections:
+    """Greedy non-maximum suppression, each class by itself."""
+    same = found.classes[:, None] == found.classes[None, :]
+    near = (overlaps(found.boxes, found.boxes) > IOU) & same
+    keep = np.ones(len(found.scores), np.bool_)
+    for place in range(len(keep)):
+        if keep[place]:
+            keep[place + 1 :] &= ~near[place, place + 1 :]
+    return found.at(keep)
+
+
+def matched(reference: Detections, candidate: Detections) -> int:
+    """How many of the reference's boxes the candidate has too: same class, IoU above `IOU`.
+
+    Each box of the candidate stands for one; the reference's best scores choose first.
+    """
+    iou = overlaps(reference.boxes, candidate.boxes)
+    iou[reference.classes[:, None] != candidate.classes[None, :]] = 0
+    count = 0
+    for row in range(len(iou)):
+        best = int(iou[row].argmax()) if iou.shape[1] else 0
+        if iou.shape[1] and iou[row, best] > IOU:
+            iou[:, best] = 0
+            count += 1
+    return count

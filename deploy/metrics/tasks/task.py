@@ -1,0 +1,94 @@
+"""What a task is: outputs recognised by their form, and a figure of two models' outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from deploy.metrics.parts import Part
+from deploy.metrics.rows import Outputs
+from deploy.tensors import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFigure:
+    """How much of what the float model says the candidate says too.
+
+    Attributes:
+        task: what the outputs are: "boxes", "classes", ...
+        figure: what is counted, such as "boxes kept".
+        value: a share that is 1 where both say the same; more is better.
+        words: the counts, as a person would say them.
+        samples: samples it was counted over.
+        form: how the outputs were read, in words.
+    """
+
+    task: str
+    figure: str
+    value: float
+    words: str
+    samples: int
+    form: str = ""
+
+
+class Tally(Protocol):
+    """A running comparison in flat memory."""
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample: arrays with a batch of 1 (or none)."""
+        ...
+
+    def result(self) -> TaskFigure | None:
+        """The figure; None where the float model said nothing to be compared with."""
+        ...
+
+
+class Task(Protocol):
+    """A recognised task: a frozen value."""
+
+    @property
+    def name(self) -> str:
+        """What the outputs are, in one word."""
+        ...
+
+    @property
+    def form(self) -> str:
+        """How the outputs are read, in words."""
+        ...
+
+    @property
+    def parts(self) -> Mapping[str, tuple[Part, ...]]:
+        """Output -> its parts, where the task knows them better than the data.
+
+        An output without any is not to be compared value by value, as a list of detections
+        whose order changes.
+        """
+        ...
+
+    def tally(self) -> Tally:
+        """A new comparison."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The float model's first samples, which a task is recognised from.
+
+    Attributes:
+        inputs: one mapping a sample, with a batch of 1.
+        outputs: the same, floating-point and integer outputs alike.
+    """
+
+    inputs: Sequence[Outputs]
+    outputs: Sequence[Outputs] = field(default_factory=tuple)
+
+    def arrays(self, name: str) -> list[Array]:
+        """One output over the samples."""
+        return [one[name] for one in self.outputs]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Outputs that every sample has."""
+        first = self.outputs[0] if self.outputs else {}
+        return tuple(name for name in first if all(name in one for one in self.outputs))

@@ -1,0 +1,202 @@
+"""Boxes and scores in one tensor, one column (or row) an anchor: YOLO v5 to v10, v11, and YOLOX.
+
+====================  ==========================================================================
+[N, 4+C, A]           boxes cx cy w h (or corners) and a probability a class: v8, v9, v11
+[N, A, 5+C]           boxes, objectness, classes: v5, v6, v7
+[N, A, 5+C]           the same with boxes left in their cells, (x + column) stride, exp(w) stride:
+                      YOLOX (Ge et al. 2021, its demo's `demo_postprocess`)
+====================  ==========================================================================
+
+A tensor counts as such only where its anchors are as many as the cells of the input's picture, and
+where the boxes lie at their anchors. Rows after the classes (masks, key points, angles) are let be.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from deploy.metrics.parts import Part
+from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.tasks.detections import Detections, Floats, by_score
+from deploy.metrics.tasks.grid import Grid, grids
+from deploy.metrics.tasks.task import Seen
+from deploy.tensors import Array
+
+_NEARLY_ALL = 0.99
+_AT_ANCHORS = 0.8  # correlation of a box's place with its anchor's
+_IDLE = 0.1  # mean best class of all anchors: above it, something else tells boxes from nothing
+_QUIET = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """One tensor of all anchors.
+
+    Attributes:
+        output: its name.
+        axis: where its rows are, 1 or -1.
+        coding: "centre" cx cy w h, "corners" x1 y1 x2 y2, or "cell" (YOLOX).
+        objectness: whether row 4 multiplies all classes.
+        scores: rows of scores, objectness among them, from row 4 on.
+        rows: all rows.
+        grid: where the anchors are.
+    """
+
+    output: str
+    axis: int
+    coding: str
+    objectness: bool
+    scores: int
+    rows: int
+    grid: Grid
+
+    @property
+    def form(self) -> str:
+        """How the output is read."""
+        classes = self.scores - self.objectness
+        words = {"centre": "boxes by centre", "corners": "boxes by corners", "cell": "raw boxes"}
+        seen = ", objectness" if self.objectness else ""
+        return f"{self.output}: {words[self.coding]}{seen} and {classes} classes an anchor"
+
+    @property
+    def parts(self) -> Mapping[str, tuple[Part, ...]]:
+        """Boxes, scores, and what comes after them."""
+        borders = (0, 4, 4 + self.scores, self.rows)
+        spans = [(a, b) for a, b in itertools.pairwise(borders) if b > a]
+        return {
+            self.output: tuple(
+                Part(output=self.output, axis=self.axis, start=a, stop=b) for a, b in spans
+            )
+        }
+
+    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
+        """All boxes of one sample."""
+        rows = _oriented(outputs.get(self.output), self.axis)
+        if rows is None or len(rows) != self.rows:
+            return None
+        scores = rows[4 : 4 + self.scores].T
+        if self.objectness and self.scores > 1:
+            scores = scores[:, 1:] * scores[:, :1]
+        places = rows[:4].T
+        if self.coding == "cell":
+            size = image_size(inputs)
+            if size is None or self.grid.count(size) != len(places):
+                return None
+            places = _out_of_cells(places, self.grid, size)
+        return by_score(places if self.coding == "corners" else corners(places), scores)
+
+
+def find(seen: Seen) -> Dense | None:
+    """The one output that is such a tensor."""
+    found = [dense for name in seen.names if (dense := _dense(name, seen)) is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def corners(boxes: Floats) -> Floats:
+    """Centre and size (cx cy w h) to corners (x1 y1 x2 y2), [n, 4] both."""
+    half = boxes[:, 2:] / 2
+    return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
+
+
+def _dense(name: str, seen: Seen) -> Dense | None:
+    for axis in (1, -1):
+        samples = [_oriented(value, axis) for value in seen.arrays(name)]
+        sizes = [image_size(inputs) for inputs in seen.inputs]
+        rows = [one for one in samples if one is not None]
+        known = [size for size in sizes if size is not None]
+        if len(rows) != len(samples) or len(known) != len(samples) or not rows:
+            continue
+        if any(len(one) != len(rows[0]) for one in rows):
+            continue
+        dense = _read(name, axis, rows, known)
+        if dense is not None:
+            return dense
+    return None
+
+
+def _oriented(value: Array | None, axis: int) -> Floats | None:
+    """[1, R, A] or [1, A, R] -> [R, A]; None for other shapes, or rows that cannot be boxes."""
+    if value is None or value.ndim != 3 or len(value) != 1:
+        return None
+    if not np.issubdtype(value.dtype, np.floating):
+        return None
+    rows = value[0] if axis == 1 else value[0].T
+    return rows.astype(np.float64) if len(rows) >= 5 and rows.shape[1] >= 2 * len(rows) else None
+
+
+def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]) -> Dense | None:
+    low = np.min([one.min(axis=1) for one in rows], axis=0)
+    high = np.max([one.max(axis=1) for one in rows], axis=0)
+    share = (low >= -1e-3) & (high <= 1 + 1e-3)
+    scores = int(np.cumprod(share[4:]).sum())  # rows of shares from row 4 on
+    if not scores:
+        return None
+    objectness = _has_objectness(rows, scores, axis)
+    for grid in grids(rows[0].shape[1], sizes[0]):
+        if any(grid.count(size) != one.shape[1] for one, size in zip(rows, sizes, strict=True)):
+            continue
+        coding = _coding(rows, sizes, grid, objectness)
+        if coding is not None:
+            return Dense(
+                output=name,
+                axis=axis,
+                coding=coding,
+                objectness=objectness,
+                scores=scores,
+                rows=len(rows[0]),
+                grid=grid,
+            )
+    return None
+
+
+def _has_objectness(rows: list[Floats], scores: int, axis: int) -> bool:
+    """Whether row 4 is objectness: then classes are free where there is no object.
+
+    Where the data do not tell, tensors with the anchors first have it, as v5 and v7 do.
+    """
+    if scores < 2:
+        return False
+    classes = float(np.mean([one[5 : 4 + scores].max(axis=0).mean() for one in rows]))
+    own = float(np.mean([one[4].mean() for one in rows]))
+    if classes > _IDLE and own < classes:
+        return True
+    return axis == -1 and max(classes, own) > _QUIET
+
+
+def _coding(
+    rows: list[Floats], sizes: list[tuple[int, int]], grid: Grid, objectness: bool
+) -> str | None:
+    """What rows 0 to 3 are; None where they do not lie at their anchors."""
+    boxes = np.concatenate([one[:4] for one in rows], axis=1)
+    cells = [grid.cells(size) for size in sizes]
+    centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
+    along = [_correlation(boxes[row], centres[row % 2]) for row in range(4)]
+    if min(along[:2]) > _AT_ANCHORS:
+        if min(along[2:]) > _AT_ANCHORS and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
+            return "corners"
+        return "centre" if _mostly(np.all(boxes[2:] >= 0, axis=0)) else None
+    small = np.abs(boxes[:2]).max(axis=0) < 16
+    fitting = boxes[2:].max(axis=0) < 8
+    raw = objectness and grid.anchors == 1 and _mostly(small & fitting)
+    return "cell" if raw else None
+
+
+def _mostly(true: Array) -> bool:
+    return bool(np.mean(true) >= _NEARLY_ALL)
+
+
+def _correlation(one: Floats, other: Floats) -> float:
+    if one.std() == 0 or other.std() == 0:
+        return 0.0
+    return float(np.corrcoef(one, other)[0, 1])
+
+
+def _out_of_cells(boxes: Floats, grid: Grid, size: tuple[int, int]) -> Floats:
+    """YOLOX's raw boxes as cx cy w h in pixels."""
+    cells, stride = grid.cells(size)
+    wide = np.exp(np.minimum(boxes[:, 2:], 20))
+    return np.concatenate([boxes[:, :2] + cells, wide], axis=1) * stride[:, None]

@@ -1,0 +1,121 @@
+"""What a user loses: the parts of the outputs, and what the outputs are for.
+
+One SQNR an output lets boxes of 0..640 hide scores of 0..1; and no SQNR tells how many boxes are
+left. Both are found from the outputs' form (`deploy.metrics.form`), which is known once the first
+four samples have been seen; until then they wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from deploy.metrics.form import Form, form_of
+from deploy.metrics.parts import SAMPLES
+from deploy.metrics.rows import Outputs, split
+from deploy.metrics.running import RunningError, number
+from deploy.metrics.tasks import Tally, TaskFigure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartAccuracy:
+    """One part of an output, of the candidate against the reference's.
+
+    Attributes:
+        label: such as "scores" or "output0[4:22]".
+        output: name of the output it is of.
+        sqnr_db, cosine_mean, cosine_min, max_abs_error: as of an output.
+    """
+
+    label: str
+    output: str
+    sqnr_db: float
+    cosine_mean: float
+    cosine_min: float
+    max_abs_error: float
+
+
+class Truth:
+    """Running figures of all parts and of the task, in flat memory."""
+
+    def __init__(self, form: Form | None = None) -> None:
+        """Args: form: known beforehand; None finds it from the first samples."""
+        self._waiting: list[tuple[Outputs, Outputs, Outputs, int]] = []
+        self._form = form
+        self._errors: list[RunningError] = []
+        self._tally: Tally | None = None
+        if form is not None:
+            self._begin(form)
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs, batch: int) -> None:
+        """Add one batch."""
+        if self._form is not None:
+            self._count(inputs, reference, candidate, batch)
+            return
+        self._waiting.append((inputs, reference, candidate, batch))
+        if sum(one[3] for one in self._waiting) >= SAMPLES:
+            self._settle()
+
+    def parts(self) -> tuple[PartAccuracy, ...]:
+        """The parts' figures, the worst first; where it cannot be told (NaN) is worst of all."""
+        form = self._settle()
+        found = [error.result() for error in self._errors]
+        figures = [
+            PartAccuracy(
+                label=one.name,
+                output=part.output,
+                sqnr_db=one.sqnr_db,
+                cosine_mean=one.cosine_mean,
+                cosine_min=one.cosine_min,
+                max_abs_error=one.max_abs_error,
+            )
+            for part, one in zip(form.parts, found, strict=True)
+        ]
+        return tuple(sorted(figures, key=_badness))
+
+    def task(self) -> TaskFigure | None:
+        """The task's figure."""
+        self._settle()
+        return None if self._tally is None else self._tally.result()
+
+    def _settle(self) -> Form:
+        """Find the form, and count what has waited for it."""
+        if self._form is None:
+            waiting, self._waiting = self._waiting, []
+            self._form = form_of([one[1] for one in waiting], inputs=[one[0] for one in waiting])
+            self._begin(self._form)
+            for inputs, reference, candidate, batch in waiting:
+                self._count(inputs, reference, candidate, batch)
+        return self._form
+
+    def _begin(self, form: Form) -> None:
+        self._errors = [RunningError(part.label) for part in form.parts]
+        self._tally = None if form.task is None else form.task.tally()
+
+    def _count(self, inputs: Outputs, left: Outputs, right: Outputs, batch: int) -> None:
+        assert self._form is not None
+        for part, error in zip(self._form.parts, self._errors, strict=True):
+            error.add(part.of(left[part.output]), part.of(right[part.output]), batch)
+        if self._tally is not None:
+            rows = (split(arrays, batch) for arrays in (inputs, left, right))
+            for fed, reference, candidate in zip(*rows, strict=True):
+                self._tally.add(fed, reference, candidate)
+
+
+def _badness(part: PartAccuracy) -> float:
+    return -math.inf if math.isnan(part.sqnr_db) else part.sqnr_db
+
+
+def part_json(part: PartAccuracy) -> dict[str, object]:
+    """Plain JSON types."""
+    return _plain(asdict(part).items())
+
+
+def task_json(task: TaskFigure) -> dict[str, object]:
+    """Plain JSON types."""
+    return _plain(asdict(task).items())
+
+
+def _plain(items: Iterable[tuple[str, object]]) -> dict[str, object]:
+    return {key: number(value) if isinstance(value, float) else value for key, value in items}
