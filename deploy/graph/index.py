@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,9 +88,12 @@ class Graph:
         shapes: tensor -> sizes as in `dims`, where the model says so.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(
+        self, model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto] | None = None
+    ) -> None:
+        """Index a model; with `nodes`, as if it had these in place of its own."""
         graph = model.graph
-        self.nodes = list(graph.node)
+        self.nodes = list(graph.node if nodes is None else nodes)
         self.initializers = {t.name: t for t in graph.initializer}
         self.constants = {**self.initializers, **_constant_nodes(self.nodes)}
         self.inputs = [value.name for value in fed_inputs(graph)]
@@ -118,13 +122,27 @@ class Graph:
             names = names[:1]
         return [name for name in names if name and name not in self.initializers]
 
+    def only_reader(self, tensor: str) -> onnx.NodeProto | None:
+        """The one node that reads a tensor; None where others, a subgraph or the user do too."""
+        readers = self.readers.get(tensor, [])
+        kept = tensor in self.outputs or tensor in self.captured
+        return readers[0] if len(readers) == 1 and not kept else None
+
+    def number(self, tensor: str) -> float | None:
+        """The value of an initializer that holds one; None of anything else."""
+        from onnx import numpy_helper
+
+        constant = self.initializers.get(tensor)
+        if constant is None or math.prod(constant.dims) != 1:
+            return None
+        return float(numpy_helper.to_array(constant).reshape(-1)[0])
+
     def tail(self, node: onnx.NodeProto) -> str:
         """Name of the tensor that leaves a node and the Relu, Clip or bias Add fused into it."""
         out = str(node.output[0])
-        readers = self.readers.get(out, [])
-        if len(readers) != 1 or out in self.outputs or out in self.captured:
+        after = self.only_reader(out)
+        if after is None:
             return out
-        after = readers[0]
         if after.op_type in _TAILS and after.input[0] == out and self.holds_zero(after):
             return str(after.output[0])
         if node.op_type == "MatMul" and after.op_type == "Add" and self._adds_bias(after, out):
@@ -133,12 +151,9 @@ class Graph:
 
     def holds_zero(self, node: onnx.NodeProto) -> bool:
         """Relu, or a Clip with constant bounds of which the lower is 0."""
-        from onnx import numpy_helper
-
         if node.op_type == "Relu":
             return True
-        low = self.initializers.get(node.input[1]) if len(node.input) > 1 else None
-        return low is not None and float(numpy_helper.to_array(low).reshape(-1)[0]) == 0.0
+        return len(node.input) > 1 and self.number(node.input[1]) == 0.0
 
     def _adds_bias(self, node: onnx.NodeProto, tensor: str) -> bool:
         others = [name for name in node.input if name != tensor]

@@ -9,6 +9,8 @@ computed inside it, so the scale is that of the tail's output::
 
     x --[Q DQ]--> Conv --> Relu --[Q DQ]--> ...       not between Conv and Relu
                   '---- tail --'
+
+A Hard-Swish, however it is written, is decided as one node (see `deploy.graph.gates`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import onnx
 
 from calibrators.grids import INT8, UINT8, Grid
+from deploy.graph.gates import GATE, Gate, collapsed, gates
 from deploy.graph.index import Graph, attributes
 
 AS_ASKED = "kept float as asked"  # the reason of a node that the user keeps in float
@@ -69,7 +72,9 @@ ONNXRUNTIME = Placement(
     name="onnxruntime",
     grid=UINT8,
     heavy=frozenset({"Conv", "Gemm", "MatMul"}),
-    glue=_MOVES | _POOLS | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split"},
+    glue=_MOVES
+    | _POOLS
+    | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", GATE},
     keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,
@@ -155,6 +160,7 @@ class Plan:
         pairs: Q/DQ pairs to insert, in the graph's order.
         weights: initializers to store as int8.
         owners: tensor -> the tensor whose scale it must share.
+        gates: those that run in int8; `pairs` has their ends, their inner scales are fixed.
     """
 
     placement: Placement
@@ -162,6 +168,7 @@ class Plan:
     pairs: tuple[Pair, ...]
     weights: tuple[WeightTarget, ...]
     owners: Mapping[str, str] = field(default_factory=dict)
+    gates: tuple[Gate, ...] = ()
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -191,8 +198,12 @@ def analyse(
         float_tensors: tensor -> why it has no scale ("was 0 in every sample").
     """
     graph = Graph(model)
+    found = gates(graph) if GATE in placement.glue else ()
+    if found:
+        graph = Graph(model, collapsed(graph.nodes, found))
+    stands_in = {name: gate.name for gate in found for name in gate.nodes}
     without = dict(float_tensors or {})
-    kept = reasons(float_nodes)
+    kept = {stands_in.get(name, name): why for name, why in reasons(float_nodes).items()}
     why: dict[str, str] = {}
     for node in graph.nodes:
         why[node.name] = _refusal(graph, node, placement, kept, without)
@@ -201,8 +212,9 @@ def analyse(
     pairs = _pairs(graph, placement, chosen)
     return Plan(
         placement=placement,
-        decisions=_decisions(graph, placement, why),
+        decisions=_decisions(model.graph.node, graph, placement, why, stands_in),
         pairs=pairs,
+        gates=tuple(gate for gate in found if not why[gate.name]),
         weights=tuple(w for n in chosen for w in _weights(graph, placement, n)),
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
     )
@@ -269,14 +281,21 @@ def _weight_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     return ""
 
 
-def _decisions(graph: Graph, placement: Placement, why: Mapping[str, str]) -> tuple[Decision, ...]:
-    """One decision a node; a tail runs where the node before it runs."""
+def _decisions(
+    nodes: Iterable[onnx.NodeProto],
+    graph: Graph,
+    placement: Placement,
+    why: Mapping[str, str],
+    stands_in: Mapping[str, str],
+) -> tuple[Decision, ...]:
+    """One decision a node; a tail runs where the node before it runs, a gate's as one."""
     heads = {graph.tail(n): n.name for n in graph.nodes if n.op_type in placement.heavy_or_glue}
     found = []
-    for node in graph.nodes:
-        reason = why[node.name]
-        head = heads.get(node.output[0], node.name)
-        if reason and head != node.name:
+    for node in nodes:
+        name = stands_in.get(node.name, node.name)
+        reason = why[name]
+        head = heads.get(node.output[0], name)
+        if reason and head != name:
             reason = why[head] and "the node before it is float"
         precision = FLOAT32 if reason else placement.grid.name
         found.append(Decision(node.name, node.op_type, precision, reason))

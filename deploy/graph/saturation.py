@@ -18,7 +18,6 @@ import math
 from dataclasses import dataclass
 
 import onnx
-from onnx import numpy_helper
 
 from deploy.graph.index import Graph, attributes
 
@@ -63,7 +62,7 @@ class _Readers:
             alpha, beta = given.get("alpha", 0.2), given.get("beta", 0.5)
             return (-beta / alpha, (1 - beta) / alpha) if alpha > 0 else None
         if node.op_type == "Clip":
-            ends = [self._scalar(name) for name in [*node.input, "", ""][1:3]]
+            ends = [self.graph.number(name) for name in [*node.input, "", ""][1:3]]
             low, high = ends
             return (-math.inf if low is None else low, math.inf if high is None else high)
         return None
@@ -87,12 +86,4 @@ class _Readers:
 
     def _constant_beside(self, tensor: str, node: onnx.NodeProto) -> float | None:
         others = [name for name in node.input if name != tensor]
-        return self._scalar(others[0]) if len(others) == 1 else None
-
-    def _scalar(self, name: str) -> float | None:
-        """An initializer of one value."""
-        constant = self.graph.initializers.get(name)
-        if constant is None:
-            return None
-        values = numpy_helper.to_array(constant).reshape(-1)
-        return float(values[0]) if values.size == 1 else None
+        return self.graph.number(others[0]) if len(others) == 1 else None

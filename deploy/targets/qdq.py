@@ -8,6 +8,8 @@ itself and what the node makes is renamed::
     Conv -> t            becomes      Conv -> t/float -> Q -> t/quantized -> DQ -> t
     input t -> Conv      becomes      t -> Q -> t/quantized -> DQ -> t/dequantized -> Conv
 
+A gate's nodes are replaced by those of its int8 form (see `deploy.graph.gates`).
+
 Source: ONNX operators QuantizeLinear-13 and DequantizeLinear-13.
 """
 
@@ -23,7 +25,8 @@ from onnx import helper, numpy_helper
 from calibrators.grids import quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
-from deploy.graph.edit import copied, rebuild
+from deploy.graph.edit import copied, rebuild, unused
+from deploy.graph.gates import Gate
 from deploy.graph.index import Graph
 from deploy.graph.plan import Pair, Plan, WeightTarget
 
@@ -61,6 +64,8 @@ def write_qdq(
         writer.weight(weight)
     for pair in plan.pairs:
         writer.pair(pair)
+    for gate in plan.gates:
+        writer.gate(gate)
     writer.finish()
     return out
 
@@ -80,6 +85,8 @@ class _Writer:
         self.initializers, self.makers = index.initializers, index.producer
         self.before: list[onnx.NodeProto] = []  # reads constants only
         self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
+        self.instead: dict[str, list[onnx.NodeProto]] = {}  # by the node whose place they take
+        self.numbers: dict[float, str] = {}  # number -> the float tensor that holds it
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
     def params(self, tensor: str) -> tuple[np.float32, int]:
@@ -179,13 +186,53 @@ class _Writer:
         self.before.append(node)
         return out
 
+    def gate(self, gate: Gate) -> None:
+        """Put int8 arithmetic in place of the nodes of a gate: an Add, a pair and a Mul.
+
+        The pair's two scales differ: writing saturates where the Clip does, reading multiplies.
+        """
+        nodes = [self.nodes[name] for name in gate.nodes]
+        read = {name.removesuffix("/dequantized"): name for n in nodes for name in n.input}
+        step = gate.top / 255
+        zero = self.constant(f"{gate.name}/gate/zero_point", np.array(0, np.uint8))
+        written, scaled = (
+            self.constant(f"{gate.name}/gate/{kind}_scale", np.array(value, np.float32))
+            for kind, value in (("written", step), ("read", step * gate.gain))
+        )
+        shifted, integers, factor = (
+            f"{gate.name}/gate{end}" for end in ("/float", "/quantized", "")
+        )
+        source = [read[gate.source], self.number(gate.shift)]
+        self.instead |= {name: [] for name in gate.nodes}
+        self.instead[gate.name] = [
+            _node("Add", source, shifted, f"{gate.name}/gate/Add"),
+            _node("QuantizeLinear", [shifted, written, zero], integers, f"{gate.name}/gate/Q"),
+            _node("DequantizeLinear", [integers, scaled, zero], factor, f"{gate.name}/gate/DQ"),
+            _node("Mul", [read[gate.factor], factor], nodes[-1].output[0], gate.name),
+        ]
+
+    def number(self, value: float) -> str:
+        """A float tensor of one value, held exactly: 128 steps of a 128th, on either side of 0."""
+        if value not in self.numbers:
+            name = unused(
+                f"number {value:g}", [n.removesuffix("/scale") for n in self.initializers]
+            )
+            inputs = [
+                self.constant(f"{name}/quantized", np.array(128 if value > 0 else 0, np.uint8)),
+                self.constant(f"{name}/scale", np.array(abs(value) / 128, np.float32)),
+                self.constant(f"{name}/zero_point", np.array(0 if value > 0 else 128, np.uint8)),
+            ]
+            self.before.append(_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
+            self.numbers[value] = name
+        return self.numbers[value]
+
     def finish(self) -> None:
         """Put the nodes in an order in which every tensor is made before it is read."""
         ordered = list(self.before)
         for value in self.graph.input:
             ordered += self.after.pop(value.name, [])
         for node in self.graph.node:
-            ordered.append(node)
+            ordered += self.instead.get(node.name, [node])
             for name in node.output:
                 ordered += self.after.pop(name, [])
         rebuild(self.graph, ordered)

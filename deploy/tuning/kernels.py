@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from deploy.tensors import Array
 
+PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _KERNEL = "_kernel_time"
 
 
@@ -50,12 +51,17 @@ class KernelTimes:
 
 
 def kernel_times(
-    model: onnx.ModelProto, feeds: Sequence[Mapping[str, Array]], *, runs: int
+    model: onnx.ModelProto,
+    feeds: Sequence[Mapping[str, Array]],
+    *,
+    made_from: onnx.ModelProto,
+    runs: int,
 ) -> KernelTimes:
     """Run a model a few times under ONNX Runtime's profiler.
 
     Args:
         model: as it would be deployed.
+        made_from: the float model, whose nodes the time is counted to; pairs count themselves.
         feeds: inputs, used in turn.
         runs: how often it is run, after two runs that do not count; with one thread, since what
             several take depends on who else wants the cores.
@@ -66,7 +72,8 @@ def kernel_times(
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
         trace = profiled(model, feeds, runs=runs + 2, folder=Path(folder))
         events = json.loads(trace.read_text(encoding="utf-8"))
-    return attributed(_least(events, skip=2), model)
+    pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
+    return attributed(_least(events, skip=2), made_from, pairs)
 
 
 def _least(events: Iterable[Mapping[str, object]], *, skip: int) -> dict[str, float]:
@@ -79,11 +86,14 @@ def _least(events: Iterable[Mapping[str, object]], *, skip: int) -> dict[str, fl
     return {name: min(times[skip:] or times) for name, times in found.items()}
 
 
-def attributed(kernels: Mapping[str, float], model: onnx.ModelProto) -> KernelTimes:
-    """Kernels -> nodes, by the longest name at a kernel's beginning."""
+def attributed(
+    kernels: Mapping[str, float], model: onnx.ModelProto, others: Iterable[str] = ()
+) -> KernelTimes:
+    """Kernels -> nodes of a model, or other names, by the longest one at a kernel's beginning."""
     known = {name: node.name for node in model.graph.node for name in (*node.output, node.name)}
+    known |= {name: name for name in others}
     known.pop("", None)
-    nodes = dict.fromkeys((node.name for node in model.graph.node), 0.0)
+    nodes = dict.fromkeys(known.values(), 0.0)
     rest = 0.0
     for kernel, time in kernels.items():
         name = _known(kernel, known)

@@ -17,7 +17,7 @@ from deploy.graph.index import Graph, attributes
 from deploy.graph.plan import WEIGHTED
 from deploy.ort import OrtSession
 from deploy.tuning.cut import cheapest_split
-from deploy.tuning.kernels import KernelTimes, kernel_times
+from deploy.tuning.kernels import PAIRS, KernelTimes, kernel_times
 from deploy.tuning.units import Units
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def measured(
     feeds: Sequence[Mapping[str, Array]],
 ) -> Prices:
     """Prices in microseconds, from one profile of each model."""
-    floats = kernel_times(model, feeds, runs=_RUNS)
-    ours = kernel_times(int8, feeds, runs=_RUNS)
+    floats = kernel_times(model, feeds, made_from=model, runs=_RUNS)
+    ours = kernel_times(int8, feeds, made_from=model, runs=_RUNS)
     sizes = _sizes(model, units.tensors, feeds[0])
     rate = _turning(ours, int8, sizes)
     prices = {
@@ -135,7 +135,7 @@ def _turning(ours: KernelTimes, int8: onnx.ModelProto, sizes: Mapping[str, int])
     """Microseconds to turn one value, layout changes on the way included."""
     time, values = ours.rest, 0
     for node in int8.graph.node:
-        if node.op_type in {"QuantizeLinear", "DequantizeLinear"} and ours.nodes[node.name] > 0:
+        if node.op_type in PAIRS and ours.nodes[node.name] > 0:
             time += ours.nodes[node.name]
             values += sizes.get(node.name.rpartition("/")[0], 0)
     return min(max(time / values, _LEAST_US), _MOST_US) if values else _LEAST_US

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from deploy.calibration.choices import Choices
 from deploy.errors import Calib8Error
 from deploy.metrics.accuracy import Accuracy, Comparison
+from deploy.metrics.form import form_of
 from deploy.ort import OrtSession
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Prober:
         self._known: dict[object, Noise] = {}
         self._reference = OrtSession.open(request.model, threads=1, spin=False)
         self._wanted = [self._reference.run(sample) for sample in samples]
+        self._form = form_of(self._wanted, inputs=samples)
         self.tried = 0
 
     def noise(self, choices: Choices) -> Noise:
@@ -110,7 +112,7 @@ class Prober:
         try:
             model = self._target.trial(self._request.choosing(choices))
             session = OrtSession.open(model, threads=1, spin=False, int8_kernels=self._kernels)
-            figures = Comparison(self._reference, session)
+            figures = Comparison(self._reference, session, form=self._form)
             for sample, wanted in zip(self._samples, self._wanted, strict=True):
                 figures.add(sample, wanted, session.run(sample))
         except Calib8Error:  # a trial that cannot be built is no choice
@@ -120,9 +122,7 @@ class Prober:
 
 def noise_of(accuracy: Accuracy) -> Noise:
     """The figures as relative noise; an output that is not finite is nothing but noise."""
-    return Noise(
-        {output.name: _power(output.sqnr_db) for output in accuracy.outputs}, accuracy=accuracy
-    )
+    return Noise({part.label: _power(part.sqnr_db) for part in accuracy.parts}, accuracy=accuracy)
 
 
 def _power(sqnr_db: float) -> float:

@@ -1,0 +1,229 @@
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from click.testing import CliRunner
+from onnx import TensorProto, helper, numpy_helper
+
+from calibrators.grids import dequantize, quantize
+from deploy.cli import cli
+from deploy.frontends import load
+from deploy.graph.edit import with_outputs
+from deploy.graph.gates import gates
+from deploy.graph.index import Graph
+from deploy.graph.plan import ONNXRUNTIME, TENSORRT, analyse
+
+NUMBERS = {"two_and_half": 2.5, "three": 3.0, "zero": 0.0, "six": 6.0, "sixth": 1 / 6, "half": 0.5}
+PADS = {"pads": [1, 1, 1, 1]}
+SQUEEZE = {"alpha": 0.2, "beta": 0.5}
+
+# from t to y; the gate's shift, top and gain
+FORMS = {
+    "div last": (
+        [("Add", "t three", "a", {}), ("Clip", "a zero six", "c", {}), ("Mul", "t c", "m", {}),
+         ("Div", "m six", "y", {})],
+        (3, 6, 1 / 6),
+    ),
+    "constant first, times a sixth": (
+        [("Add", "three t", "a", {}), ("Clip", "a zero six", "c", {}), ("Mul", "c t", "m", {}),
+         ("Mul", "sixth m", "y", {})],
+        (3, 6, 1 / 6),
+    ),
+    "div before the mul, then halved": (
+        [("Add", "t three", "a", {}), ("Clip", "a zero six", "c", {}), ("Div", "c six", "d", {}),
+         ("Mul", "d t", "m", {}), ("Mul", "m half", "y", {})],
+        (3, 6, 1 / 12),
+    ),
+    "hard sigmoid": (
+        [("HardSigmoid", "t", "s", {"alpha": 1 / 6, "beta": 0.5}), ("Mul", "t s", "y", {})],
+        (3, 6, 1 / 6),
+    ),
+    "hard swish": ([("HardSwish", "t", "y", {})], (3, 6, 1 / 6)),
+    "slope of a fifth": (
+        [("HardSigmoid", "t", "s", {}), ("Mul", "s t", "y", {})], (2.5, 5, 1 / 5)
+    ),
+    "shifted down": (
+        [("HardSigmoid", "t", "s", {"alpha": 0.25, "beta": -0.25}), ("Mul", "s t", "y", {})],
+        (-1, 4, 1 / 4),
+    ),
+    "squeeze-excite": (
+        [("GlobalAveragePool", "t", "p", {}), ("Conv", "p v b", "g", {}),
+         ("HardSigmoid", "g", "s", SQUEEZE), ("Mul", "t s", "y", {})],
+        (2.5, 5, 1 / 5),
+    ),
+}  # fmt: skip
+
+
+def network(nodes, *, ends=("Conv", "Conv"), outputs=("out",)) -> onnx.ModelProto:
+    """x -> Conv -> t -> the nodes -> y -> Conv -> out; an end that is "" is float: Sin."""
+    rng = np.random.default_rng(5)
+    weights = {
+        "w": rng.normal(scale=0.3, size=(8, 8, 3, 3)), "b": rng.normal(size=8),
+        "v": rng.normal(scale=0.5, size=(8, 8, 1, 1)), **NUMBERS,
+    }  # fmt: skip
+    first = ("Conv", "x w b", "t", PADS) if ends[0] else ("Sin", "x", "t", {})
+    last = ("Conv", "y w b", "out", PADS) if ends[1] else ("Sin", "y", "out", {})
+    graph = helper.make_graph(
+        [
+            helper.make_node(op, reads.split(), [made], name=f"{op}_{made}", **given)
+            for op, reads, made, given in [first, *nodes, last]
+        ],
+        "gated",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8, 12, 12])],
+        [
+            helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", 8, None, None])
+            for n in outputs
+        ],
+        [numpy_helper.from_array(np.asarray(v, np.float32), n) for n, v in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
+
+
+def precisions(model: onnx.ModelProto, placement=ONNXRUNTIME, **given) -> dict[str, str]:
+    decisions = analyse(load(model).model, placement, **given).decisions
+    return {d.node: d.reason if not d.int8 else "int8" for d in decisions}
+
+
+def built(model: onnx.ModelProto, folder: Path, *options: str) -> onnx.ModelProto:
+    """The int8 engine that the command writes."""
+    rng = np.random.default_rng(6)
+    onnx.save(model, folder / "net.onnx")
+    np.save(folder / "x.npy", rng.normal(size=(6, 8, 12, 12)).astype(np.float32))
+    given = ["build", "net.onnx", "--images", "x.npy", "--out", "out", "--duration", "0", *options]
+    given = [str(folder / g) if g in ("net.onnx", "x.npy", "out") else g for g in given]
+    done = CliRunner().invoke(cli, given)
+    assert done.exit_code == 0, done.output
+    return onnx.load(folder / "out/net.int8.onnx")
+
+
+def kernels(model: onnx.ModelProto, folder: Path) -> list[str]:
+    """Types of the nodes that ONNX Runtime really runs."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+    return [node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gate_between_int8_is_two_int8_kernels(form, tmp_path):
+    nodes, _ = FORMS[form]
+    engine = built(network(nodes), tmp_path)
+    found = kernels(engine, tmp_path)
+    assert (found.count("QLinearAdd"), found.count("QLinearMul")) == (1, 1)
+    assert not {"HardSwish", "HardSigmoid", "Clip", "Add", "Mul", "Div"} & set(found)
+    assert set(precisions(network(nodes)).values()) == {"int8"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gate_computes_its_formula_in_int8(form, tmp_path):
+    nodes, (shift, top, gain) = FORMS[form]
+    engine = built(network(nodes), tmp_path)
+    source = "g" if form == "squeeze-excite" else "t"
+    names = [f"{name}/quantized" for name in (source, "t", "y")]
+    session = ort.InferenceSession(with_outputs(engine, names).SerializeToString())
+    x = np.load(tmp_path / "x.npy")
+    given, factor, got = session.run(names, {"x": x})
+    ((g_scale, g_zero), (t_scale, t_zero), (y_scale, y_zero)) = (
+        parameters(engine, name) for name in (source, "t", "y")
+    )
+    shifted = dequantize(given, g_scale, g_zero) + np.float32(shift)
+    gate = quantize(shifted, np.float32(top / 255), 0, ONNXRUNTIME.grid) * (gain * top / 255)
+    want = quantize(dequantize(factor, t_scale, t_zero) * gate, y_scale, y_zero, ONNXRUNTIME.grid)
+    assert np.abs(got.astype(int) - want.astype(int)).max() <= 1
+    assert len(np.unique(got)) > 60  # all of this is not the same value
+
+
+def parameters(engine: onnx.ModelProto, name: str) -> tuple[np.float32, int]:
+    constants = {t.name: numpy_helper.to_array(t) for t in engine.graph.initializer}
+    return np.float32(constants[f"{name}/scale"]), int(constants[f"{name}/zero_point"])
+
+
+def test_a_gate_is_as_near_to_float_as_its_convs_alone(tmp_path):
+    nodes, _ = FORMS["div last"]
+    sqnr = []
+    for number, options in enumerate([(), ("--keep-float", "op:Clip")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        engine = built(network(nodes), folder, *options)
+        x = np.load(folder / "x.npy")
+        float32, int8 = (
+            ort.InferenceSession(m.SerializeToString()).run(None, {"x": x})[0]
+            for m in (network(nodes), engine)
+        )
+        sqnr.append(10 * np.log10((float32**2).sum() / ((float32 - int8) ** 2).sum()))
+    assert sqnr[0] > 30 and sqnr[0] > sqnr[1] - 1.5
+
+
+@pytest.mark.parametrize("ends", [("", "Conv"), ("Conv", "")], ids=["float before", "float behind"])
+@pytest.mark.parametrize("form", ["div last", "hard sigmoid", "hard swish"])
+def test_a_gate_beside_float_stays_float(form, ends):
+    nodes, _ = FORMS[form]
+    found = precisions(network(nodes, ends=ends))
+    assert not [name for op, _, name, _ in nodes if found[f"{op}_{name}"] == "int8"]
+
+
+@pytest.mark.parametrize("kept", ["Add_a", "Clip_c", "Mul_m", "Div_y"])
+def test_one_node_kept_float_keeps_the_gate_float(kept):
+    nodes, _ = FORMS["div last"]
+    found = precisions(network(nodes), float_nodes=[kept])
+    assert {found[f"{op}_{name}"] for op, _, name, _ in nodes} == {"kept float as asked"}
+
+
+def test_only_the_ends_of_a_gate_are_observed():
+    nodes, _ = FORMS["div before the mul, then halved"]
+    assert analyse(load(network(nodes)).model, ONNXRUNTIME).activations == ("x", "t", "y", "out")
+    assert analyse(load(network(nodes)).model, TENSORRT).gates == ()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs"),
+    [
+        (FORMS["div last"][0], ("out", "c")),  # the user reads inside
+        (FORMS["div last"][0], ("out", "m")),
+        (
+            [("Add", "t three", "a", {}), ("Clip", "a zero six", "c", {}),
+             ("Mul", "t c", "m", {}), ("Add", "m c", "y", {})],
+            ("out",),
+        ),
+        (  # its Clip does not begin at 0
+            [("Add", "t three", "a", {}), ("Clip", "a half six", "c", {}), ("Mul", "t c", "y", {})],
+            ("out",),
+        ),
+        ([("HardSigmoid", "t", "s", {}), ("Mul", "s s", "y", {})], ("out",)),
+        ([("HardSigmoid", "t", "s", {"beta": 0.0}), ("Mul", "t s", "y", {})], ("out",)),
+    ],
+)  # fmt: skip
+def test_what_is_not_a_gate_is_left_alone(nodes, outputs, tmp_path):
+    model = network(nodes, outputs=outputs)
+    found = gates(Graph(load(model).model))
+    assert "y" not in {gate.output for gate in found}
+    reference = ort.InferenceSession(model.SerializeToString())
+    engine = ort.InferenceSession(built(model, tmp_path).SerializeToString())
+    x = np.load(tmp_path / "x.npy")
+    for want, got in zip(reference.run(None, {"x": x}), engine.run(None, {"x": x}), strict=True):
+        assert np.abs(want - got).max() < 0.1 * np.abs(want).max()
+
+
+def test_a_gate_ends_where_its_tensor_is_read_twice(tmp_path):
+    """m leaves the model, so the division is a node of its own behind the gate."""
+    (gate,) = gates(Graph(network(FORMS["div last"][0], outputs=("out", "m"))))
+    assert (gate.output, gate.gain) == ("m", 1.0)
+
+
+def test_a_number_divided_by_a_clip_is_no_gain():
+    nodes = [("Add", "t three", "a", {}), ("Clip", "a zero six", "c", {}),
+             ("Div", "six c", "d", {}), ("Mul", "t d", "y", {})]  # fmt: skip
+    assert gates(Graph(network(nodes))) == ()
+
+
+def test_gates_of_one_model_share_their_numbers(tmp_path):
+    nodes = [
+        ("HardSwish", "t", "z", {}), ("Conv", "z w b", "u", PADS),
+        ("Add", "u three", "a", {}), ("Clip", "a zero six", "c", {}), ("Mul", "c u", "y", {}),
+    ]  # fmt: skip
+    engine = built(network(nodes), tmp_path)
+    assert kernels(engine, tmp_path).count("QLinearMul") == 2
+    assert len([t for t in engine.graph.initializer if t.name.startswith("number ")]) == 3
