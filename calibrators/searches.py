@@ -178,6 +178,9 @@ SEARCHES: dict[str, Search[Any]] = {
     "legacy": Search(_legacy, Params, "is TensorRT's legacy calibrator without its regression"),
 }
 
+# Searches of one and the same histogram, in the order in which they are tried beside each other.
+COMPARABLE = ("mse", "minmax", "percentile", "entropy")
+
 
 def parameters() -> dict[str, Field[Any]]:
     """Every parameter of any search by its name; one that several have stands once."""

@@ -4,7 +4,8 @@
 
     model -> frontends -> graph (what each target needs) -> feed
           -> observe (one pass, every statistic that some target declares)
-          -> calibrators (search) -> Scales -> targets (files, build, session) -> metrics -> report
+          -> calibrators (search) -> Scales -> tuning (what stays float)
+          -> targets (files, build, session) -> metrics -> report
 
 `calibrate` goes as far as what was observed and keeps it in a cache; `build` goes all the way.
 """
@@ -22,6 +23,7 @@ from calibrators.searches import DEFAULT_METHOD
 from deploy import atomic
 from deploy.calibration import store
 from deploy.calibration.calibrated import Calibrated
+from deploy.calibration.choices import NO_CHOICES
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
@@ -31,7 +33,14 @@ from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
-from deploy.errors import Calib8Error, ConfigError, ModelError
+from deploy.errors import (
+    BackendError,
+    Calib8Error,
+    CalibrationError,
+    ConfigError,
+    ExportError,
+    ModelError,
+)
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
@@ -42,6 +51,8 @@ from deploy.progress import bar
 from deploy.targets import TARGETS, Target, named
 from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
 from deploy.targets.options import given
+from deploy.tuning.plan_file import TargetPlan
+from deploy.tuning.tune import Tuned, Tuning, keep_plan, plan_at, tuned
 
 if TYPE_CHECKING:
     import onnx
@@ -184,6 +195,7 @@ def build(
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
+    tuning: Tuning | None = None,
     progress: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
@@ -194,7 +206,8 @@ def build(
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
         labels: class of every evaluation image, where its list does not give it.
-        duration_s: seconds of measuring a model; 0 leaves latency out.
+        duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
+        tuning: how much is searched for what stays float and for ranges, or the plan to obey.
 
     Raises:
         As `calibrate`; and what the targets raised where none could be built.
@@ -226,7 +239,16 @@ def build(
         progress=progress,
         remember=CALIBRATION_SAMPLES if evaluation is None else 0,
     )
-    results = _built(built_for, calibrated, folder, threads or default_threads())
+    plans = _tuned(
+        built_for,
+        calibrated,
+        folder,
+        replace(tuning or Tuning(), timed=duration_s > 0, fresh=policy.refresh),
+        method_asked=method is not None,
+        threads=threads or default_threads(),
+        progress=progress,
+    )
+    results = _built(built_for, calibrated, folder, threads or default_threads(), plans)
     figures = measured(
         loaded,
         built_for,
@@ -238,7 +260,7 @@ def build(
         threads=threads or default_threads(),
         progress=progress,
     )
-    return write_report(calibrated, results, figures, folder)
+    return write_report(calibrated, results, figures, folder, plans=plans)
 
 
 def targets_of(targets: Sequence[str | Target]) -> list[Target]:
@@ -355,15 +377,8 @@ def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> Ca
     return next((target.cache_text(subject, ranges) for target in writers), None)
 
 
-def _built(
-    targets: Sequence[Target], calibrated: Calibrated, folder: Path, threads: int
-) -> list[Built]:
-    """One result a target; a failed one is its sentence.
-
-    Raises:
-        Calib8Error: the one target that was asked for failed, or all did.
-    """
-    request = BuildRequest(
+def _request(calibrated: Calibrated, folder: Path, threads: int) -> BuildRequest:
+    return BuildRequest(
         subject=calibrated.subject,
         folder=folder,
         ranges=calibrated.ranges,
@@ -371,6 +386,54 @@ def _built(
         manifest=calibrated.feed.manifest(),
         threads=threads,
     )
+
+
+def _tuned(
+    targets: Sequence[Target],
+    calibrated: Calibrated,
+    folder: Path,
+    wish: Tuning,
+    *,
+    method_asked: bool,
+    threads: int,
+    progress: bool,
+) -> dict[str, Tuned]:
+    """What stays float and how ranges are found, of each target that can be built; kept as a file.
+
+    Raises:
+        ConfigError: a plan that does not fit the model.
+    """
+    path = folder / f"{calibrated.loaded.name}.plan.toml"
+    known = plan_at(path, wish, calibrated.loaded.digest)
+    request = _request(calibrated, folder, threads)
+    found = {}
+    for target in targets:
+        if target.name in calibrated.failed:
+            continue
+        try:
+            found[target.name] = tuned(
+                target, request, wish, known, method_asked=method_asked, progress=progress
+            )
+        except (BackendError, CalibrationError, ExportError):  # its build says the same
+            found[target.name] = Tuned(plan=TargetPlan(choices=NO_CHOICES))
+    if wish.effort or wish.plan is not None or known.targets:
+        keep_plan(path, known, found)
+    return found
+
+
+def _built(
+    targets: Sequence[Target],
+    calibrated: Calibrated,
+    folder: Path,
+    threads: int,
+    plans: Mapping[str, Tuned],
+) -> list[Built]:
+    """One result a target; a failed one is its sentence.
+
+    Raises:
+        Calib8Error: the one target that was asked for failed, or all did.
+    """
+    request = _request(calibrated, folder, threads)
     results: list[Built] = []
     errors: list[Calib8Error] = []
     for target in targets:
@@ -378,7 +441,8 @@ def _built(
             results.append(Built(target=target.name, error=calibrated.failed[target.name]))
             continue
         try:
-            results.append(replace(target.build(request), options=given(target)))
+            chosen = request.choosing(plans[target.name].plan.choices)
+            results.append(replace(target.build(chosen), options=given(target)))
         except Calib8Error as error:
             errors.append(error)
             results.append(Built(target=target.name, error=str(error)))
@@ -409,4 +473,4 @@ def _policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
     return CachePolicy(path=None if cache is None else Path(cache))
 
 
-__all__ = ["CachePolicy", "Calibrated", "build", "calibrate"]
+__all__ = ["CachePolicy", "Calibrated", "Tuning", "build", "calibrate"]

@@ -21,7 +21,9 @@ from deploy.report import (
     GroupRow,
     ModelPart,
     Report,
+    SearchPart,
     TargetPart,
+    TrialRow,
     WorkPart,
     node_rows,
     tensor_rows,
@@ -35,6 +37,7 @@ from deploy.tensors import TensorSpec
 if TYPE_CHECKING:
     from deploy.calibration.calibrated import Calibrated
     from deploy.measure import Figures
+    from deploy.tuning.tune import Tuned
 
 
 def write_report(
@@ -42,9 +45,11 @@ def write_report(
     built: Sequence[Built],
     figures: Figures,
     folder: Path,
+    *,
+    plans: Mapping[str, Tuned],
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html."""
-    report = gather(calibrated, built, figures, folder)
+    report = gather(calibrated, built, figures, folder, plans=plans)
     text = json.dumps(to_json(report), indent=1, allow_nan=False)
     atomic.write_text(folder / "report.json", text + "\n")
     atomic.write_text(folder / "report.md", to_markdown(report))
@@ -57,6 +62,8 @@ def gather(
     built: Sequence[Built],
     figures: Figures,
     folder: Path,
+    *,
+    plans: Mapping[str, Tuned] | None = None,
 ) -> Report:
     """Everything that was found, as one value.
 
@@ -65,7 +72,9 @@ def gather(
         built: what each target made, or why it failed.
         figures: what was measured.
         folder: where the report is written.
+        plans: what was settled for each target before it was built.
     """
+    settled = plans or {}
     loaded, feed = calibrated.loaded, calibrated.feed
     manifest = feed.manifest()
     cache = {} if calibrated.cache is None else {"calibration cache": calibrated.cache}
@@ -88,7 +97,9 @@ def gather(
             digest=manifest.get("sha256"),
         ),
         calibration=_calibration(calibrated, built),
-        targets=tuple(_target(calibrated, figures, result) for result in built),
+        targets=tuple(
+            _target(calibrated, figures, result, settled.get(result.target)) for result in built
+        ),
         engines=figures.engines,
         machine=this_machine(),
         files=(*_files(cache), report_page),
@@ -131,7 +142,9 @@ def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationP
     )
 
 
-def _target(calibrated: Calibrated, figures: Figures, built: Built) -> TargetPart:
+def _target(
+    calibrated: Calibrated, figures: Figures, built: Built, plan: Tuned | None
+) -> TargetPart:
     error = built.error or figures.failed.get(built.target, "")
     layers = figures.layers.get(built.target, ())
     now = set(calibrated.observed_now)
@@ -144,9 +157,23 @@ def _target(calibrated: Calibrated, figures: Figures, built: Built) -> TargetPar
         tensors=tensor_rows(built.ranges, clipped=_clipped(calibrated, built), layers=layers),
         layers=layers,
         files=_files(built.files),
+        search=_search(plan),
         notes=built.notes,
         error=error,
     )
+
+
+def _search(plan: Tuned | None) -> SearchPart | None:
+    """What was tried before the target was built; None where nothing was."""
+    if plan is None or not plan.plan.tried:
+        return None
+    rows = tuple(
+        TrialRow(what=str(one.get("what", "")), sqnr_db=db, time=time)
+        for one in plan.plan.tried
+        if isinstance(db := one.get("sqnr_db"), float)
+        and isinstance(time := one.get("time"), float)
+    )
+    return SearchPart(reused=plan.reused, probes=plan.probes, tried=rows)
 
 
 def _files(files: Mapping[str, Path]) -> tuple[FileRow, ...]:

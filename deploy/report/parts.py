@@ -159,6 +159,36 @@ class FileRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """One choice that was tried whole.
+
+    Attributes:
+        what: in words.
+        sqnr_db: of the worst part of the outputs, over the few samples of the search.
+        time: as a share of the float model's, predicted or timed.
+    """
+
+    what: str
+    sqnr_db: float
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPart:
+    """What was tried before a target was built.
+
+    Attributes:
+        reused: whether it stood in the plan, and nothing was tried now.
+        probes: trial models that were run now.
+        tried: those that were tried whole, in order.
+    """
+
+    reused: bool
+    probes: int
+    tried: tuple[TrialRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPart:
     """What one target got.
 
@@ -171,6 +201,7 @@ class TargetPart:
         tensors: the ranges that this target's files hold.
         layers: inner tensors of its engine against the float model's, in the model's order.
         files: what was written for it.
+        search: what was tried before it was built; None where nothing was.
         notes: what was not done, and the command that does it, in sentences.
         error: why it failed, in one sentence; "" where it did not.
     """
@@ -183,6 +214,7 @@ class TargetPart:
     tensors: tuple[TensorRow, ...] = ()
     layers: tuple[OutputAccuracy, ...] = ()
     files: tuple[FileRow, ...] = ()
+    search: SearchPart | None = None
     notes: tuple[str, ...] = ()
     error: str = ""
 

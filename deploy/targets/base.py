@@ -122,11 +122,14 @@ class Target(Protocol):
 
     Attributes:
         engines: suffixes of the engine files that `open` loads.
+        runs_here: whether ONNX Runtime on this machine's CPU is what runs the engine, so that its
+            time can be measured and decide.
         own_method: in words, what finds this target's ranges whatever method is asked for; empty
             where the method does.
     """
 
     engines: ClassVar[tuple[str, ...]]
+    runs_here: ClassVar[bool]
     own_method: ClassVar[str]
 
     @property

@@ -48,6 +48,7 @@ class OnnxRuntime:
     )
     name: str = "onnxruntime"
     engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
+    runs_here: ClassVar[bool] = True
     own_method: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -99,13 +100,14 @@ class OnnxRuntime:
     def build(self, request: BuildRequest) -> Built:
         """Write `<name>.int8.onnx`."""
         model, plan, scales = self._written(request)
-        path = request.folder / f"{request.name}.int8.onnx"
+        kind = "int8" if plan.int8_nodes else "float"
+        path = request.folder / f"{request.name}.{kind}.onnx"
         atomic.write_bytes(path, model.SerializeToString(deterministic=True))
         return Built(
             target=self.name,
             engine=path,
             runnable=path,
-            files={"int8 engine": path},
+            files={f"{kind} engine": path},
             decisions=plan.decisions,
             method=request.chosen.chosen_by,
             ranges={name: scales[name] for name in plan.activations},
@@ -115,7 +117,7 @@ class OnnxRuntime:
     def _notes(self, plan: Plan) -> tuple[str, ...]:
         from deploy.machine import this_machine
 
-        notes = [] if plan.int8_nodes else ["no node of this model can run in int8"]
+        notes = [] if plan.int8_nodes else ["all of it stays in float; the nodes say why"]
         machine = this_machine()
         if self.weight_bits == 8 and "x86" in machine.os and not machine.int8:
             notes.append(

@@ -7,7 +7,7 @@ squares, so that 10 dB of SQNR are 0.1 and, as long as it is small, that of two 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -83,7 +83,9 @@ class Prober:
         *,
         runs_here: bool,
         threads: int,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
+        self._progress = progress
         self._target = target
         self._request = request
         self._samples = samples
@@ -117,6 +119,8 @@ class Prober:
                 figures.add(sample, wanted, session.run(sample))
         except Calib8Error:  # a trial that cannot be built is no choice
             return Noise({"": math.inf})
+        finally:
+            self._progress()
         return noise_of(figures.result())
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deploy.graph.gates import gates
 from deploy.graph.index import Graph
 from deploy.graph.plan import WEIGHTED
 
@@ -46,6 +47,13 @@ class Units:
         """All nodes of some units."""
         return tuple(node for unit in units for node in self.members[unit])
 
+    def around(self, units: Iterable[str]) -> tuple[str, ...]:
+        """Tensors that some units make for others, and what they get from float."""
+        own = set(units)
+        made = [tensor for maker, _, tensor in self.edges if maker in own]
+        ends = [tensor for unit, tensor in (*self.inlets, *self.outlets) if unit in own]
+        return tuple(dict.fromkeys((*made, *ends)))
+
     @property
     def tensors(self) -> tuple[str, ...]:
         """Every tensor between units, or between them and float."""
@@ -62,6 +70,9 @@ def units_of(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
         if node.name in int8:
             heads.join(node.name, _tail_of(graph, node, int8))
             heads.join(node.name, _gate_of(graph, node, int8))
+    for gate in gates(graph):
+        if int8.issuperset(gate.nodes):
+            heads.join(gate.name, gate.nodes)
     members: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.name in int8:

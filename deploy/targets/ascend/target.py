@@ -87,6 +87,7 @@ class Ascend:
     )
     name: str = "ascend"
     engines: ClassVar[tuple[str, ...]] = (".om",)
+    runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = "AMCT's own algorithms, which --ascend-config chooses"
 
     def __post_init__(self) -> None:

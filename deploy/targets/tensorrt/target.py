@@ -86,6 +86,7 @@ class TensorRT:
     )
     name: str = "tensorrt"
     engines: ClassVar[tuple[str, ...]] = (".engine", ".plan")
+    runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
 
     def __post_init__(self) -> None:

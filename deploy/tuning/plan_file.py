@@ -1,0 +1,168 @@
+"""`<name>.plan.toml`: what was chosen for each target and why, to be read, edited, and obeyed.
+
+::
+
+    schema = "calib8-plan/1"
+    model = "sha256 of graph and weights"
+    float = ["/model.22/*"]          on every target; patterns as --keep-float takes them
+
+    [onnxruntime]
+    made_from = "..."                what the choice depends on; equal ones are not searched again
+    method = "minmax"
+    float = { "/model.1/conv/Conv" = "alone in int8 it leaves 4.4 dB of output0[4:22]" }
+    methods = { "tensor" = "mse" }
+
+A choice by time would come out differently on a busier day; with the file, the same bytes are built
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deploy import atomic
+from deploy.calibration.choices import Choices
+from deploy.calibration.search import Method
+from deploy.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCHEMA = "calib8-plan/1"
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetPlan:
+    """What was chosen for one target.
+
+    Attributes:
+        choices: nodes in float, methods.
+        made_from: digest of all that the choice depends on; "" for one that was written by hand.
+        tried: what was tried, in words and figures.
+    """
+
+    choices: Choices
+    made_from: str = ""
+    tried: tuple[Mapping[str, str | float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """A whole file.
+
+    Attributes:
+        model: digest of the model; "" where the file names none.
+        float_nodes: patterns of nodes to keep in float on every target.
+        targets: target -> what was chosen for it.
+    """
+
+    model: str = ""
+    float_nodes: tuple[str, ...] = ()
+    targets: Mapping[str, TargetPlan] = field(default_factory=dict)
+
+
+def write_plan(path: Path, plan: PlanFile) -> Path:
+    """Write the file."""
+    return atomic.write_text(path, "\n".join(_lines(plan)) + "\n")
+
+
+def _lines(plan: PlanFile) -> Iterator[str]:
+    yield "# What calib8 chose, and why. A build obeys this file where it finds it in its folder,"
+    yield "# or gets it with --plan; what you change in it is obeyed too."
+    yield f"schema = {_word(SCHEMA)}"
+    yield f"model = {_word(plan.model)}"
+    yield f"float = [{', '.join(map(_word, plan.float_nodes))}]  # on every target"
+    for name, target in plan.targets.items():
+        yield from ("", f"[{name}]", f"made_from = {_word(target.made_from)}")
+        if target.choices.method is not None:
+            yield f"method = {_word(target.choices.method.name)}"
+        yield from ("", f"[{name}.float]")
+        yield from (f"{_key(n)} = {_word(why)}" for n, why in target.choices.float_nodes.items())
+        yield from ("", f"[{name}.methods]")
+        yield from (f"{_key(t)} = {_word(m.name)}" for t, m in target.choices.methods.items())
+        for trial in target.tried:
+            yield from ("", f"[[{name}.tried]]")
+            yield from (f"{key} = {_word(value)}" for key, value in trial.items())
+
+
+def _word(value: str | float) -> str:
+    """A string of TOML, which is one of JSON, or a number."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(float(value))
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _word(name)
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Read a plan.
+
+    Raises:
+        ConfigError: it cannot be read, or is no plan.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"a plan must be a TOML file that calib8 wrote, got {path}: {error}"
+        ) from (error)
+    if data.get("schema") != SCHEMA:
+        raise ConfigError(
+            f"a plan must begin with schema = {_word(SCHEMA)}, got {path} with"
+            f" {data.get('schema')!r}; build again without it to have one made"
+        )
+    known = {"schema", "model", "float"}
+    tables = {name: table for name, table in data.items() if name not in known}
+    return PlanFile(
+        model=_text(path, data, "model"),
+        float_nodes=tuple(_texts(path, data, "float")),
+        targets={name: _target(path, name, table) for name, table in tables.items()},
+    )
+
+
+def _target(path: Path, name: str, table: object) -> TargetPlan:
+    held = _table(path, name, table)
+    method = _text(path, held, "method")
+    floats = _table(path, f"{name}.float", held.get("float", {}))
+    methods = _table(path, f"{name}.methods", held.get("methods", {}))
+    tried = held.get("tried", [])
+    return TargetPlan(
+        choices=Choices(
+            float_nodes={str(node): str(why) for node, why in floats.items()},
+            method=Method.of(method) if method else None,
+            methods={str(tensor): Method.of(str(m)) for tensor, m in methods.items()},
+        ),
+        made_from=_text(path, held, "made_from"),
+        tried=tuple(one for one in tried if isinstance(one, dict)),
+    )
+
+
+def _table(path: Path, name: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"[{name}] of a plan must be a table, got {value!r} in {path}")
+    return value
+
+
+def _text(path: Path, table: Mapping[str, Any], key: str) -> str:
+    value = table.get(key, "")
+    if not isinstance(value, str):
+        raise ConfigError(f"{key} of a plan must be a string, got {value!r} in {path}")
+    return value
+
+
+def _texts(path: Path, table: Mapping[str, Any], key: str) -> list[str]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"{key} of a plan must be a list of strings, got {value!r} in {path}")
+    return value

@@ -1,0 +1,274 @@
+"""The search: which units stay float and which method finds each range, for one target.
+
+::
+
+    every method, all in int8            -> the best one
+    groups alone in int8, halved         -> noise of each layer
+    kernels of both models, or products  -> price of each unit
+    least price + weight * noise         -> one split a weight, from "fastest" to "all in float"
+    the likely ones, tried whole         -> the split with the least cost
+    other methods, whole and in the noisiest groups -> ranges
+    float, plain int8 and the split, timed in turns -> what is built
+
+Cost weighs both: the logarithm of the time, and how much of the worst part of the outputs is noise,
+so that a tenth of noise is worth a tenth of the time. A part that is noise altogether costs nearly
+1, about what making the model 2.7 times as fast wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from calibrators.searches import COMPARABLE
+from deploy.calibration.choices import NO_CHOICES, Choices
+from deploy.calibration.search import Method
+from deploy.tuning.prices import Prices, cheapest
+from deploy.tuning.probe import Noise, Prober, decibel
+from deploy.tuning.sensitivity import Group, Sensitivity, sensitivity
+from deploy.tuning.units import Units
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_NEAR = 0.01  # noise of a hundredth, 40 dB: nothing to search for
+_WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
+_BETTER = 0.8  # of a group's noise: another method must leave less than this
+
+_TRIED = "tried in float"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is tried.
+
+    Attributes:
+        samples: that every trial runs.
+        groups: of layers, to begin with.
+        alone: groups to try alone in int8, at most.
+        whole: splits to try whole, at most.
+        swaps: noisy groups for which the other methods are tried.
+        rounds: how often the search begins again from what it found, while that finds something.
+    """
+
+    samples: int
+    groups: int
+    alone: int
+    whole: int
+    swaps: int
+    rounds: int
+
+    @property
+    def most(self) -> int:
+        """Trials of one round, about."""
+        return self.alone + self.whole + 3 * self.swaps + 2 * len(COMPARABLE)
+
+
+EFFORTS: dict[int, Effort] = {
+    1: Effort(samples=6, groups=8, alone=28, whole=4, swaps=3, rounds=1),
+    2: Effort(samples=8, groups=16, alone=80, whole=8, swaps=8, rounds=2),
+    3: Effort(samples=8, groups=64, alone=400, whole=16, swaps=32, rounds=8),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One thing that was tried whole.
+
+    Attributes:
+        what: in words.
+        in_float: units in float.
+        choices: what it was built with.
+        noise: what it lost.
+        time: predicted, as a share of the float model's.
+    """
+
+    what: str
+    in_float: frozenset[str]
+    choices: Choices
+    noise: Noise
+    time: float
+
+    def cost(self, weight: float) -> float:
+        """What the search makes least."""
+        return math.log(max(self.time, 1e-6)) + weight * (1 - math.exp(-self.noise.amplitude))
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """State of one search.
+
+    Attributes:
+        units: of the model, for the target.
+        prices: of them.
+        prober: tries choices.
+        methods: searches of ranges to choose among, the calibration's own first.
+        effort: how much is tried.
+        weight: what noise costs beside time; 1 by default.
+        trials: what was tried whole, in order.
+        sensitivity: noise of the groups, once it was looked for.
+    """
+
+    units: Units
+    prices: Prices
+    prober: Prober
+    methods: Sequence[Method]
+    effort: Effort
+    weight: float = 1.0
+    trials: list[Trial] = field(default_factory=list)
+    sensitivity: Sensitivity | None = None
+
+    def run(self) -> Trial:
+        """The best trial."""
+        self._whole_in_int8()
+        for _ in range(self.effort.rounds):
+            before = self.best
+            if before.noise.amplitude < _NEAR:
+                self._try_splits(before, {})
+            else:
+                self._look_inside(before)
+                assert self.sensitivity is not None
+                self._try_splits(self.best, self.sensitivity.shares)
+                self._try_methods(self.best)
+                self._swap_methods(self.best)
+            if self.best is before:
+                break
+        return self.best
+
+    @property
+    def best(self) -> Trial:
+        """The trial of least cost; of equals the first."""
+        return min(self.trials, key=lambda trial: trial.cost(self.weight))
+
+    @property
+    def best_without_float(self) -> Trial:
+        """The best of those that keep nothing in float."""
+        plain = [trial for trial in self.trials if not trial.in_float]
+        return min(plain, key=lambda trial: trial.cost(self.weight))
+
+    @property
+    def all_in_float(self) -> Trial:
+        """The float model itself."""
+        every = frozenset(self.units.members)
+        choices = self._floating(NO_CHOICES, every)
+        return Trial(what="float", in_float=every, choices=choices, noise=Noise({}), time=1.0)
+
+    def _whole_in_int8(self) -> None:
+        choices = [NO_CHOICES, *(Choices(method=method) for method in self.methods[1:])]
+        names = [f"all in int8, {method.label}" for method in self.methods]
+        self._try(names, [frozenset()] * len(names), choices)
+
+    def _look_inside(self, base: Trial) -> None:
+        """Noise of the groups under a trial's methods."""
+
+        def alone(groups: Sequence[Group]) -> list[Noise]:
+            return self.prober.noises(
+                self._floating(base.choices, set(self.units.layers) - set(group))
+                for group in groups
+            )
+
+        self.sensitivity = sensitivity(
+            self.units.layers, alone, groups=self.effort.groups, most=self.effort.alone
+        )
+
+    def _try_splits(self, base: Trial, noise: Mapping[str, float]) -> None:
+        """Splits along the weights, from the one that promises most to its neighbours."""
+        splits = self._splits(noise)
+        if not splits:
+            return
+        known: dict[int, Trial] = {}
+
+        def tried(place: int) -> float:
+            if place not in known:
+                known[place] = self._try_split(base, splits[place])
+            return known[place].cost(self.weight)
+
+        promise = [self._promised(split) for split in splits]
+        place, step = promise.index(min(promise)), max(1, len(splits) // 6)
+        tried(place)
+        while step and len(known) < self.effort.whole:
+            near = [p for p in (place - step, place + step) if 0 <= p < len(splits)]
+            best = min([place, *near], key=tried)
+            step = step if best != place else step // 2
+            place = best
+
+    def _splits(self, noise: Mapping[str, float]) -> list[frozenset[str]]:
+        """Units in float, one split a weight, without those that differ in nothing."""
+        whole = self.prices.total(self.units, frozenset(self.units.members))
+        weights = [0.0, *(weight * whole for weight in _WEIGHTS)] if noise else [0.0]
+        found = (cheapest(self.prices, self.units, noise, weight=weight) for weight in weights)
+        return list(dict.fromkeys(found))
+
+    def _promised(self, in_float: frozenset[str]) -> float:
+        noise = self.sensitivity.without(in_float) if self.sensitivity else Noise({})
+        promised = Trial(
+            what="", in_float=in_float, choices=NO_CHOICES, noise=noise, time=self._time(in_float)
+        )
+        return promised.cost(self.weight)
+
+    def _try_split(self, base: Trial, in_float: frozenset[str]) -> Trial:
+        layers = sum(unit in in_float for unit in self.units.layers)
+        what = f"{layers} of {len(self.units.layers)} layers in float"
+        (trial,) = self._try([what], [in_float], [self._floating(base.choices, in_float)])
+        return trial
+
+    def _try_methods(self, base: Trial) -> None:
+        """The same split with every other method."""
+        own = base.choices.method or self.methods[0]
+        others = [method for method in self.methods if method.label != own.label]
+        choices = [replace(base.choices, method=method, methods={}) for method in others]
+        names = [f"{base.what.partition(',')[0]}, {method.label}" for method in others]
+        self._try(names, [base.in_float] * len(others), choices)
+
+    def _swap_methods(self, base: Trial) -> None:
+        """Another method for the tensors of the noisiest groups that stay in int8."""
+        assert self.sensitivity is not None
+        own = base.choices.method or self.methods[0]
+        others = [method for method in self.methods if method.label != own.label]
+        kept = {g: n for g, n in self.sensitivity.groups.items() if not base.in_float & set(g)}
+        worst = sorted(kept, key=lambda group: -kept[group].worst)[: self.effort.swaps]
+        swapped: dict[str, Method] = dict(base.choices.methods)
+        for group in worst if others else ():
+            other = set(self.units.layers) - set(group)
+            alone = self._floating(replace(base.choices, methods={}), other)
+            tensors = self.units.around(group)
+            trials = [alone] + [
+                replace(alone, methods=dict.fromkeys(tensors, method)) for method in others
+            ]
+            noises = self.prober.noises(trials)
+            best = min(range(len(trials)), key=lambda number: noises[number].worst)
+            if best and noises[best].worst < _BETTER * noises[0].worst:
+                swapped |= dict.fromkeys(tensors, others[best - 1])
+        if swapped != base.choices.methods:
+            what = f"{base.what}, own methods for {len(swapped)} tensors"
+            self._try([what], [base.in_float], [replace(base.choices, methods=swapped)])
+
+    def _floating(self, choices: Choices, units: Iterable[str]) -> Choices:
+        """The choices with these units in float, for the reason that the search has."""
+        return replace(choices, float_nodes=dict.fromkeys(self.units.nodes(units), _TRIED))
+
+    def _try(
+        self, what: Sequence[str], in_float: Sequence[frozenset[str]], choices: Sequence[Choices]
+    ) -> list[Trial]:
+        trials = [
+            Trial(what=w, in_float=f, choices=c, noise=n, time=self._time(f))
+            for w, f, c, n in zip(what, in_float, choices, self.prober.noises(choices), strict=True)
+        ]
+        self.trials += trials
+        return trials
+
+    def _time(self, in_float: frozenset[str]) -> float:
+        whole = self.prices.total(self.units, frozenset(self.units.members))
+        return self.prices.total(self.units, in_float) / whole if whole else 1.0
+
+
+def comparable(method: Method, *, asked: bool) -> list[Method]:
+    """Methods to choose among: those that search the same histogram, or the one asked for."""
+    if asked or method.name not in COMPARABLE:
+        return [method]
+    return [method, *(Method.of(name) for name in COMPARABLE if name != method.name)]
+
+
+__all__ = ["EFFORTS", "Effort", "Search", "Trial", "comparable", "decibel"]

@@ -1,0 +1,256 @@
+"""What stays float and how ranges are found, for every target: from its plan, or searched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.calibration.choices import NO_CHOICES, Choices
+from deploy.errors import ConfigError
+from deploy.graph.selection import matching
+from deploy.metrics.latency import measure
+from deploy.ort import OrtSession
+from deploy.progress import bar
+from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan, write_plan
+from deploy.tuning.prices import Prices, counted, measured
+from deploy.tuning.probe import Prober
+from deploy.tuning.reasons import reasons
+from deploy.tuning.search import EFFORTS, Search, Trial, comparable
+from deploy.tuning.units import Units, units_of
+
+if TYPE_CHECKING:
+    from deploy.targets.base import BuildRequest, Target
+    from deploy.tensors import Array
+
+DEFAULT_EFFORT = 1
+_SECONDS = 0.6  # of timing what was found beside the float model
+_VERSION = 1  # raised when the same input would be searched otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What the user wants of the search.
+
+    Attributes:
+        effort: 0 looks for nothing, 3 as long as it finds something.
+        plan: a plan to obey instead of searching; None looks beside the output.
+        min_speedup: less than this, and the target gets its float model.
+        weight: what noise costs beside time, see `deploy.tuning.search`.
+        timed: whether time of this machine may decide.
+        fresh: search again though there is a plan.
+
+    Raises:
+        ConfigError: an effort that is not in the table, a speed-up that is no positive number.
+    """
+
+    effort: int = DEFAULT_EFFORT
+    plan: Path | None = None
+    min_speedup: float = 1.0
+    weight: float = 1.0
+    timed: bool = True
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if self.effort not in (0, *EFFORTS):
+            raise ConfigError(f"an effort is 0 to {max(EFFORTS)}, got {self.effort}")
+        if not (math.isfinite(self.min_speedup) and self.min_speedup >= 0):
+            raise ConfigError(f"a speed-up must be 0 or more, got {self.min_speedup}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What was settled for one target.
+
+    Attributes:
+        plan: choices and what was tried.
+        reused: whether nothing had to be searched.
+        probes: trial models that were run.
+    """
+
+    plan: TargetPlan
+    reused: bool = False
+    probes: int = 0
+
+
+def tuned(
+    target: Target,
+    request: BuildRequest,
+    wish: Tuning,
+    known: PlanFile,
+    *,
+    method_asked: bool,
+    progress: bool = False,
+) -> Tuned:
+    """The plan of a target: obeyed where it fits, else searched.
+
+    Args:
+        target: what is built for.
+        request: what it would be built from.
+        wish: what the user wants.
+        known: the plan that is there.
+        method_asked: whether the user chose the method, which then stands.
+        progress: draw a bar on stderr where this takes over two seconds.
+
+    Raises:
+        ConfigError: a plan that names nodes which the model does not have.
+    """
+    common = dict.fromkeys(matching(request.model, known.float_nodes), "the plan keeps it in float")
+    digest = _made_from(target, request, wish, method_asked)
+    there = known.targets.get(target.name)
+    if there is not None and (wish.plan is not None or there.made_from == digest):
+        _check_names(request, there)
+        return Tuned(plan=_with(there, common), reused=True)
+    if wish.effort == 0 or wish.plan is not None:
+        return Tuned(plan=TargetPlan(choices=Choices(float_nodes=common)))
+    request = request.choosing(Choices(float_nodes=common))
+    with bar(f"searching for {target.name}", EFFORTS[wish.effort].most, shown=progress) as step:
+        found, probes = _searched(target, request, wish, method_asked, step)
+    return Tuned(plan=_with(replace(found, made_from=digest), common), probes=probes)
+
+
+def plan_at(path: Path, wish: Tuning, digest: str) -> PlanFile:
+    """The plan to be obeyed: the one that was named, or the one beside the output.
+
+    Raises:
+        ConfigError: the named one cannot be read, or is another model's.
+    """
+    if wish.plan is not None:
+        found = read_plan(wish.plan)
+        if found.model not in ("", digest):
+            raise ConfigError(
+                f"a plan must be the model's, got {wish.plan} of another one; build without --plan"
+                " to have one made"
+            )
+        return found
+    if wish.fresh or not path.exists():
+        return PlanFile(model=digest)
+    found = read_plan(path)
+    return found if found.model == digest else PlanFile(model=digest)
+
+
+def keep_plan(path: Path, known: PlanFile, found: Mapping[str, Tuned]) -> Path:
+    """Write what was settled, and keep what the file says of other targets."""
+    targets = {**known.targets, **{name: one.plan for name, one in found.items()}}
+    return write_plan(path, replace(known, targets=targets))
+
+
+def _searched(
+    target: Target,
+    request: BuildRequest,
+    wish: Tuning,
+    method_asked: bool,
+    step: Callable[[], None],
+) -> tuple[TargetPlan, int]:
+    floats = tuple(request.float_nodes)
+    units = units_of(request.model, target.decisions(request.model, floats))
+    if not units.layers:
+        return TargetPlan(choices=NO_CHOICES), 0
+    effort = EFFORTS[wish.effort]
+    samples = list(request.feed.first(effort.samples))
+    here = target.runs_here
+    prober = Prober(
+        target, request, samples, runs_here=here, threads=request.threads, progress=step
+    )
+    prices = _prices(target, request, units, samples, timed=here and wish.timed)
+    methods = comparable(
+        request.ranges.method,
+        asked=method_asked or bool(target.own_method) or request.ranges.trusted is not None,
+    )
+    search = Search(
+        units=units,
+        prices=prices,
+        prober=prober,
+        methods=methods,
+        effort=effort,
+        weight=wish.weight,
+    )
+    best, tried = search.run(), _tried(search.trials)
+    if prices.measured:
+        best, clocked = _by_the_clock(target, request, search, samples, wish)
+        tried += clocked
+    why = reasons(best, units, prices, search.sensitivity)
+    return TargetPlan(
+        choices=replace(best.choices, float_nodes=why), tried=tuple(tried)
+    ), prober.tried
+
+
+def _prices(
+    target: Target,
+    request: BuildRequest,
+    units: Units,
+    samples: Sequence[Mapping[str, Array]],
+    *,
+    timed: bool,
+) -> Prices:
+    if not timed:
+        return counted(request.model, units, samples[0])
+    return measured(request.model, target.trial(request), units, samples)
+
+
+def _by_the_clock(
+    target: Target,
+    request: BuildRequest,
+    search: Search,
+    samples: Sequence[Mapping[str, Array]],
+    wish: Tuning,
+) -> tuple[Trial, list[dict[str, str | float]]]:
+    """What was found, plain int8 and float, timed in turns; the one of least cost."""
+    best, plain = search.best, search.best_without_float
+    choices = {"found": best, "all in int8": plain} if best is not plain else {"found": best}
+    sessions = {"float": OrtSession.open(request.model, threads=request.threads)}
+    for name, trial in choices.items():
+        model = target.trial(request.choosing(trial.choices))
+        sessions[name] = OrtSession.open(model, threads=request.threads)
+    times = measure(sessions, samples, warmup_ms=50, duration_s=_SECONDS, min_iterations=7)
+    share = {n: times[n].latency.median / times["float"].latency.median for n in choices}
+    real = {name: replace(trial, time=share[name]) for name, trial in choices.items()}
+    name = min(real, key=lambda name: real[name].cost(search.weight))
+    told: list[dict[str, str | float]] = [
+        {"what": f"timed: {trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
+        for trial in real.values()
+    ]
+    if real[name].time > 1 / max(wish.min_speedup, 1.0):
+        return search.all_in_float, told
+    return real[name], told
+
+
+def _tried(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
+    return [
+        {"what": trial.what, "sqnr_db": round(trial.noise.db, 2), "time": round(trial.time, 4)}
+        for trial in trials
+    ]
+
+
+def _check_names(request: BuildRequest, plan: TargetPlan) -> None:
+    nodes = {node.name for node in request.model.graph.node}
+    for name in plan.choices.float_nodes:
+        if name not in nodes:
+            raise ConfigError(
+                f"a plan must name nodes of the model, got {name!r}; delete the line, or the file"
+                " to have it made anew"
+            )
+
+
+def _with(plan: TargetPlan, common: Mapping[str, str]) -> TargetPlan:
+    own = {name: why for name, why in plan.choices.float_nodes.items() if name not in common}
+    return replace(plan, choices=replace(plan.choices, float_nodes={**own, **common}))
+
+
+def _made_from(target: Target, request: BuildRequest, wish: Tuning, method_asked: bool) -> str:
+    """Digest of all that a search depends on, time apart."""
+    parts: dict[str, Any] = {
+        "version": _VERSION,
+        "model": request.digest,
+        "images": dict(request.manifest),
+        "target": repr(target),
+        "method": [request.ranges.chosen_by, method_asked],
+        "float": sorted(request.subject.float_nodes),
+        "wish": [wish.effort, wish.min_speedup, wish.weight, wish.timed and target.runs_here],
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
