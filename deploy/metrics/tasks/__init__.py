@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deploy.metrics.tasks import boxes, classes
+from deploy.metrics.tasks import boxes, classes, embeddings, heatmaps, masks, pixels, text
 from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
 
 # Task -> its recogniser. Each must be sure of the form alone; none knows a model by its name.
 TASKS: dict[str, Callable[[Seen], Task | None]] = {
     "boxes": boxes.find,
+    "text": text.find,
+    "segmentation": pixels.find,
+    "masks": masks.find,
+    "heat maps": heatmaps.find,
     "classes": classes.find,
+    "embeddings": embeddings.find,
 }
 
 
