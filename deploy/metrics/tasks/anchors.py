@@ -1,5 +1,6 @@
-"""Boxes and scores in outputs of their own, one row an anchor (or a query), level by level or all
-at once: SSD, RetinaFace, DETR, PicoDet and the like.
+"""Boxes and scores in outputs of their own, one row an anchor: SSD, RetinaFace, DETR, PicoDet.
+
+All anchors (or queries) may be in one pair of outputs, or each level of them in a pair of its own.
 
 ======================  ========================================================================
 scores [A, C]           probabilities; a background among them (first or last) where they sum to
@@ -12,7 +13,7 @@ boxes [A, 4 (m + 1)]    distributions of the four distances from an anchor's cel
 ======================  ========================================================================
 
 Where boxes cannot be told, an anchor counts as kept where the same one finds the same class.
-"""  # noqa: D205
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from deploy.metrics.tasks.task import Seen
 from deploy.metrics.tasks.yolo import corners
 from deploy.tensors import Array
 
-_ANCHORS = 10
+_ANCHORS = 10  # of all levels, at least
 _QUERIES = 1000  # of a DETR, at most
 _BINS = 4  # of a distribution, at least
 _WINS = 0.8  # share of anchors that see the background
@@ -97,11 +98,11 @@ def find(seen: Seen) -> Anchors | None:
     groups: dict[int, list[str]] = {}
     for name in seen.names:
         table = _table(seen.outputs[0][name])
-        if table is not None and len(table) >= _ANCHORS:
+        if table is not None and len(table) > 1:
             groups.setdefault(len(table), []).append(name)
     pairs = [_pair(names, seen) for names in groups.values()]
     levels = tuple(pair for pair in pairs if pair is not None)
-    if not levels or len(levels) != len(pairs):
+    if len(levels) != len(pairs) or sum(groups) < _ANCHORS:
         return None
     activation = _activation([_stacked(pair.scores, seen) for pair in levels])
     coding = _coding([_stacked(pair.boxes, seen) for pair in levels], levels, len(groups))

@@ -111,6 +111,7 @@ class BoxTally:
                     task="boxes",
                     figure="boxes kept",
                     value=2 * kept / (own + others),
+                    count=f"{kept} of {own}",
                     words=f"{kept} of {own} boxes of FP32 kept, {others - kept} new"
                     f" (score above {threshold:g})",
                     samples=self.samples,

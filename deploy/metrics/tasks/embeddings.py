@@ -105,17 +105,20 @@ class EmbeddingTally:
         if not self.samples:
             return None
         cosine = self.cosines / self.samples
-        count = len(self.kept)
-        words, figure, value = f"mean cosine {cosine:.4f}", "cosine", cosine
-        if count >= _ENOUGH:
+        kept = len(self.kept)
+        words, figure, value = f"mean cosine {cosine:.4f}", "mean cosine", cosine
+        count = f"{cosine:.4f}"
+        if kept >= _ENOUGH:
             own, others = (_nearest(np.stack(rows)) for rows in zip(*self.kept, strict=True))
             alike = int((own == others).sum())
-            figure, value = "neighbours alike", alike / count
-            words = f"{alike} of {count} nearest neighbours as FP32's, {words}"
+            figure, value = "neighbours alike", alike / kept
+            count = f"{alike} of {kept}"
+            words = f"{count} nearest neighbours as FP32's, {words}"
         return TaskFigure(
             task="embeddings",
             figure=figure,
             value=value,
+            count=count,
             words=words,
             samples=self.samples,
             form=self.task.form,

@@ -1,9 +1,10 @@
-"""Boxes after the model's own suppression: a list of corners, score and class (YOLO v10 and
-others end to end, TensorRT's and ONNX's NMS behind a detector, Paddle's, SSD's DetectionOutput).
+"""Boxes after the model's own suppression: a list of corners, score and class.
+
+YOLO v10 and others end to end, TensorRT's NMS behind a detector, Paddle's, DetectionOutput of SSD.
 
 Lists are in order of score, so a row of one model is no row of the other: values are compared in
 the column of scores alone, and not at all where the length of the list varies.
-"""  # noqa: D205
+"""
 
 from __future__ import annotations
 

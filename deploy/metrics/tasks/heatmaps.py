@@ -87,6 +87,7 @@ class HeatTally:
             task="heat maps",
             figure="peaks kept",
             value=self.kept / self.peaks,
+            count=f"{self.kept} of {self.peaks}",
             words=f"{self.kept} of {self.peaks} peaks of FP32 within a pixel",
             samples=self.samples,
             form=self.task.form,

@@ -99,6 +99,7 @@ class MaskTally:
                     task="masks",
                     figure="IoU with FP32",
                     value=iou,
+                    count=f"{iou:.3f}",
                     words=f"IoU {iou:.3f} of the pixels above {threshold:g}",
                     samples=self.samples,
                     form=self.task.form,

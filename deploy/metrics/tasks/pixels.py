@@ -152,6 +152,7 @@ class PixelTally:
             task="segmentation",
             figure="mIoU with FP32",
             value=float(ious.mean()),
+            count=f"{ious.mean():.3f}",
             words=f"mIoU {ious.mean():.3f} of {int(seen.sum())} classes,"
             f" {100 * both.sum() / total:.1f} % of pixels of FP32's class",
             samples=self.samples,

@@ -19,6 +19,7 @@ class TaskFigure:
         task: what the outputs are: "boxes", "classes", ...
         figure: what is counted, such as "boxes kept".
         value: a share that is 1 where both say the same; more is better.
+        count: the figure in a few characters, such as "84 of 88".
         words: the counts, as a person would say them.
         samples: samples it was counted over.
         form: how the outputs were read, in words.
@@ -28,6 +29,7 @@ class TaskFigure:
     figure: str
     value: float
     words: str
+    count: str
     samples: int
     form: str = ""
 

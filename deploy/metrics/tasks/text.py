@@ -50,6 +50,8 @@ def find(seen: Seen) -> Text | None:
     known = [one for one in steps if one is not None]
     if len(known) != len(steps) or len({one.shape[1] for one in known}) != 1:
         return None
+    if not all(_normalised(one) for one in known) and not all(_raw(one) for one in known):
+        return None
     counts = np.bincount(np.concatenate([one.argmax(axis=1) for one in known]))
     blank, symbols = int(counts.argmax()), known[0].shape[1]
     if blank not in (0, symbols - 1) or counts[blank] < _BLANKS * counts.sum():
@@ -66,6 +68,20 @@ def _steps(value: Array) -> Array | None:
     steps = value.reshape(-1, value.shape[2])
     fits = len(steps) >= _STEPS and steps.shape[1] >= _SYMBOLS and np.isfinite(steps).all()
     return steps if fits else None
+
+
+def _normalised(steps: Array) -> bool:
+    """Whether each step's are probabilities, or their logarithms."""
+    rows = steps.astype(np.float64)
+    shares = rows if rows.min() >= -1e-6 else np.exp(np.minimum(rows, 1))
+    return bool(np.abs(shares.sum(axis=1) - 1).max() < 1e-2)
+
+
+def _raw(steps: Array) -> bool:
+    """Whether each step's may be raw scores: of both signs, and all steps of one size."""
+    sizes = np.abs(steps).max(axis=1)
+    mixed = np.mean(steps < 0, axis=1).min() > 0.1 and (steps.max(axis=1) > 0).all()
+    return bool(mixed and sizes.max() < 8 * sizes.min())
 
 
 def decoded(steps: Array, blank: int) -> list[int]:
@@ -113,6 +129,7 @@ class TextTally:
             task="text",
             figure="texts alike",
             value=self.alike / self.samples,
+            count=f"{self.alike} of {self.samples}",
             words=f"{self.alike} of {self.samples} texts as FP32's,"
             f" {self.edits} edits in {self.symbols} symbols",
             samples=self.samples,
