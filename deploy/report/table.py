@@ -191,7 +191,13 @@ def _accuracy(report: Findings) -> Iterator[Line]:
         return Line(label, tuple(cells), change)
 
     for label in dict.fromkeys(filter(None, map(truth.task_label, judged))):
-        yield line(label, lambda x: x.task.count if x.task else figures.NONE)
+        task = line(label, lambda x: x.task.count if x.task else figures.NONE)
+        own = dict.fromkeys(filter(None, map(truth.own_count, judged)))
+        cells = (
+            next(iter(own), cell) if engine.reference else cell
+            for engine, cell in zip(report.engines, task.cells, strict=True)
+        )
+        yield Line(label, tuple(cells))
     yield line("Top-1 agreement", lambda x: figures.percent(x.top1_agreement))
     parts = dict.fromkeys(filter(None, map(truth.worst_label, judged)))
     of = f"of {', '.join(parts)}" if parts else ""

@@ -47,6 +47,12 @@ def task_label(accuracy: Accuracy) -> str:
     return task.figure[:1].upper() + task.figure[1:]
 
 
+def own_count(accuracy: Accuracy) -> str:
+    """The float model's own figure by a user's metric; "" for shares of what FP32 says."""
+    task = accuracy.task
+    return f"{task.reference:.4g}" if task is not None and task.task == "metric" else ""
+
+
 def part_row(part: PartAccuracy) -> list[str]:
     """One part under `PART_HEADS`."""
     return [
