@@ -18,6 +18,7 @@ from deploy.feed.parallel import Sample, in_order
 from deploy.graph.edit import with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
+from deploy.metrics.tasks import Metric
 from deploy.ort import OrtSession
 from deploy.progress import bar
 from deploy.targets.base import Built
@@ -162,7 +163,7 @@ def judge(
         return found
     reference = _sleeping(original)
     figures = {
-        name: Comparison(reference, one.session, labels=over.labels)
+        name: Comparison(reference, one.session, labels=over.labels, metric=over.metric)
         for name, one in candidates.items()
     }
 
@@ -207,12 +208,14 @@ class Evaluation:
     Attributes:
         samples: at most how many of the feed.
         most: at most how many images in them.
+        metric: the user's figure.
     """
 
     feed: Samples
     samples: int
     most: int
     labels: Sequence[int] | None
+    metric: Metric | None = None
 
     @property
     def count(self) -> int:
@@ -240,7 +243,10 @@ class _Labels(Sequence[int]):
 
 
 def evaluation_of(
-    calibration: Samples, evaluation: Samples | None, labels: Sequence[int] | None
+    calibration: Samples,
+    evaluation: Samples | None,
+    labels: Sequence[int] | None,
+    metric: Metric | None = None,
 ) -> Evaluation:
     """The evaluation feed, or else some of the calibration images, without labels."""
     if evaluation is not None:
@@ -248,13 +254,18 @@ def evaluation_of(
         if labels is None and evaluation.labels is not None:
             known = _Labels(evaluation)
         return Evaluation(
-            feed=evaluation, samples=len(evaluation), most=evaluation.count, labels=known
+            feed=evaluation,
+            samples=len(evaluation),
+            most=evaluation.count,
+            labels=known,
+            metric=metric,
         )
     return Evaluation(
         feed=calibration,
         samples=min(CALIBRATION_SAMPLES, len(calibration)),
         most=min(CALIBRATION_SAMPLES, calibration.count),
         labels=None,
+        metric=metric,
     )
 
 

@@ -12,6 +12,7 @@ from deploy.graph.saturation import bounds
 from deploy.judge import candidates_of, evaluation_of, float_model, judge, look_inside
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency, measure
+from deploy.metrics.tasks import Metric
 from deploy.ort import OrtSession
 from deploy.report import EngineRow
 from deploy.targets.base import Built, Target
@@ -54,6 +55,7 @@ def measured(
     calibration: Samples,
     evaluation: Samples | None,
     labels: Sequence[int] | None,
+    metric: Metric | None = None,
     duration_s: float,
     threads: int,
     progress: bool,
@@ -70,11 +72,12 @@ def measured(
         calibration: the calibration samples; some of them stand in for missing evaluation ones.
         evaluation: samples for the accuracy figures.
         labels: class of each evaluation sample.
+        metric: the user's figure.
         duration_s: seconds of latency runs a model; 0 leaves them out.
         threads: threads inside one inference.
         progress: draw bars on stderr.
     """
-    over = evaluation_of(calibration, evaluation, labels)
+    over = evaluation_of(calibration, evaluation, labels, metric)
     original = float_model(loaded)
     timed: dict[str, _Timed] = {"FP32": _timed(lambda: OrtSession.open(original, threads=threads))}
     failed: dict[str, str] = {}

@@ -47,6 +47,7 @@ from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
 from deploy.machine import default_threads
+from deploy.metrics.tasks import metric_of
 from deploy.progress import bar
 from deploy.targets import TARGETS, Target, named
 from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
@@ -57,6 +58,7 @@ from deploy.tuning.tune import Tuned, Tuning, keep_plan, plan_at, tuned
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.metrics.tasks.metric import Function
     from deploy.report import Report
 
 
@@ -190,6 +192,7 @@ def build(
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
     labels: Sequence[int] | None = None,
+    metric: str | Function | None = None,
     skip_bad: bool = False,
     limit: int | None = None,
     threads: int | None = None,
@@ -206,6 +209,8 @@ def build(
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
         labels: class of every evaluation image, where its list does not give it.
+        metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
+            number, more is better; called once a sample, its mean stands for the task's figure.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
         tuning: how much is searched for what stays float and for ranges, or the plan to obey.
 
@@ -219,6 +224,7 @@ def build(
     folder = Path(out)
     atomic.remove_leftovers(folder)
     built_for = targets_of(targets)
+    own = None if metric is None else metric_of(metric)  # as the evaluation, opened first
     loaded = model if isinstance(model, LoadedModel) else load(model)
     evaluation = None
     if eval_images is not None:  # opened first: a wrong path is told before anything is run
@@ -256,6 +262,7 @@ def build(
         calibration=calibrated.feed,
         evaluation=evaluation,
         labels=labels,
+        metric=own,
         duration_s=duration_s,
         threads=threads or default_threads(),
         progress=progress,

@@ -38,7 +38,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.metrics",
         "deploy.graph",
         "deploy.ort",
-        "deploy.tensors deploy.stamped deploy.atomic deploy.progress deploy.machine",
+        "deploy.tensors deploy.stamped deploy.atomic deploy.progress deploy.machine"
+        " deploy.usercode",
         "deploy.version deploy.errors",
         "calibrators",
     )

@@ -6,6 +6,7 @@ import pytest
 from deploy.metrics.form import form_of
 from deploy.metrics.tasks.detections import Detections, matched, overlaps, suppressed
 from deploy.metrics.tasks.grid import Grid
+from deploy.metrics.tasks.text import edit_distance
 
 SIZE = (160, 224)  # height, width of the picture
 GRID = Grid((8, 16, 32), 1, False)
@@ -189,3 +190,243 @@ def test_logits_are_classes_and_other_vectors_are_not():
     assert same_task(outputs(lambda: made.standard_normal((1, 1000)) + peaked)) == "classes"
     assert same_task(outputs(lambda: made.uniform(0.1, 0.9, (1, 8)))) is None  # places
     assert same_task(outputs(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
+
+
+def test_embeddings_keep_their_neighbours():
+    made = rng()
+    centres = made.standard_normal((4, 64))
+    vectors = [centres[n % 4] + 0.1 * made.standard_normal(64) for n in range(12)]
+    references = [{"e": v[None].astype(np.float32)} for v in vectors]
+    form, same = figure(references, references)
+    assert form.task.name == "embeddings" and same.value == 1
+    candidates = [*references[:11], {"e": -references[11]["e"]}]
+    _, found = figure(references, candidates)
+    assert found.figure == "neighbours alike" and found.value < 1
+    assert found.words.startswith(f"{round(found.value * 12)} of 12 nearest neighbours")
+    _, few = figure(references[:4], references[:4])
+    assert few.figure == "mean cosine" and few.value == pytest.approx(1)
+
+
+# ------------------------------------------------------------------ boxes in other outputs
+
+
+def ended(number, layout=(0, 4, 5), columns=6, pad=4):
+    """A list of rows in order of score, filled up with zeros."""
+    made = np.random.default_rng(number)
+    rows = np.zeros((10 + pad, columns), np.float32)
+    low = made.uniform(0, 100, (10, 2))
+    corner, score, kind = layout
+    rows[:10, corner : corner + 4] = np.concatenate([low, low + made.uniform(5, 50, (10, 2))], 1)
+    rows[:10, score] = np.sort(made.uniform(0.3, 1, 10))[::-1]
+    rows[:10, kind] = made.integers(0, 3, 10)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("layout", "columns"),
+    [((0, 4, 5), 6), ((0, 5, 4), 6), ((2, 1, 0), 6), ((1, 6, 5), 7), ((3, 2, 1), 7)],
+)
+def test_lists_after_suppression_are_boxes_and_only_their_scores_are_compared(layout, columns):
+    references = [{"out": ended(n, layout, columns)[None]} for n in range(4)]
+    candidates = [{"out": one["out"].copy()} for one in references]
+    for one in candidates:
+        one["out"][0, 0, layout[1]] = 0
+    form, found = figure(references, candidates)
+    own = int(found.words.split(" of ")[1].split()[0])
+    assert f"{own - 4} of {own} boxes of FP32 kept, 0 new" in found.words
+    score = layout[1]
+    assert [part.label for part in form.parts] == [f"out[..., {score}:{score + 1}]"]
+
+
+def test_lists_of_changing_length_have_no_parts():
+    references = [{"out": ended(n, pad=0)[: 5 + n]} for n in range(4)]
+    form, found = figure(references, references)
+    assert found.value == 1 and form.parts == ()
+
+
+def test_three_outputs_of_boxes_scores_and_classes():
+    def outputs(number):
+        rows = ended(number)[None]
+        return {
+            "num": np.array([[10]], np.int32),
+            "boxes": rows[..., :4],
+            "scores": rows[..., 4],
+            "labels": rows[..., 5].astype(np.int32),
+        }
+
+    form, found = figure([outputs(n) for n in range(4)], [outputs(n) for n in range(4)])
+    assert found.task == "boxes" and found.value == 1
+    assert [part.label for part in form.parts] == ["scores"]
+
+
+def ssd(number, classes=4):
+    """Offsets from anchors that nobody told, and probabilities with a background."""
+    made = np.random.default_rng(number)
+    scores = made.uniform(0, 1, (1, 600, classes))
+    scores[..., 0] = 12
+    seen = made.choice(600, 8, replace=False)
+    scores[0, seen, 1 + made.integers(0, classes - 1, 8)] = 18
+    conf = softmax(scores.reshape(-1, classes)).reshape(scores.shape)
+    return {"loc": made.standard_normal((1, 600, 4)), "conf": conf}, seen
+
+
+def test_anchors_whose_boxes_cannot_be_told_match_by_place():
+    pairs = [ssd(n) for n in range(4)]
+    references = [one for one, _ in pairs]
+    candidates = [{**one, "conf": one["conf"].copy()} for one in references]
+    for one, (_, seen) in zip(candidates, pairs, strict=True):
+        one["conf"][0, seen[:2]] = [1, 0, 0, 0]
+    form, found = figure(references, candidates)
+    assert "by anchor" in form.task.form
+    assert found.words.startswith("24 of 32 boxes of FP32 kept, 0 new")
+
+
+@pytest.mark.parametrize("softmaxed", [False, True])
+def test_queries_are_boxes(softmaxed):
+    def detr(number):
+        made = np.random.default_rng(number)
+        boxes = made.uniform(0.1, 0.3, (1, 100, 4))
+        boxes[..., :2] = made.uniform(0.2, 0.8, (1, 100, 2))
+        logits = made.uniform(-9, -6, (1, 100, 11))
+        logits[..., 10] = 6 if softmaxed else -8
+        logits[0, :7, made.integers(0, 10, 7)] = 12 if softmaxed else 2
+        return {"logits": logits, "pred_boxes": boxes}
+
+    references = [detr(n) for n in range(4)]
+    form, found = figure(references, references)
+    assert ("softmax" if softmaxed else "sigmoid") in form.task.form
+    assert "boxes by centre" in form.task.form
+    assert found.value == 1 and " of FP32 kept, 0 new" in found.words
+
+
+def test_distributions_of_distances_are_boxes_level_by_level():
+    size, bins = (64, 96), 8
+
+    def level(number, stride):
+        cells = (size[0] // stride) * (size[1] // stride)
+        made = np.random.default_rng(number * 1000 + stride)
+        far = made.standard_normal((1, cells, 4 * bins))
+        far[0, 0] = -30
+        far[0, 0, [2, bins + 1, 2 * bins + 3, 3 * bins + 1]] = 30  # 2, 1, 3 and 1 strides
+        scores = made.uniform(0, 0.01, (1, cells, 5))
+        scores[0, 0, 2] = 0.9
+        return scores, far
+
+    def outputs(number):
+        levels = {s: level(number, s) for s in (8, 16, 32)}
+        named = {f"score{s}": one for s, (one, _) in levels.items()}
+        return named | {f"box{s}": far for s, (_, far) in levels.items()}
+
+    references = [outputs(n) for n in range(8)]
+    form, found = figure(references, references, [fed(size)] * 8)
+    assert "distribution" in form.task.form and found.words.startswith("24 of 24")
+    boxes = form.task.decoder.boxes(fed(size), references[0]).boxes
+    middle, far = np.full(2, 4.0), 8 * np.array([2, 1, 3, 1])  # of the first cell of stride 8
+    wanted = np.concatenate([middle - far[:2], middle + far[2:]])
+    assert np.abs(boxes - wanted).max(axis=1).min() < 1e-6
+    moved = [{k: v for k, v in one.items()} for one in references]
+    for one in moved:
+        one["box8"] = np.roll(one["box8"], bins, axis=2)
+    assert figure(references, moved, [fed(size)] * 8)[1].value < 0.9
+
+
+# ------------------------------------------------------------------ pixels
+
+
+def smooth(classes, number, side=32):
+    """Scores of each class: the one of the nearest of a few places wins."""
+    made = np.random.default_rng(number)
+    places = made.uniform(0, side, (classes, 2))
+    rows, columns = np.mgrid[:side, :side]
+    far = (rows - places[:, :1, None]) ** 2 + (columns - places[:, 1:, None]) ** 2
+    return ((100 - far) / 20)[None].astype(np.float32)
+
+
+@pytest.mark.parametrize("form", ["raw", "shares", "numbers"])
+def test_classes_of_pixels(form):
+    def output(number):
+        raw = smooth(5, number)
+        if form == "raw":
+            return {"seg": raw}
+        return {"seg": softmax(raw) if form == "shares" else raw.argmax(axis=1)}
+
+    references = [output(n) for n in range(4)]
+    inputs = [fed((32, 32))] * 4
+    assert figure(references, references, inputs)[1].value == 1
+    axis = -1
+    candidates = [{"seg": np.roll(one["seg"], 3, axis=axis)} for one in references]
+    task, found = figure(references, candidates, inputs)
+    assert task.task.name == "segmentation" and 0.4 < found.value < 0.95
+    assert "% of pixels of FP32's class" in found.words
+
+
+def test_feature_maps_pictures_and_small_maps_are_not_segmented():
+    made = rng()
+    inputs = [fed((64, 64))] * 4
+    noise = [{"f": made.standard_normal((1, 8, 64, 64)) * 4} for _ in range(4)]
+    assert same_task(noise, inputs) is None
+    picture = [{"f": smooth(3, n, 64) / 200 + 0.5} for n in range(4)]
+    assert same_task(picture, inputs) is None
+    assert same_task([{"f": smooth(8, n, 64)} for n in range(4)], [fed((512, 512))] * 4) is None
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_masks_are_judged_by_iou(last):
+    def mask(left):
+        value = np.full((1, 1, 64, 64), 0.02, np.float32)
+        value[..., 10:30, left : left + 20] = 0.97
+        return {"m": np.moveaxis(value, 1, 3) if last else value}
+
+    inputs = [fed((64, 64))] * 4
+    form, found = figure([mask(10)] * 4, [mask(20)] * 4, inputs)
+    assert form.task.name == "masks" and found.value == pytest.approx(1 / 3)
+    assert found.words == "IoU 0.333 of the pixels above 0.5"
+    depth = [{"m": rng().uniform(0, 1, (1, 1, 64, 64))}] * 4
+    assert same_task(depth, inputs) is None
+
+
+def test_peaks_of_heat_maps_within_a_pixel():
+    rows, columns = np.mgrid[:48, :64]
+
+    def maps(places):
+        far = [(rows - r) ** 2 + (columns - c) ** 2 for r, c in places]
+        return {"heat": np.exp(-np.array(far) / 8)[None].astype(np.float32)}
+
+    places = np.random.default_rng(2).integers(5, 40, (17, 2))
+    moved = places.copy()
+    moved[:3, 1] += 1
+    moved[3:5, 1] += 4
+    form, found = figure([maps(places)] * 4, [maps(moved)] * 4)
+    assert form.task.name == "heat maps"
+    assert found.words == "60 of 68 peaks of FP32 within a pixel"
+
+
+# ------------------------------------------------------------------ text
+
+
+def steps(text, blank=0, symbols=30, raw=False, turned=False):
+    """A symbol, a blank, a symbol, ..."""
+    best = [symbol for one in text for symbol in (one, one, blank)]
+    scores = rng().standard_normal((len(best), symbols))
+    scores[np.arange(len(best)), best] = 12
+    value = scores if raw else softmax(scores)
+    return {"y": (value[:, None] if turned else value[None]).astype(np.float32)}
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("blank", [0, 29])
+def test_texts_are_decoded_and_edits_counted(raw, turned, blank):
+    how = {"raw": raw, "turned": turned, "blank": blank}
+    texts = [[3, 3, 4, 5], [7, 8, 9, 7], [4, 4], [5, 6, 7, 8]]
+    read = [[3, 3, 4, 5], [7, 8, 7, 7], [4, 5], [5, 6, 7, 8]]
+    references = [steps(text, **how) for text in texts]
+    candidates = [steps(text, **how) for text in read]
+    form, found = figure(references, candidates)
+    assert form.task.name == "text" and form.task.blank == blank
+    assert found.value == 0.5 and found.words == "2 of 4 texts as FP32's, 2 edits in 14 symbols"
+
+
+def test_edit_distance_by_hand():
+    assert edit_distance([1, 2, 3], []) == 3
+    assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2

@@ -51,6 +51,13 @@ if TYPE_CHECKING:
     help="One class number a line, for the evaluation images in order.",
 )
 @sections.option(
+    "--metric",
+    section=sections.MEASURING,
+    metavar="FILE.py:FUNCTION",
+    help="Your own figure: (FP32 outputs, int8 outputs, label or None) of a sample -> number,"
+    " more is better; the mean is told.",
+)
+@sections.option(
     "--duration",
     section=sections.MEASURING,
     type=click.FloatRange(min=0),
@@ -68,6 +75,7 @@ def build(
     cache: Path | None,
     eval_images: str | None,
     labels: Path | None,
+    metric: str | None,
     duration: float,
     targets: list[Target],
     shapes: tuple[str, ...],
@@ -101,6 +109,7 @@ def build(
         cache=replace(calibration.cache, path=cache),
         eval_images=eval_images,
         labels=read_labels(labels) if labels else None,
+        metric=metric,
         skip_bad=images.skip_bad,
         limit=images.limit,
         threads=images.threads,

@@ -5,41 +5,28 @@ Weights come from a file only where one is named, through `torch.load(weights_on
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from deploy.errors import Calib8Error, ConfigError, ModelError
+import deploy.usercode as usercode
+from deploy.errors import ModelError
 
 
 def load_factory(spec: str) -> Callable[[], Any]:
     """`path/to/net.py:make` -> the function `make` of that file.
 
-    The file is imported under a name of its own, with its folder on `sys.path` meanwhile, so it
-    can import its neighbours.
-
     Raises:
         ConfigError: the spec is not `file.py:name`, or there is no such file or name.
         ModelError: importing the file failed; the message gives the user's file and line.
     """
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        raise ConfigError(f"a model in PyTorch is given as file.py:factory, got {spec!r}")
-    module = _import_file(Path(path))
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        defined = sorted(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
-        raise ConfigError(f"{path} has no function {name!r}; it has {', '.join(defined) or 'none'}")
-    return factory  # type: ignore[no-any-return]
+    return usercode.load_function(  # type: ignore[no-any-return]
+        spec, what="a model in PyTorch", form="file.py:factory", error=ModelError
+    )
 
 
 def call_factory(spec: str) -> Any:
@@ -111,47 +98,9 @@ def example_inputs(shapes: Sequence[Sequence[int]], seed: int = 0) -> tuple[torc
 
 def users_line(error: BaseException) -> str:
     """`file:line: the code there` of the deepest frame outside torch and this package, or ''."""
-    torch_home = str(Path(torch.__file__).parent)
-    here = str(Path(__file__).parent.parent)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        ours = frame.filename.startswith((torch_home, here, "<"))
-        if not ours and "importlib" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
+    return usercode.users_line(error, besides=(str(Path(torch.__file__).parent),))
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"a model in PyTorch is given as file.py:factory, but no file {path}")
-    resolved = path.resolve()
-    name = f"calib8_user_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(resolved.parent))
-    try:
-        with users_errors(str(path)):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        sys.path.remove(str(resolved.parent))
-    return module
-
-
-@contextmanager
-def users_errors(what: str) -> Iterator[None]:
+def users_errors(what: str) -> AbstractContextManager[None]:
     """Turn any exception of the user's code into one `ModelError` with its file and line."""
-    try:
-        yield
-    except Calib8Error:
-        raise
-    except (Exception, SystemExit) as error:
-        where = users_line(error)
-        said = (str(error).strip().splitlines() or [""])[0][:300]
-        raise ModelError(
-            f"{what} must run without error, got {type(error).__name__}: {said}"
-            + (f" at {where}" if where else "")
-        ) from error
+    return usercode.users_errors(what, error=ModelError, where=users_line)

@@ -16,7 +16,7 @@ from deploy.errors import ConfigError, FeedError
 from deploy.metrics.form import Form
 from deploy.metrics.rows import batch_length
 from deploy.metrics.running import OutputAccuracy, RunningError, cosine, output_json, sqnr_db
-from deploy.metrics.tasks import TaskFigure
+from deploy.metrics.tasks import Metric, TaskFigure
 from deploy.metrics.truth import PartAccuracy, Truth, part_json, task_json
 from deploy.tensors import Array, Session
 
@@ -102,19 +102,21 @@ class Comparison:
         *,
         labels: Sequence[int] | None = None,
         form: Form | None = None,
+        metric: Metric | None = None,
     ) -> None:
         """Args as `compare`.
 
         Args beyond those:
             form: parts and task of the outputs; None finds them from the first samples.
+            metric: the user's figure, in the task's place; the labels are for it then.
 
         Raises:
             ConfigError: outputs whose names differ.
         """
         self._names = _common_outputs(reference, candidate)
         self._errors = {name: RunningError(name) for name in self._names}
-        self._top1 = _Top1(labels)
-        self._truth = Truth(form)
+        self._top1 = _Top1(labels if metric is None else None)
+        self._truth = Truth(form, metric=metric, labels=labels)
 
     def add(
         self,

@@ -45,7 +45,9 @@ def form_of(reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] =
     names = list(reference_outputs[0])
     found = {name: known[name] if name in known else _parts(name, seen) for name in names}
     parts = tuple(part for name in names for part in found[name])
-    return Form(parts or tuple(Part(output=name) for name in names), task)
+    if not parts and task is None:
+        parts = tuple(Part(output=name) for name in names)
+    return Form(parts, task)
 
 
 def _parts(name: str, seen: Seen) -> tuple[Part, ...]:

@@ -8,14 +8,14 @@ four samples have been seen; until then they wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from deploy.metrics.form import Form, form_of
 from deploy.metrics.parts import SAMPLES
 from deploy.metrics.rows import Outputs, split
 from deploy.metrics.running import RunningError, number
-from deploy.metrics.tasks import Tally, TaskFigure
+from deploy.metrics.tasks import Metric, Tally, TaskFigure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,15 @@ class PartAccuracy:
 class Truth:
     """Running figures of all parts and of the task, in flat memory."""
 
-    def __init__(self, form: Form | None = None) -> None:
-        """Args: form: known beforehand; None finds it from the first samples."""
+    def __init__(
+        self,
+        form: Form | None = None,
+        *,
+        metric: Metric | None = None,
+        labels: Sequence[int] | None = None,
+    ) -> None:
+        """Args as `deploy.metrics.accuracy.Comparison`; labels are the metric's alone."""
+        self._metric = None if metric is None else metric.tally(labels)
         self._waiting: list[tuple[Outputs, Outputs, Outputs, int]] = []
         self._form = form
         self._errors: list[RunningError] = []
@@ -91,7 +98,9 @@ class Truth:
 
     def _begin(self, form: Form) -> None:
         self._errors = [RunningError(part.label) for part in form.parts]
-        self._tally = None if form.task is None else form.task.tally()
+        self._tally = self._metric
+        if self._tally is None and form.task is not None:
+            self._tally = form.task.tally()
 
     def _count(self, inputs: Outputs, left: Outputs, right: Outputs, batch: int) -> None:
         assert self._form is not None

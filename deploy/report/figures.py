@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 NONE = "-"
 FAILED = "failed"
@@ -85,3 +86,9 @@ def printable(text: str) -> str:
     """Text in which a name from a file cannot steer the terminal, nor fail to be encoded."""
     kept = (c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return "".join(kept)
+
+
+def least(values: Iterable[float]) -> float:
+    """The least of several, NaN where any is NaN (which `min` would lose by its order)."""
+    found = tuple(values)
+    return math.nan if any(map(math.isnan, found)) else min(found, default=math.nan)

@@ -8,6 +8,7 @@ from html import escape
 import deploy.report.figures as figures
 import deploy.report.markup as markup
 import deploy.report.sections as sections
+import deploy.report.truth as truth
 from deploy.report.figures import encodable
 from deploy.report.model import Findings
 from deploy.report.style import STYLE
@@ -19,7 +20,6 @@ from deploy.report.table import (
     shrink,
     speed_up,
     top1,
-    worst,
 )
 from deploy.report.words import calibration_words, group_words, work_words
 
@@ -88,9 +88,16 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
         share = top1(report, engine)
         if share is not None:
             yield figures.percent(share), f"top-1, {engine.label}"
-        elif engine.accuracy:
-            cosine = worst(output.cosine_mean for output in engine.accuracy.outputs)
-            yield figures.cosine(cosine), f"cosine to the float model, {engine.label}"
+        if engine.accuracy and engine.accuracy.task and truth.task_label(engine.accuracy):
+            task = engine.accuracy.task
+            yield task.count, f"{task.figure}, {engine.label}"
+        if engine.accuracy and truth.parted(engine.accuracy):
+            part = truth.worst_label(engine.accuracy)
+            decibels = figures.decibels(truth.sqnr(engine.accuracy))
+            yield decibels, f"SQNR of the worst part, {part}, {engine.label}"
+        elif share is None and engine.accuracy:
+            cosine = figures.cosine(truth.cosine(engine.accuracy))
+            yield cosine, f"cosine to the float model, {engine.label}"
     for target in covered(report):
         quantized = sum(node.quantized for node in target.nodes)
         kinds = sorted({node.precision for node in target.nodes if node.quantized}) or ["int8"]
@@ -134,6 +141,17 @@ def _outputs(report: Findings) -> Iterator[str]:
             for output in accuracy.outputs
         )
         heads = ["engine", "output", "SQNR", "cosine", "worst cosine", "max abs error"]
+        said = [f"{label}: {text}" for label, one in judged for text in truth.sentences(one)]
+        if said:
+            yield markup.bullets(said, "notes")
+        parts = [
+            [label, *truth.part_row(part)]
+            for label, accuracy in judged
+            if truth.parted(accuracy)
+            for part in accuracy.parts
+        ]
+        if parts:
+            yield markup.table(["engine", *truth.PART_HEADS], parts)
         yield markup.table(heads, rows)
 
 

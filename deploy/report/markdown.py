@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import deploy.report.figures as figures
+import deploy.report.truth as truth
 from deploy.report.figures import encodable
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
@@ -68,6 +69,11 @@ def _outputs(report: Findings) -> Iterator[str]:
         if engine.accuracy:
             samples = figures.count(engine.accuracy.samples, "sample")
             yield f"## Accuracy of {_escape(engine.label)} over {samples}"
+            said = truth.sentences(engine.accuracy)
+            if said:
+                yield _bullets([_escape(text) for text in said])
+            if truth.parted(engine.accuracy):
+                yield _table(truth.PART_HEADS, map(truth.part_row, engine.accuracy.parts))
             yield _table(
                 ["output", "SQNR", "cosine", "cosine, worst", "max abs error"],
                 (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import deploy.report.figures as figures
+import deploy.report.truth as truth
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency
 from deploy.report.model import Findings
@@ -142,12 +142,6 @@ def top1(report: Findings, engine: EngineRow) -> float | None:
     return next((share for share in compared if share is not None), None)
 
 
-def worst(values: Iterable[float]) -> float:
-    """The least of several, NaN where any is NaN (which `min` would lose by its order)."""
-    found = tuple(values)
-    return math.nan if any(map(math.isnan, found)) else min(found, default=math.nan)
-
-
 def _size(report: Findings) -> Iterator[Line]:
     factor = [shrink(report, engine) for engine in report.engines]
     yield Line(
@@ -190,14 +184,28 @@ def _accuracy(report: Findings) -> Iterator[Line]:
     change = words + figures.points(min(lost)) if lost else ""
     yield Line("Top-1", tuple(figures.percent(share) for share in shares), change)
 
-    def line(label: str, get: Callable[[Accuracy], str]) -> Line:
-        cells = (get(e.accuracy) if e.accuracy else figures.NONE for e in report.engines)
-        return Line(label, tuple(cells))
+    judged = [engine.accuracy for engine in report.engines if engine.accuracy]
 
+    def line(label: str, get: Callable[[Accuracy], str], change: str = "") -> Line:
+        cells = (get(e.accuracy) if e.accuracy else figures.NONE for e in report.engines)
+        return Line(label, tuple(cells), change)
+
+    for label in dict.fromkeys(filter(None, map(truth.task_label, judged))):
+        task = line(label, lambda x: x.task.count if x.task else figures.NONE)
+        own = dict.fromkeys(filter(None, map(truth.own_count, judged)))
+        cells = (
+            next(iter(own), cell) if engine.reference else cell
+            for engine, cell in zip(report.engines, task.cells, strict=True)
+        )
+        yield Line(label, tuple(cells))
     yield line("Top-1 agreement", lambda x: figures.percent(x.top1_agreement))
-    yield line("SQNR", lambda x: figures.decibels(worst(o.sqnr_db for o in x.outputs)))
-    yield line("Cosine", lambda x: figures.cosine(worst(o.cosine_mean for o in x.outputs)))
-    yield line("Cosine, worst", lambda x: figures.cosine(worst(o.cosine_min for o in x.outputs)))
+    parts = dict.fromkeys(filter(None, map(truth.worst_label, judged)))
+    of = f"of {', '.join(parts)}" if parts else ""
+    yield line(
+        "SQNR, worst part" if parts else "SQNR", lambda x: figures.decibels(truth.sqnr(x)), of
+    )
+    yield line("Cosine", lambda x: figures.cosine(truth.cosine(x)))
+    yield line("Cosine, worst", lambda x: figures.cosine(truth.cosine_min(x)))
 
 
 def _change(factors: list[float | None], words: Callable[[float], str]) -> str:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deploy.metrics.tasks import boxes, classes
+from deploy.metrics.tasks import boxes, classes, embeddings, heatmaps, masks, pixels, text
+from deploy.metrics.tasks.metric import Metric, metric_of
 from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
 
 # Task -> its recogniser. Each must be sure of the form alone; none knows a model by its name.
 TASKS: dict[str, Callable[[Seen], Task | None]] = {
     "boxes": boxes.find,
+    "text": text.find,
+    "segmentation": pixels.find,
+    "masks": masks.find,
+    "heat maps": heatmaps.find,
     "classes": classes.find,
+    "embeddings": embeddings.find,
 }
 
 
@@ -21,4 +27,4 @@ def recognised(seen: Seen) -> Task | None:
     return next((task for find in TASKS.values() if (task := find(seen)) is not None), None)
 
 
-__all__ = ["TASKS", "Seen", "Tally", "Task", "TaskFigure", "recognised"]
+__all__ = ["TASKS", "Metric", "Seen", "Tally", "Task", "TaskFigure", "metric_of", "recognised"]

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs
-from deploy.metrics.tasks import yolo
+from deploy.metrics.tasks import anchors, ended, yolo
 from deploy.metrics.tasks.detections import Detections, matched, suppressed
 from deploy.metrics.tasks.task import Seen, TaskFigure
 
@@ -41,7 +41,11 @@ class Decoder(Protocol):
 
 
 # Tried in this order; each must be sure.
-DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (yolo.find,)
+DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (
+    yolo.find,
+    ended.find,
+    anchors.find,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class BoxTally:
                     task="boxes",
                     figure="boxes kept",
                     value=2 * kept / (own + others),
+                    count=f"{kept} of {own}",
                     words=f"{kept} of {own} boxes of FP32 kept, {others - kept} new"
                     f" (score above {threshold:g})",
                     samples=self.samples,

@@ -108,8 +108,9 @@ class ClassTally:
             words += f", {self.five} among the best five"
         return TaskFigure(
             task="classes",
-            figure="same class",
+            figure="top-1 agreement",
             value=self.first / self.compared,
+            count=f"{self.first} of {self.compared}",
             words=words,
             samples=self.samples,
             form=self.task.form,

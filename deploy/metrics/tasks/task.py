@@ -18,7 +18,9 @@ class TaskFigure:
     Attributes:
         task: what the outputs are: "boxes", "classes", ...
         figure: what is counted, such as "boxes kept".
-        value: a share that is 1 where both say the same; more is better.
+        value: more is better; a share that is 1 where both say the same, but of a user's metric.
+        reference: what the float model itself reaches; what is lost is `reference - value`.
+        count: the figure in a few characters, such as "84 of 88".
         words: the counts, as a person would say them.
         samples: samples it was counted over.
         form: how the outputs were read, in words.
@@ -28,7 +30,9 @@ class TaskFigure:
     figure: str
     value: float
     words: str
+    count: str
     samples: int
+    reference: float = 1.0
     form: str = ""
 
 

@@ -1,0 +1,219 @@
+"""Boxes and scores in outputs of their own, one row an anchor: SSD, RetinaFace, DETR, PicoDet.
+
+All anchors (or queries) may be in one pair of outputs, or each level of them in a pair of its own.
+
+======================  ========================================================================
+scores [A, C]           probabilities; a background among them (first or last) where they sum to
+                        1; raw, by Softmax where one background wins nearly everywhere, by
+                        Sigmoid where nearly all are below 0
+boxes [A, 4]            corners; centre and size of a few queries (DETR, Carion et al. 2020);
+                        offsets from anchors that the outputs do not tell
+boxes [A, 4 (m + 1)]    distributions of the four distances from an anchor's cell, in strides
+                        (Li et al. 2020, Generalized Focal Loss): PicoDet, NanoDet, YOLO's heads
+======================  ========================================================================
+
+Where boxes cannot be told, an anchor counts as kept where the same one finds the same class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.metrics.parts import Part
+from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.tasks.detections import Detections, Floats, by_place, by_score
+from deploy.metrics.tasks.grid import Grid, grids
+from deploy.metrics.tasks.task import Seen
+from deploy.metrics.tasks.yolo import corners
+from deploy.tensors import Array
+
+_ANCHORS = 10  # of all levels, at least
+_QUERIES = 1000  # of a DETR, at most
+_BINS = 4  # of a distribution, at least
+_WINS = 0.8  # share of anchors that see the background
+_BELOW = 0.9  # share of anchors whose best raw score is below 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Names of a level's scores and boxes, and its grid where boxes are distributions."""
+
+    scores: str
+    boxes: str
+    grid: Grid | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """All levels.
+
+    Attributes:
+        levels: one pair a level.
+        activation: of the scores: "", "sigmoid" or "softmax".
+        background: its class; None without.
+        coding: "corners", "centre", "distribution" or "" where boxes cannot be told.
+        parts: as of a task.
+    """
+
+    levels: tuple[Pair, ...]
+    activation: str
+    background: int | None
+    coding: str
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+
+    @property
+    def form(self) -> str:
+        """How the outputs are read."""
+        names = ", ".join(pair.scores for pair in self.levels)
+        boxes = {"": "boxes matched by anchor", "centre": "boxes by centre"}
+        own = boxes.get(self.coding, f"boxes by {self.coding}")
+        return f"{names}: {self.activation or 'scores'} of anchors, {own}"
+
+    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
+        """The boxes of one sample, of all levels together."""
+        scores = [_table(outputs[pair.scores]) for pair in self.levels]
+        boxes = [_table(outputs[pair.boxes]) for pair in self.levels]
+        known = [(a, b) for a, b in zip(scores, boxes, strict=True) if _paired(a, b)]
+        if len(known) != len(self.levels):
+            return None
+        shares = _shares(np.concatenate([a for a, _ in known if a is not None]), self)
+        if not self.coding:
+            return by_place(shares)
+        size = image_size(inputs)
+        places = []
+        for pair, (_, own) in zip(self.levels, known, strict=True):
+            assert own is not None
+            if pair.grid is not None and (size is None or pair.grid.count(size) != len(own)):
+                return None
+            places.append(_corners(own, self.coding, pair.grid, size))
+        return by_score(np.concatenate(places), shares)
+
+
+def find(seen: Seen) -> Anchors | None:
+    """The levels, where every one has scores and boxes."""
+    groups: dict[int, list[str]] = {}
+    for name in seen.names:
+        table = _table(seen.outputs[0][name])
+        if table is not None and len(table) > 1:
+            groups.setdefault(len(table), []).append(name)
+    pairs = [_pair(names, seen) for names in groups.values()]
+    levels = tuple(pair for pair in pairs if pair is not None)
+    if len(levels) != len(pairs) or sum(groups) < _ANCHORS:
+        return None
+    activation = _activation([_stacked(pair.scores, seen) for pair in levels])
+    coding = _coding([_stacked(pair.boxes, seen) for pair in levels], levels, len(groups))
+    if activation is None or coding is None:
+        return None
+    return Anchors(levels, *activation, coding)
+
+
+def _table(value: Array) -> Floats | None:
+    """[1, A, C] or [A, C] -> [A, C]; None for other shapes."""
+    if value.ndim not in (2, 3) or not np.issubdtype(value.dtype, np.floating):
+        return None
+    if value.ndim == 3 and len(value) != 1:
+        return None
+    return value.reshape(value.shape[-2:]).astype(np.float64)
+
+
+def _stacked(name: str, seen: Seen) -> Floats:
+    tables = [_table(value) for value in seen.arrays(name)]
+    return np.concatenate([one for one in tables if one is not None])
+
+
+def _paired(one: Floats | None, other: Floats | None) -> bool:
+    return one is not None and other is not None and len(one) == len(other)
+
+
+def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
+    """The one output of boxes and the one of scores, of those with equally many anchors."""
+    shapes = {name: seen.outputs[0][name].shape for name in names}
+    boxes = [name for name in names if shapes[name][-1] == 4 and not _adds_up(name, seen)]
+    grid = None
+    if not boxes:
+        sizes = {image_size(inputs) for inputs in seen.inputs}
+        size = next(iter(sizes)) if len(sizes) == 1 else None
+        boxes = [n for n in names if shapes[n][-1] % 4 == 0 and shapes[n][-1] >= 4 * _BINS]
+        found = [] if size is None else list(grids(shapes[names[0]][-2], size, 1))
+        grid = next((one for one in found if one.anchors == 1), None)
+        boxes = [name for name in boxes if not _is_share(_stacked(name, seen))]
+        if grid is None:
+            return None
+    if len(boxes) != 1:
+        return None
+    others = [name for name in names if name != boxes[0]]
+    scores = [name for name in others if _is_share(_stacked(name, seen))]
+    if not scores and len(others) == 1:
+        scores = others
+    return Pair(scores[0], boxes[0], grid) if len(scores) == 1 else None
+
+
+def _is_share(rows: Floats) -> bool:
+    return bool(rows.size and rows.min() >= -1e-3 and rows.max() <= 1 + 1e-3)
+
+
+def _adds_up(name: str, seen: Seen) -> bool:
+    return bool(np.abs(_stacked(name, seen).sum(axis=1) - 1).max() < 1e-2)
+
+
+def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
+    """How scores become probabilities, and the background's class; None where nothing tells."""
+    if len({rows.shape[1] for rows in levels}) != 1:
+        return None
+    rows = np.concatenate(levels)
+    if not np.isfinite(rows).all():
+        return None
+    last = rows.shape[1] - 1
+    wins = np.bincount(rows.argmax(axis=1), minlength=last + 1)
+    ground = int(wins.argmax()) if wins.max() >= _WINS * wins.sum() and last else None
+    ground = ground if ground in (0, last) else None
+    if _is_share(rows):
+        whole = last > 0 and np.abs(rows.sum(axis=1) - 1).max() < 1e-2
+        return ("", None) if not whole else None if ground is None else ("", ground)
+    if np.mean(rows.max(axis=1) < 0) >= _BELOW:
+        return "sigmoid", None
+    return None if ground is None else ("softmax", ground)
+
+
+def _coding(levels: list[Floats], pairs: Sequence[Pair], groups: int) -> str | None:
+    if any(pair.grid is not None for pair in pairs):
+        return "distribution" if all(pair.grid is not None for pair in pairs) else None
+    rows = np.concatenate(levels)
+    if rows.shape[1] != 4 or not np.isfinite(rows).all():
+        return None
+    if np.mean(np.all(rows[:, 2:] >= rows[:, :2], axis=1)) > 0.99:
+        return "corners"
+    inside = rows.min() >= -0.05 and rows.max() <= 1.05
+    return "centre" if groups == 1 and inside and len(levels[0]) <= 4 * _QUERIES else ""
+
+
+def _shares(rows: Floats, how: Anchors) -> Floats:
+    """Probabilities without the background's."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if how.activation == "sigmoid":
+            rows = 1 / (1 + np.exp(-rows))
+        elif how.activation == "softmax":
+            rows = _softmax(rows)
+    return rows if how.background is None else np.delete(rows, how.background, axis=1)
+
+
+def _softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    power = np.exp(rows - rows.max(axis=-1, keepdims=True))
+    return np.asarray(power / power.sum(axis=-1, keepdims=True))
+
+
+def _corners(rows: Floats, coding: str, grid: Grid | None, size: tuple[int, int] | None) -> Floats:
+    if coding == "corners":
+        return rows
+    if grid is None or size is None:
+        return corners(rows)
+    cells, strides = grid.cells(size)
+    bins = rows.reshape(len(rows), 4, -1)
+    with np.errstate(invalid="ignore"):
+        far = _softmax(bins) @ np.arange(bins.shape[2])  # left, top, right, bottom
+    middle = cells + 0.5
+    return np.concatenate([middle - far[:, :2], middle + far[:, 2:]], axis=1) * strides[:, None]

@@ -1,0 +1,108 @@
+"""The user's own figure: `file.py:function`, which decides where it is given.
+
+::
+
+    def score(fp32, int8, label):      # {output: array [1, ...]} twice, and an int or None
+        return float(int8["logits"].argmax() == label)
+
+It is called once a sample, so that no output is kept, and the mean is taken; more is better. It is
+called with the float model's outputs in both places too, so that what int8 loses can be told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import deploy.usercode as usercode
+from deploy.errors import ConfigError, FeedError
+from deploy.metrics.rows import Outputs
+from deploy.metrics.tasks.task import TaskFigure
+
+Function = Callable[[Outputs, Outputs, int | None], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A user's function, and how it was given."""
+
+    function: Function
+    name: str
+
+    def tally(self, labels: Sequence[int] | None) -> MetricTally:
+        """A new mean."""
+        return MetricTally(self, labels)
+
+
+def metric_of(given: str | Function) -> Metric:
+    """The metric of `file.py:function`, or a function as it is.
+
+    Raises:
+        ConfigError: no such file or function, or importing the file failed.
+    """
+    if isinstance(given, str):
+        function = usercode.load_function(
+            given, what="a metric", form="file.py:function", error=ConfigError
+        )
+        return Metric(function, given)
+    return Metric(given, getattr(given, "__name__", "metric"))
+
+
+@dataclass(slots=True)
+class MetricTally:
+    """Means of the candidate's numbers and of the float model's own."""
+
+    metric: Metric
+    labels: Sequence[int] | None
+    samples: int = 0
+    own: float = 0.0
+    others: float = 0.0
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample.
+
+        Raises:
+            ConfigError: the function failed, or gave no number.
+            FeedError: there are fewer labels than samples.
+        """
+        label = None
+        if self.labels is not None:
+            if self.samples >= len(self.labels):
+                raise FeedError(
+                    f"there must be one label a sample, got {len(self.labels)} labels"
+                    f" for {self.samples + 1} samples or more"
+                )
+            label = self.labels[self.samples]
+        self.samples += 1
+        self.own += self._number(reference, reference, label)
+        self.others += self._number(reference, candidate, label)
+
+    def _number(self, reference: Outputs, candidate: Outputs, label: int | None) -> float:
+        with usercode.users_errors(f"the metric {self.metric.name}", error=ConfigError):
+            value = self.metric.function(reference, candidate, label)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigError(
+                f"a metric must return a finite number, got {value!r:.60} from {self.metric.name}"
+                f" for sample {self.samples}"
+            )
+        return number
+
+    def result(self) -> TaskFigure | None:
+        """The candidate's mean beside the float model's."""
+        if not self.samples:
+            return None
+        value, own = self.others / self.samples, self.own / self.samples
+        return TaskFigure(
+            task="metric",
+            figure=self.metric.name.rpartition(":")[2],
+            value=value,
+            reference=own,
+            count=f"{value:.4g}",
+            words=f"{self.metric.name}: {value:.4g}, the float model {own:.4g}",
+            samples=self.samples,
+        )

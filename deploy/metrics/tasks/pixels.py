@@ -1,0 +1,160 @@
+"""Segmentation: a class a pixel, [N, C, H, W] scores or the class numbers themselves.
+
+Probabilities of C classes (each pixel's sum to 1) are that for sure. Raw scores are where their
+best class is the same for nearly all neighbours, over a picture not much smaller than the input's;
+the channels of a feature map are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.metrics.parts import Part
+from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.tensors import Array
+
+_SIDE = 16  # pixels that a picture has at least
+_SMALLER = 4  # times that raw scores may be smaller than the input
+_SMOOTH = 0.9  # share of neighbours of one class
+_RARE = 1e-3  # of all pixels: classes seen less are not counted by mIoU
+_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """Classes of pixels."""
+
+    output: str
+    classes: int
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    name: str = "segmentation"
+
+    @property
+    def form(self) -> str:
+        """How the output is read."""
+        return f"{self.output}: {self.classes} classes a pixel"
+
+    def tally(self) -> PixelTally:
+        """A new comparison."""
+        return PixelTally(self)
+
+
+def find(seen: Seen) -> Pixels | None:
+    """The first output that is such a picture."""
+    for name in seen.names:
+        samples = seen.arrays(name)
+        if all(map(_is_numbers, samples)):
+            count = int(max(one.max() for one in samples)) + 1
+            if 2 <= count <= _MOST:
+                return Pixels(name, count)
+        if _are_classes(samples, seen.inputs):
+            return Pixels(name, samples[0].shape[1])
+    return None
+
+
+def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
+    """Whether they are scores of classes, raw or not."""
+    if not all(map(_is_scores, samples)) or len({one.shape[1] for one in samples}) != 1:
+        return False
+    return all(map(_adds_up, samples)) or _raw(samples, inputs)
+
+
+def _is_numbers(value: Array) -> bool:
+    """Class numbers [1, H, W] or [1, 1, H, W]."""
+    flat = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
+    whole = np.issubdtype(value.dtype, np.integer)
+    return bool(flat and whole and min(value.shape[-2:]) >= _SIDE and value.min() >= 0)
+
+
+def _is_scores(value: Array) -> bool:
+    floating = np.issubdtype(value.dtype, np.floating)
+    return bool(
+        floating
+        and value.ndim == 4
+        and 2 <= value.shape[1] <= _MOST
+        and min(value.shape[2:]) >= _SIDE
+        and np.isfinite(value).all()
+    )
+
+
+def _adds_up(value: Array) -> bool:
+    total = value.sum(axis=1, dtype=np.float64)
+    return bool(value.min() >= -1e-4 and np.abs(total - 1).max() < 1e-2)
+
+
+def _raw(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
+    """Whether raw scores are a picture of classes."""
+    seen: set[int] = set()
+    for value, fed in zip(samples, inputs, strict=True):
+        size = image_size(fed)
+        if size is None or any(
+            not side <= whole <= _SMALLER * side
+            for side, whole in zip(value.shape[2:], size, strict=True)
+        ):
+            return False
+        if np.mean(value < 0) < 0.2 or np.abs(value).max() < 1.5:  # a picture, or a map of shares
+            return False
+        best = value[0].argmax(axis=0)
+        if min(np.mean(best[1:] == best[:-1]), np.mean(best[:, 1:] == best[:, :-1])) < _SMOOTH:
+            return False
+        seen |= set(np.flatnonzero(np.bincount(best.ravel()) > 0.002 * best.size).tolist())
+    return len(seen) > 1
+
+
+@dataclass(slots=True)
+class PixelTally:
+    """Pixels by the class that either model gives them."""
+
+    task: Pixels
+    samples: int = 0
+    counts: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = np.zeros((self.task.classes, self.task.classes + 1), np.int64)
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample; pixels of NaN, of a new class or of another shape are none's."""
+        self.samples += 1
+        left = self._classes(reference[self.task.output])
+        right = self._classes(candidate[self.task.output])
+        if right.shape != left.shape:
+            right = np.full_like(left, self.task.classes)
+        known = left < self.task.classes
+        place = left[known] * (self.task.classes + 1) + right[known]
+        self.counts += np.bincount(place, minlength=self.counts.size).reshape(self.counts.shape)
+
+    def _classes(self, value: Array) -> NDArray[np.int64]:
+        none = self.task.classes
+        if np.issubdtype(value.dtype, np.integer):
+            numbers = value.reshape(-1).astype(np.int64)
+            return np.where((numbers < 0) | (numbers > none), none, numbers)
+        if value.ndim != 4 or value.shape[1] != none:
+            return np.zeros(0, np.int64)
+        best = np.asarray(value.argmax(axis=1), np.int64)
+        best[np.isnan(value).any(axis=1)] = none
+        return best.reshape(-1)
+
+    def result(self) -> TaskFigure | None:
+        """Mean IoU of the classes that FP32 sees, and the share of pixels alike."""
+        total = int(self.counts.sum())
+        if not total:
+            return None
+        both = np.diagonal(self.counts).astype(np.float64)
+        own, others = self.counts.sum(axis=1), self.counts.sum(axis=0)[:-1]
+        seen = own > _RARE * total
+        ious = both[seen] / (own + others - both)[seen]
+        return TaskFigure(
+            task="segmentation",
+            figure="mIoU with FP32",
+            value=float(ious.mean()),
+            count=f"{ious.mean():.3f}",
+            words=f"mIoU {ious.mean():.3f} of {int(seen.sum())} classes,"
+            f" {100 * both.sum() / total:.1f} % of pixels of FP32's class",
+            samples=self.samples,
+            form=self.task.form,
+        )

@@ -1,0 +1,137 @@
+"""Text by CTC (Graves et al. 2006): a symbol or the blank a step, [N, T, C] or [T, N, C].
+
+The blank is the first or the last symbol and the one that most steps have. Texts are decoded
+greedily: the best symbol of each step, repeats merged, blanks dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deploy.metrics.parts import Part
+from deploy.metrics.rows import Outputs
+from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.tensors import Array
+
+_STEPS = 4
+_SYMBOLS = 11
+_BLANKS = 0.2  # share of steps, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text a sample."""
+
+    output: str
+    symbols: int
+    blank: int
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    name: str = "text"
+
+    @property
+    def form(self) -> str:
+        """How the output is read."""
+        return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}"
+
+    def tally(self) -> TextTally:
+        """A new comparison."""
+        return TextTally(self)
+
+
+def find(seen: Seen) -> Text | None:
+    """The task, where the only output is such a sequence."""
+    if len(seen.names) != 1:
+        return None
+    (name,) = seen.names
+    steps = [_steps(value) for value in seen.arrays(name)]
+    known = [one for one in steps if one is not None]
+    if len(known) != len(steps) or len({one.shape[1] for one in known}) != 1:
+        return None
+    if not all(_normalised(one) for one in known) and not all(_raw(one) for one in known):
+        return None
+    counts = np.bincount(np.concatenate([one.argmax(axis=1) for one in known]))
+    blank, symbols = int(counts.argmax()), known[0].shape[1]
+    if blank not in (0, symbols - 1) or counts[blank] < _BLANKS * counts.sum():
+        return None
+    if np.count_nonzero(counts) < 2:
+        return None
+    return Text(name, symbols, blank)
+
+
+def _steps(value: Array) -> Array | None:
+    """[1, T, C] or [T, 1, C] -> [T, C]; None for other shapes."""
+    if value.ndim != 3 or 1 not in value.shape[:2] or not np.issubdtype(value.dtype, np.floating):
+        return None
+    steps = value.reshape(-1, value.shape[2])
+    fits = len(steps) >= _STEPS and steps.shape[1] >= _SYMBOLS and np.isfinite(steps).all()
+    return steps if fits else None
+
+
+def _normalised(steps: Array) -> bool:
+    """Whether each step's are probabilities, or their logarithms."""
+    rows = steps.astype(np.float64)
+    shares = rows if rows.min() >= -1e-6 else np.exp(np.minimum(rows, 1))
+    return bool(np.abs(shares.sum(axis=1) - 1).max() < 1e-2)
+
+
+def _raw(steps: Array) -> bool:
+    """Whether each step's may be raw scores: of both signs, and all steps of one size."""
+    sizes = np.abs(steps).max(axis=1)
+    mixed = np.mean(steps < 0, axis=1).min() > 0.1 and (steps.max(axis=1) > 0).all()
+    return bool(mixed and sizes.max() < 8 * sizes.min())
+
+
+def decoded(steps: Array, blank: int) -> list[int]:
+    """Symbols of [T, C] scores: best of each step, repeats merged, blanks dropped."""
+    best = steps.argmax(axis=1)
+    first = np.concatenate([[True], best[1:] != best[:-1]])
+    return [int(symbol) for symbol in best[first] if symbol != blank]
+
+
+def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
+    """Insertions, deletions and exchanges from one to the other (Levenshtein 1965)."""
+    row = list(range(len(other) + 1))
+    for i, left in enumerate(one, 1):
+        before, row[0] = row[0], i
+        for j, right in enumerate(other, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (left != right))
+    return row[-1]
+
+
+@dataclass(slots=True)
+class TextTally:
+    """Texts alike, symbols of FP32 and edits."""
+
+    task: Text
+    samples: int = 0
+    alike: int = 0
+    symbols: int = 0
+    edits: int = 0
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample; a candidate of another form or of NaN reads nothing."""
+        self.samples += 1
+        left, right = (_steps(one[self.task.output]) for one in (reference, candidate))
+        own = [] if left is None else decoded(left, self.task.blank)
+        others = [] if right is None else decoded(right, self.task.blank)
+        self.alike += int(own == others and right is not None)
+        self.symbols += len(own)
+        self.edits += edit_distance(own, others)
+
+    def result(self) -> TaskFigure | None:
+        """The share of texts alike; None where FP32 read nothing at all."""
+        if not self.symbols:
+            return None
+        return TaskFigure(
+            task="text",
+            figure="texts alike",
+            value=self.alike / self.samples,
+            count=f"{self.alike} of {self.samples}",
+            words=f"{self.alike} of {self.samples} texts as FP32's,"
+            f" {self.edits} edits in {self.symbols} symbols",
+            samples=self.samples,
+            form=self.task.form,
+        )
