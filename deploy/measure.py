@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError, SdkMissingError
-from deploy.graph.saturation import bounds
+from deploy.graph.saturation import Bounds, bounds
 from deploy.judge import candidates_of, evaluation_of, float_model, judge, look_inside
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency, measure
@@ -19,6 +19,7 @@ from deploy.targets.base import Built, Target
 from deploy.tensors import Samples, Session
 
 if TYPE_CHECKING:
+    from calibrators.scales import Scale
     from deploy.frontends import LoadedModel
 
 _FEEDS = 8  # different inputs that the latency runs use in turn
@@ -107,9 +108,10 @@ def measured(
         if one.session is not None and name not in failed
     }
     latency = _latencies(sessions, calibration, duration_s, progress)
-    clamped = bounds(loaded.model)  # far off by design, where their readers do not look
+    limits = bounds(loaded.model)
+    clamped = {result.target: _clamped(limits, result.ranges) for result in sound}
     layers = {
-        name: tuple(layer for layer in found if layer.name not in clamped)
+        name: tuple(layer for layer in found if layer.name not in clamped[name])
         for name, found in inside.layers.items()
         if name not in failed
     }
@@ -169,6 +171,18 @@ def _timed(make: Callable[[], Session]) -> _Timed:
     session = make()
     taken = (time.perf_counter() - start) * 1e3
     return _Timed(session, taken, not isinstance(session, OrtSession))
+
+
+def _clamped(limits: Mapping[str, Bounds], ranges: Mapping[str, Scale]) -> set[str]:
+    """Tensors that are far off by design, where their readers do not look."""
+    own = {name: ranges.get(name) for name in limits}
+    return {
+        name
+        for name, scale in own.items()
+        if scale is None
+        or scale.observed_min < limits[name][0]
+        or scale.observed_max > limits[name][1]
+    }
 
 
 def _engine(target: Target, built: Built, threads: int) -> _Timed | None:

@@ -130,7 +130,7 @@ def with_function():
 
 
 NAN = np.full((4, 3, 1, 1), np.nan, np.float32)
-HALF = np.ones((4, 3, 1, 1), np.float16)
+BRAIN = helper.make_tensor("w", TensorProto.BFLOAT16, [4, 3, 1, 1], [1.0] * 12)
 UNFIT = {
     "opset 6": (relu(opset=6), "opset 7 or newer, got 6"),
     "no default opset": (relu(opset=1), "opset 7"),
@@ -146,9 +146,12 @@ UNFIT = {
     "no node": (model_of([], outputs=[value("x", 1)]), "one node"),
     "NaN": (conv(NAN), "NaN in 'w' "),
     "Inf": (conv(np.full((4, 3, 1, 1), np.inf, np.float32)), "infinity"),
-    "float16 weight": (conv(HALF), "float16"),
-    "float16 input": (relu(inputs=[value("x", 1, dtype=TensorProto.FLOAT16)],
-                           outputs=[value("y", 1, dtype=TensorProto.FLOAT16)]), "float16"),
+    "bfloat16 weight": (
+        model_of([helper.make_node("Conv", ["x", "w"], ["y"])], [BRAIN],
+                 inputs=[value("x", 1, 3, 8, 8, dtype=TensorProto.BFLOAT16)],
+                 outputs=[value("y", dtype=TensorProto.BFLOAT16)]), "bfloat16"),
+    "bfloat16 input": (relu(inputs=[value("x", 1, dtype=TensorProto.BFLOAT16)],
+                            outputs=[value("y", 1, dtype=TensorProto.BFLOAT16)]), "bfloat16"),
     "sequence": (
         model_of(
             [helper.make_node("ConcatFromSequence", ["x"], ["y"], axis=0)],

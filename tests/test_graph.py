@@ -87,6 +87,26 @@ def test_a_thin_first_conv_is_faster_in_float_on_a_cpu():
     assert analyse(model, TENSORRT).pairs[0].tensor == "x"
 
 
+@pytest.mark.parametrize("activation", ["Relu", "HardSwish", "SiLU"])
+def test_a_thin_first_conv_before_a_max_pool_is_not_left_float(activation):
+    act = {
+        "Relu": [("Relu", "c", "r", {})],
+        "HardSwish": [("HardSwish", "c", "r", {})],
+        "SiLU": [("Sigmoid", "c", "s", {}), ("Mul", "cs", "r", {})],
+    }[activation]
+    pool = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    nodes = [
+        ("Conv", "xwb", ["c"], PADS), *act, ("MaxPool", "r", "m", pool),
+        ("Conv", ["m", "v"], "y", PADS),
+    ]  # fmt: skip
+    weights = {"w": (8, 3, 3, 3), "b": (8,), "v": (4, 8, 3, 3)}
+    plan = analyse(make(nodes, weights, shape=(1, 3, 8, 8), opset=14), ONNXRUNTIME)
+    assert set(decided(plan).values()) == {""}
+    nodes[-1] = ("Sin", "m", "y", {})
+    plan = analyse(make(nodes, weights, shape=(1, 3, 8, 8), opset=14), ONNXRUNTIME)
+    assert "only 27 products" in decided(plan)["Conv_0"]
+
+
 def test_silu_runs_in_int8_and_an_add_of_a_constant_does_not():
     nodes = [
         ("Conv", "xwb", ["c"], PADS),

@@ -28,6 +28,7 @@ class LoadedModel:
         notes: one plain sentence for each thing that was done or left alone.
         inputs: what must be fed, in the model's order.
         outputs: what the model gives, in the model's order.
+        widened: whether the original computes in float16 what `model` computes in float32.
     """
 
     model: onnx.ModelProto
@@ -37,6 +38,7 @@ class LoadedModel:
     notes: tuple[str, ...]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    widened: bool = False
 
 
 # (path, or "path.py:factory", or a model in memory; fold_batchnorm) -> LoadedModel

@@ -11,10 +11,11 @@ from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.digest import model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
+from deploy.frontends.half import drop_casts, widen
 from deploy.frontends.lift import lift
 from deploy.frontends.reader import read_model, refuse_external
 from deploy.graph.edit import copied, drop_dead, free_inputs, name_nodes, sort_nodes
-from deploy.graph.index import all_nodes, subgraphs
+from deploy.graph.index import Graph, all_nodes, subgraphs
 from deploy.ort import OrtSession
 from deploy.tensors import TensorSpec
 
@@ -38,13 +39,13 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         checks.check_names(model)
         _check(model)
         digest = model_digest(model)
-        model, notes = _clean(model, fold_batchnorm)
+        model, notes, widened = _clean(model, fold_batchnorm)
         _check_cleaned(model)
     except ModelError as error:  # a name in a broken model may hold line breaks and worse
         raise ModelError(_printable(str(error))) from error.__cause__
     name = path.stem if path else model.graph.name or "model"
     inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
-    return LoadedModel(model, path, name, digest, tuple(notes), inputs, outputs)
+    return LoadedModel(model, path, name, digest, tuple(notes), inputs, outputs, widened)
 
 
 def _read(source: str | Path | onnx.ModelProto) -> tuple[Path | None, onnx.ModelProto]:
@@ -70,21 +71,26 @@ def _check_cleaned(model: onnx.ModelProto) -> None:
     _check_runs(model)
 
 
-def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProto, list[str]]:
-    """The cleaned model and what was done to it, in the order it was done."""
+def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProto, list[str], bool]:
+    """The cleaned model, what was done to it in the order it was done, whether it was float16."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     notes: list[str | None] = [_free_inputs(model.graph)]
+    _open_sizes(model.graph)
     if model.functions:
         model, note = _inline(model)
         notes.append(note)
         checks.check_float(model)
     checks.check_ends(model)
     _check_domains(model)
+    widened = widen(model)
+    notes.append(widened)
     if sort_nodes(model.graph):
         notes.append("Put the nodes into the order in which they run.")
     name_nodes(model.graph)
     model = _infer(model)  # also fills in the types of outputs
     checks.check_valid(model)
+    if widened:
+        drop_casts(model.graph, Graph(model).dtypes)
     model, lifted = lift(model)
     notes.append(lifted)
     model, done = _fold(model)
@@ -94,7 +100,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProt
     name_nodes(model.graph)
     model = _infer(model)
     notes += _left_float(model)
-    return model, [note for note in notes if note]
+    return model, [note for note in notes if note], widened is not None
 
 
 def _free_inputs(graph: onnx.GraphProto) -> str | None:
@@ -103,6 +109,19 @@ def _free_inputs(graph: onnx.GraphProto) -> str | None:
     if not taken:
         return None
     return f"Took {_count(taken, 'weight')} off the list of inputs; they are constants now."
+
+
+def _open_sizes(graph: onnx.GraphProto) -> None:
+    """Take a size below 0 for one that is not known, as ONNX Runtime does.
+
+    Old Paddle exports write -1; shape inference would multiply it. A size of 0 is one.
+    """
+    bodies = [graph, *(body for node in all_nodes(graph) for body in subgraphs(node))]
+    for body in bodies:
+        for value in (*body.input, *body.output, *body.value_info):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0:
+                    dim.ClearField("dim_value")
 
 
 def _inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
