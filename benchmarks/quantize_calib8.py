@@ -1,0 +1,72 @@
+"""One calib8 build with its defaults, in a process of its own.
+
+    python benchmarks/quantize_calib8.py MODEL SAMPLES OUT [--target T] [--method M] [--threads N]
+
+SAMPLES holds one .npz a sample, as peers.py writes them. The engine's path is left in OUT/engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from deploy.errors import Calib8Error
+from deploy.pipeline import build
+
+# The model that says what another target computes, where ONNX Runtime is to run it.
+RUNS_AS = {"tensorrt": "*.qdq.onnx", "ascend": "*_fake_quant_model.onnx"}
+
+
+class Samples:
+    """The samples of a folder, read anew at every walk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = sorted(folder.glob("*.npz"))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __iter__(self) -> Any:
+        for file in self.files:
+            with np.load(file, allow_pickle=False) as arrays:
+                yield {name: arrays[name] for name in arrays.files}
+
+
+def main() -> int:
+    """Build; 1 with one sentence where calib8 refuses."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("samples", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--target", default="onnxruntime")
+    parser.add_argument("--method", default=None)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    try:
+        report = build(
+            given.model,
+            list(Samples(given.samples)),
+            out=given.out,
+            targets=(given.target,),
+            method=given.method,
+            threads=given.threads,
+            duration_s=0,
+        )
+    except Calib8Error as error:
+        print(error)
+        return 1
+    engine = next((row.path for row in report.engines if not row.reference and row.path), None)
+    if given.target in RUNS_AS:
+        engine = str(next(iter(given.out.glob(RUNS_AS[given.target]))))
+    (given.out / "engine").write_text(str(Path(engine or given.model).resolve()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
