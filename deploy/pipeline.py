@@ -49,6 +49,7 @@ from deploy.graph.selection import matching
 from deploy.machine import default_threads
 from deploy.metrics.tasks import metric_of
 from deploy.progress import bar
+from deploy.report.verdict import Gates
 from deploy.targets import TARGETS, Target, named
 from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
 from deploy.targets.options import given
@@ -199,6 +200,7 @@ def build(
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
     tuning: Tuning | None = None,
+    gates: Gates | None = None,
     progress: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
@@ -213,6 +215,7 @@ def build(
             number, more is better; called once a sample, its mean stands for the task's figure.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
         tuning: how much is searched for what stays float and for ranges, or the plan to obey.
+        gates: what is demanded of the engines; their verdicts say whether it is met.
 
     Raises:
         As `calibrate`; and what the targets raised where none could be built.
@@ -267,7 +270,7 @@ def build(
         threads=threads or default_threads(),
         progress=progress,
     )
-    return write_report(calibrated, results, figures, folder, plans=plans)
+    return write_report(calibrated, results, figures, folder, plans=plans, gates=gates or Gates())
 
 
 def targets_of(targets: Sequence[str | Target]) -> list[Target]:

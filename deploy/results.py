@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from deploy import atomic
 from deploy.machine import this_machine
 from deploy.report import (
     CalibrationPart,
+    EngineRow,
     FeedPart,
     FileRow,
     GroupRow,
@@ -31,6 +33,7 @@ from deploy.report import (
     to_json,
     to_markdown,
 )
+from deploy.report.verdict import Gates, verdict
 from deploy.targets.base import Built
 from deploy.tensors import TensorSpec
 
@@ -47,9 +50,10 @@ def write_report(
     folder: Path,
     *,
     plans: Mapping[str, Tuned],
+    gates: Gates,
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html."""
-    report = gather(calibrated, built, figures, folder, plans=plans)
+    report = gather(calibrated, built, figures, folder, plans=plans, gates=gates)
     text = json.dumps(to_json(report), indent=1, allow_nan=False)
     atomic.write_text(folder / "report.json", text + "\n")
     atomic.write_text(folder / "report.md", to_markdown(report))
@@ -64,6 +68,7 @@ def gather(
     folder: Path,
     *,
     plans: Mapping[str, Tuned] | None = None,
+    gates: Gates | None = None,
 ) -> Report:
     """Everything that was found, as one value.
 
@@ -73,6 +78,7 @@ def gather(
         figures: what was measured.
         folder: where the report is written.
         plans: what was settled for each target before it was built.
+        gates: what the user demands of the engines.
     """
     settled = plans or {}
     loaded, feed = calibrated.loaded, calibrated.feed
@@ -100,12 +106,40 @@ def gather(
         targets=tuple(
             _target(calibrated, figures, result, settled.get(result.target)) for result in built
         ),
-        engines=figures.engines,
+        engines=_judged(figures, built, gates or Gates()),
         machine=this_machine(),
         files=(*_files(cache), report_page),
         work=_work(calibrated, figures),
         notes=(*feed.notes, *_troubles(calibrated), *figures.notes),
     )
+
+
+def _judged(figures: Figures, built: Sequence[Built], gates: Gates) -> tuple[EngineRow, ...]:
+    """The engines' rows, each with its verdict; the float model and what failed have none."""
+    reference, *rows = figures.engines
+    int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
+    failed = figures.failed
+    judged = (
+        replace(
+            row,
+            verdict=verdict(
+                accuracy=row.accuracy,
+                speed_up=_speed_up(row, reference),
+                int8=int8[row.target],
+                gates=gates,
+            ),
+        )
+        if row.target in int8 and row.target not in failed
+        else row
+        for row in rows
+    )
+    return reference, *judged
+
+
+def _speed_up(row: EngineRow, reference: EngineRow) -> float | None:
+    if row.latency is None or reference.latency is None:
+        return None
+    return reference.latency.latency.median / row.latency.latency.median
 
 
 def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:
@@ -173,7 +207,7 @@ def _search(plan: Tuned | None) -> SearchPart | None:
         if isinstance(db := one.get("sqnr_db"), float)
         and isinstance(time := one.get("time"), float)
     )
-    return SearchPart(reused=plan.reused, probes=plan.probes, tried=rows)
+    return SearchPart(reused=plan.reused, probes=plan.probes, settled=plan.plan.settled, tried=rows)
 
 
 def _files(files: Mapping[str, Path]) -> tuple[FileRow, ...]:

@@ -17,6 +17,7 @@ from deploy.commands.options import (
     image_options,
 )
 from deploy.commands.targets import target_options
+from deploy.commands.tuning import TuningOptions, tuning_options
 
 if TYPE_CHECKING:
     from deploy.targets import Target
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Seconds of latency runs a model; 0 leaves them out.",
 )
+@tuning_options
 @target_options(lambda option: True)
 @model_options
 @image_options
@@ -77,6 +79,7 @@ def build(
     labels: Path | None,
     metric: str | None,
     duration: float,
+    tuning: TuningOptions,
     targets: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
@@ -85,7 +88,8 @@ def build(
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
 
-    A target that fails is a row of the report; the others are built, and the exit code is 1.
+    A target that fails is a row of the report; the others are built, and the exit code is 1. An
+    engine whose verdict is "unusable" gives exit code 3, unless --accept.
 
     \b
     Examples:
@@ -115,8 +119,12 @@ def build(
         threads=images.threads,
         float_nodes=calibration.keep_float,
         duration_s=duration,
+        tuning=tuning.wish,
+        gates=tuning.gates,
         progress=True,
     )
     click.echo(to_screen(report, verbose=calibration.verbose), nl=False)
     if report.failed:
         click.get_current_context().exit(1)
+    if report.unusable and not tuning.gates.accept:
+        click.get_current_context().exit(3)

@@ -11,9 +11,9 @@ import click
 from deploy.errors import ConfigError
 
 MODEL, IMAGES, CALIBRATION, CACHE = "Model", "Images", "Calibration", "Cache"
-TARGETS, MEASURING, GENERAL = "Targets", "Measuring", "General"
+SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General"
 # The order of a user's work; a section that is not named here, such as a target's, comes between.
-_FIRST = (MODEL, IMAGES, CALIBRATION, CACHE, TARGETS)
+_FIRST = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS)
 _LAST = (MEASURING, GENERAL)
 
 

@@ -6,6 +6,7 @@ Each output as a whole (`deploy.metrics.running` has the formulas), its parts, a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ class Accuracy:
         top1_reference, top1_candidate: share of samples whose largest output is the label's.
         top1_agreement: share of samples where both have the same largest output.
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
+        classes: classes of the first output, where it holds a score for each.
+        favourite: share of the samples that the reference gives to its most frequent class.
         parts: one entry per part of an output, the worst (least SQNR) first.
         task: how much of what the reference says the candidate says; None where the outputs'
             form does not tell what they are for, or the reference said next to nothing.
@@ -42,6 +45,8 @@ class Accuracy:
     top1_candidate: float | None = None
     top1_agreement: float | None = None
     problems: tuple[str, ...] = ()
+    classes: int | None = None
+    favourite: float | None = None
     parts: tuple[PartAccuracy, ...] = ()
     task: TaskFigure | None = None
 
@@ -58,6 +63,8 @@ class Accuracy:
             "top1_reference": self.top1_reference,
             "top1_candidate": self.top1_candidate,
             "top1_agreement": self.top1_agreement,
+            "classes": self.classes,
+            "favourite": self.favourite,
             "problems": list(self.problems),
             "parts": [part_json(part) for part in self.parts],
             "task": None if self.task is None else task_json(self.task),
@@ -197,6 +204,8 @@ class _Top1:
         self.labels = labels
         self.samples = self.right_reference = self.right_candidate = self.agreed = 0
         self.classes = True  # until an output turns out to hold no classes
+        self.count: int | None = None
+        self.given: Counter[int] = Counter()  # class -> samples the reference gives to it
 
     def add(self, reference: Array, candidate: Array, batch: int) -> None:
         start, self.samples = self.samples, self.samples + batch
@@ -204,6 +213,8 @@ class _Top1:
         if left is None or right is None or reference.shape != candidate.shape:
             self.classes = False
             return
+        self.count = _class_count(reference, batch)
+        self.given.update(left.tolist())
         # -1 marks a sample with NaN, which neither agrees with anything nor is right.
         self.agreed += int(((left == right) & (left >= 0)).sum())
         if self.labels is not None:
@@ -239,6 +250,8 @@ class _Top1:
             top1_candidate=self.right_candidate / share if labelled else None,
             top1_agreement=self.agreed / share if share else None,
             problems=tuple(_problems(outputs, self.samples)),
+            classes=self.count if share else None,
+            favourite=self.given.most_common(1)[0][1] / share if share else None,
         )
 
     def _check_labels(self, labels: Sequence[int]) -> None:

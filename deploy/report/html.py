@@ -54,6 +54,9 @@ def _head(report: Findings) -> Iterator[str]:
     if report.model:
         words = [report.model.path, *report.model.inputs]
         yield f'<p class="sub">{" &middot; ".join(map(escape, words))}</p>'
+    judged = [(e.label, e.verdict) for e in report.engines if e.verdict]
+    if judged:
+        yield markup.verdicts(judged)
     troubles = [f"{target.name} failed: {target.error}" for target in failures(report)]
     troubles += [text for e in report.engines if e.accuracy for text in e.accuracy.problems]
     if troubles:

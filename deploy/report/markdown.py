@@ -37,7 +37,11 @@ def to_markdown(report: Findings) -> str:
 
 def _head(report: Findings) -> Iterator[str]:
     yield f"# {_escape(report.title)}"
-    facts = []
+    facts = [
+        f"Verdict on {_escape(e.label)}: {_escape(e.verdict.words)}"
+        for e in report.engines
+        if e.verdict
+    ]
     if report.model:
         facts += [f"Model: {_code(report.model.path)}"]
         facts += [f"Input: {_escape(text)}" for text in report.model.inputs]

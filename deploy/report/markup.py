@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Verdict
+
+_MARKS = {GOOD: "good", FLOAT: "float", DOUBTFUL: "doubtful", UNUSABLE: "unusable"}
 _MANY = 40  # rows above which a table can be folded
 _FEW = 8  # names that a cell shows unfolded
 
@@ -13,6 +16,16 @@ def bullets(sentences: Iterable[str], kind: str) -> str:
     """A list of sentences."""
     items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
     return f'<ul class="{kind}">{items}</ul>'
+
+
+def verdicts(judged: Iterable[tuple[str, Verdict]]) -> str:
+    """One line an engine: its label, the level as a mark, the reasons."""
+    rows = "".join(
+        f'<p class="verdict {_MARKS[one.level]}"><b>{escape(one.level)}</b>'
+        f" {escape(label)}: {escape('; '.join(one.reasons))}</p>"
+        for label, one in judged
+    )
+    return f'<div class="verdicts">{rows}</div>'
 
 
 def nodes(names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from deploy.report.parts import (
     TargetPart,
     WorkPart,
 )
+from deploy.report.verdict import UNUSABLE
 
 SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers stand in their target
 
@@ -60,6 +61,11 @@ class Findings:
     def failed(self) -> bool:
         """Whether a target could not be built."""
         return any(target.error for target in self.targets)
+
+    @property
+    def unusable(self) -> bool:
+        """Whether an engine's verdict says so."""
+        return any(e.verdict is not None and e.verdict.level == UNUSABLE for e in self.engines)
 
     @property
     def written(self) -> tuple[FileRow, ...]:

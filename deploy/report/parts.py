@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from calibrators.scales import Scale
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency
+from deploy.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from deploy.graph.plan import Decision
@@ -135,6 +136,7 @@ class EngineRow:
         reference: True for the float model that the others are compared with.
         size_bytes: file and external data together.
         load_ms: time from the file to a session ready to run.
+        verdict: what is thought of it; None for the float model.
     """
 
     label: str
@@ -146,6 +148,7 @@ class EngineRow:
     threads: int | None = None
     latency: Latency | None = None
     accuracy: Accuracy | None = None
+    verdict: Verdict | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -180,11 +183,13 @@ class SearchPart:
     Attributes:
         reused: whether it stood in the plan, and nothing was tried now.
         probes: trial models that were run now.
+        settled: what was built, in words; "" where the plan does not say.
         tried: those that were tried whole, in order.
     """
 
     reused: bool
     probes: int
+    settled: str
     tried: tuple[TrialRow, ...]
 
 

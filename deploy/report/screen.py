@@ -17,7 +17,7 @@ from deploy.report.table import (
     float_groups,
     quantized_operators,
 )
-from deploy.report.words import calibration_words, group_words, work_words
+from deploy.report.words import calibration_words, group_words, search_words, work_words
 
 WIDTH = 98
 _MARGIN = 14
@@ -35,6 +35,7 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
     """
     blocks = (
         (report.title,),
+        tuple(_verdicts(report)),
         tuple(_how(report)),
         tuple(_cost(report)) if verbose else (),
         tuple(_table(report)),
@@ -42,6 +43,14 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
         tuple(_notes(report)),
     )
     return figures.printable("\n\n".join("\n".join(block) for block in blocks if block) + "\n")
+
+
+def _verdicts(report: Findings) -> Iterator[str]:
+    """One line an engine; its name stands before it where there are several."""
+    judged = [(engine.label, engine.verdict) for engine in report.engines if engine.verdict]
+    for number, (label, one) in enumerate(judged):
+        words = one.words if len(judged) == 1 else f"{label}: {one.words}"
+        yield from _entry("" if number else "Verdict", words)
 
 
 def _how(report: Findings) -> Iterator[str]:
@@ -52,6 +61,7 @@ def _how(report: Findings) -> Iterator[str]:
     if report.calibration:
         yield from _entry("Calibration", calibration_words(report))
     yield from _failures(report)
+    yield from _searched(report)
     yield from _coverage(report)
     yield from _float(report)
 
@@ -62,6 +72,15 @@ def _cost(report: Findings) -> Iterator[str]:
         yield from _entry("" if number else "Observed", group_words(group))
     if report.work:
         yield from _entry("Work", "; ".join(work_words(report.work)))
+
+
+def _searched(report: Findings) -> Iterator[str]:
+    """What the search settled on, a line a target."""
+    found = [(t.name, t.search) for t in report.targets if t.search is not None]
+    for number, (name, search) in enumerate(found):
+        words = search_words(search)
+        words = words if len(report.targets) == 1 else f"{name}: {words}"
+        yield from _entry("" if number else "Search", words)
 
 
 def _failures(report: Findings) -> Iterator[str]:

@@ -3,11 +3,11 @@
 STYLE = """
 :root { color-scheme: light dark;
   --page: #ffffff; --card: #f4f6f8; --ink: #1b2430; --soft: #5d6b7a; --line: #dde3e9;
-  --warn: #8a5a00; --warn-card: #fff6e0;
+  --warn: #8a5a00; --bad: #b3261e; --warn-card: #fff6e0;
   --c0: #6b7f93; --c1: #0b8a6f; --c2: #b5541c; --c3: #5b55c0; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #12171d; --card: #1b222b; --ink: #e4eaf0; --soft: #97a5b4; --line: #2d3742;
-  --warn: #f0c163; --warn-card: #2c2514;
+  --warn: #f0c163; --bad: #ff8a80; --warn-card: #2c2514;
   --c0: #93a8bd; --c1: #35c4a2; --c2: #ee8a52; --c3: #a09bff; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
@@ -20,6 +20,10 @@ h2 { font-size: 1.1rem; margin: 2.4rem 0 .7rem; padding-bottom: .3rem;
 .notes { margin: 0; padding-left: 1.2rem; overflow-wrap: anywhere; font-size: .92rem; }
 .troubles { background: var(--warn-card); color: var(--warn); border-radius: 8px; margin: 1rem 0;
   padding: .7rem 1rem .7rem 2rem; overflow-wrap: anywhere; }
+.verdict { margin: .5rem 0; padding: .5rem .9rem; border-radius: 8px; background: var(--card);
+  border-left: 5px solid var(--c1); overflow-wrap: anywhere; }
+.verdict.float { border-color: var(--c0); } .verdict.doubtful { border-color: var(--warn); }
+.verdict.unusable { border-color: var(--bad); }
 .tiles { display: grid; gap: .8rem; margin: 1.4rem 0;
   grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); }
 .tiles div { background: var(--card); border-radius: 10px; padding: .9rem 1.1rem; }

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import deploy.report.figures as figures
 from deploy.report.model import Findings
-from deploy.report.parts import CalibrationPart, GroupRow, WorkPart
+from deploy.report.parts import CalibrationPart, GroupRow, SearchPart, WorkPart
 from deploy.report.table import common_method
 
 
@@ -45,3 +45,9 @@ def _runs(what: str, runs: Mapping[str, int]) -> str:
     total = figures.count(sum(runs.values()), f"{what} inference")
     each = ", ".join(f"{name} {number}" for name, number in runs.items())
     return f"{total} ({each})" if each else total
+
+
+def search_words(search: SearchPart) -> str:
+    """What a search did, and what of it was built."""
+    tried = "from the plan, nothing tried" if search.reused else f"{search.probes} trials"
+    return f"{search.settled} ({tried})" if search.settled else tried

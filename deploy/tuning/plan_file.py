@@ -47,11 +47,13 @@ class TargetPlan:
     Attributes:
         choices: nodes in float, methods.
         made_from: digest of all that the choice depends on; "" for one that was written by hand.
+        settled: what came of it, in words.
         tried: what was tried, in words and figures.
     """
 
     choices: Choices
     made_from: str = ""
+    settled: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
 
 
@@ -83,6 +85,8 @@ def _lines(plan: PlanFile) -> Iterator[str]:
     yield f"float = [{', '.join(map(_word, plan.float_nodes))}]  # on every target"
     for name, target in plan.targets.items():
         yield from ("", f"[{name}]", f"made_from = {_word(target.made_from)}")
+        if target.settled:
+            yield f"settled = {_word(target.settled)}"
         if target.choices.method is not None:
             yield f"method = {_word(target.choices.method.name)}"
         yield from ("", f"[{name}.float]")
@@ -144,6 +148,7 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
             methods={str(tensor): Method.of(str(m)) for tensor, m in methods.items()},
         ),
         made_from=_text(path, held, "made_from"),
+        settled=_text(path, held, "settled"),
         tried=tuple(one for one in tried if isinstance(one, dict)),
     )
 

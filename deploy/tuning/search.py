@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _NEAR = 0.01  # noise of a hundredth, 40 dB: nothing to search for
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
+_DEAREST = 100.0  # weight of noise beside which time means nothing
 _BETTER = 0.8  # of a group's noise: another method must leave less than this
 
 _TRIED = "tried in float"
@@ -135,6 +136,14 @@ class Search:
                 self._swap_methods(self.best)
             if self.best is before:
                 break
+        return self.best
+
+    def hold(self, loss: float) -> Trial:
+        """Make noise cost more until the best trial loses no more than this of the task."""
+        while _lost(self.best) > loss and self.weight < _DEAREST:
+            self.weight *= 3
+            if self.sensitivity is not None:
+                self._try_splits(self.best, self.sensitivity.shares)
         return self.best
 
     @property
@@ -262,6 +271,16 @@ class Search:
     def _time(self, in_float: frozenset[str]) -> float:
         whole = self.prices.total(self.units, frozenset(self.units.members))
         return self.prices.total(self.units, in_float) / whole if whole else 1.0
+
+
+def _lost(trial: Trial) -> float:
+    """Of the task, where the outputs' form tells it; else of the cosine of the worst part."""
+    accuracy = trial.noise.accuracy
+    if accuracy is None or accuracy.worst is None:
+        return 1.0
+    if accuracy.task is not None:
+        return accuracy.task.reference - accuracy.task.value
+    return 1 - accuracy.worst.cosine_mean
 
 
 def comparable(method: Method, *, asked: bool) -> list[Method]:

@@ -40,6 +40,8 @@ class Tuning:
         effort: 0 looks for nothing, 3 as long as it finds something.
         plan: a plan to obey instead of searching; None looks beside the output.
         min_speedup: less than this, and the target gets its float model.
+        max_loss: of the task, over the samples of the search: noise is made to cost more until it
+            holds; None leaves it at the common cost.
         weight: what noise costs beside time, see `deploy.tuning.search`.
         timed: whether time of this machine may decide.
         fresh: search again though there is a plan.
@@ -51,6 +53,7 @@ class Tuning:
     effort: int = DEFAULT_EFFORT
     plan: Path | None = None
     min_speedup: float = 1.0
+    max_loss: float | None = None
     weight: float = 1.0
     timed: bool = True
     fresh: bool = False
@@ -169,14 +172,18 @@ def _searched(
         effort=effort,
         weight=wish.weight,
     )
-    best, tried = search.run(), _tried(search.trials)
+    best = search.run()
+    if wish.max_loss is not None:
+        best = search.hold(wish.max_loss)
+    tried = _tried(search.trials)
     if prices.measured:
         best, clocked = _by_the_clock(target, request, search, samples, wish)
         tried += clocked
     why = reasons(best, units, prices, search.sensitivity)
-    return TargetPlan(
-        choices=replace(best.choices, float_nodes=why), tried=tuple(tried)
-    ), prober.tried
+    found = TargetPlan(
+        choices=replace(best.choices, float_nodes=why), settled=_words(best), tried=tuple(tried)
+    )
+    return found, prober.tried
 
 
 def _prices(
@@ -219,6 +226,13 @@ def _by_the_clock(
     return real[name], told
 
 
+def _words(best: Trial) -> str:
+    if not best.noise.parts:
+        return best.what
+    where = f" in {best.noise.part}" if len(best.noise.parts) > 1 else ""
+    return f"{best.what}: {best.noise.db:.1f} dB{where}"
+
+
 def _tried(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
     return [
         {"what": trial.what, "sqnr_db": round(trial.noise.db, 2), "time": round(trial.time, 4)}
@@ -250,7 +264,13 @@ def _made_from(target: Target, request: BuildRequest, wish: Tuning, method_asked
         "target": repr(target),
         "method": [request.ranges.chosen_by, method_asked],
         "float": sorted(request.subject.float_nodes),
-        "wish": [wish.effort, wish.min_speedup, wish.weight, wish.timed and target.runs_here],
+        "wish": [
+            wish.effort,
+            wish.min_speedup,
+            wish.max_loss,
+            wish.weight,
+            wish.timed and target.runs_here,
+        ],
     }
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

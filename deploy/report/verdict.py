@@ -1,0 +1,150 @@
+"""The verdict on each engine: good, doubtful, unusable, or "stay in float", and why.
+
+What is judged is the task, where the outputs' form tells it, or the labels; else the worst part of
+the outputs. Limits that the user gives decide before those that stand here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deploy.metrics.accuracy import Accuracy
+
+GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"
+_ORDER = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)
+
+_LABELLED = 0.01, 0.05  # points of accuracy lost: more is doubtful, more is unusable
+_TASK = 0.05, 0.25  # share of what the float model says that int8 does not
+_PART_DB = 15.0, 5.0  # SQNR of the worst part, where the task is not known
+_LOST_DB = 0.0  # a part that is more noise than signal is never good
+_ENOUGH = 20  # samples to tell accuracy from chance
+_AS_FAST = 0.95  # of FP32's speed: less is slower, and not chance
+_ALIKE = 0.95  # of the samples in one class, by the float model's own word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gates:
+    """What the user demands.
+
+    Attributes:
+        max_loss: of accuracy, or of the share of the task, 0 to 1; None leaves it to the verdict.
+        min_speedup: over FP32; None demands nothing.
+        accept: an unusable engine does not fail the command.
+    """
+
+    max_loss: float | None = None
+    min_speedup: float | None = None
+    accept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is thought of one engine.
+
+    Attributes:
+        level: GOOD, DOUBTFUL, UNUSABLE or FLOAT.
+        reasons: in sentences, the gravest first.
+    """
+
+    level: str
+    reasons: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        """Level and reasons."""
+        return f"{self.level}: {'; '.join(self.reasons)}" if self.reasons else self.level
+
+
+def verdict(
+    *, accuracy: Accuracy | None, speed_up: float | None, int8: bool, gates: Gates
+) -> Verdict:
+    """Judge one engine.
+
+    Args:
+        accuracy: against the float model; None where it was not measured.
+        speed_up: over the float model, by the median; None where it was not measured.
+        int8: whether any of its nodes left float.
+        gates: what the user demands.
+    """
+    found = [*_of_accuracy(accuracy, gates), *_of_speed(speed_up, gates)]
+    if not int8:
+        why = "int8 wins nothing here that is worth its loss, so the float model was written"
+        found.append((FLOAT, why))
+    if not found:
+        return Verdict(DOUBTFUL, ("nothing was measured of it",))
+    level = max((level for level, _ in found), key=_ORDER.index)
+    ordered = sorted(found, key=lambda entry: -_ORDER.index(entry[0]))
+    said = [why for at, why in ordered if at == level or at != GOOD]
+    return Verdict(level, tuple(dict.fromkeys(said)))
+
+
+def _of_accuracy(accuracy: Accuracy | None, gates: Gates) -> Iterator[tuple[str, str]]:
+    if accuracy is None:
+        return
+    yield from ((UNUSABLE, problem) for problem in accuracy.problems)
+    yield from _by_chance(accuracy)
+    if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
+        lost = accuracy.top1_reference - accuracy.top1_candidate
+        words = f"{100 * lost:.2f} points of top-1 lost"
+        yield _level(lost, gates.max_loss, _LABELLED), words
+    elif accuracy.task is not None:
+        lost = accuracy.task.reference - accuracy.task.value
+        yield _level(lost, gates.max_loss, _TASK), accuracy.task.words
+    elif gates.max_loss is not None:
+        lost = 1 - min((part.cosine_mean for part in accuracy.parts), default=math.nan)
+        words = f"1 - cosine is {lost:.4f} in the worst part"
+        yield (GOOD if lost <= gates.max_loss else UNUSABLE), words
+    worst = accuracy.worst
+    if worst is not None:
+        yield _of_part(worst.sqnr_db, worst.label, judged=accuracy.task is not None)
+
+
+def _of_part(db: float, label: str, *, judged: bool) -> tuple[str, str]:
+    words = f"{db:.1f} dB in the worst part, {label}"
+    if judged:
+        return (GOOD if db >= _LOST_DB else DOUBTFUL), words
+    good, bad = _PART_DB
+    return (GOOD if db >= good else DOUBTFUL if db >= bad else UNUSABLE), words
+
+
+def _level(lost: float, most: float | None, limits: tuple[float, float]) -> str:
+    if most is not None:
+        return GOOD if lost <= most else UNUSABLE
+    good, bad = limits
+    return GOOD if lost <= good else DOUBTFUL if lost <= bad else UNUSABLE
+
+
+def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
+    """A float model that is no better than guessing was fed something else than it learned."""
+    right, classes = accuracy.top1_reference, accuracy.classes
+    if not classes or accuracy.samples < _ENOUGH:
+        return
+    usual = accuracy.favourite
+    if right is None:
+        if usual is not None and usual >= _ALIKE:
+            yield (
+                DOUBTFUL,
+                f"the float model gives one class to {100 * usual:.0f} % of its images; check the"
+                " preprocessing, or judge on images of more classes",
+            )
+        return
+    chance = 1 / classes
+    spread = math.sqrt(chance * (1 - chance) / accuracy.samples)
+    if right <= chance + 3 * spread:
+        yield (
+            UNUSABLE,
+            f"the float model itself is wrong on its own images: {100 * right:.2f} % of"
+            f" {classes} classes; check the preprocessing and the labels",
+        )
+
+
+def _of_speed(ratio: float | None, gates: Gates) -> Iterator[tuple[str, str]]:
+    if ratio is None:
+        return
+    words = f"{ratio:.2f} times as fast as FP32"
+    if gates.min_speedup is not None:
+        yield (GOOD if ratio >= gates.min_speedup else UNUSABLE), words
+    else:
+        yield (GOOD if ratio >= _AS_FAST else DOUBTFUL), words
