@@ -77,3 +77,7 @@ class Samples(Protocol):
     def first(self, most: int) -> Sequence[Mapping[str, Array]]:
         """The first few samples, at most so many; they are kept, so that asking costs nothing."""
         ...
+
+    def spread(self, most: int) -> Sequence[Mapping[str, Array]]:
+        """Samples from all over the feed, at most so many; they are kept too."""
+        ...

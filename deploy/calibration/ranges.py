@@ -57,8 +57,11 @@ class Ranges:
         """What chose the ranges, as the report shows it."""
         if self.trusted is not None:
             return "the trusted cache"
-        others = sorted({method.label for method in self._own.values()} - {self.method.label})
-        return " and ".join((self.method.label, *others))
+        others = {t: m.label for t, m in self._own.items() if m.label != self.method.label}
+        if not others:
+            return self.method.label
+        names = " or ".join(sorted(set(others.values())))
+        return f"{self.method.label} ({names} for {len(others)} tensors)"
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What a target makes of the observations, made once however many builds are tried."""

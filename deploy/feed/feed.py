@@ -7,7 +7,7 @@ Sources: a folder of images, a list file ("path" or "path label"), one image, an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -98,7 +98,8 @@ class Feed:
         self._skip_bad = skip_bad
         self._skipped: dict[int, str] = {}
         self._manifest: dict[str, Any] | None = None
-        self._kept: dict[int, Sample] = {}  # the first few, so that nobody reads them again
+        self._kept: dict[int, Sample] = {}  # a few, so that nobody reads them again
+        self._spread = frozenset(_evenly(self._chosen, KEPT)) if batch == 1 else frozenset()
         self._spool = Spool(0)
         self._good: tuple[int, tuple[int, ...]] = (-1, ())  # bad ones known, labels without them
         self.decodes = 0
@@ -174,6 +175,22 @@ class Feed:
         """
         return list(islice(self._batches(), min(most, KEPT)))
 
+    def spread(self, most: int) -> list[Sample]:
+        """Samples from all over the feed, at most `most` and `KEPT`; kept once they were read.
+
+        A feed that is sorted, by class or by time, shows little of itself at its beginning. Of a
+        model with a fixed batch these are the first ones all the same.
+
+        Raises:
+            FeedError: as `samples`.
+        """
+        if self.batch > 1:
+            return self.first(most)
+        good = [index for index in self._chosen if index not in self._skipped]
+        chosen = set(_evenly(good, min(most, KEPT)))
+        found = [s for index, s in self._singles(self._read, only=chosen) if index in chosen]
+        return found or self.first(most)
+
     def manifest(self) -> dict[str, Any]:
         """What was fed, as plain JSON: equal manifests mean equal samples.
 
@@ -209,9 +226,13 @@ class Feed:
                 return b""
             raise
 
-    def _singles(self, read: Callable[[int], Sample]) -> Iterator[tuple[int, Sample]]:
-        """(index, sample of batch 1) of every good one."""
+    def _singles(
+        self, read: Callable[[int], Sample], *, only: Collection[int] | None = None
+    ) -> Iterator[tuple[int, Sample]]:
+        """(index, sample of batch 1) of every good one, or of those that are named."""
         for index in self._chosen:
+            if only is not None and index not in only:
+                continue
             try:
                 yield index, read(index)
             except FeedError as error:
@@ -236,7 +257,8 @@ class Feed:
         sample = self._source.read(index)
         self.decodes += 1
         self._spool.add(index, sample)
-        if len(self._kept) < KEPT * self.batch:
+        early = len(self._kept.keys() - self._spread) < KEPT * self.batch
+        if early or index in self._spread:
             self._kept[index] = sample
         return dict(sample)
 
@@ -368,6 +390,12 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def _evenly(indices: Sequence[int], most: int) -> list[int]:
+    """At most so many, spread evenly over all."""
+    count = min(most, len(indices))
+    return [indices[place * len(indices) // count] for place in range(count)]
 
 
 def _choose(count: int, limit: int | None, notes: list[str]) -> list[int]:

@@ -1,8 +1,9 @@
 """What every unit costs in int8 and in float, and what it costs to go from one to the other.
 
 Measured, where the target runs on this machine: the kernels of the float and of the int8 model, one
-profile each. Elsewhere counted: products of a layer, half of them in int8 (what the vendors state
-for int8 beside fp16), and a few for each value that is turned.
+profile each. Elsewhere counted: products of a layer, half of them in int8, as vendors state it for
+int8 beside fp16; what turning costs there is not known and counts nothing, so that a layer is float
+only for what it loses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 MARGIN = 1.2  # slower by a fifth or more: less is noise
-_TURNING_PRODUCTS = 4.0  # of a value, in products, where nothing was measured
+_LEAST_SHARE = 0.001  # of the model's time: what a unit must win to change sides by time
 _LEAST_US, _MOST_US = 0.1e-3, 1.0e-3  # of turning a value, by all threads together
 _RUNS = 8
 
@@ -94,14 +95,14 @@ def counted(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -
     made = {
         name: str(nodes[name].output[0]) for nodes_ in units.members.values() for name in nodes_
     }
-    sizes = _sizes(model, [*made.values(), *units.tensors], sample)
+    sizes = _sizes(model, made.values(), sample)
     products = {
         unit: sum(sizes[made[name]] * _products(graph, nodes[name]) for name in members)
         for unit, members in units.members.items()
     }
     return Prices(
         units={unit: (count / 2, count) for unit, count in products.items()},
-        turning={tensor: _TURNING_PRODUCTS * sizes[tensor] for tensor in units.tensors},
+        turning=dict.fromkeys(units.tensors, 0.0),
         outside=0.0,
         measured=False,
     )
@@ -119,7 +120,9 @@ def measured(
     sizes = _sizes(model, units.tensors, feeds[0])
     rate = _turning(ours, int8, sizes)
     prices = {
-        unit: _with_margin(_sum(ours.nodes, members), _sum(floats.nodes, members))
+        unit: _with_margin(
+            _sum(ours.nodes, members), _sum(floats.nodes, members), _LEAST_SHARE * floats.total
+        )
         for unit, members in units.members.items()
     }
     inside = _sum(floats.nodes, [n for members in units.members.values() for n in members])
@@ -131,9 +134,10 @@ def measured(
     )
 
 
-def _with_margin(int8: float, float32: float) -> tuple[float, float]:
-    """Int8 that is not slower by a fifth counts as no slower than float."""
-    return (max(float32, int8 / MARGIN) if int8 > float32 else int8), float32
+def _with_margin(int8: float, float32: float, least: float) -> tuple[float, float]:
+    """Int8 that is slower by less than a fifth, or by next to nothing, is as fast as float."""
+    slower = int8 > max(MARGIN * float32, float32 + least)
+    return (int8 if slower else min(int8, float32)), float32
 
 
 def _turning(ours: KernelTimes, int8: onnx.ModelProto, sizes: Mapping[str, int]) -> float:

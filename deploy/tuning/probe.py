@@ -53,6 +53,14 @@ class Noise:
         return math.sqrt(self.worst)
 
     @property
+    def blended(self) -> float:
+        """Mean over the parts of the error's amplitude, 1 at most: tells apart what is all lost."""
+        if not self.parts:
+            return 0.0
+        lost = [1 - math.exp(-math.sqrt(power)) for power in self.parts.values()]
+        return sum(lost) / len(lost)
+
+    @property
     def db(self) -> float:
         """SQNR of the worst part."""
         return decibel(self.worst)

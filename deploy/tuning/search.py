@@ -33,7 +33,7 @@ from deploy.tuning.units import Units
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_NEAR = 0.01  # noise of a hundredth, 40 dB: nothing to search for
+_NEAR = 0.03  # 30 dB: no layer in float could win more than this share of the time
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise beside which time means nothing
 _BETTER = 0.8  # of a group's noise: another method must leave less than this
@@ -124,26 +124,33 @@ class Search:
     def run(self) -> Trial:
         """The best trial."""
         self._whole_in_int8()
+        base = min(self.trials, key=lambda trial: trial.noise.blended)
+        if base.noise.amplitude < _NEAR:
+            self._try_splits(base, {})
+            return self.best
         for _ in range(self.effort.rounds):
             before = self.best
-            if before.noise.amplitude < _NEAR:
-                self._try_splits(before, {})
-            else:
-                self._look_inside(before)
-                assert self.sensitivity is not None
-                self._try_splits(self.best, self.sensitivity.shares)
-                self._try_methods(self.best)
-                self._swap_methods(self.best)
-            if self.best is before:
+            self._look_inside(base)
+            self._try_splits(base, self._shares)
+            self._try_methods(self.best)
+            self._swap_methods(self.best)
+            if _methods(self.best) != _methods(base):
+                self._try_splits(self.best, self._shares)
+            base = self.best
+            if base is before:
                 break
         return self.best
+
+    @property
+    def _shares(self) -> dict[str, float]:
+        return self.sensitivity.shares if self.sensitivity is not None else {}
 
     def hold(self, loss: float) -> Trial:
         """Make noise cost more until the best trial loses no more than this of the task."""
         while _lost(self.best) > loss and self.weight < _DEAREST:
             self.weight *= 3
-            if self.sensitivity is not None:
-                self._try_splits(self.best, self.sensitivity.shares)
+            if self._shares:
+                self._try_splits(self.best, self._shares)
         return self.best
 
     @property
@@ -271,6 +278,12 @@ class Search:
     def _time(self, in_float: frozenset[str]) -> float:
         whole = self.prices.total(self.units, frozenset(self.units.members))
         return self.prices.total(self.units, in_float) / whole if whole else 1.0
+
+
+def _methods(trial: Trial) -> tuple[str, dict[str, str]]:
+    """What finds the ranges of a trial."""
+    own = {tensor: method.label for tensor, method in trial.choices.methods.items()}
+    return trial.choices.method.label if trial.choices.method else "", own
 
 
 def _lost(trial: Trial) -> float:

@@ -154,7 +154,7 @@ def _searched(
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
     effort = EFFORTS[wish.effort]
-    samples = list(request.feed.first(effort.samples))
+    samples = list(request.feed.spread(effort.samples))
     here = target.runs_here
     prober = Prober(
         target, request, samples, runs_here=here, threads=request.threads, progress=step
