@@ -95,7 +95,9 @@ def told(monkeypatch):
 
     def record(model, images, **words):
         seen.update(words, model=model, images=images)
-        return SimpleNamespace(failed=seen.get("fails", False))
+        return SimpleNamespace(
+            failed=seen.get("fails", False), unusable=seen.get("unusable", False)
+        )
 
     monkeypatch.setattr(deploy.pipeline, "build", record)
 
@@ -342,6 +344,7 @@ class Toy:
     turbo: bool = option(True, help="Let the toy run fast.", runs=True)
     name: str = "toy"
     engines: ClassVar[tuple[str, ...]] = (".toy",)
+    runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
     opened: ClassVar[list[object]] = []
 
@@ -356,6 +359,9 @@ class Toy:
 
     def demand(self, subject):
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
+
+    def trial(self, request):
+        return OnnxRuntime().trial(request)
 
     def build(self, request):
         path = request.folder / f"{request.name}.toy"
