@@ -116,13 +116,19 @@ def _calibrated(
     float_nodes: Iterable[str],
     progress: bool,
     remember: int,
+    repairs: Sequence[str] = (),
+    folder: Path = Path(),
 ) -> Calibrated:
     """`calibrate` of a model that is loaded.
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
         remember: samples that will be asked for again.
+        repairs: names of `REPAIRS`, of which those before observing are tried.
+        folder: where the targets will write.
     """
+    from deploy.repairs.apply import prepared, refuse_trusted, told
+
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     feed.remember(remember)
     subject = Subject(
@@ -134,6 +140,10 @@ def _calibrated(
         float_nodes=matching(loaded.model, float_nodes),
         trt_version=policy.trt_version or _builds_here(targets) or version_in(policy),
     )
+    workers = threads or default_threads()
+    if policy.trust:
+        refuse_trusted(repairs)
+    subject, tried = prepared(targets, subject, repairs, feed, folder=folder, threads=workers)
     wanted, failed = _demands(targets, subject)
     _refuse_idle_method(method, subject, wanted)
     started = time.perf_counter()
@@ -144,7 +154,6 @@ def _calibrated(
     else:
         fingerprint = _fingerprint(subject, feed)
         verdict = judge(policy, fingerprint, each_once(wanted))
-        workers = threads or default_threads()
         observed = _completed(verdict, feed, threads=workers, progress=progress, runs=runs)
         ranges = Ranges(observed, subject.method, subject.bounds)
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
@@ -165,6 +174,7 @@ def _calibrated(
         runs=runs,
         notes=notes,
         cache=policy.path,
+        repairs=tuple(told(tried)),
     )
 
 
@@ -184,6 +194,7 @@ def build(
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
+    repairs: Sequence[str] = (),
     progress: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
@@ -195,14 +206,17 @@ def build(
         eval_images: images for the accuracy figures; None takes the calibration images.
         labels: class of every evaluation image, where its list does not give it.
         duration_s: seconds of measuring a model; 0 leaves latency out.
+        repairs: names of `deploy.repairs.REPAIRS`, or `all`, to be tried and kept where they help.
 
     Raises:
         As `calibrate`; and what the targets raised where none could be built.
     """
     from deploy.judge import CALIBRATION_SAMPLES
     from deploy.measure import measured
+    from deploy.repairs import chosen
     from deploy.results import write_report
 
+    asked = chosen(repairs)
     folder = Path(out)
     atomic.remove_leftovers(folder)
     built_for = targets_of(targets)
@@ -225,10 +239,12 @@ def build(
         float_nodes=float_nodes,
         progress=progress,
         remember=CALIBRATION_SAMPLES if evaluation is None else 0,
+        repairs=asked,
+        folder=folder,
     )
-    results = _built(built_for, calibrated, folder, threads or default_threads())
+    results = _built(built_for, calibrated, folder, threads or default_threads(), asked)
     figures = measured(
-        loaded,
+        calibrated.loaded,
         built_for,
         results,
         calibration=calibrated.feed,
@@ -356,7 +372,11 @@ def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> Ca
 
 
 def _built(
-    targets: Sequence[Target], calibrated: Calibrated, folder: Path, threads: int
+    targets: Sequence[Target],
+    calibrated: Calibrated,
+    folder: Path,
+    threads: int,
+    repairs: Sequence[str] = (),
 ) -> list[Built]:
     """One result a target; a failed one is its sentence.
 
@@ -378,13 +398,26 @@ def _built(
             results.append(Built(target=target.name, error=calibrated.failed[target.name]))
             continue
         try:
-            results.append(replace(target.build(request), options=given(target)))
+            own, said = _repaired(target, request, repairs)
+            built = target.build(own)
+            results.append(replace(built, options=given(target), notes=(*said, *built.notes)))
         except Calib8Error as error:
             errors.append(error)
             results.append(Built(target=target.name, error=str(error)))
     if errors and all(result.error for result in results):
         raise errors[0]
     return results
+
+
+def _repaired(
+    target: Target, request: BuildRequest, names: Sequence[str]
+) -> tuple[BuildRequest, list[str]]:
+    """What one target is built from after the repairs that helped it, and what was tried."""
+    from deploy.repairs.apply import few, repaired, told
+
+    samples = few(request.feed) if names else []
+    own, tried = repaired(target, request, names, samples)
+    return own, told(tried)
 
 
 def _given(

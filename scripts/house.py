@@ -29,6 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.measure",
         "deploy.judge",
         "deploy.report",
+        "deploy.repairs",
         "deploy.targets",
         "deploy.calibration",
         "deploy.frontends",

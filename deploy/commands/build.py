@@ -58,6 +58,15 @@ if TYPE_CHECKING:
     show_default=True,
     help="Seconds of latency runs a model; 0 leaves them out.",
 )
+@sections.option(
+    "--repair",
+    "repairs",
+    section=sections.CALIBRATION,
+    multiple=True,
+    metavar="NAMES",
+    help="Repairs to try, kept where they help: equalize, absorb, smooth, ranges, adaround, bias,"
+    " or all; a comma list, may be repeated.",
+)
 @target_options(lambda option: True)
 @model_options
 @image_options
@@ -69,6 +78,7 @@ def build(
     eval_images: str | None,
     labels: Path | None,
     duration: float,
+    repairs: tuple[str, ...],
     targets: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
@@ -106,6 +116,7 @@ def build(
         threads=images.threads,
         float_nodes=calibration.keep_float,
         duration_s=duration,
+        repairs=repairs,
         progress=True,
     )
     click.echo(to_screen(report, verbose=calibration.verbose), nl=False)
