@@ -130,13 +130,19 @@ def _calibrated(
     float_nodes: Iterable[str],
     progress: bool,
     remember: int,
+    repairs: Sequence[str] = (),
+    folder: Path = Path(),
 ) -> Calibrated:
     """`calibrate` of a model that is loaded.
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
         remember: samples that will be asked for again.
+        repairs: names of `REPAIRS`, of which those before observing are tried.
+        folder: where the targets will write.
     """
+    from deploy.repairs.apply import prepared, refuse_trusted, told
+
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     feed.remember(remember)
     subject = Subject(
@@ -148,6 +154,10 @@ def _calibrated(
         float_nodes=matching(loaded.model, float_nodes),
         trt_version=policy.trt_version or _builds_here(targets) or version_in(policy),
     )
+    workers = threads or default_threads()
+    if policy.trust:
+        refuse_trusted(repairs)
+    subject, tried = prepared(targets, subject, repairs, feed, folder=folder, threads=workers)
     wanted, failed = _demands(targets, subject)
     _refuse_idle_method(method, subject, wanted)
     started = time.perf_counter()
@@ -158,7 +168,6 @@ def _calibrated(
     else:
         fingerprint = _fingerprint(subject, feed)
         verdict = judge(policy, fingerprint, each_once(wanted))
-        workers = threads or default_threads()
         observed = _completed(verdict, feed, threads=workers, progress=progress, runs=runs)
         ranges = Ranges(observed, subject.method, subject.bounds)
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
@@ -179,6 +188,7 @@ def _calibrated(
         runs=runs,
         notes=notes,
         cache=policy.path,
+        repairs=tuple(told(tried)),
     )
 
 
@@ -201,6 +211,7 @@ def build(
     duration_s: float = 3.0,
     tuning: Tuning | None = None,
     gates: Gates | None = None,
+    repairs: Sequence[str] = (),
     progress: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
@@ -216,14 +227,17 @@ def build(
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
         tuning: how much is searched for what stays float and for ranges, or the plan to obey.
         gates: what is demanded of the engines; their verdicts say whether it is met.
+        repairs: names of `deploy.repairs.REPAIRS`, or `all`, to be tried and kept where they help.
 
     Raises:
         As `calibrate`; and what the targets raised where none could be built.
     """
     from deploy.judge import CALIBRATION_SAMPLES
     from deploy.measure import measured
+    from deploy.repairs import chosen
     from deploy.results import write_report
 
+    asked = chosen(repairs)
     folder = Path(out)
     atomic.remove_leftovers(folder)
     built_for = targets_of(targets)
@@ -247,6 +261,8 @@ def build(
         float_nodes=float_nodes,
         progress=progress,
         remember=CALIBRATION_SAMPLES if evaluation is None else 0,
+        repairs=asked,
+        folder=folder,
     )
     plans = _tuned(
         built_for,
@@ -257,9 +273,9 @@ def build(
         threads=threads or default_threads(),
         progress=progress,
     )
-    results = _built(built_for, calibrated, folder, threads or default_threads(), plans)
+    results = _built(built_for, calibrated, folder, threads or default_threads(), plans, asked)
     figures = measured(
-        loaded,
+        calibrated.loaded,
         built_for,
         results,
         calibration=calibrated.feed,
@@ -437,6 +453,7 @@ def _built(
     folder: Path,
     threads: int,
     plans: Mapping[str, Tuned],
+    repairs: Sequence[str] = (),
 ) -> list[Built]:
     """One result a target; a failed one is its sentence.
 
@@ -452,13 +469,26 @@ def _built(
             continue
         try:
             chosen = request.choosing(plans[target.name].plan.choices)
-            results.append(replace(target.build(chosen), options=given(target)))
+            own, said = _repaired(target, chosen, repairs)
+            built = target.build(own)
+            results.append(replace(built, options=given(target), notes=(*said, *built.notes)))
         except Calib8Error as error:
             errors.append(error)
             results.append(Built(target=target.name, error=str(error)))
     if errors and all(result.error for result in results):
         raise errors[0]
     return results
+
+
+def _repaired(
+    target: Target, request: BuildRequest, names: Sequence[str]
+) -> tuple[BuildRequest, list[str]]:
+    """What one target is built from after the repairs that helped it, and what was tried."""
+    from deploy.repairs.apply import few, repaired, told
+
+    samples = few(request.feed) if names else []
+    own, tried = repaired(target, request, names, samples)
+    return own, told(tried)
 
 
 def _given(

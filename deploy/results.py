@@ -110,7 +110,7 @@ def gather(
         machine=this_machine(),
         files=(*_files(cache), report_page),
         work=_work(calibrated, figures),
-        notes=(*feed.notes, *_troubles(calibrated), *figures.notes),
+        notes=(*feed.notes, *calibrated.repairs, *_troubles(calibrated), *figures.notes),
     )
 
 

@@ -30,6 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.judge",
         "deploy.report",
         "deploy.tuning",
+        "deploy.repairs",
         "deploy.targets",
         "deploy.calibration",
         "deploy.frontends",

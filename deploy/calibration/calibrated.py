@@ -33,6 +33,7 @@ class Calibrated:
         runs: variant of the model -> inferences.
         notes: what the reader of the cache should know.
         cache: where it is kept.
+        repairs: what was tried on the model before it was observed, in sentences.
     """
 
     subject: Subject
@@ -48,6 +49,7 @@ class Calibrated:
     runs: Mapping[str, int]
     notes: tuple[str, ...] = ()
     cache: Path | None = None
+    repairs: tuple[str, ...] = ()
 
     @property
     def loaded(self) -> LoadedModel:

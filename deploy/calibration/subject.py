@@ -35,6 +35,7 @@ class Subject:
         trt_version: TensorRT that is to read the calibration cache, "X.Y.Z"; None for no wish.
         given: the model as the user gave it: a path, or a model in memory; None where only the
             cleaned one is at hand.
+        repairs: what changed the cleaned model's weights since it was read.
     """
 
     loaded: LoadedModel
@@ -44,6 +45,7 @@ class Subject:
     float_nodes: tuple[str, ...] = ()
     trt_version: str | None = None
     given: str | Path | onnx.ModelProto | None = field(default=None, repr=False)
+    repairs: tuple[str, ...] = ()
 
     @property
     def model(self) -> onnx.ModelProto:
@@ -60,8 +62,14 @@ class Subject:
         """The model with its BatchNormalizations as they stand in the file.
 
         Raises:
-            ConfigError: it was given in memory, already cleaned.
+            ConfigError: it was given in memory, already cleaned; or repaired since.
         """
+        if self.repairs:
+            raise ConfigError(
+                "what reads the model as its file has it sees no repair of its weights, got repair"
+                f" {', '.join(self.repairs)}; leave it away, or take another method or"
+                " configuration"
+            )
         from deploy.frontends import load
 
         if self.given is None:

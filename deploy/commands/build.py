@@ -67,6 +67,15 @@ if TYPE_CHECKING:
     help="Seconds of latency runs a model; 0 leaves them out.",
 )
 @tuning_options
+@sections.option(
+    "--repair",
+    "repairs",
+    section=sections.CALIBRATION,
+    multiple=True,
+    metavar="NAMES",
+    help="Repairs to try, kept where they help: equalize, absorb, smooth, ranges, adaround, bias,"
+    " or all; a comma list, may be repeated.",
+)
 @target_options(lambda option: True)
 @model_options
 @image_options
@@ -80,6 +89,7 @@ def build(
     metric: str | None,
     duration: float,
     tuning: TuningOptions,
+    repairs: tuple[str, ...],
     targets: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
@@ -121,6 +131,7 @@ def build(
         duration_s=duration,
         tuning=tuning.wish,
         gates=tuning.gates,
+        repairs=repairs,
         progress=True,
     )
     click.echo(to_screen(report, verbose=calibration.verbose), nl=False)

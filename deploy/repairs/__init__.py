@@ -1,0 +1,68 @@
+"""Repairs: changes of the float model's constants after which its int8 form is nearer to it.
+
+Each is an option, works on every target since all are built from the same float model, and is kept
+only where it measurably helps. `REPAIRS` is the table of them, in the order they are tried::
+
+    model -> equalize, absorb, smooth -> observe -> ranges, adaround, bias -> files
+             (the ranges change)                    (the ranges stay)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deploy.errors import ConfigError, did_you_mean
+from deploy.repairs.absorb import absorb
+from deploy.repairs.adaround import round_weights
+from deploy.repairs.base import After, Before, Tried
+from deploy.repairs.bias import correct_biases
+from deploy.repairs.equalize import equalize
+from deploy.repairs.ranges import choose_ranges
+from deploy.repairs.smooth import smooth
+
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """One repair.
+
+    Attributes:
+        words: what it is called in a report.
+        before: changes a model before anything is observed.
+        after: changes what a target is built from, the ranges known; one of the two is there.
+        exact: whether the float outputs must stay as they were, but for the last digits.
+    """
+
+    words: str
+    before: Before | None = None
+    after: After | None = None
+    exact: bool = True
+
+
+REPAIRS: dict[str, Repair] = {
+    "equalize": Repair(words="cross-layer equalization", before=equalize),
+    "absorb": Repair(words="absorption of high biases", before=absorb, exact=False),
+    "smooth": Repair(words="SmoothQuant", before=smooth),
+    "ranges": Repair(words="ranges by output error", after=choose_ranges),
+    "adaround": Repair(words="weight rounding by output error", after=round_weights),
+    "bias": Repair(words="bias correction", after=correct_biases),
+}
+
+
+def chosen(names: Iterable[str]) -> tuple[str, ...]:
+    """The repairs of these names, which may be comma lists or `all`, in the order they are tried.
+
+    Raises:
+        ConfigError: a name that is not in the table.
+    """
+    asked = [word.strip() for name in names for word in name.split(",")]
+    for word in asked:
+        if word != ALL and word not in REPAIRS:
+            near = did_you_mean(word, (*REPAIRS, ALL), f"{ALL} tries each of them")
+            raise ConfigError(f"a repair is one of {', '.join(REPAIRS)}, got {word!r}; {near}")
+    return tuple(name for name in REPAIRS if name in asked or ALL in asked)
+
+
+__all__ = ["ALL", "REPAIRS", "Repair", "Tried", "chosen"]

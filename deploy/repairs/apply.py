@@ -1,0 +1,283 @@
+"""Trying repairs one after the other, each on what the ones before it left, keeping what helps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from deploy.calibration.observation import each_once
+from deploy.calibration.observe import observe
+from deploy.calibration.ranges import Ranges
+from deploy.errors import Calib8Error, ConfigError
+from deploy.feed.parallel import Sample
+from deploy.metrics.accuracy import Accuracy
+from deploy.repairs import REPAIRS
+from deploy.repairs.base import Making, Tried, settled
+from deploy.repairs.runs import Judge, harms, helps, worst
+from deploy.targets.base import BuildRequest
+from deploy.targets.onnxruntime import OnnxRuntime
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import onnx
+
+    from deploy.calibration.subject import Subject
+    from deploy.feed.feed import Feed
+    from deploy.targets.base import Target
+    from deploy.tensors import Samples
+
+_SAMPLES = 16  # images of which half make the after-repairs and half judge them
+_ENOUGH = 4  # samples from which on they are shared out
+_CLEARLY_DB = 0.5  # what a before-repair must gain: it is judged with the ranges of few samples
+_SAME_DB = 60.0  # a before-repair leaves the float outputs as they are, to this SQNR
+
+
+def few(feed: Samples, most: int = _SAMPLES) -> list[Sample]:
+    """The first samples, `most` images or so."""
+    with feed.samples() as samples:
+        return list(islice(samples, max(2, most * len(feed) // max(feed.count, 1))))
+
+
+def repaired(
+    target: Target,
+    request: BuildRequest,
+    names: Sequence[str],
+    samples: Sequence[Sample],
+) -> tuple[BuildRequest, list[Tried]]:
+    """Try the after-repairs of these names for one target.
+
+    Args:
+        target: the target.
+        request: what it would be built from.
+        names: of `REPAIRS`; those that come before observing are passed over.
+        samples: a few, of which half make the repairs and the other half judge them.
+
+    Raises:
+        Calib8Error: what the target raises for the unrepaired model.
+    """
+    repairs = {name: one.after for name in names if (one := REPAIRS[name]).after is not None}
+    if not repairs:
+        return request, []
+    shared = len(samples) >= _ENOUGH
+    making = Making(
+        target=target,
+        reference=request.model,
+        samples=samples[0::2] if shared else samples,
+        threads=request.threads,
+    )
+    bench = Judge(request.model, samples[1::2] if shared else samples, threads=request.threads)
+    kernels = ".onnx" in target.engines
+    now, tried = bench.of(target.trial(request), kernels=kernels), []
+    for name, repair in repairs.items():
+        try:
+            forms = [
+                (form, bench.of(target.trial(form), kernels=kernels))
+                for form in repair(request, making)
+            ]
+        except Calib8Error as error:
+            tried.append(_idle(name, target.name, f"not kept, {error}"))
+            continue
+        if not forms:
+            tried.append(_idle(name, target.name))
+            continue
+        form, after = max(forms, key=lambda one: worst(one[1]))
+        tried.append(_told(name, target.name, now, after, kept=helps(now, after)))
+        if tried[-1].kept:
+            request, now = form, after
+    return _settled(request, making.reference), tried
+
+
+def _settled(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequest:
+    """The request with its model's digest, where its constants were changed."""
+    if request.model is reference:
+        return request
+    subject = replace(request.subject, loaded=settled(request.subject.loaded))
+    return replace(request, subject=subject)
+
+
+def refuse_trusted(names: Sequence[str]) -> None:
+    """Refuse to change a model whose ranges are a foreign cache's.
+
+    Raises:
+        ConfigError: one of the repairs would change them.
+    """
+    asked = [name for name in names if REPAIRS[name].before is not None]
+    if asked:
+        raise ConfigError(
+            f"a trusted cache holds the ranges of the model as it is, got repair"
+            f" {', '.join(asked)}, which changes them; leave one of them away"
+        )
+
+
+def prepared(
+    targets: Sequence[Target],
+    subject: Subject,
+    names: Sequence[str],
+    feed: Feed,
+    *,
+    folder: Path,
+    threads: int,
+) -> tuple[Subject, list[Tried]]:
+    """Try the repairs of these names that change a model before it is observed.
+
+    Each form is calibrated for each target on a few samples and its int8 model compared with the
+    float outputs; of a repair's forms the best is kept, if some target gains and none loses.
+
+    Args:
+        targets: the targets; one that cannot be built for has no say.
+        subject: the plain model.
+        names: of `REPAIRS`; those that come after observing are passed over.
+        feed: the calibration samples.
+        folder: where the targets would write.
+        threads: samples that run beside each other.
+
+    Raises:
+        ConfigError: a target observes the model as its file has it.
+        FeedError: as the feed's samples.
+    """
+    before = {name: one for name in names if (one := REPAIRS[name]).before is not None}
+    if not before:
+        return subject, []
+    asked = replace(subject, repairs=tuple(before))
+    able = [target for target in targets if _demanded(target, subject)]
+    for target in able:
+        target.demand(asked)  # refuses here what it could not do with the repaired model
+    field = _Field(able or [OnnxRuntime()], subject, feed, folder, threads)
+    now, tried = field.figures(subject), []
+    for name, repair in before.items():
+        assert repair.before is not None
+        forms = [
+            (_with_model(subject, name, model), field.figures(_with_model(subject, name, model)))
+            for model in repair.before(subject.model, field.samples, threads)
+            if not repair.exact or field.float_db(model) >= _SAME_DB
+        ]
+        if not forms:
+            tried.append(_idle(name))
+            continue
+        form, after = max(forms, key=lambda one: _gain(now, one[1]))
+        kept = set(now) <= set(after) and _all_help(now, after)
+        tried += [_told(name, t, now[t], after[t], kept=kept) for t in now if t in after]
+        if kept:
+            subject, now = form, after
+    if subject.repairs:
+        subject = replace(subject, loaded=settled(subject.loaded))
+    return subject, tried
+
+
+def _demanded(target: Target, subject: Subject) -> bool:
+    """Whether a target can be built for at all; why not is told when it is its turn."""
+    try:
+        target.demand(subject)
+    except Calib8Error:
+        return False
+    return True
+
+
+def _with_model(subject: Subject, name: str, model: onnx.ModelProto) -> Subject:
+    loaded = replace(subject.loaded, model=model)
+    return replace(subject, loaded=loaded, repairs=(*subject.repairs, name))
+
+
+def told(tried: Iterable[Tried]) -> list[str]:
+    """What was tried, in sentences; the target is named where it is one of several."""
+    listed = list(tried)
+    several = len({one.target for one in listed if one.target}) > 1
+    said = [f"{t.target}: {t.sentence}" if several and t.target else t.sentence for t in listed]
+    if any(t.kept and REPAIRS[t.name].before is not None for t in listed):
+        said.append("a calibration cache goes with the float model as it was repaired")
+    return said
+
+
+class _Field:
+    """Trial builds of forms of one model on a few samples, for several targets."""
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        subject: Subject,
+        feed: Feed,
+        folder: Path,
+        threads: int,
+    ) -> None:
+        self.samples = few(feed, _SAMPLES // 2)
+        self._targets, self._feed, self._folder, self._threads = targets, feed, folder, threads
+        self._judge = Judge(subject.model, self.samples, threads=threads)
+
+    def float_db(self, model: onnx.ModelProto) -> float:
+        """SQNR of a float model's worst output against the plain one's."""
+        return worst(self._judge.of(model, kernels=True))
+
+    def figures(self, subject: Subject) -> dict[str, Accuracy]:
+        """Target -> figures of its int8 model; a target that fails on so few samples is left out.
+
+        Raises:
+            ConfigError: every target failed.
+        """
+        found, errors = {}, []
+        short = replace(subject, samples=len(self.samples))
+        for target in self._targets:
+            try:
+                model = target.trial(self._request(target, short))
+                found[target.name] = self._judge.of(model, kernels=".onnx" in target.engines)
+            except Calib8Error as error:
+                errors.append(error)
+        if not found:
+            raise ConfigError(
+                f"a repair is judged on {len(self.samples)} samples before calibrating, and the"
+                f" trial failed: {errors[0]}"
+            )
+        return found
+
+    def _request(self, target: Target, subject: Subject) -> BuildRequest:
+        observed = observe(
+            each_once({target.name: target.demand(subject)}), self.samples, threads=self._threads
+        )
+        return BuildRequest(
+            subject=subject,
+            folder=self._folder,
+            ranges=Ranges(observed, subject.method, subject.bounds),
+            feed=self._feed,
+            manifest={},
+            threads=self._threads,
+        )
+
+
+def _gain(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> float:
+    """Mean over the targets of what the worst output gains, in dB."""
+    gains = [worst(after[t]) - worst(now[t]) for t in now if t in after]
+    return -math.inf if any(math.isnan(gain) for gain in gains) else sum(gains) / len(gains)
+
+
+def _all_help(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> bool:
+    """Whether some target is helped, and none harmed."""
+    return any(helps(now[t], after[t], least=_CLEARLY_DB) for t in now) and not any(
+        harms(now[t], after[t]) for t in now
+    )
+
+
+def _told(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool) -> Tried:
+    old, new = worst(now), worst(after)
+    word = "kept" if kept else "not kept"
+    return Tried(
+        name=name,
+        target=target,
+        before_db=old,
+        after_db=new,
+        kept=kept,
+        sentence=f"{REPAIRS[name].words}: worst output {old:.1f} -> {new:.1f} dB, {word}",
+    )
+
+
+def _idle(name: str, target: str = "", why: str = "nothing to repair") -> Tried:
+    return Tried(
+        name=name,
+        target=target,
+        before_db=None,
+        after_db=None,
+        kept=False,
+        sentence=f"{REPAIRS[name].words}: {why}",
+    )

@@ -1,0 +1,468 @@
+"""Repairs: small networks that each need one, through the command and for every target."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from calibrators.amct.arq import arq, arq_integers
+from calibrators.equalization import absorbable, equal_factors, smooth_factors
+from calibrators.errors import CalibrationError
+from calibrators.grids import quantize_weight, weight_scales
+from calibrators.rounding import gram, output_error, products_of, rounded_by_output
+from deploy.cli import main
+from deploy.errors import ConfigError
+from deploy.frontends import load
+from deploy.ort import OrtSession
+from deploy.repairs import REPAIRS, chosen
+from deploy.repairs.adaround import rounded_weight
+from deploy.repairs.bias import trusted_mean
+from deploy.repairs.layers import layers_of
+from deploy.repairs.links import links_of
+from deploy.repairs.patches import patches
+
+ALL = "onnxruntime,tensorrt,ascend"
+
+
+def saved(folder, nodes, constants, *, shape=("batch", 3, 12, 12), name="net"):
+    """A model x -> y of (op, inputs, output, attributes)."""
+    graph = helper.make_graph(
+        [helper.make_node(op, i.split(), [o], name=f"{op}_{o}", **a) for op, i, o, a in nodes],
+        name,
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(shape))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.float32(value), key) for key, value in constants.items()],
+    )
+    path = folder / f"{name}.onnx"
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, path)
+    return path
+
+
+SAME = {"pads": [1, 1, 1, 1]}
+
+
+def uneven(folder):
+    """A depthwise network whose channels differ by a thousand, and cancel in the next layer."""
+    rng = np.random.default_rng(1)
+    first, second = (10.0 ** rng.uniform(-1.5, 1.5, 16) for _ in range(2))
+
+    def factor(values, *shape):
+        return values.reshape(shape)
+
+    w1, w2 = rng.normal(0, 0.3, (16, 3, 3, 3)), rng.normal(0, 0.5, (16, 1, 3, 3))
+    constants = {
+        "w1": w1 * factor(first, -1, 1, 1, 1), "b1": rng.normal(0, 0.2, 16) * first,
+        "w2": w2 * factor(second / first, -1, 1, 1, 1), "b2": rng.normal(0, 0.2, 16) * second,
+        "w3": rng.normal(0, 0.3, (8, 16, 1, 1)) / factor(second, 1, -1, 1, 1),
+        "slope": np.full((16, 1, 1), 0.1),
+    }  # fmt: skip
+    nodes = [
+        ("Conv", "x w1 b1", "c1", SAME), ("Relu", "c1", "r1", {}),
+        ("Conv", "r1 w2 b2", "c2", {"group": 16, **SAME}), ("PRelu", "c2 slope", "r2", {}),
+        ("Conv", "r2 w3", "y", {}),
+    ]  # fmt: skip
+    return saved(folder, nodes, constants, name="uneven")
+
+
+def lopsided(folder):
+    """Weights that all round down: every layer gives less than it should."""
+    rng = np.random.default_rng(2)
+
+    def weight(*shape):
+        whole = rng.integers(-20, 21, shape) + 0.45
+        whole[:, 0, 0, 0] = 127
+        return whole / 127 / np.prod(shape[1:]) * 8
+
+    constants = {"w1": weight(16, 3, 3, 3), "w2": weight(16, 16, 3, 3), "w3": weight(8, 16, 3, 3)}
+    nodes = [
+        ("Conv", "x w1", "c1", SAME), ("Relu", "c1", "r1", {}),
+        ("Conv", "r1 w2", "c2", SAME), ("Relu", "c2", "r2", {}), ("Conv", "r2 w3", "y", SAME),
+    ]  # fmt: skip
+    return saved(folder, nodes, constants, name="lopsided")
+
+
+def high(folder):
+    """Biases far above what moves: most steps of the Relu's output are never used."""
+    rng = np.random.default_rng(3)
+    constants = {
+        "w1": rng.normal(0, 0.2, (16, 3, 3, 3)), "b1": np.full(16, 60.0),
+        "w2": rng.normal(0, 0.3, (8, 16, 1, 1)), "b2": np.zeros(8),
+    }  # fmt: skip
+    constants["b2"] -= constants["w2"].sum(axis=(1, 2, 3)) * 60
+    nodes = [
+        ("Conv", "x w1 b1", "c1", SAME), ("Relu", "c1", "r1", {}), ("Conv", "r1 w2 b2", "y", {}),
+    ]  # fmt: skip
+    return saved(folder, nodes, constants, name="high")
+
+
+def outliers(folder, *, written_out=False):
+    """A LayerNormalization with three channels a hundred times the others, then two MatMuls."""
+    rng = np.random.default_rng(4)
+    size = np.where(np.arange(32) % 11 == 0, 100.0, 1.0)
+    constants = {
+        "g": size, "b": rng.normal(0, 0.1, 32) * size,
+        "w1": rng.normal(0, 0.2, (32, 16)) / size[:, None],
+        "w2": rng.normal(0, 0.2, (32, 16)) / size[:, None],
+    }  # fmt: skip
+    if written_out:
+        norm = [("Tanh", "x", "n", {}), ("Mul", "n g", "m", {}), ("Add", "m b", "t", {})]
+    else:
+        norm = [("LayerNormalization", "x g b", "t", {})]
+    nodes = [*norm, ("MatMul", "t w1", "q", {}), ("MatMul", "t w2", "k", {})]
+    nodes += [("Mul", "q k", "y", {})]
+    return saved(folder, nodes, constants, shape=("batch", 8, 32), name="outliers")
+
+
+def unread(folder):
+    """A channel of rare great values that the next layer hardly reads."""
+    rng = np.random.default_rng(5)
+    w1 = rng.normal(0, 0.2, (16, 3, 3, 3))
+    w2 = rng.normal(0, 0.3, (8, 16, 1, 1))
+    b1 = rng.normal(0, 0.1, 16)
+    w1[0], b1[0], w2[:, 0] = 40, -750, 1e-5
+    nodes = [
+        ("Conv", "x w1 b1", "c1", SAME), ("Relu", "c1", "r1", {}), ("Conv", "r1 w2", "y", {}),
+    ]  # fmt: skip
+    return saved(folder, nodes, {"w1": w1, "b1": b1, "w2": w2}, name="unread")
+
+
+@pytest.fixture
+def feed(tmp_path):
+    """20 samples of noise, positive for a picture."""
+
+    def made(shape):
+        rng = np.random.default_rng(6)
+        x = rng.normal(size=(20, *shape)).astype(np.float32)
+        if len(shape) == 3:
+            x = np.abs(x)
+        path = tmp_path / "feed.npy"
+        np.save(path, x.astype(np.float32))
+        return path
+
+    return made
+
+
+@pytest.fixture
+def built(tmp_path, capsys, feed):
+    """`calib8 build` -> (exit code, report, errors)."""
+
+    def run(model, *words, out="o"):
+        shape = onnx.load(model).graph.input[0].type.tensor_type.shape.dim[1:]
+        images = feed(tuple(d.dim_value for d in shape))
+        code, folder = 0, tmp_path / out
+        arguments = ["build", model, "--images", images, "--duration", 0, "--out", folder, *words]
+        try:
+            main([str(word) for word in arguments])
+        except SystemExit as stop:
+            code = stop.code or 0
+        report = folder / "report.json"
+        found = json.loads(report.read_text()) if code == 0 else {}
+        return code, found, capsys.readouterr().err
+
+    return run
+
+
+def worst(report):
+    """Target -> SQNR of its worst output, over all 20 samples."""
+    return {
+        row["target"]: min(one["sqnr_db"] for one in row["accuracy"]["outputs"])
+        for row in report["engines"]
+        if row.get("accuracy")
+    }
+
+
+def said(report):
+    own = (note for target in report["targets"] for note in target.get("notes", ()))
+    return [*report.get("notes", ()), *own]
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "gain", "words"),
+    [
+        (uneven, "equalize", 5, ()),
+        (high, "absorb", 5, ()),
+        (outliers, "smooth", 5, ()),
+        (lopsided, "bias", 4, ()),
+        (lopsided, "adaround", 3, ()),
+        (unread, "ranges", 5, ("--method", "minmax")),
+    ],
+)
+def test_a_network_that_needs_a_repair_gains_by_it_on_every_target(
+    make, name, gain, words, tmp_path, built
+):
+    targets = "onnxruntime,tensorrt" if name == "ranges" else ALL
+    words = ("--target", targets, *words)
+    code, before, error = built(make(tmp_path), *words, out="plain")
+    assert code == 0, error
+    code, after, error = built(make(tmp_path), *words, "--repair", name, out="repaired")
+    assert code == 0, error
+    kept = [note for note in said(after) if REPAIRS[name].words in note and note.endswith(", kept")]
+    assert len(kept) == len(targets.split(",")), said(after)
+    old, new = worst(before), worst(after)
+    assert set(old) == set(targets.split(","))
+    assert all(new[target] > old[target] + gain for target in old), (old, new)
+
+
+def test_repairs_are_tried_in_one_order_and_a_wrong_name_has_a_way_out(tmp_path, built):
+    assert chosen(["bias,equalize"]) == chosen(["equalize", "bias"]) == ("equalize", "bias")
+    assert chosen(["all"]) == tuple(REPAIRS) and chosen([]) == ()
+    with pytest.raises(ConfigError, match="did you mean 'equalize'"):
+        chosen(["equalise"])
+    code, _, error = built(uneven(tmp_path), "--repair", "bios")
+    assert code == 1 and "a repair is one of" in error and "did you mean 'bias'?" in error
+    assert "Traceback" not in error and error.count("\n") == 1
+
+
+def test_what_does_not_help_is_not_kept_and_the_files_are_those_of_a_plain_build(tmp_path, built):
+    built(uneven(tmp_path), "--target", "tensorrt", "--repair", "equalize", out="equal")
+    model = tmp_path / "equal" / "uneven.tensorrt.onnx"  # which has no more to gain
+    built(model, "--target", ALL, out="plain")
+    _, report, _ = built(model, "--target", ALL, "--repair", "equalize,smooth,absorb", out="tried")
+    assert any("cross-layer equalization" in n and "not kept" in n for n in said(report))
+    assert "SmoothQuant: nothing to repair" in said(report)
+    assert files(tmp_path / "tried") == files(tmp_path / "plain")
+
+
+def files(folder):
+    """What was built, without reports, shell scripts (which hold paths) and the calibration."""
+    skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz")
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix not in skipped}
+
+
+def test_a_calibration_of_a_repaired_model_is_not_taken_for_one_of_the_plain_model(tmp_path, built):
+    model, words = uneven(tmp_path), ("--target", ALL, "--repair", "equalize,bias")
+    assert built(model, *words)[0] == 0
+    code, report, error = built(model, *words, "--require-cache")
+    assert code == 0 and report["calibration"]["reused"], error
+    code, _, error = built(model, "--target", ALL, "--require-cache")
+    assert code == 1 and "the model (weights or graph) changed" in error
+
+
+def test_every_repair_gives_the_same_bytes_again_and_with_any_number_of_threads(tmp_path, built):
+    model, words = uneven(tmp_path), ("--target", ALL, "--repair", "all")
+    built(model, *words, "--threads", 1, out="one")
+    built(model, *words, "--threads", 3, out="three")
+    assert files(tmp_path / "one") == files(tmp_path / "three") and files(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--target", "tensorrt", "--method", "entropy-tensorrt"), "sees no repair of its weights"),
+        (("--target", "tensorrt", "--method", "legacy"), "got repair equalize"),
+        (("--trust-cache",), "a trusted cache holds the ranges of the model as it is"),
+    ],
+)
+def test_what_reads_the_model_as_the_file_has_it_refuses_repairs_before_observing(
+    words, sentence, tmp_path, built
+):
+    code, _, error = built(uneven(tmp_path), *words, "--repair", "equalize")
+    assert code in (1, 2) and sentence in error and "Traceback" not in error
+    assert error.count("\n") == 1
+
+
+def test_targets_that_read_the_file_take_repairs_after_observing(tmp_path, built):
+    words = ("--target", "tensorrt", "--method", "entropy-tensorrt", "--repair", "bias")
+    code, report, error = built(lopsided(tmp_path), *words)
+    assert code == 0, error
+    assert any("bias correction" in note and note.endswith(", kept") for note in said(report))
+
+
+def test_a_gemm_without_bias_gets_one_on_every_target(tmp_path, built):
+    rng = np.random.default_rng(8)
+    whole = rng.integers(-20, 21, (8, 3)) + 0.45
+    whole[:, 0] = 127
+    nodes = [
+        ("GlobalAveragePool", "x", "p", {}), ("Flatten", "p", "f", {}),
+        ("Gemm", "f w", "y", {"transB": 1}),
+    ]  # fmt: skip
+    model = saved(tmp_path, nodes, {"w": whole / 127}, name="flat")
+    code, report, error = built(model, "--target", ALL, "--repair", "bias")
+    assert code == 0, error
+    kept = [note for note in said(report) if "bias correction" in note and note.endswith(", kept")]
+    assert len(kept) >= 2, said(report)
+
+
+@pytest.mark.parametrize("make", [uneven, outliers])
+def test_float_outputs_stay_equal_to_the_last_digits(make, tmp_path):
+    loaded = load(make(tmp_path))
+    shape = (2, *loaded.inputs[0].shape[1:])
+    x = np.random.default_rng(9).normal(size=shape).astype(np.float32)
+    plain = OrtSession.open(loaded.model).run({"x": x})["y"]
+    name = "equalize" if make is uneven else "smooth"
+    forms = list(REPAIRS[name].before(loaded.model, [{"x": x}], 1))
+    assert forms
+    for form in forms:
+        found = OrtSession.open(form).run({"x": x})["y"]
+        assert np.abs(found - plain).max() <= 2e-6 * np.abs(plain).max()
+
+
+def test_smoothing_finds_a_normalization_that_is_written_out(tmp_path):
+    loaded = load(outliers(tmp_path, written_out=True))
+    x = np.random.default_rng(9).normal(size=(2, 8, 32)).astype(np.float32)
+    (form,) = REPAIRS["smooth"].before(loaded.model, [{"x": x}], 1)
+    weights = {t.name: numpy_helper.to_array(t) for t in form.graph.initializer}
+    assert weights["g"].max() / weights["g"].min() < 15  # it was 100
+
+
+def links(folder, nodes, constants, **rest):
+    return [
+        (a.first.name, a.second.name)
+        for a in links_of(load(saved(folder, nodes, constants, **rest)).model)
+    ]
+
+
+def test_only_what_lets_a_factor_through_links_two_layers(tmp_path):
+    w = {"w1": np.ones((4, 3, 1, 1)), "w2": np.ones((4, 4, 1, 1)), "low": 0, "high": 6}
+    head, tail = ("Conv", "x w1", "a", {}), ("Conv", "b w2", "y", {})
+    through = [("Relu", "a", "b", {}), ("LeakyRelu", "a", "b", {"alpha": 0.1})]
+    through += [("MaxPool", "a", "b", {"kernel_shape": [2, 2]})]
+    for between in through:
+        assert links(tmp_path, [head, between, tail], w) == [("Conv_a", "Conv_y")], between
+    for between in [("Clip", "a low high", "b", {}), ("Sigmoid", "a", "b", {})]:
+        assert not links(tmp_path, [head, between, tail], w), between
+    twice = [head, ("Relu", "a", "b", {}), ("Conv", "b w2", "c", {}), ("Add", "b c", "y", {})]
+    assert not links(tmp_path, twice, w)  # somebody else reads what would be scaled
+    shared = [head, ("Conv", "a w2", "b", {}), ("Conv", "b w2", "y", {})]
+    assert not links(tmp_path, shared, w)  # one weight for two layers
+
+
+positive = st.floats(1e-3, 1e3)
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=1, max_size=8))
+def test_equal_factors_make_the_two_ranges_equal(pairs):
+    first, second = np.array(pairs).T
+    factors = equal_factors(first, second)
+    np.testing.assert_allclose(first / factors, second * factors, rtol=1e-9)
+
+
+def test_factors_of_channels_that_are_zero_are_one_and_unsound_ranges_are_refused():
+    assert equal_factors(np.array([0.0, 4]), np.array([1.0, 1])).tolist() == [1, 2]
+    assert smooth_factors(np.array([4.0]), np.array([0.0])).tolist() == [1]
+    assert absorbable(np.array([10.0, 1]), np.array([1.0, 1])).tolist() == [7, 0]
+    for bad in (np.array([-1.0]), np.array([np.nan]), np.array([1.0, 2])):
+        with pytest.raises(CalibrationError, match="ranges of channels must be finite"):
+            equal_factors(bad, np.array([1.0]))
+    with pytest.raises(CalibrationError, match="a strength must be from 0 to 1, got 2"):
+        smooth_factors(np.ones(1), np.ones(1), strength=2)
+
+
+seeds = st.integers(0, 10_000)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seeds, st.integers(1, 3), st.integers(1, 5), st.integers(2, 24))
+def test_rounding_by_output_is_never_worse_than_nearest_and_takes_a_neighbour(seed, g, c, k):
+    rng = np.random.default_rng(seed)
+    steps, x = rng.normal(0, 20, (g, c, k)), rng.uniform(0, 1, (g, k, 200))
+    fixed = rng.random((g, c, k)) < 0.2
+    products = gram(x)
+    found = rounded_by_output(steps, products, fixed=fixed)
+    assert np.isin(found - np.floor(steps), (0, 1)).all()
+    assert (found == np.rint(steps))[fixed].all()
+    damped = products + 0.01 * np.einsum("gkk->gk", products).mean(1)[:, None, None] * np.eye(k)
+    before, after = (output_error(steps, q, damped) for q in (np.rint(steps), found))
+    assert (after <= before + 1e-9).all()
+
+
+def test_rounding_by_output_wins_where_errors_add_up():
+    steps = np.full((1, 1, 40), 3.4)
+    x = np.random.default_rng(0).uniform(0.5, 1, (1, 40, 500))
+    found = rounded_by_output(steps, gram(x), fixed=np.zeros(steps.shape, bool))
+    assert abs(found.sum() - steps.sum()) < 1 and np.rint(steps).sum() == steps.sum() - 16
+
+
+def test_unsound_weights_are_refused():
+    fixed = np.zeros((1, 1, 2), bool)
+    with pytest.raises(CalibrationError, match=r"need products \[G, K, K\]"):
+        rounded_by_output(np.ones((1, 1, 2)), np.ones((1, 3, 3)), fixed=fixed)
+    with pytest.raises(CalibrationError, match="must be finite"):
+        rounded_by_output(np.full((1, 1, 2), np.nan), np.ones((1, 2, 2)), fixed=fixed)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seeds, st.integers(1, 3), st.integers(1, 150), st.integers(1, 300))
+def test_products_in_blocks_are_the_products(seed, g, m, k):
+    rng = np.random.default_rng(seed)
+    left, right = rng.normal(size=(g, m, k)), rng.normal(size=(g, k, 70))
+    np.testing.assert_allclose(products_of(left, right), left @ right, atol=1e-9)
+    np.testing.assert_allclose(gram(left), left @ left.swapaxes(1, 2) / k, rtol=1e-3, atol=1e-4)
+
+
+CONVS = [
+    {"pads": [1, 0, 2, 1], "strides": [2, 1], "dilations": [1, 2]},
+    {"group": 2},
+    {"auto_pad": "SAME_UPPER", "strides": [2, 2]},
+    {"auto_pad": "SAME_LOWER", "strides": [2, 3]},
+    {"auto_pad": "VALID"},
+]
+
+
+@pytest.mark.parametrize("given_", CONVS)
+def test_weights_times_patches_are_the_layer(given_, tmp_path):
+    rng = np.random.default_rng(7)
+    w = rng.normal(size=(6, 4 // given_.get("group", 1), 3, 2))
+    model = load(
+        saved(tmp_path, [("Conv", "x w", "y", given_)], {"w": w}, shape=(2, 4, 9, 10))
+    ).model
+    x = rng.normal(size=(2, 4, 9, 10)).astype(np.float32)
+    y = OrtSession.open(model).run({"x": x})["y"]
+    (layer,) = layers_of(model)
+    made = products_of(layer.rows, patches(layer, x, 1, 10_000))
+    want = y.reshape(2, made.shape[0], -1, *y.shape[2:]).transpose(1, 2, 0, 3, 4)
+    np.testing.assert_allclose(made, want.reshape(made.shape), atol=1e-4)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seeds, st.sampled_from(["Conv", "Gemm", "MatMul"]), st.booleans())
+def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
+    rng = np.random.default_rng(seed)
+    shape = (5, 2, 3, 3) if kind == "Conv" else (5, 18)
+    weight = rng.normal(size=shape).astype(np.float32)
+    given_ = {"group": 1} if kind == "Conv" else {"transB": 1}
+    if kind == "MatMul" or (kind == "Gemm" and turned):
+        weight, given_ = np.ascontiguousarray(weight.T), {}
+    node = helper.make_node(kind, ["x", "w"], ["y"], name="n", **given_)
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [node], "g", [value("x", 1, None)], [value("y", 1, None)],
+        [numpy_helper.from_array(weight, "w")],
+    )  # fmt: skip
+    (layer,) = layers_of(helper.make_model(graph))
+    inputs = rng.uniform(0, 1, (1, 18, 100)).astype(np.float32)
+    axis = 0 if kind == "Conv" or given_ else 1
+    scales = weight_scales(weight, axis)
+    wide = scales.reshape([-1 if a == axis else 1 for a in range(weight.ndim)]).astype(np.float64)
+    found = rounded_weight(layer, wide, inputs)
+    assert weight_scales(found, axis).tobytes() == scales.tobytes()
+    steps = replace(layer, array=(weight / wide).astype(np.float32)).rows
+    wanted = quantize_weight(found, scales, axis)
+    moved = np.abs(wanted - weight / wide)
+    assert moved.max() < 1 + 1e-4 and (moved > 0.5 + 1e-4).any()
+    got = replace(layer, array=wanted.astype(np.float32)).rows
+    products = gram(inputs)
+    better = output_error(steps, got, products).sum()
+    assert better < output_error(steps, np.rint(steps), products).sum()
+    if kind == "Conv":  # AMCT's own scales, of 128 steps where the least value is the extreme
+        own, offset = arq(weight)
+        ascend = rounded_weight(layer, own.reshape(-1, 1, 1, 1).astype(np.float64), inputs)
+        again, _ = arq(ascend)
+        assert again.tobytes() == own.tobytes()
+        codes = arq_integers(ascend, own, offset)
+        assert np.abs(codes - weight / own.reshape(-1, 1, 1, 1)).max() < 1 + 1e-4
+
+
+def test_a_mean_that_samples_do_not_agree_on_is_not_trusted():
+    rng = np.random.default_rng(1)
+    differences = np.stack([np.full(50, 0.3), rng.normal(0, 1, 50)], axis=1)
+    steady, noise = trusted_mean(differences)
+    assert steady == pytest.approx(0.3)
+    assert abs(noise) < 0.5 * abs(differences[:, 1].mean())
+    assert trusted_mean(np.zeros((3, 2))).tolist() == [0, 0]
