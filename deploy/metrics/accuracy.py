@@ -7,13 +7,14 @@ Each output as a whole (`deploy.metrics.running` has the formulas), its parts, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ConfigError, FeedError
 from deploy.metrics.form import Form
+from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import batch_length
 from deploy.metrics.running import OutputAccuracy, RunningError, cosine, output_json, sqnr_db
 from deploy.metrics.tasks import Metric, TaskFigure
@@ -32,6 +33,7 @@ class Accuracy:
         top1_agreement: share of samples where both have the same largest output.
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
         parts: one entry per part of an output, the worst (least SQNR) first.
+        precision: mean average precision of both, where annotated objects were given.
         task: how much of what the reference says the candidate says; None where the outputs'
             form does not tell what they are for, or the reference said next to nothing.
     """
@@ -44,6 +46,7 @@ class Accuracy:
     problems: tuple[str, ...] = ()
     parts: tuple[PartAccuracy, ...] = ()
     task: TaskFigure | None = None
+    precision: MeanPrecision | None = None
 
     @property
     def worst(self) -> PartAccuracy | None:
@@ -61,6 +64,7 @@ class Accuracy:
             "problems": list(self.problems),
             "parts": [part_json(part) for part in self.parts],
             "task": None if self.task is None else task_json(self.task),
+            "precision": None if self.precision is None else asdict(self.precision),
         }
 
 
@@ -100,7 +104,7 @@ class Comparison:
         reference: Session,
         candidate: Session,
         *,
-        labels: Sequence[int] | None = None,
+        labels: Sequence[int] | GroundTruth | None = None,
         form: Form | None = None,
         metric: Metric | None = None,
     ) -> None:
@@ -108,15 +112,18 @@ class Comparison:
 
         Args beyond those:
             form: parts and task of the outputs; None finds them from the first samples.
-            metric: the user's figure, in the task's place; the labels are for it then.
+            labels: or the objects that detectors are to find.
+            metric: the user's figure, in the task's place; the labels of classes are for it then.
 
         Raises:
             ConfigError: outputs whose names differ.
         """
         self._names = _common_outputs(reference, candidate)
         self._errors = {name: RunningError(name) for name in self._names}
-        self._top1 = _Top1(labels if metric is None else None)
-        self._truth = Truth(form, metric=metric, labels=labels)
+        objects = labels if isinstance(labels, GroundTruth) else None
+        classes = None if isinstance(labels, GroundTruth) else labels
+        self._top1 = _Top1(classes if metric is None else None)
+        self._truth = Truth(form, metric=metric, labels=classes, objects=objects)
 
     def add(
         self,
@@ -153,7 +160,12 @@ class Comparison:
         if self._top1.samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
         found = self._top1.result(tuple(error.result() for error in self._errors.values()))
-        return replace(found, parts=self._truth.parts(), task=self._truth.task())
+        return replace(
+            found,
+            parts=self._truth.parts(),
+            task=self._truth.task(),
+            precision=self._truth.precision(),
+        )
 
 
 class TensorComparison:

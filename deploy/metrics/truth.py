@@ -11,11 +11,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from deploy.errors import FeedError
 from deploy.metrics.form import Form, form_of
 from deploy.metrics.parts import SAMPLES
+from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import Outputs, split
 from deploy.metrics.running import RunningError, number
 from deploy.metrics.tasks import Metric, Tally, TaskFigure
+from deploy.metrics.tasks.boxes import Boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +48,16 @@ class Truth:
         *,
         metric: Metric | None = None,
         labels: Sequence[int] | None = None,
+        objects: GroundTruth | None = None,
     ) -> None:
-        """Args as `deploy.metrics.accuracy.Comparison`; labels are the metric's alone."""
+        """Args as `deploy.metrics.accuracy.Comparison`.
+
+        Args but those:
+            labels: for the metric alone.
+            objects: what detectors are to find.
+        """
+        self._objects = objects
+        self._precision: PrecisionTally | None = None
         self._metric = None if metric is None else metric.tally(labels)
         self._waiting: list[tuple[Outputs, Outputs, Outputs, int]] = []
         self._form = form
@@ -86,6 +97,11 @@ class Truth:
         self._settle()
         return None if self._tally is None else self._tally.result()
 
+    def precision(self) -> MeanPrecision | None:
+        """Mean average precision of both models, where objects are known."""
+        self._settle()
+        return None if self._precision is None else self._precision.result()
+
     def _settle(self) -> Form:
         """Find the form, and count what has waited for it."""
         if self._form is None:
@@ -101,15 +117,23 @@ class Truth:
         self._tally = self._metric
         if self._tally is None and form.task is not None:
             self._tally = form.task.tally()
+        if self._objects is not None:
+            if not isinstance(form.task, Boxes) or not form.task.decoder.placed:
+                raise FeedError(
+                    "annotations of boxes need a model whose boxes can be read from its outputs;"
+                    " this one's cannot, so leave the labels out or give a metric of your own"
+                )
+            self._precision = PrecisionTally(form.task.decoder, self._objects)
 
     def _count(self, inputs: Outputs, left: Outputs, right: Outputs, batch: int) -> None:
         assert self._form is not None
         for part, error in zip(self._form.parts, self._errors, strict=True):
             error.add(part.of(left[part.output]), part.of(right[part.output]), batch)
-        if self._tally is not None:
-            rows = (split(arrays, batch) for arrays in (inputs, left, right))
-            for fed, reference, candidate in zip(*rows, strict=True):
-                self._tally.add(fed, reference, candidate)
+        rows = (split(arrays, batch) for arrays in (inputs, left, right))
+        for fed, reference, candidate in zip(*rows, strict=True):
+            for tally in (self._tally, self._precision):
+                if tally is not None:
+                    tally.add(fed, reference, candidate)
 
 
 def _badness(part: PartAccuracy) -> float:

@@ -43,6 +43,16 @@ class Ended:
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
 
     @property
+    def placed(self) -> bool:
+        """Boxes are places."""
+        return True
+
+    @property
+    def classes(self) -> None:
+        """A list of boxes does not tell how many there are."""
+        return None
+
+    @property
     def form(self) -> str:
         """How the outputs are read."""
         return f"{', '.join(self.outputs)}: a list of boxes, scores and classes"

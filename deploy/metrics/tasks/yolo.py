@@ -55,12 +55,21 @@ class Dense:
     grid: Grid
 
     @property
+    def placed(self) -> bool:
+        """Boxes are places."""
+        return True
+
+    @property
+    def classes(self) -> int:
+        """How many there are; an objectness alone is one."""
+        return max(self.scores - self.objectness, 1)
+
+    @property
     def form(self) -> str:
         """How the output is read."""
-        classes = self.scores - self.objectness
         words = {"centre": "boxes by centre", "corners": "boxes by corners", "cell": "raw boxes"}
         seen = ", objectness" if self.objectness else ""
-        return f"{self.output}: {words[self.coding]}{seen} and {classes} classes an anchor"
+        return f"{self.output}: {words[self.coding]}{seen} and {self.classes} classes an anchor"
 
     @property
     def parts(self) -> Mapping[str, tuple[Part, ...]]:
