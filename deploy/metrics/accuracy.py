@@ -32,6 +32,7 @@ class Accuracy:
         top1_reference, top1_candidate: share of samples whose largest output is the label's.
         top1_agreement: share of samples where both have the same largest output.
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
+        reading: how the outputs were read, or that their form does not tell.
         parts: one entry per part of an output, the worst (least SQNR) first.
         precision: mean average precision of both, where annotated objects were given.
         task: how much of what the reference says the candidate says; None where the outputs'
@@ -47,6 +48,7 @@ class Accuracy:
     parts: tuple[PartAccuracy, ...] = ()
     task: TaskFigure | None = None
     precision: MeanPrecision | None = None
+    reading: str = ""
 
     @property
     def worst(self) -> PartAccuracy | None:
@@ -62,6 +64,7 @@ class Accuracy:
             "top1_candidate": self.top1_candidate,
             "top1_agreement": self.top1_agreement,
             "problems": list(self.problems),
+            "reading": self.reading,
             "parts": [part_json(part) for part in self.parts],
             "task": None if self.task is None else task_json(self.task),
             "precision": None if self.precision is None else asdict(self.precision),
@@ -159,12 +162,15 @@ class Comparison:
         """
         if self._top1.samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
-        found = self._top1.result(tuple(error.result() for error in self._errors.values()))
+        outputs = tuple(error.result() for error in self._errors.values())
+        found = self._top1.result(outputs)
         return replace(
             found,
-            parts=self._truth.parts(),
+            parts=self._truth.parts(outputs),
             task=self._truth.task(),
             precision=self._truth.precision(),
+            reading=self._truth.reading(),
+            problems=tuple(_problems(outputs, found.samples, self._truth.lists)),
         )
 
 
@@ -250,7 +256,6 @@ class _Top1:
             top1_reference=self.right_reference / share if labelled else None,
             top1_candidate=self.right_candidate / share if labelled else None,
             top1_agreement=self.agreed / share if share else None,
-            problems=tuple(_problems(outputs, self.samples)),
         )
 
     def _check_labels(self, labels: Sequence[int]) -> None:
@@ -266,7 +271,10 @@ class _Top1:
             )
 
 
-def _problems(outputs: Iterable[OutputAccuracy], samples: int) -> Iterator[str]:
+def _problems(
+    outputs: Iterable[OutputAccuracy], samples: int, lists: frozenset[str]
+) -> Iterator[str]:
+    """Sentences; the length of `lists` may differ."""
     for output in outputs:
         for count, whose in zip(output.not_finite, ("reference", "int8 engine"), strict=True):
             if count:
@@ -274,7 +282,7 @@ def _problems(outputs: Iterable[OutputAccuracy], samples: int) -> Iterator[str]:
                     f"output {output.name!r} of the {whose} holds NaN or Inf"
                     f" in {count} of {samples} samples"
                 )
-        if output.other_shape:
+        if output.other_shape and output.name not in lists:
             yield (
                 f"output {output.name!r} has another shape in the int8 engine"
                 f" in {output.other_shape} of {samples} samples"
