@@ -104,9 +104,10 @@ def find(seen: Seen) -> Anchors | None:
     """The levels, where every one has scores and boxes."""
     groups: dict[int, list[str]] = {}
     for name in seen.names:
-        table = _table(seen.outputs[0][name])
-        if table is not None and len(table) > 1:
-            groups.setdefault(len(table), []).append(name)
+        tables = [_table(value) for value in seen.arrays(name)]
+        columns = {None if one is None else one.shape[1] for one in tables}
+        if tables[0] is not None and len(tables[0]) > 1 and len(columns) == 1:
+            groups.setdefault(len(tables[0]), []).append(name)
     pairs = [_pair(names, seen) for names in groups.values()]
     levels = tuple(pair for pair in pairs if pair is not None)
     if len(levels) != len(pairs) or sum(groups) < _ANCHORS:

@@ -188,10 +188,12 @@ def _coding(
         if min(along[2:]) > _AT_ANCHORS and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
             return "corners"
         return "centre" if _mostly(np.all(boxes[2:] >= 0, axis=0)) else None
+    if not objectness or grid.anchors != 1 or np.mean([one[4].mean() for one in rows]) > _IDLE:
+        return None
+    if boxes[2:].min(axis=1).max() >= 0:  # logarithms of sizes have both signs; shares have one
+        return None
     small = np.abs(boxes[:2]).max(axis=0) < 16
-    fitting = boxes[2:].max(axis=0) < 8
-    raw = objectness and grid.anchors == 1 and _mostly(small & fitting)
-    return "cell" if raw else None
+    return "cell" if _mostly(small & (boxes[2:].max(axis=0) < 8)) else None
 
 
 def _mostly(true: Array) -> bool:
