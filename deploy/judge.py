@@ -18,6 +18,7 @@ from deploy.feed.parallel import Sample, in_order
 from deploy.graph.edit import with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
+from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
 from deploy.ort import OrtSession
 from deploy.progress import bar
@@ -214,7 +215,7 @@ class Evaluation:
     feed: Samples
     samples: int
     most: int
-    labels: Sequence[int] | None
+    labels: Sequence[int] | GroundTruth | None
     metric: Metric | None = None
 
     @property
@@ -245,12 +246,12 @@ class _Labels(Sequence[int]):
 def evaluation_of(
     calibration: Samples,
     evaluation: Samples | None,
-    labels: Sequence[int] | None,
+    labels: Sequence[int] | GroundTruth | None,
     metric: Metric | None = None,
 ) -> Evaluation:
     """The evaluation feed, or else some of the calibration images, without labels."""
     if evaluation is not None:
-        known = labels
+        known: Sequence[int] | GroundTruth | None = labels
         if labels is None and evaluation.labels is not None:
             known = _Labels(evaluation)
         return Evaluation(

@@ -12,6 +12,7 @@ from deploy.graph.saturation import Bounds, bounds
 from deploy.judge import candidates_of, evaluation_of, float_model, judge, look_inside
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency, measure
+from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
 from deploy.ort import OrtSession
 from deploy.report import EngineRow
@@ -55,7 +56,7 @@ def measured(
     *,
     calibration: Samples,
     evaluation: Samples | None,
-    labels: Sequence[int] | None,
+    labels: Sequence[int] | GroundTruth | None,
     metric: Metric | None = None,
     duration_s: float,
     threads: int,

@@ -41,12 +41,15 @@ from deploy.errors import (
     ExportError,
     ModelError,
 )
+from deploy.feed.annotated import ground_truth
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
 from deploy.machine import default_threads
+from deploy.metrics.coco import Annotations
+from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import metric_of
 from deploy.progress import bar
 from deploy.report.verdict import Gates
@@ -202,7 +205,7 @@ def build(
     preprocess: Preprocess | None = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
-    labels: Sequence[int] | None = None,
+    labels: Sequence[int] | Annotations | None = None,
     metric: str | Function | None = None,
     skip_bad: bool = False,
     limit: int | None = None,
@@ -221,7 +224,8 @@ def build(
     Args beyond those of `calibrate`:
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
-        labels: class of every evaluation image, where its list does not give it.
+        labels: class of every evaluation image, where its list does not give it; or the objects
+            that the images show, of `deploy.metrics.coco.read_coco`.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
@@ -246,6 +250,7 @@ def build(
     evaluation = None
     if eval_images is not None:  # opened first: a wrong path is told before anything is run
         evaluation = open_feed(eval_images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad)
+    known = labels_of(labels, evaluation) if isinstance(labels, Annotations) else labels
     policy = _policy(cache)
     calibrated = _calibrated(
         loaded,
@@ -280,13 +285,25 @@ def build(
         results,
         calibration=calibrated.feed,
         evaluation=evaluation,
-        labels=labels,
+        labels=known,
         metric=own,
         duration_s=duration_s,
         threads=threads or default_threads(),
         progress=progress,
     )
     return write_report(calibrated, results, figures, folder, plans=plans, gates=gates or Gates())
+
+
+def labels_of(annotations: Annotations, evaluation: Feed | None) -> GroundTruth:
+    """Objects of the evaluation images.
+
+    Raises:
+        ConfigError: there are none, or they are no pictures.
+        FeedError: the annotations do not have one of them.
+    """
+    if evaluation is None:
+        raise ConfigError("annotations are of evaluation images, got none; give --eval-images")
+    return ground_truth(annotations, evaluation)
 
 
 def targets_of(targets: Sequence[str | Target]) -> list[Target]:

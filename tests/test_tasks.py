@@ -430,3 +430,61 @@ def test_texts_are_decoded_and_edits_counted(raw, turned, blank):
 def test_edit_distance_by_hand():
     assert edit_distance([1, 2, 3], []) == 3
     assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
+
+
+# ------------------------------------------------------------------ whatever comes
+
+
+def anything(made):
+    """Outputs of five samples, of shapes and values that no model is known by."""
+    sides = [0, 1, 2, 4, 6, 7, 16, 20, 32, 85]
+    shapes = [made.choice(sides, made.integers(0, 5)).tolist() for _ in range(made.integers(1, 4))]
+    kinds = made.choice(["normal", "share", "whole", "flag", "nan", "zero", "large"], len(shapes))
+    makers = {
+        "normal": lambda shape: made.standard_normal(shape) * 3,
+        "share": lambda shape: made.uniform(0, 1, shape),
+        "whole": lambda shape: made.integers(0, 20, shape),
+        "flag": lambda shape: made.uniform(0, 1, shape) > 0.5,
+        "nan": lambda shape: np.full(shape, np.nan),
+        "zero": np.zeros,
+        "large": lambda shape: made.uniform(0, 640, shape),
+    }
+    varies = made.random() < 0.2
+
+    def one(shape, kind):
+        shape = [1, *shape[1:]] if shape and made.random() < 0.7 else list(shape)
+        if varies and len(shape) > 1:
+            shape[1] = int(made.integers(0, 6))
+        return np.asarray(makers[kind](tuple(shape)))
+
+    pairs = list(zip(shapes, kinds, strict=True))
+    return [{f"o{n}": one(*pair) for n, pair in enumerate(pairs)} for _ in range(5)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_outputs_make_it_fail(seed):
+    made = np.random.default_rng(seed)
+    for _ in range(100):
+        references = anything(made)
+        form = form_of(references, inputs=[fed((64, 64))] * 5)
+        if form.task is None:
+            continue
+        tally = form.task.tally()
+        for one in references:
+            other = {
+                name: value * np.nan
+                if made.random() < 0.2
+                else value[..., :1]
+                if value.ndim
+                else value
+                for name, value in one.items()
+            }
+            tally.add(fed((64, 64)), one, other)
+        found = tally.result()
+        assert found is None or 0 <= found.value <= 1 or found.task == "embeddings"
+
+
+def test_shares_are_no_raw_boxes():
+    made = rng()
+    value = softmax(made.standard_normal((GRID.count(SIZE), 9)) * 4)
+    assert same_task([{"y": value[None]}] * 4) is None

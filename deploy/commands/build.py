@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     "--labels",
     section=sections.MEASURING,
     type=click.Path(path_type=Path),
-    help="One class number a line, for the evaluation images in order.",
+    help="One class number a line, for the evaluation images in order; or their objects as a"
+    " COCO json, by file name.",
 )
 @sections.option(
     "--metric",

@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploy.errors import FeedError
+from deploy.metrics.coco import Annotations, read_coco
 
 
-def read_labels(path: Path) -> tuple[int, ...]:
-    """One class number a line, the last word of the line; empty lines are left out.
+def read_labels(path: Path) -> tuple[int, ...] | Annotations:
+    """Annotations of a COCO json, or one class number a line, the last word of the line.
+
+    Empty lines are left out.
 
     Raises:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
     """
+    if path.suffix.lower() == ".json":
+        return read_coco(path)
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ConfigError, FeedError
 from deploy.metrics.form import Form
+from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import batch_length
 from deploy.metrics.running import OutputAccuracy, RunningError, cosine, output_json, sqnr_db
 from deploy.metrics.tasks import Metric, TaskFigure
@@ -34,7 +35,9 @@ class Accuracy:
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
         classes: classes of the first output, where it holds a score for each.
         favourite: share of the samples that the reference gives to its most frequent class.
+        reading: how the outputs were read, or that their form does not tell.
         parts: one entry per part of an output, the worst (least SQNR) first.
+        precision: mean average precision of both, where annotated objects were given.
         task: how much of what the reference says the candidate says; None where the outputs'
             form does not tell what they are for, or the reference said next to nothing.
     """
@@ -49,6 +52,8 @@ class Accuracy:
     favourite: float | None = None
     parts: tuple[PartAccuracy, ...] = ()
     task: TaskFigure | None = None
+    precision: MeanPrecision | None = None
+    reading: str = ""
 
     @property
     def worst(self) -> PartAccuracy | None:
@@ -66,8 +71,10 @@ class Accuracy:
             "classes": self.classes,
             "favourite": self.favourite,
             "problems": list(self.problems),
+            "reading": self.reading,
             "parts": [part_json(part) for part in self.parts],
             "task": None if self.task is None else task_json(self.task),
+            "precision": None if self.precision is None else asdict(self.precision),
         }
 
 
@@ -107,7 +114,7 @@ class Comparison:
         reference: Session,
         candidate: Session,
         *,
-        labels: Sequence[int] | None = None,
+        labels: Sequence[int] | GroundTruth | None = None,
         form: Form | None = None,
         metric: Metric | None = None,
     ) -> None:
@@ -115,15 +122,18 @@ class Comparison:
 
         Args beyond those:
             form: parts and task of the outputs; None finds them from the first samples.
-            metric: the user's figure, in the task's place; the labels are for it then.
+            labels: or the objects that detectors are to find.
+            metric: the user's figure, in the task's place; the labels of classes are for it then.
 
         Raises:
             ConfigError: outputs whose names differ.
         """
         self._names = _common_outputs(reference, candidate)
         self._errors = {name: RunningError(name) for name in self._names}
-        self._top1 = _Top1(labels if metric is None else None)
-        self._truth = Truth(form, metric=metric, labels=labels)
+        objects = labels if isinstance(labels, GroundTruth) else None
+        classes = None if isinstance(labels, GroundTruth) else labels
+        self._top1 = _Top1(classes if metric is None else None)
+        self._truth = Truth(form, metric=metric, labels=classes, objects=objects)
 
     def add(
         self,
@@ -159,8 +169,16 @@ class Comparison:
         """
         if self._top1.samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
-        found = self._top1.result(tuple(error.result() for error in self._errors.values()))
-        return replace(found, parts=self._truth.parts(), task=self._truth.task())
+        outputs = tuple(error.result() for error in self._errors.values())
+        found = self._top1.result(outputs)
+        return replace(
+            found,
+            parts=self._truth.parts(outputs),
+            task=self._truth.task(),
+            precision=self._truth.precision(),
+            reading=self._truth.reading(),
+            problems=tuple(_problems(outputs, found.samples, self._truth.lists)),
+        )
 
 
 class TensorComparison:
@@ -249,7 +267,6 @@ class _Top1:
             top1_reference=self.right_reference / share if labelled else None,
             top1_candidate=self.right_candidate / share if labelled else None,
             top1_agreement=self.agreed / share if share else None,
-            problems=tuple(_problems(outputs, self.samples)),
             classes=self.count if share else None,
             favourite=self.given.most_common(1)[0][1] / share if share else None,
         )
@@ -267,7 +284,10 @@ class _Top1:
             )
 
 
-def _problems(outputs: Iterable[OutputAccuracy], samples: int) -> Iterator[str]:
+def _problems(
+    outputs: Iterable[OutputAccuracy], samples: int, lists: frozenset[str]
+) -> Iterator[str]:
+    """Sentences; the length of `lists` may differ."""
     for output in outputs:
         for count, whose in zip(output.not_finite, ("reference", "int8 engine"), strict=True):
             if count:
@@ -275,7 +295,7 @@ def _problems(outputs: Iterable[OutputAccuracy], samples: int) -> Iterator[str]:
                     f"output {output.name!r} of the {whose} holds NaN or Inf"
                     f" in {count} of {samples} samples"
                 )
-        if output.other_shape:
+        if output.other_shape and output.name not in lists:
             yield (
                 f"output {output.name!r} has another shape in the int8 engine"
                 f" in {output.other_shape} of {samples} samples"

@@ -51,7 +51,7 @@ def form_of(reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] =
 
 
 def _parts(name: str, seen: Seen) -> tuple[Part, ...]:
-    if name not in seen.names:
+    if name not in seen.every:
         return (Part(output=name),)
     samples = seen.arrays(name)
     if not np.issubdtype(samples[0].dtype, np.floating):  # numbers of classes, counts: no signal

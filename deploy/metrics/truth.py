@@ -11,11 +11,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from deploy.errors import FeedError
 from deploy.metrics.form import Form, form_of
-from deploy.metrics.parts import SAMPLES
+from deploy.metrics.parts import SAMPLES, Part
+from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import Outputs, split
-from deploy.metrics.running import RunningError, number
+from deploy.metrics.running import OutputAccuracy, RunningError, number
 from deploy.metrics.tasks import Metric, Tally, TaskFigure
+from deploy.metrics.tasks.boxes import Boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +48,20 @@ class Truth:
         *,
         metric: Metric | None = None,
         labels: Sequence[int] | None = None,
+        objects: GroundTruth | None = None,
     ) -> None:
-        """Args as `deploy.metrics.accuracy.Comparison`; labels are the metric's alone."""
+        """Args as `deploy.metrics.accuracy.Comparison`.
+
+        Args but those:
+            labels: for the metric alone.
+            objects: what detectors are to find.
+        """
+        self._objects = objects
+        self._precision: PrecisionTally | None = None
         self._metric = None if metric is None else metric.tally(labels)
         self._waiting: list[tuple[Outputs, Outputs, Outputs, int]] = []
         self._form = form
-        self._errors: list[RunningError] = []
+        self._errors: dict[Part, RunningError] = {}
         self._tally: Tally | None = None
         if form is not None:
             self._begin(form)
@@ -64,27 +75,55 @@ class Truth:
         if sum(one[3] for one in self._waiting) >= SAMPLES:
             self._settle()
 
-    def parts(self) -> tuple[PartAccuracy, ...]:
-        """The parts' figures, the worst first; where it cannot be told (NaN) is worst of all."""
+    def parts(self, outputs: Sequence[OutputAccuracy]) -> tuple[PartAccuracy, ...]:
+        """The parts' figures, the worst first; where it cannot be told (NaN) is worst of all.
+
+        Args:
+            outputs: figures of the whole outputs, which are not counted twice.
+        """
         form = self._settle()
-        found = [error.result() for error in self._errors]
+        known = {Part(output=output.name): output for output in outputs}
+        known |= {part: error.result() for part, error in self._errors.items()}
         figures = [
             PartAccuracy(
-                label=one.name,
+                label=part.label,
                 output=part.output,
-                sqnr_db=one.sqnr_db,
-                cosine_mean=one.cosine_mean,
-                cosine_min=one.cosine_min,
-                max_abs_error=one.max_abs_error,
+                sqnr_db=known[part].sqnr_db,
+                cosine_mean=known[part].cosine_mean,
+                cosine_min=known[part].cosine_min,
+                max_abs_error=known[part].max_abs_error,
             )
-            for part, one in zip(form.parts, found, strict=True)
+            for part in form.parts
         ]
         return tuple(sorted(figures, key=_badness))
+
+    @property
+    def lists(self) -> frozenset[str]:
+        """Outputs whose rows are not to be compared, so that their length may differ."""
+        task = self._settle().task
+        return (
+            frozenset()
+            if task is None
+            else frozenset(n for n, own in task.parts.items() if not own)
+        )
+
+    def reading(self) -> str:
+        """How the outputs were read, in words."""
+        task = self._settle().task
+        if task is None:
+            return "the form of the outputs does not tell what they are for"
+        found = self._metric is not None or self.task() is not None
+        return task.form if found else f"{task.form}; FP32 finds next to nothing on these samples"
 
     def task(self) -> TaskFigure | None:
         """The task's figure."""
         self._settle()
         return None if self._tally is None else self._tally.result()
+
+    def precision(self) -> MeanPrecision | None:
+        """Mean average precision of both models, where objects are known."""
+        self._settle()
+        return None if self._precision is None else self._precision.result()
 
     def _settle(self) -> Form:
         """Find the form, and count what has waited for it."""
@@ -97,19 +136,29 @@ class Truth:
         return self._form
 
     def _begin(self, form: Form) -> None:
-        self._errors = [RunningError(part.label) for part in form.parts]
+        rows = [part for part in form.parts if part.axis is not None]
+        self._errors = {part: RunningError(part.label) for part in rows}
         self._tally = self._metric
         if self._tally is None and form.task is not None:
             self._tally = form.task.tally()
+        if self._objects is not None:
+            if not isinstance(form.task, Boxes) or not form.task.decoder.placed:
+                raise FeedError(
+                    "annotations of boxes need a model whose boxes can be read from its outputs;"
+                    " this one's cannot, so leave the labels out or give a metric of your own"
+                )
+            self._precision = PrecisionTally(form.task.decoder, self._objects)
 
     def _count(self, inputs: Outputs, left: Outputs, right: Outputs, batch: int) -> None:
         assert self._form is not None
-        for part, error in zip(self._form.parts, self._errors, strict=True):
+        for part, error in self._errors.items():
             error.add(part.of(left[part.output]), part.of(right[part.output]), batch)
-        if self._tally is not None:
-            rows = (split(arrays, batch) for arrays in (inputs, left, right))
-            for fed, reference, candidate in zip(*rows, strict=True):
-                self._tally.add(fed, reference, candidate)
+        tallies = [one for one in (self._tally, self._precision) if one is not None]
+        if tallies:
+            fed, own, others = split(inputs, batch), split(left, batch), split(right, batch)
+            for sample in zip(fed, own, others, strict=True):
+                for tally in tallies:
+                    tally.add(*sample)
 
 
 def _badness(part: PartAccuracy) -> float:

@@ -127,15 +127,15 @@ def _ran(session: OrtSession, samples: Sequence[Sample], threads: int) -> list[M
 
 
 def figures(accuracy: Accuracy) -> dict[str, float]:
-    """Output -> its SQNR in dB; -inf where it cannot be told."""
-    return {
-        one.name: -math.inf if math.isnan(one.sqnr_db) else one.sqnr_db for one in accuracy.outputs
-    }
+    """Part of an output -> its SQNR in dB; -inf where it cannot be told."""
+    found = {part.label: part.sqnr_db for part in accuracy.parts}
+    found |= {one.name: one.sqnr_db for one in accuracy.outputs if math.isnan(one.sqnr_db)}
+    return {name: -math.inf if math.isnan(db) else db for name, db in found.items()}
 
 
 def worst(accuracy: Accuracy) -> float:
-    """SQNR in dB of the worst output."""
-    return min(figures(accuracy).values())
+    """SQNR in dB of the worst part of the outputs."""
+    return min(figures(accuracy).values(), default=-math.inf)
 
 
 GAIN_DB, _LOSS_DB = 0.1, 0.5

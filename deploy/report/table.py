@@ -185,6 +185,8 @@ def _accuracy(report: Findings) -> Iterator[Line]:
     yield Line("Top-1", tuple(figures.percent(share) for share in shares), change)
 
     judged = [engine.accuracy for engine in report.engines if engine.accuracy]
+    yield from _precision(report, "mAP .50:.95", "")
+    yield from _precision(report, "mAP .50", "_50")
 
     def line(label: str, get: Callable[[Accuracy], str], change: str = "") -> Line:
         cells = (get(e.accuracy) if e.accuracy else figures.NONE for e in report.engines)
@@ -206,6 +208,21 @@ def _accuracy(report: Findings) -> Iterator[Line]:
     )
     yield line("Cosine", lambda x: figures.cosine(truth.cosine(x)))
     yield line("Cosine, worst", lambda x: figures.cosine(truth.cosine_min(x)))
+
+
+def _precision(report: Findings, label: str, at: str) -> Iterator[Line]:
+    """Mean average precision of every engine; the float model's from any comparison with it."""
+    known = [e.accuracy.precision for e in report.engines if e.accuracy and e.accuracy.precision]
+    if known:
+        own: float = getattr(known[0], f"reference{at}")
+        shares = [own if e.reference else _precision_of(e, at) for e in report.engines]
+        lost = min(share - own for share in shares if share is not None)
+        yield Line(label, tuple(map(figures.percent, shares)), figures.points(lost))
+
+
+def _precision_of(engine: EngineRow, at: str) -> float | None:
+    found = engine.accuracy.precision if engine.accuracy else None
+    return None if found is None else float(getattr(found, f"candidate{at}"))
 
 
 def _change(factors: list[float | None], words: Callable[[float], str]) -> str:

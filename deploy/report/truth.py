@@ -13,22 +13,28 @@ def parted(accuracy: Accuracy) -> bool:
     return len(accuracy.parts) > len(accuracy.outputs)
 
 
-def sqnr(accuracy: Accuracy) -> float:
-    """Of the worst part; of the worst output where no parts are known."""
+def sqnr(accuracy: Accuracy) -> float | None:
+    """Of the worst part; of the worst output where no parts are known; None for lists of boxes."""
+    if accuracy.task and not accuracy.parts:
+        return None
     if accuracy.worst is not None:
         return accuracy.worst.sqnr_db
     return figures.least(output.sqnr_db for output in accuracy.outputs)
 
 
-def cosine(accuracy: Accuracy) -> float:
+def cosine(accuracy: Accuracy) -> float | None:
     """Mean cosine of the worst part, or of the worst output."""
+    if accuracy.task and not accuracy.parts:
+        return None
     if accuracy.worst is not None:
         return accuracy.worst.cosine_mean
     return figures.least(output.cosine_mean for output in accuracy.outputs)
 
 
-def cosine_min(accuracy: Accuracy) -> float:
+def cosine_min(accuracy: Accuracy) -> float | None:
     """The same of the worst sample."""
+    if accuracy.task and not accuracy.parts:
+        return None
     if accuracy.worst is not None:
         return accuracy.worst.cosine_min
     return figures.least(output.cosine_min for output in accuracy.outputs)
@@ -65,8 +71,5 @@ def part_row(part: PartAccuracy) -> list[str]:
 
 
 def sentences(accuracy: Accuracy) -> tuple[str, ...]:
-    """The task's figure and what the outputs were read as."""
-    task = accuracy.task
-    if task is None:
-        return ()
-    return (f"{task.words} ({task.form})" if task.form else task.words,)
+    """The task's figure, and what the outputs were read as."""
+    return tuple(filter(None, (accuracy.task.words if accuracy.task else "", accuracy.reading)))

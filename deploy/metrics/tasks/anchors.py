@@ -56,6 +56,7 @@ class Anchors:
         activation: of the scores: "", "sigmoid" or "softmax".
         background: its class; None without.
         coding: "corners", "centre", "distribution" or "" where boxes cannot be told.
+        classes: how many there are, without the background.
         parts: as of a task.
     """
 
@@ -63,7 +64,13 @@ class Anchors:
     activation: str
     background: int | None
     coding: str
+    classes: int
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+
+    @property
+    def placed(self) -> bool:
+        """Whether the boxes' coding is known."""
+        return bool(self.coding)
 
     @property
     def form(self) -> str:
@@ -97,9 +104,10 @@ def find(seen: Seen) -> Anchors | None:
     """The levels, where every one has scores and boxes."""
     groups: dict[int, list[str]] = {}
     for name in seen.names:
-        table = _table(seen.outputs[0][name])
-        if table is not None and len(table) > 1:
-            groups.setdefault(len(table), []).append(name)
+        tables = [_table(value) for value in seen.arrays(name)]
+        columns = {None if one is None else one.shape[1] for one in tables}
+        if tables[0] is not None and len(tables[0]) > 1 and len(columns) == 1:
+            groups.setdefault(len(tables[0]), []).append(name)
     pairs = [_pair(names, seen) for names in groups.values()]
     levels = tuple(pair for pair in pairs if pair is not None)
     if len(levels) != len(pairs) or sum(groups) < _ANCHORS:
@@ -108,7 +116,8 @@ def find(seen: Seen) -> Anchors | None:
     coding = _coding([_stacked(pair.boxes, seen) for pair in levels], levels, len(groups))
     if activation is None or coding is None:
         return None
-    return Anchors(levels, *activation, coding)
+    count = seen.outputs[0][levels[0].scores].shape[-1] - (activation[1] is not None)
+    return Anchors(levels, *activation, coding, count)
 
 
 def _table(value: Array) -> Floats | None:

@@ -35,6 +35,16 @@ class Decoder(Protocol):
         """As of a task."""
         ...
 
+    @property
+    def placed(self) -> bool:
+        """Whether boxes are places in the picture, not numbers of anchors."""
+        ...
+
+    @property
+    def classes(self) -> int | None:
+        """How many classes there are; None where the form does not tell."""
+        ...
+
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """All boxes above the lowest threshold; None where the shapes are others."""
         ...

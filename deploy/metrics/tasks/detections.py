@@ -72,10 +72,10 @@ def overlaps(left: Floats, right: Floats) -> Floats:
     return np.asarray(np.divide(shared, union, out=np.zeros_like(shared), where=union > 0))
 
 
-def suppressed(found: Detections) -> Detections:
-    """Greedy non-maximum suppression, each class by itself."""
+def suppressed(found: Detections, iou: float = IOU) -> Detections:
+    """Greedy non-maximum suppression of boxes that overlap more, each class by itself."""
     same = found.classes[:, None] == found.classes[None, :]
-    near = (overlaps(found.boxes, found.boxes) > IOU) & same
+    near = (overlaps(found.boxes, found.boxes) > iou) & same
     keep = np.ones(len(found.scores), np.bool_)
     for place in range(len(keep)):
         if keep[place]:

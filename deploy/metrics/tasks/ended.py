@@ -43,6 +43,16 @@ class Ended:
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
 
     @property
+    def placed(self) -> bool:
+        """Boxes are places."""
+        return True
+
+    @property
+    def classes(self) -> None:
+        """A list of boxes does not tell how many there are."""
+        return None
+
+    @property
     def form(self) -> str:
         """How the outputs are read."""
         return f"{', '.join(self.outputs)}: a list of boxes, scores and classes"
@@ -60,7 +70,7 @@ class Ended:
 
 def find(seen: Seen) -> Ended | None:
     """The list, in one output or in three."""
-    for name in seen.names:
+    for name in seen.every:
         columns = _columns([_joined([value]) for value in seen.arrays(name)])
         if columns is not None:
             return Ended((name,), columns, {name: _scores(name, columns[1], seen)})
@@ -70,8 +80,8 @@ def find(seen: Seen) -> Ended | None:
 def _three(seen: Seen) -> Ended | None:
     """Outputs of boxes [.., K, 4], scores [.., K] and classes [.., K]."""
     first = seen.outputs[0]
-    boxes = [name for name in seen.names if first[name].shape[-1:] == (4,)]
-    flat = [name for name in seen.names if name not in boxes and max(first[name].shape, default=0)]
+    boxes = [name for name in seen.every if first[name].shape[-1:] == (4,)]
+    flat = [name for name in seen.every if name not in boxes and max(first[name].shape, default=0)]
     for box in boxes:
         for score in flat:
             for kind in flat:
@@ -95,9 +105,10 @@ def _joined(values: list[Array]) -> Floats | None:
     """[1, K, n] or [K, n] -> [K, n]; of three outputs boxes [K, 4], scores and classes beside."""
     if len(values) == 1:
         value = values[0]
-        rows = value.reshape(-1, value.shape[-1]) if value.ndim >= 2 else value
-        alone = value.ndim >= 2 and value.size == int(np.prod(value.shape[-2:]))
-        return rows.astype(np.float64) if alone and rows.shape[1] in _LAYOUTS else None
+        alone = value.ndim >= 2 and value.shape[-1] in _LAYOUTS
+        if not alone or value.size != int(np.prod(value.shape[-2:])):
+            return None
+        return value.reshape(-1, value.shape[-1]).astype(np.float64)
     boxes, scores, kinds = (value.astype(np.float64) for value in values)
     if boxes.shape[-1:] != (4,) or not scores.size == kinds.size == boxes.size // 4:
         return None

@@ -48,7 +48,7 @@ def find(seen: Seen) -> Pixels | None:
     """The first output that is such a picture."""
     for name in seen.names:
         samples = seen.arrays(name)
-        if all(map(_is_numbers, samples)):
+        if all(map(_is_numbers, samples)) and all(map(_fits, samples, seen.inputs)):
             count = int(max(one.max() for one in samples)) + 1
             if 2 <= count <= _MOST:
                 return Pixels(name, count)
@@ -87,16 +87,20 @@ def _adds_up(value: Array) -> bool:
     return bool(value.min() >= -1e-4 and np.abs(total - 1).max() < 1e-2)
 
 
+def _fits(value: Array, fed: Outputs) -> bool:
+    """Whether the picture is as large as the input's, or not much smaller."""
+    size = image_size(fed)
+    if size is None or value.shape[0] != 1:
+        return False
+    return all(s <= own <= _SMALLER * s for s, own in zip(value.shape[-2:], size, strict=True))
+
+
 def _raw(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
     """Whether raw scores are a picture of classes."""
     seen: set[int] = set()
-    for value, fed in zip(samples, inputs, strict=True):
-        size = image_size(fed)
-        if size is None or any(
-            not side <= whole <= _SMALLER * side
-            for side, whole in zip(value.shape[2:], size, strict=True)
-        ):
-            return False
+    if not all(map(_fits, samples, inputs)):
+        return False
+    for value in samples:
         if np.mean(value < 0) < 0.2 or np.abs(value).max() < 1.5:  # a picture, or a map of shares
             return False
         best = value[0].argmax(axis=0)

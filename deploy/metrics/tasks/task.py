@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs
 from deploy.tensors import Array
@@ -93,6 +95,11 @@ class Seen:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Outputs that every sample has."""
+        """Outputs that hold values in every sample."""
+        return tuple(n for n in self.every if all(np.size(one[n]) for one in self.outputs))
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """Outputs that every sample has, if only as an empty list."""
         first = self.outputs[0] if self.outputs else {}
         return tuple(name for name in first if all(name in one for one in self.outputs))

@@ -55,12 +55,21 @@ class Dense:
     grid: Grid
 
     @property
+    def placed(self) -> bool:
+        """Boxes are places."""
+        return True
+
+    @property
+    def classes(self) -> int:
+        """How many there are; an objectness alone is one."""
+        return max(self.scores - self.objectness, 1)
+
+    @property
     def form(self) -> str:
         """How the output is read."""
-        classes = self.scores - self.objectness
         words = {"centre": "boxes by centre", "corners": "boxes by corners", "cell": "raw boxes"}
         seen = ", objectness" if self.objectness else ""
-        return f"{self.output}: {words[self.coding]}{seen} and {classes} classes an anchor"
+        return f"{self.output}: {words[self.coding]}{seen} and {self.classes} classes an anchor"
 
     @property
     def parts(self) -> Mapping[str, tuple[Part, ...]]:
@@ -179,10 +188,12 @@ def _coding(
         if min(along[2:]) > _AT_ANCHORS and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
             return "corners"
         return "centre" if _mostly(np.all(boxes[2:] >= 0, axis=0)) else None
+    if not objectness or grid.anchors != 1 or np.mean([one[4].mean() for one in rows]) > _IDLE:
+        return None
+    if boxes[2:].min(axis=1).max() >= 0:  # logarithms of sizes have both signs; shares have one
+        return None
     small = np.abs(boxes[:2]).max(axis=0) < 16
-    fitting = boxes[2:].max(axis=0) < 8
-    raw = objectness and grid.anchors == 1 and _mostly(small & fitting)
-    return "cell" if raw else None
+    return "cell" if _mostly(small & (boxes[2:].max(axis=0) < 8)) else None
 
 
 def _mostly(true: Array) -> bool:

@@ -1,0 +1,57 @@
+"""Annotated objects of a feed's pictures, in pixels of the model's input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import overload
+
+from deploy.errors import ConfigError
+from deploy.feed.feed import Feed
+from deploy.feed.placing import placed
+from deploy.metrics.coco import Annotations, Objects
+from deploy.metrics.precision import GroundTruth
+
+
+def ground_truth(annotations: Annotations, feed: Feed) -> GroundTruth:
+    """The objects of each sample.
+
+    Raises:
+        ConfigError: the feed is not of pictures.
+        FeedError: a picture that the annotations tell nothing of.
+    """
+    if feed.preprocess is None:
+        raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
+    for name in feed.names:
+        annotations.of(name)
+    return GroundTruth(PlacedObjects(annotations, feed), annotations.categories)
+
+
+class PlacedObjects(Sequence[Objects]):
+    """The objects of a feed's good pictures; which are bad shows only as they are read."""
+
+    def __init__(self, annotations: Annotations, feed: Feed) -> None:
+        self._annotations = annotations
+        self._feed = feed
+        self._names: tuple[int, tuple[str, ...]] = (-1, ())
+
+    def __len__(self) -> int:
+        return self._feed.count
+
+    @overload
+    def __getitem__(self, place: int) -> Objects: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Objects]: ...
+
+    def __getitem__(self, place: int | slice) -> Objects | Sequence[Objects]:
+        if self._names[0] != self._feed.count:
+            self._names = self._feed.count, self._feed.names
+        if isinstance(place, slice):
+            return [self._placed(name) for name in self._names[1][place]]
+        return self._placed(self._names[1][place])
+
+    def _placed(self, name: str) -> Objects:
+        found, how = self._annotations.of(name), self._feed.preprocess
+        assert how is not None
+        return replace(found, boxes=placed(found.boxes, found.size, how), size=how.size or (1, 1))

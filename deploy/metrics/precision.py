@@ -1,0 +1,198 @@
+"""Mean average precision of boxes against annotated objects, in flat memory.
+
+As COCO's evaluation has it (Lin et al. 2014; pycocotools' COCOeval, all areas, 100 boxes an
+image): at each IoU of .50, .55, ... .95 the best scores choose first, each the free object of its
+class that it overlaps most; precision is made to fall with recall and read at 101 recalls. What
+COCO sorts by score is counted in bins of the score here, so that nothing grows with the images.
+Boxes of a score of 0.05 or less are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.errors import FeedError
+from deploy.metrics.coco import Objects
+from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.tasks.boxes import Decoder
+from deploy.metrics.tasks.detections import Detections, Floats, overlaps, suppressed
+
+IOUS = np.linspace(0.5, 0.95, 10)
+_RECALLS = np.linspace(0, 1, 101)
+_BINS = 2000  # of the score
+_MOST = 100  # boxes of an image
+_SUPPRESS = 0.65
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanPrecision:
+    """The float model's and the candidate's, 0 to 1, over IoU .50:.95 and at .50."""
+
+    reference: float
+    candidate: float
+    reference_50: float
+    candidate_50: float
+    objects: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroundTruth:
+    """What there is to be found.
+
+    Attributes:
+        objects: of every sample in order, in pixels of the input.
+        categories: numbers of the categories in order.
+    """
+
+    objects: Sequence[Objects]
+    categories: tuple[int, ...]
+
+
+class AveragePrecision:
+    """Running counts of one model."""
+
+    def __init__(self) -> None:
+        self._hits: dict[int, NDArray[np.int32]] = {}  # class -> [IoUs, hit or miss, bins]
+        self._objects: dict[int, int] = {}
+
+    def add(
+        self,
+        found: Detections,
+        boxes: Floats,
+        classes: NDArray[np.int64],
+        crowds: NDArray[np.bool_],
+    ) -> None:
+        """Add one image: what was found, and its objects' boxes [n, 4], classes and crowds."""
+        found = found.at(np.arange(min(len(found.scores), _MOST)))
+        for kind in np.union1d(found.classes, classes).tolist():
+            own = found.at(found.classes == kind)
+            there = classes == kind
+            self._objects[kind] = self._objects.get(kind, 0) + int((there & ~crowds).sum())
+            counts = self._hits.setdefault(kind, np.zeros((len(IOUS), 2, _BINS), np.int32))
+            bins = np.clip((own.scores * _BINS).astype(np.int64), 0, _BINS - 1)
+            for level, iou in enumerate(IOUS):
+                hit = _hits(own.boxes, boxes[there], crowds[there], float(iou))
+                np.add.at(counts[level, 0], bins[hit == 1], 1)
+                np.add.at(counts[level, 1], bins[hit == 0], 1)
+
+    @property
+    def objects(self) -> int:
+        """Objects that were to be found."""
+        return sum(self._objects.values())
+
+    def result(self) -> tuple[float, float]:
+        """Mean over the classes that are there: (over all IoUs, at the first)."""
+        known = [kind for kind, count in self._objects.items() if count]
+        if not known:
+            return 0.0, 0.0
+        each = [
+            [_precision(level, self._objects[kind]) for level in self._hits[kind]] for kind in known
+        ]
+        return float(np.mean(each)), float(np.mean([one[0] for one in each]))
+
+
+def _hits(found: Floats, boxes: Floats, crowds: NDArray[np.bool_], iou: float) -> NDArray[np.int64]:
+    """Of each box found, the best first: 1 an object, 0 none, -1 a crowd, which counts nowhere."""
+    over = overlaps(found, boxes)
+    over[:, crowds] = _inside(found, boxes[crowds])
+    free = np.ones(len(boxes), np.bool_)
+    result = np.zeros(len(found), np.int64)
+    for row, near in enumerate(over):
+        single = np.where(free & ~crowds & (near >= iou - 1e-10), near, 0)
+        if single.size and single.max() > 0:
+            free[single.argmax()] = False
+            result[row] = 1
+        elif (near[crowds] >= iou).any():
+            result[row] = -1
+    return result
+
+
+def _inside(found: Floats, crowds: Floats) -> Floats:
+    """Share of each box that lies in each crowd."""
+    low = np.maximum(found[:, None, :2], crowds[None, :, :2])
+    high = np.minimum(found[:, None, 2:], crowds[None, :, 2:])
+    shared = np.clip(high - low, 0, None).prod(axis=2)
+    area = np.clip(found[:, 2:] - found[:, :2], 0, None).prod(axis=1)[:, None]
+    return np.asarray(shared / np.maximum(area, 1e-12))
+
+
+def _precision(counts: NDArray[np.int32], objects: int) -> float:
+    """101-point average precision of hits and misses [2, bins] by score, the best bin last."""
+    hits, misses = np.cumsum(counts[:, ::-1], axis=1, dtype=np.int64)
+    precision = hits / np.maximum(hits + misses, 1)
+    falling = np.maximum.accumulate(precision[::-1])[::-1]
+    place = np.searchsorted(hits / objects, _RECALLS - 1e-12, side="left")
+    return float(np.append(falling, 0.0)[place].mean())
+
+
+@dataclass(slots=True)
+class PrecisionTally:
+    """Both models against the objects of each sample.
+
+    Attributes:
+        decoder: how boxes are read.
+        truth: what there is.
+    """
+
+    decoder: Decoder
+    truth: GroundTruth
+    samples: int = 0
+    reference: AveragePrecision = field(default_factory=AveragePrecision)
+    candidate: AveragePrecision = field(default_factory=AveragePrecision)
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample.
+
+        Raises:
+            FeedError: classes of the model that fit no category.
+        """
+        own = self.truth.objects[self.samples]
+        self.samples += 1
+        classes = self._classes(own.categories)
+        size = image_size(inputs) or (1, 1)
+        for counts, outputs in ((self.reference, reference), (self.candidate, candidate)):
+            found = self.decoder.boxes(inputs, outputs)
+            if found is None:
+                none = np.zeros(0)
+                found = Detections(np.zeros((0, 4)), none, none.astype(np.int64))
+            found = suppressed(_in_pixels(found, size), iou=_SUPPRESS)
+            counts.add(found, own.boxes, classes, own.crowds)
+
+    def _classes(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The model's class of each category: in their order, or by their own number."""
+        count, most = self.decoder.classes, max(self.truth.categories, default=0)
+        if count is None or count == len(self.truth.categories):
+            return np.searchsorted(np.array(self.truth.categories, np.int64), categories)
+        if count >= most:  # the first number is 1 where a background was before it
+            return categories - int(count == most)
+        raise FeedError(
+            f"the annotations must have the model's classes, got {len(self.truth.categories)}"
+            f" categories and {count} classes"
+        )
+
+    def result(self) -> MeanPrecision | None:
+        """Both models' figures; None where there is no object."""
+        if not self.reference.objects:
+            return None
+        own, own_50 = self.reference.result()
+        other, other_50 = self.candidate.result()
+        return MeanPrecision(
+            reference=own,
+            candidate=other,
+            reference_50=own_50,
+            candidate_50=other_50,
+            objects=self.reference.objects,
+        )
+
+
+def _in_pixels(found: Detections, size: tuple[int, int]) -> Detections:
+    """Boxes of shares of the picture become pixels."""
+    if not len(found.boxes) or found.boxes.max() > 2:
+        return found
+    height, width = size
+    scale = np.array([width, height, width, height], np.float64)
+    return Detections(found.boxes * scale, found.scores, found.classes)

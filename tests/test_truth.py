@@ -1,0 +1,248 @@
+"""What a user loses, through the command: parts, tasks, a metric of one's own, annotations."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.cli import main
+from deploy.feed.pixels import apply
+from deploy.feed.placing import placed
+from deploy.feed.preprocess import Preprocess
+from deploy.metrics.tasks.grid import Grid
+from deploy.ort import OrtSession
+
+SIDE = 32
+GRID = Grid((8, 16), 1, False)
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory) -> Path:
+    """A tiny detector: x [1, 3, 32, 32] -> boxes in pixels and two scores, y [1, 6, 20]."""
+    path = tmp_path_factory.mktemp("detector") / "tiny.onnx"
+    made = np.random.default_rng(4)
+    cells, strides = GRID.cells((SIDE, SIDE))
+    centres = ((cells + 0.5) * strides[:, None]).T
+    sides = np.stack([strides, strides]) * 1.5
+    spread = np.array([1, 1, 1, 1, 4, 4]).reshape(6, 1, 1, 1)
+    held = {
+        "w8": made.normal(size=(6, 3, 8, 8)) * spread * 0.06,
+        "w16": made.normal(size=(6, 3, 16, 16)) * spread * 0.03,
+        "bias": np.array([0, 0, 0, 0, -4, -4]),
+        "places": np.concatenate([centres, sides])[None],
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w8", "bias"], ["c8"], name="eight", strides=[8, 8]),
+        helper.make_node("Conv", ["x", "w16", "bias"], ["c16"], name="sixteen", strides=[16, 16]),
+        helper.make_node("Reshape", ["c8", "flat"], ["r8"], name="r8"),
+        helper.make_node("Reshape", ["c16", "flat"], ["r16"], name="r16"),
+        helper.make_node("Concat", ["r8", "r16"], ["all"], name="all", axis=2),
+        helper.make_node("Split", ["all", "cut"], ["moves", "logits"], name="cut", axis=1),
+        helper.make_node("Add", ["moves", "places"], ["boxes"], name="boxes"),
+        helper.make_node("Sigmoid", ["logits"], ["scores"], name="scores"),
+        helper.make_node("Concat", ["boxes", "scores"], ["y"], name="y", axis=1),
+    ]
+    tensors = [numpy_helper.from_array(v.astype(np.float32), k) for k, v in held.items()]
+    tensors += [
+        numpy_helper.from_array(np.array(v, np.int64), k)
+        for k, v in {"flat": [1, 6, -1], "cut": [4, 2]}.items()
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "tiny",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, SIDE, SIDE])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 6, 20])],
+        tensors,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def run(pictures, capsys, tmp_path):
+    """A build of a model on the pictures: (exit code, output, errors, its report)."""
+
+    def call(model, *words):
+        out = tmp_path / "o"
+        arguments = ["build", model, "--images", pictures, "--duration", "0", "--out", out, *words]
+        code = 0
+        try:
+            main([str(word) for word in arguments])
+        except SystemExit as stop:
+            code = stop.code or 0
+        written = out / "report.json"
+        told = json.loads(written.read_text()) if written.exists() else {}
+        return code, *capsys.readouterr(), told
+
+    return call
+
+
+def test_boxes_and_the_worst_part_lead_the_report(run, detector, tmp_path):
+    code, out, error, told = run(detector)
+    assert code == 0, error
+    lines = {line[:16].strip(): line for line in out.splitlines()}
+    accuracy = told["engines"][1]["accuracy"]
+    assert accuracy["task"]["task"] == "boxes"
+    assert accuracy["task"]["count"] in lines["Boxes kept"]
+    assert "of y[" in lines["SQNR, worst part"]
+    assert [part["label"] for part in accuracy["parts"]].count("y[4:6]") == 1
+    assert accuracy["parts"][0]["sqnr_db"] <= accuracy["parts"][1]["sqnr_db"]
+    page = (tmp_path / "o" / "report.html").read_text()
+    text = (tmp_path / "o" / "report.md").read_text()
+    assert "boxes kept, int8" in page and "SQNR of the worst part" in page
+    assert "<td>y[4:6]</td>" in page.replace('<td class="name">', "<td>") or "y[4:6]" in page
+    assert "boxes of FP32 kept" in text and "y\\[4:6\\]" in text
+
+
+def test_a_classifier_has_its_lines_as_ever(run, small_cnn):
+    code, out, error, told = run(small_cnn, "--size", "16x16")
+    assert code == 0, error
+    assert "Top-1 agreement" in out and "SQNR, worst part" not in out
+    assert told["engines"][1]["accuracy"]["task"]["task"] == "classes"
+
+
+SCORE = """
+def score(fp32, int8, label):
+    assert set(fp32) == {"logits"} and fp32["logits"].shape == (1, 10)
+    return 1.0 if label is None else 10.0 * (int8["logits"].argmax() == label)
+
+def broken(fp32, int8, label):
+    return 1 / 0
+
+def word(fp32, int8, label):
+    return "well"
+
+def silent(fp32, int8, label):
+    return float("nan")
+"""
+
+
+@pytest.fixture
+def score(tmp_path):
+    (tmp_path / "own.py").write_text(SCORE)
+    return tmp_path / "own.py"
+
+
+def test_a_metric_of_ones_own_decides(run, small_cnn, pictures, score, tmp_path):
+    labels = tmp_path / "labels.txt"
+    session = OrtSession.open(small_cnn, threads=1)
+    import cv2
+
+    how = Preprocess(size=(16, 16), color="rgb", layout="nchw")
+    best = [
+        int(session.run({"x": apply(cv2.imread(str(p)), how)})["logits"].argmax())
+        for p in sorted(pictures.iterdir())
+    ]
+    labels.write_text(
+        "".join(f"{one}\n" for one in [*best[:15], *((b + 1) % 10 for b in best[15:])])
+    )
+    words = ("--size", "16x16", "--eval-images", pictures, "--labels", labels)
+    code, out, error, told = run(small_cnn, *words, "--metric", f"{score}:score")
+    assert code == 0, error
+    task = told["engines"][1]["accuracy"]["task"]
+    assert task["task"] == "metric" and task["reference"] == 7.5 and task["figure"] == "score"
+    (line,) = [line for line in out.splitlines() if line.startswith("Score")]
+    assert line.split()[1:] == ["7.5", task["count"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("own.py:broken", "must run without error, got ZeroDivisionError"),
+        ("own.py:broken", "own.py:7: return 1 / 0"),
+        ("own.py:word", "must return a finite number, got 'well'"),
+        ("own.py:silent", "must return a finite number, got nan"),
+        ("own.py:scor", "has no function 'scor'; it has broken, score, silent, word"),
+        ("gone.py:score", "but no file"),
+        ("own.py", "given as file.py:function"),
+    ],
+)
+def test_what_is_wrong_with_a_metric_is_one_sentence(run, small_cnn, score, name, rule):
+    words = ("--size", "16x16", "--metric", score.parent / name)
+    code, _, error, _ = run(small_cnn, *words)
+    assert code == 1 and rule in error and "Traceback" not in error
+    assert len([line for line in error.splitlines() if line.startswith("calib8: ")]) <= 1
+
+
+def annotations(detector, pictures, path, *, spoil=0):
+    """A COCO json of what the float model sees in the pictures, in the pictures' own pixels."""
+    import cv2
+
+    session = OrtSession.open(detector, threads=1)
+    how = Preprocess(size=(SIDE, SIDE), color="rgb", layout="nchw")
+    images, objects = [], []
+    for number, file in enumerate(sorted(pictures.iterdir())):
+        pixels = cv2.imread(str(file))
+        height, width = pixels.shape[:2]
+        rows = session.run({"x": apply(pixels, how)})["y"][0]
+        images.append({"id": number, "file_name": file.name, "height": height, "width": width})
+        for column in np.flatnonzero(rows[4:].max(axis=0) > 0.05):
+            cx, cy, w, h = rows[:4, column].tolist()
+            box = [(cx - w / 2) * width / SIDE, (cy - h / 2) * height / SIDE]
+            box += [w * width / SIDE, h * height / SIDE]
+            kind = 3 + 4 * int(rows[4:, column].argmax())  # categories 3 and 7
+            objects.append({"image_id": number, "bbox": box, "category_id": kind})
+    for one in objects[:spoil]:
+        one["bbox"][0] += 500
+    categories = [{"id": 7, "name": "b"}, {"id": 3, "name": "a"}]
+    data = {"images": images, "annotations": objects, "categories": categories}
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_objects_of_a_coco_json_give_the_precision_of_both(run, detector, pictures, tmp_path):
+    path = annotations(detector, pictures, tmp_path / "objects.json")
+    words = ("--eval-images", pictures, "--labels", path)
+    code, out, error, told = run(detector, *words)
+    assert code == 0, error
+    found = told["engines"][1]["accuracy"]["precision"]
+    # the model's own suppression leaves out some that the annotations have
+    assert found["reference_50"] > 0.5 and found["reference"] > 0.5
+    assert 0 < found["candidate_50"] <= 1
+    assert "mAP .50:.95" in out and f"{100 * found['reference_50']:.2f} %" in out
+    path = annotations(detector, pictures, path, spoil=100)
+    _, _, _, worse = run(detector, *words)
+    assert worse["engines"][1]["accuracy"]["precision"]["reference_50"] < found["reference_50"]
+
+
+def test_annotations_that_do_not_fit_are_refused(run, detector, small_cnn, pictures, tmp_path):
+    path = annotations(detector, pictures, tmp_path / "objects.json")
+    code, _, error, _ = run(detector, "--labels", path)
+    assert code == 1 and "give --eval-images" in error
+    words = ("--eval-images", pictures, "--labels", path)
+    code, _, error, _ = run(small_cnn, "--size", "16x16", *words)
+    assert code == 1 and "whose boxes can be read" in error
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"images": data["images"][:-1]}))
+    code, _, error, _ = run(detector, *words)
+    assert code == 1 and "COCO json" in error
+    data["annotations"] = [a for a in data["annotations"] if a["image_id"] != 19]
+    path.write_text(json.dumps(data | {"images": data["images"][:-1]}))
+    code, _, error, _ = run(detector, *words)
+    assert code == 1 and "'19.png' is not" in error
+    data["categories"].append({"id": 900, "name": "c"})
+    path.write_text(json.dumps(data))
+    code, _, error, _ = run(detector, *words)
+    assert code == 1 and "3 categories and 2 classes" in error
+    for text in ("[1, 2", "[]", '{"images": [{}], "annotations": [], "categories": []}', "7"):
+        path.write_text(text)
+        code, _, error, _ = run(detector, *words)
+        assert code == 1 and "COCO json" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("resize", ["stretch", "letterbox", "short-side", "fit-height"])
+@pytest.mark.parametrize("size", [(40, 80), (100, 60)])
+def test_boxes_land_where_their_pixels_do(resize, size):
+    how = Preprocess(size=(64, 96), resize=resize, color="grey", layout="nchw", scale=1, pad=(0,))
+    picture = np.zeros((*size, 1), np.uint8)
+    low, high = [int(0.4 * side) for side in size], [int(0.6 * side) for side in size]
+    picture[low[0] : high[0], low[1] : high[1]] = 255
+    seen = np.argwhere(apply(picture, how)[0, 0] > 127)
+    (top, left), (bottom, right) = seen.min(axis=0), seen.max(axis=0) + 1
+    box = placed(np.array([[low[1], low[0], high[1], high[0]]], np.float64), size, how)[0]
+    box = np.clip(box, 0, [96, 64, 96, 64])
+    np.testing.assert_allclose(box, [left, top, right, bottom], atol=1.1)
