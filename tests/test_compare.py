@@ -1,7 +1,5 @@
 import json
-import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,8 +11,6 @@ from deploy.cli import cli
 from deploy.comparison.compare import compare
 from deploy.comparison.cuts import cut
 from deploy.errors import Calib8Error
-
-HERE = Path(__file__).parent
 
 
 def save(path, nodes, *, out="y", weights=(), x="x"):
@@ -38,18 +34,6 @@ def images(tmp_path):
     path = tmp_path / "held.npz"
     np.savez(path, x=np.random.default_rng(0).normal(0, 1, (6, 4)).astype(np.float32))
     return path
-
-
-@pytest.fixture
-def openvino(tmp_path, monkeypatch):
-    """A fake OpenVINO, in this process and in those that are started."""
-    folder = tmp_path / "fake"
-    folder.mkdir()
-    shutil.copy(HERE / "fake_openvino.py", folder / "openvino.py")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.syspath_prepend(str(folder))
-    yield
-    sys.modules.pop("openvino", None)
 
 
 def run(*words):
