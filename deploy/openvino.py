@@ -36,7 +36,11 @@ class OpenvinoSession:
 
     @classmethod
     def open(
-        cls, model: Path | str | bytes | ModelProto, *, threads: int | None = None
+        cls,
+        model: Path | str | bytes | ModelProto,
+        *,
+        threads: int | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> OpenvinoSession:
         """Load a model from a file or from memory.
 
@@ -46,6 +50,7 @@ class OpenvinoSession:
         Args:
             model: path of an ONNX file (with its external data beside it), its bytes, or itself.
             threads: threads of one inference; None takes every core this process may use.
+            shapes: input name -> dimensions, to close those that the model leaves open.
 
         Raises:
             SdkMissingError: OpenVINO is not installed.
@@ -62,6 +67,8 @@ class OpenvinoSession:
         try:
             core = openvino.Core()
             read = core.read_model(_source(model))
+            if shapes:
+                read.reshape({name: list(shape) for name, shape in shapes.items()})
             compiled = core.compile_model(read, "CPU", settings)
         except Exception as error:  # its exceptions share no base but RuntimeError
             raise BackendError(
@@ -95,7 +102,12 @@ class OpenvinoSession:
 
 
 def run_apart(
-    model: ModelProto, samples: Sequence[Path], folder: Path, *, threads: int | None = None
+    model: ModelProto,
+    samples: Sequence[Path],
+    folder: Path,
+    *,
+    threads: int | None = None,
+    closed: bool = False,
 ) -> list[Path]:
     """Run samples in a process of its own, which a crash of the library ends alone.
 
@@ -104,6 +116,7 @@ def run_apart(
         samples: one .npz a sample, of its inputs.
         folder: what is written goes here; files of an earlier run are written over.
         threads: as `OpenvinoSession.open`.
+        closed: close what the inputs leave open by the shapes of the first sample.
 
     Returns:
         One .npz a sample, of the outputs.
@@ -116,7 +129,7 @@ def run_apart(
     path = folder / "model.onnx"
     path.write_bytes(_source(model))
     results = [folder / f"outputs-{number}.npz" for number in range(len(samples))]
-    words = [str(path), str(threads or usable_cores())]
+    words = [str(path), str(threads or usable_cores()), "closed" if closed else "open"]
     words += [str(file) for pair in zip(samples, results, strict=True) for file in pair]
     paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -138,10 +151,11 @@ def run_apart(
 
 
 def _work(words: Sequence[str]) -> int:
-    """The process of `run_apart`: model, threads, then files of samples and outputs in turns."""
-    path, threads, *files = words
+    """The process of `run_apart`: model, threads, shapes, then files of samples and outputs."""
+    path, threads, shapes, *files = words
     try:
-        session = OpenvinoSession.open(Path(path), threads=int(threads))
+        own = _shapes(files[0]) if shapes == "closed" else None
+        session = OpenvinoSession.open(Path(path), threads=int(threads), shapes=own)
         for sample, result in zip(files[::2], files[1::2], strict=True):
             with np.load(sample, allow_pickle=False) as arrays:
                 outputs = session.run({name: arrays[name] for name in arrays.files})
@@ -151,6 +165,11 @@ def _work(words: Sequence[str]) -> int:
         print(error)
         return _REFUSED
     return 0
+
+
+def _shapes(sample: str) -> dict[str, tuple[int, ...]]:
+    with np.load(sample, allow_pickle=False) as arrays:
+        return {name: arrays[name].shape for name in arrays.files}
 
 
 def _openvino() -> Any:

@@ -137,6 +137,17 @@ def test_the_node_is_found_where_another_runtime_parts(tmp_path, images, openvin
     ).stdout  # fmt: skip
 
 
+def test_what_closed_dimensions_change_is_told(tmp_path, images, openvino):
+    words = ("--images", images, "--runtime", "openvino", "--json", "-")
+    a = save(tmp_path / "a.onnx", CHAIN, weights=ONE)
+    (note,) = told(run(a, *words))["notes"]
+    assert "open dimensions closed the outputs agree (inf dB)" in note
+    model = onnx.load(a)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, a)
+    assert told(run(a, *words))["notes"] == []
+
+
 def test_runtimes_whose_outputs_agree_are_not_cut(tmp_path, images, openvino):
     a = save(tmp_path / "a.onnx", [("Relu", "x", "a"), ("Neg", "a", "y")])
     found = told(run(a, "--images", images, "--runtime", "openvino", "--json", "-"))
@@ -147,7 +158,7 @@ def test_a_runtime_that_crashes_on_a_cut_is_a_note(tmp_path, images, openvino):
     a = save(tmp_path / "a.onnx", [("Erf", "x", "a"), ("Add", "a a", "b"), ("Neg", "b", "y")])
     found = told(run(a, "--images", images, "--runtime", "openvino", "--every", "--json", "-"))
     assert found["parts_at"] == "b"
-    (note,) = found["notes"]
+    _, note = found["notes"]
     assert "'a' could not be compared" in note and "status 11" in note
 
 

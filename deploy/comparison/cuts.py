@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,29 +47,62 @@ class _Cuts:
         Raises:
             BackendError: OpenVINO cannot run the second model.
         """
-        return self._look(*self._models, outputs)
+        self.figures |= (found := self._look(*self._models, outputs))
+        return self._above(found)
 
     def agrees(self, name: str, other: str) -> bool:
         """Whether a tensor agrees; one that cannot be compared, or holds no floats, does."""
         first, second = self._models
         try:
-            return self._look(cut(first, name), cut(second, other), {name: other})
+            found = self._look(cut(first, name), cut(second, other), {name: other})
         except BackendError as error:
             self.notes.append(f"{name!r} could not be compared: {error}.")
             return True
+        self.figures |= found
+        return self._above(found)
 
-    def _look(self, first: ModelProto, second: ModelProto, pairs: Mapping[str, str]) -> bool:
+    def close(self, outputs: Mapping[str, str]) -> None:
+        """Tell, where the model leaves dimensions open, what closing them changes."""
+        if not _is_open(self._models[1]):
+            return
+        try:
+            found = self._look(*self._models, outputs, closed=True)
+        except BackendError:  # as it is the model runs, so closing it is no way out
+            return
+        worst = min((one.sqnr_db for one in found.values()), default=math.nan)
+        words = "agree" if self._above(found) else "part as well"
+        self.notes.append(
+            f"With the input's open dimensions closed the outputs {words} ({worst:.1f} dB)."
+        )
+
+    def _above(self, found: Figures) -> bool:
+        return all(one.sqnr_db >= self._limit for one in found.values())
+
+    def _look(
+        self,
+        first: ModelProto,
+        second: ModelProto,
+        pairs: Mapping[str, str],
+        *,
+        closed: bool = False,
+    ) -> Figures:
         left = OrtSession.open(first, threads=self._threads)
-        results = run_apart(second, self._samples, self._folder, threads=self._threads)
+        results = run_apart(
+            second, self._samples, self._folder, threads=self._threads, closed=closed
+        )
         names = [value.name for value in second.graph.output]
         sums = Sums(pairs)
         for file, result in zip(self._samples, results, strict=True):
             sample = _arrays(file)
             values = _arrays(result).values()
             sums.add(sample, left.run(sample), dict(zip(names, values, strict=True)))
-        found = sums.result()
-        self.figures |= found
-        return all(one.sqnr_db >= self._limit for one in found.values())
+        return sums.result()
+
+
+def _is_open(model: ModelProto) -> bool:
+    """Whether an input has a dimension without a number."""
+    dims = (d for value in model.graph.input for d in value.type.tensor_type.shape.dim)
+    return any(not dim.HasField("dim_value") for dim in dims)
 
 
 def _arrays(file: Path) -> dict[str, Array]:
@@ -98,7 +132,10 @@ def by_cuts(
                 files.append(folder / f"sample-{number}.npz")
                 np.savez(files[-1], **sample)
         cuts = _Cuts(first, second, files, folder=folder, threads=threads, min_sqnr_db=min_sqnr_db)
-        agree = cuts.whole({name: other for name, other in pairs.items() if name in ends})
+        outputs = {name: other for name, other in pairs.items() if name in ends}
+        agree = cuts.whole(outputs)
+        if not agree:
+            cuts.close(outputs)
         steps = len(inner) if every else len(inner).bit_length()
         with bar("comparing", steps, shown=progress) as step:
 
