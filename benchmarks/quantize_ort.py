@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
+from onnx import version_converter
 from onnxruntime.quantization import (
     CalibrationDataReader,
     CalibrationMethod,
@@ -41,11 +43,22 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]
         return next(self.left, None)
 
 
+def lifted(model: Path, folder: Path) -> Path:
+    """The model in opset 13 or later: before it no file with a scale a channel can be loaded."""
+    loaded = onnx.load(model)
+    version = next(o.version for o in loaded.opset_import if o.domain in ("", "ai.onnx"))
+    if version >= 13:
+        return model
+    path = folder / "lifted.onnx"
+    onnx.save(version_converter.convert_version(loaded, 13), path)
+    return path
+
+
 def prepared(model: Path, folder: Path) -> Path:
     """The model after the quantizer's own preparation, or as it is where that fails."""
     path = folder / "prepared.onnx"
     try:
-        quant_pre_process(str(model), str(path), skip_symbolic_shape=True)
+        quant_pre_process(str(lifted(model, folder)), str(path), skip_symbolic_shape=True)
     except Exception as error:  # whatever it raises, the model itself may still do
         print(f"preparation left out: {str(error).splitlines()[:1]}")
         return model

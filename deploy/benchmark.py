@@ -5,18 +5,33 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from deploy.errors import ConfigError
+from deploy.feed.feed import Feed, FeedSource, open_feed
+from deploy.feed.preprocess import Preprocess
 from deploy.machine import this_machine
+from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
+from deploy.openvino import OpenvinoSession
+from deploy.progress import bar
 from deploy.report import EngineRow, Report
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.streams import throughput
 from deploy.tensors import Array, Session, TensorSpec
 
 Shapes = Mapping[str, Sequence[int]]
+
+
+class Opens(Protocol):
+    """A target, or a runtime that is none."""
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """A session of an engine's file."""
+        ...
+
 
 _FEEDS = 4  # different inputs, used in turn
 _LOAD_BUDGET_MS = 200
@@ -33,6 +48,11 @@ def bench(
     seed: int = 0,
     targets: Sequence[Target] = (),
     streams: int = 1,
+    runtime: str = "onnxruntime",
+    images: FeedSource | None = None,
+    preprocess: Preprocess | None = None,
+    limit: int | None = None,
+    skip_bad: bool = False,
     progress: bool = False,
 ) -> Report:
     """Measure an engine, and another beside it, each on the target whose suffix it has.
@@ -47,15 +67,25 @@ def bench(
         seed: of the random inputs.
         targets: targets with options of their own; the others have their defaults.
         streams: measure the throughput of so many sessions at once too.
+        runtime: "openvino" runs the engine there too, beside ONNX Runtime.
+        images: run on these, as `deploy.pipeline.build` takes them, and compare the outputs of
+            the second session with those of the first; None makes up random inputs.
+        preprocess: how images become inputs; None takes it from the engine's input.
+        limit: use at most so many images.
+        skip_bad: go on without unreadable images.
         progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
         BackendError: a file that its runtime cannot load or run.
         ConfigError: inputs that differ, a shape that does not fit, or a target or a number of
-            threads that no engine makes use of.
+            threads that no engine makes use of; a second engine beside a second runtime.
+        SdkMissingError: the runtime is not installed.
+        FeedError: images that do not fit.
     """
     paths = _paths(Path(engine), Path(against) if against is not None else None)
-    runtimes = {label: _runtime(path, targets) for label, path in paths.items()}
+    runtimes: dict[str, Opens] = {label: _runtime(path, targets) for label, path in paths.items()}
+    if runtime == "openvino":
+        paths, runtimes = _both(paths, runtimes)
     for target in targets:
         if target not in runtimes.values():
             raise ConfigError(
@@ -71,7 +101,14 @@ def bench(
             f"threads are those of engines that run on the CPU, got {' and '.join(paths)}; leave"
             " --threads away"
         )
-    feeds = _shared_feeds(sessions, shapes or {}, seed)
+    judged: dict[str, Accuracy] = {}
+    if images is None:
+        feeds = _shared_feeds(sessions, shapes or {}, seed)
+    else:
+        specs = _shared_inputs(sessions)
+        feed = open_feed(images, specs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+        feeds = [dict(sample) for sample in feed.first(_FEEDS)]
+        judged = _judged(sessions, feed, progress=progress)
     latencies = measure(
         sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
     )
@@ -84,15 +121,19 @@ def bench(
             load_ms=opened[label][1],
             threads=sessions[label].threads,
             latency=latencies[label],
-            notes=_streams(path, runtimes[label], streams, feeds, threads, warmup_ms, duration_s),
+            accuracy=judged.get(label),
+            notes=(
+                *_streams(path, runtimes[label], streams, feeds, threads, warmup_ms, duration_s),
+                *_by_output(judged.get(label)),
+            ),
         )
         for label, path in paths.items()
     )
-    title = f"Latency of {' and '.join(path.name for path in paths.values())}"
+    title = f"Latency of {' and '.join(dict.fromkeys(path.name for path in paths.values()))}"
     return Report(title=title, engines=rows, machine=this_machine())
 
 
-def open_timed(path: Path, target: Target, *, threads: int | None = None) -> tuple[Session, float]:
+def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
     """Load an engine; gives the session and the best of up to three load times in ms.
 
     An engine that loads slowly is loaded once, as a second and third time would cost too much.
@@ -121,7 +162,7 @@ def _runtime(path: Path, targets: Sequence[Target]) -> Target:
 
 def _streams(
     path: Path,
-    target: Target,
+    target: Opens,
     count: int,
     feeds: list[dict[str, Array]],
     threads: int | None,
@@ -207,6 +248,11 @@ def _paths(engine: Path, against: Path | None) -> dict[str, Path]:
 def _shared_feeds(
     sessions: Mapping[str, Session], shapes: Shapes, seed: int
 ) -> list[dict[str, Array]]:
+    return random_feeds(_shared_inputs(sessions), shapes=shapes, seed=seed)
+
+
+def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
+    """The inputs that all sessions have, as the first one describes them."""
     wanted = {label: {spec.name: spec.dtype for spec in s.inputs} for label, s in sessions.items()}
     first, last = next(iter(wanted)), next(reversed(wanted))
     if wanted[first] != wanted[last]:
@@ -214,7 +260,59 @@ def _shared_feeds(
             f"models measured side by side must have the same inputs,"
             f" got {wanted[first]} and {wanted[last]}"
         )
-    return random_feeds(sessions[first].inputs, shapes=shapes, seed=seed)
+    return sessions[first].inputs
+
+
+def _judged(sessions: Mapping[str, Session], feed: Feed, *, progress: bool) -> dict[str, Accuracy]:
+    """How far the second session's outputs are from the first one's."""
+    if len(sessions) < 2:
+        return {}
+    left, right = sessions.values()
+    comparison = Comparison(left, right)
+    with bar("comparing", len(feed), shown=progress) as step, feed.samples() as samples:
+        for sample in samples:
+            comparison.add(sample, left.run(sample), right.run(sample), count=feed.count)
+            step()
+    return {list(sessions)[-1]: comparison.result()}
+
+
+def _by_output(accuracy: Accuracy | None) -> tuple[str, ...]:
+    """Each output's figures as a note; of one alone the table tells."""
+    if accuracy is None or len(accuracy.outputs) < 2:
+        return ()
+    return tuple(
+        f"output {one.name!r}: {one.sqnr_db:.1f} dB, cosine {one.cosine_mean:.5f}"
+        for one in accuracy.outputs
+    )
+
+
+def _both(
+    paths: Mapping[str, Path], runtimes: Mapping[str, Opens]
+) -> tuple[dict[str, Path], dict[str, Opens]]:
+    """One engine in ONNX Runtime and in OpenVINO.
+
+    Raises:
+        ConfigError: there is a second engine, or it is no ONNX model.
+    """
+    (label, path), *others = paths.items()
+    if others:
+        raise ConfigError(
+            f"two runtimes take one engine, got {' and '.join(paths)}; leave --against away, or"
+            " --runtime"
+        )
+    if not isinstance(runtimes[label], OnnxRuntime):
+        raise ConfigError(
+            f"OpenVINO reads ONNX models, got {path}; name the .onnx file, or leave --runtime away"
+        )
+    here, there = f"{label} in ONNX Runtime", f"{label} in OpenVINO"
+    return {here: path, there: path}, {here: runtimes[label], there: _Openvino()}
+
+
+class _Openvino:
+    """What opens a model there."""
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        return OpenvinoSession.open(engine, threads=threads)
 
 
 def _shape(spec: TensorSpec, given: Sequence[int] | None) -> tuple[int, ...]:

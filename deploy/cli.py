@@ -26,6 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Calibrate only, and write the calibration cache.",
     ),
     "bench": ("deploy.commands.bench:bench", "Latency of one or two models, side by side."),
+    "compare": (
+        "deploy.commands.compare:compare",
+        "Where two models part, or one model in two runtimes, tensor by tensor.",
+    ),
     "inspect": (
         "deploy.commands.inspect:inspect",
         "What would be quantized in a model and why not; what a cache holds.",

@@ -25,7 +25,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy",  # the face: re-exports, each imported when first used
         "deploy.cli deploy.__main__",
         "deploy.commands",
-        "deploy.pipeline deploy.benchmark deploy.results deploy.inspection",
+        "deploy.pipeline deploy.benchmark deploy.comparison deploy.results deploy.inspection",
         "deploy.measure",
         "deploy.judge",
         "deploy.report",
@@ -38,7 +38,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.feed",
         "deploy.metrics",
         "deploy.graph",
-        "deploy.ort",
+        "deploy.ort deploy.openvino",
         "deploy.tensors deploy.stamped deploy.atomic deploy.progress deploy.machine"
         " deploy.usercode",
         "deploy.version deploy.errors",

@@ -1,5 +1,7 @@
 """Fixtures that several test files share."""
 
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -83,3 +85,15 @@ def histograms():
         return {o.tensor: observed.of(o) for o in wanted}
 
     return seen
+
+
+@pytest.fixture
+def openvino(tmp_path, monkeypatch):
+    """A fake OpenVINO, in this process and in those that are started."""
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    shutil.copy(Path(__file__).parent / "fake_openvino.py", folder / "openvino.py")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(str(folder))
+    yield
+    sys.modules.pop("openvino", None)

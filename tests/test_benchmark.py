@@ -1,4 +1,5 @@
 import json
+import sys
 
 import numpy as np
 import onnx
@@ -103,3 +104,92 @@ def test_a_file_that_is_no_model_is_one_sentence(tmp_path):
     (tmp_path / "a.onnx").write_text("hello")
     with pytest.raises(BackendError, match="must be a model that ONNX Runtime"):
         bench(tmp_path / "a.onnx")
+
+
+def two_outputs(path, op="Neg"):
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 3]) for name in "yz"]
+    nodes = [helper.make_node("Abs", ["x"], ["y"]), helper.make_node(op, ["y"], ["z"])]
+    graph = helper.make_graph(nodes, "g", [x], ends)
+    opset = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=9), path)
+    return path
+
+
+@pytest.fixture
+def held(tmp_path):
+    path = tmp_path / "held.npz"
+    np.savez(path, x=np.random.default_rng(0).normal(0, 1, (6, 3)).astype(np.float32))
+    return path
+
+
+def bench_cli(*words):
+    words = ("bench", *words, "--duration", 0, "--warmup", 0, "--threads", 1)
+    return CliRunner().invoke(cli, [str(word) for word in words])
+
+
+def told(result):
+    assert isinstance(result.exception, ConfigError | BackendError), result.output
+    return str(result.exception)
+
+
+def test_images_are_what_is_run_and_tell_how_far_two_models_are_apart(tmp_path, held):
+    a, b = two_outputs(tmp_path / "a.onnx"), two_outputs(tmp_path / "b.onnx", op="Relu")
+    words = (b, "--against", a, "--images", held, "--json", tmp_path / "r.json")
+    result = bench_cli(*words, "--limit", 4)
+    assert result.exit_code == 0, result.exception
+    first, second = json.loads((tmp_path / "r.json").read_text())["engines"]
+    assert "accuracy" not in first
+    assert second["accuracy"]["samples"] == 4
+    assert [o["sqnr_db"] for o in second["accuracy"]["outputs"]] == [
+        "inf",
+        pytest.approx(-6.02, 1e-3),
+    ]
+    assert "output 'z': -6.0 dB" in " ".join(result.stdout.split())
+
+
+def test_one_model_on_images_is_timed_alone(tmp_path, held):
+    result = bench_cli(two_outputs(tmp_path / "a.onnx"), "--images", held)
+    assert result.exit_code == 0 and "SQNR" not in result.stdout
+
+
+def test_options_that_images_leave_no_room_for_are_refused(tmp_path, held):
+    a = save(tmp_path / "a.onnx")
+    assert "--seed shapes random inputs" in told(bench_cli(a, "--images", held, "--seed", 1))
+    assert "--limit goes with --images" in told(bench_cli(a, "--limit", 1))
+    assert "--size goes with --images" in told(bench_cli(a, "--size", "4x4"))
+
+
+def test_openvino_is_measured_beside_onnx_runtime(tmp_path, held, openvino):
+    a = two_outputs(tmp_path / "a.onnx")
+    words = (a, "--runtime", "openvino", "--json", tmp_path / "r.json")
+    assert bench_cli(*words, "--images", held).exit_code == 0
+    first, second = json.loads((tmp_path / "r.json").read_text())["engines"]
+    assert (first["label"], second["label"]) == ("a.onnx in ONNX Runtime", "a.onnx in OpenVINO")
+    assert first["reference"] and first["latency"]["queries"] == second["latency"]["queries"]
+    assert [o["sqnr_db"] for o in second["accuracy"]["outputs"]] == ["inf", "inf"]
+    assert bench_cli(*words).exit_code == 0
+    assert json.loads((tmp_path / "r.json").read_text())["engines"][1].get("accuracy") is None
+
+
+def test_what_openvino_does_not_run_is_refused(tmp_path, openvino):
+    a, b = save(tmp_path / "a.onnx"), save(tmp_path / "b.onnx", op="Neg")
+    assert "take one engine" in told(bench_cli(a, "--against", b, "--runtime", "openvino"))
+    said = told(bench_cli(tmp_path / "a.plan", "--runtime", "openvino"))
+    assert "OpenVINO reads ONNX models" in said
+    bad = save(tmp_path / "c.onnx", op="Cosh")
+    assert "Operation Cosh is not supported" in told(bench_cli(bad, "--runtime", "openvino"))
+
+
+def test_openvino_that_is_missing_is_said_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    said = told(bench_cli(save(tmp_path / "a.onnx"), "--runtime", "openvino"))
+    assert "calib8[openvino]" in said
+
+
+def test_the_real_openvino_computes_the_same(tmp_path, held):
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    report = bench(
+        two_outputs(tmp_path / "a.onnx"), runtime="openvino", images=held, duration_s=0, threads=1
+    )
+    assert all(o.sqnr_db > 100 for o in report.engines[1].accuracy.outputs)

@@ -18,6 +18,7 @@ from scripts import house
 
 ROOT = Path(__file__).parent.parent
 SDKS = {"torch", "tensorrt", "pycuda", "onnxruntime", "onnx", "cv2", "acl", "amct_onnx", "tqdm"}
+SDKS |= {"openvino"}
 
 MODULES = house.modules(ROOT)
 ARROWS = house.arrows(MODULES)

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import click
 
+from deploy.commands import given as given_flags
 from deploy.commands import sections
+from deploy.commands.inputs import Inputs, input_options
 from deploy.commands.targets import Given, made, own_options
+from deploy.errors import ConfigError
 
 
 @click.command(
@@ -21,6 +24,14 @@ from deploy.commands.targets import Given, made, own_options
     metavar="MODEL",
     help="A second model, run in turn with ENGINE so that noise falls on both; usually the float"
     " model that ENGINE was built from.",
+)
+@sections.option(
+    "--runtime",
+    section=sections.MODEL,
+    type=click.Choice(["onnxruntime", "openvino"]),
+    default="onnxruntime",
+    show_default=True,
+    help="With openvino, ENGINE runs there too, beside ONNX Runtime.",
 )
 @sections.option(
     "--threads",
@@ -90,10 +101,12 @@ from deploy.commands.targets import Given, made, own_options
     metavar="FILE",
     help="Write the report as a page.",
 )
+@input_options
 @own_options(lambda option: option.runs)
 def bench(
     engine: Path,
     against: Path | None,
+    runtime: str,
     threads: int | None,
     warmup: float,
     duration: float,
@@ -101,16 +114,19 @@ def bench(
     seed: int,
     given: Given,
     streams: int,
+    inputs: Inputs,
     json_path: Path | None,
     html_path: Path | None,
 ) -> None:
     """Measure the latency of ENGINE: an ONNX model on the CPU, or a target's engine on its device.
 
-    Inputs are random, made from the model's own specs. Metrics and percentiles are trtexec's.
+    Inputs are random, made from the model's own specs, unless --images gives real ones, on which
+    the outputs are compared too. Metrics and percentiles are trtexec's.
 
     \b
     Examples:
       calib8 bench build/model.int8.onnx --against model.onnx
+      calib8 bench build/model.int8.onnx --runtime openvino --images held/
       calib8 bench model.onnx --shape images:1x3x640x640 --threads 1 --html latency.html
     """  # noqa: D301 (click reads the backspace)
     import json
@@ -119,6 +135,11 @@ def bench(
     from deploy.benchmark import bench as run
     from deploy.report import to_html, to_json, to_screen
 
+    if inputs.source is not None and (idle := given_flags.typed("shapes", "seed")):
+        raise ConfigError(
+            f"{' and '.join(idle)} shapes random inputs, and --images gives others; leave one of"
+            " them away"
+        )
     report = run(
         engine,
         against=against,
@@ -129,6 +150,11 @@ def bench(
         seed=seed,
         targets=[made(target, fields) for target, fields in given.items()],
         streams=streams,
+        runtime=runtime,
+        images=inputs.source,
+        preprocess=inputs.preprocess,
+        limit=inputs.limit,
+        skip_bad=inputs.skip_bad,
         progress=True,
     )
     if json_path is not None:

@@ -87,7 +87,7 @@ def refuse_both_ways(policy: CachePolicy) -> None:
         )
 
 
-_PREPROCESS = (
+PREPROCESS = (
     ("--preprocess", "preset", "Preset: how images become inputs, such as imagenet or unit."),
     ("--size", "size", "Input size as HxW; the default is the model's."),
     ("--resize", "resize", "Way to the size: stretch, letterbox, short-side or fit-height."),
@@ -104,7 +104,7 @@ _PREPROCESS = (
 
 def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
-    for flag, name, text in reversed(_PREPROCESS):
+    for flag, name, text in reversed(PREPROCESS):
         command = sections.option(flag, name, section=sections.IMAGES, help=text)(command)
     return command
 
@@ -120,7 +120,7 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
             source=words.pop("images"),
             limit=words.pop("limit"),
             skip_bad=words.pop("skip_bad"),
-            preprocess=preprocess_from({name: words.pop(name) for _, name, _ in _PREPROCESS}),
+            preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
             threads=words.pop("threads") or default_threads(),
         )
         command(images=images, **words)

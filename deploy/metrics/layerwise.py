@@ -11,6 +11,7 @@ output of the DequantizeLinear behind it::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,30 @@ def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, st
         for name in node.output
         if name in read_as
     }
+
+
+def shared_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
+    """Tensor of one model -> tensor of another of the same name, in the first one's order.
+
+    Of a Q/DQ model the value counts that its next layers read, behind the DequantizeLinear; either
+    model, both or none may be one. A tensor goes by the name that its node gives it, and by the
+    one under which it is read: writers of Q/DQ models put a new name before the pair or behind it.
+    """
+    theirs = {name: read for made, read in _readings(second) for name in (made, read)}
+    return {
+        read: theirs[name]
+        for made, read in _readings(first)
+        for name in (made, read)
+        if name in theirs
+    }
+
+
+def _readings(model: ModelProto) -> Iterator[tuple[str, str]]:
+    """(tensor that a node makes, tensor that is read in its place), without those of Q and DQ."""
+    read_as = _dequantized(model)
+    for node in model.graph.node:
+        if not _is(node, "Quantize") and not _is(node, "Dequantize"):
+            yield from ((name, read_as.get(name, name)) for name in node.output if name)
 
 
 def _dequantized(model: ModelProto) -> dict[str, str]:

@@ -1,0 +1,97 @@
+"""`calib8 compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from deploy.commands import given, sections
+from deploy.commands.options import ImageOptions, image_options
+
+_IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a few
+
+
+@click.command(cls=sections.SectionedCommand)
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path), required=False)
+@image_options
+@sections.option(
+    "--runtime",
+    section=sections.MODEL,
+    type=click.Choice(["onnxruntime", "openvino"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What runs SECOND, or FIRST again where no SECOND is given; FIRST runs in ONNX Runtime.",
+)
+@sections.option(
+    "--min-sqnr",
+    section=sections.MEASURING,
+    type=float,
+    default=20.0,
+    show_default=True,
+    metavar="DB",
+    help="The first tensor below so many dB is where the two part.",
+)
+@sections.option(
+    "--every",
+    section=sections.MEASURING,
+    is_flag=True,
+    help="With another runtime, look at every tensor, not only at as many as it takes.",
+)
+@sections.option(
+    "--json",
+    "json_path",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="Write what was found as JSON; - prints it in place of the table.",
+)
+def compare(
+    first: Path,
+    second: Path | None,
+    images: ImageOptions,
+    runtime: str,
+    min_sqnr: float,
+    every: bool,
+    json_path: Path | None,
+) -> None:
+    """Find the tensor at which two ONNX models part, FIRST being the reference.
+
+    Tensors that both have are compared in the order of the graph, outputs last; of a Q/DQ model
+    the values count that its next layers read. In another runtime each tensor is computed by a
+    model that is cut off behind it, as an added output would change what the runtime fuses; the
+    place is found by halves. 8 images are run unless --limit says otherwise.
+
+    \b
+    Examples:
+      calib8 compare model.onnx build/model.int8.onnx --images held/
+      calib8 compare build/model.int8.onnx --runtime openvino --images held/ --limit 2
+    """  # noqa: D301 (click reads the backspace)
+    import json
+
+    from deploy.atomic import write_text
+    from deploy.comparison.compare import compare as run
+
+    if runtime == "onnxruntime":
+        given.refuse_without("--runtime openvino", given.typed("every"))
+    found = run(
+        first,
+        second,
+        images.source,
+        runtime=runtime,
+        preprocess=images.preprocess,
+        limit=images.limit or _IMAGES,
+        skip_bad=images.skip_bad,
+        min_sqnr_db=min_sqnr,
+        every=every,
+        threads=images.threads,
+        progress=True,
+    )
+    text = json.dumps(found.to_json(), indent=1) + "\n"
+    if json_path == Path("-"):
+        click.echo(text, nl=False)
+        return
+    if json_path is not None:
+        write_text(json_path, text)
+    click.echo(repr(found))

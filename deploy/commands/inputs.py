@@ -1,0 +1,69 @@
+"""Images as the inputs of a command that does without them too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deploy.commands import given, sections
+from deploy.commands.options import PREPROCESS, preprocess_from, preprocess_options
+
+if TYPE_CHECKING:
+    from deploy.feed.preprocess import Preprocess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What `input_options` gathers from the command line; `source` is None without --images."""
+
+    source: str | None
+    limit: int | None
+    skip_bad: bool
+    preprocess: Preprocess | None
+
+
+def input_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add how images are chosen and read, none of it required; the command gets `inputs`."""
+
+    @wraps(command)
+    def gathered(**words: Any) -> None:
+        source = words.pop("images")
+        if source is None:
+            given.refuse_without("--images", given.typed_in(sections.IMAGES))
+        inputs = Inputs(
+            source=source,
+            limit=words.pop("limit"),
+            skip_bad=words.pop("skip_bad"),
+            preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
+        )
+        command(inputs=inputs, **words)
+
+    options = (
+        sections.option(
+            "--images",
+            section=sections.IMAGES,
+            metavar="PATH",
+            help="Run on these in place of random inputs, and tell how far the outputs are apart:"
+            " folder of images, list file, .npy or .npz.",
+        ),
+        preprocess_options,
+        sections.option(
+            "--limit",
+            section=sections.IMAGES,
+            type=click.IntRange(min=1),
+            help="Use at most so many images.",
+        ),
+        sections.option(
+            "--skip-bad",
+            section=sections.IMAGES,
+            is_flag=True,
+            help="Go on without unreadable images.",
+        ),
+    )
+    for option in reversed(options):
+        gathered = option(gathered)
+    return gathered

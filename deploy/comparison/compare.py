@@ -1,0 +1,170 @@
+"""`compare`: two models, or one in two runtimes, over a feed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.comparison.cuts import by_cuts
+from deploy.comparison.parting import Layer, Parting
+from deploy.comparison.sums import Figures, Sums
+from deploy.errors import ConfigError, ModelError
+from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.preprocess import Preprocess
+from deploy.graph.edit import with_outputs
+from deploy.metrics.accuracy import OutputAccuracy
+from deploy.metrics.layerwise import shared_by_name
+from deploy.ort import OrtSession
+from deploy.progress import bar
+from deploy.tensors import Samples
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+RUNTIMES = ("onnxruntime", "openvino")
+MIN_SQNR_DB = 20.0
+
+
+def compare(
+    first: Path,
+    second: Path | None,
+    images: FeedSource,
+    *,
+    runtime: str = "onnxruntime",
+    preprocess: Preprocess | None = None,
+    limit: int | None = None,
+    skip_bad: bool = False,
+    min_sqnr_db: float = MIN_SQNR_DB,
+    every: bool = False,
+    threads: int | None = None,
+    progress: bool = False,
+) -> Parting:
+    """Compare two ONNX models, or one with itself in another runtime.
+
+    Args:
+        first: the reference, which ONNX Runtime runs.
+        second: the other model; None is the first one again.
+        images: as `deploy.pipeline.build` takes them.
+        runtime: of the second model, a name of `RUNTIMES`.
+        preprocess: how images become inputs; None takes it from the first model's input.
+        limit: use at most so many images.
+        skip_bad: go on without unreadable images.
+        min_sqnr_db: SQNR below which two tensors have parted.
+        every: in another runtime, look at every tensor; else, where the outputs part, at as many
+            as it takes to find two neighbours of which the first agrees and the second does not.
+        threads: of an inference; None takes every core.
+        progress: draw a bar on stderr where this takes over two seconds.
+
+    Raises:
+        ConfigError: nothing to compare: one model in one runtime, inputs that differ, or no tensor
+            that both have.
+        ModelError: a file that is no ONNX model.
+        FeedError: images that do not fit.
+        SdkMissingError: the runtime is not installed.
+        BackendError: a runtime refused a whole model.
+    """
+    if second is None and runtime == "onnxruntime":
+        raise ConfigError(
+            f"a comparison needs two models or two runtimes, got {first} in ONNX Runtime alone;"
+            " name a second model, or another runtime with --runtime"
+        )
+    ours = _read(first)
+    theirs = ours if second is None else _read(second)
+    whole = OrtSession.open(first, threads=threads)
+    _refuse_other_inputs(ours, theirs)
+    feed = open_feed(images, whole.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    outputs = [value.name for value in ours.graph.output]
+    pairs = _pairs(ours, theirs, outputs)
+    if not pairs:
+        raise ConfigError(
+            f"models that are compared must have tensors of the same names, got none in {first}"
+            f" and {second}; compare a model with what was built from it"
+        )
+    apart = runtime != "onnxruntime"
+    notes: list[str] = []
+    if apart:
+        figures, notes = by_cuts(
+            ours, theirs, pairs, feed, threads, progress, min_sqnr_db=min_sqnr_db, every=every
+        )
+    else:
+        figures = _taps(ours, theirs, pairs, feed, threads, progress)
+    makers = {name: node for node in ours.graph.node for name in node.output}
+    rows = {name: _layer(name, makers, found) for name, found in figures.items()}
+    return Parting(
+        first=f"{first} in onnxruntime",
+        second=f"{second or first} in {runtime}",
+        samples=feed.count,
+        min_sqnr_db=min_sqnr_db,
+        layers=tuple(row for name, row in rows.items() if name not in outputs),
+        outputs=tuple(rows[name] for name in outputs if name in rows),
+        cut=apart,
+        looked=(len(figures), len(pairs)),
+        notes=tuple(notes),
+    )
+
+
+def _pairs(first: ModelProto, second: ModelProto, outputs: Sequence[str]) -> dict[str, str]:
+    """Tensors to compare, the outputs that both have last."""
+    theirs = {value.name for value in second.graph.output}
+    shared = shared_by_name(first, second)
+    inner = {name: other for name, other in shared.items() if name not in outputs}
+    return inner | {name: name for name in outputs if name in theirs}
+
+
+def _taps(
+    first: ModelProto,
+    second: ModelProto,
+    pairs: Mapping[str, str],
+    feed: Samples,
+    threads: int | None,
+    progress: bool,
+) -> Figures:
+    """All tensors in one walk over the samples; those of one sample are in memory at a time."""
+    left = OrtSession.open(with_outputs(first, pairs), threads=threads)
+    right = OrtSession.open(with_outputs(second, pairs.values()), threads=threads)
+    figures = Sums(pairs)
+    with bar("comparing", len(feed), shown=progress) as step, feed.samples() as samples:
+        for sample in samples:
+            figures.add(sample, left.run(sample), right.run(sample))
+            step()
+    return figures.result()
+
+
+def _layer(name: str, makers: Mapping[str, NodeProto], figures: OutputAccuracy) -> Layer:
+    """The row of a tensor, with the node behind its quantization that computes it."""
+    node = makers[name]
+    while node.op_type in ("DequantizeLinear", "QuantizeLinear") and node.input[0] in makers:
+        node = makers[node.input[0]]
+    return Layer(tensor=name, node=node.name, operator=node.op_type, figures=figures)
+
+
+def _refuse_other_inputs(first: ModelProto, second: ModelProto) -> None:
+    ours, theirs = (sorted(_inputs(model)) for model in (first, second))
+    if ours != theirs:
+        raise ConfigError(
+            f"models that are compared must have the same inputs, got {', '.join(ours)} and"
+            f" {', '.join(theirs)}"
+        )
+
+
+def _inputs(model: ModelProto) -> set[str]:
+    """Names of what must be fed: old models list their weights among the inputs."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return {value.name for value in model.graph.input} - weights
+
+
+def _read(path: Path) -> ModelProto:
+    """The model with its weights.
+
+    Raises:
+        ModelError: no such file, or no ONNX model in it.
+    """
+    import onnx
+
+    try:
+        return onnx.load(path)
+    except Exception as error:  # protobuf's and the file system's, and those of external data
+        raise ModelError(
+            f"a model to compare must be an ONNX file, got {path}: {type(error).__name__}"
+        ) from error

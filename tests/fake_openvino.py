@@ -1,0 +1,79 @@
+"""OpenVINO for tests: ONNX Runtime under its interface, wrong at Add and dead at Erf.
+
+Its source stands as `openvino.py` in a folder on the path, in this process and in others.
+"""
+
+import os
+
+import numpy as np
+import onnx
+import onnxruntime
+
+__version__ = "0.fake"
+
+
+class _Dim:
+    def __init__(self, size):
+        self.size, self.is_static = size, isinstance(size, int)
+
+    def get_length(self):
+        return self.size
+
+
+class _Type:
+    def to_dtype(self):
+        return np.float32
+
+
+class _Port:
+    def __init__(self, node):
+        self.node = node
+
+    def get_any_name(self):
+        return self.node.name
+
+    def get_partial_shape(self):
+        return [_Dim(size) for size in self.node.shape]
+
+    def get_element_type(self):
+        return _Type()
+
+
+class _Compiled:
+    def __init__(self, model, settings):
+        assert settings["INFERENCE_PRECISION_HINT"] == "f32"
+        self.session = onnxruntime.InferenceSession(model.SerializeToString())
+        self.inputs = [_Port(node) for node in self.session.get_inputs()]
+        self.outputs = [_Port(node) for node in self.session.get_outputs()]
+
+    def __call__(self, feed):
+        return dict(enumerate(self.session.run(None, feed)))
+
+
+class _Model:
+    def __init__(self, proto):
+        self.proto = proto
+
+    def reshape(self, shapes):
+        """With closed dimensions an Add is an Add."""
+        assert all(size > 0 for shape in shapes.values() for size in shape)
+        for node in self.proto.graph.node:
+            if node.op_type == "Sub":
+                node.op_type = "Add"
+
+
+class Core:
+    def read_model(self, source):
+        model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
+        for node in model.graph.node:
+            if node.op_type == "Erf" and len(model.graph.node) == 1:
+                os._exit(11)
+            if node.op_type == "Cosh":
+                raise RuntimeError("Exception from src/x.cpp:1:\nOperation Cosh is not supported\n")
+            if node.op_type == "Add":
+                node.op_type = "Sub"
+        return _Model(model)
+
+    def compile_model(self, model, device, settings):
+        assert device == "CPU"
+        return _Compiled(model.proto, settings)
