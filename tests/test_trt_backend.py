@@ -18,7 +18,7 @@ from deploy.calibration.search import Method
 from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
-from deploy.pipeline import CachePolicy, build
+from deploy.pipeline import CachePolicy, Tuning, build
 from deploy.targets.tensorrt import builder, sdk
 from deploy.targets.tensorrt.builder import (
     Engine,
@@ -101,6 +101,7 @@ def built(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         method=Method.of("percentile", {"percent": 90}),
         cache=policy,
         duration_s=0,
+        tuning=Tuning(effort=0),
     )
     assert any("no engine was built: no GPU" in note for t in report.targets for note in t.notes)
     return out
@@ -186,6 +187,7 @@ def built_on(model: Path, out: Path, backend: TensorRT | None = None, **options:
     """Build on the machine at hand; gives the notes as one text."""
     backend = backend or TensorRT()
     same = np.random.default_rng(5).standard_normal((4, 1, 3, 8, 8)).astype(np.float32)
+    options = {"tuning": Tuning(effort=0), **options}
     report = build(model, list(same), out=out, targets=(backend,), duration_s=0, **options)
     return " / ".join(note for part in report.targets for note in part.notes)
 

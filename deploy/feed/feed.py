@@ -187,7 +187,7 @@ class Feed:
         if self.batch > 1:
             return self.first(most)
         good = [index for index in self._chosen if index not in self._skipped]
-        chosen = set(_evenly(good, min(most, KEPT)))
+        chosen = set(_evenly(_evenly(good, KEPT), most))
         found = [s for index, s in self._singles(self._read, only=chosen) if index in chosen]
         return found or self.first(most)
 

@@ -173,7 +173,9 @@ class Search:
 
     def _whole_in_int8(self) -> None:
         choices = [NO_CHOICES, *(Choices(method=method) for method in self.methods[1:])]
-        names = [f"all in int8, {method.label}" for method in self.methods]
+        names = ["all in int8"]
+        if len(self.methods) > 1:
+            names = [f"all in int8, {method.label}" for method in self.methods]
         self._try(names, [frozenset()] * len(names), choices)
 
     def _look_inside(self, base: Trial) -> None:
