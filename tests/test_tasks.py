@@ -299,7 +299,8 @@ def test_queries_are_boxes(softmaxed):
     assert found.value == 1 and " of FP32 kept, 0 new" in found.words
 
 
-def test_distributions_of_distances_are_boxes_level_by_level():
+@pytest.mark.parametrize("maps", [False, True])
+def test_distributions_of_distances_are_boxes_level_by_level(maps):
     size, bins = (64, 96), 8
 
     def level(number, stride):
@@ -315,7 +316,14 @@ def test_distributions_of_distances_are_boxes_level_by_level():
     def outputs(number):
         levels = {s: level(number, s) for s in (8, 16, 32)}
         named = {f"score{s}": one for s, (one, _) in levels.items()}
-        return named | {f"box{s}": far for s, (_, far) in levels.items()}
+        named |= {f"box{s}": far for s, (_, far) in levels.items()}
+        if not maps:
+            return named
+        sides = {one.shape[1]: (size[0] // s, size[1] // s) for s, (one, _) in levels.items()}
+        return {
+            name: value.transpose(0, 2, 1).reshape(1, -1, *sides[value.shape[1]])
+            for name, value in named.items()
+        }
 
     references = [outputs(n) for n in range(8)]
     form, found = figure(references, references, [fed(size)] * 8)
@@ -326,7 +334,7 @@ def test_distributions_of_distances_are_boxes_level_by_level():
     assert np.abs(boxes - wanted).max(axis=1).min() < 1e-6
     moved = [{k: v for k, v in one.items()} for one in references]
     for one in moved:
-        one["box8"] = np.roll(one["box8"], bins, axis=2)
+        one["box8"] = np.roll(one["box8"], bins, axis=1 if maps else 2)
     assert figure(references, moved, [fed(size)] * 8)[1].value < 0.9
 
 
