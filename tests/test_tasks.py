@@ -281,6 +281,35 @@ def test_anchors_whose_boxes_cannot_be_told_match_by_place():
     assert found.words.startswith("24 of 32 boxes of FP32 kept, 0 new")
 
 
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_heads_of_several_anchors_a_cell_match_by_anchor(raw, joined):
+    def outputs(number):
+        made = np.random.default_rng(number)
+        named = {}
+        for stride in (8, 16, 32):
+            value = made.standard_normal((1, 3, SIZE[0] // stride, SIZE[1] // stride, 5 + 4))
+            value[..., 4] -= 8
+            value[0, 1, 2, 1:4, 4] = 6
+            value[0, 1, 2, 1:4, 7] = 5
+            value = value if raw else 1 / (1 + np.exp(-value))
+            if joined:
+                value = value.transpose(0, 1, 4, 2, 3).reshape(1, 27, *value.shape[2:4])
+            named[f"p{stride}"] = value.astype(np.float32)
+        return named
+
+    references = [outputs(n) for n in range(4)]
+    candidates = [outputs(n) for n in range(4)]
+    for one in candidates:
+        one["p8"] *= 0 if not raw else 1
+        one["p8"] -= 20 if raw else 0
+    form, found = figure(references, candidates)
+    assert "objectness and 4 classes of anchors" in form.task.form
+    assert found.words.startswith("24 of 36 boxes of FP32 kept, 0 new")
+    features = [{k: rng().standard_normal(v.shape) for k, v in one.items()} for one in references]
+    assert same_task(features) is None
+
+
 @pytest.mark.parametrize("softmaxed", [False, True])
 def test_queries_are_boxes(softmaxed):
     def detr(number):

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.detections import Detections, Floats, by_place, by_score
+from deploy.metrics.tasks.detections import LOWEST, Detections, Floats, by_place, by_score
 from deploy.metrics.tasks.grid import Grid, grids
 from deploy.metrics.tasks.task import Seen
 from deploy.metrics.tasks.yolo import corners
@@ -98,13 +98,16 @@ class Anchors:
         if not self.coding:
             return by_place(shares)
         size = image_size(inputs)
-        places = []
+        seen = shares.max(axis=1) > LOWEST  # few: the rest is not decoded
+        places, start = [], 0
         for pair, (_, own) in zip(self.levels, known, strict=True):
             assert own is not None
             if pair.grid is not None and (size is None or pair.grid.count(size) != len(own)):
                 return None
-            places.append(_corners(own, self.coding, pair.grid, size))
-        return by_score(np.concatenate(places), shares)
+            here = np.flatnonzero(seen[start : start + len(own)])
+            places.append(_corners(own, here, self.coding, pair.grid, size))
+            start += len(own)
+        return by_score(np.concatenate(places), shares[seen])
 
 
 def find(seen: Seen) -> Anchors | None:
@@ -235,12 +238,20 @@ def _softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(power / power.sum(axis=-1, keepdims=True))
 
 
-def _corners(rows: Floats, coding: str, grid: Grid | None, size: tuple[int, int] | None) -> Floats:
+def _corners(
+    rows: Floats,
+    here: NDArray[np.int64],
+    coding: str,
+    grid: Grid | None,
+    size: tuple[int, int] | None,
+) -> Floats:
+    """Boxes of the rows `here` of a level."""
+    rows = rows[here]
     if coding == "corners":
         return rows
     if grid is None or size is None:
         return corners(rows)
-    cells, strides = grid.cells(size)
+    cells, strides = (one[here] for one in grid.cells(size))
     bins = rows.reshape(len(rows), 4, -1)
     with np.errstate(invalid="ignore"):
         far = _softmax(bins) @ np.arange(bins.shape[2])  # left, top, right, bottom
