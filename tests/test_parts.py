@@ -141,3 +141,14 @@ def test_a_broken_part_is_worse_than_any_other():
     candidates[2][:, 1] = np.nan
     found = compared(references, candidates, 2)
     assert found.worst.label == "y[0:4]" and np.isnan(found.worst.sqnr_db)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_the_task_does_not_depend_on_the_batch(batch):
+    references = [RNG.uniform(0, 1, (1, 22, 300)).astype(np.float32) for _ in range(8)]
+    references = [one / one.sum(axis=1, keepdims=True) for one in references]
+    references = [one[..., 0] for one in references]  # probabilities [1, 22]
+    candidates = [one[:, ::-1].copy() if n % 3 else one for n, one in enumerate(references)]
+    found = compared(references, candidates, batch).task
+    assert found == compared(references, candidates, 1).task
+    assert found.task == "classes" and found.samples == 8 and found.count == "3 of 8"

@@ -281,6 +281,35 @@ def test_anchors_whose_boxes_cannot_be_told_match_by_place():
     assert found.words.startswith("24 of 32 boxes of FP32 kept, 0 new")
 
 
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_heads_of_several_anchors_a_cell_match_by_anchor(raw, joined):
+    def outputs(number):
+        made = np.random.default_rng(number)
+        named = {}
+        for stride in (8, 16, 32):
+            value = made.standard_normal((1, 3, SIZE[0] // stride, SIZE[1] // stride, 5 + 4))
+            value[..., 4] -= 8
+            value[0, 1, 2, 1:4, 4] = 6
+            value[0, 1, 2, 1:4, 7] = 5
+            value = value if raw else 1 / (1 + np.exp(-value))
+            if joined:
+                value = value.transpose(0, 1, 4, 2, 3).reshape(1, 27, *value.shape[2:4])
+            named[f"p{stride}"] = value.astype(np.float32)
+        return named
+
+    references = [outputs(n) for n in range(4)]
+    candidates = [outputs(n) for n in range(4)]
+    for one in candidates:
+        one["p8"] *= 0 if not raw else 1
+        one["p8"] -= 20 if raw else 0
+    form, found = figure(references, candidates)
+    assert "objectness and 4 classes of anchors" in form.task.form
+    assert found.words.startswith("24 of 36 boxes of FP32 kept, 0 new")
+    features = [{k: rng().standard_normal(v.shape) for k, v in one.items()} for one in references]
+    assert same_task(features) is None
+
+
 @pytest.mark.parametrize("softmaxed", [False, True])
 def test_queries_are_boxes(softmaxed):
     def detr(number):
@@ -299,7 +328,8 @@ def test_queries_are_boxes(softmaxed):
     assert found.value == 1 and " of FP32 kept, 0 new" in found.words
 
 
-def test_distributions_of_distances_are_boxes_level_by_level():
+@pytest.mark.parametrize("maps", [False, True])
+def test_distributions_of_distances_are_boxes_level_by_level(maps):
     size, bins = (64, 96), 8
 
     def level(number, stride):
@@ -315,7 +345,14 @@ def test_distributions_of_distances_are_boxes_level_by_level():
     def outputs(number):
         levels = {s: level(number, s) for s in (8, 16, 32)}
         named = {f"score{s}": one for s, (one, _) in levels.items()}
-        return named | {f"box{s}": far for s, (_, far) in levels.items()}
+        named |= {f"box{s}": far for s, (_, far) in levels.items()}
+        if not maps:
+            return named
+        sides = {one.shape[1]: (size[0] // s, size[1] // s) for s, (one, _) in levels.items()}
+        return {
+            name: value.transpose(0, 2, 1).reshape(1, -1, *sides[value.shape[1]])
+            for name, value in named.items()
+        }
 
     references = [outputs(n) for n in range(8)]
     form, found = figure(references, references, [fed(size)] * 8)
@@ -326,7 +363,7 @@ def test_distributions_of_distances_are_boxes_level_by_level():
     assert np.abs(boxes - wanted).max(axis=1).min() < 1e-6
     moved = [{k: v for k, v in one.items()} for one in references]
     for one in moved:
-        one["box8"] = np.roll(one["box8"], bins, axis=2)
+        one["box8"] = np.roll(one["box8"], bins, axis=1 if maps else 2)
     assert figure(references, moved, [fed(size)] * 8)[1].value < 0.9
 
 

@@ -9,7 +9,8 @@ scores [A, C]           probabilities; a background among them (first or last) w
 boxes [A, 4]            corners; centre and size of a few queries (DETR, Carion et al. 2020);
                         offsets from anchors that the outputs do not tell
 boxes [A, 4 (m + 1)]    distributions of the four distances from an anchor's cell, in strides
-                        (Li et al. 2020, Generalized Focal Loss): PicoDet, NanoDet, YOLO's heads
+                        (Li et al. 2020, Generalized Focal Loss): PicoDet, NanoDet, and the heads of
+                        YOLO v6 and v8 before they are joined, where both may be maps [C, H, W]
 ======================  ========================================================================
 
 Where boxes cannot be told, an anchor counts as kept where the same one finds the same class.
@@ -25,13 +26,15 @@ from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.detections import Detections, Floats, by_place, by_score
+from deploy.metrics.tasks.detections import LOWEST, Detections, Floats, by_place, by_score
 from deploy.metrics.tasks.grid import Grid, grids
 from deploy.metrics.tasks.task import Seen
 from deploy.metrics.tasks.yolo import corners
 from deploy.tensors import Array
 
 _ANCHORS = 10  # of all levels, at least
+_MAPS = 4  # outputs of two levels: fewer are no heads of a detector
+_LARGEST = 1 << 16  # cells of a level
 _QUERIES = 1000  # of a DETR, at most
 _BINS = 4  # of a distribution, at least
 _WINS = 0.8  # share of anchors that see the background
@@ -57,6 +60,7 @@ class Anchors:
         background: its class; None without.
         coding: "corners", "centre", "distribution" or "" where boxes cannot be told.
         classes: how many there are, without the background.
+        maps: whether the outputs are maps, one cell an anchor.
         parts: as of a task.
     """
 
@@ -65,6 +69,7 @@ class Anchors:
     background: int | None
     coding: str
     classes: int
+    maps: bool = False
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
 
     @property
@@ -82,6 +87,8 @@ class Anchors:
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """The boxes of one sample, of all levels together."""
+        if self.maps:
+            outputs = _unrolled(outputs)
         scores = [_table(outputs[pair.scores]) for pair in self.levels]
         boxes = [_table(outputs[pair.boxes]) for pair in self.levels]
         known = [(a, b) for a, b in zip(scores, boxes, strict=True) if _paired(a, b)]
@@ -91,17 +98,23 @@ class Anchors:
         if not self.coding:
             return by_place(shares)
         size = image_size(inputs)
-        places = []
+        seen = shares.max(axis=1) > LOWEST  # few: the rest is not decoded
+        places, start = [], 0
         for pair, (_, own) in zip(self.levels, known, strict=True):
             assert own is not None
             if pair.grid is not None and (size is None or pair.grid.count(size) != len(own)):
                 return None
-            places.append(_corners(own, self.coding, pair.grid, size))
-        return by_score(np.concatenate(places), shares)
+            here = np.flatnonzero(seen[start : start + len(own)])
+            places.append(_corners(own, here, self.coding, pair.grid, size))
+            start += len(own)
+        return by_score(np.concatenate(places), shares[seen])
 
 
 def find(seen: Seen) -> Anchors | None:
     """The levels, where every one has scores and boxes."""
+    maps = sum(seen.outputs[0][name].ndim == 4 for name in seen.names) >= _MAPS
+    if maps:
+        seen = Seen(seen.inputs, [_unrolled(one) for one in seen.outputs])
     groups: dict[int, list[str]] = {}
     for name in seen.names:
         tables = [_table(value) for value in seen.arrays(name)]
@@ -114,10 +127,20 @@ def find(seen: Seen) -> Anchors | None:
         return None
     activation = _activation([_stacked(pair.scores, seen) for pair in levels])
     coding = _coding([_stacked(pair.boxes, seen) for pair in levels], levels, len(groups))
-    if activation is None or coding is None:
+    if activation is None or coding is None or (maps and coding != "distribution"):
         return None
     count = seen.outputs[0][levels[0].scores].shape[-1] - (activation[1] is not None)
-    return Anchors(levels, *activation, coding, count)
+    return Anchors(levels, *activation, coding, count, maps)
+
+
+def _unrolled(outputs: Outputs) -> dict[str, Array]:
+    """Maps [1, C, H, W] of no great size become [1, H W, C]; the rest stays as it is."""
+    return {
+        name: value.reshape(1, value.shape[1], -1).transpose(0, 2, 1)
+        if value.ndim == 4 and len(value) == 1 and value[0, 0].size <= _LARGEST
+        else value
+        for name, value in outputs.items()
+    }
 
 
 def _table(value: Array) -> Floats | None:
@@ -215,12 +238,20 @@ def _softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(power / power.sum(axis=-1, keepdims=True))
 
 
-def _corners(rows: Floats, coding: str, grid: Grid | None, size: tuple[int, int] | None) -> Floats:
+def _corners(
+    rows: Floats,
+    here: NDArray[np.int64],
+    coding: str,
+    grid: Grid | None,
+    size: tuple[int, int] | None,
+) -> Floats:
+    """Boxes of the rows `here` of a level."""
+    rows = rows[here]
     if coding == "corners":
         return rows
     if grid is None or size is None:
         return corners(rows)
-    cells, strides = grid.cells(size)
+    cells, strides = (one[here] for one in grid.cells(size))
     bins = rows.reshape(len(rows), 4, -1)
     with np.errstate(invalid="ignore"):
         far = _softmax(bins) @ np.arange(bins.shape[2])  # left, top, right, bottom

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs
-from deploy.metrics.tasks import anchors, ended, yolo
+from deploy.metrics.tasks import anchors, ended, maps, yolo
 from deploy.metrics.tasks.detections import Detections, matched, suppressed
 from deploy.metrics.tasks.task import Seen, TaskFigure
 
@@ -55,6 +55,7 @@ DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (
     yolo.find,
     ended.find,
     anchors.find,
+    maps.find,
 )
 
 

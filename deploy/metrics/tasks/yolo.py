@@ -21,7 +21,7 @@ import numpy as np
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.detections import Detections, Floats, by_score
+from deploy.metrics.tasks.detections import LOWEST, Detections, Floats, by_score
 from deploy.metrics.tasks.grid import Grid, grids
 from deploy.metrics.tasks.task import Seen
 from deploy.tensors import Array
@@ -87,15 +87,16 @@ class Dense:
         rows = _oriented(outputs.get(self.output), self.axis)
         if rows is None or len(rows) != self.rows:
             return None
-        scores = rows[4 : 4 + self.scores].T
+        scores = rows[4 : 4 + self.scores]
         if self.objectness and self.scores > 1:
-            scores = scores[:, 1:] * scores[:, :1]
-        places = rows[:4].T
+            scores = scores[1:] * scores[:1]
+        seen = np.flatnonzero(scores.max(axis=0) > LOWEST)  # few: the rest is not decoded
+        places, scores = rows[:4, seen].T.astype(np.float64), scores[:, seen].T.astype(np.float64)
         if self.coding == "cell":
             size = image_size(inputs)
-            if size is None or self.grid.count(size) != len(places):
+            if size is None or self.grid.count(size) != rows.shape[1]:
                 return None
-            places = _out_of_cells(places, self.grid, size)
+            places = _out_of_cells(places, *(one[seen] for one in self.grid.cells(size)))
         return by_score(places if self.coding == "corners" else corners(places), scores)
 
 
@@ -115,7 +116,7 @@ def _dense(name: str, seen: Seen) -> Dense | None:
     for axis in (1, -1):
         samples = [_oriented(value, axis) for value in seen.arrays(name)]
         sizes = [image_size(inputs) for inputs in seen.inputs]
-        rows = [one for one in samples if one is not None]
+        rows = [one.astype(np.float64) for one in samples if one is not None]
         known = [size for size in sizes if size is not None]
         if len(rows) != len(samples) or len(known) != len(samples) or not rows:
             continue
@@ -127,14 +128,14 @@ def _dense(name: str, seen: Seen) -> Dense | None:
     return None
 
 
-def _oriented(value: Array | None, axis: int) -> Floats | None:
+def _oriented(value: Array | None, axis: int) -> Array | None:
     """[1, R, A] or [1, A, R] -> [R, A]; None for other shapes, or rows that cannot be boxes."""
     if value is None or value.ndim != 3 or len(value) != 1:
         return None
     if not np.issubdtype(value.dtype, np.floating):
         return None
     rows = value[0] if axis == 1 else value[0].T
-    return rows.astype(np.float64) if len(rows) >= 5 and rows.shape[1] >= 2 * len(rows) else None
+    return rows if len(rows) >= 5 and rows.shape[1] >= 2 * len(rows) else None
 
 
 def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]) -> Dense | None:
@@ -206,8 +207,7 @@ def _correlation(one: Floats, other: Floats) -> float:
     return float(np.corrcoef(one, other)[0, 1])
 
 
-def _out_of_cells(boxes: Floats, grid: Grid, size: tuple[int, int]) -> Floats:
+def _out_of_cells(boxes: Floats, cells: Floats, stride: Floats) -> Floats:
     """YOLOX's raw boxes as cx cy w h in pixels."""
-    cells, stride = grid.cells(size)
     wide = np.exp(np.minimum(boxes[:, 2:], 20))
     return np.concatenate([boxes[:, :2] + cells, wide], axis=1) * stride[:, None]
