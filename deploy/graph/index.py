@@ -137,6 +137,14 @@ class Graph:
             return None
         return float(numpy_helper.to_array(constant).reshape(-1)[0])
 
+    def number_beside(self, tensor: str, node: onnx.NodeProto) -> float | None:
+        """The one number that a node of two operands has beside a tensor, whose rank stays."""
+        others = [name for name in node.input if name != tensor]
+        if len(node.input) != 2 or len(others) != 1 or (value := self.number(others[0])) is None:
+            return None
+        rank = len(self.initializers[others[0]].dims)
+        return value if rank <= max(1, len(self.shapes.get(tensor) or ())) else None
+
     def tail(self, node: onnx.NodeProto) -> str:
         """Name of the tensor that leaves a node and the Relu, Clip or bias Add fused into it."""
         out = str(node.output[0])

@@ -48,6 +48,7 @@ class Placement:
         outputs: a pair after every int8 node (ONNX Runtime), or only on the inputs (TensorRT).
         bias: biases as int32 behind a DequantizeLinear (ONNX Runtime) or left float.
         per_tensor: op types whose weights get one scale for the whole tensor.
+        numbers: an Add or Mul of a tensor and one number is glue too, the number held in int8.
         thin: a Conv on an input of the model with fewer products a value than this stays float,
             unless a MaxPool follows.
     """
@@ -61,6 +62,7 @@ class Placement:
     bias: bool
     weights: Grid = INT8
     per_tensor: frozenset[str] = frozenset()
+    numbers: bool = False
     thin: int = 0
 
     @property
@@ -79,6 +81,7 @@ ONNXRUNTIME = Placement(
     keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,
+    numbers=True,
     # 3 colours times 3x3 are 27 products: the int8 kernel's unfolding costs more than it saves
     # (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv, 2.05x without)
     thin=32,
@@ -162,6 +165,7 @@ class Plan:
         weights: initializers to store as int8.
         owners: tensor -> the tensor whose scale it must share.
         gates: those that run in int8; `pairs` has their ends, their inner scales are fixed.
+        numbers: Adds and Muls whose constant operand is to be stored in int8.
     """
 
     placement: Placement
@@ -170,6 +174,7 @@ class Plan:
     weights: tuple[WeightTarget, ...]
     owners: Mapping[str, str] = field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
+    numbers: tuple[str, ...] = ()
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -216,6 +221,7 @@ def analyse(
         decisions=_decisions(model.graph.node, graph, placement, why, stands_in),
         pairs=pairs,
         gates=tuple(gate for gate in found if not why[gate.name]),
+        numbers=tuple(n.name for n in chosen if _has_number(graph, n)),
         weights=tuple(w for n in chosen for w in _weights(graph, placement, n)),
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
     )
@@ -241,8 +247,10 @@ def _refusal(
         products = math.prod(graph.initializers[node.input[1]].dims[1:])
         if products < placement.thin and not _pooled(graph, placement, node):
             return f"the first Conv has only {products} products a value, and is faster in float"
-    if node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input):
-        return "one of its operands is constant"
+    if _has_number(graph, node):
+        varying = graph.data_inputs(node)
+        if not (placement.numbers and varying and graph.number_beside(varying[0], node)):
+            return "one of its operands is constant"
     tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
     for tensor in tensors:
         if not graph.is_float(tensor):
@@ -251,6 +259,10 @@ def _refusal(
         if owner in without:
             return f"{owner} {without[owner]}"
     return "" if graph.data_inputs(node) else "all its inputs are constant"
+
+
+def _has_number(graph: Graph, node: onnx.NodeProto) -> bool:
+    return node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input)
 
 
 def _fed(graph: Graph, tensor: str) -> bool:

@@ -22,7 +22,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.grids import quantize_weight, signed, weight_scales
+from calibrators.grids import affine_params, quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.graph.edit import copied, rebuild, unused
@@ -31,6 +31,7 @@ from deploy.graph.index import Graph
 from deploy.graph.plan import Pair, Plan, WeightTarget
 
 _INT32 = 2**31 - 1
+_LEAST_STEPS = 3  # of an offset: a step coarser by a third loses less than a second rounding
 
 
 def write_qdq(
@@ -66,6 +67,8 @@ def write_qdq(
         writer.pair(pair)
     for gate in plan.gates:
         writer.gate(gate)
+    for name in plan.numbers:
+        writer.number_in(name)
     writer.finish()
     return out
 
@@ -87,6 +90,7 @@ class _Writer:
         self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
         self.instead: dict[str, list[onnx.NodeProto]] = {}  # by the node whose place they take
         self.numbers: dict[float, str] = {}  # number -> the float tensor that holds it
+        self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
     def params(self, tensor: str) -> tuple[np.float32, int]:
@@ -94,7 +98,8 @@ class _Writer:
         scale, zero = self.scales[self.plan.owners.get(tensor, tensor)].on(self.plan.placement.grid)
         if not (np.isfinite(scale) and scale > 0):
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
-        return scale, zero
+        offset = self.offsets.get(self.plan.owners.get(tensor, tensor), 0.0)
+        return with_offset(scale, zero, offset)[:2]
 
     def constant(self, name: str, array: NDArray[np.generic]) -> str:
         """Add an initializer once, and give its name."""
@@ -204,12 +209,46 @@ class _Writer:
         )
         source = [read[gate.source], self.number(gate.shift)]
         self.instead |= {name: [] for name in gate.nodes}
+        product, last = self.product(gate, nodes[-1].output[0])
         self.instead[gate.name] = [
             _node("Add", source, shifted, f"{gate.name}/gate/Add"),
             _node("QuantizeLinear", [shifted, written, zero], integers, f"{gate.name}/gate/Q"),
             _node("DequantizeLinear", [integers, scaled, zero], factor, f"{gate.name}/gate/DQ"),
-            _node("Mul", [read[gate.factor], factor], nodes[-1].output[0], gate.name),
+            _node("Mul", [read[gate.factor], factor], product, gate.name),
+            *last,
         ]
+
+    def product(self, gate: Gate, output: str) -> tuple[str, list[onnx.NodeProto]]:
+        """What a gate's Mul makes, and what adds the offset to it: nothing, or an int8 Add."""
+        if not gate.offset:
+            return output, []
+        found = self.scales[gate.output]
+        _, zero, steps = with_offset(*found.on(self.plan.placement.grid), gate.offset)
+        if steps:
+            shifted = self.constant(f"{gate.output}/shifted", np.array(zero + steps, np.uint8))
+            self.after[output][0].input[2] = shifted
+            return output, []
+        own = affine_params(found.lo - gate.offset, found.hi - gate.offset)
+        product, quantized, read = (
+            f"{gate.name}/product{end}" for end in ("/float", "/quantized", "")
+        )
+        constants = [
+            self.constant(f"{gate.name}/product/scale", np.array(own[0], np.float32)),
+            self.constant(f"{gate.name}/product/zero_point", np.array(own[1], np.uint8)),
+        ]
+        return product, [
+            _node("QuantizeLinear", [product, *constants], quantized, f"{gate.name}/product/Q"),
+            _node("DequantizeLinear", [quantized, *constants], read, f"{gate.name}/product/DQ"),
+            _node("Add", [read, self.number(gate.offset)], output, f"{gate.name}/product/Add"),
+        ]
+
+    def number_in(self, name: str) -> None:
+        """Let an Add or Mul of a tensor and a number read that from int8."""
+        node = self.nodes[name]
+        for position, source in enumerate(node.input):
+            if source in self.initializers:
+                value = numpy_helper.to_array(self.initializers[source]).reshape(-1)[0]
+                node.input[position] = self.number(float(value))
 
     def number(self, value: float) -> str:
         """A float tensor of one value, held exactly: 128 steps of a 128th, on either side of 0."""
@@ -246,6 +285,25 @@ def _room_for_bias(
     if scales.size == 1:
         need = need.max(keepdims=True)
     return np.maximum(scales, need.astype(np.float32)).astype(np.float32)
+
+
+def with_offset(scale: np.float32, zero: int, offset: float) -> tuple[np.float32, int, int]:
+    """uint8 parameters of y + offset by which y and y + offset differ in the zero point alone.
+
+    The scale is widened until the offset is a whole number of steps, by a third at the most.
+
+    Returns:
+        (scale, zero_point) of y + offset, and the steps between its zero_point and that of y; the
+        parameters as they were, and 0 steps, where no such number does.
+    """
+    steps = int(abs(offset) / float(scale))
+    if steps >= _LEAST_STEPS:
+        wide = np.float32(abs(offset) / steps)
+        moved = int(np.rint(zero * float(scale) / float(wide)))
+        signed_steps = steps if offset > 0 else -steps
+        if 0 <= moved + signed_steps <= 255:
+            return wide, moved, signed_steps
+    return scale, zero, 0
 
 
 def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:
