@@ -118,7 +118,7 @@ class Graph:
     def data_inputs(self, node: onnx.NodeProto) -> list[str]:
         """Inputs of a node that are activations, constants and shape arguments left out."""
         names = list(node.input)[: _DATA_INPUTS.get(node.op_type, len(node.input))]
-        if node.op_type in {"Squeeze", "Unsqueeze", "Split"}:
+        if node.op_type in {"Squeeze", "Unsqueeze", "Split", "Slice", "Pad"}:
             names = names[:1]
         return [name for name in names if name and name not in self.initializers]
 

@@ -30,6 +30,7 @@ FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
 _FLOAT = onnx.TensorProto.FLOAT
 _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
+_CUTS = frozenset({"Pad", "Slice"})
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
 
@@ -76,9 +77,10 @@ ONNXRUNTIME = Placement(
     grid=UINT8,
     heavy=frozenset({"Conv", "Gemm", "MatMul"}),
     glue=_MOVES
+    | _CUTS
     | _POOLS
     | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", GATE},
-    keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
+    keeps_scale=_MOVES | _CUTS | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,
     numbers=True,
@@ -166,6 +168,7 @@ class Plan:
         owners: tensor -> the tensor whose scale it must share.
         gates: those that run in int8; `pairs` has their ends, their inner scales are fixed.
         numbers: Adds and Muls whose constant operand is to be stored in int8.
+        pads: Pads that run on the integers themselves.
     """
 
     placement: Placement
@@ -175,6 +178,7 @@ class Plan:
     owners: Mapping[str, str] = field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
     numbers: tuple[str, ...] = ()
+    pads: tuple[str, ...] = ()
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -222,6 +226,7 @@ def analyse(
         pairs=pairs,
         gates=tuple(gate for gate in found if not why[gate.name]),
         numbers=tuple(n.name for n in chosen if _has_number(graph, n)),
+        pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
         weights=tuple(w for n in chosen for w in _weights(graph, placement, n)),
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
     )
@@ -251,6 +256,8 @@ def _refusal(
         varying = graph.data_inputs(node)
         if not (placement.numbers and varying and graph.number_beside(varying[0], node)):
             return "one of its operands is constant"
+    if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
+        return reason
     tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
     for tensor in tensors:
         if not graph.is_float(tensor):
@@ -259,6 +266,14 @@ def _refusal(
         if owner in without:
             return f"{owner} {without[owner]}"
     return "" if graph.data_inputs(node) else "all its inputs are constant"
+
+
+def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
+    """Why a Pad cannot run on integers: with anything but zeros, or a Relu inside its pair."""
+    zeros = len(node.input) < 3 or not node.input[2] or graph.number(node.input[2]) == 0
+    if attributes(node).get("mode", b"constant") != b"constant" or not zeros:
+        return "it pads with something else than 0"
+    return "" if graph.tail(node) == node.output[0] else "an activation follows it"
 
 
 def _has_number(graph: Graph, node: onnx.NodeProto) -> bool:

@@ -25,7 +25,7 @@ from onnx import helper, numpy_helper
 from calibrators.grids import affine_params, quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
-from deploy.graph.edit import copied, rebuild, unused
+from deploy.graph.edit import copied, drop_dead, rebuild, unused
 from deploy.graph.gates import Gate
 from deploy.graph.index import Graph
 from deploy.graph.plan import Pair, Plan, WeightTarget
@@ -69,6 +69,8 @@ def write_qdq(
         writer.gate(gate)
     for name in plan.numbers:
         writer.number_in(name)
+    for name in plan.pads:
+        writer.pad(name)
     writer.finish()
     return out
 
@@ -242,6 +244,20 @@ class _Writer:
             _node("Add", [read, self.number(gate.offset)], output, f"{gate.name}/product/Add"),
         ]
 
+    def pad(self, name: str) -> None:
+        """Let a Pad run on the integers, of which the zero point is its 0.
+
+        ONNX Runtime makes no integer kernel of a Pad between pairs.
+        """
+        node = self.nodes[name]
+        quantize, dequantize = self.after.pop(node.output[0])
+        tensor = str(node.input[0]).removesuffix("/dequantized")
+        node.input[0], node.output[0] = f"{tensor}/quantized", quantize.output[0]
+        while len(node.input) < 3:
+            node.input.append("")
+        node.input[2] = quantize.input[2]
+        self.after[node.output[0]] = [dequantize]
+
     def number_in(self, name: str) -> None:
         """Let an Add or Mul of a tensor and a number read that from int8."""
         node = self.nodes[name]
@@ -275,6 +291,8 @@ class _Writer:
             for name in node.output:
                 ordered += self.after.pop(name, [])
         rebuild(self.graph, ordered)
+        if self.plan.pads:  # what only a Pad read is not read in float any more
+            drop_dead(self.graph)
 
 
 def _room_for_bias(
