@@ -235,7 +235,7 @@ def test_gates_of_one_model_share_their_numbers(tmp_path):
     ]  # fmt: skip
     engine = built(network(nodes), tmp_path)
     assert kernels(engine, tmp_path).count("QLinearMul") == 2
-    assert len([t for t in engine.graph.initializer if t.name.startswith("number ")]) == 3
+    assert len([t for t in engine.graph.initializer if t.name.startswith("calib8/number/")]) == 3
 
 
 @pytest.mark.parametrize(

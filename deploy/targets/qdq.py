@@ -22,16 +22,16 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.grids import affine_params, quantize_weight, signed, weight_scales
+from calibrators.grids import quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
-from deploy.graph.edit import copied, drop_dead, rebuild, unused
+from deploy.graph.edit import copied, drop_dead, rebuild
 from deploy.graph.gates import Gate
 from deploy.graph.index import Graph
 from deploy.graph.plan import Pair, Plan, WeightTarget
+from deploy.targets.forms import Forms, with_offset
 
 _INT32 = 2**31 - 1
-_LEAST_STEPS = 3  # of an offset: a step coarser by a third loses less than a second rounding
 
 
 def write_qdq(
@@ -91,7 +91,7 @@ class _Writer:
         self.before: list[onnx.NodeProto] = []  # reads constants only
         self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
         self.instead: dict[str, list[onnx.NodeProto]] = {}  # by the node whose place they take
-        self.numbers: dict[float, str] = {}  # number -> the float tensor that holds it
+        self.forms = Forms(self.constant, self.before)
         self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
@@ -194,55 +194,12 @@ class _Writer:
         return out
 
     def gate(self, gate: Gate) -> None:
-        """Put int8 arithmetic in place of the nodes of a gate: an Add, a pair and a Mul.
-
-        The pair's two scales differ: writing saturates where the Clip does, reading multiplies.
-        """
+        """Put int8 arithmetic in place of the nodes of a gate."""
         nodes = [self.nodes[name] for name in gate.nodes]
-        read = {name.removesuffix("/dequantized"): name for n in nodes for name in n.input}
-        step = gate.top / 255
-        zero = self.constant(f"{gate.name}/gate/zero_point", np.array(0, np.uint8))
-        written, scaled = (
-            self.constant(f"{gate.name}/gate/{kind}_scale", np.array(value, np.float32))
-            for kind, value in (("written", step), ("read", step * gate.gain))
-        )
-        shifted, integers, factor = (
-            f"{gate.name}/gate{end}" for end in ("/float", "/quantized", "")
-        )
-        source = [read[gate.source], self.number(gate.shift)]
-        self.instead |= {name: [] for name in gate.nodes}
-        product, last = self.product(gate, nodes[-1].output[0])
-        self.instead[gate.name] = [
-            _node("Add", source, shifted, f"{gate.name}/gate/Add"),
-            _node("QuantizeLinear", [shifted, written, zero], integers, f"{gate.name}/gate/Q"),
-            _node("DequantizeLinear", [integers, scaled, zero], factor, f"{gate.name}/gate/DQ"),
-            _node("Mul", [read[gate.factor], factor], product, gate.name),
-            *last,
-        ]
-
-    def product(self, gate: Gate, output: str) -> tuple[str, list[onnx.NodeProto]]:
-        """What a gate's Mul makes, and what adds the offset to it: nothing, or an int8 Add."""
-        if not gate.offset:
-            return output, []
+        pair = self.after[nodes[-1].output[0]]
         found = self.scales[gate.output]
-        _, zero, steps = with_offset(*found.on(self.plan.placement.grid), gate.offset)
-        if steps:
-            shifted = self.constant(f"{gate.output}/shifted", np.array(zero + steps, np.uint8))
-            self.after[output][0].input[2] = shifted
-            return output, []
-        own = affine_params(found.lo - gate.offset, found.hi - gate.offset)
-        product, quantized, read = (
-            f"{gate.name}/product{end}" for end in ("/float", "/quantized", "")
-        )
-        constants = [
-            self.constant(f"{gate.name}/product/scale", np.array(own[0], np.float32)),
-            self.constant(f"{gate.name}/product/zero_point", np.array(own[1], np.uint8)),
-        ]
-        return product, [
-            _node("QuantizeLinear", [product, *constants], quantized, f"{gate.name}/product/Q"),
-            _node("DequantizeLinear", [quantized, *constants], read, f"{gate.name}/product/DQ"),
-            _node("Add", [read, self.number(gate.offset)], output, f"{gate.name}/product/Add"),
-        ]
+        self.instead |= {name: [] for name in gate.nodes}
+        self.instead[gate.name] = self.forms.gate(gate, nodes, pair[0], found)
 
     def pad(self, name: str) -> None:
         """Let a Pad run on the integers, of which the zero point is its 0.
@@ -264,22 +221,7 @@ class _Writer:
         for position, source in enumerate(node.input):
             if source in self.initializers:
                 value = numpy_helper.to_array(self.initializers[source]).reshape(-1)[0]
-                node.input[position] = self.number(float(value))
-
-    def number(self, value: float) -> str:
-        """A float tensor of one value, held exactly: 128 steps of a 128th, on either side of 0."""
-        if value not in self.numbers:
-            name = unused(
-                f"number {value:g}", [n.removesuffix("/scale") for n in self.initializers]
-            )
-            inputs = [
-                self.constant(f"{name}/quantized", np.array(128 if value > 0 else 0, np.uint8)),
-                self.constant(f"{name}/scale", np.array(abs(value) / 128, np.float32)),
-                self.constant(f"{name}/zero_point", np.array(0 if value > 0 else 128, np.uint8)),
-            ]
-            self.before.append(_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
-            self.numbers[value] = name
-        return self.numbers[value]
+                node.input[position] = self.forms.number(float(value))
 
     def finish(self) -> None:
         """Put the nodes in an order in which every tensor is made before it is read."""
@@ -303,25 +245,6 @@ def _room_for_bias(
     if scales.size == 1:
         need = need.max(keepdims=True)
     return np.maximum(scales, need.astype(np.float32)).astype(np.float32)
-
-
-def with_offset(scale: np.float32, zero: int, offset: float) -> tuple[np.float32, int, int]:
-    """uint8 parameters of y + offset by which y and y + offset differ in the zero point alone.
-
-    The scale is widened until the offset is a whole number of steps, by a third at the most.
-
-    Returns:
-        (scale, zero_point) of y + offset, and the steps between its zero_point and that of y; the
-        parameters as they were, and 0 steps, where no such number does.
-    """
-    steps = int(abs(offset) / float(scale))
-    if steps >= _LEAST_STEPS:
-        wide = np.float32(abs(offset) / steps)
-        moved = int(np.rint(zero * float(scale) / float(wide)))
-        signed_steps = steps if offset > 0 else -steps
-        if 0 <= moved + signed_steps <= 255:
-            return wide, moved, signed_steps
-    return scale, zero, 0
 
 
 def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:
