@@ -147,6 +147,8 @@ class Search:
 
     def hold(self, loss: float) -> Trial:
         """Make noise cost more until the best trial loses no more than this of the task."""
+        if self.sensitivity is None and _lost(self.best) > loss:
+            self._look_inside(self.best)
         while _lost(self.best) > loss and self.weight < _DEAREST:
             self.weight *= 3
             if self._shares:
@@ -215,7 +217,8 @@ class Search:
     def _splits(self, noise: Mapping[str, float]) -> list[frozenset[str]]:
         """Units in float, one split a weight, without those that differ in nothing."""
         whole = self.prices.total(self.units, frozenset(self.units.members))
-        weights = [0.0, *(weight * whole for weight in _WEIGHTS)] if noise else [0.0]
+        dear = self.weight * whole
+        weights = [0.0, *(weight * dear for weight in _WEIGHTS)] if noise else [0.0]
         found = (cheapest(self.prices, self.units, noise, weight=weight) for weight in weights)
         return list(dict.fromkeys(found))
 
