@@ -131,7 +131,7 @@ def test_the_cheapest_split_weighs_time_turning_and_noise():
     assert cheapest(row(), ROW, {"b": 1.0}, weight=10) == frozenset()
     assert cheapest(row(), ROW, {"b": 1.0}, weight=12) == {"b"}
     assert cheapest(row(), ROW, {}, weight=0, pinned=frozenset("c")) == {"c"}
-    dear = row(a=(5.0, 4.0), b=(5.0, 4.0), c=(5.0, 4.0))
+    dear = row(a=(5.0, 5.5), b=(5.0, 5.5), c=(5.0, 5.5))
     assert cheapest(dear, ROW, {}, weight=0) == frozenset("abc")  # in and out count too
 
 

@@ -247,6 +247,13 @@ def test_a_plan_that_is_named_is_obeyed_elsewhere_and_gives_the_same_bytes(
     assert other.code == 0 and other.files == default.files
 
 
+def test_a_plan_that_is_named_is_obeyed_with_other_images_too(default, model, build, monkeypatch):
+    without_trials(monkeypatch)
+    plan = default.out / "spoiled.plan.toml"
+    other = build(model, "--target", "ascend", "--plan", plan, "--limit", 4)
+    assert other.code == 0 and other.float_of("ascend") == {"/bad/Conv"}
+
+
 def test_a_plan_of_another_model_is_refused_when_named_and_passed_over_when_found(
     default, build, tmp_path
 ):
