@@ -31,9 +31,11 @@ def test_a_noisy_layer_is_found_alone_by_halving_its_group(place):
 
 
 def test_groups_that_matter_little_are_not_halved():
-    _, tried = found({LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[63]: 0.01})
+    _, tried = found({LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[63]: 0.0009})
     halved = {layer for group in tried[8:] for layer in group}
     assert LAYERS[0] in halved and LAYERS[63] not in halved
+    _, tried = found(dict.fromkeys(LAYERS, 1e-4))
+    assert len(tried) == 8
 
 
 @settings(max_examples=60, deadline=None)

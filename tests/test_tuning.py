@@ -332,6 +332,25 @@ def test_an_edit_that_cannot_be_obeyed_is_refused_in_one_sentence(
     assert refused.error.startswith("calib8: error: ") and refused.error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("\n[tensorrt.float]", 'method = "minmax"\n[tensorrt.float]', "minmax"),
+        ("[tensorrt.methods]", '[tensorrt.methods]\nr2 = "minmax"', "mse (minmax for 1 tensors)"),
+    ],
+)
+def test_methods_of_the_plan_find_the_ranges(old, new, said, default, model, build, tmp_path):
+    text = (default.out / "spoiled.plan.toml").read_text()
+    one = tmp_path / "one.plan.toml"
+    one.write_text("".join(line for line in text.splitlines(True) if "method = " not in line))
+    before = build(model, "--target", "tensorrt", "--plan", one).report["targets"][0]
+    one.write_text(one.read_text().replace(old, new, 1))
+    after = build(model, "--target", "tensorrt", "--plan", one, out="other").report["targets"][0]
+    assert (before["method"], after["method"]) == ("mse", said)
+    ranges = [{row["name"]: row["hi"] for row in one["tensors"]} for one in (before, after)]
+    assert ranges[0]["r2"] < ranges[1]["r2"]
+
+
 @pytest.mark.parametrize("value", ["inf", "nan", "true", "[1]"])
 def test_strange_figures_in_a_plan_do_not_stop_the_report(value, default, model, build, tmp_path):
     path = edited(default, tmp_path / "p", "sqnr_db = ", f"sqnr_db = {value} # ")
