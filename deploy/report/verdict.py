@@ -19,6 +19,7 @@ _LABELLED = 0.01, 0.05  # points of accuracy lost: more is doubtful, more is unu
 _TASK = 0.05, 0.25  # share of what the float model says that int8 does not
 _PART_DB = 15.0, 5.0  # SQNR of the worst part, where the task is not known
 _LOST_DB = 0.0  # a part that is more noise than signal is never good
+_ROUNDING = 1e-9  # 1 - 0.99 is more than 0.01, to a computer
 _ENOUGH = 20  # samples to tell accuracy from chance
 _AS_FAST = 0.95  # of FP32's speed: less is slower, and not chance
 _ALIKE = 0.95  # of the samples in one class, by the float model's own word
@@ -68,7 +69,9 @@ def verdict(
         int8: whether any of its nodes left float.
         gates: what the user demands.
     """
-    found = [*_of_accuracy(accuracy, gates), *_of_speed(speed_up, gates)]
+    found = [*_of_accuracy(accuracy, gates)]
+    if int8 or gates.min_speedup is not None:  # float beside float differs by chance alone
+        found += _of_speed(speed_up, gates)
     if not int8:
         why = "int8 wins nothing here that is worth its loss, so the float model was written"
         found.append((FLOAT, why))
@@ -95,7 +98,7 @@ def _of_accuracy(accuracy: Accuracy | None, gates: Gates) -> Iterator[tuple[str,
     elif gates.max_loss is not None:
         lost = 1 - min((part.cosine_mean for part in accuracy.parts), default=math.nan)
         words = f"1 - cosine is {lost:.4f} in the worst part"
-        yield (GOOD if lost <= gates.max_loss else UNUSABLE), words
+        yield _level(lost, gates.max_loss, _TASK), words
     worst = accuracy.worst
     if worst is not None:
         yield _of_part(worst.sqnr_db, worst.label, judged=accuracy.task is not None)
@@ -110,6 +113,7 @@ def _of_part(db: float, label: str, *, judged: bool) -> tuple[str, str]:
 
 
 def _level(lost: float, most: float | None, limits: tuple[float, float]) -> str:
+    lost -= _ROUNDING
     if most is not None:
         return GOOD if lost <= most else UNUSABLE
     good, bad = limits

@@ -84,18 +84,19 @@ def _lines(plan: PlanFile) -> Iterator[str]:
     yield f"model = {_word(plan.model)}"
     yield f"float = [{', '.join(map(_word, plan.float_nodes))}]  # on every target"
     for name, target in plan.targets.items():
-        yield from ("", f"[{name}]", f"made_from = {_word(target.made_from)}")
+        table = _key(name)
+        yield from ("", f"[{table}]", f"made_from = {_word(target.made_from)}")
         if target.settled:
             yield f"settled = {_word(target.settled)}"
         if target.choices.method is not None:
             yield f"method = {_word(target.choices.method.name)}"
-        yield from ("", f"[{name}.float]")
+        yield from ("", f"[{table}.float]")
         yield from (f"{_key(n)} = {_word(why)}" for n, why in target.choices.float_nodes.items())
-        yield from ("", f"[{name}.methods]")
+        yield from ("", f"[{table}.methods]")
         yield from (f"{_key(t)} = {_word(m.name)}" for t, m in target.choices.methods.items())
         for trial in target.tried:
-            yield from ("", f"[[{name}.tried]]")
-            yield from (f"{key} = {_word(value)}" for key, value in trial.items())
+            yield from ("", f"[[{table}.tried]]")
+            yield from (f"{_key(key)} = {_word(value)}" for key, value in trial.items())
 
 
 def _word(value: str | float) -> str:
@@ -140,7 +141,6 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
     method = _text(path, held, "method")
     floats = _table(path, f"{name}.float", held.get("float", {}))
     methods = _table(path, f"{name}.methods", held.get("methods", {}))
-    tried = held.get("tried", [])
     return TargetPlan(
         choices=Choices(
             float_nodes={str(node): str(why) for node, why in floats.items()},
@@ -149,8 +149,29 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
         ),
         made_from=_text(path, held, "made_from"),
         settled=_text(path, held, "settled"),
-        tried=tuple(one for one in tried if isinstance(one, dict)),
+        tried=tuple(_rows(path, held)),
     )
+
+
+def _rows(path: Path, table: Mapping[str, Any]) -> Iterator[dict[str, str | float]]:
+    """What was tried; values of other kinds than calib8 writes are left out."""
+    rows = table.get("tried", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"tried of a plan must be a list of tables, got {rows!r} in {path}")
+    for row in rows:
+        yield {key: kept for key, value in row.items() if (kept := _figure(value)) is not None}
+
+
+def _figure(value: object) -> str | float | None:
+    """Words or a number; None of anything else."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def _table(path: Path, name: str, value: object) -> Mapping[str, Any]:

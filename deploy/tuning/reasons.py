@@ -33,7 +33,8 @@ def _noise(unit: str, found: Sensitivity | None) -> str:
     for group, noise in found.groups.items():
         if unit in group and noise.worst > _SHARE * total:
             whose = "it" if len(group) == 1 else f"its group of {len(group)} layers"
-            return f"alone in int8 {whose} leaves {noise.db:.1f} dB of {noise.part}"
+            left = round(noise.db, 1) + 0.0  # never -0.0
+            return f"alone in int8 {whose} leaves {left:.1f} dB of {noise.part}"
     return ""
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NEAR = 0.03  # lost of the worst part, about 30 dB: layers in float have no more to win
+_COMMON = 2.0  # weight of noise that is usual
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise beside which time means nothing
 _BETTER = 0.8  # of a group's noise: another method must leave less than this
@@ -117,7 +118,7 @@ class Search:
     prober: Prober
     methods: Sequence[Method]
     effort: Effort
-    weight: float = 2.0
+    weight: float = _COMMON
     trials: list[Trial] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
 
@@ -147,6 +148,8 @@ class Search:
 
     def hold(self, loss: float) -> Trial:
         """Make noise cost more until the best trial loses no more than this of the task."""
+        if self.sensitivity is None and _lost(self.best) > loss:
+            self._look_inside(self.best)
         while _lost(self.best) > loss and self.weight < _DEAREST:
             self.weight *= 3
             if self._shares:
@@ -215,7 +218,8 @@ class Search:
     def _splits(self, noise: Mapping[str, float]) -> list[frozenset[str]]:
         """Units in float, one split a weight, without those that differ in nothing."""
         whole = self.prices.total(self.units, frozenset(self.units.members))
-        weights = [0.0, *(weight * whole for weight in _WEIGHTS)] if noise else [0.0]
+        dear = whole * self.weight / _COMMON
+        weights = [0.0, *(weight * dear for weight in _WEIGHTS)] if noise else [0.0]
         found = (cheapest(self.prices, self.units, noise, weight=weight) for weight in weights)
         return list(dict.fromkeys(found))
 

@@ -1,0 +1,105 @@
+"""Times of kernels, counted to the nodes that they came from."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from deploy.frontends import load
+from deploy.tuning import kernels
+from deploy.tuning.kernels import attributed, kernel_times
+
+
+def model_of(*nodes):
+    """Relus by (name, output)."""
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], [output], name=name) for name, output in nodes],
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])],
+        [helper.make_tensor_value_info(nodes[-1][1], TensorProto.FLOAT, [1])],
+    )
+    return helper.make_model(graph)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "node"),
+    [
+        ("/c1_output_0_nchwc", "/c1"),  # its output's name, and what the optimizer added
+        ("/c1_token_19", "/c1"),
+        ("/c1/conv/Conv_token_3", "/c1/conv/Conv"),  # the longest of two that fit
+        ("/c1/other/Conv_token_3", "/c1"),
+        ("/c10_token_3", None),  # /c1 is not a whole word of it
+        ("/c12", None),
+        ("fused /c1/conv/Conv", "/c1/conv/Conv"),
+        ("logits", "/fc/Gemm"),
+        ("ReorderOutput_token_3", None),
+        ("", None),
+    ],
+)
+def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(kernel, node):
+    model = model_of(
+        ("/c1", "/c1_output_0"), ("/c1/conv/Conv", "/c1/conv/y"), ("/fc/Gemm", "logits")
+    )
+    times = attributed({kernel: 5.0}, model)
+    wanted = {"/c1": 0.0, "/c1/conv/Conv": 0.0, "/fc/Gemm": 0.0}
+    if node is not None:
+        wanted[node] = 5.0
+    assert times.nodes == wanted
+    assert times.rest == (5.0 if node is None else 0.0) and times.total == 5.0
+
+
+def test_pairs_count_themselves_and_several_kernels_of_a_node_add_up():
+    model = model_of(("/c1", "t"))
+    found = {"/c1_nchwc": 2.0, "t/Q_token_1": 3.0, "/c1_token_2": 4.0, "Reorder": 1.0}
+    times = attributed(found, model, ["t/Q", "t/DQ"])
+    assert times.nodes == {"/c1": 6.0, "t/Q": 3.0, "t/DQ": 0.0}
+    assert (times.rest, times.total) == (1.0, 10.0)
+
+
+def test_a_node_without_a_name_takes_no_kernel_of_others():
+    times = attributed({"_token_1": 2.0}, model_of(("", "t")))
+    assert times.rest == 2.0
+
+
+def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch):
+    def traced(model, feeds, *, runs, folder):
+        times = [1, 1, 9, 7, 8][:runs]
+        events = [{"cat": "Node", "name": "/c1_kernel_time", "dur": time} for time in times]
+        events += [{"cat": "Node", "name": "/c1_fence_before", "dur": 0}]
+        events += [{"cat": "Session", "name": "/c1_kernel_time", "dur": 0}]
+        path = folder / "trace.json"
+        path.write_text(json.dumps(events))
+        return path
+
+    monkeypatch.setattr(kernels, "profiled", traced)
+    model = model_of(("/c1", "t"))
+    assert kernel_times(model, [{}], made_from=model, runs=3).nodes == {"/c1": 7.0}
+
+
+# In float a layer's kernel has the name of the Relu fused into it, in int8 its own.
+LAYERS = [("Conv_c1", "Relu_r1"), ("Conv_c2", "Add_a"), ("Conv_c3", "Relu_r3"), ("Gemm_logits",)]
+
+
+def test_a_real_profile_gives_every_layer_its_time(small_cnn):
+    model = load(small_cnn).model
+    feeds = [{"x": np.ones((1, 3, 16, 16), np.float32)}]
+    times = kernel_times(model, feeds, made_from=model, runs=2)
+    assert set(times.nodes) == {node.name for node in model.graph.node}
+    assert all(sum(times.nodes[name] for name in layer) > 0 for layer in LAYERS)
+
+
+def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn, tmp_path):
+    from deploy.pipeline import build
+    from deploy.tuning.tune import Tuning
+
+    feed = [np.ones((1, 3, 16, 16), np.float32) * step for step in (1, 2)]
+    build(small_cnn, feed, out=tmp_path, duration_s=0, tuning=Tuning(effort=0))
+    int8 = onnx.load(tmp_path / "small_cnn.int8.onnx")
+    model = load(small_cnn).model
+    times = kernel_times(int8, [{"x": feed[0]}], made_from=model, runs=2)
+    pairs = {node.name for node in int8.graph.node if node.op_type in kernels.PAIRS}
+    assert pairs and pairs < set(times.nodes)
+    assert any(times.nodes[name] > 0 for name in pairs)
+    assert all(sum(times.nodes[name] for name in layer) > 0 for layer in LAYERS)

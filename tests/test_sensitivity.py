@@ -1,0 +1,64 @@
+"""Noisy layers are found by halving groups."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.tuning.probe import Noise
+from deploy.tuning.sensitivity import Sensitivity, sensitivity
+
+LAYERS = [f"/c{number}" for number in range(64)]
+
+
+def found(noisy, *, layers=LAYERS, most=28, groups=8):
+    """Sensitivity of layers whose noises are known, and the groups that were tried."""
+    tried = []
+
+    def alone(wanted):
+        tried.extend(wanted)
+        return [Noise({"y": sum(noisy.get(one, 0.0) for one in group)}) for group in wanted]
+
+    return sensitivity(layers, alone, groups=groups, most=most), tried
+
+
+@pytest.mark.parametrize("place", [0, 21, 63])
+def test_a_noisy_layer_is_found_alone_by_halving_its_group(place):
+    noisy = dict.fromkeys(LAYERS, 1e-4) | {LAYERS[place]: 0.5}
+    result, tried = found(noisy)
+    assert result.groups[LAYERS[place],].worst == 0.5
+    assert len(tried) == 8 + 2 * 3  # 8 layers a group are halved three times
+    assert max(result.shares, key=result.shares.__getitem__) == LAYERS[place]
+
+
+def test_groups_that_matter_little_are_not_halved():
+    _, tried = found({LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[63]: 0.0009})
+    halved = {layer for group in tried[8:] for layer in group}
+    assert LAYERS[0] in halved and LAYERS[63] not in halved
+    _, tried = found(dict.fromkeys(LAYERS, 1e-4))
+    assert len(tried) == 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 40),
+    st.integers(1, 12),
+    st.integers(0, 30),
+    st.dictionaries(st.sampled_from(LAYERS), st.floats(0, 10), max_size=6),
+)
+def test_no_more_is_tried_than_allowed_and_every_layer_stands_once_in_order(
+    count, groups, most, noisy
+):
+    result, tried = found(noisy, layers=LAYERS[:count], groups=groups, most=most)
+    assert len(tried) <= max(most, groups)
+    assert [layer for group in result.groups for layer in group] == LAYERS[:count]
+    assert set(result.groups) <= set(tried)
+
+
+def test_what_is_left_in_int8_adds_up_part_by_part():
+    groups = {("a", "b"): Noise({"y": 0.4, "z": 0.1}), ("c",): Noise({"y": 0.3})}
+    result = Sensitivity(groups)
+    assert result.without(frozenset()).parts == pytest.approx({"y": 0.7, "z": 0.1})
+    assert result.without(frozenset("a")).parts == pytest.approx({"y": 0.5, "z": 0.05})
+    assert result.without(frozenset("ac")).parts == pytest.approx({"y": 0.2, "z": 0.05})
+    assert result.without(frozenset("abc")).worst == 0.0
+    assert result.shares == pytest.approx({"a": 0.2, "b": 0.2, "c": 0.3})

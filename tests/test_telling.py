@@ -1,0 +1,127 @@
+"""The few samples that a search looks at, and what a trial on them is worth."""
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.calibration.choices import NO_CHOICES, Choices
+from deploy.calibration.search import Method
+from deploy.errors import ExportError
+from deploy.feed.feed import open_feed
+from deploy.frontends import load
+from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.truth import PartAccuracy
+from deploy.tuning.probe import Noise, Prober, noise_of
+from deploy.tuning.samples import CANDIDATES, telling
+
+
+def doubling():
+    """x [batch, 4] -> y = 2 x."""
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="/y")],
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])],
+        [numpy_helper.from_array(np.float32(2 * np.eye(4)), "w")],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return load(made)
+
+
+def chosen(count, most, *, loud=()):
+    """Places of the samples that tell most; those that are loud have a hundred times the signal."""
+    loaded = doubling()
+    rows = [np.full((1, 4), 100.0 if at in loud else 1.0, np.float32) for at in range(count)]
+    for at, row in enumerate(rows):
+        row[0, 0] = at  # by which it is known again
+    feed = open_feed(rows, loaded.inputs)
+    return [int(sample["x"][0, 0]) for sample in telling(loaded.model, feed, most)]
+
+
+def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_over():
+    places = chosen(40, 8, loud=(3, 4, 5))
+    assert {3, 4, 5} < set(places) and len(places) == 8 and places == sorted(places)
+    quiet = set(places) - {3, 4, 5}
+    assert min(quiet) < 10 and max(quiet) >= 30
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 120), st.integers(1, 9))
+def test_no_more_are_taken_than_asked_and_each_once(count, most):
+    places = chosen(count, most)
+    assert len(places) == len(set(places)) == min(count, most) and places == sorted(places)
+
+
+def test_of_a_long_feed_only_some_are_run_and_they_reach_to_its_end():
+    loaded = doubling()
+    feed = open_feed([np.full((1, 4), at, np.float32) for at in range(500)], loaded.inputs)
+    spread = [int(sample["x"][0, 0]) for sample in feed.spread(CANDIDATES)]
+    assert len(spread) == CANDIDATES and spread == sorted(spread)
+    steps = np.diff([0, *spread, 500])
+    assert steps.max() <= 2 * 500 / CANDIDATES
+
+
+def part(label, db):
+    return PartAccuracy(
+        label=label, output="y", sqnr_db=db, cosine_mean=1, cosine_min=1, max_abs_error=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("db", "power"), [(10.0, 0.1), (math.inf, 0.0), (-math.inf, math.inf), (math.nan, math.inf)]
+)
+def test_noise_is_power_and_what_is_not_finite_is_nothing_but_noise(db, power):
+    found = noise_of(Accuracy(samples=1, outputs=(), parts=(part("a", db), part("b", math.inf))))
+    assert found.parts == pytest.approx({"a": power, "b": 0.0})
+    assert found.worst == pytest.approx(power)
+
+
+def test_noises_add_up_by_part_and_the_worst_part_is_named():
+    total = Noise({"a": 0.1, "b": 0.2}).plus(Noise({"a": 0.3}))
+    assert total.parts == pytest.approx({"a": 0.4, "b": 0.2})
+    assert (total.part, total.worst, Noise({}).worst) == ("a", pytest.approx(0.4), 0.0)
+    assert total.db == pytest.approx(-10 * math.log10(0.4))
+
+
+class FakeRequest:
+    """Of the doubling model; keeps what was chosen."""
+
+    def __init__(self, model, choices=NO_CHOICES):
+        self.model, self.choices = model, choices
+
+    def choosing(self, choices):
+        return FakeRequest(self.model, choices)
+
+
+class FakeTarget:
+    """Trial models that double, but fail where /y is float and are off with minmax."""
+
+    built = 0
+
+    def trial(self, request):
+        self.built += 1
+        if "/y" in request.choices.float_nodes:
+            raise ExportError("a layer must be what it is, got another; build something else")
+        if request.choices.method is None:
+            return request.model
+        made = onnx.ModelProto()
+        made.CopyFrom(request.model)
+        made.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.float32(np.eye(4)), "w"))
+        return made
+
+
+def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_all_noise():
+    samples = [{"x": np.ones((1, 4), np.float32)}]
+    target, request = FakeTarget(), FakeRequest(doubling().model)
+    prober = Prober(target, request, samples, runs_here=True, threads=2)
+    broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
+    equal, half, none, again = prober.noises([NO_CHOICES, off, broken, off])
+    assert equal.worst == 0 and half.worst == pytest.approx(0.25) == again.worst
+    assert none.worst == math.inf
+    assert prober.noise(Choices(float_nodes={"/y": "another reason"})).worst == math.inf
+    assert (prober.tried, target.built) == (3, 3)

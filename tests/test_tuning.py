@@ -1,0 +1,538 @@
+"""What a build keeps in float by itself, for every target, and the plan file that it leaves.
+
+`spoiled` has one layer, /bad/Conv, that int8 ruins: one channel of its input is a thousand times
+the others, and its weights make up for that. Who makes that input runs in float anyway.
+"""
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.cli import main
+from deploy.metrics.latency import Latency, Timing
+from deploy.ort import OrtSession
+from deploy.tuning import prices, probe, tune
+from deploy.tuning.kernels import PAIRS, KernelTimes
+from deploy.tuning.plan_file import read_plan
+
+FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
+ALL = "onnxruntime,tensorrt,ascend"
+SAME = {"pads": [1, 1, 1, 1]}
+RUNS = {  # target -> the model that ONNX Runtime runs in its place
+    "onnxruntime": "spoiled.int8.onnx",
+    "tensorrt": "spoiled.tensorrt.qdq.onnx",
+    "ascend": "spoiled_fake_quant_model.onnx",
+}
+
+
+def saved(folder, name, nodes, constants):
+    """A model x -> y of (op, inputs, output, attributes); nodes are named /output/op."""
+    graph = helper.make_graph(
+        [helper.make_node(op, i.split(), [o], name=f"/{o}/{op}", **a) for op, i, o, a in nodes],
+        name,
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 12, 12])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.float32(value), key) for key, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, folder / f"{name}.onnx")
+    return folder / f"{name}.onnx"
+
+
+def spoiled(folder):
+    rng = np.random.default_rng(1)
+    size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
+    constants = {
+        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size,
+        "w2": rng.normal(0, 0.3, (8, 8, 1, 1)) / size,
+        "w3": rng.normal(0, 0.2, (16, 8, 3, 3)), "w4": rng.normal(0, 0.1, (8, 16, 3, 3)),
+    }  # fmt: skip
+    nodes = [
+        ("Conv", "x w1", "stem", SAME), ("Tanh", "stem", "t", {}), ("Mul", "t size", "m", {}),
+        ("Conv", "m w2", "bad", {}), ("Relu", "bad", "r2", {}),
+        ("Conv", "r2 w3", "mid", SAME), ("Relu", "mid", "r3", {}), ("Conv", "r3 w4", "y", SAME),
+    ]  # fmt: skip
+    return saved(folder, "spoiled", nodes, constants)
+
+
+def sound(folder):
+    """Three layers that int8 does not hurt."""
+    rng = np.random.default_rng(2)
+    constants = {
+        "w1": rng.normal(0, 0.3, (8, 3, 4, 4)), "w2": rng.normal(0, 0.2, (8, 8, 3, 3)),
+        "w3": rng.normal(0, 0.2, (8, 8, 3, 3)),
+    }  # fmt: skip
+    nodes = [
+        ("Conv", "x w1", "a", {}), ("Relu", "a", "ra", {}), ("Conv", "ra w2", "b", SAME),
+        ("Relu", "b", "rb", {}), ("Conv", "rb w3", "y", SAME),
+    ]  # fmt: skip
+    return saved(folder, "sound", nodes, constants)
+
+
+@dataclass
+class Ran:
+    """`calib8 build`, once it has ended."""
+
+    code: int
+    said: str
+    error: str
+    out: Path
+
+    @property
+    def report(self):
+        return json.loads((self.out / "report.json").read_text())
+
+    @property
+    def plan(self):
+        (path,) = self.out.glob("*.plan.toml")
+        return read_plan(path)
+
+    def float_of(self, target):
+        return set(self.plan.targets[target].choices.float_nodes)
+
+    @property
+    def files(self):
+        """What was built, without reports, the calibration and what holds paths."""
+        skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz")
+        return {p.name: p.read_bytes() for p in self.out.iterdir() if p.suffix not in skipped}
+
+
+def ran(*words, out):
+    said, error, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(error):
+        try:
+            main([str(word) for word in ("build", *words, "--out", out)])
+        except SystemExit as stop:
+            code = stop.code or 0
+    assert "Traceback" not in error.getvalue()
+    return Ran(code, said.getvalue(), error.getvalue(), out)
+
+
+@pytest.fixture(scope="module")
+def feed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("feed") / "feed.npy"
+    np.save(path, np.random.default_rng(0).normal(size=(8, 3, 12, 12)).astype(np.float32))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return spoiled(tmp_path_factory.mktemp("spoiled"))
+
+
+@pytest.fixture(scope="module")
+def default(model, feed, tmp_path_factory):
+    """All three targets with nothing but the defaults; time is left out."""
+    out = tmp_path_factory.mktemp("default") / "o"
+    return ran(model, "--images", feed, "--target", ALL, "--duration", 0, out=out)
+
+
+@pytest.fixture(scope="module")
+def plain(model, feed, tmp_path_factory):
+    """The same with nothing searched."""
+    out = tmp_path_factory.mktemp("plain") / "o"
+    words = ("--target", ALL, "--duration", 0, "--effort", 0)
+    return ran(model, "--images", feed, *words, out=out)
+
+
+@pytest.fixture
+def build(feed, tmp_path):
+    """`calib8 build` of a model, on one target where nothing else is said, without time."""
+
+    def run(model, *words, out="o"):
+        plain = () if "--duration" in words else ("--duration", 0)
+        return ran(model, "--images", feed, *plain, *words, out=tmp_path / out)
+
+    return run
+
+
+def sqnr(model, path, feed):
+    """Of the output, by running both models in ONNX Runtime."""
+    exact, int8 = (OrtSession.open(one, threads=1) for one in (model, path))
+    samples = [{"x": one[None]} for one in np.load(feed)]
+    wanted = np.stack([exact.run(sample)["y"] for sample in samples])
+    got = np.stack([int8.run(sample)["y"] for sample in samples])
+    return 10 * np.log10((wanted**2).sum() / ((wanted - got) ** 2).sum())
+
+
+@pytest.mark.parametrize("target", RUNS)
+def test_the_layer_that_spoils_the_output_is_kept_float_and_no_other(target, default):
+    assert default.code == 0
+    layers = {name for name in default.float_of(target) if name.endswith("/Conv")}
+    assert layers == {"/bad/Conv"}
+    why = default.plan.targets[target].choices.float_nodes["/bad/Conv"]
+    assert why.startswith("alone in int8 it leaves") and why.endswith("dB of y")
+    assert " -0.0 dB" not in why
+
+
+@pytest.mark.parametrize("target", RUNS)
+def test_the_files_are_far_better_than_without_a_search(target, default, plain, model, feed):
+    assert plain.code == 3  # unusable
+    name = RUNS[target]
+    before, after = (sqnr(model, one.out / name, feed) for one in (plain, default))
+    assert after > 25 and after > before + 15
+
+
+def nodes_of(path):
+    return {node.name: node for node in onnx.load(path).graph.node}
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+def test_the_qdq_models_follow_the_plan(target, default, plain):
+    for one, kept in ((default, True), (plain, False)):
+        nodes = nodes_of(one.out / RUNS[target])
+        made = {output: node.op_type for node in nodes.values() for output in node.output}
+        for name in ("/bad/Conv", "/mid/Conv"):
+            sources = {made.get(tensor) for tensor in nodes[name].input}
+            floats = name == "/bad/Conv" and kept
+            assert ("DequantizeLinear" not in sources) == floats, name
+
+
+def test_the_line_for_trtexec_names_the_layer(default, plain):
+    for one, named in ((default, True), (plain, False)):
+        (row,) = (row for row in one.report["targets"] if row["name"] == "tensorrt")
+        (line,) = (note for note in row["notes"] if "--calib=" in note)
+        assert ("--layerPrecisions=/bad/Conv:fp16" in line) == named
+        assert "/mid/Conv" not in line
+
+
+def test_the_record_and_the_models_of_ascend_have_no_entry_for_the_layer(default, plain):
+    for one, kept in ((default, True), (plain, False)):
+        record = (one.out / "spoiled_record.txt").read_text()
+        assert ('"/bad/Conv"' not in record) == kept and '"/mid/Conv"' in record
+        deployed = onnx.load(one.out / "spoiled_deploy_model.onnx").graph
+        weights = {t.name: t.data_type for t in deployed.initializer}
+        (layer,) = (node for node in deployed.node if node.name == "/bad/Conv")
+        assert (weights[layer.input[1]] == TensorProto.FLOAT) == kept
+
+
+def test_the_report_says_what_was_settled_and_why(default):
+    text = " ".join(default.said.split())
+    assert "1 of 4 layers in float" in text and "alone in int8 it leaves" in text
+    for row in default.report["targets"]:
+        (why,) = (node["reason"] for node in row["nodes"] if node["name"] == "/bad/Conv")
+        assert row["search"]["probes"] > 0 and why.startswith("alone in int8"), row["name"]
+
+
+def without_trials(monkeypatch):
+    def tried(*args):
+        raise AssertionError("a plan is obeyed, nothing is tried")
+
+    monkeypatch.setattr(probe.Prober, "noises", tried)
+
+
+def test_a_second_build_obeys_the_plan_without_a_trial_and_gives_the_same_bytes(
+    default, model, feed, monkeypatch
+):
+    before = default.files
+    without_trials(monkeypatch)
+    words = ("--images", feed, "--target", ALL, "--duration", 0)
+    again = ran(model, *words, out=default.out)
+    assert again.code == 0, again.error
+    assert again.files == before and "spoiled.plan.toml" in before
+    assert all(row["search"]["reused"] for row in again.report["targets"])
+    assert "from the plan, nothing tried" in again.said
+
+
+def test_a_plan_that_is_named_is_obeyed_elsewhere_and_gives_the_same_bytes(
+    default, model, build, monkeypatch
+):
+    without_trials(monkeypatch)
+    plan = default.out / "spoiled.plan.toml"
+    other = build(model, "--target", ALL, "--plan", plan)
+    assert other.code == 0 and other.files == default.files
+
+
+def test_a_plan_that_is_named_is_obeyed_with_other_images_too(default, model, build, monkeypatch):
+    without_trials(monkeypatch)
+    plan = default.out / "spoiled.plan.toml"
+    other = build(model, "--target", "ascend", "--plan", plan, "--limit", 4)
+    assert other.code == 0 and other.float_of("ascend") == {"/bad/Conv"}
+
+
+def test_a_plan_of_another_model_is_refused_when_named_and_passed_over_when_found(
+    default, build, tmp_path
+):
+    plan, other = default.out / "spoiled.plan.toml", sound(tmp_path)
+    refused = build(other, "--plan", plan)
+    assert refused.code == 1 and "a plan must be the model's" in refused.error
+    assert refused.error.count("\n") == 1
+    (tmp_path / "o").mkdir(exist_ok=True)
+    (tmp_path / "o" / "sound.plan.toml").write_bytes(plan.read_bytes())
+    built = build(other)
+    assert built.code == 0 and "spoiled" not in str(built.plan.targets)
+    assert built.plan.model != read_plan(plan).model
+    assert not built.report["targets"][0]["search"]["reused"]
+
+
+def test_a_plan_and_an_effort_exclude_each_other(default, model, build):
+    refused = build(model, "--plan", default.out / "spoiled.plan.toml", "--effort", 2)
+    assert refused.code == 1 and "--plan is obeyed" in refused.error
+
+
+def edited(default, folder, old, new):
+    """The plan with one thing changed."""
+    text = (default.out / "spoiled.plan.toml").read_text()
+    assert old in text
+    folder.mkdir()
+    path = folder / "spoiled.plan.toml"
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_a_user_adds_to_the_plan_is_float_on_every_target(
+    named, default, model, build, tmp_path
+):
+    path = edited(default, tmp_path / "o", "float = []", 'float = ["/mid/*"]')
+    words = ("--plan", path) if named else ()
+    built = build(model, "--target", ALL, *words)
+    assert built.code == 0 and all(row["search"]["reused"] for row in built.report["targets"])
+    for target in RUNS:
+        rows = next(row for row in built.report["targets"] if row["name"] == target)["nodes"]
+        precision = {row["name"]: row["precision"] for row in rows}
+        assert precision["/mid/Conv"] == precision["/bad/Conv"] == "float32", target
+        assert precision["/y/Conv"] != "float32", target
+    assert built.plan.float_nodes == ("/mid/*",)  # the file keeps what the user wrote
+    assert '"/mid/Conv"' not in (built.out / "spoiled_record.txt").read_text()
+
+
+def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, build, tmp_path):
+    path = edited(default, tmp_path / "p", '"/bad/Conv" =', '"/stem/Conv" =')
+    built = build(model, "--target", "tensorrt", "--plan", path, "--accept")
+    precision = {row["name"]: row["precision"] for row in built.report["targets"][0]["nodes"]}
+    # the first table is ONNX Runtime's, so TensorRT's own is as it was
+    assert precision["/bad/Conv"] == "float32"
+    built = build(model, "--plan", path, "--accept", out="again")
+    precision = {row["name"]: row["precision"] for row in built.report["targets"][0]["nodes"]}
+    assert precision["/bad/Conv"] != "float32"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("float = []", 'float = ["/nowhere/*"]', "must be in the model, got '/nowhere/*'"),
+        ('"/bad/Conv" =', '"/nowhere/Conv" =', "got '/nowhere/Conv'"),
+        ('"/bad/Conv" =', '"/bad\\nConv" =', "a plan must name nodes of the model"),
+        ('schema = "', 'schema = "x', "a plan must begin with schema"),
+        ("[onnxruntime.methods]", '[onnxruntime.methods]\nt = "best"', "a method is one of"),
+        ("[onnxruntime]", "[onnxruntime", "a plan must be a TOML file"),
+    ],
+)
+def test_an_edit_that_cannot_be_obeyed_is_refused_in_one_sentence(
+    old, new, words, default, model, build, tmp_path
+):
+    path = edited(default, tmp_path / "p", old, new)
+    refused = build(model, "--plan", path)
+    assert refused.code == 1 and words in refused.error
+    assert refused.error.startswith("calib8: error: ") and refused.error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("\n[tensorrt.float]", 'method = "minmax"\n[tensorrt.float]', "minmax"),
+        ("[tensorrt.methods]", '[tensorrt.methods]\nr2 = "minmax"', "mse (minmax for 1 tensors)"),
+    ],
+)
+def test_methods_of_the_plan_find_the_ranges(old, new, said, default, model, build, tmp_path):
+    text = (default.out / "spoiled.plan.toml").read_text()
+    one = tmp_path / "one.plan.toml"
+    one.write_text("".join(line for line in text.splitlines(True) if "method = " not in line))
+    before = build(model, "--target", "tensorrt", "--plan", one).report["targets"][0]
+    one.write_text(one.read_text().replace(old, new, 1))
+    after = build(model, "--target", "tensorrt", "--plan", one, out="other").report["targets"][0]
+    assert (before["method"], after["method"]) == ("mse", said)
+    ranges = [{row["name"]: row["hi"] for row in one["tensors"]} for one in (before, after)]
+    assert ranges[0]["r2"] < ranges[1]["r2"]
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "true", "[1]"])
+def test_strange_figures_in_a_plan_do_not_stop_the_report(value, default, model, build, tmp_path):
+    path = edited(default, tmp_path / "p", "sqnr_db = ", f"sqnr_db = {value} # ")
+    assert build(model, "--plan", path).code == 0
+
+
+def test_refresh_searches_again(model, build, tmp_path):
+    first = build(model, "--target", "ascend")
+    files, path = first.files, first.out / "spoiled.plan.toml"
+    path.write_text(path.read_text().replace('"/bad/Conv" =', '"/mid/Conv" ='))
+    obeyed = build(model, "--target", "ascend", "--accept")
+    assert obeyed.float_of("ascend") == {"/mid/Conv"}
+    again = build(model, "--target", "ascend", "--refresh")
+    assert again.float_of("ascend") == {"/bad/Conv"} and again.files == files
+    assert not again.report["targets"][0]["search"]["reused"]
+
+
+def test_other_images_are_searched_again(model, build):
+    before = build(model, "--target", "ascend").plan.targets["ascend"].made_from
+    again = build(model, "--target", "ascend", "--limit", 4)
+    assert not again.report["targets"][0]["search"]["reused"]
+    assert again.plan.targets["ascend"].made_from != before
+
+
+def test_the_plan_keeps_what_it_says_of_other_targets(model, build):
+    build(model, "--target", "tensorrt")
+    built = build(model, "--target", "ascend")
+    assert set(built.plan.targets) == {"tensorrt", "ascend"}
+
+
+def test_no_effort_leaves_all_in_int8_and_no_plan(plain):
+    assert not list(plain.out.glob("*.plan.toml"))
+    assert all("search" not in row for row in plain.report["targets"])
+    for row in plain.report["targets"]:
+        precision = {node["name"]: node["precision"] for node in row["nodes"]}
+        assert precision["/bad/Conv"] != "float32", row["name"]
+
+
+def test_the_plan_depends_on_no_number_of_threads(default, model, build):
+    one = build(model, "--target", ALL, "--threads", 1)
+    three = build(model, "--target", ALL, "--threads", 3, out="three")
+    assert one.files == three.files == default.files
+
+
+def test_a_method_that_was_asked_for_stands(default, model, build):
+    assert any("minmax" in str(row["what"]) for row in default.plan.targets["tensorrt"].tried)
+    built = build(model, "--target", "tensorrt", "--method", "mse")
+    found = built.plan.targets["tensorrt"]
+    assert built.float_of("tensorrt") == default.float_of("tensorrt")
+    assert found.choices.method is None and not found.choices.methods
+    assert built.report["targets"][0]["method"] == "mse"
+    assert not any("minmax" in str(row["what"]) for row in found.tried)
+
+
+# Decisions by time: what kernels and models take is put in their place, nothing reads a clock.
+
+
+def latency(ms):
+    timing = Timing.of([ms] * 4)
+    return Latency(
+        queries=4, warmup_queries=1, total_host_walltime_s=1, throughput_qps=1, latency=timing,
+        host=timing,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets what each node takes in float and in int8, and each model: label -> ms."""
+
+    def set_to(*, floats, int8, models):
+        def times(ran, feeds, *, made_from, runs):
+            pairs = [node.name for node in ran.graph.node if node.op_type in PAIRS]
+            own = int8 if ran is not made_from else floats
+            nodes = {node.name: own.get(node.name, 0.0) for node in made_from.graph.node}
+            return KernelTimes({**nodes, **dict.fromkeys(pairs, 0.1)}, 0.0)
+
+        def measure(sessions, *args, **options):
+            return {label: latency(models[label]) for label in sessions}
+
+        monkeypatch.setattr(prices, "kernel_times", times)
+        monkeypatch.setattr(tune, "measure", measure)
+        monkeypatch.setattr("deploy.measure.measure", measure)
+
+    return set_to
+
+
+FLOATS = {"/a/Conv": 100.0, "/b/Conv": 100.0, "/y/Conv": 100.0}
+FAST = {"/a/Conv": 30.0, "/b/Conv": 30.0, "/y/Conv": 30.0}
+MODELS = {"float": 10.0, "FP32": 10.0, "found": 4.0, "all in int8": 5.0, "onnxruntime": 4.0}
+
+
+def test_a_layer_that_int8_makes_slower_stays_float_on_onnx_runtime_alone(clock, build, tmp_path):
+    clock(floats=FLOATS, int8=FAST | {"/b/Conv": 300.0}, models=MODELS)
+    built = build(sound(tmp_path), "--duration", 0.01, "--target", ALL)
+    assert built.code == 0, built.error
+    assert "/b/Conv" in built.float_of("onnxruntime")
+    assert "/a/Conv" not in built.float_of("onnxruntime")
+    why = built.plan.targets["onnxruntime"].choices.float_nodes["/b/Conv"]
+    assert why == "slower in int8: 300 us, 100 us in float"
+    assert not built.float_of("tensorrt") and not built.float_of("ascend")
+
+
+@pytest.mark.parametrize(("int8", "kept"), [(119.0, False), (200.0, True)])
+def test_a_layer_is_slower_only_by_a_fifth_or_more(int8, kept, clock, build, tmp_path):
+    clock(floats=FLOATS, int8=FAST | {"/b/Conv": int8}, models=MODELS)
+    built = build(sound(tmp_path), "--duration", 0.01)
+    assert ("/b/Conv" in built.float_of("onnxruntime")) == kept
+
+
+def test_without_measuring_time_decides_nothing(clock, build, tmp_path):
+    clock(floats=FLOATS, int8=FAST | {"/b/Conv": 300.0}, models={})
+    assert not build(sound(tmp_path), "--duration", 0).float_of("onnxruntime")
+
+
+def test_a_model_that_int8_makes_slower_gets_its_float_file_and_is_told(clock, build, tmp_path):
+    slow = dict.fromkeys(MODELS, 30.0) | {"float": 10.0, "FP32": 10.0, "onnxruntime": 10.6}
+    clock(floats=FLOATS, int8=FAST, models=slow)
+    built = build(sound(tmp_path), "--duration", 0.01)
+    assert built.code == 0
+    assert (built.out / "sound.float.onnx").exists()
+    assert not (built.out / "sound.int8.onnx").exists()
+    assert "stay in float: int8 wins nothing here" in " ".join(built.said.split())
+    ops = {node.op_type for node in onnx.load(built.out / "sound.float.onnx").graph.node}
+    assert ops == {"Conv", "Relu"}
+
+
+def test_what_was_settled_by_time_is_built_again_whatever_the_clock_says(
+    clock, build, monkeypatch, tmp_path
+):
+    model = sound(tmp_path)
+    clock(floats=FLOATS, int8=FAST | {"/b/Conv": 300.0}, models=MODELS)
+    first = build(model, "--duration", 0.01).files
+    clock(floats=FLOATS, int8=FAST, models=MODELS)
+    assert build(model, "--duration", 0.01).files == first
+
+
+# Gates and exit codes.
+
+
+def test_a_loss_or_a_speed_that_was_not_allowed_exits_with_3_unless_accepted(
+    clock, build, tmp_path
+):
+    model = sound(tmp_path)
+    words = ("--effort", 0)
+    assert build(model, *words).code == 0
+    lost = build(model, *words, "--max-loss", 0)
+    assert lost.code == 3 and "unusable" in lost.said
+    assert build(model, *words, "--max-loss", 0.5).code == 0
+    assert build(model, *words, "--max-loss", 0, "--accept").code == 0
+    clock(floats=FLOATS, int8=FAST, models={"FP32": 10.0, "onnxruntime": 5.0})
+    words = (*words, "--duration", 0.01)
+    assert build(model, *words, "--min-speedup", 2.0).code == 0
+    slow = build(model, *words, "--min-speedup", 2.1)
+    assert slow.code == 3 and "2.00 times as fast as FP32" in slow.said
+    assert build(model, *words, "--min-speedup", 2.1, "--accept").code == 0
+
+
+def test_the_search_keeps_more_in_float_where_less_may_be_lost(build, tmp_path):
+    model = sound(tmp_path)
+    assert not build(model).float_of("onnxruntime")
+    strict = build(model, "--max-loss", 0.0001, out="strict")
+    assert strict.float_of("onnxruntime") and strict.code == 0
+
+
+@pytest.fixture(scope="module")
+def fashion(tmp_path_factory):
+    """A few of the demo's images: (lists to calibrate with and to be judged by)."""
+    folder = tmp_path_factory.mktemp("fashion")
+    for name, count in (("calib", 24), ("eval", 120)):
+        lines = (FASHION / f"{name}.txt").read_text().splitlines()[:count]
+        (folder / f"{name}.txt").write_text("\n".join(f"{FASHION}/{line}" for line in lines))
+    return "--images", folder / "calib.txt", "--eval-images", folder / "eval.txt", "--duration", 0
+
+
+def test_the_demo_is_good_and_the_same_with_wrong_preprocessing_is_not(fashion, tmp_path):
+    model = FASHION / "fashion.onnx"
+    right = ran(model, *fashion, "--mean", 0.5, "--std", 0.5, out=tmp_path / "right")
+    assert right.code == 0 and "Verdict       good" in right.said
+    wrong = ran(model, *fashion, out=tmp_path / "wrong")
+    assert wrong.code == 3 and "Verdict       unusable" in wrong.said
+    text = " ".join(wrong.said.split())
+    assert "the float model itself is wrong on its own images" in text

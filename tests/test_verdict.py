@@ -1,0 +1,153 @@
+"""The verdict on an engine, at its limits."""
+
+import math
+
+import pytest
+
+from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.tasks import TaskFigure
+from deploy.metrics.truth import PartAccuracy
+from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Gates, verdict
+
+
+def part(db=40.0, *, cosine=0.999, label="y"):
+    return PartAccuracy(
+        label=label, output="y", sqnr_db=db, cosine_mean=cosine, cosine_min=cosine, max_abs_error=1
+    )
+
+
+def task(value, reference=1.0):
+    return TaskFigure(
+        task="boxes", figure="boxes kept", value=value, reference=reference, count="9 of 10",
+        words="9 of 10 boxes kept", samples=10,
+    )  # fmt: skip
+
+
+def accuracy(*parts, **rest):
+    return Accuracy(**{"samples": 100, "outputs": (), "parts": parts or (part(),), **rest})
+
+
+def judged(found=None, *, speed=None, int8=True, **gates):
+    one = accuracy() if found is None else found
+    return verdict(accuracy=one, speed_up=speed, int8=int8, gates=Gates(**gates))
+
+
+@pytest.mark.parametrize(
+    ("db", "level"),
+    [(15.0, GOOD), (14.9, DOUBTFUL), (5.0, DOUBTFUL), (4.9, UNUSABLE), (math.nan, UNUSABLE),
+     (math.inf, GOOD), (-math.inf, UNUSABLE)],
+)  # fmt: skip
+def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
+    found = judged(accuracy(part(db, label="scores"), part(60)))
+    assert found.level == level and "scores" in found.words
+
+
+@pytest.mark.parametrize(
+    ("value", "level"),
+    [(0.95, GOOD), (0.949, DOUBTFUL), (0.75, DOUBTFUL), (0.749, UNUSABLE), (math.nan, UNUSABLE)],
+)
+def test_a_task_is_judged_by_what_is_lost_of_it(value, level):
+    found = judged(accuracy(part(6), task=task(value)))
+    assert found.level == level and "9 of 10 boxes kept" in found.words
+
+
+def test_a_users_figure_is_judged_by_what_the_float_model_reaches():
+    assert judged(accuracy(task=task(0.60, reference=0.62))).level == GOOD
+    assert judged(accuracy(task=task(0.60, reference=0.70))).level == DOUBTFUL
+
+
+def test_a_part_that_is_more_noise_than_signal_is_never_good_whatever_the_task_says():
+    assert judged(accuracy(part(0.0), task=task(1.0))).level == GOOD
+    assert judged(accuracy(part(-0.1), task=task(1.0))).level == DOUBTFUL
+
+
+@pytest.mark.parametrize(
+    ("lost", "level"), [(0.01, GOOD), (0.011, DOUBTFUL), (0.05, DOUBTFUL), (0.051, UNUSABLE)]
+)
+def test_labels_decide_before_the_task(lost, level):
+    one = accuracy(
+        task=task(0.1), top1_reference=0.9, top1_candidate=0.9 - lost, classes=10, favourite=0.2
+    )
+    found = judged(one)
+    assert found.level == level and f"{100 * lost:.2f} points of top-1 lost" in found.words
+
+
+@pytest.mark.parametrize(
+    ("most", "level"), [(0.01, GOOD), (0.009, UNUSABLE)]
+)  # there is no doubt between them
+def test_what_the_user_allows_to_be_lost_decides_before_the_limits(most, level):
+    labelled = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)
+    for one in (labelled, accuracy(task=task(0.99)), accuracy(part(cosine=0.99))):
+        assert judged(one, max_loss=most).level == level
+
+
+def test_a_loss_that_is_no_number_is_more_than_is_allowed():
+    assert judged(accuracy(part(math.nan, cosine=math.nan)), max_loss=1.0).level == UNUSABLE
+
+
+@pytest.mark.parametrize(
+    ("right", "classes", "samples", "level"),
+    [
+        (0.0875, 10, 400, UNUSABLE),  # chance is 10 % and its spread 1.5 points
+        (0.145, 10, 400, UNUSABLE),  # three spreads are not surely better than chance
+        (0.146, 10, 400, GOOD),
+        (0.0875, 10, 19, GOOD),  # too few to tell
+        (0.02, 1000, 400, GOOD),
+    ],
+)
+def test_a_float_model_that_guesses_was_fed_something_else(right, classes, samples, level):
+    found = judged(
+        accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)
+    )
+    assert found.level == level
+    assert ("check the preprocessing" in found.words) == (level == UNUSABLE)
+
+
+@pytest.mark.parametrize(
+    ("share", "samples", "level"), [(0.95, 20, DOUBTFUL), (0.94, 20, GOOD), (1.0, 19, GOOD)]
+)
+def test_without_labels_a_float_model_that_knows_one_class_is_doubted(share, samples, level):
+    found = judged(accuracy(samples=samples, classes=10, favourite=share))
+    assert found.level == level
+    assert ("check the preprocessing" in found.words) == (level == DOUBTFUL)
+
+
+def test_with_labels_one_class_may_be_all_that_is_there():
+    one = accuracy(classes=10, favourite=1.0, top1_reference=1.0, top1_candidate=1.0)
+    assert judged(one).level == GOOD
+
+
+def test_outputs_that_are_not_finite_are_unusable_and_said_first():
+    problem = "output 'y' of the int8 engine holds NaN or Inf in 1 of 2 samples"
+    found = judged(accuracy(part(14), problems=(problem,)), speed=0.5)
+    assert found.level == UNUSABLE and found.reasons[0] == problem
+    assert len(found.reasons) == 3  # what is doubtful is told too
+
+
+def test_nothing_measured_is_doubtful():
+    found = verdict(accuracy=None, speed_up=None, int8=True, gates=Gates())
+    assert found.level == DOUBTFUL and found.words == "doubtful: nothing was measured of it"
+
+
+@pytest.mark.parametrize(
+    ("speed", "least", "level"),
+    [(0.95, None, GOOD), (0.949, None, DOUBTFUL), (1.5, 1.5, GOOD), (1.49, 1.5, UNUSABLE),
+     (0.5, 0.4, GOOD), (None, 9.0, GOOD)],
+)  # fmt: skip
+def test_speed_is_judged_against_fp32_or_what_the_user_demands(speed, least, level):
+    assert judged(speed=speed, min_speedup=least).level == level
+
+
+def test_a_model_that_stays_in_float_is_said_to_and_is_not_doubted_for_speed_by_chance():
+    found = judged(speed=0.94, int8=False)
+    assert found.level == FLOAT and "the float model was written" in found.words
+    assert judged(speed=1.1, int8=False, min_speedup=1.5).level == UNUSABLE
+    assert judged(accuracy(part(math.nan)), int8=False).level == UNUSABLE
+
+
+def test_what_is_good_is_told_only_where_nothing_is_worse():
+    assert judged(accuracy(part(40)), speed=2.0).reasons == (
+        "40.0 dB in the worst part, y",
+        "2.00 times as fast as FP32",
+    )
+    assert judged(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB in the worst part, y",)
