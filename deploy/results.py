@@ -36,6 +36,7 @@ from deploy.report import (
     to_markdown,
 )
 from deploy.report.verdict import Gates, verdict
+from deploy.report.words import PLAN
 from deploy.targets.base import Built
 from deploy.tensors import TensorSpec
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from deploy.tuning.plan_file import TargetPlan
     from deploy.tuning.tune import Tuned
 
-PLAN = "plan"  # role of the plan among the report's files
 _EVERYWHERE: Bounds = (-math.inf, math.inf)
 
 

@@ -389,3 +389,41 @@ def test_a_model_of_another_build_is_one_sentence(copied, held, tmp_path):
     onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "o.onnx")
     out = copied(lambda report: of(report).update(runnable=str(tmp_path / "o.onnx")))
     assert "same outputs" in refused(out, "--images", held)
+
+
+# what the report says of the search
+
+
+def test_values_that_no_reader_looks_at_are_not_clipped(small_cnn, pictures, tmp_path):
+    """A range that ends at 0 before a Relu leaves out half of the values, and loses none."""
+    words = ["--images", pictures, "--out", tmp_path, "--target", "tensorrt", "--effort", "0"]
+    words = [small_cnn, *words, "--method", "minmax", "--duration", "0", "--accept"]
+    CliRunner().invoke(cli, ["build", *map(str, words)])
+    report = json.loads((tmp_path / "report.json").read_text())
+    cut = [t for t in of(report, "tensorrt")["tensors"] if t["lo"] == 0 > t["observed_min"]]
+    assert cut and all(tensor["clipped"] == 0 for tensor in cut)
+    assert "Clipped" not in said(tmp_path)
+
+
+def test_the_report_has_what_was_tried_and_where_it_is_kept(built):
+    report = json.loads((built / "report.json").read_text())
+    (plan,) = [file for file in report["files"] if file["role"] == "plan"]
+    assert plan["size_bytes"] == (built / "small_cnn.plan.toml").stat().st_size
+    page, text = (built / "report.html").read_text(), (built / "report.md").read_text()
+    assert '<a href="small_cnn.plan.toml">small_cnn.plan.toml</a>' in page
+    assert "[small\\_cnn.plan.toml](small_cnn.plan.toml)" in text
+    for name in ("onnxruntime", "tensorrt"):
+        assert f"<h2>Search for {name}</h2>" in page and f"## Search for {name}" in text
+        for trial in of(report, name)["search"]["tried"]:
+            assert f"<td>{trial['what']}</td>" in page and f"| {trial['what']} |" in text
+    assert page.count("<td>yes</td>") == text.count("| yes |") >= 1
+
+
+def test_verbose_tells_what_was_tried(small_cnn, pictures, built, tmp_path):
+    out = shutil.copytree(built, tmp_path / "again")
+    words = [small_cnn, "--images", pictures, "--out", out, "--target", "onnxruntime,tensorrt"]
+    words += ["--duration", "0", "--mean", "0.5", "--std", "0.25", "--accept"]
+    heads = "tried whole for tensorrt"
+    for flags, shown in ([], False), (["--verbose"], True):
+        result = CliRunner().invoke(cli, ["build", *map(str, words), *flags])
+        assert result.exit_code == 0 and (heads in result.stdout) == shown

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import deploy.report.figures as figures
 from deploy.explanation.values import Explanation, Held, Kept, TargetWhy
-from deploy.report.margin import MARGIN, entry
+from deploy.report.margin import columns, entry
 from deploy.report.words import TRIAL_HEADS, trial_row
 from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME
 
@@ -142,18 +142,8 @@ def _held(held: Held) -> Iterator[str]:
 def _table(
     label: str, heads: Sequence[str], rows: Sequence[Sequence[str]], most: int | None
 ) -> Iterator[str]:
-    """A table beside its label, the last column as long as it wants; nothing without rows.
-
-    A column that is empty in every row is left out.
-    """
-    if not rows:
-        return
-    columns = [c for c in range(len(heads)) if any(row[c] for row in rows)]
-    shown = [[row[c] for c in columns] for row in (heads, *rows[:most])]
-    widths = [max(len(row[c]) for row in shown) for c in range(len(columns) - 1)]
-    for number, row in enumerate(shown):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
-        yield f"{'' if number else label:<{MARGIN}}{'  '.join([*cells, row[-1]])}"
+    """A table beside its label, and how many rows are left out."""
+    yield from columns(label, heads, rows[:most])
     yield from _more(rows, most)
 
 

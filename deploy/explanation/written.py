@@ -13,7 +13,8 @@ from deploy.explanation.values import Clipped, Explanation, Kept, Loss, TargetWh
 from deploy.repairs import REPAIRS
 from deploy.report import NodeRow, TrialRow
 from deploy.report.model import SCHEMA
-from deploy.results import PLAN, trial_rows
+from deploy.report.words import PLAN
+from deploy.results import trial_rows
 from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan
 from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, kind, remaining
 

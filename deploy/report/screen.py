@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import deploy.report.figures as figures
-from deploy.report.margin import MARGIN, entry
+from deploy.report.margin import MARGIN, columns, entry
 from deploy.report.model import Findings
+from deploy.report.parts import TargetPart
 from deploy.report.table import (
     FloatGroup,
     common_method,
@@ -17,7 +18,14 @@ from deploy.report.table import (
     float_groups,
     quantized_operators,
 )
-from deploy.report.words import calibration_words, group_words, search_words, work_words
+from deploy.report.words import (
+    TRIAL_HEADS,
+    calibration_words,
+    group_words,
+    search_words,
+    trial_row,
+    work_words,
+)
 
 _MOST_GROUPS = 5
 _MOST_OPERATORS = 3  # of a target that shares the screen with others
@@ -29,7 +37,7 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
 
     Args:
         report: what was found.
-        verbose: say too what was observed, what was reused, and what the run cost.
+        verbose: say too what was observed, reused and tried, and what the run cost.
     """
     blocks = (
         (report.title,),
@@ -70,6 +78,16 @@ def _cost(report: Findings) -> Iterator[str]:
         yield from entry("" if number else "Observed", group_words(group))
     if report.work:
         yield from entry("Work", "; ".join(work_words(report.work)))
+    for target in report.targets:
+        yield from _tried(target, alone=len(report.targets) == 1)
+
+
+def _tried(target: TargetPart, *, alone: bool) -> Iterator[str]:
+    """Everything that was tried whole."""
+    rows = [trial_row(trial) for trial in (target.search.tried if target.search else ())]
+    if rows:
+        last = TRIAL_HEADS[-1] if alone else f"{TRIAL_HEADS[-1]} for {target.name}"
+        yield from columns("Tried", [*TRIAL_HEADS[:-1], last], rows)
 
 
 def _searched(report: Findings) -> Iterator[str]:
