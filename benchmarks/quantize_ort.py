@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 from onnx import version_converter
 from onnxruntime.quantization import (
     CalibrationDataReader,
@@ -54,19 +55,20 @@ def lifted(model: Path, folder: Path) -> Path:
     return path
 
 
-def prepared(model: Path, folder: Path) -> Path:
-    """The model after the quantizer's own preparation, or as it is where that fails."""
-    path = folder / "prepared.onnx"
+def forms(model: Path, folder: Path) -> Iterator[Path]:
+    """The model after the quantizer's own preparation, then without it: either may fail later."""
+    plain = lifted(model, folder)
+    ready = folder / "prepared.onnx"
     try:
-        quant_pre_process(str(lifted(model, folder)), str(path), skip_symbolic_shape=True)
+        quant_pre_process(str(plain), str(ready), skip_symbolic_shape=True)
+        yield ready
     except Exception as error:  # whatever it raises, the model itself may still do
-        print(f"preparation left out: {str(error).splitlines()[:1]}")
-        return model
-    return path
+        print(f"preparation left out: {error}")
+    yield plain
 
 
 def main() -> None:
-    """Quantize, and leave the engine's path in OUT/engine."""
+    """Quantize the first form that can be, and leave the engine's path in OUT/engine."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("samples", type=Path)
@@ -76,18 +78,32 @@ def main() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     given.out.mkdir(parents=True, exist_ok=True)
     engine = given.out / "model.int8.onnx"
+    failures: list[Exception] = []
+    for form in forms(given.model, given.out):
+        try:
+            quantize(form, given.samples, engine, given.ops)
+        except Exception as error:  # the quantizer's own; the other form may do
+            failures.append(error)
+            continue
+        (given.out / "engine").write_text(str(engine.resolve()))
+        return
+    raise failures[-1]
+
+
+def quantize(model: Path, samples: Path, engine: Path, ops: list[str]) -> None:
+    """Write the int8 model of one form, and load it once: not all that is written can be."""
     quantize_static(
-        str(prepared(given.model, given.out)),
+        str(model),
         str(engine),
-        Reader(given.samples),
+        Reader(samples),
         quant_format=QuantFormat.QDQ,
-        op_types_to_quantize=given.ops or None,
+        op_types_to_quantize=ops or None,
         per_channel=True,
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
         calibrate_method=CalibrationMethod.MinMax,
     )
-    (given.out / "engine").write_text(str(engine.resolve()))
+    onnxruntime.InferenceSession(str(engine), providers=["CPUExecutionProvider"])
 
 
 if __name__ == "__main__":

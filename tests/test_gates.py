@@ -15,7 +15,8 @@ from deploy.graph.gates import gates
 from deploy.graph.index import Graph
 from deploy.graph.plan import ONNXRUNTIME, TENSORRT, analyse
 
-NUMBERS = {"two_and_half": 2.5, "three": 3.0, "zero": 0.0, "six": 6.0, "sixth": 1 / 6, "half": 0.5}
+NUMBERS = {"two_and_half": 2.5, "three": 3.0, "zero": 0.0, "six": 6.0, "sixth": 1 / 6, "half": 0.5,
+           "minus": -0.3, "little": 0.004}  # fmt: skip
 PADS = {"pads": [1, 1, 1, 1]}
 SQUEEZE = {"alpha": 0.2, "beta": 0.5}
 
@@ -47,6 +48,13 @@ FORMS = {
     "shifted down": (
         [("HardSigmoid", "t", "s", {"alpha": 0.25, "beta": -0.25}), ("Mul", "s t", "y", {})],
         (-1, 4, 1 / 4),
+    ),
+    "halved and shifted": (
+        [("HardSwish", "t", "h", {}), ("Mul", "h half", "m", {}), ("Add", "half m", "y", {})],
+        (3, 6, 1 / 12, 0.5),
+    ),
+    "shifted the other way": (
+        [("HardSwish", "t", "h", {}), ("Add", "h minus", "y", {})], (3, 6, 1 / 6, -0.3)
     ),
     "squeeze-excite": (
         [("GlobalAveragePool", "t", "p", {}), ("Conv", "p v b", "g", {}),
@@ -119,7 +127,7 @@ def test_a_gate_between_int8_is_two_int8_kernels(form, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gate_computes_its_formula_in_int8(form, tmp_path):
-    nodes, (shift, top, gain) = FORMS[form]
+    nodes, (shift, top, gain, *offset) = FORMS[form]
     engine = built(network(nodes), tmp_path)
     source = "g" if form == "squeeze-excite" else "t"
     names = [f"{name}/quantized" for name in (source, "t", "y")]
@@ -131,7 +139,8 @@ def test_a_gate_computes_its_formula_in_int8(form, tmp_path):
     )
     shifted = dequantize(given, g_scale, g_zero) + np.float32(shift)
     gate = quantize(shifted, np.float32(top / 255), 0, ONNXRUNTIME.grid) * (gain * top / 255)
-    want = quantize(dequantize(factor, t_scale, t_zero) * gate, y_scale, y_zero, ONNXRUNTIME.grid)
+    y = dequantize(factor, t_scale, t_zero) * gate + sum(offset)
+    want = quantize(y, y_scale, y_zero, ONNXRUNTIME.grid)
     assert np.abs(got.astype(int) - want.astype(int)).max() <= 1
     assert len(np.unique(got)) > 60  # all of this is not the same value
 
@@ -226,4 +235,51 @@ def test_gates_of_one_model_share_their_numbers(tmp_path):
     ]  # fmt: skip
     engine = built(network(nodes), tmp_path)
     assert kernels(engine, tmp_path).count("QLinearMul") == 2
-    assert len([t for t in engine.graph.initializer if t.name.startswith("number ")]) == 3
+    assert len([t for t in engine.graph.initializer if t.name.startswith("calib8/number/")]) == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "kernel"),
+    [("Add", 3.0, "QLinearAdd"), ("Add", -0.7, "QLinearAdd"), ("Mul", -1.3, "QLinearMul")],
+)
+def test_one_number_between_int8_is_held_exactly_in_int8(op, value, kernel, tmp_path):
+    pool = ("MaxPool", "t", "p", {"kernel_shape": [2, 2]})  # else it is folded into the Conv
+    model = network([pool, (op, "p number", "y", {})])
+    model.graph.initializer.append(numpy_helper.from_array(np.float32([value]), "number"))
+    engine = built(model, tmp_path)
+    assert kernels(engine, tmp_path).count(kernel) == 1
+    names = ["p/quantized", "y/quantized"]
+    session = ort.InferenceSession(with_outputs(engine, names).SerializeToString())
+    given, got = session.run(names, {"x": np.load(tmp_path / "x.npy")})
+    t = dequantize(given, *parameters(engine, "p"))
+    y = t + np.float32(value) if op == "Add" else t * np.float32(value)
+    want = quantize(y, *parameters(engine, "y"), ONNXRUNTIME.grid)
+    assert np.abs(got.astype(int) - want.astype(int)).max() <= 1
+
+
+def test_a_number_of_higher_rank_than_its_tensor_stays_float():
+    """Broadcast, it would give its tensor another rank."""
+    model = network([("Flatten", "t", "f", {}), ("Add", "f wide", "y", {})], ends=("Conv", ""))
+    model.graph.node[-1].CopyFrom(helper.make_node("Conv", ["y", "v", "b"], ["out"], name="end"))
+    model.graph.initializer.append(
+        numpy_helper.from_array(np.full((1, 1, 1, 1), 2, np.float32), "wide")
+    )
+    assert "constant" in precisions(model)["Add_y"]
+
+
+def test_an_offset_of_less_than_three_steps_is_an_int8_add(tmp_path):
+    model = network([("HardSwish", "t", "h", {}), ("Add", "h little", "y", {})])
+    engine = built(model, tmp_path)
+    assert kernels(engine, tmp_path).count("QLinearAdd") == 2
+    x = np.load(tmp_path / "x.npy")
+    want, got = (
+        ort.InferenceSession(m.SerializeToString()).run(None, {"x": x})[0] for m in (model, engine)
+    )
+    assert np.abs(want - got).max() < 0.03 * np.ptp(want)
+
+
+def test_an_offset_before_a_relu_is_no_part_of_the_gate(tmp_path):
+    nodes = [("HardSwish", "t", "h", {}), ("Add", "h minus", "a", {}), ("Relu", "a", "y", {})]
+    (gate,) = gates(Graph(network(nodes)))
+    assert (gate.output, gate.offset) == ("h", 0)
+    assert kernels(built(network(nodes), tmp_path), tmp_path).count("QLinearAdd") == 2

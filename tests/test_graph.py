@@ -107,7 +107,7 @@ def test_a_thin_first_conv_before_a_max_pool_is_not_left_float(activation):
     assert "only 27 products" in decided(plan)["Conv_0"]
 
 
-def test_silu_runs_in_int8_and_an_add_of_a_constant_does_not():
+def test_silu_and_an_add_of_one_number_run_in_int8_and_one_of_many_does_not():
     nodes = [
         ("Conv", "xwb", ["c"], PADS),
         ("Sigmoid", "c", "s", {}),
@@ -116,10 +116,15 @@ def test_silu_runs_in_int8_and_an_add_of_a_constant_does_not():
         ("Add", ["d", "three"], "e", {}),
         ("Conv", "ewb", ["y"], PADS),
     ]
-    plan = analyse(make(nodes, {**CONV, "three": np.array(3, np.float32)}), ONNXRUNTIME)
+    plan = analyse(make(nodes, {**CONV, "three": (1, 4, 1, 1)}), ONNXRUNTIME)
     floats = {d.node: d.reason for d in plan.decisions if not d.int8}
     assert floats == {"Add_4": "one of its operands is constant"}
     assert [p.tensor for p in plan.pairs] == ["x", "c", "s", "m", "d", "e", "y"]
+    one = make(nodes, {**CONV, "three": np.array(3, np.float32)})
+    plan = analyse(one, ONNXRUNTIME)
+    assert all(d.int8 for d in plan.decisions) and plan.numbers == ("Add_4",)
+    plan = analyse(one, TENSORRT)
+    assert "constant" in decided(plan)["Add_4"] and plan.numbers == ()
 
 
 def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():

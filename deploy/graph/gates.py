@@ -3,18 +3,20 @@
 A gate multiplies a tensor by a Hard-Sigmoid of itself (Hard-Swish) or of another one
 (squeeze-excite). Exporters write it in many ways, which all compute::
 
-    y = factor * gain * clip(source + shift, 0, top)
+    y = factor * gain * clip(source + shift, 0, top) + offset
 
     HardSwish(x)                       x * clip(x + 3, 0, 6) / 6
     x * HardSigmoid(g, alpha, beta)    x * alpha * clip(g + beta / alpha, 0, 1 / alpha)
     Add 3, Clip 0..6, Mul x, Div 6     in this order, or with the Div before the Mul
 
-What follows with one number for all (Mul, Div by a positive one) is part of the gain. In int8 the
-saturation of the grid is the Clip, and a scale read otherwise than it was written is the gain::
+What follows with one number for all is part of the gain (Mul, Div by a positive one) or, at the
+end, the offset (Add). In int8 the saturation of the grid is the Clip, a scale read otherwise than
+it was written is the gain, and a zero point read otherwise the offset::
 
-    source -> Add(shift) -> Q(top / 255, 0) -> DQ(gain * top / 255) -> Mul(factor) -> Q -> y
+    source -> Add(shift) -> Q(top / 255, 0) -> DQ(gain * top / 255) -> Mul(factor)
+           -> Q(scale, zero_point + offset / scale) -> DQ(scale, zero_point) -> y
 
-so that no more than two int8 kernels are left of it (QLinearAdd, QLinearMul).
+so that no more than two int8 kernels are left of it (QLinearAdd, QLinearMul), and one rounding.
 
 Source: ONNX operators HardSigmoid-6 and HardSwish-14; A. Howard et al., "Searching for
 MobileNetV3", arXiv:1905.02244, section 5.2.
@@ -35,7 +37,7 @@ GATE = "Gate"  # type of the one node that stands for a gate's own in a collapse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """One gate: y = factor * gain * clip(source + shift, 0, top).
+    """One gate: y = factor * gain * clip(source + shift, 0, top) + offset.
 
     Attributes:
         nodes: names of its nodes, in the order in which they run.
@@ -45,6 +47,7 @@ class Gate:
         shift: what is added; not 0.
         top: upper end of the clip, positive.
         gain: positive.
+        offset: what is added at the end.
     """
 
     nodes: tuple[str, ...]
@@ -54,6 +57,7 @@ class Gate:
     shift: float
     top: float
     gain: float
+    offset: float = 0.0
 
     @property
     def name(self) -> str:
@@ -69,7 +73,7 @@ def gates(graph: Graph) -> tuple[Gate, ...]:
         while gate is not None and (longer := _continued(graph, gate)) is not None:
             gate = longer
         if gate is not None and gate.factor:
-            found.append(gate)
+            found.append(_offset(graph, gate))
     return tuple(found)
 
 
@@ -121,19 +125,17 @@ def _hard_sigmoid(node: onnx.NodeProto) -> Gate | None:
 
 def _written_out(graph: Graph, add: onnx.NodeProto) -> Gate | None:
     """Add of a number, then Clip from 0 to a number."""
-    varying = [name for name in add.input if graph.number(name) is None]
+    source = next((str(n) for n in add.input if n not in graph.initializers), "")
+    shift = graph.number_beside(source, add)
     clip = graph.only_reader(add.output[0])
-    if len(varying) != 1 or clip is None or clip.op_type != "Clip":
+    if not shift or clip is None or clip.op_type != "Clip":
         return None
-    shift = next(value for n in add.input if (value := graph.number(n)) is not None)
     top = graph.number(clip.input[2]) if len(clip.input) > 2 else None
     if clip.input[0] != add.output[0] or not graph.holds_zero(clip) or not top or top < 0:
         return None
-    if shift == 0 or varying[0] in graph.initializers:
-        return None
     return Gate(
         nodes=(add.name, clip.name),
-        source=str(varying[0]),
+        source=source,
         factor="",
         output=str(clip.output[0]),
         shift=shift,
@@ -150,9 +152,21 @@ def _continued(graph: Graph, gate: Gate) -> Gate | None:
     longer = replace(gate, nodes=(*gate.nodes, after.name), output=str(after.output[0]))
     first, second = (str(name) for name in after.input)
     other = second if first == gate.output else first
-    number = graph.number(other)
+    number = graph.number_beside(gate.output, after)
     if number is not None and number > 0 and (after.op_type == "Mul" or first == gate.output):
         gain = gate.gain * number if after.op_type == "Mul" else gate.gain / number
         return replace(longer, gain=gain)
     free = after.op_type == "Mul" and not gate.factor and other != gate.output
     return replace(longer, factor=other) if free and other not in graph.initializers else None
+
+
+def _offset(graph: Graph, gate: Gate) -> Gate:
+    """The gate with an Add of one number behind it, where no Relu or Clip follows that."""
+    add = graph.only_reader(gate.output)
+    if add is None or add.op_type != "Add" or graph.tail(add) != add.output[0]:
+        return gate
+    number = graph.number_beside(gate.output, add)
+    if number is None:
+        return gate
+    longer = replace(gate, nodes=(*gate.nodes, add.name), output=str(add.output[0]))
+    return replace(longer, offset=number)

@@ -118,7 +118,7 @@ class Graph:
     def data_inputs(self, node: onnx.NodeProto) -> list[str]:
         """Inputs of a node that are activations, constants and shape arguments left out."""
         names = list(node.input)[: _DATA_INPUTS.get(node.op_type, len(node.input))]
-        if node.op_type in {"Squeeze", "Unsqueeze", "Split"}:
+        if node.op_type in {"Squeeze", "Unsqueeze", "Split", "Slice", "Pad"}:
             names = names[:1]
         return [name for name in names if name and name not in self.initializers]
 
@@ -136,6 +136,14 @@ class Graph:
         if constant is None or math.prod(constant.dims) != 1:
             return None
         return float(numpy_helper.to_array(constant).reshape(-1)[0])
+
+    def number_beside(self, tensor: str, node: onnx.NodeProto) -> float | None:
+        """The one number that a node of two operands has beside a tensor, whose rank stays."""
+        others = [name for name in node.input if name != tensor]
+        if len(node.input) != 2 or len(others) != 1 or (value := self.number(others[0])) is None:
+            return None
+        rank = len(self.initializers[others[0]].dims)
+        return value if rank <= max(1, len(self.shapes.get(tensor) or ())) else None
 
     def tail(self, node: onnx.NodeProto) -> str:
         """Name of the tensor that leaves a node and the Relu, Clip or bias Add fused into it."""

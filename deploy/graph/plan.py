@@ -31,6 +31,7 @@ FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})  # where int8 is the gain
 _FLOAT = onnx.TensorProto.FLOAT
 _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
+_CUTS = frozenset({"Pad", "Slice"})
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
 
@@ -49,6 +50,7 @@ class Placement:
         outputs: a pair after every int8 node (ONNX Runtime), or only on the inputs (TensorRT).
         bias: biases as int32 behind a DequantizeLinear (ONNX Runtime) or left float.
         per_tensor: op types whose weights get one scale for the whole tensor.
+        numbers: an Add or Mul of a tensor and one number is glue too, the number held in int8.
         thin: a Conv on an input of the model with fewer products a value than this stays float,
             unless a MaxPool follows.
     """
@@ -62,6 +64,7 @@ class Placement:
     bias: bool
     weights: Grid = INT8
     per_tensor: frozenset[str] = frozenset()
+    numbers: bool = False
     thin: int = 0
 
     @property
@@ -75,11 +78,13 @@ ONNXRUNTIME = Placement(
     grid=UINT8,
     heavy=frozenset({"Conv", "Gemm", "MatMul"}),
     glue=_MOVES
+    | _CUTS
     | _POOLS
     | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", GATE},
-    keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
+    keeps_scale=_MOVES | _CUTS | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,
+    numbers=True,
     # 3 colours times 3x3 are 27 products: the int8 kernel's unfolding costs more than it saves
     # (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv, 2.05x without)
     thin=32,
@@ -163,6 +168,8 @@ class Plan:
         weights: initializers to store as int8.
         owners: tensor -> the tensor whose scale it must share.
         gates: those that run in int8; `pairs` has their ends, their inner scales are fixed.
+        numbers: Adds and Muls whose constant operand is to be stored in int8.
+        pads: Pads that run on the integers themselves.
     """
 
     placement: Placement
@@ -171,6 +178,8 @@ class Plan:
     weights: tuple[WeightTarget, ...]
     owners: Mapping[str, str] = field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
+    numbers: tuple[str, ...] = ()
+    pads: tuple[str, ...] = ()
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -217,6 +226,8 @@ def analyse(
         decisions=_decisions(model.graph.node, graph, placement, why, stands_in),
         pairs=pairs,
         gates=tuple(gate for gate in found if not why[gate.name]),
+        numbers=tuple(n.name for n in chosen if _has_number(graph, n)),
+        pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
         weights=tuple(w for n in chosen for w in _weights(graph, placement, n)),
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
     )
@@ -249,8 +260,12 @@ def _refusal(
         products = math.prod(graph.initializers[node.input[1]].dims[1:])
         if products < placement.thin and not _pooled(graph, placement, node):
             return f"the first Conv has only {products} products a value, and is faster in float"
-    if node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input):
-        return "one of its operands is constant"
+    if _has_number(graph, node):
+        varying = graph.data_inputs(node)
+        if not (placement.numbers and varying and graph.number_beside(varying[0], node)):
+            return "one of its operands is constant"
+    if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
+        return reason
     tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
     for tensor in tensors:
         if not graph.is_float(tensor):
@@ -259,6 +274,18 @@ def _refusal(
         if owner in without:
             return f"{owner} {without[owner]}"
     return "" if graph.data_inputs(node) else "all its inputs are constant"
+
+
+def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
+    """Why a Pad cannot run on integers: with anything but zeros, or a Relu inside its pair."""
+    zeros = len(node.input) < 3 or not node.input[2] or graph.number(node.input[2]) == 0
+    if attributes(node).get("mode", b"constant") != b"constant" or not zeros:
+        return "it pads with something else than 0"
+    return "" if graph.tail(node) == node.output[0] else "an activation follows it"
+
+
+def _has_number(graph: Graph, node: onnx.NodeProto) -> bool:
+    return node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input)
 
 
 def _fed(graph: Graph, tensor: str) -> bool:

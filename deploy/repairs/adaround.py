@@ -23,6 +23,7 @@ from deploy.repairs.written import all_written
 if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
+_PATCHES = 2048  # of a layer's input, over all samples
 _WIDEST = 1200  # values of a patch whose products are taken together; more in portions
 
 
@@ -33,7 +34,9 @@ def round_weights(request: BuildRequest, making: Making) -> Iterator[BuildReques
     layers = [layer for layer, _ in written.values()]
     arrays = {
         layer.weight: rounded_weight(layer, written[layer.name][1].weight, x)
-        for layer, x in inputs_of(making.reference, layers, making.samples, threads=making.threads)
+        for layer, x in inputs_of(
+            making.reference, layers, making.samples, most=_PATCHES, threads=making.threads
+        )
     }
     if arrays:
         yield with_model(request, with_constants(request.model, arrays))

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
 
+_PATCHES = 1024  # of a layer's input, over all samples
+
 Means = dict[str, NDArray[np.float64]]  # layer -> [samples, C_out]
 
 
@@ -57,7 +59,9 @@ def _each_alone(request: BuildRequest, making: Making) -> BuildRequest | None:
     written = all_written(making.target.trial(request), held)
     layers = [layer for layer, _ in written.values()]
     graph, biases = Graph(request.model), []
-    for layer, x in inputs_of(making.reference, layers, making.samples, threads=making.threads):
+    for layer, x in inputs_of(
+        making.reference, layers, making.samples, most=_PATCHES, threads=making.threads
+    ):
         how = written[layer.name][1]
         wanted = _made(plain[layer.name].rows, x, len(making.samples))
         found = _made(_rows(layer, how.weights(layer)), how.inputs(x), len(making.samples))

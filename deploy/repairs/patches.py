@@ -26,20 +26,24 @@ from deploy.tensors import Array
 if TYPE_CHECKING:
     import onnx
 
-PATCHES = 2048  # of each layer, over all samples
 _HELD = 1 << 25  # values in memory at a time; more layers are another run of the model
 
 
 def inputs_of(
-    model: onnx.ModelProto, layers: Sequence[Layer], samples: Sequence[Sample], *, threads: int
+    model: onnx.ModelProto,
+    layers: Sequence[Layer],
+    samples: Sequence[Sample],
+    *,
+    most: int,
+    threads: int,
 ) -> Iterator[tuple[Layer, FloatArray]]:
-    """Each layer with patches of its input, [groups, K, P] with P up to `PATCHES`.
+    """Each layer with patches of its input, [groups, K, P] with P up to `most` or so.
 
     ConvTranspose is left out: its weights meet no patches.
     """
     able = [one for one in layers if one.kind != "ConvTranspose"]
-    each = -(-PATCHES // len(samples))
-    for some in _portions(able):
+    each = -(-most // len(samples))
+    for some in _portions(able, most):
         wanted = {layer.name: layer for layer in some}
 
         def take(number: int, name: str, value: Array, some: Sequence[Layer] = some) -> list[Array]:
@@ -55,12 +59,12 @@ def inputs_of(
                 yield layer, np.concatenate(parts, axis=2)
 
 
-def _portions(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+def _portions(layers: Sequence[Layer], most: int) -> Iterator[list[Layer]]:
     """The layers in portions whose patches fit into memory, in their order."""
     some: list[Layer] = []
     held = 0
     for layer in layers:
-        size = PATCHES * math.prod(layer.by_channel.shape) // max(layer.by_channel.shape[1], 1)
+        size = most * math.prod(layer.by_channel.shape) // max(layer.by_channel.shape[1], 1)
         if some and held + size > _HELD:
             yield some
             some, held = [], 0

@@ -90,7 +90,9 @@ def _errors(
     known = {layer.name: (root, grid) for layer, root, grid in readers}
     layers = [layer for layer, _, _ in readers]
     errors: dict[str, dict[str, float]] = {}
-    for layer, x in inputs_of(making.reference, layers, making.samples, threads=making.threads):
+    for layer, x in inputs_of(
+        making.reference, layers, making.samples, most=_PATCHES, threads=making.threads
+    ):
         root, grid = known[layer.name]
         own = errors.setdefault(root, {})
         for name, scales in ranges.items():
@@ -114,7 +116,6 @@ def output_error(layer: Layer, inputs: NDArray[np.float32], scale: Scale, grid: 
     step, zero = scale.on(grid)
     if not step > 0:
         return float("inf")
-    inputs = inputs[:, :, :: max(1, inputs.shape[2] // _PATCHES)]
     rows = np.asarray(layer.rows, np.float32)
     wrong = products_of(rows, fake_quantize(inputs, step, zero, grid) - inputs)
     right = products_of(rows, inputs)

@@ -18,10 +18,10 @@ from deploy.targets.options import check, option
 if TYPE_CHECKING:
     import onnx
 
-    from calibrators.scales import Scales
+    from calibrators.scales import Scale
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
-    from deploy.graph.plan import Decision, Placement, Plan
+    from deploy.graph.plan import Decision, Placement
     from deploy.tensors import Session
 
 
@@ -32,6 +32,8 @@ class OnnxRuntime:
     Attributes:
         int8_stem: run the first Conv in int8 even where float is faster.
         weight_bits: 8, or 7 for x86 CPUs without VNNI, whose int8 kernels saturate.
+        dynamic_matmul: find the scale of what a MatMul with constant weights multiplies anew for
+            each input.
     """
 
     int8_stem: bool = option(
@@ -45,6 +47,12 @@ class OnnxRuntime:
         help="Bits of weights; 7 for x86 CPUs without VNNI, whose int8 kernels can saturate.",
         least=7,
         most=8,
+    )
+    dynamic_matmul: bool = option(
+        False,
+        help="Quantize what MatMuls with constant weights multiply anew for each input; may suit"
+        " attention models.",
+        places=True,
     )
     name: str = "onnxruntime"
     engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
@@ -73,7 +81,29 @@ class OnnxRuntime:
         """What the graph analysis decides before anything is calibrated."""
         from deploy.graph.plan import analyse
 
-        return analyse(model, self.placement, float_nodes=float_nodes).decisions
+        plan = analyse(model, self._static, float_nodes=float_nodes)
+        return self._with_dynamic(plan.decisions, self._dynamic(model, float_nodes))
+
+    @property
+    def _static(self) -> Placement:
+        """The placement of what is quantized by calibrated ranges."""
+        own = self.placement
+        return replace(own, heavy=own.heavy - {"MatMul"}) if self.dynamic_matmul else own
+
+    def _dynamic(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """The MatMuls that are quantized anew for each input."""
+        from deploy.targets.dynamic import dynamic_matmuls
+
+        return dynamic_matmuls(model, float_nodes) if self.dynamic_matmul else ()
+
+    def _with_dynamic(
+        self, decisions: tuple[Decision, ...], dynamic: tuple[str, ...]
+    ) -> tuple[Decision, ...]:
+        grid = self.placement.grid.name
+        chosen = frozenset(dynamic)
+        return tuple(
+            replace(d, precision=grid, reason="") if d.node in chosen else d for d in decisions
+        )
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """The method's statistic of every tensor that needs a scale."""
@@ -83,24 +113,33 @@ class OnnxRuntime:
         """The engine itself."""
         return self._written(request)[0]
 
-    def _written(self, request: BuildRequest) -> tuple[onnx.ModelProto, Plan, Scales]:
+    def _written(
+        self, request: BuildRequest
+    ) -> tuple[onnx.ModelProto, tuple[Decision, ...], dict[str, Scale]]:
+        """The engine, what each node of it is, the ranges that it holds."""
+        from calibrators.grids import signed
         from deploy.graph.plan import analyse
+        from deploy.targets.dynamic import write_dynamic
         from deploy.targets.qdq import write_qdq
 
         found = request.chosen.of(self.demand(request.subject))
         plan = analyse(
             request.model,
-            self.placement,
+            self._static,
             float_nodes=request.float_nodes,
             float_tensors=found.reasons,
         )
         model = write_qdq(request.model, plan, found.scales, weight_bits=self.weight_bits)
-        return model, plan, found.scales
+        dynamic = self._dynamic(request.model, tuple(request.float_nodes))
+        if dynamic:
+            model = write_dynamic(model, dynamic, signed(self.weight_bits))
+        ranges = {name: found.scales[name] for name in plan.activations}
+        return model, self._with_dynamic(plan.decisions, dynamic), ranges
 
     def build(self, request: BuildRequest) -> Built:
-        """Write `<name>.int8.onnx`."""
-        model, plan, scales = self._written(request)
-        kind = "int8" if plan.int8_nodes else "float"
+        """Write `<name>.int8.onnx`; or `<name>.float.onnx` where everything stays float."""
+        model, decisions, ranges = self._written(request)
+        kind = "int8" if any(d.quantized for d in decisions) else "float"
         path = request.folder / f"{request.name}.{kind}.onnx"
         atomic.write_bytes(path, model.SerializeToString(deterministic=True))
         return Built(
@@ -108,16 +147,17 @@ class OnnxRuntime:
             engine=path,
             runnable=path,
             files={f"{kind} engine": path},
-            decisions=plan.decisions,
+            decisions=decisions,
             method=request.chosen.chosen_by,
-            ranges={name: scales[name] for name in plan.activations},
-            notes=self._notes(plan),
+            ranges=ranges,
+            notes=self._notes(decisions),
         )
 
-    def _notes(self, plan: Plan) -> tuple[str, ...]:
+    def _notes(self, decisions: tuple[Decision, ...]) -> tuple[str, ...]:
         from deploy.machine import this_machine
 
-        notes = [] if plan.int8_nodes else ["all of it stays in float; the nodes say why"]
+        int8 = any(d.quantized for d in decisions)
+        notes = [] if int8 else ["all of it stays in float; the nodes say why"]
         machine = this_machine()
         if self.weight_bits == 8 and "x86" in machine.os and not machine.int8:
             notes.append(

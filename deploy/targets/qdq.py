@@ -25,10 +25,11 @@ from onnx import helper, numpy_helper
 from calibrators.grids import quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
-from deploy.graph.edit import copied, rebuild, unused
+from deploy.graph.edit import copied, drop_dead, rebuild
 from deploy.graph.gates import Gate
 from deploy.graph.index import Graph
 from deploy.graph.plan import Pair, Plan, WeightTarget
+from deploy.targets.forms import Forms, with_offset
 
 _INT32 = 2**31 - 1
 
@@ -66,6 +67,10 @@ def write_qdq(
         writer.pair(pair)
     for gate in plan.gates:
         writer.gate(gate)
+    for name in plan.numbers:
+        writer.number_in(name)
+    for name in plan.pads:
+        writer.pad(name)
     writer.finish()
     return out
 
@@ -86,7 +91,8 @@ class _Writer:
         self.before: list[onnx.NodeProto] = []  # reads constants only
         self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
         self.instead: dict[str, list[onnx.NodeProto]] = {}  # by the node whose place they take
-        self.numbers: dict[float, str] = {}  # number -> the float tensor that holds it
+        self.forms = Forms(self.constant, self.before)
+        self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
     def params(self, tensor: str) -> tuple[np.float32, int]:
@@ -94,7 +100,8 @@ class _Writer:
         scale, zero = self.scales[self.plan.owners.get(tensor, tensor)].on(self.plan.placement.grid)
         if not (np.isfinite(scale) and scale > 0):
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
-        return scale, zero
+        offset = self.offsets.get(self.plan.owners.get(tensor, tensor), 0.0)
+        return with_offset(scale, zero, offset)[:2]
 
     def constant(self, name: str, array: NDArray[np.generic]) -> str:
         """Add an initializer once, and give its name."""
@@ -187,44 +194,34 @@ class _Writer:
         return out
 
     def gate(self, gate: Gate) -> None:
-        """Put int8 arithmetic in place of the nodes of a gate: an Add, a pair and a Mul.
-
-        The pair's two scales differ: writing saturates where the Clip does, reading multiplies.
-        """
+        """Put int8 arithmetic in place of the nodes of a gate."""
         nodes = [self.nodes[name] for name in gate.nodes]
-        read = {name.removesuffix("/dequantized"): name for n in nodes for name in n.input}
-        step = gate.top / 255
-        zero = self.constant(f"{gate.name}/gate/zero_point", np.array(0, np.uint8))
-        written, scaled = (
-            self.constant(f"{gate.name}/gate/{kind}_scale", np.array(value, np.float32))
-            for kind, value in (("written", step), ("read", step * gate.gain))
-        )
-        shifted, integers, factor = (
-            f"{gate.name}/gate{end}" for end in ("/float", "/quantized", "")
-        )
-        source = [read[gate.source], self.number(gate.shift)]
+        pair = self.after[nodes[-1].output[0]]
+        found = self.scales[gate.output]
         self.instead |= {name: [] for name in gate.nodes}
-        self.instead[gate.name] = [
-            _node("Add", source, shifted, f"{gate.name}/gate/Add"),
-            _node("QuantizeLinear", [shifted, written, zero], integers, f"{gate.name}/gate/Q"),
-            _node("DequantizeLinear", [integers, scaled, zero], factor, f"{gate.name}/gate/DQ"),
-            _node("Mul", [read[gate.factor], factor], nodes[-1].output[0], gate.name),
-        ]
+        self.instead[gate.name] = self.forms.gate(gate, nodes, pair[0], found)
 
-    def number(self, value: float) -> str:
-        """A float tensor of one value, held exactly: 128 steps of a 128th, on either side of 0."""
-        if value not in self.numbers:
-            name = unused(
-                f"number {value:g}", [n.removesuffix("/scale") for n in self.initializers]
-            )
-            inputs = [
-                self.constant(f"{name}/quantized", np.array(128 if value > 0 else 0, np.uint8)),
-                self.constant(f"{name}/scale", np.array(abs(value) / 128, np.float32)),
-                self.constant(f"{name}/zero_point", np.array(0 if value > 0 else 128, np.uint8)),
-            ]
-            self.before.append(_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
-            self.numbers[value] = name
-        return self.numbers[value]
+    def pad(self, name: str) -> None:
+        """Let a Pad run on the integers, of which the zero point is its 0.
+
+        ONNX Runtime makes no integer kernel of a Pad between pairs.
+        """
+        node = self.nodes[name]
+        quantize, dequantize = self.after.pop(node.output[0])
+        tensor = str(node.input[0]).removesuffix("/dequantized")
+        node.input[0], node.output[0] = f"{tensor}/quantized", quantize.output[0]
+        while len(node.input) < 3:
+            node.input.append("")
+        node.input[2] = quantize.input[2]
+        self.after[node.output[0]] = [dequantize]
+
+    def number_in(self, name: str) -> None:
+        """Let an Add or Mul of a tensor and a number read that from int8."""
+        node = self.nodes[name]
+        for position, source in enumerate(node.input):
+            if source in self.initializers:
+                value = numpy_helper.to_array(self.initializers[source]).reshape(-1)[0]
+                node.input[position] = self.forms.number(float(value))
 
     def finish(self) -> None:
         """Put the nodes in an order in which every tensor is made before it is read."""
@@ -236,6 +233,8 @@ class _Writer:
             for name in node.output:
                 ordered += self.after.pop(name, [])
         rebuild(self.graph, ordered)
+        if self.plan.pads:  # what only a Pad read is not read in float any more
+            drop_dead(self.graph)
 
 
 def _room_for_bias(

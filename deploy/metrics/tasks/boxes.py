@@ -106,12 +106,13 @@ class BoxTally:
         left = self.decoder.boxes(inputs, reference)
         right = self.decoder.boxes(inputs, candidate)
         left, right = (None if one is None else suppressed(one) for one in (left, right))
-        for threshold, count in self.counts.items():
-            one = None if left is None else left.above(threshold)
-            other = None if right is None else right.above(threshold)
-            count[0] += 0 if one is None else len(one.scores)
-            count[1] += 0 if other is None else len(other.scores)
-            count[2] += matched(one, other) if one is not None and other is not None else 0
+        both = [0] * len(self.counts)
+        if left is not None and right is not None:
+            both = matched(left, right, tuple(self.counts))
+        for (threshold, count), kept in zip(self.counts.items(), both, strict=True):
+            count[0] += 0 if left is None else int((left.scores > threshold).sum())
+            count[1] += 0 if right is None else int((right.scores > threshold).sum())
+            count[2] += kept
 
     def result(self) -> TaskFigure | None:
         """The figure at the highest threshold with boxes enough; None without any such."""

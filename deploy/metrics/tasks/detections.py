@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +40,6 @@ class Detections:
         """Some of them."""
         return Detections(self.boxes[keep], self.scores[keep], self.classes[keep])
 
-    def above(self, threshold: float) -> Detections:
-        """Those of a higher score."""
-        return self.at(self.scores > threshold)
-
 
 def by_score(boxes: Floats, scores: Floats) -> Detections:
     """Boxes [A, 4] and scores [A, C] of which each box's best class counts."""
@@ -74,26 +71,37 @@ def overlaps(left: Floats, right: Floats) -> Floats:
 
 def suppressed(found: Detections, iou: float = IOU) -> Detections:
     """Greedy non-maximum suppression of boxes that overlap more, each class by itself."""
-    same = found.classes[:, None] == found.classes[None, :]
-    near = (overlaps(found.boxes, found.boxes) > iou) & same
-    keep = np.ones(len(found.scores), np.bool_)
-    for place in range(len(keep)):
-        if keep[place]:
-            keep[place + 1 :] &= ~near[place, place + 1 :]
-    return found.at(keep)
+    keep: list[int] = []
+    left = np.arange(len(found.scores))
+    while left.size:
+        best, left = left[0], left[1:]
+        keep.append(int(best))
+        near = overlaps(found.boxes[best : best + 1], found.boxes[left])[0] > iou
+        left = left[~(near & (found.classes[left] == found.classes[best]))]
+    return found.at(np.array(keep, np.int64))
 
 
-def matched(reference: Detections, candidate: Detections) -> int:
-    """How many of the reference's boxes the candidate has too: same class, IoU above `IOU`.
+def matched(
+    reference: Detections, candidate: Detections, thresholds: Sequence[float] = (LOWEST,)
+) -> list[int]:
+    """How many of the reference's boxes the candidate has too, at each threshold of the score.
 
-    Each box of the candidate stands for one; the reference's best scores choose first.
+    Boxes match by class and IoU above `IOU`; each of the candidate stands for one, and the
+    reference's best scores choose first.
     """
     iou = overlaps(reference.boxes, candidate.boxes)
     iou[reference.classes[:, None] != candidate.classes[None, :]] = 0
+    return [
+        _pairs(iou[np.ix_(reference.scores > low, candidate.scores > low)]) for low in thresholds
+    ]
+
+
+def _pairs(iou: Floats) -> int:
+    """Rows of [n, m] that find a column of their own, in order."""
     count = 0
-    for row in range(len(iou)):
-        best = int(iou[row].argmax()) if iou.shape[1] else 0
-        if iou.shape[1] and iou[row, best] > IOU:
+    for row in np.flatnonzero(iou.max(axis=1, initial=0) > IOU):
+        best = int(iou[row].argmax())
+        if iou[row, best] > IOU:
             iou[:, best] = 0
             count += 1
     return count
