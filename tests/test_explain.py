@@ -375,6 +375,27 @@ def test_a_broken_plan_is_one_sentence(copied, text):
     assert "plan" in refused(out)
 
 
+@pytest.mark.parametrize(
+    "how", [{"mean": [10**400]}, {"mean": "x"}, {"colour": "rgb"}, {"std": {}}]
+)
+def test_preprocessing_that_is_none_is_one_sentence(copied, held, how):
+    refused(copied(lambda report: report["feed"].update(preprocess=how)), "--images", held)
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\x00b", "/", "."])
+def test_no_path_gives_a_traceback(copied, held, path):
+    def edit(report):
+        of(report).update(runnable=path)
+        report["model"]["path"] = path
+
+    refused(copied(edit), "--images", held)
+    refused(copied(lambda report: of(report).update(runnable=path)), "--images", held)
+
+
+def test_no_name_of_a_folder_gives_a_traceback():
+    refused("x" * 5000)
+
+
 def test_an_int8_model_that_is_none_is_one_sentence(copied, held):
     out = copied(lambda report: of(report).update(runnable=str(held / "0.png")))
     assert "must be an ONNX file" in refused(out, "--images", held)

@@ -8,7 +8,7 @@ from pathlib import Path
 from deploy.errors import ConfigError, did_you_mean
 from deploy.explanation.held import held_of
 from deploy.explanation.values import Explanation, Held, TargetWhy
-from deploy.explanation.written import beside, read_build
+from deploy.explanation.written import beside, is_file, read_build
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
@@ -96,7 +96,7 @@ def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
     if named is not None:
         return load(Path(named))
     path = beside(found.model, Path(found.report))
-    if not path.is_file() or path.suffix.lower() != ".onnx":
+    if not is_file(path) or path.suffix.lower() != ".onnx":
         raise ConfigError(
             f"images are run through the ONNX model of the build, got {found.model!r} in"
             f" {found.report}, which is none here; name it with --model"
@@ -105,9 +105,21 @@ def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
 
 
 def _preprocess(found: Explanation, images: FeedSource) -> Preprocess | None:
-    """As the images of the build became inputs; None for arrays, and where the report has none."""
+    """As the images of the build became inputs; None for arrays, and where the report has none.
+
+    Raises:
+        ConfigError: what the report has is no preprocessing.
+    """
     arrays = not isinstance(images, str | Path) or Path(images).suffix.lower() in _ARRAYS
-    return None if arrays or not found.preprocess else Preprocess.from_json(found.preprocess)
+    if arrays or not found.preprocess:
+        return None
+    try:
+        return Preprocess.from_json(found.preprocess)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"the preprocessing of a report must be one that calib8 wrote, got {error} in"
+            f" {found.report}; say it with options such as --mean"
+        ) from error
 
 
 def _remade(target: TargetWhy) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def read_build(folder: Path) -> Explanation:
         ConfigError: no such folder, no report in it, or a report or plan that is broken.
     """
     path = folder if folder.suffix == ".json" else folder / "report.json"
-    if not path.is_file():
+    if not is_file(path):
         raise ConfigError(
             f"a build to explain must be a folder that `calib8 build` wrote, got {folder} without"
             " a report.json; build first, or name the folder that --out named"
@@ -59,13 +60,18 @@ def read_build(folder: Path) -> Explanation:
 def beside(written: str, report: Path) -> Path:
     """A file that a report names: where it says, or in the report's folder."""
     path = Path(written)
-    return path if path.exists() else report.parent / path.name
+    return path if os.path.exists(path) else report.parent / path.name
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; False for names that no file can have, where pathlib raises."""
+    return os.path.isfile(path)
 
 
 def _plan_path(report: Fields) -> Path | None:
     named = [row.text("path") for row in report.rows("files") if row.text("role") == PLAN]
     path = beside(named[0], report.path) if named else None
-    return path if path is not None and path.is_file() else None
+    return path if path is not None and is_file(path) else None
 
 
 def _target(
