@@ -10,11 +10,12 @@ import onnx
 import pytest
 from click.testing import CliRunner
 
+from deploy.calibration.choices import NO_CHOICES
 from deploy.cli import cli
 from deploy.errors import Calib8Error
 from deploy.explanation.explain import explain
 from deploy.explanation.held import ChannelSums
-from deploy.tuning.plan_file import read_plan
+from deploy.tuning.plan_file import TargetPlan, read_plan
 from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, kind, remaining
 
 
@@ -175,6 +176,25 @@ def test_what_was_taken_is_marked_in_what_was_tried(built):
         own = plan.targets[target["name"]]
         for row in taken:
             assert own.tried[own.taken]["what"] == row["what"] and row["what"] in settled
+
+
+TRIED = (
+    {"what": "all in int8, mse", "sqnr_db": 20.04, "time": 0.9},
+    {"what": "3 of 9 layers in float", "sqnr_db": 30.0, "time": 0.8},
+    {"what": "3 of 9 layers in float", "sqnr_db": 35.0, "time": 0.7},
+    {"what": "timed: 3 of 9 layers in float", "sqnr_db": 34.96, "time": 0.75},
+)
+
+
+@pytest.mark.parametrize(
+    ("settled", "place"),
+    [("all in int8, mse: 20.0 dB in y[0:4]", 0),
+     ("3 of 9 layers in float: 30.0 dB", 1),  # equal words, another method
+     ("3 of 9 layers in float: 35.0 dB in y", 3),  # timed, so not the predicted one
+     ("all in int8: 20.0 dB", None), ("float", None), ("", None), ("all in int8, mse: ?", None)],
+)  # fmt: skip
+def test_what_was_taken_is_found_by_words_and_figure(settled, place):
+    assert TargetPlan(choices=NO_CHOICES, settled=settled, tried=TRIED).taken == place
 
 
 def test_a_build_without_a_search_is_explained_too(small_cnn, pictures, tmp_path):
