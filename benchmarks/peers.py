@@ -27,7 +27,13 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "ort": ("onnxruntime==1.31.1", "onnx", "sympy"),
     "nncf": ("nncf==3.4.0", "onnx", "openvino==2026.4.1", "onnxruntime==1.31.1"),
 }
-TOOLS = tuple(PACKAGES)
+# tool -> the environment and script it shares with its neighbour, and its options
+TOOLS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "calib8": ("calib8", ()),
+    "ort": ("ort", ()),  # Conv, Gemm and MatMul alone
+    "ort-all": ("ort", ("--ops",)),  # whatever the quantizer knows, its own default
+    "nncf": ("nncf", ()),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,7 @@ def environments() -> Path:
 
 
 def python_of(tool: str, folder: Path) -> str:
-    """The interpreter of a tool, whose environment is made where it is not there yet.
+    """The interpreter of an environment, which is made where it is not there yet.
 
     Raises:
         RuntimeError: pip could not fill it; its last line is in the message.
@@ -81,13 +87,22 @@ def write_samples(samples: Iterable[Sample], folder: Path) -> Path:
 def quantize(
     tool: str, model: Path, samples: Path, out: Path, environments: Path, *words: str
 ) -> Made:
-    """Run one tool on a model; `words` are options of its script."""
+    """Run one tool on a model; `words` are further options of its script."""
+    home, own = TOOLS[tool]
     try:
-        python = python_of(tool, environments)
+        python = python_of(home, environments)
     except RuntimeError as error:
         return Made(tool=tool, engine=None, says=str(error), cpu_s=0.0)
-    script = HERE / f"quantize_{tool}.py"
-    command = [python, str(script), str(model), str(samples.resolve()), str(out.resolve()), *words]
+    script = HERE / f"quantize_{home}.py"
+    command = [
+        python,
+        str(script),
+        str(model),
+        str(samples.resolve()),
+        str(out.resolve()),
+        *own,
+        *words,
+    ]
     out.mkdir(parents=True, exist_ok=True)
     told = out / "engine"
     told.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Real models through calib8, ONNX Runtime's quantizer and NNCF: how near, how fast, at what cost.
 
-    python benchmarks/real_models.py [NAME ...] [--tools calib8 ort nncf] [--venvs FOLDER]
+    python benchmarks/real_models.py [NAME ...] [--tools calib8 ort ort-all nncf] [--venvs FOLDER]
     python benchmarks/real_models.py --acceptance
 
 The first prints one line a model and tool, and writes the table as real_models.md and
@@ -73,7 +73,7 @@ def main() -> int:
     every = cases()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[[], *every], default=[])
-    parser.add_argument("--tools", nargs="+", choices=peers.TOOLS, default=list(peers.TOOLS))
+    parser.add_argument("--tools", nargs="+", choices=[*peers.TOOLS], default=[*peers.TOOLS])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--duration", type=float, default=3.0, help="seconds a model is timed")
     parser.add_argument("--out", type=Path, default=None, help="folder to keep everything in")

@@ -112,7 +112,8 @@ class Trial:
         try:
             own = self.outputs(made.engine)
         except Calib8Error as error:
-            return Row(**{**asdict(none), "says": f"FAILED: {error}"})
+            says = str(error).replace(f"{self.folder}/", "")
+            return Row(**{**asdict(none), "says": f"FAILED: {says}"})
         task = None
         if self.case.score is not None:
             score = self.case.score(self.folder)

@@ -57,6 +57,7 @@ from deploy.targets import TARGETS, Target, named
 from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
 from deploy.targets.options import given
 from deploy.tuning.plan_file import TargetPlan
+from deploy.tuning.samples import CANDIDATES
 from deploy.tuning.tune import Tuned, Tuning, keep_plan, plan_at, tuned
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def calibrate(
         threads=threads,
         float_nodes=float_nodes,
         progress=progress,
-        remember=0,
+        remember=(0, 0),
     )
 
 
@@ -132,7 +133,7 @@ def _calibrated(
     threads: int | None,
     float_nodes: Iterable[str],
     progress: bool,
-    remember: int,
+    remember: tuple[int, int],
     repairs: Sequence[str] = (),
     folder: Path = Path(),
 ) -> Calibrated:
@@ -140,14 +141,14 @@ def _calibrated(
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
-        remember: samples that will be asked for again.
+        remember: (first, spread) samples that will be asked for again.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         folder: where the targets will write.
     """
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    feed.remember(remember)
+    feed.remember(*remember)
     subject = Subject(
         loaded=loaded,
         given=given,
@@ -265,7 +266,7 @@ def build(
         threads=threads,
         float_nodes=float_nodes,
         progress=progress,
-        remember=CALIBRATION_SAMPLES if evaluation is None else 0,
+        remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
         repairs=asked,
         folder=folder,
     )

@@ -78,6 +78,6 @@ class Samples(Protocol):
         """The first few samples, at most so many; they are kept, so that asking costs nothing."""
         ...
 
-    def spread(self, most: int) -> Sequence[Mapping[str, Array]]:
-        """Samples from all over the feed, at most so many; they are kept too."""
+    def spread(self, most: int) -> Any:
+        """An iterator over samples from all over the feed, at most so many."""
         ...

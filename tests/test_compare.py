@@ -106,6 +106,29 @@ def test_another_shape_or_nan_parts(tmp_path, images):
     assert told(run(a, b, "--images", images, "--json", "-"))["parts_at"] == "b"
 
 
+def test_what_holds_no_value_or_is_a_constant_does_not_part(tmp_path, images):
+    none = {"from": np.array([0]), "to": np.array([0])}
+    nodes = [*CHAIN, ("Slice", "a from to", "nothing")]
+    a, b = (save(tmp_path / f"{name}.onnx", nodes, weights=ONE | none) for name in "ab")
+    for number, other in enumerate((a, b)):
+        model = onnx.load(other)
+        value = numpy_helper.from_array(np.float32(number), "v")
+        model.graph.node.append(helper.make_node("Constant", [], ["k"], value=value))
+        onnx.save(model, other)
+    found = told(run(a, b, "--images", images, "--json", "-"))
+    assert found["parts_at"] is None
+    assert [row["tensor"] for row in found["layers"]] == ["a", "b", "c"]
+
+
+def test_an_output_that_is_an_input_is_a_row(tmp_path, images):
+    a = save(tmp_path / "a.onnx", CHAIN, weights=ONE)
+    model = onnx.load(a)
+    model.graph.output.append(model.graph.input[0])
+    onnx.save(model, a)
+    found = told(run(a, a, "--images", images, "--json", "-"))
+    assert [row["tensor"] for row in found["outputs"]] == ["y", "x"]
+
+
 def refused(*words):
     result = run(*words)
     assert isinstance(result.exception, Calib8Error), result.output

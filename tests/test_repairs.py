@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -335,8 +335,12 @@ def test_only_what_lets_a_factor_through_links_two_layers(tmp_path):
 
 
 positive = st.floats(1e-3, 1e3)
+calm = settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
+)  # a loaded machine draws slowly
 
 
+@calm
 @given(st.lists(st.tuples(positive, positive), min_size=1, max_size=8))
 def test_equal_factors_make_the_two_ranges_equal(pairs):
     first, second = np.array(pairs).T
@@ -358,7 +362,7 @@ def test_factors_of_channels_that_are_zero_are_one_and_unsound_ranges_are_refuse
 seeds = st.integers(0, 10_000)
 
 
-@settings(deadline=None, max_examples=30)
+@calm
 @given(seeds, st.integers(1, 3), st.integers(1, 5), st.integers(2, 24))
 def test_rounding_by_output_is_never_worse_than_nearest_and_takes_a_neighbour(seed, g, c, k):
     rng = np.random.default_rng(seed)
@@ -388,7 +392,7 @@ def test_unsound_weights_are_refused():
         rounded_by_output(np.full((1, 1, 2), np.nan), np.ones((1, 2, 2)), fixed=fixed)
 
 
-@settings(deadline=None, max_examples=20)
+@calm
 @given(seeds, st.integers(1, 3), st.integers(1, 150), st.integers(1, 300))
 def test_products_in_blocks_are_the_products(seed, g, m, k):
     rng = np.random.default_rng(seed)
@@ -421,7 +425,7 @@ def test_weights_times_patches_are_the_layer(given_, tmp_path):
     np.testing.assert_allclose(made, want.reshape(made.shape), atol=1e-4)
 
 
-@settings(deadline=None, max_examples=30)
+@calm
 @given(seeds, st.sampled_from(["Conv", "Gemm", "MatMul"]), st.booleans())
 def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
     rng = np.random.default_rng(seed)
@@ -445,12 +449,14 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
     assert weight_scales(found, axis).tobytes() == scales.tobytes()
     steps = replace(layer, array=(weight / wide).astype(np.float32)).rows
     wanted = quantize_weight(found, scales, axis)
-    moved = np.abs(wanted - weight / wide)
-    assert moved.max() < 1 + 1e-4 and (moved > 0.5 + 1e-4).any()
+    assert np.abs(wanted - weight / wide).max() < 1 + 1e-4
     got = replace(layer, array=wanted.astype(np.float32)).rows
     products = gram(inputs)
-    better = output_error(steps, got, products).sum()
-    assert better < output_error(steps, np.rint(steps), products).sum()
+    nearest = np.rint(steps)
+    damp = 0.01 * np.trace(products[0]) / 18 * np.eye(18)
+    before, after = (output_error(steps, q, products + damp).sum() for q in (nearest, got))
+    assert after <= before * (1 + 1e-4)
+    assert after < before or (got == nearest).all()
     if kind == "Conv":  # AMCT's own scales, of 128 steps where the least value is the extreme
         own, offset = arq(weight)
         ascend = rounded_weight(layer, own.reshape(-1, 1, 1, 1).astype(np.float64), inputs)
@@ -467,3 +473,12 @@ def test_a_mean_that_samples_do_not_agree_on_is_not_trusted():
     assert steady == pytest.approx(0.3)
     assert abs(noise) < 0.5 * abs(differences[:, 1].mean())
     assert trusted_mean(np.zeros((3, 2))).tolist() == [0, 0]
+
+
+def test_where_a_target_wants_more_samples_than_judge_onnxruntime_stands_in(tmp_path, built):
+    config = tmp_path / "amct.cfg"
+    config.write_text("batch_num : 20\n")
+    words = ("--target", "ascend", "--ascend-config", config, "--repair", "equalize")
+    code, report, error = built(uneven(tmp_path), *words)
+    assert code == 0, error
+    assert any("cross-layer equalization" in n and n.endswith(", kept") for n in said(report))

@@ -133,7 +133,9 @@ def _taps(
 
 def _layer(name: str, makers: Mapping[str, NodeProto], figures: OutputAccuracy) -> Layer:
     """The row of a tensor, with the node behind its quantization that computes it."""
-    node = makers[name]
+    node = makers.get(name)
+    if node is None:  # an output that is an input or a weight
+        return Layer(tensor=name, node=name, operator="input", figures=figures)
     while node.op_type in ("DequantizeLinear", "QuantizeLinear") and node.input[0] in makers:
         node = makers[node.input[0]]
     return Layer(tensor=name, node=node.name, operator=node.op_type, figures=figures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -27,7 +28,9 @@ class Sums:
             floats = {
                 name: other
                 for name, other in self._pairs.items()
-                if np.issubdtype(left[name].dtype, np.floating)
+                if name in left
+                and other in right  # a sequence or a map is in neither
+                and np.issubdtype(left[name].dtype, np.floating)
             }
             self._pairs = floats
             if floats:
@@ -39,4 +42,10 @@ class Sums:
         """The figures of every pair that holds floats."""
         if self._sums is None:
             return {}
-        return dict(zip(self._pairs, self._sums.result(), strict=True))
+        figures = zip(self._pairs, self._sums.result(), strict=True)
+        return {name: one for name, one in figures if not _empty(one)}
+
+
+def _empty(one: OutputAccuracy) -> bool:
+    """Whether a tensor held no value in any sample, so that it cannot differ."""
+    return math.isnan(one.sqnr_db) and not any(one.not_finite) and not one.other_shape

@@ -98,9 +98,8 @@ class Feed:
         self._skip_bad = skip_bad
         self._skipped: dict[int, str] = {}
         self._manifest: dict[str, Any] | None = None
-        self._kept: dict[int, Sample] = {}  # a few, so that nobody reads them again
-        self._spread = frozenset(_evenly(self._chosen, KEPT)) if batch == 1 else frozenset()
-        self._spool = Spool(0)
+        self._kept: dict[int, Sample] = {}  # the first few, so that nobody reads them again
+        self._spool = Spool(frozenset())
         self._good: tuple[int, tuple[int, ...]] = (-1, ())  # bad ones known, labels without them
         self.decodes = 0
         self.batch = batch
@@ -163,9 +162,10 @@ class Feed:
         """
         return Stream(self._batches)
 
-    def remember(self, most: int) -> None:
-        """Keep the first samples on disk as they are read, for a second pass over them."""
-        self._spool = Spool(most * self.batch)
+    def remember(self, first: int, spread: int = 0) -> None:
+        """Keep samples on disk as they are read: the first ones, and those that `spread` gives."""
+        early = self._chosen[: first * self.batch]
+        self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread * self.batch))))
 
     def first(self, most: int) -> list[Sample]:
         """The first samples, at most `most` and `KEPT`; read once, whoever else reads them.
@@ -175,8 +175,8 @@ class Feed:
         """
         return list(islice(self._batches(), min(most, KEPT)))
 
-    def spread(self, most: int) -> list[Sample]:
-        """Samples from all over the feed, at most `most` and `KEPT`; kept once they were read.
+    def spread(self, most: int) -> Iterator[Sample]:
+        """Samples from all over the feed, at most `most`, one at a time.
 
         A feed that is sorted, by class or by time, shows little of itself at its beginning. Of a
         model with a fixed batch these are the first ones all the same.
@@ -185,11 +185,11 @@ class Feed:
             FeedError: as `samples`.
         """
         if self.batch > 1:
-            return self.first(most)
+            yield from islice(self._batches(), most)
+            return
         good = [index for index in self._chosen if index not in self._skipped]
-        chosen = set(_evenly(_evenly(good, KEPT), most))
-        found = [s for index, s in self._singles(self._read, only=chosen) if index in chosen]
-        return found or self.first(most)
+        chosen = frozenset(_evenly(good, most))
+        yield from (sample for _, sample in self._singles(self._read, only=chosen))
 
     def manifest(self) -> dict[str, Any]:
         """What was fed, as plain JSON: equal manifests mean equal samples.
@@ -257,8 +257,7 @@ class Feed:
         sample = self._source.read(index)
         self.decodes += 1
         self._spool.add(index, sample)
-        early = len(self._kept.keys() - self._spread) < KEPT * self.batch
-        if early or index in self._spread:
+        if len(self._kept) < KEPT * self.batch:
             self._kept[index] = sample
         return dict(sample)
 

@@ -1,11 +1,11 @@
-"""The first samples of a feed, kept in a file without a name, so that nobody decodes them again."""
+"""Some samples of a feed, kept in a file without a name, so that nobody decodes them again."""
 
 from __future__ import annotations
 
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import IO
 
 import numpy as np
@@ -20,16 +20,17 @@ class Spool:
     again by whoever asks.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, wanted: Collection[int]) -> None:
+        """Args: wanted: which samples to keep; others pass by."""
+        self._wanted = wanted
         self._places: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._file: IO[bytes] | None = None
         self._using = threading.Lock()
 
     def add(self, index: int, sample: Mapping[str, Array]) -> None:
-        """Keep a sample, if there is room."""
+        """Keep a sample, if it is wanted and there is room."""
         with self._using:
-            if len(self._places) >= self._most or index in self._places:
+            if index not in self._wanted or index in self._places:
                 return
             try:
                 if self._file is None:
@@ -40,7 +41,7 @@ class Spool:
                     np.save(self._file, array, allow_pickle=False)
                 self._file.flush()
             except (OSError, ValueError):  # full, or values that are no plain array
-                self._most = 0
+                self._wanted = ()
                 return
             self._places[index] = place, tuple(sample)
 

@@ -49,10 +49,14 @@ def shared_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
 
 
 def _readings(model: ModelProto) -> Iterator[tuple[str, str]]:
-    """(tensor that a node makes, tensor that is read in its place), without those of Q and DQ."""
+    """(tensor that a node makes, tensor that is read in its place), without those of Q and DQ.
+
+    Constants are left out too: they are weights, which another writer keeps as initializers.
+    """
     read_as = _dequantized(model)
     for node in model.graph.node:
-        if not _is(node, "Quantize") and not _is(node, "Dequantize"):
+        between = _is(node, "Quantize") or _is(node, "Dequantize")
+        if not between and node.op_type != "Constant":
             yield from ((name, read_as.get(name, name)) for name in node.output if name)
 
 

@@ -32,18 +32,18 @@ class Repair:
         words: what it is called in a report.
         before: changes a model before anything is observed.
         after: changes what a target is built from, the ranges known; one of the two is there.
-        exact: whether the float outputs must stay as they were, but for the last digits.
+        same_db: SQNR that the repaired float model must have against the plain one.
     """
 
     words: str
     before: Before | None = None
     after: After | None = None
-    exact: bool = True
+    same_db: float = 60.0
 
 
 REPAIRS: dict[str, Repair] = {
     "equalize": Repair(words="cross-layer equalization", before=equalize),
-    "absorb": Repair(words="absorption of high biases", before=absorb, exact=False),
+    "absorb": Repair(words="absorption of high biases", before=absorb, same_db=40.0),
     "smooth": Repair(words="SmoothQuant", before=smooth),
     "ranges": Repair(words="ranges by output error", after=choose_ranges),
     "adaround": Repair(words="weight rounding by output error", after=round_weights),

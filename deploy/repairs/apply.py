@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _SAMPLES = 16  # images of which half make the after-repairs and half judge them
 _ENOUGH = 4  # samples from which on they are shared out
 _CLEARLY_DB = 0.5  # what a before-repair must gain: it is judged with the ranges of few samples
-_SAME_DB = 60.0  # a before-repair leaves the float outputs as they are, to this SQNR
+STAND_IN = OnnxRuntime()  # where no target can be tried on a few samples
 
 
 def few(feed: Samples, most: int = _SAMPLES) -> list[Sample]:
@@ -146,14 +146,14 @@ def prepared(
     able = [target for target in targets if _demanded(target, subject)]
     for target in able:
         target.demand(asked)  # refuses here what it could not do with the repaired model
-    field = _Field(able or [OnnxRuntime()], subject, feed, folder, threads)
+    field = _Field(able or [STAND_IN], subject, feed, folder, threads)
     now, tried = field.figures(subject), []
     for name, repair in before.items():
         assert repair.before is not None
         forms = [
             (_with_model(subject, name, model), field.figures(_with_model(subject, name, model)))
             for model in repair.before(subject.model, field.samples, threads)
-            if not repair.exact or field.float_db(model) >= _SAME_DB
+            if field.float_db(model) >= repair.same_db
         ]
         if not forms:
             tried.append(_idle(name))
@@ -204,7 +204,8 @@ class _Field:
         threads: int,
     ) -> None:
         self.samples = few(feed, _SAMPLES // 2)
-        self._targets, self._feed, self._folder, self._threads = targets, feed, folder, threads
+        self._targets = list(targets)
+        self._feed, self._folder, self._threads = feed, folder, threads
         self._judge = Judge(subject.model, self.samples, threads=threads)
 
     def float_db(self, model: onnx.ModelProto) -> float:
@@ -214,8 +215,10 @@ class _Field:
     def figures(self, subject: Subject) -> dict[str, Accuracy]:
         """Target -> figures of its int8 model; a target that fails on so few samples is left out.
 
+        Where all do, ONNX Runtime stands in for them.
+
         Raises:
-            ConfigError: every target failed.
+            Calib8Error: so does ONNX Runtime.
         """
         found, errors = {}, []
         short = replace(subject, samples=len(self.samples))
@@ -225,12 +228,12 @@ class _Field:
                 found[target.name] = self._judge.of(model, kernels=".onnx" in target.engines)
             except Calib8Error as error:
                 errors.append(error)
-        if not found:
-            raise ConfigError(
-                f"a repair is judged on {len(self.samples)} samples before calibrating, and the"
-                f" trial failed: {errors[0]}"
-            )
-        return found
+        if found:
+            return found
+        if self._targets == [STAND_IN]:
+            raise errors[0]
+        self._targets = [STAND_IN]
+        return self.figures(subject)
 
     def _request(self, target: Target, subject: Subject) -> BuildRequest:
         observed = observe(

@@ -149,4 +149,4 @@ def helps(before: Accuracy, after: Accuracy, *, least: float = GAIN_DB) -> bool:
 def harms(before: Accuracy, after: Accuracy) -> bool:
     """Whether an output loses over half a dB."""
     old, new = figures(before), figures(after)
-    return any(new[name] < old[name] - _LOSS_DB for name in old)
+    return any(new.get(name, -math.inf) < old[name] - _LOSS_DB for name in old)

@@ -10,9 +10,9 @@
     other methods, whole and in the noisiest groups -> ranges
     float, plain int8 and the split, timed in turns -> what is built
 
-Cost weighs both: the logarithm of the time, and how much of the worst part of the outputs is noise,
-so that a tenth of noise is worth a tenth of the time. A part that is noise altogether costs nearly
-1, about what making the model 2.7 times as fast wins.
+Cost weighs both: the logarithm of the time, and twice how much of the worst part of the outputs is
+noise, so that a tenth of noise is worth a fifth of the time. A part that is noise altogether costs
+nearly 2, more than any int8 wins.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Effort:
 
 
 EFFORTS: dict[int, Effort] = {
-    1: Effort(samples=6, groups=8, alone=28, whole=4, swaps=3, rounds=1),
+    1: Effort(samples=6, groups=8, alone=36, whole=4, swaps=3, rounds=1),
     2: Effort(samples=8, groups=16, alone=80, whole=8, swaps=8, rounds=2),
     3: Effort(samples=8, groups=64, alone=400, whole=16, swaps=32, rounds=8),
 }
@@ -107,7 +107,7 @@ class Search:
         prober: tries choices.
         methods: searches of ranges to choose among, the calibration's own first.
         effort: how much is tried.
-        weight: what noise costs beside time; 1 by default.
+        weight: what noise costs beside time; 2 by default.
         trials: what was tried whole, in order.
         sensitivity: noise of the groups, once it was looked for.
     """
@@ -117,7 +117,7 @@ class Search:
     prober: Prober
     methods: Sequence[Method]
     effort: Effort
-    weight: float = 1.0
+    weight: float = 2.0
     trials: list[Trial] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
 

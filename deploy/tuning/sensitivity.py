@@ -4,8 +4,7 @@
 
     1..64   8 groups:  0.1  0.02  0.3  0.01 ...        the worst group is halved first
     17..24             |--- 0.28 | 0.02 ---|
-    17..20             | 0.001 | 0.28 |                 until it is one layer, or what is left
-                                                        is a small share of the whole
+    17..20             | 0.001 | 0.28 |                 until it is one layer, or next to quiet
 
 What a group loses alone adds up with the others', so the sum tells what a choice would lose.
 """
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 from deploy.tuning.probe import Noise
 
-_SHARE = 0.04  # of all noise: a group below it is not halved
+_QUIET = 1e-3  # noise power, 30 dB: a group below it is not halved
 
 Group = tuple[str, ...]
 
@@ -79,7 +78,6 @@ def sensitivity(
 
 def _to_halve(known: dict[Group, Noise]) -> Group | None:
     """The noisiest group of several layers, unless it matters little."""
-    total = sum(noise.worst for noise in known.values())
     several = [group for group in known if len(group) > 1]
     worst = max(several, key=lambda group: known[group].worst, default=None)
-    return worst if worst is not None and known[worst].worst > _SHARE * total else None
+    return worst if worst is not None and known[worst].worst > _QUIET else None

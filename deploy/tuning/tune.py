@@ -20,6 +20,7 @@ from deploy.tuning.plan_file import TIMED, PlanFile, TargetPlan, read_plan, writ
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Prober
 from deploy.tuning.reasons import reasons
+from deploy.tuning.samples import telling
 from deploy.tuning.search import EFFORTS, Search, Trial, comparable
 from deploy.tuning.units import Units, units_of
 
@@ -54,7 +55,7 @@ class Tuning:
     plan: Path | None = None
     min_speedup: float = 1.0
     max_loss: float | None = None
-    weight: float = 1.0
+    weight: float = 2.0
     timed: bool = True
     fresh: bool = False
 
@@ -154,7 +155,7 @@ def _searched(
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
     effort = EFFORTS[wish.effort]
-    samples = list(request.feed.spread(effort.samples))
+    samples = telling(request.model, request.feed, effort.samples)
     here = target.runs_here
     prober = Prober(
         target, request, samples, runs_here=here, threads=request.threads, progress=step

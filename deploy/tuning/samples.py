@@ -1,0 +1,70 @@
+"""Which few samples a search looks at: those in which the float model says most, and some others.
+
+Of a detector's photos most hold nothing, and noise on nothing is what a search over them would
+mend. So half of the samples are those with the greatest signal in the parts of the outputs; the
+other half are spread over the feed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.metrics.form import form_of
+from deploy.metrics.parts import SAMPLES
+from deploy.ort import OrtSession
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.tensors import Array, Samples
+
+CANDIDATES = 48  # samples that the float model is run on to choose from
+
+Sample = Mapping[str, "Array"]
+
+
+def telling(model: onnx.ModelProto, feed: Samples, most: int) -> list[Sample]:
+    """At most so many samples of the feed, in its order; the candidates are read twice."""
+    energies = _energies(model, feed.spread(CANDIDATES))
+    chosen = _places(energies, most)
+    return [s for place, s in enumerate(feed.spread(CANDIDATES)) if place in chosen]
+
+
+def _energies(model: onnx.ModelProto, samples: Iterable[Sample]) -> NDArray[np.float64]:
+    """[samples, parts]: sum of squares of every part; 0 where it is not finite."""
+    session = OrtSession.open(model, threads=1, spin=False)
+    feed = iter(samples)
+    first = list(islice(feed, SAMPLES))
+    known = [session.run(sample) for sample in first]
+    form = form_of(known, inputs=first)
+    outputs = chain(known, (session.run(sample) for sample in feed))
+    return np.array(
+        [[_energy(part.of(one[part.output])) for part in form.parts] for one in outputs]
+    )
+
+
+def _energy(values: Array) -> float:
+    flat = np.asarray(values, np.float64).reshape(-1)
+    total = float(np.einsum("i,i->", flat, flat))
+    return total if np.isfinite(total) else 0.0
+
+
+def _places(energies: NDArray[np.float64], most: int) -> frozenset[int]:
+    """Half of them where the parts, each by its own measure, hold most; the rest spread evenly."""
+    count = len(energies)
+    if count <= most:
+        return frozenset(range(count))
+    largest = energies.max(axis=0)
+    signal = (energies / np.where(largest > 0, largest, 1.0)).sum(axis=1)
+    strongest = np.argsort(-signal, kind="stable")
+    chosen = {int(place) for place in strongest[: most // 2]}
+    evenly = [place * count // most for place in range(most)]
+    for place in (*evenly[::2], *evenly[1::2], *map(int, strongest)):
+        if len(chosen) < most:
+            chosen.add(place)
+    return frozenset(chosen)
