@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from deploy.pipeline import build as build
     from deploy.pipeline import calibrate as calibrate
     from deploy.report import Report as Report
+    from deploy.report.verdict import Gates as Gates
     from deploy.targets import TARGETS as TARGETS
     from deploy.targets import Ascend as Ascend
     from deploy.targets import OnnxRuntime as OnnxRuntime
     from deploy.targets import TensorRT as TensorRT
+    from deploy.tuning.tune import Tuning as Tuning
 
 __all__ = [  # noqa: RUF022 (in the order of a user's work)
     "__version__",
@@ -49,6 +51,8 @@ __all__ = [  # noqa: RUF022 (in the order of a user's work)
     "Preprocess",
     "Method",
     "CachePolicy",
+    "Tuning",
+    "Gates",
     # for what
     "TARGETS",
     "OnnxRuntime",
@@ -78,7 +82,9 @@ _HOMES = {
     "deploy.inspection": ("inspect",),
     "deploy.pipeline": ("build", "calibrate"),
     "deploy.report": ("Report",),
+    "deploy.report.verdict": ("Gates",),
     "deploy.targets": ("TARGETS", "Ascend", "OnnxRuntime", "TensorRT"),
+    "deploy.tuning.tune": ("Tuning",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.compare:compare",
         "Where two models part, or one model in two runtimes, tensor by tensor.",
     ),
+    "explain": (
+        "deploy.commands.explain:explain",
+        "What a build loses where, why it does, and what was tried.",
+    ),
     "inspect": (
         "deploy.commands.inspect:inspect",
         "What would be quantized in a model and why not; what a cache holds.",

@@ -270,7 +270,7 @@ def build(
         repairs=asked,
         folder=folder,
     )
-    plans = _tuned(
+    plans, plan = _tuned(
         built_for,
         calibrated,
         folder,
@@ -292,7 +292,9 @@ def build(
         threads=threads or default_threads(),
         progress=progress,
     )
-    return write_report(calibrated, results, figures, folder, plans=plans, gates=gates or Gates())
+    return write_report(
+        calibrated, results, figures, folder, plans=plans, plan=plan, gates=gates or Gates()
+    )
 
 
 def labels_of(annotations: Annotations, evaluation: Feed | None) -> GroundTruth:
@@ -441,8 +443,8 @@ def _tuned(
     method_asked: bool,
     threads: int,
     progress: bool,
-) -> dict[str, Tuned]:
-    """What stays float and how ranges are found, of each target that can be built; kept as a file.
+) -> tuple[dict[str, Tuned], Path | None]:
+    """What stays float and how ranges are found, of each target that can be built; and its file.
 
     Raises:
         ConfigError: a plan that does not fit the model.
@@ -460,9 +462,9 @@ def _tuned(
             )
         except (BackendError, CalibrationError, ExportError):  # its build says the same
             found[target.name] = Tuned(plan=TargetPlan(choices=NO_CHOICES))
-    if wish.effort or wish.plan is not None or known.targets:
-        keep_plan(path, known, found)
-    return found
+    if not (wish.effort or wish.plan is not None or known.targets):
+        return found, None
+    return found, keep_plan(path, known, found)
 
 
 def _built(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import numpy as np
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 from deploy import atomic
+from deploy.graph.saturation import Bounds
 from deploy.machine import this_machine
 from deploy.report import (
     CalibrationPart,
@@ -34,13 +36,17 @@ from deploy.report import (
     to_markdown,
 )
 from deploy.report.verdict import Gates, verdict
+from deploy.report.words import PLAN
 from deploy.targets.base import Built
 from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from deploy.calibration.calibrated import Calibrated
     from deploy.measure import Figures
+    from deploy.tuning.plan_file import TargetPlan
     from deploy.tuning.tune import Tuned
+
+_EVERYWHERE: Bounds = (-math.inf, math.inf)
 
 
 def write_report(
@@ -50,10 +56,11 @@ def write_report(
     folder: Path,
     *,
     plans: Mapping[str, Tuned],
+    plan: Path | None,
     gates: Gates,
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html."""
-    report = gather(calibrated, built, figures, folder, plans=plans, gates=gates)
+    report = gather(calibrated, built, figures, folder, plans=plans, plan=plan, gates=gates)
     text = json.dumps(to_json(report), indent=1, allow_nan=False)
     atomic.write_text(folder / "report.json", text + "\n")
     atomic.write_text(folder / "report.md", to_markdown(report))
@@ -68,6 +75,7 @@ def gather(
     folder: Path,
     *,
     plans: Mapping[str, Tuned] | None = None,
+    plan: Path | None = None,
     gates: Gates | None = None,
 ) -> Report:
     """Everything that was found, as one value.
@@ -78,12 +86,14 @@ def gather(
         figures: what was measured.
         folder: where the report is written.
         plans: what was settled for each target before it was built.
+        plan: the file that keeps it; None where there is none.
         gates: what the user demands of the engines.
     """
     settled = plans or {}
     loaded, feed = calibrated.loaded, calibrated.feed
     manifest = feed.manifest()
-    cache = {} if calibrated.cache is None else {"calibration cache": calibrated.cache}
+    kept = {"calibration cache": calibrated.cache, PLAN: plan}
+    common = {role: path for role, path in kept.items() if path is not None}
     report_page = FileRow(role="report", path=str(folder / "report.html"))
     return Report(
         title=f"calib8: {loaded.name} in int8 for {', '.join(r.target for r in built)}",
@@ -108,7 +118,7 @@ def gather(
         ),
         engines=_judged(figures, built, gates or Gates()),
         machine=this_machine(),
-        files=(*_files(cache), report_page),
+        files=(*_files(common), report_page),
         work=_work(calibrated, figures),
         notes=(*feed.notes, *calibrated.repairs, *_troubles(calibrated), *figures.notes),
     )
@@ -191,6 +201,7 @@ def _target(
         tensors=tensor_rows(built.ranges, clipped=_clipped(calibrated, built), layers=layers),
         layers=layers,
         files=_files(built.files),
+        runnable=str(built.runnable) if built.runnable else None,
         search=_search(plan),
         notes=built.notes,
         error=error,
@@ -201,13 +212,21 @@ def _search(plan: Tuned | None) -> SearchPart | None:
     """What was tried before the target was built; None where nothing was."""
     if plan is None or not plan.plan.tried:
         return None
-    rows = tuple(
-        TrialRow(what=str(one.get("what", "")), sqnr_db=db, time=time)
-        for one in plan.plan.tried
-        if isinstance(db := one.get("sqnr_db"), float)
-        and isinstance(time := one.get("time"), float)
+    return SearchPart(
+        reused=plan.reused,
+        probes=plan.probes,
+        settled=plan.plan.settled,
+        tried=tuple(trial_rows(plan.plan)),
     )
-    return SearchPart(reused=plan.reused, probes=plan.probes, settled=plan.plan.settled, tried=rows)
+
+
+def trial_rows(plan: TargetPlan) -> Iterator[TrialRow]:
+    """What was tried whole, without rows that a hand has broken."""
+    for place, one in enumerate(plan.tried):
+        db, time = one.get("sqnr_db"), one.get("time")
+        if isinstance(db, float) and isinstance(time, float):
+            what = str(one.get("what", ""))
+            yield TrialRow(what=what, sqnr_db=db, time=time, taken=place == plan.taken)
 
 
 def _files(files: Mapping[str, Path]) -> tuple[FileRow, ...]:
@@ -226,7 +245,8 @@ def _troubles(calibrated: Calibrated) -> list[str]:
 def _clipped(calibrated: Calibrated, built: Built) -> dict[str, float]:
     """Share of each tensor's values outside its clip range, to a bin.
 
-    Left out where a range is another tensor's, as of a pool's output, or was found on no histogram.
+    Values where no reader looks, as of a Conv before a Relu those below 0, are not lost. Left out
+    where a range is another tensor's, as of a pool's output, or was found on no histogram.
     """
     observed = calibrated.ranges.observed
     recorders = {
@@ -234,18 +254,26 @@ def _clipped(calibrated: Calibrated, built: Built) -> dict[str, float]:
         for o in calibrated.wanted.get(built.target, ())
         if o.key in observed
     }
+    bounds = calibrated.subject.bounds
     return {
-        name: clipped_share(histogram, scale)
+        name: clipped_share(histogram, scale, bounds.get(name, _EVERYWHERE))
         for name, scale in built.ranges.items()
         if isinstance(histogram := recorders.get(name), Histogram)
         if (histogram.minimum, histogram.maximum) == (scale.observed_min, scale.observed_max)
     }
 
 
-def clipped_share(histogram: Histogram, scale: Scale) -> float:
-    """Share of the values in bins that lie wholly outside [lo, hi]; 0 to 1."""
+def clipped_share(histogram: Histogram, scale: Scale, seen: Bounds = _EVERYWHERE) -> float:
+    """Share of the values in bins that lie wholly outside [lo, hi]; 0 to 1.
+
+    Args:
+        histogram: of the tensor.
+        scale: its range.
+        seen: where its readers look; values outside are not lost.
+    """
     edges, counts = histogram.edges(), histogram.signed()
     outside = (edges[1:] <= scale.lo) | (edges[:-1] >= scale.hi)
+    outside &= (edges[1:] > seen[0]) & (edges[:-1] < seen[1])
     outside &= (edges[1:] < min(scale.lo, 0)) | (edges[:-1] > max(scale.hi, 0))
     return float(np.sum(counts[outside])) / max(histogram.total, 1)
 

@@ -25,7 +25,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy",  # the face: re-exports, each imported when first used
         "deploy.cli deploy.__main__",
         "deploy.commands",
-        "deploy.pipeline deploy.benchmark deploy.comparison deploy.results deploy.inspection",
+        "deploy.pipeline deploy.benchmark deploy.comparison deploy.results deploy.inspection"
+        " deploy.explanation",
         "deploy.measure",
         "deploy.judge",
         "deploy.report",

@@ -15,6 +15,8 @@ import deploy
 import deploy.errors
 from deploy.errors import SdkMissingError
 from deploy.targets import TARGETS
+from deploy.tuning.search import EFFORTS
+from deploy.tuning.tune import DEFAULT_EFFORT
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(
@@ -124,3 +126,11 @@ def test_the_documented_examples_run(small_cnn, pictures, tmp_path, monkeypatch,
         exec(compile(example, "docs/python.md", "exec"), held)
     said = capsys.readouterr().out
     assert "a method is one of" in said and "Latency of model.onnx and model.int8.onnx" in said
+
+
+def test_the_documented_efforts_are_those_of_the_search():
+    page = (ROOT / "docs" / "accuracy.md").read_text("utf-8")
+    for number, effort in EFFORTS.items():
+        row = f"{effort.samples} | {effort.alone} | {effort.whole} |"
+        assert re.search(rf"^\| {number}( \(default\))? \| {re.escape(row)}", page, re.MULTILINE)
+    assert f"| {DEFAULT_EFFORT} (default) |" in page

@@ -22,8 +22,10 @@ from deploy.report import (
     ModelPart,
     NodeRow,
     Report,
+    SearchPart,
     TargetPart,
     TensorRow,
+    TrialRow,
     WorkPart,
     figures,
     tensor_rows,
@@ -87,6 +89,12 @@ def full(name: str = "logits") -> Report:
                 tensors=tensor_rows(Scales({name: scale}), clipped={name: 0.01}, layers=(output,)),
                 layers=(output,),
                 files=(FileRow(role=name, path=name, size_bytes=1000),),
+                search=SearchPart(
+                    reused=False,
+                    probes=3,
+                    settled=name,
+                    tried=(TrialRow(what=name, sqnr_db=math.inf, time=0.5, taken=True),),
+                ),
                 notes=(f"{name} is noted",),
             ),
         ),
@@ -96,7 +104,7 @@ def full(name: str = "logits") -> Report:
                       accuracy=accuracy, threads=2, load_ms=3.0),
         ),
         machine=this_machine(),
-        files=(FileRow(role="report", path=name),),
+        files=(FileRow(role="report", path=name), FileRow(role="plan", path=name)),
         seconds={"observe": 1.0},
         work=WorkPart(
             decodes=500,
@@ -219,7 +227,9 @@ def test_the_page_is_whole_and_fetches_nothing():
     text = to_html(full())
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert not {"src", "href", "onclick"} & {key for key, _ in page.attributes}
+    assert not {"src", "onclick"} & {key for key, _ in page.attributes}
+    links = [value for key, value in page.attributes if key == "href"]
+    assert links and all(re.fullmatch(r"[\w.%~-]+", link) for link in links)  # files beside it
     assert "url(" not in text and "@import" not in text and "http" not in text
     assert page.tags.count("svg") == 2  # the latency figure and one tensor
 

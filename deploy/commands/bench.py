@@ -101,7 +101,7 @@ from deploy.errors import ConfigError
     metavar="FILE",
     help="Write the report as a page.",
 )
-@input_options
+@input_options("Run on these in place of random inputs, and tell how far the outputs are apart")
 @own_options(lambda option: option.runs)
 def bench(
     engine: Path,

@@ -15,6 +15,8 @@ from deploy.commands.options import PREPROCESS, preprocess_from, preprocess_opti
 if TYPE_CHECKING:
     from deploy.feed.preprocess import Preprocess
 
+Command = Callable[..., None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
@@ -26,29 +28,42 @@ class Inputs:
     preprocess: Preprocess | None
 
 
-def input_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add how images are chosen and read, none of it required; the command gets `inputs`."""
+def input_options(purpose: str) -> Callable[[Command], Command]:
+    """Add how images are chosen and read, none of it required; the command gets `inputs`.
 
-    @wraps(command)
-    def gathered(**words: Any) -> None:
-        source = words.pop("images")
-        if source is None:
-            given.refuse_without("--images", given.typed_in(sections.IMAGES))
-        inputs = Inputs(
-            source=source,
-            limit=words.pop("limit"),
-            skip_bad=words.pop("skip_bad"),
-            preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
-        )
-        command(inputs=inputs, **words)
+    Args:
+        purpose: what the images are for, as the help of --images begins.
+    """
 
-    options = (
+    def added(command: Command) -> Command:
+        @wraps(command)
+        def gathered(**words: Any) -> None:
+            source = words.pop("images")
+            if source is None:
+                given.refuse_without("--images", given.typed_in(sections.IMAGES))
+            inputs = Inputs(
+                source=source,
+                limit=words.pop("limit"),
+                skip_bad=words.pop("skip_bad"),
+                preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
+            )
+            command(inputs=inputs, **words)
+
+        wrapped: Command = gathered
+        for option in reversed(_options(purpose)):
+            wrapped = option(wrapped)
+        return wrapped
+
+    return added
+
+
+def _options(purpose: str) -> list[Callable[[Command], Command]]:
+    return [
         sections.option(
             "--images",
             section=sections.IMAGES,
             metavar="PATH",
-            help="Run on these in place of random inputs, and tell how far the outputs are apart:"
-            " folder of images, list file, .npy or .npz.",
+            help=f"{purpose}: folder of images, list file, .npy or .npz.",
         ),
         preprocess_options,
         sections.option(
@@ -63,7 +78,4 @@ def input_options(command: Callable[..., None]) -> Callable[..., None]:
             is_flag=True,
             help="Go on without unreadable images.",
         ),
-    )
-    for option in reversed(options):
-        gathered = option(gathered)
-    return gathered
+    ]

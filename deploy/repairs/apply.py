@@ -271,7 +271,7 @@ def _told(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool)
         before_db=old,
         after_db=new,
         kept=kept,
-        sentence=f"{REPAIRS[name].words}: worst output {old:.1f} -> {new:.1f} dB, {word}",
+        sentence=f"{REPAIRS[name].words}: worst part {old:.1f} -> {new:.1f} dB, {word}",
     )
 
 

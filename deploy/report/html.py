@@ -33,6 +33,7 @@ def to_html(report: Findings) -> str:
         _outputs(report),
         _remarks(report),
         _setup(report),
+        sections.search(report),
         sections.nodes(report),
         sections.tensors(report),
         sections.layers(report),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from urllib.parse import quote
 
 import deploy.report.figures as figures
 import deploy.report.truth as truth
@@ -17,7 +18,15 @@ from deploy.report.table import (
     float_groups,
     quantized_operators,
 )
-from deploy.report.words import calibration_words, group_words, work_words
+from deploy.report.words import (
+    TRIAL_HEADS,
+    calibration_words,
+    group_words,
+    plan_name,
+    search_words,
+    trial_row,
+    work_words,
+)
 
 
 def to_markdown(report: Findings) -> str:
@@ -26,6 +35,7 @@ def to_markdown(report: Findings) -> str:
         _head(report),
         _engines(report),
         _outputs(report),
+        _search(report),
         _coverage(report),
         _tensors(report),
         _where(report),
@@ -91,6 +101,19 @@ def _outputs(report: Findings) -> Iterator[str]:
                     for output in engine.accuracy.outputs
                 ),
             )
+
+
+def _search(report: Findings) -> Iterator[str]:
+    """What was tried before each target was built, and which file keeps what was taken."""
+    for target in report.targets:
+        if target.search is not None:
+            whose = f" for {_escape(target.name)}" if len(report.targets) > 1 else ""
+            yield f"## Search{whose}"
+            name = plan_name(report)
+            kept = f" It is kept in [{_escape(name)}]({_url(name)})." if name else ""
+            yield f"Built: {_escape(search_words(target.search))}.{kept}"
+            if target.search.tried:
+                yield _table(TRIAL_HEADS, map(trial_row, target.search.tried))
 
 
 def _coverage(report: Findings) -> Iterator[str]:
@@ -196,6 +219,11 @@ def _code(text: str) -> str:
         fence += "`"
     pad = " " if flat[:1] == "`" or flat[-1:] == "`" else ""
     return f"{fence}{pad}{flat}{pad}{fence}"
+
+
+def _url(name: str) -> str:
+    """A file beside the report, as a link's target."""
+    return quote(encodable(name))
 
 
 def _escape(text: str) -> str:

@@ -169,11 +169,13 @@ class TrialRow:
         what: in words.
         sqnr_db: of the worst part of the outputs, over the few samples of the search.
         time: as a share of the float model's, predicted or timed.
+        taken: whether it is what was built.
     """
 
     what: str
     sqnr_db: float
     time: float
+    taken: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +208,7 @@ class TargetPart:
         tensors: the ranges that this target's files hold.
         layers: inner tensors of its engine against the float model's, in the model's order.
         files: what was written for it.
+        runnable: the file that ONNX Runtime runs with its numerics; None where there is none.
         search: what was tried before it was built; None where nothing was.
         notes: what was not done, and the command that does it, in sentences.
         error: why it failed, in one sentence; "" where it did not.
@@ -219,6 +222,7 @@ class TargetPart:
     tensors: tuple[TensorRow, ...] = ()
     layers: tuple[OutputAccuracy, ...] = ()
     files: tuple[FileRow, ...] = ()
+    runnable: str | None = None
     search: SearchPart | None = None
     notes: tuple[str, ...] = ()
     error: str = ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 import deploy.report.figures as figures
+from deploy.report.margin import MARGIN, columns, entry
 from deploy.report.model import Findings
+from deploy.report.parts import TargetPart
 from deploy.report.table import (
     FloatGroup,
     common_method,
@@ -17,21 +18,26 @@ from deploy.report.table import (
     float_groups,
     quantized_operators,
 )
-from deploy.report.words import calibration_words, group_words, search_words, work_words
+from deploy.report.words import (
+    TRIAL_HEADS,
+    calibration_words,
+    group_words,
+    search_words,
+    trial_row,
+    work_words,
+)
 
-WIDTH = 98
-_MARGIN = 14
 _MOST_GROUPS = 5
 _MOST_OPERATORS = 3  # of a target that shares the screen with others
 _MOST_NOTES = 8
 
 
 def to_screen(report: Findings, *, verbose: bool = False) -> str:
-    """Plain text, at most `WIDTH` columns where names allow, without colours.
+    """Plain text, at most `margin.WIDTH` columns where names allow, without colours.
 
     Args:
         report: what was found.
-        verbose: say too what was observed, what was reused, and what the run cost.
+        verbose: say too what was observed, reused and tried, and what the run cost.
     """
     blocks = (
         (report.title,),
@@ -50,16 +56,16 @@ def _verdicts(report: Findings) -> Iterator[str]:
     judged = [(engine.label, engine.verdict) for engine in report.engines if engine.verdict]
     for number, (label, one) in enumerate(judged):
         words = one.words if len(judged) == 1 else f"{label}: {one.words}"
-        yield from _entry("" if number else "Verdict", words)
+        yield from entry("" if number else "Verdict", words)
 
 
 def _how(report: Findings) -> Iterator[str]:
     if report.feed:
         skipped = f", {len(report.feed.skipped)} skipped" if report.feed.skipped else ""
         samples = figures.count(report.feed.samples, "sample")
-        yield from _entry("Feed", f"{samples} from {report.feed.source}{skipped}")
+        yield from entry("Feed", f"{samples} from {report.feed.source}{skipped}")
     if report.calibration:
-        yield from _entry("Calibration", calibration_words(report))
+        yield from entry("Calibration", calibration_words(report))
     yield from _failures(report)
     yield from _searched(report)
     yield from _coverage(report)
@@ -69,9 +75,19 @@ def _how(report: Findings) -> Iterator[str]:
 def _cost(report: Findings) -> Iterator[str]:
     groups = report.calibration.groups if report.calibration else ()
     for number, group in enumerate(groups):
-        yield from _entry("" if number else "Observed", group_words(group))
+        yield from entry("" if number else "Observed", group_words(group))
     if report.work:
-        yield from _entry("Work", "; ".join(work_words(report.work)))
+        yield from entry("Work", "; ".join(work_words(report.work)))
+    for target in report.targets:
+        yield from _tried(target, alone=len(report.targets) == 1)
+
+
+def _tried(target: TargetPart, *, alone: bool) -> Iterator[str]:
+    """Everything that was tried whole."""
+    rows = [trial_row(trial) for trial in (target.search.tried if target.search else ())]
+    if rows:
+        last = TRIAL_HEADS[-1] if alone else f"{TRIAL_HEADS[-1]} for {target.name}"
+        yield from columns("Tried", [*TRIAL_HEADS[:-1], last], rows)
 
 
 def _searched(report: Findings) -> Iterator[str]:
@@ -80,12 +96,12 @@ def _searched(report: Findings) -> Iterator[str]:
     for number, (name, search) in enumerate(found):
         words = search_words(search)
         words = words if len(report.targets) == 1 else f"{name}: {words}"
-        yield from _entry("" if number else "Search", words)
+        yield from entry("" if number else "Search", words)
 
 
 def _failures(report: Findings) -> Iterator[str]:
     for number, target in enumerate(failures(report)):
-        yield from _entry("" if number else "Failed", f"{target.name}: {target.error}")
+        yield from entry("" if number else "Failed", f"{target.name}: {target.error}")
 
 
 def _coverage(report: Findings) -> Iterator[str]:
@@ -99,7 +115,7 @@ def _coverage(report: Findings) -> Iterator[str]:
         if not alone:
             by = f", by {target.method}" if target.method and not common_method(report) else ""
             words = f"{target.name:<{width}}  {words}{by}"
-        yield from _entry("" if number else "Coverage", words)
+        yield from entry("" if number else "Coverage", words)
 
 
 def _float(report: Findings) -> Iterator[str]:
@@ -108,11 +124,11 @@ def _float(report: Findings) -> Iterator[str]:
         label = "float" if group.precision == "float32" else group.precision
         where = _places(group, alone=len(report.targets) == 1)
         reason = group.reason or "no reason given"
-        yield from _entry(f"  {label}", f"{group.op} ({where}): {reason}")
+        yield from entry(f"  {label}", f"{group.op} ({where}): {reason}")
     if len(groups) > _MOST_GROUPS:
         rest = {(g.op, name) for g in groups[_MOST_GROUPS:] for name in g.names}
         more = figures.count(len(rest), "more float node")
-        yield from _entry("", f"and {more}; the report has all")
+        yield from entry("", f"and {more}; the report has all")
 
 
 def _places(group: FloatGroup, *, alone: bool) -> str:
@@ -134,7 +150,7 @@ def _table(report: Findings) -> Iterator[str]:
     changes = ("", *(line.change for line in lines))
     for row, change in zip(rows, changes, strict=True):
         cells = "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        label = row[0].ljust(max(widths[0], _MARGIN))
+        label = row[0].ljust(max(widths[0], MARGIN))
         yield f"{label}{cells[widths[0] :]}   {change}".rstrip()
 
 
@@ -144,10 +160,10 @@ def _where(report: Findings) -> Iterator[str]:
         threads = sorted({e.threads for e in report.engines if e.threads is not None})
         used = f", {figures.count(threads[-1], 'thread')} used" if threads else ""
         cores = figures.count(report.machine.cores, "core")
-        yield from _entry("Machine", f"{report.machine.cpu}, {cores}{used}, {int8}")
+        yield from entry("Machine", f"{report.machine.cpu}, {cores}{used}, {int8}")
     for number, file in enumerate(report.written):
         text = f"{file.path}  ({file.role}{_bytes(file.size_bytes)})"
-        yield from _entry("" if number else "Files", text)
+        yield from entry("" if number else "Files", text)
 
 
 def _bytes(value: int | None) -> str:
@@ -157,15 +173,6 @@ def _bytes(value: int | None) -> str:
 def _notes(report: Findings) -> Iterator[str]:
     warnings = report.warnings
     for number, text in enumerate(warnings[:_MOST_NOTES]):
-        yield from _entry("" if number else "Notes", text)
+        yield from entry("" if number else "Notes", text)
     if len(warnings) > _MOST_NOTES:
-        yield from _entry("", f"and {len(warnings) - _MOST_NOTES} more; the report has all")
-
-
-def _entry(label: str, text: str) -> Iterator[str]:
-    """A label in the margin and its text, wrapped under itself."""
-    wrapped = textwrap.wrap(
-        text, WIDTH - _MARGIN, break_long_words=False, break_on_hyphens=False
-    ) or [""]
-    for number, line in enumerate(wrapped):
-        yield f"{'' if number else label:<{_MARGIN}}{line}"
+        yield from entry("", f"and {len(warnings) - _MOST_NOTES} more; the report has all")

@@ -1,16 +1,34 @@
-"""The page's sections that each target fills: its nodes, its ranges, its inner tensors."""
+"""The page's sections that each target fills: search, nodes, ranges, inner tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from urllib.parse import quote
 
 import deploy.report.figures as figures
 import deploy.report.markup as markup
+from deploy.report.figures import encodable
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.svg import range_bar
 from deploy.report.table import coverage, covered, float_groups, quantized_operators
+from deploy.report.words import TRIAL_HEADS, plan_name, search_words, trial_row
+
+
+def search(report: Findings) -> Iterator[str]:
+    """What was tried before each target was built, and which file keeps what was taken."""
+    name = plan_name(report)
+    link = f'<a href="{escape(quote(encodable(name)))}">{escape(name)}</a>'
+    for target in report.targets:
+        if target.search is not None:
+            whose = f" for {escape(target.name)}" if len(report.targets) > 1 else ""
+            yield f"<h2>Search{whose}</h2>"
+            kept = f" It is kept in {link}." if name else ""
+            yield f"<p>Built: {escape(search_words(target.search))}.{kept}</p>"
+            rows = [trial_row(trial) for trial in target.search.tried]
+            if rows:
+                yield markup.foldable(markup.table(TRIAL_HEADS, rows), len(rows))
 
 
 def nodes(report: Findings) -> Iterator[str]:

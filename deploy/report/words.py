@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 
 import deploy.report.figures as figures
 from deploy.report.model import Findings
-from deploy.report.parts import CalibrationPart, GroupRow, SearchPart, WorkPart
+from deploy.report.parts import CalibrationPart, GroupRow, SearchPart, TrialRow, WorkPart
 from deploy.report.table import common_method
+
+PLAN = "plan"  # role of the plan among the report's files
+TRIAL_HEADS = ("SQNR", "time, FP32 = 1", "built", "tried whole")
 
 
 def calibration_words(report: Findings) -> str:
@@ -51,3 +55,15 @@ def search_words(search: SearchPart) -> str:
     """What a search did, and what of it was built."""
     tried = "from the plan, nothing tried" if search.reused else f"{search.probes} trials"
     return f"{search.settled} ({tried})" if search.settled else tried
+
+
+def trial_row(trial: TrialRow) -> list[str]:
+    """One thing that was tried, under `TRIAL_HEADS`."""
+    built = "yes" if trial.taken else ""
+    return [figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built, trial.what]
+
+
+def plan_name(report: Findings) -> str:
+    """Name of the plan's file, which stands beside the report; "" where there is none."""
+    paths = [file.path for file in report.files if file.role == PLAN]
+    return PurePath(paths[0]).name if paths else ""

@@ -38,6 +38,9 @@ else:
 
 SCHEMA = "calib8-plan/1"
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
+_SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # as `tuned` writes it
+TIMED = "timed: "  # before the words of what was timed beside the float model
+_ROUNDED = 0.06  # dB between a figure of one decimal and the same of two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,18 @@ class TargetPlan:
     made_from: str = ""
     settled: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
+
+    @property
+    def taken(self) -> int | None:
+        """Place in `tried` of what was built; None where it is the float model, or not told.
+
+        Of equal words the last is meant: what was timed stands behind what was predicted.
+        """
+        said = _SETTLED.fullmatch(self.settled)
+        if said is None:
+            return None
+        places = [place for place, one in enumerate(self.tried) if _is(one, said[1], said[2])]
+        return places[-1] if places else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +187,15 @@ def _figure(value: object) -> str | float | None:
         return float(value)
     except OverflowError:
         return None
+
+
+def _is(tried: Mapping[str, str | float], what: str, db: str) -> bool:
+    """Whether a row is the one that these words tell of."""
+    words, figure = tried.get("what"), tried.get("sqnr_db")
+    if not isinstance(words, str) or not isinstance(figure, float):
+        return False
+    near = figure == float(db) or abs(figure - float(db)) <= _ROUNDED
+    return words.removeprefix(TIMED) == what and near
 
 
 def _table(path: Path, name: str, value: object) -> Mapping[str, Any]:

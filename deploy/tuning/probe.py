@@ -1,7 +1,9 @@
 """Trial models of one target, run on a few samples beside the float model.
 
-The noise of a part of the outputs is its relative power, sum of squared errors over sum of
-squares, so that 10 dB of SQNR are 0.1 and, as long as it is small, that of two layers adds up.
+The noise of a part of the outputs in one sample is its relative power, sum of squared errors over
+sum of squares: 10 dB of SQNR are 0.1 and, as long as it is small, that of two layers adds up. What
+a sample loses is its amplitude, 1 at most; what a part loses is the mean over the samples, so that
+neither the sample in which the model says most nor the one in which it says nothing speaks for all.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deploy.calibration.choices import Choices
 from deploy.errors import Calib8Error
 from deploy.metrics.accuracy import Accuracy, Comparison
@@ -19,61 +24,74 @@ from deploy.metrics.form import form_of
 from deploy.ort import OrtSession
 
 if TYPE_CHECKING:
+    from deploy.metrics.form import Form
     from deploy.targets.base import BuildRequest, Target
     from deploy.tensors import Array
 
+Powers = NDArray[np.float64]
 _SILENT = 1e-12  # 120 dB: what is nearer than that is equal
+_LOUD = 1e6  # -60 dB, all lost: NaN, another shape, a trial that cannot be built
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Relative noise power of every part of the outputs.
+    """Relative noise power of every part of the outputs in every sample.
 
     Attributes:
-        parts: part -> noise power over signal power.
-        accuracy: the figures it comes from; None for a sum.
+        parts: part -> [samples] noise power over signal power.
+        accuracy: figures of the same samples; None for a sum.
     """
 
-    parts: Mapping[str, float]
+    parts: Mapping[str, Powers]
     accuracy: Accuracy | None = None
-
-    @property
-    def worst(self) -> float:
-        """That of the part that suffers most."""
-        return max(self.parts.values(), default=0.0)
 
     @property
     def part(self) -> str:
         """The part that suffers most."""
-        return max(self.parts, key=self.parts.__getitem__, default="")
+        return max(self.parts, key=lambda name: lost(self.parts[name]), default="")
 
     @property
-    def amplitude(self) -> float:
-        """Error over signal, not squared."""
-        return math.sqrt(self.worst)
+    def worst(self) -> float:
+        """What the part that suffers most loses: 0 for nothing, 1 for all."""
+        return max((lost(powers) for powers in self.parts.values()), default=0.0)
 
     @property
-    def blended(self) -> float:
-        """Mean over the parts of the error's amplitude, 1 at most: tells apart what is all lost."""
-        if not self.parts:
-            return 0.0
-        lost = [1 - math.exp(-math.sqrt(power)) for power in self.parts.values()]
-        return sum(lost) / len(lost)
+    def mean(self) -> float:
+        """What the parts lose in the mean: tells apart what is all lost in the worst of them."""
+        found = [lost(powers) for powers in self.parts.values()]
+        return sum(found) / len(found) if found else 0.0
 
     @property
     def db(self) -> float:
-        """SQNR of the worst part."""
-        return decibel(self.worst)
+        """The same as the SQNR that loses as much in every sample."""
+        return -20 * math.log10(max(-math.log1p(-min(self.worst, 1 - _SILENT)), 1e-6))
 
     def plus(self, other: Noise) -> Noise:
         """Two sources that know nothing of each other."""
         names = {**self.parts, **other.parts}
-        return Noise({n: self.parts.get(n, 0.0) + other.parts.get(n, 0.0) for n in names})
+        nothing = np.zeros(1)
+        return Noise({n: self.parts.get(n, nothing) + other.parts.get(n, nothing) for n in names})
+
+    def times(self, share: float) -> Noise:
+        """A share of the power."""
+        return Noise({name: share * powers for name, powers in self.parts.items()})
+
+    def weighed(self, at: Noise) -> float:
+        """What this little power would lose of the worst part, on top of `at`."""
+        return max(
+            (float((_slope(at.parts[n]) * p).mean()) for n, p in self.parts.items()), default=0.0
+        )
 
 
-def decibel(power: float) -> float:
-    """SQNR of a relative noise power."""
-    return -10 * math.log10(max(power, _SILENT))
+def lost(powers: Powers) -> float:
+    """Mean over the samples of 1 - exp(-amplitude)."""
+    return float((1 - np.exp(-np.sqrt(powers))).mean())
+
+
+def _slope(powers: Powers) -> Powers:
+    """How fast a sample's loss grows with its power."""
+    amplitude = np.sqrt(np.maximum(powers, 1e-6))
+    return np.asarray(np.exp(-amplitude) / (2 * amplitude))
 
 
 class Prober:
@@ -123,24 +141,38 @@ class Prober:
             model = self._target.trial(self._request.choosing(choices))
             session = OrtSession.open(model, threads=1, spin=False, int8_kernels=self._kernels)
             figures = Comparison(self._reference, session, form=self._form)
+            powers = []
             for sample, wanted in zip(self._samples, self._wanted, strict=True):
-                figures.add(sample, wanted, session.run(sample))
+                found = session.run(sample)
+                figures.add(sample, wanted, found)
+                powers.append(_powers(self._form, wanted, found))
         except Calib8Error:  # a trial that cannot be built is no choice
-            return Noise({"": math.inf})
+            return Noise({"": np.array([_LOUD])})
         finally:
             self._progress()
-        return noise_of(figures.result())
+        labels = [part.label for part in self._form.parts]
+        columns = np.array(powers).T
+        return Noise(dict(zip(labels, columns, strict=True)), accuracy=figures.result())
 
 
-def noise_of(accuracy: Accuracy) -> Noise:
-    """The figures as relative noise; an output that is not finite is nothing but noise."""
-    return Noise({part.label: _power(part.sqnr_db) for part in accuracy.parts}, accuracy=accuracy)
+def _powers(form: Form, wanted: Mapping[str, Array], found: Mapping[str, Array]) -> list[float]:
+    """Relative noise power of every part in one sample."""
+    return [
+        _power(part.of(wanted[part.output]), part.of(found[part.output])) for part in form.parts
+    ]
 
 
-def _power(sqnr_db: float) -> float:
-    if math.isnan(sqnr_db):
-        return math.inf
-    return 10 ** (-sqnr_db / 10) if math.isfinite(sqnr_db) else (0.0 if sqnr_db > 0 else math.inf)
+def _power(wanted: Array, found: Array) -> float:
+    if wanted.shape != found.shape:
+        return _LOUD
+    signal = np.asarray(wanted, np.float64).reshape(-1)
+    error = signal - np.asarray(found, np.float64).reshape(-1)
+    power, noise = (float(np.einsum("i,i->", one, one)) for one in (signal, error))
+    if not (math.isfinite(power) and math.isfinite(noise)):
+        return _LOUD
+    if power == 0:
+        return 0.0 if noise == 0 else _LOUD
+    return min(noise / power, _LOUD)
 
 
 def _key(choices: Choices) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,17 +14,38 @@ if TYPE_CHECKING:
 
 _SHARE = 0.02  # of all noise: less is not why a layer is float
 
+NOISE, TIME, CONSEQUENCE, RULE = "noise", "time", "consequence", "rule"  # why a node is float
+_NOISY, _SLOWER = "alone in int8", "slower in int8"
+_BETWEEN = "to and fro would cost more than it wins"
+_DECIBEL = re.compile(r"leaves (-?(?:[0-9.]+|inf)) dB of")
+
 
 def reasons(best: Trial, units: Units, prices: Prices, found: Sensitivity | None) -> dict[str, str]:
     """Node in float -> why, in the model's order."""
     said = {
-        unit: _noise(unit, found)
-        or _time(unit, prices)
-        or "to and fro would cost more than it wins"
+        unit: _noise(unit, found) or _time(unit, prices) or _BETWEEN
         for unit in units.members
         if unit in best.in_float
     }
     return {node: said[unit] for unit in said for node in units.members[unit]}
+
+
+def kind(reason: str) -> str:
+    """NOISE, TIME or CONSEQUENCE where the search said it; RULE for all other reasons."""
+    if reason.startswith(_NOISY):
+        return NOISE
+    if reason.startswith(_SLOWER):
+        return TIME
+    return CONSEQUENCE if reason == _BETWEEN else RULE
+
+
+def remaining(reason: str) -> float:
+    """SQNR in dB that a reason by noise tells of; inf where it tells none."""
+    said = _DECIBEL.search(reason)
+    try:
+        return float(said[1]) if said else math.inf
+    except ValueError:  # a hand has edited the plan
+        return math.inf
 
 
 def _noise(unit: str, found: Sensitivity | None) -> str:
@@ -34,7 +57,7 @@ def _noise(unit: str, found: Sensitivity | None) -> str:
         if unit in group and noise.worst > _SHARE * total:
             whose = "it" if len(group) == 1 else f"its group of {len(group)} layers"
             left = round(noise.db, 1) + 0.0  # never -0.0
-            return f"alone in int8 {whose} leaves {left:.1f} dB of {noise.part}"
+            return f"{_NOISY} {whose} leaves {left:.1f} dB of {noise.part}"
     return ""
 
 
@@ -42,4 +65,4 @@ def _time(unit: str, prices: Prices) -> str:
     int8, float32 = prices.units[unit]
     if not prices.measured or int8 <= float32:
         return ""
-    return f"slower in int8: {int8:.0f} us, {float32:.0f} us in float"
+    return f"{_SLOWER}: {int8:.0f} us, {float32:.0f} us in float"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from deploy.tensors import Array, Samples
 
+_EVERY = 2  # of the strongest samples every second one: the very first would speak for all
 CANDIDATES = 48  # samples that the float model is run on to choose from
 
 Sample = Mapping[str, "Array"]
@@ -62,7 +63,7 @@ def _places(energies: NDArray[np.float64], most: int) -> frozenset[int]:
     largest = energies.max(axis=0)
     signal = (energies / np.where(largest > 0, largest, 1.0)).sum(axis=1)
     strongest = np.argsort(-signal, kind="stable")
-    chosen = {int(place) for place in strongest[: most // 2]}
+    chosen = {int(place) for place in strongest[: _EVERY * (most // 2) : _EVERY]}
     evenly = [place * count // most for place in range(most)]
     for place in (*evenly[::2], *evenly[1::2], *map(int, strongest)):
         if len(chosen) < most:

@@ -26,14 +26,14 @@ from calibrators.searches import COMPARABLE
 from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.calibration.search import Method
 from deploy.tuning.prices import Prices, cheapest
-from deploy.tuning.probe import Noise, Prober, decibel
+from deploy.tuning.probe import Noise, Prober
 from deploy.tuning.sensitivity import Group, Sensitivity, sensitivity
 from deploy.tuning.units import Units
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_NEAR = 0.03  # 30 dB: no layer in float could win more than this share of the time
+_NEAR = 0.03  # lost of the worst part, about 30 dB: layers in float have no more to win
 _COMMON = 2.0  # weight of noise that is usual
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise beside which time means nothing
@@ -69,7 +69,7 @@ class Effort:
 
 
 EFFORTS: dict[int, Effort] = {
-    1: Effort(samples=6, groups=8, alone=36, whole=4, swaps=3, rounds=1),
+    1: Effort(samples=8, groups=8, alone=32, whole=4, swaps=3, rounds=1),
     2: Effort(samples=8, groups=16, alone=80, whole=8, swaps=8, rounds=2),
     3: Effort(samples=8, groups=64, alone=400, whole=16, swaps=32, rounds=8),
 }
@@ -95,7 +95,7 @@ class Trial:
 
     def cost(self, weight: float) -> float:
         """What the search makes least."""
-        return math.log(max(self.time, 1e-6)) + weight * (1 - math.exp(-self.noise.amplitude))
+        return math.log(max(self.time, 1e-6)) + weight * self.noise.worst
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,8 +125,8 @@ class Search:
     def run(self) -> Trial:
         """The best trial."""
         self._whole_in_int8()
-        base = min(self.trials, key=lambda trial: trial.noise.blended)
-        if base.noise.amplitude < _NEAR:
+        base = min(self.trials, key=lambda trial: trial.noise.mean)
+        if base.noise.worst < _NEAR:
             self._try_splits(base, {})
             return self.best
         for _ in range(self.effort.rounds):
@@ -309,4 +309,4 @@ def comparable(method: Method, *, asked: bool) -> list[Method]:
     return [method, *(Method.of(name) for name in COMPARABLE if name != method.name)]
 
 
-__all__ = ["EFFORTS", "Effort", "Search", "Trial", "comparable", "decibel"]
+__all__ = ["EFFORTS", "Effort", "Search", "Trial", "comparable"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from deploy.tuning.probe import Noise
 
-_QUIET = 1e-3  # noise power, 30 dB: a group below it is not halved
+_QUIET = 0.03  # of the worst part, about 30 dB: a group that loses less is not halved
 
 Group = tuple[str, ...]
 
@@ -33,9 +33,12 @@ class Sensitivity:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Unit -> its share of its group's worst noise."""
+        """Unit -> what it loses of the worst part, on top of all others."""
+        whole = self.without(frozenset())
         return {
-            unit: noise.worst / len(group) for group, noise in self.groups.items() for unit in group
+            unit: noise.weighed(whole) / len(group)
+            for group, noise in self.groups.items()
+            for unit in group
         }
 
     def without(self, units: frozenset[str]) -> Noise:
@@ -43,7 +46,7 @@ class Sensitivity:
         total = Noise({})
         for group, noise in self.groups.items():
             left = sum(unit not in units for unit in group) / len(group)
-            total = total.plus(Noise({part: left * n for part, n in noise.parts.items()}))
+            total = total.plus(noise.times(left))
         return total
 
 

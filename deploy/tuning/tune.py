@@ -16,7 +16,7 @@ from deploy.graph.selection import matching
 from deploy.metrics.latency import measure
 from deploy.ort import OrtSession
 from deploy.progress import bar
-from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan, write_plan
+from deploy.tuning.plan_file import TIMED, PlanFile, TargetPlan, read_plan, write_plan
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Prober
 from deploy.tuning.reasons import reasons
@@ -219,7 +219,7 @@ def _by_the_clock(
     real = {name: replace(trial, time=share[name]) for name, trial in choices.items()}
     name = min(real, key=lambda name: real[name].cost(search.weight))
     told: list[dict[str, str | float]] = [
-        {"what": f"timed: {trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
+        {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
         for trial in real.values()
     ]
     if real[name].time > 1 / max(wish.min_speedup, 1.0):

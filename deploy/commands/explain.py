@@ -1,0 +1,97 @@
+"""`calib8 explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from deploy.commands import given, sections
+from deploy.commands.inputs import Inputs, input_options
+
+
+@click.command(cls=sections.SectionedCommand)
+@click.argument("folder", type=click.Path(path_type=Path))
+@sections.option(
+    "--target",
+    section=sections.GENERAL,
+    metavar="NAME",
+    help="Tell of this target alone.  [default: every target of the build]",
+)
+@sections.option(
+    "--all",
+    "everything",
+    section=sections.GENERAL,
+    is_flag=True,
+    help="Every row of every table, not the worst ones alone.",
+)
+@sections.option(
+    "--model",
+    section=sections.IMAGES,
+    type=click.Path(path_type=Path),
+    help="The float model, where it is no longer where the report says.",
+)
+@input_options(
+    "Run the float model and the int8 models on these, and tell the images and the channels that"
+    " lose most"
+)
+@sections.option(
+    "--threads",
+    section=sections.IMAGES,
+    type=click.IntRange(min=1),
+    help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
+)
+@sections.option(
+    "--json",
+    "json_path",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="Write what was found as JSON; - prints it in place of the text.",
+)
+def explain(
+    folder: Path,
+    target: str | None,
+    everything: bool,
+    model: Path | None,
+    inputs: Inputs,
+    threads: int | None,
+    json_path: Path | None,
+) -> None:
+    """Tell why the build in FOLDER is as it is: what loses what where, and what was tried.
+
+    It reads the report and the plan. Images become inputs as those of the build did, unless the
+    options below say otherwise.
+
+    \b
+    Examples:
+      calib8 explain build/
+      calib8 explain build/ --target tensorrt --all
+      calib8 explain build/ --images held/
+    """  # noqa: D301 (click reads the backspace)
+    import json
+
+    from deploy.atomic import write_text
+    from deploy.explanation.explain import explain as run
+    from deploy.explanation.screen import to_json, to_screen
+
+    if json_path == Path("-"):
+        given.refuse_without("the text", given.typed("everything"))
+    found = run(
+        folder,
+        target=target,
+        images=inputs.source,
+        model=model,
+        preprocess=inputs.preprocess,
+        limit=inputs.limit,
+        skip_bad=inputs.skip_bad,
+        threads=threads,
+        progress=True,
+    )
+    text = json.dumps(to_json(found), indent=1, allow_nan=False) + "\n"
+    if json_path == Path("-"):
+        click.echo(text, nl=False)
+        return
+    if json_path is not None:
+        write_text(json_path, text)
+    click.echo(to_screen(found, everything=everything), nl=False)

@@ -1,0 +1,130 @@
+"""`explain`: what was written of a build, and what images say of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from deploy.errors import ConfigError, did_you_mean
+from deploy.explanation.held import held_of
+from deploy.explanation.values import Explanation, Held, TargetWhy
+from deploy.explanation.written import beside, is_file, read_build
+from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.preprocess import Preprocess
+from deploy.frontends import LoadedModel, load
+from deploy.machine import default_threads
+from deploy.repairs import REPAIRS
+
+_ARRAYS = {".npy", ".npz"}
+
+
+def explain(
+    folder: Path | str,
+    *,
+    target: str | None = None,
+    images: FeedSource | None = None,
+    model: Path | str | None = None,
+    preprocess: Preprocess | None = None,
+    limit: int | None = None,
+    skip_bad: bool = False,
+    threads: int | None = None,
+    progress: bool = False,
+) -> Explanation:
+    """Explain a build.
+
+    Args:
+        folder: that was built into.
+        target: this one alone; None tells of all.
+        images: run the float model and the int8 models on these, and tell the images and the
+            channels that lose most.
+        model: the float model; None takes the one that the report names.
+        preprocess: how images become inputs; None takes it from the report.
+        limit: use at most so many images.
+        skip_bad: go on without unreadable images.
+        threads: samples that are run at a time; the result does not depend on it.
+        progress: draw a bar on stderr where this takes over two seconds.
+
+    Raises:
+        ConfigError: no build, a report or plan that is broken, a target that it does not have.
+        ModelError, FeedError, BackendError: of what is run on images.
+    """
+    found = read_build(Path(folder))
+    chosen = _chosen(found, target)
+    if images is None:
+        return replace(found, targets=chosen)
+    loaded = _model(found, model)
+    how = preprocess or _preprocess(found, images)
+    feed = open_feed(images, loaded.inputs, preprocess=how, skip_bad=skip_bad, limit=limit)
+    told = []
+    for one in chosen:
+        if one.runnable is None:
+            note = "no file of it can be run in ONNX Runtime"
+            told.append(one.on(Held(samples=0, notes=(note,))))
+            continue
+        held = held_of(
+            loaded,
+            beside(one.runnable, Path(found.report)),
+            [] if _remade(one) else [layer.name for layer in one.layers],
+            feed,
+            native=one.native,
+            threads=threads or default_threads(),
+            progress=progress,
+        )
+        told.append(one.on(held))
+    return replace(found, targets=tuple(told))
+
+
+def _chosen(found: Explanation, target: str | None) -> tuple[TargetWhy, ...]:
+    if target is None:
+        return found.targets
+    names = [one.name for one in found.targets]
+    if target not in names:
+        way = did_you_mean(target, names, f"it has {', '.join(names) or 'none'}")
+        raise ConfigError(
+            f"a target to explain must be one of the build, got {target!r} for {found.report};"
+            f" {way}"
+        )
+    return tuple(one for one in found.targets if one.name == target)
+
+
+def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
+    """The float model.
+
+    Raises:
+        ConfigError: the report names one that is not there, or no ONNX file.
+    """
+    if named is not None:
+        return load(Path(named))
+    path = beside(found.model, Path(found.report))
+    if not is_file(path) or path.suffix.lower() != ".onnx":
+        raise ConfigError(
+            f"images are run through the ONNX model of the build, got {found.model!r} in"
+            f" {found.report}, which is none here; name it with --model"
+        )
+    return load(path)
+
+
+def _preprocess(found: Explanation, images: FeedSource) -> Preprocess | None:
+    """As the images of the build became inputs; None for arrays, and where the report has none.
+
+    Raises:
+        ConfigError: what the report has is no preprocessing.
+    """
+    arrays = not isinstance(images, str | Path) or Path(images).suffix.lower() in _ARRAYS
+    if arrays or not found.preprocess:
+        return None
+    try:
+        return Preprocess.from_json(found.preprocess)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"the preprocessing of a report must be one that calib8 wrote, got {error} in"
+            f" {found.report}; say it with options such as --mean"
+        ) from error
+
+
+def _remade(target: TargetWhy) -> bool:
+    """Whether a repair moved factors between layers, so that inner tensors have other sizes."""
+    words = [repair.words for repair in REPAIRS.values() if repair.before is not None]
+    return any(
+        word in said and said.endswith(", kept") for said in target.repairs for word in words
+    )
