@@ -1,11 +1,18 @@
 """Noisy layers are found by halving groups."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.tuning.probe import Noise
 from deploy.tuning.sensitivity import Sensitivity, sensitivity
+
+
+def noise(**powers):
+    """The same power in both samples."""
+    return Noise({part: np.full(2, power) for part, power in powers.items()})
+
 
 LAYERS = [f"/c{number}" for number in range(64)]
 
@@ -16,7 +23,7 @@ def found(noisy, *, layers=LAYERS, most=28, groups=8):
 
     def alone(wanted):
         tried.extend(wanted)
-        return [Noise({"y": sum(noisy.get(one, 0.0) for one in group)}) for group in wanted]
+        return [noise(y=sum(noisy.get(one, 0.0) for one in group)) for group in wanted]
 
     return sensitivity(layers, alone, groups=groups, most=most), tried
 
@@ -25,7 +32,7 @@ def found(noisy, *, layers=LAYERS, most=28, groups=8):
 def test_a_noisy_layer_is_found_alone_by_halving_its_group(place):
     noisy = dict.fromkeys(LAYERS, 1e-4) | {LAYERS[place]: 0.5}
     result, tried = found(noisy)
-    assert result.groups[LAYERS[place],].worst == 0.5
+    assert result.groups[LAYERS[place],].parts["y"][0] == 0.5
     assert len(tried) == 8 + 2 * 3  # 8 layers a group are halved three times
     assert max(result.shares, key=result.shares.__getitem__) == LAYERS[place]
 
@@ -55,10 +62,15 @@ def test_no_more_is_tried_than_allowed_and_every_layer_stands_once_in_order(
 
 
 def test_what_is_left_in_int8_adds_up_part_by_part():
-    groups = {("a", "b"): Noise({"y": 0.4, "z": 0.1}), ("c",): Noise({"y": 0.3})}
+    groups = {("a", "b"): noise(y=0.4, z=0.01), ("c",): noise(y=0.3)}
     result = Sensitivity(groups)
-    assert result.without(frozenset()).parts == pytest.approx({"y": 0.7, "z": 0.1})
-    assert result.without(frozenset("a")).parts == pytest.approx({"y": 0.5, "z": 0.05})
-    assert result.without(frozenset("ac")).parts == pytest.approx({"y": 0.2, "z": 0.05})
+
+    def left(*units):
+        return {part: power[0] for part, power in result.without(frozenset(units)).parts.items()}
+
+    assert left() == pytest.approx({"y": 0.7, "z": 0.01})
+    assert left("a") == pytest.approx({"y": 0.5, "z": 0.005})
+    assert left("a", "c") == pytest.approx({"y": 0.2, "z": 0.005})
     assert result.without(frozenset("abc")).worst == 0.0
-    assert result.shares == pytest.approx({"a": 0.2, "b": 0.2, "c": 0.3})
+    shares = result.shares
+    assert shares["a"] == shares["b"] and shares["c"] == pytest.approx(1.5 * shares["a"])

@@ -14,9 +14,7 @@ from deploy.calibration.search import Method
 from deploy.errors import ExportError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
-from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.truth import PartAccuracy
-from deploy.tuning.probe import Noise, Prober, noise_of
+from deploy.tuning.probe import Noise, Prober
 from deploy.tuning.samples import CANDIDATES, telling
 
 
@@ -44,9 +42,10 @@ def chosen(count, most, *, loud=()):
 
 
 def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_over():
-    places = chosen(40, 8, loud=(3, 4, 5))
-    assert {3, 4, 5} < set(places) and len(places) == 8 and places == sorted(places)
-    quiet = set(places) - {3, 4, 5}
+    loud = set(range(11, 19))
+    places = chosen(40, 8, loud=loud)
+    assert len(loud & set(places)) >= 4 and len(places) == 8 and places == sorted(places)
+    quiet = set(places) - loud
     assert min(quiet) < 10 and max(quiet) >= 30
 
 
@@ -66,26 +65,23 @@ def test_of_a_long_feed_only_some_are_run_and_they_reach_to_its_end():
     assert steps.max() <= 2 * 500 / CANDIDATES
 
 
-def part(label, db):
-    return PartAccuracy(
-        label=label, output="y", sqnr_db=db, cosine_mean=1, cosine_min=1, max_abs_error=0
-    )
+def noise(**powers):
+    return Noise({part: np.array(found, np.float64) for part, found in powers.items()})
 
 
-@pytest.mark.parametrize(
-    ("db", "power"), [(10.0, 0.1), (math.inf, 0.0), (-math.inf, math.inf), (math.nan, math.inf)]
-)
-def test_noise_is_power_and_what_is_not_finite_is_nothing_but_noise(db, power):
-    found = noise_of(Accuracy(samples=1, outputs=(), parts=(part("a", db), part("b", math.inf))))
-    assert found.parts == pytest.approx({"a": power, "b": 0.0})
-    assert found.worst == pytest.approx(power)
+def test_every_sample_counts_alike_in_what_a_part_loses():
+    assert noise(a=[0.0, 1e6]).worst == pytest.approx(0.5)
+    assert noise(a=[0.0, 0.0]).worst == 0.0 and Noise({}).worst == 0.0
+    assert noise(a=[0.1, 0.1]).worst == pytest.approx(1 - math.exp(-math.sqrt(0.1)))
+    assert noise(a=[0.1, 0.1]).db == pytest.approx(10.0)
 
 
 def test_noises_add_up_by_part_and_the_worst_part_is_named():
-    total = Noise({"a": 0.1, "b": 0.2}).plus(Noise({"a": 0.3}))
-    assert total.parts == pytest.approx({"a": 0.4, "b": 0.2})
-    assert (total.part, total.worst, Noise({}).worst) == ("a", pytest.approx(0.4), 0.0)
-    assert total.db == pytest.approx(-10 * math.log10(0.4))
+    total = noise(a=[0.1, 0.3], b=[0.2, 0.2]).plus(noise(a=[0.3, 0.1]))
+    assert total.part == "a" and total.db == pytest.approx(-10 * math.log10(0.4))
+    assert total.parts["a"] == pytest.approx([0.4, 0.4])
+    assert total.parts["b"] == pytest.approx([0.2, 0.2])
+    assert total.mean < total.worst
 
 
 class FakeRequest:
@@ -99,7 +95,7 @@ class FakeRequest:
 
 
 class FakeTarget:
-    """Trial models that double, but fail where /y is float and are off with minmax."""
+    """Trial models that double, but fail where /y is float, are off with minmax and mad with mse."""
 
     built = 0
 
@@ -109,9 +105,10 @@ class FakeTarget:
             raise ExportError("a layer must be what it is, got another; build something else")
         if request.choices.method is None:
             return request.model
+        weight = np.eye(4) if request.choices.method.name == "minmax" else np.full((4, 4), np.nan)
         made = onnx.ModelProto()
         made.CopyFrom(request.model)
-        made.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.float32(np.eye(4)), "w"))
+        made.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.float32(weight), "w"))
         return made
 
 
@@ -121,7 +118,8 @@ def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_all_noise():
     prober = Prober(target, request, samples, runs_here=True, threads=2)
     broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, none, again = prober.noises([NO_CHOICES, off, broken, off])
-    assert equal.worst == 0 and half.worst == pytest.approx(0.25) == again.worst
-    assert none.worst == math.inf
-    assert prober.noise(Choices(float_nodes={"/y": "another reason"})).worst == math.inf
+    assert equal.worst == 0 and half.parts["y"] == pytest.approx([0.25]) == again.parts["y"]
+    assert none.worst > 0.99
+    assert prober.noise(Choices(float_nodes={"/y": "another reason"})).worst > 0.99
     assert (prober.tried, target.built) == (3, 3)
+    assert prober.noise(Choices(method=Method.of("mse"))).worst > 0.99  # NaN
