@@ -95,7 +95,7 @@ class FakeRequest:
 
 
 class FakeTarget:
-    """Trial models that double, but fail where /y is float, are off with minmax and mad with mse."""
+    """Trial models that double, but fail with /y in float, halve with minmax, are NaN with mse."""
 
     built = 0
 
