@@ -203,7 +203,7 @@ def _target(
         files=_files(built.files),
         runnable=str(built.runnable) if built.runnable else None,
         search=_search(plan),
-        notes=built.notes,
+        notes=(*([plan.note] if plan is not None and plan.note else ()), *built.notes),
         error=error,
     )
 

@@ -146,6 +146,11 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
 
 def _of_speed(ratio: float | None, gates: Gates) -> Iterator[tuple[str, str]]:
     if ratio is None:
+        if gates.min_speedup is not None:
+            yield (
+                DOUBTFUL,
+                f"its speed, {gates.min_speedup:g} times FP32's at least, is not measured",
+            )
         return
     words = f"{ratio:.2f} times as fast as FP32"
     if gates.min_speedup is not None:

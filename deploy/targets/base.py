@@ -46,6 +46,11 @@ class BuildRequest:
         """The same, with other choices."""
         return replace(self, choices=choices)
 
+    def adding(self, choices: Choices) -> BuildRequest:
+        """The same, with other choices, and in float what is float already."""
+        kept = {**self.choices.float_nodes, **choices.float_nodes}
+        return self.choosing(replace(choices, float_nodes=kept))
+
     @property
     def chosen(self) -> Ranges:
         """The clip ranges, each by the search that was chosen for it."""

@@ -138,7 +138,7 @@ class Prober:
 
     def _tried(self, choices: Choices) -> Noise:
         try:
-            model = self._target.trial(self._request.choosing(choices))
+            model = self._target.trial(self._request.adding(choices))
             session = OrtSession.open(model, threads=1, spin=False, int8_kernels=self._kernels)
             figures = Comparison(self._reference, session, form=self._form)
             powers = []

@@ -93,6 +93,16 @@ class Trial:
     noise: Noise
     time: float
 
+    @property
+    def loss(self) -> float:
+        """Of the task, where the outputs' form tells it; else of the worst part's cosine."""
+        accuracy = self.noise.accuracy
+        if accuracy is None or accuracy.worst is None:
+            return 1.0
+        if accuracy.task is not None:
+            return accuracy.task.reference - accuracy.task.value
+        return 1 - accuracy.worst.cosine_mean
+
     def cost(self, weight: float) -> float:
         """What the search makes least."""
         return math.log(max(self.time, 1e-6)) + weight * self.noise.worst
@@ -148,9 +158,9 @@ class Search:
 
     def hold(self, loss: float) -> Trial:
         """Make noise cost more until the best trial loses no more than this of the task."""
-        if self.sensitivity is None and _lost(self.best) > loss:
+        if self.sensitivity is None and self.best.loss > loss:
             self._look_inside(self.best)
-        while _lost(self.best) > loss and self.weight < _DEAREST:
+        while self.best.loss > loss and self.weight < _DEAREST:
             self.weight *= 3
             if self._shares:
                 self._try_splits(self.best, self._shares)
@@ -290,16 +300,6 @@ def _methods(trial: Trial) -> tuple[str, dict[str, str]]:
     """What finds the ranges of a trial."""
     own = {tensor: method.label for tensor, method in trial.choices.methods.items()}
     return trial.choices.method.label if trial.choices.method else "", own
-
-
-def _lost(trial: Trial) -> float:
-    """Of the task, where the outputs' form tells it; else of the cosine of the worst part."""
-    accuracy = trial.noise.accuracy
-    if accuracy is None or accuracy.worst is None:
-        return 1.0
-    if accuracy.task is not None:
-        return accuracy.task.reference - accuracy.task.value
-    return 1 - accuracy.worst.cosine_mean
 
 
 def comparable(method: Method, *, asked: bool) -> list[Method]:

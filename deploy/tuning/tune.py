@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 DEFAULT_EFFORT = 1
+_ANEW = (
+    "the plan of {} in the folder was made with other images or options, so it was searched anew;"
+    " --plan obeys a plan as it is"
+)
 _SECONDS = 0.6  # of timing what was found beside the float model
 _VERSION = 1  # raised when the same input would be searched otherwise
 
@@ -73,12 +77,16 @@ class Tuned:
     Attributes:
         plan: choices and what was tried.
         reused: whether nothing had to be searched.
+        searched: whether the plan is the outcome of a search, this one or an earlier one.
         probes: trial models that were run.
+        note: what the user should know of the plan that was there; "" for nothing.
     """
 
     plan: TargetPlan
     reused: bool = False
+    searched: bool = True
     probes: int = 0
+    note: str = ""
 
 
 def tuned(
@@ -110,11 +118,16 @@ def tuned(
         _check_names(request, there)
         return Tuned(plan=_with(there, common), reused=True)
     if wish.effort == 0 or wish.plan is not None:
-        return Tuned(plan=TargetPlan(choices=Choices(float_nodes=common)))
+        return Tuned(plan=TargetPlan(choices=Choices(float_nodes=common)), searched=False)
     request = request.choosing(Choices(float_nodes=common))
     with bar(f"searching for {target.name}", EFFORTS[wish.effort].most, shown=progress) as step:
         found, probes = _searched(target, request, wish, method_asked, step)
-    return Tuned(plan=_with(replace(found, made_from=digest), common), probes=probes)
+    old = there is not None and there.made_from != ""
+    return Tuned(
+        plan=_with(replace(found, made_from=digest), common),
+        probes=probes,
+        note=_ANEW.format(target.name) if old and not wish.fresh else "",
+    )
 
 
 def plan_at(path: Path, wish: Tuning, digest: str) -> PlanFile:
@@ -139,7 +152,8 @@ def plan_at(path: Path, wish: Tuning, digest: str) -> PlanFile:
 
 def keep_plan(path: Path, known: PlanFile, found: Mapping[str, Tuned]) -> Path:
     """Write what was settled, and keep what the file says of other targets."""
-    targets = {**known.targets, **{name: one.plan for name, one in found.items()}}
+    new = {name: one.plan for name, one in found.items() if one.searched}
+    targets = {**known.targets, **new}
     return write_plan(path, replace(known, targets=targets))
 
 
@@ -212,12 +226,13 @@ def _by_the_clock(
     choices = {"found": best, "all in int8": plain} if best is not plain else {"found": best}
     sessions = {"float": OrtSession.open(request.model, threads=request.threads)}
     for name, trial in choices.items():
-        model = target.trial(request.choosing(trial.choices))
+        model = target.trial(request.adding(trial.choices))
         sessions[name] = OrtSession.open(model, threads=request.threads)
     times = measure(sessions, samples, warmup_ms=50, duration_s=_SECONDS, min_iterations=7)
     share = {n: times[n].latency.median / times["float"].latency.median for n in choices}
     real = {name: replace(trial, time=share[name]) for name, trial in choices.items()}
-    name = min(real, key=lambda name: real[name].cost(search.weight))
+    held = {n: t for n, t in real.items() if wish.max_loss is None or t.loss <= wish.max_loss}
+    name = min(held or {"found": real["found"]}, key=lambda name: real[name].cost(search.weight))
     told: list[dict[str, str | float]] = [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
         for trial in real.values()
