@@ -555,7 +555,7 @@ def test_a_second_pass_over_remembered_samples_decodes_nothing(pictures, small_c
 def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
     from deploy.feed.spool import Spool
 
-    spool = Spool(4)
+    spool = Spool(range(4))
     spool.add(0, {"x": np.ones(3)})
 
     def full(*_, **__):
