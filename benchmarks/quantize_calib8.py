@@ -56,7 +56,7 @@ def main() -> int:
             targets=(given.target,),
             method=given.method,
             threads=given.threads,
-            duration_s=0,
+            duration_s=0.5,  # time may decide what stays float
         )
     except Calib8Error as error:
         print(error)
