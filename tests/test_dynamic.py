@@ -43,7 +43,7 @@ def built(folder, *options):
     x *= np.geomspace(0.05, 3, 8, dtype=np.float32)[:, None, None]
     np.save(folder / "x.npy", x)
     given = ["build", folder / "net.onnx", "--images", folder / "x.npy", "--duration", 0]
-    given += ["--out", folder / "out", *options]
+    given += ["--effort", 0, "--accept", "--out", folder / "out", *options]
     done = CliRunner().invoke(cli, [str(word) for word in given])
     assert done.exit_code == 0, done.output
     session = ort.SessionOptions()

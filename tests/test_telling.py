@@ -90,7 +90,7 @@ class FakeRequest:
     def __init__(self, model, choices=NO_CHOICES):
         self.model, self.choices = model, choices
 
-    def choosing(self, choices):
+    def adding(self, choices):
         return FakeRequest(self.model, choices)
 
 

@@ -132,7 +132,7 @@ def test_nothing_measured_is_doubtful():
 @pytest.mark.parametrize(
     ("speed", "least", "level"),
     [(0.95, None, GOOD), (0.949, None, DOUBTFUL), (1.5, 1.5, GOOD), (1.49, 1.5, UNUSABLE),
-     (0.5, 0.4, GOOD), (None, 9.0, GOOD)],
+     (0.5, 0.4, GOOD), (None, 9.0, DOUBTFUL)],
 )  # fmt: skip
 def test_speed_is_judged_against_fp32_or_what_the_user_demands(speed, least, level):
     assert judged(speed=speed, min_speedup=least).level == level

@@ -4,7 +4,7 @@ ONNX Runtime's own profile of a few runs: the least time of each kernel, since w
 run makes it longer. An optimizer that fuses nodes keeps the name of one of them, or of its output,
 with something before or behind it::
 
-    Conv "/c1", Relu "/r1"   -->  kernel "/c1_output_0_nchwc"   (the tensor's name)
+    Conv "/c1", Relu "/r1"   -->  kernel "/r1_output_0_nchwc"   (the tensor's name)
     the same in int8         -->  kernel "/c1_token_19"         (the node's name)
     what it put in between   -->  kernel "ReorderOutput_token_3"
 

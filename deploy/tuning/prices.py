@@ -119,17 +119,20 @@ def measured(
     ours = kernel_times(int8, feeds, made_from=model, runs=_RUNS)
     sizes = _sizes(model, units.tensors, feeds[0])
     rate = _turning(ours, int8, sizes)
+    inside = _sum(floats.nodes, [n for members in units.members.values() for n in members])
+    layout = 1 + floats.rest / inside if inside else 1.0  # float kernels have a layout of their own
     prices = {
         unit: _with_margin(
-            _sum(ours.nodes, members), _sum(floats.nodes, members), _LEAST_SHARE * floats.total
+            _sum(ours.nodes, members),
+            layout * _sum(floats.nodes, members),
+            _LEAST_SHARE * floats.total,
         )
         for unit, members in units.members.items()
     }
-    inside = _sum(floats.nodes, [n for members in units.members.values() for n in members])
     return Prices(
         units=prices,
         turning={tensor: rate * size for tensor, size in sizes.items()},
-        outside=floats.total - inside,
+        outside=max(floats.total - floats.rest - inside, 0.0),
         measured=True,
     )
 

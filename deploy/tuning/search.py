@@ -8,11 +8,11 @@
     least price + weight * noise         -> one split a weight, from "fastest" to "all in float"
     the likely ones, tried whole         -> the split with the least cost
     other methods, whole and in the noisiest groups -> ranges
-    float, plain int8 and the split, timed in turns -> what is built
+    float, plain int8 and likely splits, timed in turns -> what is built
 
-Cost weighs both: the logarithm of the time, and twice how much of the worst part of the outputs is
-noise, so that a tenth of noise is worth a fifth of the time. A part that is noise altogether costs
-nearly 2, more than any int8 wins.
+Cost weighs both: the logarithm of the time, and twice what the worst part of the outputs loses to
+noise. A tenth lost is worth a fifth of the time; a part that is noise altogether costs nearly 2,
+more than any int8 wins.
 """
 
 from __future__ import annotations
@@ -171,6 +171,13 @@ class Search:
         """The trial of least cost; of equals the first."""
         return min(self.trials, key=lambda trial: trial.cost(self.weight))
 
+    def likely(self, most: int) -> list[Trial]:
+        """The best trials of different splits, the best one first."""
+        found: dict[frozenset[str], Trial] = {}
+        for trial in sorted(self.trials, key=lambda trial: trial.cost(self.weight)):
+            found.setdefault(trial.in_float, trial)
+        return list(found.values())[:most]
+
     @property
     def best_without_float(self) -> Trial:
         """The best of those that keep nothing in float."""
@@ -242,7 +249,7 @@ class Search:
 
     def _try_split(self, base: Trial, in_float: frozenset[str]) -> Trial:
         layers = sum(unit in in_float for unit in self.units.layers)
-        what = f"{layers} of {len(self.units.layers)} layers in float"
+        what = f"{layers} of {len(self.units.layers)} layers in float{self._by(base.choices)}"
         (trial,) = self._try([what], [in_float], [self._floating(base.choices, in_float)])
         return trial
 
@@ -274,8 +281,16 @@ class Search:
             if best and noises[best].worst < _BETTER * noises[0].worst:
                 swapped |= dict.fromkeys(tensors, others[best - 1])
         if swapped != base.choices.methods:
-            what = f"{base.what}, own methods for {len(swapped)} tensors"
-            self._try([what], [base.in_float], [replace(base.choices, methods=swapped)])
+            choices = replace(base.choices, methods=swapped)
+            what = base.what.partition(",")[0] + self._by(choices)
+            self._try([what], [base.in_float], [choices])
+
+    def _by(self, choices: Choices) -> str:
+        """What finds the ranges, where there is a choice."""
+        if len(self.methods) == 1:
+            return ""
+        own = f", another for {len(choices.methods)} tensors" if choices.methods else ""
+        return f", {(choices.method or self.methods[0]).label}{own}"
 
     def _floating(self, choices: Choices, units: Iterable[str]) -> Choices:
         """The choices with these units in float, for the reason that the search has."""

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 DEFAULT_EFFORT = 1
+_ROUNDS = 12  # at least, of which the quickest counts
+_TIMED = 3  # splits that are timed
+_SLOWER = 1.02  # times float's time: int8 that is slower than this gains nothing
+_LEAST_MS = 0.02  # nor is it given up for less, which is the runtime's own overhead
+_LEAST_SAMPLES, _SHARE = 2, 5  # of few samples a fifth: the search is to cost few calibrations
 _ANEW = (
     "the plan of {} in the folder was made with other images or options, so it was searched anew;"
     " --plan obeys a plan as it is"
@@ -169,7 +174,8 @@ def _searched(
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
     effort = EFFORTS[wish.effort]
-    samples = telling(request.model, request.feed, effort.samples)
+    few = max(_LEAST_SAMPLES, min(effort.samples, len(request.feed) // _SHARE))
+    samples = telling(request.model, request.feed, few)
     here = target.runs_here
     prober = Prober(
         target, request, samples, runs_here=here, threads=request.threads, progress=step
@@ -221,25 +227,25 @@ def _by_the_clock(
     samples: Sequence[Mapping[str, Array]],
     wish: Tuning,
 ) -> tuple[Trial, list[dict[str, str | float]]]:
-    """What was found, plain int8 and float, timed in turns; the one of least cost."""
-    best, plain = search.best, search.best_without_float
-    choices = {"found": best, "all in int8": plain} if best is not plain else {"found": best}
+    """The likely splits, plain int8 and float, timed in turns; of them the one of least cost."""
+    likely = search.likely(_TIMED)
+    if search.best_without_float not in likely:
+        likely.append(search.best_without_float)
     sessions = {"float": OrtSession.open(request.model, threads=request.threads)}
-    for name, trial in choices.items():
+    for number, trial in enumerate(likely):
         model = target.trial(request.adding(trial.choices))
-        sessions[name] = OrtSession.open(model, threads=request.threads)
-    times = measure(sessions, samples, warmup_ms=50, duration_s=_SECONDS, min_iterations=7)
-    share = {n: times[n].latency.median / times["float"].latency.median for n in choices}
-    real = {name: replace(trial, time=share[name]) for name, trial in choices.items()}
-    held = {n: t for n, t in real.items() if wish.max_loss is None or t.loss <= wish.max_loss}
-    name = min(held or {"found": real["found"]}, key=lambda name: real[name].cost(search.weight))
+        sessions[str(number)] = OrtSession.open(model, threads=request.threads)
+    times = measure(sessions, samples, warmup_ms=50, duration_s=_SECONDS, min_iterations=_ROUNDS)
+    least = {name: one.latency.min for name, one in times.items()}  # what nothing disturbed
+    real = [replace(t, time=least[str(n)] / least["float"]) for n, t in enumerate(likely)]
     told: list[dict[str, str | float]] = [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
-        for trial in real.values()
+        for trial in real
     ]
-    if real[name].time > 1 / max(wish.min_speedup, 1.0):
-        return search.all_in_float, told
-    return real[name], told
+    held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
+    chosen = min(held or real[:1], key=lambda trial: trial.cost(search.weight))
+    most = max(_SLOWER, 1 + _LEAST_MS / least["float"]) / max(wish.min_speedup, 1.0)
+    return (search.all_in_float if chosen.time > most else chosen), told
 
 
 def _words(best: Trial) -> str:
