@@ -433,8 +433,16 @@ def clock(monkeypatch):
         def measure(sessions, *args, **options):
             return {label: latency(models[label]) for label in sessions}
 
+        def quickest(ran, feeds, *, threads):
+            made = {
+                name for node in ran.graph.node if node.op_type in PAIRS for name in node.output
+            }
+            inside = [n.input[1] in made for n in ran.graph.node if n.op_type == "Conv"]
+            label = "all in int8" if all(inside) else "found" if any(inside) else "float"
+            return models[label]
+
         monkeypatch.setattr(prices, "kernel_times", times)
-        monkeypatch.setattr(tune, "measure", measure)
+        monkeypatch.setattr(tune, "quickest_ms", quickest)
         monkeypatch.setattr("deploy.measure.measure", measure)
 
     return set_to

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.errors import ConfigError
 from deploy.graph.selection import matching
-from deploy.metrics.latency import measure
-from deploy.ort import OrtSession
 from deploy.progress import bar
+from deploy.tuning.clock import quickest_ms
 from deploy.tuning.plan_file import TIMED, PlanFile, TargetPlan, read_plan, write_plan
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Prober
@@ -25,11 +24,12 @@ from deploy.tuning.search import EFFORTS, Search, Trial, comparable
 from deploy.tuning.units import Units, units_of
 
 if TYPE_CHECKING:
+    import onnx
+
     from deploy.targets.base import BuildRequest, Target
     from deploy.tensors import Array
 
 DEFAULT_EFFORT = 1
-_ROUNDS = 12  # at least, of which the quickest counts
 _TIMED = 3  # splits that are timed
 _SLOWER = 1.02  # times float's time: int8 that is slower than this gains nothing
 _LEAST_MS = 0.02  # nor is it given up for less, which is the runtime's own overhead
@@ -38,7 +38,6 @@ _ANEW = (
     "the plan of {} in the folder was made with other images or options, so it was searched anew;"
     " --plan obeys a plan as it is"
 )
-_SECONDS = 0.6  # of timing what was found beside the float model
 _VERSION = 1  # raised when the same input would be searched otherwise
 
 
@@ -227,24 +226,24 @@ def _by_the_clock(
     samples: Sequence[Mapping[str, Array]],
     wish: Tuning,
 ) -> tuple[Trial, list[dict[str, str | float]]]:
-    """The likely splits, plain int8 and float, timed in turns; of them the one of least cost."""
+    """The likely splits and plain int8, timed beside float; of them the one of least cost."""
     likely = search.likely(_TIMED)
     if search.best_without_float not in likely:
         likely.append(search.best_without_float)
-    sessions = {"float": OrtSession.open(request.model, threads=request.threads)}
-    for number, trial in enumerate(likely):
-        model = target.trial(request.adding(trial.choices))
-        sessions[str(number)] = OrtSession.open(model, threads=request.threads)
-    times = measure(sessions, samples, warmup_ms=50, duration_s=_SECONDS, min_iterations=_ROUNDS)
-    least = {name: one.latency.min for name, one in times.items()}  # what nothing disturbed
-    real = [replace(t, time=least[str(n)] / least["float"]) for n, t in enumerate(likely)]
+
+    def taken(model: onnx.ModelProto) -> float:
+        return quickest_ms(model, samples, threads=request.threads)
+
+    times = [taken(target.trial(request.adding(trial.choices))) for trial in likely]
+    whole = taken(request.model)
+    real = [replace(t, time=own / whole) for t, own in zip(likely, times, strict=True)]
     told: list[dict[str, str | float]] = [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
         for trial in real
     ]
     held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
     chosen = min(held or real[:1], key=lambda trial: trial.cost(search.weight))
-    most = max(_SLOWER, 1 + _LEAST_MS / least["float"]) / max(wish.min_speedup, 1.0)
+    most = max(_SLOWER, 1 + _LEAST_MS / whole) / max(wish.min_speedup, 1.0)
     return (search.all_in_float if chosen.time > most else chosen), told
 
 
