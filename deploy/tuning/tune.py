@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_EFFORT = 1
 _TIMED = 3  # splits that are timed
+_DEARER = 1.5  # noise beside time that was measured whole: what it buys is sure
 _SLOWER = 1.02  # times float's time: int8 that is slower than this gains nothing
 _LEAST_MS = 0.02  # nor is it given up for less, which is the runtime's own overhead
 _LEAST_SAMPLES, _SHARE = 2, 5  # of few samples a fifth: the search is to cost few calibrations
@@ -242,7 +243,7 @@ def _by_the_clock(
         for trial in real
     ]
     held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
-    chosen = min(held or real[:1], key=lambda trial: trial.cost(search.weight))
+    chosen = min(held or real[:1], key=lambda trial: trial.cost(_DEARER * search.weight))
     most = max(_SLOWER, 1 + _LEAST_MS / whole) / max(wish.min_speedup, 1.0)
     return (search.all_in_float if chosen.time > most else chosen), told
 
