@@ -135,6 +135,7 @@ def _judged(figures: Figures, built: Sequence[Built], gates: Gates) -> tuple[Eng
             verdict=verdict(
                 accuracy=row.accuracy,
                 speed_up=_speed_up(row, reference),
+                slower_ms=_slower_ms(row, reference),
                 int8=int8[row.target],
                 gates=gates,
             ),
@@ -150,6 +151,12 @@ def _speed_up(row: EngineRow, reference: EngineRow) -> float | None:
     if row.latency is None or reference.latency is None:
         return None
     return reference.latency.latency.median / row.latency.latency.median
+
+
+def _slower_ms(row: EngineRow, reference: EngineRow) -> float:
+    if row.latency is None or reference.latency is None:
+        return math.inf
+    return row.latency.latency.median - reference.latency.latency.median
 
 
 def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:

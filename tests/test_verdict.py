@@ -151,3 +151,11 @@ def test_what_is_good_is_told_only_where_nothing_is_worse():
         "2.00 times as fast as FP32",
     )
     assert judged(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB in the worst part, y",)
+
+
+@pytest.mark.parametrize(("slower_ms", "level"), [(0.019, GOOD), (0.021, DOUBTFUL)])
+def test_a_model_of_microseconds_is_not_slower_by_the_runtimes_own_overhead(slower_ms, level):
+    found = verdict(
+        accuracy=accuracy(part(30)), speed_up=0.8, int8=True, gates=Gates(), slower_ms=slower_ms
+    )
+    assert found.level == level

@@ -22,6 +22,7 @@ _LOST_DB = 0.0  # a part that is more noise than signal is never good
 _ROUNDING = 1e-9  # 1 - 0.99 is more than 0.01, to a computer
 _ENOUGH = 20  # samples to tell accuracy from chance
 _AS_FAST = 0.95  # of FP32's speed: less is slower, and not chance
+_OVERHEAD_MS = 0.02  # the runtime's own: slower by less is not the engine's doing
 _ALIKE = 0.95  # of the samples in one class, by the float model's own word
 
 
@@ -59,7 +60,12 @@ class Verdict:
 
 
 def verdict(
-    *, accuracy: Accuracy | None, speed_up: float | None, int8: bool, gates: Gates
+    *,
+    accuracy: Accuracy | None,
+    speed_up: float | None,
+    int8: bool,
+    gates: Gates,
+    slower_ms: float = math.inf,
 ) -> Verdict:
     """Judge one engine.
 
@@ -68,10 +74,11 @@ def verdict(
         speed_up: over the float model, by the median; None where it was not measured.
         int8: whether any of its nodes left float.
         gates: what the user demands.
+        slower_ms: than the float model, by the median; infinite where it was not measured.
     """
     found = [*_of_accuracy(accuracy, gates)]
     if int8 or gates.min_speedup is not None:  # float beside float differs by chance alone
-        found += _of_speed(speed_up, gates)
+        found += _of_speed(speed_up, slower_ms, gates)
     if not int8:
         why = "int8 wins nothing here that is worth its loss, so the float model was written"
         found.append((FLOAT, why))
@@ -144,7 +151,7 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
         )
 
 
-def _of_speed(ratio: float | None, gates: Gates) -> Iterator[tuple[str, str]]:
+def _of_speed(ratio: float | None, slower_ms: float, gates: Gates) -> Iterator[tuple[str, str]]:
     if ratio is None:
         if gates.min_speedup is not None:
             yield (
@@ -156,4 +163,5 @@ def _of_speed(ratio: float | None, gates: Gates) -> Iterator[tuple[str, str]]:
     if gates.min_speedup is not None:
         yield (GOOD if ratio >= gates.min_speedup else UNUSABLE), words
     else:
-        yield (GOOD if ratio >= _AS_FAST else DOUBTFUL), words
+        fast = ratio >= _AS_FAST or slower_ms < _OVERHEAD_MS
+        yield (GOOD if fast else DOUBTFUL), words
