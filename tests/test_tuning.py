@@ -471,6 +471,12 @@ def test_a_layer_is_slower_only_by_a_fifth_or_more(int8, kept, clock, build, tmp
     assert ("/b/Conv" in built.float_of("onnxruntime")) == kept
 
 
+def test_in_a_model_of_microseconds_kernel_times_decide_nothing(clock, build, tmp_path):
+    small = {name: time / 10 for name, time in FLOATS.items()}
+    clock(floats=small, int8=small | {"/b/Conv": 30.0}, models=MODELS)
+    assert not build(sound(tmp_path), "--duration", 0.01).float_of("onnxruntime")
+
+
 def test_without_measuring_time_decides_nothing(clock, build, tmp_path):
     clock(floats=FLOATS, int8=FAST | {"/b/Conv": 300.0}, models={})
     assert not build(sound(tmp_path), "--duration", 0).float_of("onnxruntime")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_EFFORT = 1
 _TIMED = 3  # splits that are timed
+_TELLING_US = 250.0  # of the float model: kernels of a smaller one are the runtime's own overhead
 _DEARER = 1.5  # noise beside time that was measured whole: what it buys is sure
 _SLOWER = 1.02  # times float's time: int8 that is slower than this gains nothing
 _LEAST_MS = 0.02  # nor is it given up for less, which is the runtime's own overhead
@@ -215,9 +216,11 @@ def _prices(
     *,
     timed: bool,
 ) -> Prices:
-    if not timed:
-        return counted(request.model, units, samples[0])
-    return measured(request.model, target.trial(request), units, samples)
+    if timed:
+        found = measured(request.model, target.trial(request), units, samples)
+        if found.total(units, frozenset(units.members)) >= _TELLING_US:
+            return found
+    return counted(request.model, units, samples[0])
 
 
 def _by_the_clock(
