@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from deploy.commands import given, sections
-from deploy.commands.options import PREPROCESS, preprocess_from, preprocess_options
+from deploy.commands.options import (
+    PREPROCESS,
+    limit_option,
+    preprocess_from,
+    preprocess_options,
+    skip_bad_option,
+)
 
 if TYPE_CHECKING:
     from deploy.feed.preprocess import Preprocess
@@ -66,16 +70,6 @@ def _options(purpose: str) -> list[Callable[[Command], Command]]:
             help=f"{purpose}: folder of images, list file, .npy or .npz.",
         ),
         preprocess_options,
-        sections.option(
-            "--limit",
-            section=sections.IMAGES,
-            type=click.IntRange(min=1),
-            help="Use at most so many images.",
-        ),
-        sections.option(
-            "--skip-bad",
-            section=sections.IMAGES,
-            is_flag=True,
-            help="Go on without unreadable images.",
-        ),
+        limit_option,
+        skip_bad_option,
     ]

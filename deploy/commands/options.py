@@ -109,6 +109,20 @@ def preprocess_options(command: Command) -> Command:
     return command
 
 
+limit_option = sections.option(
+    "--limit",
+    section=sections.IMAGES,
+    type=click.IntRange(min=1),
+    help="Use at most so many images.",
+)
+skip_bad_option = sections.option(
+    "--skip-bad",
+    section=sections.IMAGES,
+    is_flag=True,
+    help="Go on without unreadable images.",
+)
+
+
 def image_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add how images are chosen and read; the command gets them as `images`."""
 
@@ -134,18 +148,8 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Folder of images, list file (path, or path and label), .npy or .npz.",
         ),
         preprocess_options,
-        sections.option(
-            "--limit",
-            section=sections.IMAGES,
-            type=click.IntRange(min=1),
-            help="Use at most so many images.",
-        ),
-        sections.option(
-            "--skip-bad",
-            section=sections.IMAGES,
-            is_flag=True,
-            help="Go on without unreadable images.",
-        ),
+        limit_option,
+        skip_bad_option,
         sections.option(
             "--threads",
             section=sections.GENERAL,

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from deploy.errors import ConfigError
 from deploy.tensors import Array, Session
 
+OVERHEAD_MS = 0.02  # of a runtime itself: a smaller difference is not the engine's doing
 UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
 
 Feeds = Sequence[Mapping[str, Array]]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.latency import OVERHEAD_MS
 
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"
 _ORDER = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)
@@ -22,7 +23,6 @@ _LOST_DB = 0.0  # a part that is more noise than signal is never good
 _ROUNDING = 1e-9  # 1 - 0.99 is more than 0.01, to a computer
 _ENOUGH = 20  # samples to tell accuracy from chance
 _AS_FAST = 0.95  # of FP32's speed: less is slower, and not chance
-_OVERHEAD_MS = 0.02  # the runtime's own: slower by less is not the engine's doing
 _ALIKE = 0.95  # of the samples in one class, by the float model's own word
 
 
@@ -163,5 +163,5 @@ def _of_speed(ratio: float | None, slower_ms: float, gates: Gates) -> Iterator[t
     if gates.min_speedup is not None:
         yield (GOOD if ratio >= gates.min_speedup else UNUSABLE), words
     else:
-        fast = ratio >= _AS_FAST or slower_ms < _OVERHEAD_MS
+        fast = ratio >= _AS_FAST or slower_ms < OVERHEAD_MS
         yield (GOOD if fast else DOUBTFUL), words

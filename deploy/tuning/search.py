@@ -8,7 +8,7 @@
     least price + weight * noise         -> one split a weight, from "fastest" to "all in float"
     the likely ones, tried whole         -> the split with the least cost
     other methods, whole and in the noisiest groups -> ranges
-    float, plain int8 and likely splits, timed in turns -> what is built
+    float, plain int8 and likely splits, timed -> what is built
 
 Cost weighs both: the logarithm of the time, and twice what the worst part of the outputs loses to
 noise. A tenth lost is worth a fifth of the time; a part that is noise altogether costs nearly 2,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NEAR = 0.03  # lost of the worst part, about 30 dB: layers in float have no more to win
-_COMMON = 2.0  # weight of noise that is usual
+COMMON_WEIGHT = 2.0  # weight of noise that is usual
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise beside which time means nothing
 _BETTER = 0.8  # of a group's noise: another method must leave less than this
@@ -128,7 +128,7 @@ class Search:
     prober: Prober
     methods: Sequence[Method]
     effort: Effort
-    weight: float = _COMMON
+    weight: float = COMMON_WEIGHT
     trials: list[Trial] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
 
@@ -235,7 +235,7 @@ class Search:
     def _splits(self, noise: Mapping[str, float]) -> list[frozenset[str]]:
         """Units in float, one split a weight, without those that differ in nothing."""
         whole = self.prices.total(self.units, frozenset(self.units.members))
-        dear = whole * self.weight / _COMMON
+        dear = whole * self.weight / COMMON_WEIGHT
         weights = [0.0, *(weight * dear for weight in _WEIGHTS)] if noise else [0.0]
         found = (cheapest(self.prices, self.units, noise, weight=weight) for weight in weights)
         return list(dict.fromkeys(found))
@@ -255,8 +255,7 @@ class Search:
 
     def _try_methods(self, base: Trial) -> None:
         """The same split with every other method."""
-        own = base.choices.method or self.methods[0]
-        others = [method for method in self.methods if method.label != own.label]
+        others = self._others(base)
         choices = [replace(base.choices, method=method, methods={}) for method in others]
         names = [f"{base.what.partition(',')[0]}, {method.label}" for method in others]
         self._try(names, [base.in_float] * len(others), choices)
@@ -264,8 +263,7 @@ class Search:
     def _swap_methods(self, base: Trial) -> None:
         """Another method for the tensors of the noisiest groups that stay in int8."""
         assert self.sensitivity is not None
-        own = base.choices.method or self.methods[0]
-        others = [method for method in self.methods if method.label != own.label]
+        others = self._others(base)
         kept = {g: n for g, n in self.sensitivity.groups.items() if not base.in_float & set(g)}
         worst = sorted(kept, key=lambda group: -kept[group].worst)[: self.effort.swaps]
         swapped: dict[str, Method] = dict(base.choices.methods)
@@ -284,6 +282,11 @@ class Search:
             choices = replace(base.choices, methods=swapped)
             what = base.what.partition(",")[0] + self._by(choices)
             self._try([what], [base.in_float], [choices])
+
+    def _others(self, base: Trial) -> list[Method]:
+        """Every method but the trial's own."""
+        own = base.choices.method or self.methods[0]
+        return [method for method in self.methods if method.label != own.label]
 
     def _by(self, choices: Choices) -> str:
         """What finds the ranges, where there is a choice."""
@@ -324,4 +327,4 @@ def comparable(method: Method, *, asked: bool) -> list[Method]:
     return [method, *(Method.of(name) for name in COMPARABLE if name != method.name)]
 
 
-__all__ = ["EFFORTS", "Effort", "Search", "Trial", "comparable"]
+__all__ = ["COMMON_WEIGHT", "EFFORTS", "Effort", "Search", "Trial", "comparable"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.errors import ConfigError
 from deploy.graph.selection import matching
+from deploy.metrics.latency import OVERHEAD_MS
 from deploy.progress import bar
 from deploy.tuning.clock import quickest_ms
 from deploy.tuning.plan_file import TIMED, PlanFile, TargetPlan, read_plan, write_plan
@@ -20,7 +21,7 @@ from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Prober
 from deploy.tuning.reasons import reasons
 from deploy.tuning.samples import telling
-from deploy.tuning.search import EFFORTS, Search, Trial, comparable
+from deploy.tuning.search import COMMON_WEIGHT, EFFORTS, Search, Trial, comparable
 from deploy.tuning.units import Units, units_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ _TIMED = 3  # splits that are timed
 _TELLING_US = 250.0  # of the float model: kernels of a smaller one are the runtime's own overhead
 _DEARER = 1.5  # noise beside time that was measured whole: what it buys is sure
 _SLOWER = 1.02  # times float's time: int8 that is slower than this gains nothing
-_LEAST_MS = 0.02  # nor is it given up for less, which is the runtime's own overhead
 _LEAST_SAMPLES, _SHARE = 2, 5  # of few samples a fifth: the search is to cost few calibrations
 _ANEW = (
     "the plan of {} in the folder was made with other images or options, so it was searched anew;"
@@ -65,7 +65,7 @@ class Tuning:
     plan: Path | None = None
     min_speedup: float = 1.0
     max_loss: float | None = None
-    weight: float = 2.0
+    weight: float = COMMON_WEIGHT
     timed: bool = True
     fresh: bool = False
 
@@ -176,7 +176,8 @@ def _searched(
         return TargetPlan(choices=NO_CHOICES), 0
     effort = EFFORTS[wish.effort]
     few = max(_LEAST_SAMPLES, min(effort.samples, len(request.feed) // _SHARE))
-    samples = telling(request.model, request.feed, few)
+    model, feed = request.model, request.feed
+    samples = request.ranges.once((telling, few), lambda: telling(model, feed, few))
     here = target.runs_here
     prober = Prober(
         target, request, samples, runs_here=here, threads=request.threads, progress=step
@@ -247,7 +248,7 @@ def _by_the_clock(
     ]
     held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
     chosen = min(held or real[:1], key=lambda trial: trial.cost(_DEARER * search.weight))
-    most = max(_SLOWER, 1 + _LEAST_MS / whole) / max(wish.min_speedup, 1.0)
+    most = max(_SLOWER, 1 + OVERHEAD_MS / whole) / max(wish.min_speedup, 1.0)
     return (search.all_in_float if chosen.time > most else chosen), told
 
 

@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import deploy.metrics.tasks.anchors as anchors
+import deploy.metrics.tasks.ended as ended
+import deploy.metrics.tasks.maps as maps
+import deploy.metrics.tasks.yolo as yolo
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs
-from deploy.metrics.tasks import anchors, ended, maps, yolo
 from deploy.metrics.tasks.detections import Detections, matched, suppressed
 from deploy.metrics.tasks.task import Seen, TaskFigure
 
