@@ -37,15 +37,30 @@ def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -
         symmetric: grid that `amax` is chosen for.
         affine: grid that `lo` and `hi` are chosen for.
     """
-    amax = _symmetric(histogram, symmetric)
-    low, high = _affine(histogram, affine)
+    return least_error(histogram, power=2.0, symmetric=symmetric, affine=affine, method="mse")
+
+
+def least_error(
+    histogram: Histogram, *, power: float, symmetric: Grid, affine: Grid, method: str
+) -> Scale:
+    """The ranges with the least sum of |error| to a power.
+
+    Args:
+        histogram: statistics of the tensor.
+        power: 2 is the squared error; the greater, the more a clipped value weighs.
+        symmetric: grid that `amax` is chosen for.
+        affine: grid that `lo` and `hi` are chosen for.
+        method: what the scale says that chose it.
+    """
+    amax = _symmetric(histogram, symmetric, power)
+    low, high = _affine(histogram, affine, power)
     return Scale(
         lo=low,
         hi=high,
         amax=amax,
         observed_min=histogram.minimum,
         observed_max=histogram.maximum,
-        method="mse",
+        method=method,
     )
 
 
@@ -55,8 +70,9 @@ def errors(
     lows: NDArray[np.float64],
     highs: NDArray[np.float64],
     grid: Grid,
+    power: float = 2.0,
 ) -> NDArray[np.float64]:
-    """Summed squared error [K] of storing [B] bin centres on `grid` laid over each [K] range.
+    """Summed error [K], to a power, of storing [B] bin centres on `grid` over each [K] range.
 
     Each range is taken to hold 0 at a stored value, as every grid has it.
     """
@@ -64,19 +80,20 @@ def errors(
     scale = np.where(scale > 0, scale, 1.0)[:, None]
     clipped = np.clip(centres[None, :], lows[:, None], highs[:, None])
     error = rounded(clipped / scale, grid) * scale - centres[None, :]
-    return np.asarray((error * error) @ counts.astype(np.float64), np.float64)
+    weight = error * error if power == 2 else np.abs(error) ** power
+    return np.asarray(weight @ counts.astype(np.float64), np.float64)
 
 
-def _symmetric(histogram: Histogram, grid: Grid) -> float:
+def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
     counts = histogram.magnitudes(BINS)
     centres, counts = _occupied((np.arange(BINS) + 0.5) * histogram.full_range / BINS, counts)
     highs = histogram.amax * _RATIOS
     if not centres.size:
         return histogram.amax
-    return float(highs[np.argmin(errors(centres, counts, -highs, highs, grid))])
+    return float(highs[np.argmin(errors(centres, counts, -highs, highs, grid, power))])
 
 
-def _affine(histogram: Histogram, grid: Grid) -> tuple[float, float]:
+def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, float]:
     edges = histogram.edges()
     centres, counts = _occupied((edges[:-1] + edges[1:]) / 2, histogram.signed())
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
@@ -91,6 +108,7 @@ def _affine(histogram: Histogram, grid: Grid) -> tuple[float, float]:
             np.full(_RATIOS.size, low) if lows is None else lows,
             np.full(_RATIOS.size, high) if highs is None else highs,
             grid,
+            power,
         )
         best = int(np.argmin(tried))
         low = low if lows is None else float(lows[best])

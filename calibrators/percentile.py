@@ -25,11 +25,12 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     """
     keep = percent / 100
     amax = quantile(histogram.magnitudes(BINS), keep) * histogram.full_range / BINS
-    low = _edge(histogram, 1 - keep)
-    high = _edge(histogram, keep)
+    least, most = histogram.minimum, histogram.maximum
+    low = max(least, min(_edge(histogram, 1 - keep), 0.0)) if least < 0 else least
+    high = min(most, max(_edge(histogram, keep), 0.0)) if most > 0 else most
     return Scale(
-        lo=max(histogram.minimum, min(low, 0.0)) if histogram.minimum < 0 else histogram.minimum,
-        hi=min(histogram.maximum, max(high, 0.0)) if histogram.maximum > 0 else histogram.maximum,
+        lo=min(low, most),  # values that share one bin: its quantiles may lie beyond them
+        hi=max(high, least),
         amax=min(amax, histogram.amax),
         observed_min=histogram.minimum,
         observed_max=histogram.maximum,

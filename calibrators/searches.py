@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_METHOD = "mse"
 DEFAULT_PERCENT = 99.99
+DEFAULT_POWER = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,33 @@ def _mse(histogram: Histogram, params: Params) -> Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LpParams(Params):
+    """Parameters of the Lp search.
+
+    Attributes:
+        power: p of |error|^p, 1 <= power <= 16.
+
+    Raises:
+        CalibrationError: power is no number or out of range.
+    """
+
+    power: float = field(
+        default=DEFAULT_POWER,
+        metadata={"help": "Power of the error: the greater, the more a clipped value weighs."},
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.power, float | int) or not 1 <= self.power <= 16:
+            raise CalibrationError(f"a power must be 1 to 16, got {self.power!r}")
+
+
+def _lp(histogram: Histogram, params: LpParams) -> Scale:
+    from calibrators.lp import lp
+
+    return lp(histogram, power=params.power)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyTensorrtParams(Params):
     """Parameters of the entropy search on TensorRT's own histogram.
 
@@ -169,6 +197,7 @@ SEARCHES: dict[str, Search[Any]] = {
     "entropy": Search(_entropy, Params, "takes the least KL divergence, as TensorRT does"),
     "percentile": Search(_percentile, PercentileParams, "leaves out a share of the values"),
     "mse": Search(_mse, Params, "takes the least squared error of the quantized values"),
+    "lp": Search(_lp, LpParams, "takes the least error to a higher power: clips less than mse"),
     "entropy-tensorrt": Search(
         _entropy,
         EntropyTensorrtParams,
@@ -179,7 +208,7 @@ SEARCHES: dict[str, Search[Any]] = {
 }
 
 # Searches of one and the same histogram, in the order in which they are tried beside each other.
-COMPARABLE = ("mse", "minmax", "percentile", "entropy")
+COMPARABLE = ("mse", "lp", "minmax", "percentile", "entropy")
 
 
 def parameters() -> dict[str, Field[Any]]:

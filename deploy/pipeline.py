@@ -215,7 +215,7 @@ def build(
     duration_s: float = 3.0,
     tuning: Tuning | None = None,
     gates: Gates | None = None,
-    repairs: Sequence[str] = (),
+    repairs: Sequence[str] | None = None,
     progress: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
@@ -232,17 +232,19 @@ def build(
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
         tuning: how much is searched for what stays float and for ranges, or the plan to obey.
         gates: what is demanded of the engines; their verdicts say whether it is met.
-        repairs: names of `deploy.repairs.REPAIRS`, or `all`, to be tried and kept where they help.
+        repairs: names of `deploy.repairs.REPAIRS`, `all` or `none`, to be tried and kept where
+            they help; None tries those of `deploy.repairs.DEFAULT` where there is a search.
 
     Raises:
         As `calibrate`; and what the targets raised where none could be built.
     """
     from deploy.judge import CALIBRATION_SAMPLES
     from deploy.measure import measured
-    from deploy.repairs import chosen
+    from deploy.repairs import DEFAULT, chosen
     from deploy.results import write_report
 
-    asked = chosen(repairs)
+    wish = tuning or Tuning()
+    asked = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
     folder = Path(out)
     atomic.remove_leftovers(folder)
     built_for = targets_of(targets)
@@ -274,12 +276,21 @@ def build(
         built_for,
         calibrated,
         folder,
-        replace(tuning or Tuning(), timed=duration_s > 0, fresh=policy.refresh),
+        replace(wish, timed=duration_s > 0, fresh=policy.refresh),
         method_asked=method is not None,
+        repairs=asked,
         threads=threads or default_threads(),
         progress=progress,
     )
-    results = _built(built_for, calibrated, folder, threads or default_threads(), plans, asked)
+    results = _built(
+        built_for,
+        calibrated,
+        folder,
+        threads or default_threads(),
+        plans,
+        repairs=asked,
+        progress=progress,
+    )
     figures = measured(
         calibrated.loaded,
         built_for,
@@ -441,6 +452,7 @@ def _tuned(
     wish: Tuning,
     *,
     method_asked: bool,
+    repairs: Sequence[str],
     threads: int,
     progress: bool,
 ) -> tuple[dict[str, Tuned], Path | None]:
@@ -458,7 +470,13 @@ def _tuned(
             continue
         try:
             found[target.name] = tuned(
-                target, request, wish, known, method_asked=method_asked, progress=progress
+                target,
+                request,
+                wish,
+                known,
+                method_asked=method_asked,
+                repairs=repairs,
+                progress=progress,
             )
         except (BackendError, CalibrationError, ExportError):  # its build says the same
             found[target.name] = Tuned(plan=TargetPlan(choices=NO_CHOICES))
@@ -473,7 +491,9 @@ def _built(
     folder: Path,
     threads: int,
     plans: Mapping[str, Tuned],
-    repairs: Sequence[str] = (),
+    *,
+    repairs: Sequence[str],
+    progress: bool,
 ) -> list[Built]:
     """One result a target; a failed one is its sentence.
 
@@ -489,7 +509,7 @@ def _built(
             continue
         try:
             chosen = request.choosing(plans[target.name].plan.choices)
-            own, said = _repaired(target, chosen, repairs)
+            own, said = _repaired(target, chosen, repairs, progress=progress)
             built = target.build(own)
             results.append(replace(built, options=given(target), notes=(*said, *built.notes)))
         except Calib8Error as error:
@@ -501,13 +521,13 @@ def _built(
 
 
 def _repaired(
-    target: Target, request: BuildRequest, names: Sequence[str]
+    target: Target, request: BuildRequest, names: Sequence[str], *, progress: bool
 ) -> tuple[BuildRequest, list[str]]:
     """What one target is built from after the repairs that helped it, and what was tried."""
     from deploy.repairs.apply import few, repaired, told
 
     samples = few(request.feed) if names else []
-    own, tried = repaired(target, request, names, samples)
+    own, tried = repaired(target, request, names, samples, progress=progress)
     return own, told(tried)
 
 

@@ -118,7 +118,7 @@ def kernels(model: onnx.ModelProto, folder: Path) -> list[str]:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gate_between_int8_is_two_int8_kernels(form, tmp_path):
     nodes, _ = FORMS[form]
-    engine = built(network(nodes), tmp_path)
+    engine = built(network(nodes), tmp_path, "--effort", "0")
     found = kernels(engine, tmp_path)
     assert (found.count("QLinearAdd"), found.count("QLinearMul")) == (1, 1)
     assert not {"HardSwish", "HardSigmoid", "Clip", "Add", "Mul", "Div"} & set(found)
@@ -128,7 +128,7 @@ def test_a_gate_between_int8_is_two_int8_kernels(form, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gate_computes_its_formula_in_int8(form, tmp_path):
     nodes, (shift, top, gain, *offset) = FORMS[form]
-    engine = built(network(nodes), tmp_path)
+    engine = built(network(nodes), tmp_path, "--effort", "0")
     source = "g" if form == "squeeze-excite" else "t"
     names = [f"{name}/quantized" for name in (source, "t", "y")]
     session = ort.InferenceSession(with_outputs(engine, names).SerializeToString())

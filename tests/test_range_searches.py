@@ -7,8 +7,10 @@ from calibrators import SEARCHES, Histogram, Scale
 from calibrators.errors import CalibrationError
 from calibrators.grids import INT8, UINT8, dequantize, quantize
 from calibrators.histogram import BINS
+from calibrators.lp import lp
+from calibrators.mse import mse
 from calibrators.percentile import percentile, quantile
-from calibrators.searches import PercentileParams
+from calibrators.searches import LpParams, PercentileParams
 
 seeds = st.integers(0, 10_000)
 
@@ -89,3 +91,29 @@ def test_mse_is_no_worse_than_any_other_search(seed):
 def test_minmax_is_exact():
     scale = searched("minmax", observed(np.array([-3.5, 1.25])))
     assert (scale.lo, scale.hi, scale.amax) == (-3.5, 1.25, 3.5)
+
+
+@pytest.mark.parametrize("values", [[8.0], [8.0, 8.0001], [-8.0], [-8.0001, -8.0], [3.0, 8.0]])
+def test_values_of_one_bin_have_a_range_by_every_search(values):
+    for name in SEARCHES:
+        scale = searched(name, observed(np.array(values * 50)))
+        assert scale.lo <= scale.hi
+
+
+@given(seeds)
+@settings(max_examples=15, deadline=None)
+def test_a_higher_power_clips_less_and_the_second_is_mse(seed):
+    h = observed(sample(seed))
+    squared = mse(h)
+    found = [lp(h, power=power) for power in (2, 3, 16)]
+    assert (found[0].lo, found[0].hi, found[0].amax) == (squared.lo, squared.hi, squared.amax)
+    # between neighbours of one error the minimum may jump, by a few hundredths of the range
+    assert found[0].amax <= found[1].amax * 1.1
+    assert found[1].amax <= found[2].amax * 1.1
+    assert found[2].amax >= 0.5 * h.amax
+
+
+@pytest.mark.parametrize("power", [0.5, 17, float("nan"), "3"])
+def test_a_power_out_of_range_is_refused(power):
+    with pytest.raises(CalibrationError, match="a power must be 1 to 16"):
+        LpParams(power=power)

@@ -15,16 +15,21 @@ from calibrators.equalization import absorbable, equal_factors, smooth_factors
 from calibrators.errors import CalibrationError
 from calibrators.grids import quantize_weight, weight_scales
 from calibrators.rounding import gram, output_error, products_of, rounded_by_output
+from deploy.calibration.choices import Choices
 from deploy.cli import main
 from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.ort import OrtSession
+from deploy.pipeline import calibrate
 from deploy.repairs import REPAIRS, chosen
 from deploy.repairs.adaround import rounded_weight
+from deploy.repairs.apply import trials
 from deploy.repairs.bias import trusted_mean
 from deploy.repairs.layers import layers_of
 from deploy.repairs.links import links_of
 from deploy.repairs.patches import patches
+from deploy.targets import TARGETS
+from deploy.targets.base import BuildRequest
 
 ALL = "onnxruntime,tensorrt,ascend"
 
@@ -210,9 +215,49 @@ def test_a_network_that_needs_a_repair_gains_by_it_on_every_target(
     assert all(new[target] > old[target] + gain for target in old), (old, new)
 
 
+def test_rounding_is_tried_where_there_is_a_search_unless_refused(tmp_path, built):
+    model, words = lopsided(tmp_path), REPAIRS["adaround"].words
+    searched = ("--effort", 1)
+    assert any(words in note for note in said(built(model, *searched)[1]))
+    assert not any(words in note for note in said(built(model)[1]))
+    none = built(model, *searched, "--repair", "none", out="none")[1]
+    assert not any(words in note for note in said(none))
+    other = said(built(model, *searched, "--repair", "bias", out="other")[1])
+    assert not any(words in note for note in other) and any("bias corr" in note for note in other)
+
+
+@pytest.mark.parametrize("target", ALL.split(","))
+def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(target, tmp_path, feed):
+    loaded = calibrate(lopsided(tmp_path), feed((3, 12, 12)), targets=(target,))
+    made_for = TARGETS[target]()
+    request = BuildRequest(
+        subject=loaded.subject,
+        folder=tmp_path,
+        ranges=loaded.ranges,
+        feed=loaded.feed,
+        manifest={},
+    )
+    trial = trials(made_for, request, ("adaround",), progress=False)
+    plain = trials(made_for, request, (), progress=False)
+    name = next(n.name for n in request.model.graph.node if n.output[0] == "c2")
+    one = request.choosing(Choices(float_nodes={name: "tried"}))
+    own = {layer.name: layer.array for layer in layers_of(request.model)}
+    found = {layer.name: layer.array for layer in layers_of(trial(one))}
+    assert np.array_equal(found[name], own[name])  # in float, and not rounded
+    sample = loaded.feed.first(1)[0]
+    wanted = OrtSession.open(request.model).run(sample)["y"]
+    apart = [
+        np.square(OrtSession.open(make(one)).run(sample)["y"] - wanted).sum()
+        for make in (plain, trial)
+    ]
+    assert apart[1] < 0.7 * apart[0]
+
+
 def test_repairs_are_tried_in_one_order_and_a_wrong_name_has_a_way_out(tmp_path, built):
     assert chosen(["bias,equalize"]) == chosen(["equalize", "bias"]) == ("equalize", "bias")
-    assert chosen(["all"]) == tuple(REPAIRS) and chosen([]) == ()
+    assert chosen(["all"]) == tuple(REPAIRS) and chosen([]) == chosen(["none"]) == ()
+    with pytest.raises(ConfigError, match="none stands alone, got repairs bias, none"):
+        chosen(["bias,none"])
     with pytest.raises(ConfigError, match="did you mean 'equalize'"):
         chosen(["equalise"])
     code, _, error = built(uneven(tmp_path), "--repair", "bios")

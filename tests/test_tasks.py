@@ -365,6 +365,8 @@ def test_distributions_of_distances_are_boxes_level_by_level(maps):
     for one in moved:
         one["box8"] = np.roll(one["box8"], bins, axis=1 if maps else 2)
     assert figure(references, moved, [fed(size)] * 8)[1].value < 0.9
+    silent = [{k: v * k.startswith("box") for k, v in one.items()} for one in references]
+    assert figure(references, silent, [fed(size)] * 8)[1].value == 0  # nothing left of any level
 
 
 # ------------------------------------------------------------------ pixels

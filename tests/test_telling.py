@@ -14,7 +14,8 @@ from deploy.calibration.search import Method
 from deploy.errors import ExportError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
-from deploy.tuning.probe import Noise, Prober
+from deploy.metrics.form import form_of
+from deploy.tuning.probe import Noise, Prober, noise_powers, usual_powers
 from deploy.tuning.samples import CANDIDATES, telling
 
 
@@ -76,6 +77,19 @@ def test_every_sample_counts_alike_in_what_a_part_loses():
     assert noise(a=[0.1, 0.1]).db == pytest.approx(10.0)
 
 
+def test_a_sample_that_says_little_is_measured_by_the_usual_one():
+    loud, silent = (np.full((1, 4), value, np.float32) for value in (8.0, 0.02))
+    form = form_of([{"y": loud}, {"y": silent}])
+    (usual,) = usual_powers(form, [{"y": loud}, {"y": silent}])
+    assert usual == pytest.approx(4 * 4.01**2)  # of the mean amplitude
+    (quiet,) = noise_powers(form, {"y": silent}, {"y": 2 * silent}, [usual])
+    assert quiet < 1e-4  # 0.04 for 0.02 is nothing where 8 is said elsewhere
+    (heard,) = noise_powers(form, {"y": loud}, {"y": 1.5 * loud}, [usual])
+    assert heard == pytest.approx(0.25)
+    (alone,) = noise_powers(form, {"y": silent}, {"y": 2 * silent}, [0.0])
+    assert alone == pytest.approx(1.0)
+
+
 def test_noises_add_up_by_part_and_the_worst_part_is_named():
     total = noise(a=[0.1, 0.3], b=[0.2, 0.2]).plus(noise(a=[0.3, 0.1]))
     assert total.part == "a" and total.db == pytest.approx(-10 * math.log10(0.4))
@@ -115,7 +129,7 @@ class FakeTarget:
 def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_all_noise():
     samples = [{"x": np.ones((1, 4), np.float32)}]
     target, request = FakeTarget(), FakeRequest(doubling().model)
-    prober = Prober(target, request, samples, runs_here=True, threads=2)
+    prober = Prober(target.trial, request, samples, runs_here=True, threads=2)
     broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, none, again = prober.noises([NO_CHOICES, off, broken, off])
     assert equal.worst == 0 and half.parts["y"] == pytest.approx([0.25]) == again.parts["y"]

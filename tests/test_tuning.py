@@ -18,7 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.cli import main
 from deploy.metrics.latency import Latency, Timing
 from deploy.ort import OrtSession
-from deploy.tuning import prices, probe, tune
+from deploy.tuning import clock as clocks
+from deploy.tuning import prices, probe
 from deploy.tuning.kernels import PAIRS, KernelTimes
 from deploy.tuning.plan_file import read_plan
 
@@ -442,7 +443,7 @@ def clock(monkeypatch):
             return models[label]
 
         monkeypatch.setattr(prices, "kernel_times", times)
-        monkeypatch.setattr(tune, "quickest_ms", quickest)
+        monkeypatch.setattr(clocks, "quickest_ms", quickest)
         monkeypatch.setattr("deploy.measure.measure", measure)
 
     return set_to

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAMES",
     help="Repairs to try, kept where they help: equalize, absorb, smooth, ranges, adaround, bias,"
-    " or all; a comma list, may be repeated.",
+    " all or none; a comma list, may be repeated. Default: adaround, none with --effort 0.",
 )
 @target_options(lambda option: True)
 @model_options
@@ -132,7 +132,7 @@ def build(
         duration_s=duration,
         tuning=tuning.wish,
         gates=tuning.gates,
-        repairs=repairs,
+        repairs=repairs or None,
         progress=True,
     )
     click.echo(to_screen(report, verbose=calibration.verbose), nl=False)

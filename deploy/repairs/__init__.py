@@ -5,6 +5,9 @@ only where it measurably helps. `REPAIRS` is the table of them, in the order the
 
     model -> equalize, absorb, smooth -> observe -> ranges, adaround, bias -> files
              (the ranges change)                    (the ranges stay)
+
+Where nothing is said, `adaround` is tried wherever a search is: it costs a few calibrations and no
+time of the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from deploy.repairs.equalize import equalize
 from deploy.repairs.ranges import choose_ranges
 from deploy.repairs.smooth import smooth
 
-ALL = "all"
+ALL, NONE = "all", "none"
+ROUNDING = "adaround"
+DEFAULT = (ROUNDING,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +51,25 @@ REPAIRS: dict[str, Repair] = {
     "absorb": Repair(words="absorption of high biases", before=absorb, same_db=40.0),
     "smooth": Repair(words="SmoothQuant", before=smooth),
     "ranges": Repair(words="ranges by output error", after=choose_ranges),
-    "adaround": Repair(words="weight rounding by output error", after=round_weights),
+    ROUNDING: Repair(words="weight rounding by output error", after=round_weights),
     "bias": Repair(words="bias correction", after=correct_biases),
 }
 
 
 def chosen(names: Iterable[str]) -> tuple[str, ...]:
-    """The repairs of these names, which may be comma lists or `all`, in the order they are tried.
+    """The repairs of these names, which may be comma lists, `all` or `none`, in their order.
 
     Raises:
-        ConfigError: a name that is not in the table.
+        ConfigError: a name that is not in the table, or `none` beside one that is.
     """
     asked = [word.strip() for name in names for word in name.split(",")]
+    if NONE in asked and len(asked) > 1:
+        raise ConfigError(f"{NONE} stands alone, got repairs {', '.join(asked)}; leave it away")
     for word in asked:
-        if word != ALL and word not in REPAIRS:
-            near = did_you_mean(word, (*REPAIRS, ALL), f"{ALL} tries each of them")
+        if word not in (ALL, NONE) and word not in REPAIRS:
+            near = did_you_mean(word, (*REPAIRS, ALL, NONE), f"{ALL} tries each of them")
             raise ConfigError(f"a repair is one of {', '.join(REPAIRS)}, got {word!r}; {near}")
     return tuple(name for name in REPAIRS if name in asked or ALL in asked)
 
 
-__all__ = ["ALL", "REPAIRS", "Repair", "Tried", "chosen"]
+__all__ = ["ALL", "DEFAULT", "NONE", "REPAIRS", "ROUNDING", "Repair", "Tried", "chosen"]

@@ -3,11 +3,14 @@
 The inputs are those of the float model on a few samples. A weight that goes the other way than to
 its nearest becomes the float value of that integer, so that every target's own rounding gives it;
 the others stay as they are, the extremes that give the scale among them, so the scales do too.
+
+No layer's rounding depends on what else is in int8. So the search for what stays float knows all
+of them beforehand: it tries models of rounded weights, in which a layer in float has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,31 +18,81 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.rounding import gram, rounded_by_output
+from deploy.calibration.choices import NO_CHOICES
 from deploy.repairs.base import Making, with_model
 from deploy.repairs.layers import FloatArray, Layer, layers_of, with_constants
 from deploy.repairs.patches import inputs_of
 from deploy.repairs.written import all_written
 
 if TYPE_CHECKING:
+    import onnx
+
     from deploy.targets.base import BuildRequest
 
-_PATCHES = 2048  # of a layer's input, over all samples
+_PATCHES = 1024  # of a layer's input, over all samples
+_SWEEPS = 2  # further ones move a weight in a hundred
 _WIDEST = 1200  # values of a patch whose products are taken together; more in portions
+
+Rounded = Mapping[str, FloatArray]  # initializer -> the layer's weight
 
 
 def round_weights(request: BuildRequest, making: Making) -> Iterator[BuildRequest]:
     """The request with weights that round to what the outputs want; none without int8 layers."""
-    owned = tuple(layer for layer in layers_of(request.model) if layer.alone)
-    written = all_written(making.target.trial(request), owned)
-    layers = [layer for layer, _ in written.values()]
-    arrays = {
-        layer.weight: rounded_weight(layer, written[layer.name][1].weight, x)
-        for layer, x in inputs_of(
-            making.reference, layers, making.samples, most=_PATCHES, threads=making.threads
-        )
-    }
-    if arrays:
-        yield with_model(request, with_constants(request.model, arrays))
+    arrays = rounded_weights(request, making)
+    written = all_written(making.target.trial(request), _owned(request.model))
+    kept = {one.weight: arrays[one.weight] for one, _ in written.values() if one.weight in arrays}
+    if kept:
+        yield with_model(request, with_constants(request.model, kept))
+
+
+def trials_rounded(
+    request: BuildRequest, making: Making
+) -> Callable[[BuildRequest], onnx.ModelProto]:
+    """What makes the trial models of the request's choices with rounded weights."""
+    arrays, target = rounded_weights(request, making), making.target
+    layers = tuple(one for one in _owned(request.model) if one.weight in arrays)
+    rounded = with_model(request, with_constants(request.model, arrays))
+
+    def trial(chosen: BuildRequest) -> onnx.ModelProto:
+        subject = replace(chosen.subject, loaded=rounded.subject.loaded)
+        made = target.trial(replace(chosen, subject=subject))
+        written = all_written(made, layers)
+        there = {tensor.name for tensor in made.graph.initializer}
+        back = (one for one in layers if one.name not in written and one.weight in there)
+        own = {one.weight: one.array for one in back}
+        return with_constants(made, own) if own else made
+
+    return trial
+
+
+def rounded_weights(request: BuildRequest, making: Making) -> Rounded:
+    """The weights of every layer that could be in int8, rounded; found once for all choices."""
+
+    def made() -> tuple[onnx.ModelProto, Rounded]:
+        return request.model, _rounded(request.choosing(NO_CHOICES), making)
+
+    key = "rounded", making.target.name, id(request.model)  # kept with the model of this id
+    return request.ranges.once(key, made)[1]
+
+
+def _rounded(request: BuildRequest, making: Making) -> Rounded:
+    written = all_written(making.target.trial(request), _owned(request.model))
+    found = {}
+    for layer, x in inputs_of(
+        making.reference,
+        [layer for layer, _ in written.values()],
+        making.samples,
+        most=_PATCHES,
+        threads=making.threads,
+    ):
+        found[layer.weight] = rounded_weight(layer, written[layer.name][1].weight, x)
+        making.progress()
+    return found
+
+
+def _owned(model: onnx.ModelProto) -> tuple[Layer, ...]:
+    """The layers whose weight no other node reads."""
+    return tuple(layer for layer in layers_of(model) if layer.alone)
 
 
 def rounded_weight(layer: Layer, scales: NDArray[np.float64], inputs: FloatArray) -> FloatArray:
@@ -60,7 +113,10 @@ def rounded_weight(layer: Layer, scales: NDArray[np.float64], inputs: FloatArray
     for start in range(0, steps.shape[2], _WIDEST):
         part = slice(start, start + _WIDEST)
         integers[:, :, part] = rounded_by_output(
-            steps[:, :, part], gram(inputs[:, part]), fixed=fixed[:, :, part]
+            steps[:, :, part],
+            gram(inputs[:, part]),
+            fixed=fixed[:, :, part],
+            sweeps=_SWEEPS,
         )
     other = integers != np.rint(steps)
     plain = _rows(layer, weight)

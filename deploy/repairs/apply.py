@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -14,8 +15,11 @@ from deploy.calibration.ranges import Ranges
 from deploy.errors import Calib8Error, ConfigError
 from deploy.feed.parallel import Sample
 from deploy.metrics.accuracy import Accuracy
-from deploy.repairs import REPAIRS
-from deploy.repairs.base import Making, Tried, settled
+from deploy.progress import bar
+from deploy.repairs import REPAIRS, ROUNDING
+from deploy.repairs.adaround import trials_rounded
+from deploy.repairs.base import After, Making, Tried, settled
+from deploy.repairs.layers import layers_of
 from deploy.repairs.runs import Judge, harms, helps, worst
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime import OnnxRuntime
@@ -42,11 +46,49 @@ def few(feed: Samples, most: int = _SAMPLES) -> list[Sample]:
         return list(islice(samples, max(2, most * len(feed) // max(feed.count, 1))))
 
 
+def trials(
+    target: Target, request: BuildRequest, names: Sequence[str], *, progress: bool
+) -> Callable[[BuildRequest], onnx.ModelProto]:
+    """What makes a target's trial models: with rounded weights, where that repair is tried.
+
+    Args:
+        target: the target.
+        request: what it would be built from, other choices apart.
+        names: of `REPAIRS`.
+        progress: draw a bar on stderr where this takes over two seconds.
+
+    Raises:
+        Calib8Error: what the target raises for the unrepaired model.
+    """
+    if ROUNDING not in names:
+        return target.trial
+    with _making(target, request, few(request.feed), progress) as making:
+        return trials_rounded(request, making)
+
+
+@contextmanager
+def _making(
+    target: Target, request: BuildRequest, samples: Sequence[Sample], progress: bool
+) -> Iterator[Making]:
+    """What repairs are made from: of enough samples every other one."""
+    layers = len(layers_of(request.model))
+    with bar(f"repairing for {target.name}", layers, shown=progress) as step:
+        yield Making(
+            target=target,
+            reference=request.model,
+            samples=samples[0::2] if len(samples) >= _ENOUGH else samples,
+            threads=request.threads,
+            progress=step,
+        )
+
+
 def repaired(
     target: Target,
     request: BuildRequest,
     names: Sequence[str],
     samples: Sequence[Sample],
+    *,
+    progress: bool = False,
 ) -> tuple[BuildRequest, list[Tried]]:
     """Try the after-repairs of these names for one target.
 
@@ -55,6 +97,7 @@ def repaired(
         request: what it would be built from.
         names: of `REPAIRS`; those that come before observing are passed over.
         samples: a few, of which half make the repairs and the other half judge them.
+        progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -62,14 +105,20 @@ def repaired(
     repairs = {name: one.after for name in names if (one := REPAIRS[name]).after is not None}
     if not repairs:
         return request, []
-    shared = len(samples) >= _ENOUGH
-    making = Making(
-        target=target,
-        reference=request.model,
-        samples=samples[0::2] if shared else samples,
-        threads=request.threads,
-    )
-    bench = Judge(request.model, samples[1::2] if shared else samples, threads=request.threads)
+    with _making(target, request, samples, progress) as making:
+        return _tried_out(request, making, repairs, samples)
+
+
+def _tried_out(
+    request: BuildRequest,
+    making: Making,
+    repairs: Mapping[str, After],
+    samples: Sequence[Sample],
+) -> tuple[BuildRequest, list[Tried]]:
+    """What is left of a request after its repairs, each judged on the samples of no repair."""
+    target = making.target
+    judging = samples[1::2] if len(samples) >= _ENOUGH else samples
+    bench = Judge(request.model, judging, threads=request.threads)
     kernels = ".onnx" in target.engines
     now, tried = bench.of(target.trial(request), kernels=kernels), []
     for name, repair in repairs.items():

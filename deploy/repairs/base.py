@@ -26,12 +26,14 @@ class Making:
         reference: the float model before any repair, which the int8 one should equal.
         samples: a few, which do not judge the result where there are enough.
         threads: samples that run beside each other.
+        progress: called after each layer, where a repair goes layer by layer.
     """
 
     target: Target
     reference: onnx.ModelProto
     samples: Sequence[Sample]
     threads: int
+    progress: Callable[[], None] = lambda: None
 
     def int8_nodes(self, request: BuildRequest) -> frozenset[str]:
         """Nodes that the target runs in integers, as far as the model alone tells."""

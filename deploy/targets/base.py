@@ -138,6 +138,11 @@ class Target(Protocol):
     own_method: ClassVar[str]
 
     @property
+    def alternatives(self) -> tuple[str, ...]:
+        """Names of `SEARCHES` that may stand in for the own method; none where there is none."""
+        ...
+
+    @property
     def name(self) -> str:
         """Name in the `TARGETS` table and on the command line."""
         ...

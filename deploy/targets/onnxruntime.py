@@ -58,6 +58,7 @@ class OnnxRuntime:
     engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
     runs_here: ClassVar[bool] = True
     own_method: ClassVar[str] = ""
+    alternatives: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check(self)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from calibrators.searches import COMPARABLE
+from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.calibration.search import Method
 from deploy.tuning.prices import Prices, cheapest
@@ -38,6 +38,8 @@ COMMON_WEIGHT = 2.0  # weight of noise that is usual
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise beside which time means nothing
 _BETTER = 0.8  # of a group's noise: another method must leave less than this
+_KEEPING = ("lp", "minmax")  # searches that clip little
+_UNSEEN = 0.02  # more is lost by others: what they clip is more in inputs that did not calibrate
 
 _TRIED = "tried in float"
 
@@ -103,9 +105,20 @@ class Trial:
             return accuracy.task.reference - accuracy.task.value
         return 1 - accuracy.worst.cosine_mean
 
+    @property
+    def _caution(self) -> float:
+        """What is lost beside what the samples show."""
+        method = self.choices.method.name if self.choices.method else DEFAULT_METHOD
+        return 0.0 if method in _KEEPING else _UNSEEN
+
+    @property
+    def mean(self) -> float:
+        """What the parts lose in the mean, with caution."""
+        return self.noise.mean + self._caution
+
     def cost(self, weight: float) -> float:
         """What the search makes least."""
-        return math.log(max(self.time, 1e-6)) + weight * self.noise.worst
+        return math.log(max(self.time, 1e-6)) + weight * (self.noise.worst + self._caution)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,7 +129,9 @@ class Search:
         units: of the model, for the target.
         prices: of them.
         prober: tries choices.
-        methods: searches of ranges to choose among, the calibration's own first.
+        methods: searches of ranges to choose among, the calibration's own first; None stands for
+            a target's own.
+        own: what that is called.
         effort: how much is tried.
         weight: what noise costs beside time; 2 by default.
         trials: what was tried whole, in order.
@@ -126,7 +141,8 @@ class Search:
     units: Units
     prices: Prices
     prober: Prober
-    methods: Sequence[Method]
+    methods: Sequence[Method | None]
+    own: str = ""
     effort: Effort
     weight: float = COMMON_WEIGHT
     trials: list[Trial] = field(default_factory=list)
@@ -135,7 +151,7 @@ class Search:
     def run(self) -> Trial:
         """The best trial."""
         self._whole_in_int8()
-        base = min(self.trials, key=lambda trial: trial.noise.mean)
+        base = min(self.trials, key=lambda trial: trial.mean)
         if base.noise.worst < _NEAR:
             self._try_splits(base, {})
             return self.best
@@ -195,7 +211,7 @@ class Search:
         choices = [NO_CHOICES, *(Choices(method=method) for method in self.methods[1:])]
         names = ["all in int8"]
         if len(self.methods) > 1:
-            names = [f"all in int8, {method.label}" for method in self.methods]
+            names = [f"all in int8, {self._called(one)}" for one in self.methods]
         self._try(names, [frozenset()] * len(names), choices)
 
     def _look_inside(self, base: Trial) -> None:
@@ -257,13 +273,13 @@ class Search:
         """The same split with every other method."""
         others = self._others(base)
         choices = [replace(base.choices, method=method, methods={}) for method in others]
-        names = [f"{base.what.partition(',')[0]}, {method.label}" for method in others]
+        names = [f"{base.what.partition(',')[0]}, {self._called(method)}" for method in others]
         self._try(names, [base.in_float] * len(others), choices)
 
     def _swap_methods(self, base: Trial) -> None:
         """Another method for the tensors of the noisiest groups that stay in int8."""
         assert self.sensitivity is not None
-        others = self._others(base)
+        others = [method for method in self._others(base) if method is not None]
         kept = {g: n for g, n in self.sensitivity.groups.items() if not base.in_float & set(g)}
         worst = sorted(kept, key=lambda group: -kept[group].worst)[: self.effort.swaps]
         swapped: dict[str, Method] = dict(base.choices.methods)
@@ -283,17 +299,20 @@ class Search:
             what = base.what.partition(",")[0] + self._by(choices)
             self._try([what], [base.in_float], [choices])
 
-    def _others(self, base: Trial) -> list[Method]:
+    def _others(self, base: Trial) -> list[Method | None]:
         """Every method but the trial's own."""
-        own = base.choices.method or self.methods[0]
-        return [method for method in self.methods if method.label != own.label]
+        own = self._called(base.choices.method or self.methods[0])
+        return [method for method in self.methods if self._called(method) != own]
+
+    def _called(self, method: Method | None) -> str:
+        return method.label if method else self.own
 
     def _by(self, choices: Choices) -> str:
         """What finds the ranges, where there is a choice."""
         if len(self.methods) == 1:
             return ""
         own = f", another for {len(choices.methods)} tensors" if choices.methods else ""
-        return f", {(choices.method or self.methods[0]).label}{own}"
+        return f", {self._called(choices.method or self.methods[0])}{own}"
 
     def _floating(self, choices: Choices, units: Iterable[str]) -> Choices:
         """The choices with these units in float, for the reason that the search has."""

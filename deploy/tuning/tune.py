@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.calibration.choices import NO_CHOICES, Choices
+from deploy.calibration.search import Method
 from deploy.errors import ConfigError
 from deploy.graph.selection import matching
 from deploy.metrics.latency import OVERHEAD_MS
 from deploy.progress import bar
-from deploy.tuning.clock import quickest_ms
+from deploy.repairs import ROUNDING
+from deploy.repairs.apply import trials
+from deploy.tuning.clock import quickest_of
 from deploy.tuning.plan_file import TIMED, PlanFile, TargetPlan, read_plan, write_plan
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Prober
@@ -23,6 +26,7 @@ from deploy.tuning.reasons import reasons
 from deploy.tuning.samples import telling
 from deploy.tuning.search import COMMON_WEIGHT, EFFORTS, Search, Trial, comparable
 from deploy.tuning.units import Units, units_of
+from deploy.tuning.unseen import unseen
 
 if TYPE_CHECKING:
     import onnx
@@ -40,7 +44,8 @@ _ANEW = (
     "the plan of {} in the folder was made with other images or options, so it was searched anew;"
     " --plan obeys a plan as it is"
 )
-_VERSION = 1  # raised when the same input would be searched otherwise
+_OWN = "its own method"  # of a target whatever method is asked for
+_VERSION = 2  # raised when the same input would be searched otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,7 @@ def tuned(
     known: PlanFile,
     *,
     method_asked: bool,
+    repairs: Sequence[str] = (),
     progress: bool = False,
 ) -> Tuned:
     """The plan of a target: obeyed where it fits, else searched.
@@ -112,13 +118,14 @@ def tuned(
         wish: what the user wants.
         known: the plan that is there.
         method_asked: whether the user chose the method, which then stands.
+        repairs: what will be tried on what was settled.
         progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
         ConfigError: a plan that names nodes which the model does not have.
     """
     common = dict.fromkeys(matching(request.model, known.float_nodes), "the plan keeps it in float")
-    digest = _made_from(target, request, wish, method_asked)
+    digest = _made_from(target, request, wish, method_asked, repairs)
     there = known.targets.get(target.name)
     if there is not None and (wish.plan is not None or there.made_from == digest):
         _check_names(request, there)
@@ -126,8 +133,9 @@ def tuned(
     if wish.effort == 0 or wish.plan is not None:
         return Tuned(plan=TargetPlan(choices=Choices(float_nodes=common)), searched=False)
     request = request.choosing(Choices(float_nodes=common))
+    trial = trials(target, request, repairs, progress=progress)
     with bar(f"searching for {target.name}", EFFORTS[wish.effort].most, shown=progress) as step:
-        found, probes = _searched(target, request, wish, method_asked, step)
+        found, probes = _searched(target, request, wish, method_asked, trial, step, progress)
     old = there is not None and there.made_from != ""
     return Tuned(
         plan=_with(replace(found, made_from=digest), common),
@@ -168,7 +176,9 @@ def _searched(
     request: BuildRequest,
     wish: Tuning,
     method_asked: bool,
+    trial: Callable[[BuildRequest], onnx.ModelProto],
     step: Callable[[], None],
+    progress: bool,
 ) -> tuple[TargetPlan, int]:
     floats = tuple(request.float_nodes)
     units = units_of(request.model, target.decisions(request.model, floats))
@@ -180,18 +190,26 @@ def _searched(
     samples = request.ranges.once((telling, few), lambda: telling(model, feed, few))
     here = target.runs_here
     prober = Prober(
-        target, request, samples, runs_here=here, threads=request.threads, progress=step
+        trial,
+        unseen(target, request, samples, progress=progress),
+        samples,
+        runs_here=here,
+        threads=request.threads,
+        progress=step,
     )
     prices = _prices(target, request, units, samples, timed=here and wish.timed)
-    methods = comparable(
-        request.ranges.method,
-        asked=method_asked or bool(target.own_method) or request.ranges.trusted is not None,
-    )
+    methods: list[Method | None]
+    if target.own_method:
+        methods = [None, *map(Method.of, target.alternatives)]
+    else:
+        asked = method_asked or request.ranges.trusted is not None
+        methods = [*comparable(request.ranges.method, asked=asked)]
     search = Search(
         units=units,
         prices=prices,
         prober=prober,
         methods=methods,
+        own=_OWN,
         effort=effort,
         weight=wish.weight,
     )
@@ -236,11 +254,8 @@ def _by_the_clock(
     if search.best_without_float not in likely:
         likely.append(search.best_without_float)
 
-    def taken(model: onnx.ModelProto) -> float:
-        return quickest_ms(model, samples, threads=request.threads)
-
-    times = [taken(target.trial(request.adding(trial.choices))) for trial in likely]
-    whole = taken(request.model)
+    models = [target.trial(request.adding(trial.choices)) for trial in likely]
+    *times, whole = quickest_of([*models, request.model], samples, threads=request.threads)
     real = [replace(t, time=own / whole) for t, own in zip(likely, times, strict=True)]
     told: list[dict[str, str | float]] = [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
@@ -281,7 +296,13 @@ def _with(plan: TargetPlan, common: Mapping[str, str]) -> TargetPlan:
     return replace(plan, choices=replace(plan.choices, float_nodes={**own, **common}))
 
 
-def _made_from(target: Target, request: BuildRequest, wish: Tuning, method_asked: bool) -> str:
+def _made_from(
+    target: Target,
+    request: BuildRequest,
+    wish: Tuning,
+    method_asked: bool,
+    repairs: Sequence[str],
+) -> str:
     """Digest of all that a search depends on, time apart."""
     parts: dict[str, Any] = {
         "version": _VERSION,
@@ -290,6 +311,7 @@ def _made_from(target: Target, request: BuildRequest, wish: Tuning, method_asked
         "target": repr(target),
         "method": [request.ranges.chosen_by, method_asked],
         "float": sorted(request.subject.float_nodes),
+        "rounded": ROUNDING in repairs,
         "wish": [
             wish.effort,
             wish.min_speedup,

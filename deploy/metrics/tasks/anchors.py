@@ -252,7 +252,7 @@ def _corners(
     if grid is None or size is None:
         return corners(rows)
     cells, strides = (one[here] for one in grid.cells(size))
-    bins = rows.reshape(len(rows), 4, -1)
+    bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
     with np.errstate(invalid="ignore"):
         far = _softmax(bins) @ np.arange(bins.shape[2])  # left, top, right, bottom
     middle = cells + 0.5

@@ -90,6 +90,13 @@ class Ascend:
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = "AMCT's own algorithms, which --ascend-config chooses"
 
+    @property
+    def alternatives(self) -> tuple[str, ...]:
+        """IFMR without clipping, where no configuration says how to search."""
+        from deploy.targets.ascend.keeping import KEEPING
+
+        return (KEEPING,) if self.config is None else ()
+
     def __post_init__(self) -> None:
         check(self)
         if self.source_color != "rgb" and not (self.aipp or self.first_layer_int8):
@@ -137,13 +144,24 @@ class Ascend:
         plan, _, layers, _ = self._quantized(request)
         return fake_quant_model(plan.model, layers)
 
-    def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, Recorded]:
+    def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, Recorded, QuantConfig]:
+        """The plan, what was recorded as it was chosen, and the config that says so."""
+        from deploy.targets.ascend.keeping import keeping, keeping_plan, kept_layers, mixed
+
         def made() -> tuple[onnx.ModelProto, RecordPlan, Recorded]:
             plan = self.plan(request.subject)  # kept with its model, which its id stands for
             return request.model, plan, plan.record(request.ranges.observed)
 
-        _, plan, found = request.ranges.once((self, id(request.model)), made)
-        return plan, found
+        key = self, id(request.model)
+        _, plan, found = request.ranges.once(key, made)
+        layers = kept_layers(plan, request.choices)
+        if layers:
+            kept: Recorded = request.ranges.once(
+                (*key, "nothing clipped"),
+                lambda: keeping_plan(plan).record(request.ranges.observed),
+            )
+            found = mixed(plan, found, kept, layers)
+        return plan, found, keeping(plan.config, layers)
 
     def _quantized(
         self, request: BuildRequest
@@ -155,7 +173,7 @@ class Ascend:
         """
         from deploy.targets.ascend.quant_layer import quantize_layers
 
-        plan, found = self._recorded(request)
+        plan, found, config = self._recorded(request)
         back = frozenset(request.choices.float_nodes)
         records = {name: one for name, one in found.records.items() if name not in back}
         if not records:
@@ -164,7 +182,7 @@ class Ascend:
                 " the float model with atc"
             )
         layers = quantize_layers(plan.model, plan.graph, records)
-        config = without(plan.config, tuple(back))
+        config = without(config, tuple(back))
         return plan, replace(found, records=records), layers, config
 
     def build(self, request: BuildRequest) -> Built:

@@ -88,6 +88,7 @@ class TensorRT:
     engines: ClassVar[tuple[str, ...]] = (".engine", ".plan")
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
+    alternatives: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check(self)
