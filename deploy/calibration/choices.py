@@ -18,11 +18,13 @@ class Choices:
         float_nodes: node of the cleaned model -> why it stays float.
         method: the search of every tensor; None is the calibration's own.
         methods: tensor -> a search of its own.
+        rounded: whether weights are rounded by output error; None leaves it to a trial.
     """
 
     float_nodes: Mapping[str, str] = field(default_factory=dict)
     method: Method | None = None
     methods: Mapping[str, Method] = field(default_factory=dict)
+    rounded: bool | None = None
 
 
 NO_CHOICES = Choices()

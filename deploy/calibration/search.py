@@ -65,6 +65,22 @@ class Method:
         """Name and parameters, as the fingerprint and the report show them."""
         return f"{self.name} {self.params.label()}".rstrip()
 
+    @classmethod
+    def labelled(cls, label: str) -> Method:
+        """The method of a label; parameters that it leaves out are the defaults.
+
+        Raises:
+            ConfigError: as `of`, or a parameter that is no number.
+        """
+        name, *values = label.split() or [""]
+        parameters = _known(name).params.names()
+        if len(values) > len(parameters):
+            raise ConfigError(
+                f"the method {name} takes {len(parameters)} parameters, got {label!r}; leave away"
+                " what follows them"
+            )
+        return cls.of(name, dict(zip(parameters, map(_number, values), strict=False)))
+
     @property
     def statistic(self) -> HistogramOf:
         """What is to be observed of every tensor."""
@@ -75,6 +91,15 @@ class Method:
         """Statistics of one tensor -> its scale."""
         function, params = SEARCHES[self.name].function, self.params
         return lambda histogram: function(histogram, params)
+
+
+def _number(word: str) -> int | float:
+    try:
+        return int(word) if word.isdecimal() else float(word)
+    except ValueError:
+        raise ConfigError(
+            f"a parameter behind a method's name must be a number, got {word!r}"
+        ) from None
 
 
 def _known(name: str) -> Search[Any]:

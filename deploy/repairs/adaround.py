@@ -48,12 +48,14 @@ def round_weights(request: BuildRequest, making: Making) -> Iterator[BuildReques
 def trials_rounded(
     request: BuildRequest, making: Making
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
-    """What makes the trial models of the request's choices with rounded weights."""
+    """What makes the trial models of choices, with rounded weights unless they say no."""
     arrays, target = rounded_weights(request, making), making.target
     layers = tuple(one for one in _owned(request.model) if one.weight in arrays)
     rounded = with_model(request, with_constants(request.model, arrays))
 
     def trial(chosen: BuildRequest) -> onnx.ModelProto:
+        if chosen.choices.rounded is False:
+            return target.trial(chosen)
         subject = replace(chosen.subject, loaded=rounded.subject.loaded)
         made = target.trial(replace(chosen, subject=subject))
         written = all_written(made, layers)

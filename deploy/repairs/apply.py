@@ -134,7 +134,9 @@ def _tried_out(
             tried.append(_idle(name, target.name))
             continue
         form, after = max(forms, key=lambda one: worst(one[1]))
-        tried.append(_told(name, target.name, now, after, kept=helps(now, after)))
+        known = request.choices.rounded if name == ROUNDING else None
+        kept = helps(now, after) if known is None else known
+        tried.append(_told(name, target.name, now, after, kept=kept))
         if tried[-1].kept:
             request, now = form, after
     return _settled(request, making.reference), tried

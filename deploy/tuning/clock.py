@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from deploy.tensors import Array
 
-_WARM = 2
-_RUNS = 6  # at least
-_SECONDS = 0.2  # at least
-_ROUNDS = 2  # over all models: what disturbs the machine for a second does not decide
+_WARM = 1
+_RUNS = 4  # at least
+_SECONDS = 0.15  # at least
+_ROUNDS = 4  # over all models: what disturbs the machine for a second does not decide
 
 
 def quickest_of(

@@ -9,6 +9,7 @@
     [onnxruntime]
     made_from = "..."                what the choice depends on; equal ones are not searched again
     method = "minmax"
+    rounded = true                   weights rounded by output error
     float = { "/model.1/conv/Conv" = "alone in int8 it leaves 4.4 dB of output0[4:22]" }
     methods = { "tensor" = "mse" }
 
@@ -104,11 +105,13 @@ def _lines(plan: PlanFile) -> Iterator[str]:
         if target.settled:
             yield f"settled = {_word(target.settled)}"
         if target.choices.method is not None:
-            yield f"method = {_word(target.choices.method.name)}"
+            yield f"method = {_word(target.choices.method.label)}"
+        if target.choices.rounded is not None:
+            yield f"rounded = {str(target.choices.rounded).lower()}"
         yield from ("", f"[{table}.float]")
         yield from (f"{_key(n)} = {_word(why)}" for n, why in target.choices.float_nodes.items())
         yield from ("", f"[{table}.methods]")
-        yield from (f"{_key(t)} = {_word(m.name)}" for t, m in target.choices.methods.items())
+        yield from (f"{_key(t)} = {_word(m.label)}" for t, m in target.choices.methods.items())
         for trial in target.tried:
             yield from ("", f"[[{table}.tried]]")
             yield from (f"{_key(key)} = {_word(value)}" for key, value in trial.items())
@@ -159,8 +162,9 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
     return TargetPlan(
         choices=Choices(
             float_nodes={str(node): str(why) for node, why in floats.items()},
-            method=Method.of(method) if method else None,
-            methods={str(tensor): Method.of(str(m)) for tensor, m in methods.items()},
+            method=Method.labelled(method) if method else None,
+            rounded=_flag(path, held, "rounded"),
+            methods={str(tensor): Method.labelled(str(m)) for tensor, m in methods.items()},
         ),
         made_from=_text(path, held, "made_from"),
         settled=_text(path, held, "settled"),
@@ -208,6 +212,13 @@ def _text(path: Path, table: Mapping[str, Any], key: str) -> str:
     value = table.get(key, "")
     if not isinstance(value, str):
         raise ConfigError(f"{key} of a plan must be a string, got {value!r} in {path}")
+    return value
+
+
+def _flag(path: Path, table: Mapping[str, Any], key: str) -> bool | None:
+    value = table.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{key} of a plan must be true or false, got {value!r} in {path}")
     return value
 
 

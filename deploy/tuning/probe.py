@@ -200,4 +200,4 @@ def _square(values: Array) -> float:
 def _key(choices: Choices) -> object:
     methods = tuple(sorted((tensor, m.label) for tensor, m in choices.methods.items()))
     method = choices.method.label if choices.method else ""
-    return frozenset(choices.float_nodes), method, methods
+    return frozenset(choices.float_nodes), method, methods, choices.rounded

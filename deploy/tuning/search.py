@@ -38,10 +38,11 @@ COMMON_WEIGHT = 2.0  # weight of noise that is usual
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise beside which time means nothing
 _BETTER = 0.8  # of a group's noise: another method must leave less than this
-_KEEPING = ("lp", "minmax")  # searches that clip little
+_KEEPING = ("lp 3", "minmax")  # searches that clip little
 _UNSEEN = 0.02  # more is lost by others: what they clip is more in inputs that did not calibrate
 
 _TRIED = "tried in float"
+_NEAREST = ", weights to nearest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class Trial:
     @property
     def _caution(self) -> float:
         """What is lost beside what the samples show."""
-        method = self.choices.method.name if self.choices.method else DEFAULT_METHOD
+        method = self.choices.method.label if self.choices.method else DEFAULT_METHOD
         return 0.0 if method in _KEEPING else _UNSEEN
 
     @property
@@ -134,6 +135,7 @@ class Search:
         own: what that is called.
         effort: how much is tried.
         weight: what noise costs beside time; 2 by default.
+        rounded: whether weights can be rounded; None leaves it out.
         trials: what was tried whole, in order.
         sensitivity: noise of the groups, once it was looked for.
     """
@@ -145,12 +147,14 @@ class Search:
     own: str = ""
     effort: Effort
     weight: float = COMMON_WEIGHT
+    rounded: bool | None = None
     trials: list[Trial] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
 
     def run(self) -> Trial:
         """The best trial."""
         self._whole_in_int8()
+        self._try_other_rounding(min(self.trials, key=lambda trial: trial.mean))
         base = min(self.trials, key=lambda trial: trial.mean)
         if base.noise.worst < _NEAR:
             self._try_splits(base, {})
@@ -166,6 +170,7 @@ class Search:
             base = self.best
             if base is before:
                 break
+        self._try_other_rounding(self.best)
         return self.best
 
     @property
@@ -208,11 +213,18 @@ class Search:
         return Trial(what="float", in_float=every, choices=choices, noise=Noise({}), time=1.0)
 
     def _whole_in_int8(self) -> None:
-        choices = [NO_CHOICES, *(Choices(method=method) for method in self.methods[1:])]
-        names = ["all in int8"]
-        if len(self.methods) > 1:
-            names = [f"all in int8, {self._called(one)}" for one in self.methods]
+        plain = replace(NO_CHOICES, rounded=self.rounded)
+        choices = [plain, *(replace(plain, method=method) for method in self.methods[1:])]
+        names = ["all in int8" + self._by(one) for one in choices]
         self._try(names, [frozenset()] * len(names), choices)
+
+    def _try_other_rounding(self, base: Trial) -> None:
+        """The same with its weights rounded the other way."""
+        if self.rounded is None:
+            return
+        choices = replace(base.choices, rounded=not base.choices.rounded)
+        what = base.what.partition(",")[0] + self._by(choices)
+        self._try([what], [base.in_float], [choices])
 
     def _look_inside(self, base: Trial) -> None:
         """Noise of the groups under a trial's methods."""
@@ -273,7 +285,7 @@ class Search:
         """The same split with every other method."""
         others = self._others(base)
         choices = [replace(base.choices, method=method, methods={}) for method in others]
-        names = [f"{base.what.partition(',')[0]}, {self._called(method)}" for method in others]
+        names = [base.what.partition(",")[0] + self._by(one) for one in choices]
         self._try(names, [base.in_float] * len(others), choices)
 
     def _swap_methods(self, base: Trial) -> None:
@@ -308,11 +320,12 @@ class Search:
         return method.label if method else self.own
 
     def _by(self, choices: Choices) -> str:
-        """What finds the ranges, where there is a choice."""
+        """What finds the ranges, where there is a choice, and how weights are rounded."""
+        nearest = _NEAREST if self.rounded is not None and not choices.rounded else ""
         if len(self.methods) == 1:
-            return ""
+            return nearest
         own = f", another for {len(choices.methods)} tensors" if choices.methods else ""
-        return f", {self._called(choices.method or self.methods[0])}{own}"
+        return f", {self._called(choices.method or self.methods[0])}{own}{nearest}"
 
     def _floating(self, choices: Choices, units: Iterable[str]) -> Choices:
         """The choices with these units in float, for the reason that the search has."""
@@ -341,9 +354,10 @@ def _methods(trial: Trial) -> tuple[str, dict[str, str]]:
 
 def comparable(method: Method, *, asked: bool) -> list[Method]:
     """Methods to choose among: those that search the same histogram, or the one asked for."""
-    if asked or method.name not in COMPARABLE:
+    others = [Method.of(name, given) for name, given in COMPARABLE]
+    if asked or method not in others:
         return [method]
-    return [method, *(Method.of(name) for name in COMPARABLE if name != method.name)]
+    return [method, *(other for other in others if other != method)]
 
 
 __all__ = ["COMMON_WEIGHT", "EFFORTS", "Effort", "Search", "Trial", "comparable"]

@@ -135,7 +135,16 @@ def tuned(
     request = request.choosing(Choices(float_nodes=common))
     trial = trials(target, request, repairs, progress=progress)
     with bar(f"searching for {target.name}", EFFORTS[wish.effort].most, shown=progress) as step:
-        found, probes = _searched(target, request, wish, method_asked, trial, step, progress)
+        found, probes = _searched(
+            target,
+            request,
+            wish,
+            method_asked=method_asked,
+            trial=trial,
+            rounded=True if ROUNDING in repairs else None,
+            step=step,
+            progress=progress,
+        )
     old = there is not None and there.made_from != ""
     return Tuned(
         plan=_with(replace(found, made_from=digest), common),
@@ -175,8 +184,10 @@ def _searched(
     target: Target,
     request: BuildRequest,
     wish: Tuning,
+    *,
     method_asked: bool,
     trial: Callable[[BuildRequest], onnx.ModelProto],
+    rounded: bool | None,
     step: Callable[[], None],
     progress: bool,
 ) -> tuple[TargetPlan, int]:
@@ -212,6 +223,7 @@ def _searched(
         own=_OWN,
         effort=effort,
         weight=wish.weight,
+        rounded=rounded,
     )
     best = search.run()
     if wish.max_loss is not None:
