@@ -2,7 +2,7 @@
 
 ::
 
-    every method, all in int8            -> the best one
+    every method, all in int8            -> the best one, and how weights are rounded
     groups alone in int8, halved         -> noise of each layer
     kernels of both models, or products  -> price of each unit
     least price + weight * noise         -> one split a weight, from "fastest" to "all in float"
