@@ -567,3 +567,29 @@ def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
     spool.add(2, {"x": np.ones(3)})
     assert spool.get(1) is None and spool.get(2) is None
     assert np.array_equal(spool.get(0)["x"], np.ones(3))
+
+
+@pytest.mark.parametrize("order", ["C", "F", "strided"])
+@pytest.mark.parametrize("dtype", ["<f4", ">f4"])
+@pytest.mark.parametrize("way", ["npy", "npz", "compressed", "list", "generator"])
+def test_arrays_mean_what_they_say_in_any_byte_order_and_layout(way, dtype, order, tmp_path):
+    x = np.arange(3 * 2 * 4, dtype=np.float32).reshape(3, 2, 4) * 0.37
+    made = x.astype(dtype)
+    if order == "F":
+        made = np.asfortranarray(made)
+    elif order == "strided":
+        made = np.repeat(made, 2, axis=2)[:, :, ::2]
+    source = tmp_path / ("x.npy" if way == "npy" else "x.npz")
+    if way == "npy":
+        np.save(source, made)
+    elif way in ("npz", "compressed"):
+        (np.savez if way == "npz" else np.savez_compressed)(source, x=made)
+    elif way == "list":
+        source = [made]
+    else:
+        source = (one for one in (made[:1], made[1:]))
+    feed = open_feed(source, (TensorSpec("x", "float32", ("batch", 2, 4)),))
+    with feed.samples() as samples:
+        got = [sample["x"] for sample in samples]
+    assert all(one.dtype.isnative and one.flags.c_contiguous for one in got)
+    np.testing.assert_array_equal(np.concatenate(got), x)

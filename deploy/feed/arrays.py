@@ -172,10 +172,15 @@ def _is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
 
 def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]) -> Array:
     if array.ndim > len(spec.shape):
-        return np.ascontiguousarray(array[row]).reshape(array.shape[1:])
+        return _plain(array[row]).reshape(array.shape[1:])
     if _is_batch(spec, specs):
-        return np.ascontiguousarray(array[row : row + 1])
-    return np.ascontiguousarray(array).reshape(array.shape)
+        return _plain(array[row : row + 1])
+    return _plain(array).reshape(array.shape)
+
+
+def _plain(array: Array) -> Array:
+    """The same values in this machine's byte order, one after the other."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
 
 
 def _check_array(array: Array, spec: TensorSpec, specs: tuple[TensorSpec, ...], where: str) -> None:
