@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy.errors import ExportError
+from deploy.inputs import refuse
 
 _PREFIX = ".calib8-"
 
@@ -27,9 +28,17 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
-    """Let `fill` write a temporary file beside `path`, flush it to disk, rename it to `path`."""
+    """Let `fill` write a temporary file beside `path`, flush it to disk, rename it to `path`.
+
+    The permissions of a file that was there stay.
+
+    Raises:
+        ExportError: it cannot be written, or is an input, a folder or a device.
+    """
     path = Path(path)
+    refuse(path)
     try:
+        mode = _mode(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=f"-{path.name}", dir=path.parent)
         os.close(handle)
@@ -37,7 +46,7 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
         try:
             fill(temporary)
             _flush(temporary)
-            temporary.chmod(0o666 & ~_umask())
+            temporary.chmod(mode)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -76,6 +85,14 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _mode(path: Path) -> int:
+    """Permissions of the file that is there, or of a new one."""
+    try:
+        return path.stat().st_mode & 0o777
+    except OSError:
+        return 0o666 & ~_umask()
 
 
 def _umask() -> int:

@@ -7,12 +7,17 @@ nothing heavy (onnx, onnxruntime, cv2, torch) is imported at the top of a comman
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 import click
 
 from deploy.errors import Calib8Error
+from deploy.inputs import guarded
 from deploy.version import __version__
 
 # name: (module:attribute, one line for `calib8 --help`)
@@ -57,6 +62,27 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+class Terminated(BaseException):
+    """SIGTERM came; ends a run as the user's interrupt does."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end what runs here in order; only a main thread can hear it."""
+
+    def end(number: int, frame: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class LazyGroup(click.Group):
     """A click group that imports a command's module only when that command runs."""
 
@@ -88,7 +114,8 @@ def cli() -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; a failure is one sentence on stderr, and exit code 1 (usage: 2)."""
     try:
-        code = cli.main(args=argv, prog_name="calib8", standalone_mode=False)
+        with guarded(), _terminable():
+            code = cli.main(args=argv, prog_name="calib8", standalone_mode=False)
         if isinstance(code, int) and code:  # click gives the code of `Context.exit` back
             sys.exit(code)
     except click.exceptions.Exit as stop:
@@ -102,6 +129,9 @@ def main(argv: list[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("calib8: interrupted; nothing half-written was left behind", err=True)
         sys.exit(130)
+    except Terminated:
+        click.echo("calib8: terminated; nothing half-written was left behind", err=True)
+        sys.exit(143)
     except Calib8Error as error:
         click.echo(f"calib8: error: {error}", err=True)
         sys.exit(1)

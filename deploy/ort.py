@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError
+from deploy.inputs import is_read
 from deploy.machine import usable_cores
 from deploy.tensors import Array, TensorSpec
 
@@ -60,6 +61,8 @@ class OrtSession:
 
         threads = usable_cores() if threads is None else threads
         what = str(model) if isinstance(model, Path | str) else "the model"
+        if isinstance(model, Path | str):
+            is_read(model)
         try:
             session = onnxruntime.InferenceSession(
                 _source(model),

@@ -47,6 +47,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
+from deploy.inputs import guarded
 from deploy.machine import default_threads
 from deploy.metrics.coco import Annotations
 from deploy.metrics.precision import GroundTruth
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from deploy.report import Report
 
 
+@guarded()
 def calibrate(
     model: str | Path | onnx.ModelProto | LoadedModel,
     images: FeedSource,
@@ -149,6 +151,8 @@ def _calibrated(
 
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     feed.remember(*remember)
+    if policy.path is not None and not (policy.trust or policy.require):
+        store.refuse_foreign(policy.path, force=policy.force)
     subject = Subject(
         loaded=loaded,
         given=given,
@@ -196,6 +200,7 @@ def _calibrated(
     )
 
 
+@guarded()
 def build(
     model: str | Path | onnx.ModelProto | LoadedModel,
     images: FeedSource,

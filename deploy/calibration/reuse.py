@@ -38,6 +38,7 @@ class CachePolicy:
         trust: use a cache that has no fingerprint, as it is.
         refresh: calibrate even where the cache fits.
         trt_version: TensorRT that is to read the cache; None for the default.
+        force: write over a file that calib8 did not write.
     """
 
     path: Path | None = None
@@ -45,6 +46,7 @@ class CachePolicy:
     trust: bool = False
     refresh: bool = False
     trt_version: str | None = None
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

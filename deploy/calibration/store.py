@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,9 +31,11 @@ from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.errors import CacheError
+from deploy.inputs import refuse
 from deploy.stamped import sha256
 
 SCHEMA = 2
+_MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `_pack` writes them
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal arrays, equal bytes
 
 
@@ -132,6 +135,44 @@ def save(
     atomic.write_bytes(npz_path, packed)
     atomic.write_bytes(path, text)
     atomic.write_text(json_path, json.dumps(document, indent=1, sort_keys=True) + "\n")
+
+
+def refuse_foreign(path: Path, *, force: bool) -> None:
+    """Refuse a place for a cache where something else stands, before anything is run.
+
+    Args:
+        path: of the cache.
+        force: a file that calib8 did not write may be replaced.
+
+    Raises:
+        ExportError: it is an input of this run, a folder or a device.
+        CacheError: calib8 did not write it.
+    """
+    there = [one for one in (path, *sidecars(path)) if one.exists()]
+    for one in there:
+        refuse(one)
+    filled = [one for one in there if one.stat().st_size]
+    if filled and not force and not _ours(path):
+        raise CacheError(
+            f"a cache must not replace what calib8 did not write, got {filled[0]}; name another"
+            " file, take it as it is with --trust-cache, or replace it with --force"
+        )
+
+
+def _ours(path: Path) -> bool:
+    """Whether one of the two files beside a cache is calib8's; a crash may have left only one."""
+    json_path, npz_path = sidecars(path)
+    try:
+        if {"fingerprint", "schema"} <= set(json.loads(read(json_path))):
+            return True
+    except (CacheError, ValueError, TypeError, RecursionError):
+        pass
+    try:
+        with zipfile.ZipFile(npz_path) as archive:
+            names = archive.namelist()
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False
+    return bool(names) and all(_MEMBER.fullmatch(name) for name in names)
 
 
 def _in_order(keys: Iterable[Key], calibration: Calibration) -> list[Key]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploy.errors import FeedError
+from deploy.inputs import is_read
 from deploy.metrics.coco import Annotations, read_coco
 
 
@@ -16,6 +17,7 @@ def read_labels(path: Path) -> tuple[int, ...] | Annotations:
     Raises:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
     """
+    is_read(path)
     if path.suffix.lower() == ".json":
         return read_coco(path)
     try:

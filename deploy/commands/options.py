@@ -205,6 +205,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
                 require=words.pop("require_cache"),
                 trust=words.pop("trust_cache"),
                 refresh=words.pop("refresh"),
+                force=words.pop("force"),
                 trt_version=words.pop("trt_version"),
             ),
             verbose=words.pop("verbose"),
@@ -222,6 +223,12 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Use a cache that has no fingerprint, as it is.",
         ),
         refresh_option,
+        sections.option(
+            "--force",
+            section=sections.CACHE,
+            is_flag=True,
+            help="Write the cache over a file that calib8 did not write.",
+        ),
         sections.option(
             "--trt-version",
             section=sections.CACHE,

@@ -22,6 +22,7 @@ from deploy.feed.pixels import apply
 from deploy.feed.preprocess import Preprocess, describe, resolve
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
+from deploy.inputs import is_read
 from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
@@ -308,6 +309,7 @@ def open_feed(
     notes: list[str] = []
     if isinstance(source, str | os.PathLike):
         path = Path(source)
+        is_read(path)
         if path.suffix.lower() in (".npy", ".npz") and path.is_file():
             arrays = from_file(path, inputs)
         else:
@@ -339,6 +341,8 @@ def _open_images(
     limit: int | None,
 ) -> Feed:
     pictures = _pictures(path)
+    for picture in pictures:
+        is_read(picture.path)
     if len(specs) != 1:
         raise FeedError(
             f"images feed one input, the model has {len(specs)}:"

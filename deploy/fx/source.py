@@ -15,6 +15,7 @@ from torch import nn
 
 import deploy.usercode as usercode
 from deploy.errors import ModelError
+from deploy.inputs import is_read
 
 
 def load_factory(spec: str) -> Callable[[], Any]:
@@ -60,6 +61,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         ModelError: not a file of plain tensors, or names or shapes that are not the model's.
     """
+    is_read(path)
     state = read_tensors(path)
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]

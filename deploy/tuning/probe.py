@@ -126,6 +126,7 @@ class Prober:
         self._wanted = [self._reference.run(sample) for sample in samples]
         self._form = form_of(self._wanted, inputs=samples)
         self._usual = usual_powers(self._form, self._wanted)
+        self._stopped = False
         self.tried = 0
 
     def noise(self, choices: Choices) -> Noise:
@@ -138,7 +139,12 @@ class Prober:
         new = {key: one for one in listed if (key := _key(one)) not in self._known}
         self.tried += len(new)
         with ThreadPoolExecutor(self._threads) as pool:
-            self._known |= dict(zip(new, pool.map(self._tried, new.values()), strict=True))
+            try:
+                self._known |= dict(zip(new, pool.map(self._tried, new.values()), strict=True))
+            except BaseException:  # an interrupt of the user reaches this thread alone
+                self._stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         return [self._known[_key(one)] for one in listed]
 
     def _tried(self, choices: Choices) -> Noise:
@@ -148,6 +154,8 @@ class Prober:
             figures = Comparison(self._reference, session, form=self._form)
             powers = []
             for sample, wanted in zip(self._samples, self._wanted, strict=True):
+                if self._stopped:
+                    break
                 found = session.run(sample)
                 figures.add(sample, wanted, found)
                 powers.append(noise_powers(self._form, wanted, found, self._usual))

@@ -11,6 +11,7 @@ import numpy as np
 
 from deploy.errors import ConfigError, ModelError
 from deploy.graph.index import Graph
+from deploy.inputs import is_read
 from deploy.targets.ascend.config import settled
 from deploy.targets.ascend.config_json import read_config
 from deploy.targets.ascend.config_types import QuantConfig
@@ -46,6 +47,7 @@ def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
     Raises:
         ConfigError: the file cannot be read or breaks a rule.
     """
+    is_read(path)
     text = read_text(path)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         return settled(read_config(text, str(path)), graph)

@@ -1,0 +1,66 @@
+"""Files that a run reads, which it must never write.
+
+A run (a command, or a call of `calibrate` or `build`) guards its inputs: what reads a model,
+images, labels, weights or a configuration says so, and `deploy.atomic` writes over none of them::
+
+    with guarded():
+        is_read(model)        # remembered by device and inode, so that no other name hides it
+        refuse(output)        # ExportError: it is an input, a folder, or a device
+
+Outside of a run nothing is remembered: what one run reads another may write.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from deploy.errors import ExportError
+
+_READ: ContextVar[set[tuple[int, int]] | None] = ContextVar("_READ", default=None)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Remember inputs until the end; those of a run around this one too."""
+    token = _READ.set(set(_READ.get() or ()))
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
+def is_read(path: Path | str) -> None:
+    """Remember a file as an input of this run; what does not exist is none."""
+    read = _READ.get()
+    if read is not None and (found := _state(path)) is not None:
+        read.add((found.st_dev, found.st_ino))
+
+
+def refuse(path: Path | str) -> None:
+    """Refuse to write where an input, a folder or a device is.
+
+    Raises:
+        ExportError: one of these.
+    """
+    found = _state(path)
+    if found is None:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device"
+        raise ExportError(f"{path} must be a file to write to, got {kind}; give another path")
+    if (found.st_dev, found.st_ino) in (_READ.get() or ()):
+        raise ExportError(
+            f"an output must not be an input, got {path}, which this run reads; give another path"
+        )
+
+
+def _state(path: Path | str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,220 @@
+"""No output ever destroys what calib8 did not make; a signal ends a run in order."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy import atomic
+from deploy.calibration.store import sidecars
+from deploy.cli import main
+from deploy.errors import ExportError
+from deploy.inputs import guarded, is_read, refuse
+from deploy.pipeline import build, calibrate
+
+FOREIGN = b"TRT-8503-EntropyCalibration2\nimages: 3c010a14\n"
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*words):
+        code = 0
+        try:
+            main([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code or 0
+        said = capsys.readouterr().err
+        assert "Traceback" not in said and said.count("\n") <= 1
+        return code, said
+
+    return call
+
+
+@pytest.fixture
+def model(small_cnn, tmp_path):
+    """A copy that a test may lose."""
+    return Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
+
+
+@pytest.mark.parametrize("way", ["itself", "hard link", "symbolic link", "other spelling"])
+def test_a_calibration_over_its_model_is_refused(way, run, model, pictures, tmp_path):
+    before = model.read_bytes()
+    output = tmp_path / "other"
+    if way == "hard link":
+        os.link(model, output)
+    elif way == "symbolic link":
+        output.symlink_to(model)
+    else:
+        output = model if way == "itself" else tmp_path / "x" / ".." / "m.onnx"
+        (tmp_path / "x").mkdir()
+    code, said = run("calibrate", model, "--images", pictures, "-o", output)
+    assert code == 1 and "an output must not be an input" in said
+    assert model.read_bytes() == before
+
+
+PLACES = ("model", "photo", "text", "foreign cache", "fifo")
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [("build", "labels"), *((c, what) for c in ("build", "calibrate") for what in PLACES)],
+)
+def test_a_cache_replaces_nothing_that_calib8_did_not_write(
+    command, what, run, model, pictures, tmp_path
+):
+    photos = tmp_path / "photos"
+    shutil.copytree(pictures, photos)
+    victims = {"model": model, "photo": next(photos.iterdir())}
+    victim = victims.get(what, tmp_path / "victim")
+    if what in ("text", "labels", "foreign cache"):
+        victim.write_bytes(FOREIGN if what == "foreign cache" else b"3\n" * 20)
+    elif what == "fifo":
+        os.mkfifo(victim)
+    before = None if what == "fifo" else victim.read_bytes()
+    words = ["--images", photos]
+    words += ["--cache", victim, "--out", tmp_path / "o"] if command == "build" else ["-o", victim]
+    words += ["--eval-images", photos, "--labels", victim] if what == "labels" else []
+    code, said = run(command, model, *words)
+    assert code == 1, said
+    assert ("got a device" in said) == (what == "fifo")
+    assert ("--force" in said) == (what in ("text", "foreign cache"))
+    assert before is None or victim.read_bytes() == before
+    assert not list(tmp_path.glob("victim.*"))
+
+
+def test_arrays_beside_a_cache_of_their_name_are_not_replaced(run, model, tmp_path):
+    data = tmp_path / "data.npz"
+    np.savez(data, image=np.ones((8, 3, 16, 16), np.float32))
+    before = data.read_bytes()
+    for words in ((), ("--force",)):  # nothing forces an input
+        code, said = run(
+            "build", model, "--images", data, "--cache", tmp_path / "data",
+            "--out", tmp_path / "o", *words,
+        )  # fmt: skip
+        assert code == 1 and "an output must not be an input" in said
+    assert data.read_bytes() == before
+
+
+def test_force_replaces_a_foreign_file_and_what_a_crash_left_is_replaced_anyhow(
+    run, model, pictures, tmp_path
+):
+    cache = tmp_path / "c.cache"
+    cache.write_bytes(FOREIGN)
+    words = ("calibrate", model, "--images", pictures, "-o", cache)
+    assert run(*words)[0] == 1
+    assert run(*words, "--force")[0] == 0 and cache.read_bytes() != FOREIGN
+    whole = cache.read_bytes()
+    for lost in ((0,), (1,), (0, 1)):  # killed between the writes of the three files
+        files = (cache, *sidecars(cache))
+        for place in lost:
+            files[(0, 1)[place]].unlink()
+        assert run(*words)[0] == 0 and cache.read_bytes() == whole
+    cache.write_bytes(b"")  # as mktemp leaves it
+    for sidecar in sidecars(cache):
+        sidecar.unlink()
+    assert run(*words)[0] == 0 and cache.read_bytes() == whole
+
+
+def test_a_report_does_not_replace_the_model_it_is_of(run, model):
+    before = model.read_bytes()
+    for words in (("bench", model, "--json", model), ("bench", model, "--html", model)):
+        code, said = run(*words, "--duration", 0, "--warmup", 0)
+        assert code == 1 and "an output must not be an input" in said
+    assert model.read_bytes() == before
+
+
+def test_permissions_of_the_old_file_stay(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    path.chmod(0o600)
+    atomic.write_text(path, "new")
+    assert path.stat().st_mode & 0o777 == 0o600 and path.read_text() == "new"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_device_or_a_folder_is_never_replaced(make, tmp_path):
+    path = tmp_path / "a"
+    make(path)
+    with pytest.raises(ExportError, match="must be a file to write to"):
+        atomic.write_text(path, "new")
+    with pytest.raises(ExportError, match="/dev/null must be a file to write to, got a device"):
+        refuse("/dev/null")
+
+
+def test_what_one_run_reads_another_may_write(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    is_read(path)  # in no run
+    with guarded():
+        is_read(path)
+        with guarded(), pytest.raises(ExportError, match="must not be an input"):
+            atomic.write_text(path, "new")
+    assert atomic.write_text(path, "new").read_text() == "new"
+
+
+def test_the_functions_of_python_guard_as_the_commands_do(model, pictures, tmp_path):
+    before = model.read_bytes()
+    with pytest.raises(ExportError, match="must not be an input"):
+        calibrate(model, pictures, cache=model)
+    with pytest.raises(ExportError, match="must not be an input"):
+        build(model, pictures, cache=model, out=tmp_path / "o")
+    assert model.read_bytes() == before
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """A model and inputs that take tens of seconds."""
+    rng = np.random.default_rng(0)
+    weights = {
+        "sizes": np.float32([1, 1, 4, 4]), "w1": rng.normal(0, 0.1, (128, 3, 3, 3)),
+        "w2": rng.normal(0, 0.05, (128, 128, 3, 3)), "w3": rng.normal(0, 0.05, (8, 128, 3, 3)),
+    }  # fmt: skip
+    same = {"pads": [1, 1, 1, 1]}
+    graph = helper.make_graph(
+        [
+            helper.make_node("Resize", ["x", "", "sizes"], ["r"], name="/r"),
+            helper.make_node("Conv", ["r", "w1"], ["a"], name="/a", **same),
+            helper.make_node("Conv", ["a", "w2"], ["b"], name="/b", **same),
+            helper.make_node("Conv", ["b", "w3"], ["y"], name="/y", **same),
+        ],
+        "slow",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 16, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.float32(value), name) for name, value in weights.items()],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(made, tmp_path / "slow.onnx")
+    np.save(tmp_path / "x.npy", rng.normal(size=(4000, 3, 16, 16)).astype(np.float32))
+    return tmp_path / "slow.onnx", tmp_path / "x.npy"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_signal_ends_a_run_with_one_sentence_and_nothing_half_written(
+    number, code, threads, slow, tmp_path
+):
+    model, x = slow
+    out = tmp_path / "out"
+    words = ["build", model, "--images", x, "--out", out, "--threads", threads]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "deploy.cli", *map(str, words)],
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parent.parent,
+    )
+    said = b""
+    while b"calibrating" not in said:  # its bar, after two seconds
+        said += os.read(started.stderr.fileno(), 1000)
+    started.send_signal(number)
+    _, rest = started.communicate(timeout=60)
+    last = (said + rest).decode().replace("\r", "\n").strip().splitlines()[-1]
+    assert started.returncode == code
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    assert last.endswith(f"calib8: {word}; nothing half-written was left behind")
+    assert not out.exists() or not list(out.iterdir())
