@@ -1,5 +1,6 @@
 """No output ever destroys what calib8 did not make; a signal ends a run in order."""
 
+import json
 import os
 import shutil
 import signal
@@ -218,3 +219,49 @@ def test_a_signal_ends_a_run_with_one_sentence_and_nothing_half_written(
     word = "interrupted" if number == signal.SIGINT else "terminated"
     assert last.endswith(f"calib8: {word}; nothing half-written was left behind")
     assert not out.exists() or not list(out.iterdir())
+
+
+@pytest.mark.parametrize("name", ["labels.txt", "labels.json"])
+def test_labels_of_a_pipe_are_not_waited_for(name, run, model, pictures, tmp_path):
+    os.mkfifo(tmp_path / name)
+    words = ("--images", pictures, "--eval-images", pictures, "--out", tmp_path / "o")
+    code, said = run("build", model, *words, "--labels", tmp_path / name)
+    assert code == 1 and "no regular file" in said
+
+
+def test_a_label_of_thirty_digits_is_refused(run, model, pictures, tmp_path):
+    labels = tmp_path / "labels.txt"
+    labels.write_text("1\n" * 19 + f"{10**30}\n")
+    words = ("--images", pictures, "--eval-images", pictures, "--out", tmp_path / "o")
+    code, said = run("build", model, *words, "--labels", labels)
+    assert code == 1 and "a label is a class number, line 20" in said
+
+
+def test_names_of_files_and_tensors_run_nothing_when_a_printed_line_is_pasted(run, model, tmp_path):
+    hostile = onnx.load(model)
+    for node in hostile.graph.node:
+        node.input[:] = ["in;touch Y" if name == "x" else name for name in node.input]
+    hostile.graph.input[0].name = "in;touch Y"
+    path = tmp_path / "m $(touch X).onnx"
+    onnx.save(hostile, path)
+    x = tmp_path / "x.npy"
+    np.save(x, np.random.default_rng(0).normal(size=(8, 3, 16, 16)).astype(np.float32))
+    out = tmp_path / "o"
+    words = ("--target", "tensorrt", "--out", out, "--duration", 0, "--effort", 0, "--accept")
+    assert run("build", path, "--images", x, *words)[0] == 0
+    notes = json.loads((out / "report.json").read_text())["targets"][0]["notes"]
+    lines = [note.split(": ", 1)[1] for note in notes if ": trtexec " in note]
+    assert len(lines) == 3
+    for line in lines:
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        trtexec = tmp_path / "bin" / "trtexec"
+        trtexec.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+        trtexec.chmod(0o755)
+        own = {"PATH": f"{trtexec.parent}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["sh", "-c", line], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
+        )
+        words = done.stdout.splitlines()
+        assert any(word.startswith("--onnx=m $(touch X).tensorrt") for word in words)
+        assert "--shapes=in;touch Y:1x3x16x16" in words
+    assert not (tmp_path / "X").exists() and not (tmp_path / "Y").exists()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from stat import S_ISREG
 
 from deploy.errors import FeedError
 from deploy.inputs import is_read
 from deploy.metrics.coco import Annotations, read_coco
+
+_DIGITS = 9  # of a class number, at most
 
 
 def read_labels(path: Path) -> tuple[int, ...] | Annotations:
@@ -18,6 +21,7 @@ def read_labels(path: Path) -> tuple[int, ...] | Annotations:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
     """
     is_read(path)
+    _check_regular(path)
     if path.suffix.lower() == ".json":
         return read_coco(path)
     try:
@@ -26,8 +30,18 @@ def read_labels(path: Path) -> tuple[int, ...] | Annotations:
         raise FeedError(f"labels are read from a text file, {path} cannot be: {error}") from error
     words = [(number, line.split()[-1]) for number, line in enumerate(lines, 1) if line.strip()]
     for number, word in words:
-        if not word.isdecimal():
+        if not word.isdecimal() or len(word) > _DIGITS:
             raise FeedError(
                 f"a label is a class number, line {number} of {path} ends in {word[:40]!r}"
             )
     return tuple(int(word) for _, word in words)
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse a pipe, which would be waited for, and a device, which has no end."""
+    try:
+        regular = S_ISREG(path.stat().st_mode)
+    except OSError:
+        return  # told where it is opened
+    if not regular:
+        raise FeedError(f"labels are read from a file, got {path}, which is no regular file")

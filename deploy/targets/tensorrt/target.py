@@ -345,13 +345,13 @@ def commands(
     )
     engine = f"{request.name}.engine"
     shapes = _shape_words(request)
-    types = "--int8 --fp16" if fp16 else "--int8"
+    types = ["--int8", "--fp16"] if fp16 else ["--int8"]
     layers = _precision_words(request, "fp16" if fp16 else "fp32")
-    implicit = (
-        f"trtexec --onnx={plain} {types} --calib={cache}{layers}{shapes} --saveEngine={engine}"
-    )
-    explicit = f"trtexec --onnx={qdq} {types}{shapes} --saveEngine={engine}"
-    strong = f"trtexec --onnx={qdq}{shapes} --saveEngine={engine}"
+    save = f"--saveEngine={engine}"
+    old = ["trtexec", f"--onnx={plain}", *types, f"--calib={cache}", *layers, *shapes, save]
+    implicit = shlex.join(old)  # names of files and tensors must not run as commands
+    explicit = shlex.join(["trtexec", f"--onnx={qdq}", *types, *shapes, save])
+    strong = shlex.join(["trtexec", f"--onnx={qdq}", *shapes, save])
     label = trt_cache.version_label(version)
     if label >= 110000:
         return (f"on a GPU machine with TensorRT {version}: {strong}",)
@@ -378,13 +378,13 @@ def float_layers(request: BuildRequest) -> dict[str, str]:
     }
 
 
-def _precision_words(request: BuildRequest, precision: str) -> str:
-    """`--layerPrecisions=...` for the nodes to keep in float; empty where there are none."""
+def _precision_words(request: BuildRequest, precision: str) -> list[str]:
+    """`--layerPrecisions=...` for the nodes to keep in float; none where there are none."""
     names = float_layers(request)
     if not names:
-        return ""
+        return []
     words = ",".join(f"{name}:{precision}" for name in names)
-    return f" {shlex.quote(f'--layerPrecisions={words}')} --precisionConstraints=obey"
+    return [f"--layerPrecisions={words}", "--precisionConstraints=obey"]
 
 
 def _origin_notes(here: Sdk) -> tuple[str, ...]:
@@ -427,8 +427,8 @@ def _first_sample(request: BuildRequest) -> Mapping[str, Any]:
     return sample
 
 
-def _shape_words(request: BuildRequest) -> str:
-    """`--shapes=...` where an input is dynamic; empty where none is."""
+def _shape_words(request: BuildRequest) -> list[str]:
+    """`--shapes=...` where an input is dynamic; none where none is."""
     from deploy.graph.index import dims, fed_inputs
 
     dynamic = [
@@ -437,10 +437,10 @@ def _shape_words(request: BuildRequest) -> str:
         if not all(isinstance(size, int) for size in dims(value) or ())
     ]
     if not dynamic:
-        return ""
+        return []
     sample = _first_sample(request)
     words = (f"{name}:{'x'.join(map(str, sample[name].shape))}" for name in dynamic)
-    return f" --shapes={','.join(words)}"
+    return [f"--shapes={','.join(words)}"]
 
 
 def _bytes(model: onnx.ModelProto) -> bytes:
