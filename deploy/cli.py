@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from typing import NoReturn
 
 import click
 
@@ -135,6 +136,15 @@ def main(argv: list[str] | None = None) -> None:
     except Calib8Error as error:
         click.echo(f"calib8: error: {error}", err=True)
         sys.exit(1)
+    except MemoryError as error:
+        said = f" ({error})" if str(error) else ""
+        _end(f"memory did not suffice{said}; use fewer --threads, smaller inputs, or more memory")
+    except BrokenPipeError:  # `| head` has read enough
+        _forget_output()
+        sys.exit(1)
+    except OSError as error:  # a folder that may not be read, a screen or a disk that is full
+        where = f" {error.filename}" if error.filename else ""
+        _end(f"the system refused{where}: {error.strerror or error}; see to it and run again")
     except Exception as error:
         if os.environ.get("CALIB8_TRACEBACK"):
             raise
@@ -144,6 +154,24 @@ def main(argv: list[str] | None = None) -> None:
             err=True,
         )
         sys.exit(70)
+
+
+def _end(sentence: str) -> NoReturn:
+    """End with a sentence and exit code 1, where stderr takes it."""
+    if os.environ.get("CALIB8_TRACEBACK"):
+        raise
+    with suppress(OSError):
+        click.echo(f"calib8: error: {sentence}", err=True)
+    _forget_output()
+    sys.exit(1)
+
+
+def _forget_output() -> None:
+    """Let Python not try again at its end to write what stdout did not take."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sentence(error: click.ClickException) -> str:

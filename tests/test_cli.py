@@ -64,7 +64,10 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     [(ConfigError("a rule, what was got"), 1, "calib8: error: a rule, what was got\n"),
      (KeyboardInterrupt(), 130, "calib8: interrupted"),
      (click.Abort(), 130, "calib8: interrupted"),
-     (click.UsageError("no"), 2, "calib8: error: no\n")],
+     (click.UsageError("no"), 2, "calib8: error: no\n"),
+     (MemoryError(), 1, "calib8: error: memory did not suffice; use fewer --threads"),
+     (PermissionError(13, "Permission denied", "/x"), 1, "refused /x: Permission denied; see to"),
+     (BrokenPipeError(), 1, "")],
 )  # fmt: skip
 def test_failures_are_one_sentence_and_a_code(error, code, words, monkeypatch, capsys):
     def fail(*args, **options):
@@ -75,6 +78,19 @@ def test_failures_are_one_sentence_and_a_code(error, code, words, monkeypatch, c
         main([])
     assert stop.value.code == code
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_screen_is_one_sentence():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
 
 
 def test_python_dash_m_deploy_is_calib8():

@@ -16,6 +16,7 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,15 @@ class Stored:
             with zipfile.ZipFile(io.BytesIO(self._packed)) as archive:
                 for key in keys:
                     yield key, _unpack(archive, places[key])
-        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except (
+            ValueError,
+            KeyError,
+            OSError,
+            EOFError,
+            MemoryError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
             raise self._broken(error) from error
 
     def _broken(self, error: Exception) -> CacheError:

@@ -10,8 +10,8 @@
     other methods, whole and in the noisiest groups -> ranges
     float, plain int8 and likely splits, timed -> what is built
 
-Cost weighs both: the logarithm of the time, and twice what the worst part of the outputs loses to
-noise. A tenth lost is worth a fifth of the time; a part that is noise altogether costs nearly 2,
+Cost weighs both: the logarithm of the time, and 2.5 times what the worst part of the outputs loses
+to noise. A tenth lost is worth a quarter of the time; a part that is all noise costs nearly 2.5,
 more than any int8 wins.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NEAR = 0.03  # lost of the worst part, about 30 dB: layers in float have no more to win
-COMMON_WEIGHT = 2.0  # weight of noise that is usual
+COMMON_WEIGHT = 2.5  # weight of noise that is usual
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise beside which time means nothing
 _BETTER = 0.8  # of a group's noise: another method must leave less than this
@@ -134,7 +134,7 @@ class Search:
             a target's own.
         own: what that is called.
         effort: how much is tried.
-        weight: what noise costs beside time; 2 by default.
+        weight: what noise costs beside time; 2.5 by default.
         rounded: whether weights can be rounded; None leaves it out.
         trials: what was tried whole, in order.
         sensitivity: noise of the groups, once it was looked for.
