@@ -42,6 +42,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.ort deploy.openvino",
         "deploy.tensors deploy.stamped deploy.atomic deploy.progress deploy.machine"
         " deploy.usercode",
+        "deploy.inputs",
         "deploy.version deploy.errors",
         "calibrators",
     )

@@ -208,6 +208,7 @@ def test_a_signal_ends_a_run_with_one_sentence_and_nothing_half_written(
         [sys.executable, "-m", "deploy.cli", *map(str, words)],
         stderr=subprocess.PIPE,
         cwd=Path(__file__).parent.parent,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
     )
     said = b""
     while b"calibrating" not in said:  # its bar, after two seconds

@@ -132,7 +132,10 @@ def test_the_cache_can_be_required_refreshed_and_trusted(small_cnn, pictures, ca
     assert not calibrate(small_cnn, pictures, preprocess=UNIT, cache=refreshed).reused
     for sidecar in sidecars(cache):
         sidecar.unlink()
-    alone = calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache)
+    with pytest.raises(CacheError, match="--force"):
+        calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache)
+    forced = CachePolicy(path=cache, force=True)
+    alone = calibrate(small_cnn, pictures, preprocess=UNIT, cache=forced)
     assert not alone.reused and "no fingerprint" in alone.reason
     for sidecar in sidecars(cache):
         sidecar.unlink()
