@@ -211,10 +211,15 @@ def test_a_signal_ends_a_run_with_one_sentence_and_nothing_half_written(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
     )
     said = b""
-    while b"calibrating" not in said:  # its bar, after two seconds
-        said += os.read(started.stderr.fileno(), 1000)
-    started.send_signal(number)
-    _, rest = started.communicate(timeout=60)
+    try:
+        while b"calibrating" not in said:  # its bar, after two seconds
+            piece = os.read(started.stderr.fileno(), 1000)
+            assert piece, said
+            said += piece
+        started.send_signal(number)
+        _, rest = started.communicate(timeout=60)
+    finally:
+        started.kill()
     last = (said + rest).decode().replace("\r", "\n").strip().splitlines()[-1]
     assert started.returncode == code
     word = "interrupted" if number == signal.SIGINT else "terminated"
