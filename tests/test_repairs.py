@@ -215,6 +215,15 @@ def test_a_network_that_needs_a_repair_gains_by_it_on_every_target(
     assert all(new[target] > old[target] + gain for target in old), (old, new)
 
 
+def test_ranges_are_chosen_beside_every_search_that_a_plan_may_name(tmp_path, built):
+    for method in ("lp", "percentile", "entropy", "mse"):
+        found = said(
+            built(unread(tmp_path), "--method", method, "--repair", "ranges", out=method)[1]
+        )
+        (note,) = (one for one in found if REPAIRS["ranges"].words in one)
+        assert (method == "entropy") == note.endswith("nothing to repair"), (method, note)
+
+
 def test_rounding_is_tried_where_there_is_a_search_unless_refused(tmp_path, built):
     model, words = lopsided(tmp_path), REPAIRS["adaround"].words
     searched = ("--effort", 1)

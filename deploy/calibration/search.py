@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from calibrators.searches import DEFAULT_METHOD, SEARCHES, Params, Search, parameters, takers
+from calibrators.searches import (
+    COMPARABLE,
+    DEFAULT_METHOD,
+    SEARCHES,
+    Params,
+    Search,
+    parameters,
+    takers,
+)
 from deploy.errors import CalibrationError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -91,6 +99,12 @@ class Method:
         """Statistics of one tensor -> its scale."""
         function, params = SEARCHES[self.name].function, self.params
         return lambda histogram: function(histogram, params)
+
+
+def comparable(method: Method) -> list[Method]:
+    """A method, and the others that are tried beside it; alone where it is none of them."""
+    known = [Method.of(name, given) for name, given in COMPARABLE]
+    return [method, *(one for one in known if one != method)] if method in known else [method]
 
 
 def _number(word: str) -> int | float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from stat import S_ISREG
 
 from deploy.errors import FeedError
 from deploy.inputs import is_read
@@ -21,7 +21,8 @@ def read_labels(path: Path) -> tuple[int, ...] | Annotations:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
     """
     is_read(path)
-    _check_regular(path)
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe is waited for, a device endless
+        raise FeedError(f"labels are read from a file, got {path}, which is no regular file")
     if path.suffix.lower() == ".json":
         return read_coco(path)
     try:
@@ -35,13 +36,3 @@ def read_labels(path: Path) -> tuple[int, ...] | Annotations:
                 f"a label is a class number, line {number} of {path} ends in {word[:40]!r}"
             )
     return tuple(int(word) for _, word in words)
-
-
-def _check_regular(path: Path) -> None:
-    """Refuse a pipe, which would be waited for, and a device, which has no end."""
-    try:
-        regular = S_ISREG(path.stat().st_mode)
-    except OSError:
-        return  # told where it is opened
-    if not regular:
-        raise FeedError(f"labels are read from a file, got {path}, which is no regular file")

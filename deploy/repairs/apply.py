@@ -122,6 +122,10 @@ def _tried_out(
     kernels = ".onnx" in target.engines
     now, tried = bench.of(target.trial(request), kernels=kernels), []
     for name, repair in repairs.items():
+        known = request.choices.rounded if name == ROUNDING else None
+        if known is False:
+            tried.append(_idle(name, target.name, "not kept, to nearest loses no more"))
+            continue
         try:
             forms = [
                 (form, bench.of(target.trial(form), kernels=kernels))
@@ -134,7 +138,6 @@ def _tried_out(
             tried.append(_idle(name, target.name))
             continue
         form, after = max(forms, key=lambda one: worst(one[1]))
-        known = request.choices.rounded if name == ROUNDING else None
         kept = helps(now, after) if known is None else known
         tried.append(_told(name, target.name, now, after, kept=kept))
         if tried[-1].kept:

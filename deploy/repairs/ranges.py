@@ -19,7 +19,7 @@ from calibrators.grids import GRIDS, Grid, fake_quantize
 from calibrators.rounding import products_of
 from calibrators.scales import Scale
 from deploy.calibration.choices import Choices
-from deploy.calibration.search import Method
+from deploy.calibration.search import Method, comparable
 from deploy.graph.index import Graph
 from deploy.repairs.base import Making
 from deploy.repairs.layers import Layer, layers_of
@@ -28,7 +28,7 @@ from deploy.repairs.patches import inputs_of
 if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
-_SEARCHES = ("minmax", "percentile", "mse", "entropy")
+_CLIPS = "entropy"  # seldom the best of a whole model, but of a tensor whose extremes are not read
 _MOVES = frozenset(
     {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "MaxPool", "Resize", "Split"}
 )
@@ -43,10 +43,10 @@ def choose_ranges(request: BuildRequest, making: Making) -> Iterator[BuildReques
     """
     subject, now = request.subject, request.choices
     usual = now.method or subject.method
-    known = {name: Method.of(name) for name in _SEARCHES}
-    if usual.name not in known or request.ranges.trusted is not None:
+    others = [*comparable(Method.of()), Method.of(_CLIPS)]
+    known = {method.label: method for method in (*others, usual)}
+    if usual.name not in {other.name for other in others} or request.ranges.trusted is not None:
         return
-    known[usual.name] = usual
     observations = {
         o.tensor: o for o in making.target.demand(subject) if o.statistic == subject.statistic
     }
@@ -61,7 +61,7 @@ def choose_ranges(request: BuildRequest, making: Making) -> Iterator[BuildReques
     for tensor, by_name in errors.items():
         there = now.methods.get(tensor, usual)
         best = min(by_name, key=by_name.__getitem__)
-        if by_name[best] < _LESS * by_name.get(there.name, np.inf):
+        if by_name[best] < _LESS * by_name.get(there.label, np.inf):
             chosen[tensor] = known[best]
     if chosen:
         yield request.choosing(replace(now, methods={**now.methods, **chosen}))

@@ -352,12 +352,4 @@ def _methods(trial: Trial) -> tuple[str, dict[str, str]]:
     return trial.choices.method.label if trial.choices.method else "", own
 
 
-def comparable(method: Method, *, asked: bool) -> list[Method]:
-    """Methods to choose among: those that search the same histogram, or the one asked for."""
-    others = [Method.of(name, given) for name, given in COMPARABLE]
-    if asked or method not in others:
-        return [method]
-    return [method, *(other for other in others if other != method)]
-
-
-__all__ = ["COMMON_WEIGHT", "EFFORTS", "Effort", "Search", "Trial", "comparable"]
+__all__ = ["COMMON_WEIGHT", "EFFORTS", "Effort", "Search", "Trial"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.calibration.choices import NO_CHOICES, Choices
-from deploy.calibration.search import Method
+from deploy.calibration.search import Method, comparable
 from deploy.errors import ConfigError
 from deploy.graph.selection import matching
 from deploy.metrics.latency import OVERHEAD_MS
@@ -24,7 +24,7 @@ from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Prober
 from deploy.tuning.reasons import reasons
 from deploy.tuning.samples import telling
-from deploy.tuning.search import COMMON_WEIGHT, EFFORTS, Search, Trial, comparable
+from deploy.tuning.search import COMMON_WEIGHT, EFFORTS, Search, Trial
 from deploy.tuning.units import Units, units_of
 from deploy.tuning.unseen import unseen
 
@@ -213,8 +213,8 @@ def _searched(
     if target.own_method:
         methods = [None, *map(Method.of, target.alternatives)]
     else:
-        asked = method_asked or request.ranges.trusted is not None
-        methods = [*comparable(request.ranges.method, asked=asked)]
+        own, fixed = request.ranges.method, method_asked or request.ranges.trusted is not None
+        methods = [own] if fixed else [*comparable(own)]
     search = Search(
         units=units,
         prices=prices,
