@@ -206,13 +206,21 @@ def test_a_version_that_is_asked_for_is_written_on_reuse_too(run, tmp_path):
 
 
 def test_the_report_says_which_options_a_target_was_given(run, tmp_path):
-    words = ("--target", "onnxruntime,tensorrt", "--int8-stem", "--no-fp16", "--max-batch", "4")
+    words = (
+        "--target",
+        "onnxruntime,tensorrt",
+        "--int8-stem",
+        "--rest",
+        "fp32",
+        "--max-batch",
+        "4",
+    )
     assert run("build", *words, "--out", tmp_path)[0] == 0
     found = {target["name"]: target.get("options") for target in report(tmp_path)["targets"]}
     assert found["onnxruntime"] == {"--int8-stem": ""}
-    assert found["tensorrt"] == {"--no-fp16": "", "--max-batch": "4"}
+    assert found["tensorrt"] == {"--rest": "fp32", "--max-batch": "4"}
     for name in ("report.md", "report.html"):
-        assert "--no-fp16 --max-batch 4" in (tmp_path / name).read_text()
+        assert "--rest fp32 --max-batch 4" in (tmp_path / name).read_text()
 
 
 def test_a_cache_does_not_grow_with_every_configuration_that_is_tried(run, tmp_path):
@@ -240,11 +248,11 @@ def test_what_was_used_last_is_what_a_cache_carries(run, tmp_path):
     assert "written" in calibrate("ascend", "--keep-float", kept[0])
 
 
-def test_trtexec_is_told_of_no_fp16_where_none_is_wanted(run, tmp_path):
+def test_trtexec_is_told_the_type_of_the_rest(run, tmp_path):
     words = ("--target", "tensorrt", "--keep-float", "Conv_c2", "--out", tmp_path)
     code, out, _ = run("build", *words)
     assert code == 0 and "--int8 --fp16" in out and "Conv_c2:fp16" in out
-    code, out, _ = run("build", *words, "--no-fp16")
+    code, out, _ = run("build", *words, "--rest", "fp32")
     assert code == 0 and "--int8" in out and "--fp16" not in out and "Conv_c2:fp32" in out
 
 

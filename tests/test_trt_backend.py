@@ -155,7 +155,8 @@ def test_nodes_kept_in_float_get_no_pair(
     assert "f" not in dict(scale_nodes(onnx.load(out / "net.tensorrt.qdq.onnx")))
     (implicit,) = (part for part in notes.split(" / ") if "--calib" in part)
     assert "--layerPrecisions=/fc:fp16 --precisionConstraints=obey" in implicit
-    assert notes.count("net.tensorrt.qdq.onnx") == 2
+    assert notes.count("net.tensorrt.qdq.onnx") == 1
+    assert notes.count("net.tensorrt.typed.onnx") == 2
 
 
 @pytest.fixture
@@ -230,7 +231,10 @@ def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(
     built_on(model, tmp_path)  # another engine, not the one that was built before
     assert len(gpu) == 2 and not gpu[-1][1].float_layers
     built_on(model, tmp_path / "qdq", TensorRT(form="qdq"), float_nodes=("/fc",))
-    assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].float_layers
+    assert gpu[-1][0] == "net.tensorrt.typed.onnx" and gpu[-1][1].typed
+    assert not gpu[-1][1].float_layers
+    built_on(model, tmp_path / "wide", TensorRT(form="qdq", rest="fp32"))
+    assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].typed
 
 
 def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
@@ -245,8 +249,8 @@ def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
 
     monkeypatch.setattr(builder, "calibrate", calibrates)
     monkeypatch.setattr(TensorRT, "_live", lambda self, request, settings: None)
-    for fp16 in (True, False):  # other settings of the engine, the same calibration
-        backend = TensorRT(calibrator="entropy2", max_batch=2, fp16=fp16)
+    for rest in ("fp16", "fp32"):  # other settings of the engine, the same calibration
+        backend = TensorRT(calibrator="entropy2", max_batch=2, rest=rest)
         built_on(model, tmp_path / "out", backend)
     assert len(asked) == 1
     assert [(settings.fp16, known) for _, settings, known in gpu] == [(True, cache), (False, cache)]

@@ -46,7 +46,7 @@ def lift(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str | None]:
     if opset >= TARGET_OPSET:
         return model, None
     done = f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
-    reason = _why_not_converted(model)
+    reason = why_not_converted(model)
     if not reason:
         try:
             return _converted(model), done
@@ -62,7 +62,8 @@ def lift(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str | None]:
     return model, done
 
 
-def _why_not_converted(model: onnx.ModelProto) -> str:
+def why_not_converted(model: onnx.ModelProto) -> str:
+    """What onnx's version converter does not know of a model; "" where it knows all."""
     nodes = list(all_nodes(model.graph))
     custom = sorted({node.domain for node in nodes} - {"", "ai.onnx"})
     if custom:

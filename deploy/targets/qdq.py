@@ -15,7 +15,7 @@ Source: ONNX operators QuantizeLinear-13 and DequantizeLinear-13.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
@@ -32,6 +32,7 @@ from deploy.graph.plan import Pair, Plan, WeightTarget
 from deploy.targets.forms import Forms, with_offset
 
 _INT32 = 2**31 - 1
+Scales32 = NDArray[np.float32]
 
 
 def write_qdq(
@@ -40,6 +41,7 @@ def write_qdq(
     scales: Mapping[str, Scale] | Scales,
     *,
     weight_bits: int = 8,
+    storable: Callable[[Scales32], Scales32] = lambda scales: scales,
 ) -> onnx.ModelProto:
     """Insert the plan's pairs; `model` is left as it is.
 
@@ -48,6 +50,7 @@ def write_qdq(
         plan: of `deploy.graph.plan.analyse` for the same model.
         scales: a `Scale` for each of `plan.activations`.
         weight_bits: 8, or 7 for CPUs whose int8 kernels saturate 16-bit sums (x86 without VNNI).
+        storable: rounds scales to those that can be stored, before anything is quantized.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or a scale that is not positive.
@@ -60,7 +63,7 @@ def write_qdq(
             f" ({', '.join(missing[:3])}); calibrate again for this target"
         )
     out = copied(model)
-    writer = _Writer(out, plan, scales, weight_bits)
+    writer = _Writer(out, plan, scales, weight_bits, storable)
     for weight in plan.weights:
         writer.weight(weight)
     for pair in plan.pairs:
@@ -79,11 +82,17 @@ class _Writer:
     """The model being rewritten, with the nodes and initializers that are to be added."""
 
     def __init__(
-        self, model: onnx.ModelProto, plan: Plan, scales: Mapping[str, Scale], weight_bits: int
+        self,
+        model: onnx.ModelProto,
+        plan: Plan,
+        scales: Mapping[str, Scale],
+        weight_bits: int,
+        storable: Callable[[Scales32], Scales32],
     ) -> None:
         self.graph = model.graph
         self.plan = plan
         self.scales = scales
+        self.storable = storable
         self.weight_grid = signed(weight_bits)
         self.nodes = {node.name: node for node in self.graph.node}
         index = Graph(model)
@@ -98,6 +107,7 @@ class _Writer:
     def params(self, tensor: str) -> tuple[np.float32, int]:
         """(scale, zero_point) of a tensor, that of its owner where it shares one."""
         scale, zero = self.scales[self.plan.owners.get(tensor, tensor)].on(self.plan.placement.grid)
+        scale = self.storable(np.asarray(scale, np.float32).reshape(1))[0]
         if not (np.isfinite(scale) and scale > 0):
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
         offset = self.offsets.get(self.plan.owners.get(tensor, tensor), 0.0)
@@ -150,7 +160,7 @@ class _Writer:
         self, node: onnx.NodeProto, target: WeightTarget
     ) -> tuple[str, NDArray[np.float32]]:
         array = numpy_helper.to_array(self.initializers[target.name])
-        scales = weight_scales(array, target.axis, grid=self.weight_grid)
+        scales = self.storable(weight_scales(array, target.axis, grid=self.weight_grid))
         if self.plan.placement.bias and target.bias in self.initializers:
             bias = numpy_helper.to_array(self.initializers[str(target.bias)])
             scales = _room_for_bias(scales, bias, self._input_scale(node))

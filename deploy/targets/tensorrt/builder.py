@@ -46,6 +46,8 @@ class Settings:
     Attributes:
         int8: allow int8 (where TensorRT asks for a flag).
         fp16: allow fp16 for what does not run in int8 (until 10.16; 11 takes the model's types).
+        bf16: the same of bf16, from 9.0.
+        typed: run every layer in the type that the model gives it (from 10.0).
         tf32: allow TensorFloat-32, which rounds the factors of float products to 10 bits.
         float_layers: layers that must not run in int8, each with a tensor that it gives: TensorRT
             calls most layers as their node and some otherwise.
@@ -58,6 +60,8 @@ class Settings:
 
     int8: bool = True
     fp16: bool = True
+    bf16: bool = False
+    typed: bool = False
     tf32: bool = True
     float_layers: Mapping[str, str] = field(default_factory=dict)
     workspace_mib: int | None = None
@@ -95,7 +99,7 @@ def build_engine(model: Path, settings: Settings, *, calibrator: Callbacks | Non
     with listening(verbose=settings.verbose) as kept:
         trt.init_libnvinfer_plugins(process_logger(), "")
         builder = _builder(kept)
-        network = builder.create_network(_network_flags())
+        network = builder.create_network(_network_flags(typed=settings.typed))
         _parse(network, model)
         config = _config(builder, network, settings, calibrator)
         timing = _timing_cache(config, settings.known_timing or settings.timing_cache)
@@ -115,7 +119,7 @@ def calibrate(model: Path, settings: Settings, calibrator: Callbacks) -> bytes:
     Raises:
         As `build_engine`.
     """
-    exact = replace(settings, fp16=False, tf32=False, float_layers={})
+    exact = replace(settings, fp16=False, bf16=False, tf32=False, float_layers={})
     build_engine(model, exact, calibrator=calibrator)
     return calibrator.check()
 
@@ -206,12 +210,16 @@ def _builder(kept: KeepingLogger) -> trt.Builder:
         raise BackendError(f"TensorRT could not make a builder on this machine: {said}") from error
 
 
-def _network_flags() -> int:
-    """Explicit batch where it still has to be asked for (8.x; a no-op in 10, gone in 11)."""
+def _network_flags(*, typed: bool) -> int:
+    """Explicit batch where it still has to be asked for (8.x; a no-op in 10, gone in 11).
+
+    So has strong typing, but in 11, which knows no other.
+    """
     import tensorrt as trt
 
     flags = trt.NetworkDefinitionCreationFlag
-    return 1 << int(flags.EXPLICIT_BATCH) if hasattr(flags, "EXPLICIT_BATCH") else 0
+    wanted = ("EXPLICIT_BATCH", "STRONGLY_TYPED") if typed else ("EXPLICIT_BATCH",)
+    return sum(1 << int(getattr(flags, name)) for name in wanted if hasattr(flags, name))
 
 
 def _parse(network: trt.INetworkDefinition, model: Path) -> None:
@@ -250,7 +258,8 @@ def _config(
 def _configure(config: trt.IBuilderConfig, settings: Settings) -> None:
     import tensorrt as trt
 
-    for wanted, name in ((settings.int8, "INT8"), (settings.fp16, "FP16")):
+    types = ((settings.int8, "INT8"), (settings.fp16, "FP16"), (settings.bf16, "BF16"))
+    for wanted, name in () if settings.typed else types:
         if wanted and hasattr(trt.BuilderFlag, name):
             config.set_flag(getattr(trt.BuilderFlag, name))
     if not settings.tf32:  # on by default
@@ -271,7 +280,8 @@ def _keep_float(
     import tensorrt as trt
 
     config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    precision = trt.float16 if settings.fp16 else trt.float32
+    narrow = trt.bfloat16 if settings.bf16 else trt.float32
+    precision = trt.float16 if settings.fp16 else narrow
     bound: set[str] = set()
     nodes = {tensor: node for node, tensor in settings.float_layers.items()}
     for layer in (network.get_layer(index) for index in range(network.num_layers)):

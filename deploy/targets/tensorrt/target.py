@@ -12,17 +12,18 @@ cache where TensorRT still has calibrators, else from the Q/DQ model.
 
 from __future__ import annotations
 
-import shlex
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
-from deploy.errors import ConfigError, SdkMissingError
+from deploy.errors import ConfigError, ExportError, SdkMissingError
 from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.targets.options import check, option
+from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
 
 if TYPE_CHECKING:
     import onnx
@@ -51,7 +52,7 @@ class TensorRT:
         version: TensorRT that is to read the cache, "X.Y.Z"; None takes that of the calibration
             cache (`--trt-version`), or of the TensorRT that builds here.
         form: what the engine is built from: "cache", "qdq", or "auto".
-        fp16: let what does not run in int8 run in fp16.
+        rest: type of what does not run in int8: "fp16", "bf16" or "fp32".
         workspace_mib: TensorRT's scratch memory; None leaves its own limit.
         max_batch: largest batch of an engine whose batch is dynamic.
         cuda_graph: run the engine from a captured CUDA graph.
@@ -68,7 +69,9 @@ class TensorRT:
         choices=("auto", "cache", "qdq"),
         help="What the engine is built from.",
     )
-    fp16: bool = option(True, help="Let what is not int8 run in fp16.")
+    rest: str = option(
+        FP16, choices=(FP16, BF16, FP32), help="Type of what is not int8, in the engine."
+    )
     workspace_mib: int | None = option(
         None, flag="--workspace", metavar="MIB", least=1, help="Scratch memory of the builder."
     )
@@ -92,6 +95,7 @@ class TensorRT:
         ".tensorrt.onnx",
         ".tensorrt.cache",
         ".tensorrt.qdq.onnx",
+        ".tensorrt.typed.onnx",
         ".engine",
         ".engine.json",
         ".gpu.cache",
@@ -169,28 +173,33 @@ class TensorRT:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.to_qdq import to_qdq
+        from deploy.targets.tensorrt.trtexec import commands
+        from deploy.targets.tensorrt.versions import row
 
         cache, matched, found, version = self._matched(request)
         quantized = to_qdq(request.model, matched.plan, matched.scales)
+        narrow, said = self._typed(request, matched, found)
         stem = request.folder / f"{request.name}.tensorrt"
         files = {
-            "float model for TensorRT": _written(stem, ".onnx", _bytes(request.model)),
-            "TensorRT cache": _written(stem, ".cache", trt_cache.dump(cache)),
-            "TensorRT Q/DQ model": _written(stem, ".qdq.onnx", _bytes(quantized)),
+            FLOAT: _written(stem, ".onnx", _bytes(request.model)),
+            CACHE: _written(stem, ".cache", trt_cache.dump(cache)),
+            QDQ: _written(stem, ".qdq.onnx", _bytes(quantized)),
         }
-        notes = _match_notes(matched)
+        if narrow is not None:
+            files[TYPED] = _written(stem, ".typed.onnx", _bytes(narrow))
+        notes = (*_match_notes(matched), *said)
         engine = None
         try:
             engine, said = self._engine(request, files, cache)
             files["TensorRT engine"] = engine
             notes += said
         except SdkMissingError as error:
-            there = commands(request, files, version, fp16=self.fp16)
+            there = commands(request, files, version, rest=self.rest)
             notes += (f"no engine was built: {error}", *there)
         return Built(
             target=self.name,
             engine=engine,
-            runnable=files["TensorRT Q/DQ model"],
+            runnable=files[TYPED if TYPED in files and row(version).typed else QDQ],
             files=files,
             decisions=matched.plan.decisions,
             method=request.chosen.chosen_by,
@@ -204,12 +213,31 @@ class TensorRT:
 
         return TensorrtSession.open(engine, cuda_graph=self.cuda_graph)
 
+    def _typed(
+        self, request: BuildRequest, matched: Match, found: Found
+    ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
+        """(the Q/DQ model with its rest in the narrow type, notes); none where it cannot be."""
+        from deploy.targets.tensorrt.rest import typed
+        from deploy.targets.tensorrt.to_qdq import to_qdq
+
+        if self.rest == FP32:
+            return None, ()
+        quantized = to_qdq(request.model, matched.plan, matched.scales, rest=self.rest)
+        try:
+            model, kept = typed(quantized, self.rest, _sizes(found))
+        except ExportError as error:
+            return None, (f"no typed model was written: {error}",)
+        said = (f"{name} stays in float32: {why}" for name, why in kept.items())
+        return model, tuple(said)
+
     def _engine(
         self, request: BuildRequest, files: Mapping[str, Path], cache: trt_cache.CalibrationCache
     ) -> tuple[Path, tuple[str, ...]]:
         """(engine, notes): built here, or built before from the same files on the same GPU."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt import builder, sdk
+        from deploy.targets.tensorrt.trtexec import float_layers
+        from deploy.targets.tensorrt.versions import row
 
         here = sdk.find()
         implicit = here.calibrators and self.form != "qdq"
@@ -218,11 +246,13 @@ class TensorRT:
                 f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
                 f" form {self.form}; build from the Q/DQ model (form qdq)"
             )
-        source = files["float model for TensorRT" if implicit else "TensorRT Q/DQ model"]
+        typed = not implicit and TYPED in files and row(_plain(here.version)).typed
+        source = files[FLOAT if implicit else TYPED if typed else QDQ]
         path = request.folder / f"{request.name}.engine"
         known = trt_cache.dump(trt_cache.relabel(cache, version=_plain(here.version)))
         from_data = self.calibrator is not None
         settings = self._settings(request, self.max_batch if from_data else None)
+        settings = replace(settings, typed=typed)
         if implicit:  # in the Q/DQ model they have no pair
             settings = replace(settings, float_layers=float_layers(request))
         key = builder.engine_key(
@@ -311,7 +341,8 @@ class TensorRT:
                 n: s if isinstance(shapes[n][0], int) else (batch, *s[1:]) for n, s in fed.items()
             }
         return Settings(
-            fp16=self.fp16,
+            fp16=self.rest == FP16,
+            bf16=self.rest == BF16,
             workspace_mib=self.workspace_mib,
             profiles=profiles_for(shapes, fed, most_batch=self.max_batch),
             timing_cache=request.folder / _TIMING,
@@ -346,58 +377,10 @@ def _held(model: onnx.ModelProto, found: Found, version: str) -> dict[str, Scale
     return {n: found.scales[owner] for n, owner in owners.items() if owner in found.scales}
 
 
-def commands(
-    request: BuildRequest, files: Mapping[str, Path], version: str, *, fp16: bool = True
-) -> tuple[str, ...]:
-    """The command lines that build the engine on a GPU machine with these files."""
-    from deploy.calibration import trt_cache
-
-    plain, cache, qdq = (
-        files[role].name
-        for role in ("float model for TensorRT", "TensorRT cache", "TensorRT Q/DQ model")
-    )
-    engine = f"{request.name}.engine"
-    shapes = _shape_words(request)
-    types = ["--int8", "--fp16"] if fp16 else ["--int8"]
-    layers = _precision_words(request, "fp16" if fp16 else "fp32")
-    save = f"--saveEngine={engine}"
-    old = ["trtexec", f"--onnx={plain}", *types, f"--calib={cache}", *layers, *shapes, save]
-    implicit = shlex.join(old)  # names of files and tensors must not run as commands
-    explicit = shlex.join(["trtexec", f"--onnx={qdq}", *types, *shapes, save])
-    strong = shlex.join(["trtexec", f"--onnx={qdq}", *shapes, save])
-    label = trt_cache.version_label(version)
-    if label >= 110000:
-        return (f"on a GPU machine with TensorRT {version}: {strong}",)
-    return (
-        f"on a GPU machine with TensorRT {version}: {implicit}",
-        f"with any TensorRT from 8.5 to 10: {explicit}",
-        f"with TensorRT 11: {strong}",
-    )
-
-
-def float_layers(request: BuildRequest) -> dict[str, str]:
-    """Nodes to keep in float that could run in int8 otherwise -> the first tensor that each gives.
-
-    A node of whole numbers, or one that has no int8 form, needs no word to stay as it is.
-    """
-    from deploy.graph.index import Graph
-
-    graph = Graph(request.model)
-    kept = set(request.float_nodes)
-    return {
-        node.name: node.output[0]
-        for node in graph.nodes
-        if node.name in kept and node.op_type != "Constant" and graph.is_float(node.output[0])
-    }
-
-
-def _precision_words(request: BuildRequest, precision: str) -> list[str]:
-    """`--layerPrecisions=...` for the nodes to keep in float; none where there are none."""
-    names = float_layers(request)
-    if not names:
-        return []
-    words = ",".join(f"{name}:{precision}" for name in names)
-    return [f"--layerPrecisions={words}", "--precisionConstraints=obey"]
+def _sizes(found: Found) -> dict[str, float]:
+    """Tensor -> largest |x| that was seen."""
+    seen = {n: max(-one.observed_min, one.observed_max) for n, one in found.scales.items()}
+    return seen | {n: math.inf for n, trouble in found.troubles.items() if trouble.infinite}
 
 
 def _origin_notes(here: Sdk) -> tuple[str, ...]:
@@ -438,22 +421,6 @@ def _plain(version: str) -> str:
 def _first_sample(request: BuildRequest) -> Mapping[str, Any]:
     (sample,) = request.feed.first(1)
     return sample
-
-
-def _shape_words(request: BuildRequest) -> list[str]:
-    """`--shapes=...` where an input is dynamic; none where none is."""
-    from deploy.graph.index import dims, fed_inputs
-
-    dynamic = [
-        value.name
-        for value in fed_inputs(request.model.graph)
-        if not all(isinstance(size, int) for size in dims(value) or ())
-    ]
-    if not dynamic:
-        return []
-    sample = _first_sample(request)
-    words = (f"{name}:{'x'.join(map(str, sample[name].shape))}" for name in dynamic)
-    return [f"--shapes={','.join(words)}"]
 
 
 def _bytes(model: onnx.ModelProto) -> bytes:

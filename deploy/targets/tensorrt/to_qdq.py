@@ -16,6 +16,7 @@ requantize each of them. `own_concat_scales` keeps them apart.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,7 @@ from deploy.graph.edit import replace_nodes
 from deploy.graph.index import Graph, attributes
 from deploy.graph.plan import TENSORRT, Plan
 from deploy.targets.qdq import write_qdq
+from deploy.targets.tensorrt.rest import storable
 
 if TYPE_CHECKING:
     import onnx
@@ -37,6 +39,7 @@ def to_qdq(
     scales: Mapping[str, np.float32],
     *,
     own_concat_scales: bool = False,
+    rest: str | None = None,
 ) -> onnx.ModelProto:
     """Write the Q/DQ model; `model` is left as it is.
 
@@ -45,12 +48,16 @@ def to_qdq(
         plan: where the pairs stand, of the TENSORRT placement.
         scales: tensor -> float32 scale (amax / 127), for `plan.activations`.
         own_concat_scales: leave the tensors of a Concat their own scales.
+        rest: type that `rest.typed` will give what is not int8, which its scales then fit and
+            its weights are stored in int8 for; None for a model of float32 with float weights.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or one that is not positive.
     """
     chosen = dict(scales) if own_concat_scales else concat_scales(model, plan, scales)
     ranges = {name: _symmetric(scale) for name, scale in chosen.items()}
+    if rest is not None:
+        return write_qdq(model, plan, ranges, storable=partial(storable, rest=rest))
     quantized = write_qdq(model, plan, ranges)
     _keep_float_weights(quantized, model)
     return quantized

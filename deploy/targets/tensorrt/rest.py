@@ -1,0 +1,292 @@
+"""What is not int8 in float16 or bfloat16: the Q/DQ model as TensorRT 10 and 11 want it, typed.
+
+A strongly typed TensorRT (the only kind from 11 on) runs every layer in the type that the model
+gives it, so that a Q/DQ model whose rest is float32 is slower than one without int8 in float16::
+
+    x (float32) -> Q -> DQ (float16) -> Conv -> Sigmoid -> Mul -> ... -> Cast -> Softmax -> y
+                                        '------- float16 --------'      '---- float32 ----'
+
+The operators in `_NARROW` compute in the narrow type, unless what they read or make grows too
+large for it; all others stay in float32. A Quantize reads the type that it finds, a Dequantize
+gives the one that is wanted, so that no Cast stands beside them; a tensor is cast at most once for
+all its readers. Inputs and outputs of the model keep their type. The scales are rounded to what
+the narrow type holds, before anything is quantized with them (`storable`).
+
+Source: ONNX operators, QuantizeLinear-19 and DequantizeLinear-19 (type of the scale); TensorRT
+developer guide, "Strongly typed networks".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.errors import ExportError, first_line
+from deploy.frontends.checks import opset_of
+from deploy.frontends.lift import why_not_converted
+from deploy.graph.edit import rebuild
+from deploy.graph.index import Graph
+from deploy.targets.tensorrt.words import BF16, FP16, FP32
+
+if TYPE_CHECKING:
+    import onnx
+
+OPSETS = {FP16: 19, BF16: 22}  # the first in which scales, and convolutions, may be of that type
+_FLOAT = 1  # onnx.TensorProto
+_TYPES = {FP16: 10, BF16: 16}  # onnx.TensorProto
+_LARGEST = 65504 / 8  # what float16 holds, with room for what calibration has not seen
+_PAIR = frozenset({"QuantizeLinear", "DequantizeLinear"})
+# What keeps its sums short, or only moves values. Softmax, norms, exponentials, long reductions and
+# all that is not known here stay in float32.
+_NARROW = frozenset(
+    (
+        "Abs", "Add", "AveragePool", "Clip", "Concat", "Conv", "ConvTranspose", "DepthToSpace",
+        "Div", "Elu", "Erf", "Expand", "Flatten", "Gather", "Gelu", "Gemm", "GlobalAveragePool",
+        "GlobalMaxPool", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "MatMul", "Max",
+        "MaxPool", "Min", "Mul", "Neg", "PRelu", "Pad", "Relu", "Reshape", "Resize", "Sigmoid",
+        "Slice", "SpaceToDepth", "Split", "Squeeze", "Sub", "Tanh", "Tile", "Transpose",
+        "Unsqueeze", "Where",
+    )
+)  # fmt: skip
+# They move values: they compute in the type that they find.
+_MOVES = frozenset(
+    (
+        "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile",
+        "Transpose", "Unsqueeze",
+    )
+)  # fmt: skip
+
+
+def storable(scales: NDArray[np.float32], rest: str) -> NDArray[np.float32]:
+    """Positive scales rounded up to what the narrow type holds: no value is clipped for it."""
+    if rest == FP32:
+        return scales
+    wide = np.ascontiguousarray(scales, np.float32)
+    if rest == BF16:  # the upper half of float32
+        bits = wide.view(np.uint32) + np.uint32(0xFFFF)
+        return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    near = wide.astype(np.float16)
+    above = np.nextafter(near, np.float16(np.inf))
+    return np.where(near < wide, above, near).astype(np.float32)
+
+
+def typed(
+    quantized: onnx.ModelProto, rest: str, largest: Mapping[str, float]
+) -> tuple[onnx.ModelProto, dict[str, str]]:
+    """The Q/DQ model with its rest in a narrow type; the one that is given stays as it is.
+
+    Args:
+        quantized: float32 Q/DQ model whose scales are `storable`.
+        rest: "fp16" or "bf16".
+        largest: tensor of the float model -> largest |x| that was seen.
+
+    Returns:
+        The model, and node -> why it stays in float32, of those that could be narrow.
+
+    Raises:
+        ExportError: it cannot be lifted to the opset, or the types of its tensors are not known.
+    """
+    lifted = _lifted(quantized, OPSETS[rest])
+    work = _Typing(lifted, rest, largest)
+    rebuild(lifted.graph, work.run())
+    for value in lifted.graph.output:  # those of the model, whatever was inferred meanwhile
+        value.CopyFrom(next(v for v in quantized.graph.output if v.name == value.name))
+    return lifted, work.kept
+
+
+def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
+    """A copy at this opset or a newer one, the types of its tensors in it."""
+    from onnx import shape_inference, version_converter
+
+    opset = opset_of(model)
+    reason = why_not_converted(model) if opset < wanted else ""
+    if reason:
+        raise _unliftable(opset, wanted, reason)
+    try:
+        if opset < wanted:
+            model = version_converter.convert_version(model, wanted)
+        lifted: onnx.ModelProto = shape_inference.infer_shapes(model, strict_mode=True)
+    except Exception as error:  # C++ behind a binding: no error class of its own
+        raise _unliftable(opset, wanted, f"onnx says: {first_line(error)}") from error
+    lifted.ir_version = max(lifted.ir_version, 9 if wanted < 21 else 10)
+    return lifted
+
+
+def _unliftable(opset: int, wanted: int, reason: str) -> ExportError:
+    return ExportError(
+        f"a typed model must be of opset {wanted} with all types known, got opset {opset} that"
+        f" cannot be brought there ({reason}); export the model with opset {wanted} or newer"
+    )
+
+
+@dataclass
+class _Typing:
+    """The model being typed, its nodes in their order."""
+
+    model: onnx.ModelProto
+    rest: str
+    largest: Mapping[str, float]
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.index = Graph(self.model)
+        self.narrow = _TYPES[self.rest]
+        self.types = dict(self.index.dtypes)  # tensor -> element type that it has now
+        self.types |= {t.name: t.data_type for t in self.model.graph.initializer}
+        self.casts: dict[tuple[str, int], str] = {}
+        self.nodes: list[onnx.NodeProto] = []
+
+    def run(self) -> list[onnx.NodeProto]:
+        """The nodes, with the casts between them."""
+        unknown = next((n for n in self.index.producer if not self.types.get(n)), None)
+        if unknown is not None:
+            raise ExportError(
+                f"a typed model must know the types of its tensors, got none of {unknown!r};"
+                " build with --rest fp32"
+            )
+        for node in self.index.nodes:
+            self._type(node)
+        return self.nodes
+
+    def _type(self, node: onnx.NodeProto) -> None:
+        if node.op_type in _PAIR:
+            self._pair(node)
+            return
+        wide = self._stays(node)
+        for position in _typed_inputs(node):
+            name = node.input[position]
+            if self.types.get(name) in (_FLOAT, self.narrow):
+                node.input[position] = self._as(name, _FLOAT if wide else self.narrow)
+        made = [node.output[at] for at in _typed_outputs(node)] if not wide else []
+        self.nodes.append(node)
+        for name in made:
+            if self.types[name] == _FLOAT:
+                self._made_narrow(node, name)
+
+    def _made_narrow(self, node: onnx.NodeProto, name: str) -> None:
+        """Note that a tensor is narrow; an output of the model is cast back under its name."""
+        if name not in self.index.outputs:
+            self.types[name] = self.narrow
+            return
+        inner = f"{name}/{self.rest}"
+        node.output[list(node.output).index(name)] = inner
+        self.types[inner] = self.narrow
+        self.casts[name, self.narrow] = inner
+        self._cast(inner, name, _FLOAT)
+
+    def _stays(self, node: onnx.NodeProto) -> bool:
+        """Whether a node computes in float32; of those that could do otherwise it is said why."""
+        if node.domain not in ("", "ai.onnx") or node.op_type not in _NARROW:
+            return True
+        main = node.input[0] if node.op_type != "Where" else node.input[1]
+        if self.types.get(main) not in (_FLOAT, self.narrow):
+            return True  # whole numbers
+        if any(name in self.index.captured for name in node.output):
+            self.kept[node.name] = "a subgraph reads it"
+            return True
+        if node.op_type in _MOVES and main not in self.index.initializers:
+            return bool(self.types[main] == _FLOAT)
+        large = self._too_large(node)
+        if large:
+            self.kept[node.name] = large
+        return bool(large)
+
+    def _too_large(self, node: onnx.NodeProto) -> str:
+        """What float16 does not hold of what a node reads or makes; bfloat16 holds it all."""
+        if self.rest != FP16:
+            return ""
+        for name in (*node.input, *node.output):
+            size = self.largest.get(_plain(name), 0.0)
+            if name in self.index.initializers and self.types[name] == _FLOAT:
+                size = float(np.abs(_array(self.index.initializers[name])).max(initial=0.0))
+            if not size <= _LARGEST:
+                return f"|{_plain(name)}| reaches {size:.3g}, which is too near float16's 65504"
+        return ""
+
+    def _pair(self, node: onnx.NodeProto) -> None:
+        """Give the scale the type of what is read, or of what is wanted."""
+        reads = node.op_type == "QuantizeLinear"
+        narrow = not reads and self._wanted_narrow(node.output[0])
+        wish = self.types[node.input[0]] if reads else (self.narrow if narrow else _FLOAT)
+        node.input[1] = self._as(node.input[1], wish)
+        self.nodes.append(node)
+        if not reads:
+            self.types[node.output[0]] = wish
+
+    def _wanted_narrow(self, name: str) -> bool:
+        """Whether some reader may compute on it in the narrow type."""
+        if name in self.index.outputs or name in self.index.captured:
+            return False
+        narrow = (node for node in self.index.readers.get(name, []) if node.op_type in _NARROW)
+        return any(not self._too_large(node) for node in narrow)
+
+    def _as(self, name: str, wanted: int) -> str:
+        """The tensor in the type that is wanted: a constant of its own, or one Cast for all."""
+        if not name or self.types.get(name) == wanted:
+            return name
+        if (name, wanted) not in self.casts:
+            other = f"{name}/{self.rest if wanted == self.narrow else FP32}"
+            if name in self.index.initializers:
+                self._constant(name, other)
+            else:
+                self._cast(name, other, wanted)
+            self.casts[name, wanted] = other
+        return self.casts[name, wanted]
+
+    def _cast(self, name: str, other: str, wanted: int) -> None:
+        from onnx import helper
+
+        self.nodes.append(helper.make_node("Cast", [name], [other], f"{other}/Cast", to=wanted))
+        self.types[other] = wanted
+
+    def _constant(self, name: str, other: str) -> None:
+        from onnx import helper, numpy_helper
+
+        kind = helper.tensor_dtype_to_np_dtype(self.narrow)
+        values = _array(self.index.initializers[name]).astype(kind)
+        self.model.graph.initializer.append(numpy_helper.from_array(values, other))
+        self.types[other] = self.narrow
+
+
+def _typed_inputs(node: onnx.NodeProto) -> list[int]:
+    """Positions of the inputs whose type is the one that the node computes in."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in _NARROW:
+        return [at for at, name in enumerate(node.input) if name]
+    formal = _formal(node)
+    return _of_type(node.input, [each.type_str for each in formal.inputs], _main(node))
+
+
+def _typed_outputs(node: onnx.NodeProto) -> list[int]:
+    """The same of the outputs."""
+    return _of_type(node.output, [each.type_str for each in _formal(node).outputs], _main(node))
+
+
+def _of_type(names: Sequence[str], kinds: Sequence[str], main: str) -> list[int]:
+    last = len(kinds) - 1  # which may be repeated
+    return [at for at, name in enumerate(names) if name and kinds[min(at, last)] == main]
+
+
+def _main(node: onnx.NodeProto) -> str:
+    """The type variable of what is computed; the first input of a Where is its condition."""
+    return _formal(node).inputs[1 if node.op_type == "Where" else 0].type_str
+
+
+def _formal(node: onnx.NodeProto) -> onnx.defs.OpSchema:
+    from onnx import defs
+
+    return defs.get_schema(node.op_type, OPSETS[BF16])
+
+
+def _plain(name: str) -> str:
+    """The tensor of the float model behind one beside a pair."""
+    return name.removesuffix("/dequantized").removesuffix("/float")
+
+
+def _array(tensor: onnx.TensorProto) -> NDArray[np.generic]:
+    from onnx import numpy_helper
+
+    return numpy_helper.to_array(tensor)
