@@ -1,6 +1,8 @@
 """What is not int8 in float16 or bfloat16: types, casts, what stays in float32, who reads it."""
 
+import os
 import shlex
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -214,8 +216,34 @@ def test_a_version_is_not_told_to_read_what_it_cannot(capsys, small_cnn, picture
           "--duration", "0", "--effort", "0", "--target", "tensorrt", "--trt-version", "8.5.3",
           "--out", str(out)])  # fmt: skip
     text = (out / "report.md").read_text()
-    assert "TensorRT 8.5.3 reads opset 17 at most, got 18" in text
+    assert "TensorRT 8.5.3 reads opset 17, got 18" in text
     assert "from 9.0 to 10" in text and "calib=" not in text
+    assert "cache)" not in (out / "newer_trtexec.sh").read_text()
+
+
+def test_the_script_runs_each_line_from_any_folder(capsys, small_cnn, pictures, tmp_path):
+    """A stand-in program named trtexec, which finds the files where it is called."""
+    tool = tmp_path / "bin" / "trtexec"
+    tool.parent.mkdir()
+    find = 'for a in "$@"; do case $a in --onnx=*|--calib=*) ls "${a#*=}" || exit 3;; esac; done'
+    tool.write_text(f"#!/bin/sh\n{find}\n")
+    tool.chmod(0o755)
+    lines(capsys, small_cnn, pictures, tmp_path / "out", "--keep-float", "Conv_c2")
+    moved = (tmp_path / "out").rename(tmp_path / "it's $(moved)")
+    environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    for folder in (moved, Path("/")):
+        path = os.path.relpath(moved / "small_cnn_trtexec.sh", folder)
+        for way, names in (
+            ("cache", ".onnx .cache"), ("qdq", ".qdq.onnx"), ("typed", ".typed.onnx"),
+            ("11", ".typed.onnx"),
+        ):  # fmt: skip
+            done = subprocess.run(
+                ["sh", path, way], cwd=folder, env=environment, capture_output=True, text=True
+            )
+            expected = [f"small_cnn.tensorrt{ending}" for ending in names.split()]
+            assert done.returncode == 0 and done.stdout.split() == expected, done.stderr
+        done = subprocess.run(["sh", path], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 2 and "11: with TensorRT 11" in done.stderr
 
 
 def test_the_table_of_versions():

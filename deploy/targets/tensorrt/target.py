@@ -96,6 +96,7 @@ class TensorRT:
         ".tensorrt.cache",
         ".tensorrt.qdq.onnx",
         ".tensorrt.typed.onnx",
+        "_trtexec.sh",
         ".engine",
         ".engine.json",
         ".gpu.cache",
@@ -173,7 +174,7 @@ class TensorRT:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.to_qdq import to_qdq
-        from deploy.targets.tensorrt.trtexec import commands
+        from deploy.targets.tensorrt.trtexec import script, ways
         from deploy.targets.tensorrt.versions import row
 
         cache, matched, found, version = self._matched(request)
@@ -188,14 +189,17 @@ class TensorRT:
         if narrow is not None:
             files[TYPED] = _written(stem, ".typed.onnx", _bytes(narrow))
         notes = (*_match_notes(matched), *said)
+        found_ways = ways(request, files, version, rest=self.rest)
+        path = request.folder / f"{request.name}_trtexec.sh"
+        files["script of trtexec"] = atomic.write_text(path, script(found_ways))
         engine = None
         try:
             engine, said = self._engine(request, files, cache)
             files["TensorRT engine"] = engine
             notes += said
         except SdkMissingError as error:
-            there = commands(request, files, version, rest=self.rest)
-            notes += (f"no engine was built: {error}", *there)
+            sentences = (way.sentence for way in found_ways)
+            notes += (f"no engine was built: {error}", *sentences)
         return Built(
             target=self.name,
             engine=engine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,58 +21,95 @@ _LAST = "11.0.0"  # no flag of its trtexec chooses types any more
 _OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # that knows the type, and is meant here
 
 
-def commands(
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to the engine.
+
+    Attributes:
+        name: what the script calls it.
+        when: for which TensorRT it is.
+        words: the command line; none where no TensorRT goes this way, and `when` says why.
+    """
+
+    name: str
+    when: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """One line for the user; shlex, since names of files and tensors must not run."""
+        return f"{self.when}: {shlex.join(self.words)}" if self.words else self.when
+
+
+def ways(
     request: BuildRequest, files: Mapping[str, Path], version: str, *, rest: str = FP16
-) -> tuple[str, ...]:
-    """The command lines that build the engine on a GPU machine with these files.
+) -> tuple[Way, ...]:
+    """How the engine is built on a GPU machine with these files.
 
     A line that a TensorRT could not follow is not given, but why it cannot.
     """
-    here = row(version)
     opset = opset_of(request.model)
     strong = _strong(request, files, max(opset, OPSETS.get(rest, 0)) if TYPED in files else opset)
-    if not here.calibrators:
+    if not row(version).calibrators:
         return strong
-    lines = []
-    if opset > here.opset:
-        lines.append(
-            f"TensorRT {version} reads opset {here.opset} at most, got {opset}: export the model"
-            " with an older opset"
+    weak = (_implicit(request, files, version, rest), *_weak(request, files, opset, rest))
+    return (*weak, *strong)
+
+
+def script(found: Sequence[Way]) -> str:
+    """A shell script that goes the way that its argument names; it runs from any folder."""
+    usable = [way for way in found if way.words]
+    usage = "".join(f"echo '  {way.name}: {way.when}' >&2\n    " for way in usable)
+    cases = "".join(f"  {way.name}) exec {shlex.join(way.words)} ;;\n" for way in usable)
+    return (
+        "#!/bin/sh\n# Builds the engine with the trtexec on the PATH.\n"
+        f'cd "$(dirname "$0")" || exit\ncase "${{1-}}" in\n{cases}'
+        f"  *) echo 'give one of these:' >&2\n    {usage}exit 2 ;;\nesac\n"
+    )
+
+
+def _implicit(request: BuildRequest, files: Mapping[str, Path], version: str, rest: str) -> Way:
+    """From the float model and the cache."""
+    opset, most = opset_of(request.model), row(version).opset
+    if opset > most:
+        why = (
+            f"TensorRT {version} reads opset {most} at most, got {opset}: export with an older one"
         )
-    else:
-        lines.append(f"on a GPU machine with TensorRT {version}: {_implicit(request, files, rest)}")
-    since = first_reading(opset)
-    if since is not None and version_label(since) < version_label(_LAST):
-        words = shlex.join(_explicit(request, files[QDQ], ["--int8", *_float_types(rest)]))
-        oldest = max(since, _OLDEST[rest], key=version_label)
-        lines.append(f"with any TensorRT from {_short(oldest)} to 10: {words}")
-    return (*lines, *strong)
-
-
-def _implicit(request: BuildRequest, files: Mapping[str, Path], rest: str) -> str:
-    """The line of the cache; shlex, since names of files and tensors must not run as commands."""
+        return Way("cache", why)
     types = ["--int8", *_float_types(rest), f"--calib={files[CACHE].name}"]
-    layers = _precision_words(request, rest)
-    return shlex.join(_explicit(request, files[FLOAT], [*types, *layers]))
+    words = _line(request, files[FLOAT], [*types, *_precision_words(request, rest)])
+    return Way("cache", f"on a GPU machine with TensorRT {version}", words)
 
 
-def _strong(request: BuildRequest, files: Mapping[str, Path], opset: int) -> tuple[str, ...]:
-    """The lines of strongly typed networks, for a model of this opset."""
+def _weak(
+    request: BuildRequest, files: Mapping[str, Path], opset: int, rest: str
+) -> tuple[Way, ...]:
+    """From the Q/DQ model, in the types that TensorRT chooses."""
+    since = first_reading(opset)
+    if since is None or version_label(since) >= version_label(_LAST):
+        return ()
+    oldest = max(since, _OLDEST[rest], key=version_label)
+    words = _line(request, files[QDQ], ["--int8", *_float_types(rest)])
+    return (Way("qdq", f"with any TensorRT from {_short(oldest)} to 10", words),)
+
+
+def _strong(request: BuildRequest, files: Mapping[str, Path], opset: int) -> tuple[Way, ...]:
+    """In the types of the model, which is of this opset."""
     path = files.get(TYPED, files[QDQ])
     since = first_reading(opset, typed=True)
     if since is None:
-        return (f"no TensorRT reads opset {opset} of {path.name}: export with an older opset",)
-    typed = shlex.join(_explicit(request, path, ["--stronglyTyped"]))
-    plain = shlex.join(_explicit(request, path, []))
-    last = f"with TensorRT 11: {plain}"
+        why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
+        return (Way("typed", why),)
+    last = Way("11", "with TensorRT 11", _line(request, path, []))
     if version_label(since) >= version_label(_LAST):
         return (last,)
-    return f"with TensorRT from {_short(since)} to 10: {typed}", last
+    words = _line(request, path, ["--stronglyTyped"])
+    return Way("typed", f"with TensorRT from {_short(since)} to 10", words), last
 
 
-def _explicit(request: BuildRequest, model: Path, words: Sequence[str]) -> list[str]:
+def _line(request: BuildRequest, model: Path, words: Sequence[str]) -> tuple[str, ...]:
     shapes, save = _shape_words(request), f"--saveEngine={request.name}.engine"
-    return ["trtexec", f"--onnx={model.name}", *words, *shapes, save]
+    return ("trtexec", f"--onnx={model.name}", *words, *shapes, save)
 
 
 def _float_types(rest: str) -> list[str]:
