@@ -203,7 +203,7 @@ class TensorRT:
         return Built(
             target=self.name,
             engine=engine,
-            runnable=files[TYPED if TYPED in files and row(version).typed else QDQ],
+            runnable=files[self._judged(files, version)],
             files=files,
             decisions=matched.plan.decisions,
             method=request.chosen.chosen_by,
@@ -216,6 +216,13 @@ class TensorRT:
         from deploy.targets.tensorrt.session import TensorrtSession
 
         return TensorrtSession.open(engine, cuda_graph=self.cuda_graph)
+
+    def _judged(self, files: Mapping[str, Path], version: str) -> str:
+        """Role of the model whose accuracy is told: what the version runs, where a CPU can too."""
+        from deploy.targets.tensorrt.versions import row
+
+        runs = self.rest == FP16 and TYPED in files and row(version).typed
+        return TYPED if runs else QDQ  # ONNX Runtime has no bfloat16 convolutions
 
     def _typed(
         self, request: BuildRequest, matched: Match, found: Found
