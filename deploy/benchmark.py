@@ -17,6 +17,7 @@ from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
 from deploy.openvino import OpenvinoSession
 from deploy.progress import bar
+from deploy.reading import read_bytes
 from deploy.report import EngineRow, Report
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.streams import throughput
@@ -215,12 +216,10 @@ def model_size(path: Path) -> int:
     import onnx
     from onnx.external_data_helper import uses_external_data
 
+    data = read_bytes(path, what="a model", error=ConfigError)
+    total = len(data)
     try:
-        total = path.stat().st_size
-    except OSError as error:
-        raise ConfigError(f"{path} must be a file, got: {error.strerror}") from error
-    try:
-        model = onnx.load(path, load_external_data=False)
+        model = onnx.load_model_from_string(data)
     except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
         return total
     beside = {

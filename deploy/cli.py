@@ -19,6 +19,7 @@ import click
 
 from deploy.errors import Calib8Error
 from deploy.inputs import guarded
+from deploy.terminal import say
 from deploy.version import __version__
 
 # name: (module:attribute, one line for `calib8 --help`)
@@ -125,16 +126,16 @@ def main(argv: list[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        click.echo(f"calib8: error: {_sentence(error)}", err=True)
+        say(f"calib8: error: {_sentence(error)}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("calib8: interrupted; nothing half-written was left behind", err=True)
+        say("calib8: interrupted; nothing half-written was left behind", err=True)
         sys.exit(130)
     except Terminated:
-        click.echo("calib8: terminated; nothing half-written was left behind", err=True)
+        say("calib8: terminated; nothing half-written was left behind", err=True)
         sys.exit(143)
     except Calib8Error as error:
-        click.echo(f"calib8: error: {error}", err=True)
+        say(f"calib8: error: {error}", err=True)
         sys.exit(1)
     except MemoryError as error:
         said = f" ({error})" if str(error) else ""
@@ -148,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("CALIB8_TRACEBACK"):
             raise
-        click.echo(
+        say(
             f"calib8: a fault of calib8 itself ({type(error).__name__}: {error}); please report it"
             " with what CALIB8_TRACEBACK=1 shows",
             err=True,
@@ -161,7 +162,7 @@ def _end(sentence: str) -> NoReturn:
     if os.environ.get("CALIB8_TRACEBACK"):
         raise
     with suppress(OSError):
-        click.echo(f"calib8: error: {sentence}", err=True)
+        say(f"calib8: error: {sentence}", err=True)
     _forget_output()
     sys.exit(1)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, overload
 
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample, in_order
+from deploy.frontends.reader import read_model
 from deploy.graph.edit import with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
@@ -22,6 +23,7 @@ from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
 from deploy.ort import OrtSession
 from deploy.progress import bar
+from deploy.reading import is_text
 from deploy.targets.base import Built
 from deploy.tensors import Array, Samples, Session
 
@@ -276,5 +278,7 @@ def float_model(loaded: LoadedModel) -> Path | bytes:
     Not a float16 file: the CPU casts around its nodes, and int8 would look better than it is.
     """
     if loaded.source is not None and loaded.source.suffix != ".py" and not loaded.widened:
-        return loaded.source
+        if is_text(loaded.source):
+            return loaded.source
+        return bytes(read_model(loaded.source).SerializeToString())  # weights beside it too
     return bytes(loaded.model.SerializeToString())

@@ -17,6 +17,7 @@ import numpy as np
 
 from deploy.errors import BackendError, SdkMissingError, first_line
 from deploy.machine import usable_cores
+from deploy.reading import is_text, read_bytes, refuse_irregular
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -64,9 +65,10 @@ class OpenvinoSession:
             "INFERENCE_PRECISION_HINT": "f32",
             "PERFORMANCE_HINT": "LATENCY",
         }
+        source = _source(model)
         try:
             core = openvino.Core()
-            read = core.read_model(_source(model))
+            read = core.read_model(source)
             if shapes:
                 read.reshape({name: list(shape) for name, shape in shapes.items()})
             compiled = core.compile_model(read, "CPU", settings)
@@ -184,9 +186,12 @@ def _openvino() -> Any:
 
 
 def _source(model: Path | str | bytes | ModelProto) -> Any:
-    """What OpenVINO takes: a path, or bytes."""
+    """What OpenVINO takes: a path in UTF-8, or bytes."""
     if isinstance(model, Path | str):
-        return str(model)
+        refuse_irregular(model, what="a model", error=BackendError)
+        return (
+            str(model) if is_text(model) else read_bytes(model, what="a model", error=BackendError)
+        )
     return model if isinstance(model, bytes) else bytes(model.SerializeToString())
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError
-from deploy.inputs import is_read
 from deploy.machine import usable_cores
+from deploy.reading import is_text, read_bytes, refuse_irregular
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -62,10 +62,11 @@ class OrtSession:
         threads = usable_cores() if threads is None else threads
         what = str(model) if isinstance(model, Path | str) else "the model"
         if isinstance(model, Path | str):
-            is_read(model)
+            refuse_irregular(model, what="a model", error=BackendError)
+        source = _source(model)
         try:
             session = onnxruntime.InferenceSession(
-                _source(model),
+                source,
                 _options(threads, optimize, spin, int8_kernels, trace),
                 providers=["CPUExecutionProvider"],
             )
@@ -131,9 +132,11 @@ def profiled(
 
 
 def _source(model: Path | str | bytes | ModelProto) -> str | bytes:
-    """What ONNX Runtime takes: a path, or bytes."""
+    """What ONNX Runtime takes: a path in UTF-8, or bytes."""
     if isinstance(model, Path | str):
-        return str(model)
+        return (
+            str(model) if is_text(model) else read_bytes(model, what="a model", error=BackendError)
+        )
     return model if isinstance(model, bytes) else bytes(model.SerializeToString())
 
 

@@ -42,7 +42,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.ort deploy.openvino",
         "deploy.tensors deploy.stamped deploy.atomic deploy.progress deploy.machine"
         " deploy.usercode",
-        "deploy.inputs",
+        "deploy.archives deploy.reading",
+        "deploy.inputs deploy.terminal",
         "deploy.version deploy.errors",
         "calibrators",
     )

@@ -252,7 +252,7 @@ def test_pipes_and_devices_are_told_and_never_waited_for(tmp_path):
     assert len(collect(feed)) == 1
     os.mkfifo(tmp_path / "list.txt")
     for source in (tmp_path / "list.txt", "/dev/zero"):
-        with pytest.raises(FeedError, match="got a file that is none of these"):
+        with pytest.raises(FeedError, match="got a device or pipe"):
             open_feed(source, [IMAGE])
 
 

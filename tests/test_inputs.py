@@ -232,7 +232,7 @@ def test_labels_of_a_pipe_are_not_waited_for(name, run, model, pictures, tmp_pat
     os.mkfifo(tmp_path / name)
     words = ("--images", pictures, "--eval-images", pictures, "--out", tmp_path / "o")
     code, said = run("build", model, *words, "--labels", tmp_path / name)
-    assert code == 1 and "no regular file" in said
+    assert code == 1 and "a device or pipe" in said
 
 
 def test_a_label_of_thirty_digits_is_refused(run, model, pictures, tmp_path):
@@ -271,3 +271,22 @@ def test_names_of_files_and_tensors_run_nothing_when_a_printed_line_is_pasted(ru
         assert any(word.startswith("--onnx=m $(touch X).tensorrt") for word in words)
         assert "--shapes=in;touch Y:1x3x16x16" in words
     assert not (tmp_path / "X").exists() and not (tmp_path / "Y").exists()
+
+
+def test_only_the_text_of_tensorrt_minds_a_line_break_in_a_name(run, model, pictures, tmp_path):
+    hostile = onnx.load(model)
+    for node in hostile.graph.node:
+        node.input[:] = ["r\n2" if name == "r2" else name for name in node.input]
+        node.output[:] = ["r\n2" if name == "r2" else name for name in node.output]
+    onnx.save(hostile, model)
+    feed = ("--images", pictures, "--size", "16x16", "--duration", 0, "--effort", 0, "--accept")
+    words = ("build", model, *feed, "--out", tmp_path / "o")
+    assert run(*words, "--target", "onnxruntime,tensorrt,ascend")[0] == 1
+    found = json.loads((tmp_path / "o" / "report.json").read_text())["targets"]
+    errors = {target["name"]: target.get("error") for target in found}
+    assert "a name has no line break, got 'r\\n2'" in errors["tensorrt"]
+    assert not errors["onnxruntime"] and not errors["ascend"]
+    assert "r3: " in (tmp_path / "o" / "m.cache").read_text()
+    assert run(*words, "--target", "onnxruntime,ascend", "--require-cache")[0] == 0
+    code, said = run(*words, "--target", "tensorrt", "--out", tmp_path / "p")
+    assert code == 1 and "rename the tensor" in said and not list((tmp_path / "p").glob("*.cache"))

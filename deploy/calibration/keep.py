@@ -89,14 +89,16 @@ def _as_it_stands(
 def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
     """TensorRT's text of every tensor of the cleaned model that was searched.
 
-    Where no target searches by a method, of the largest values that were observed.
+    Where no target searches by a method, of the largest values that were observed. What no line
+    can hold is left out; a target whose text it is refuses it.
     """
     graph = subject.model.graph
     names = [value.name for value in graph.input] + [n for node in graph.node for n in node.output]
     found = ranges.of(o for o in subject.histograms(names) if o.key in ranges.observed)
     minmax = all(scale.method == "minmax" for scale in found.scales.values())
+    scales = found.symmetric or _largest(ranges.observed)
     cache = trt_cache.from_scales(
-        found.symmetric or _largest(ranges.observed),
+        {name: scale for name, scale in scales.items() if trt_cache.holds(name)},
         version=subject.trt_version or DEFAULT_TRT_VERSION,
         algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
     )

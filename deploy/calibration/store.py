@@ -27,15 +27,18 @@ import numpy as np
 from calibrators.errors import CalibrationError
 from calibrators.scales import Scale, Scales
 from calibrators.statistics import Arrays
-from deploy import atomic
+from deploy import archives, atomic
 from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.errors import CacheError
 from deploy.inputs import refuse
+from deploy.reading import opened, read_bytes, read_json
 from deploy.stamped import sha256
 
 SCHEMA = 2
+_WHAT = "a file of a calibration"
+_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
 _MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `_pack` writes them
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal arrays, equal bytes
 
@@ -79,7 +82,7 @@ class Stored:
         found = {o.key: o.statistic for o in wanted if o.key in kept}
         try:
             return Observed({key: found[key].restore(held) for key, held in self._arrays(found)})
-        except (ValueError, KeyError, CalibrationError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError, CalibrationError) as error:
             raise self._broken(error) from error
 
     def carried(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
@@ -89,7 +92,11 @@ class Stored:
     def _arrays(self, keys: Iterable[Key]) -> Iterator[tuple[Key, Arrays]]:
         places = {key: place for place, key in enumerate(self.keys)}
         try:
-            with zipfile.ZipFile(io.BytesIO(self._packed)) as archive:
+            packed = io.BytesIO(self._packed)
+            archives.check_archive(
+                packed, self._path, what="statistics", error=CacheError, most=_MOST_UNPACKED
+            )
+            with zipfile.ZipFile(packed) as archive:
                 for key in keys:
                     yield key, _unpack(archive, places[key])
         except (
@@ -98,6 +105,7 @@ class Stored:
             OSError,
             EOFError,
             MemoryError,
+            RuntimeError,  # encrypted, or packed in a way that is not known
             zipfile.BadZipFile,
             zlib.error,
         ) as error:
@@ -172,14 +180,17 @@ def _ours(path: Path) -> bool:
     """Whether one of the two files beside a cache is calib8's; a crash may have left only one."""
     json_path, npz_path = sidecars(path)
     try:
-        if {"fingerprint", "schema"} <= set(json.loads(read(json_path))):
+        if {"fingerprint", "schema"} <= set(_json(json_path)):
             return True
-    except (CacheError, ValueError, TypeError, RecursionError):
+    except (CacheError, TypeError):
         pass
     try:
-        with zipfile.ZipFile(npz_path) as archive:
+        with (
+            opened(npz_path, what=_WHAT, error=CacheError, own=True) as file,
+            zipfile.ZipFile(file) as archive,
+        ):
             names = archive.namelist()
-    except (OSError, ValueError, zipfile.BadZipFile):
+    except (CacheError, ValueError, NotImplementedError, zipfile.BadZipFile):
         return False
     return bool(names) and all(_MEMBER.fullmatch(name) for name in names)
 
@@ -287,8 +298,8 @@ def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
 
 
 def _document(path: Path) -> dict[str, Any]:
+    document = _json(path)
     try:
-        document = json.loads(read(path))
         observations = document["observations"]
         complete = (
             document["schema"] == SCHEMA
@@ -297,11 +308,15 @@ def _document(path: Path) -> dict[str, Any]:
             and {"cache", "statistics"} <= set(document["sha256"])
             and "fingerprint" in document
         )
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         complete = False
     if not complete:
         raise CacheError(f"{path} is not a fingerprint that this version of calib8 reads")
     return dict(document)
+
+
+def _json(path: Path) -> Any:
+    return read_json(path, what="the fingerprint of a cache", error=CacheError, own=True)
 
 
 def read(path: Path) -> bytes:
@@ -310,10 +325,7 @@ def read(path: Path) -> bytes:
     Raises:
         CacheError: it cannot be read.
     """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CacheError(f"{path} cannot be read: {error.strerror}") from error
+    return read_bytes(path, what=_WHAT, error=CacheError, own=True)
 
 
 def _pack(listed: list[Arrays]) -> bytes:
@@ -332,12 +344,12 @@ def _pack(listed: list[Arrays]) -> bytes:
 
 def _unpack(archive: zipfile.ZipFile, place: int) -> Arrays:
     """The arrays of one observation."""
-    return {
-        name.split(".")[1]: np.lib.format.read_array(
-            io.BytesIO(archive.read(name)), allow_pickle=False
-        )
-        for name in _members(archive, place)
-    }
+    found = {}
+    for name in _members(archive, place):
+        with archive.open(name) as stream:
+            room = archive.getinfo(name).file_size
+            found[name.split(".")[1]] = archives.read_array(stream, room)
+    return found
 
 
 def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ from deploy.commands import sections
 from deploy.commands.inputs import Inputs, input_options
 from deploy.commands.targets import Given, made, own_options
 from deploy.errors import ConfigError
+from deploy.terminal import say_lines
 
 
 @click.command(
@@ -161,7 +162,7 @@ def bench(
         write_text(json_path, json.dumps(to_json(report), indent=1) + "\n")
     if html_path is not None:
         write_text(html_path, to_html(report))
-    click.echo(to_screen(report), nl=False)
+    say_lines(to_screen(report))
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:

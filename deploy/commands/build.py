@@ -18,6 +18,7 @@ from deploy.commands.options import (
 )
 from deploy.commands.targets import target_options
 from deploy.commands.tuning import TuningOptions, tuning_options
+from deploy.terminal import say_lines
 
 if TYPE_CHECKING:
     from deploy.targets import Target
@@ -135,7 +136,7 @@ def build(
         repairs=repairs or None,
         progress=True,
     )
-    click.echo(to_screen(report, verbose=calibration.verbose), nl=False)
+    say_lines(to_screen(report, verbose=calibration.verbose))
     if report.failed:
         click.get_current_context().exit(1)
     if report.unusable and not tuning.gates.accept:

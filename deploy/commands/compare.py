@@ -8,6 +8,7 @@ import click
 
 from deploy.commands import given, sections
 from deploy.commands.options import ImageOptions, image_options
+from deploy.terminal import say_lines
 
 _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a few
 
@@ -90,8 +91,8 @@ def compare(
     )
     text = json.dumps(found.to_json(), indent=1) + "\n"
     if json_path == Path("-"):
-        click.echo(text, nl=False)
+        say_lines(text)
         return
     if json_path is not None:
         write_text(json_path, text)
-    click.echo(repr(found))
+    say_lines(repr(found))

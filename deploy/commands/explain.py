@@ -8,6 +8,7 @@ import click
 
 from deploy.commands import given, sections
 from deploy.commands.inputs import Inputs, input_options
+from deploy.terminal import say_lines
 
 
 @click.command(cls=sections.SectionedCommand)
@@ -90,8 +91,8 @@ def explain(
     )
     text = json.dumps(to_json(found), indent=1, allow_nan=False) + "\n"
     if json_path == Path("-"):
-        click.echo(text, nl=False)
+        say_lines(text)
         return
     if json_path is not None:
         write_text(json_path, text)
-    click.echo(to_screen(found, everything=everything), nl=False)
+    say_lines(to_screen(found, everything=everything))

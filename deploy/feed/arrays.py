@@ -12,6 +12,7 @@ may be
 from __future__ import annotations
 
 import bisect
+import shutil
 import tempfile
 import threading
 import warnings
@@ -19,17 +20,21 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
+from deploy.archives import array_header, check_archive
 from deploy.errors import FeedError, first_line
 from deploy.feed.images import shown
 from deploy.feed.preprocess import describe
+from deploy.reading import opened, size
 from deploy.tensors import Array, TensorSpec
 
 Item = dict[str, Array]
+_MOST_ENTRIES = 1 << 12  # arrays of an .npz file: one an input
 LABEL_KEYS = ("labels", "label", "y")
 
 
@@ -86,6 +91,8 @@ def from_file(path: Path, specs: tuple[TensorSpec, ...]) -> ArraySource:
             warnings.simplefilter("ignore")  # numpy's about headers written by Python 2
             single = path.suffix.lower() == ".npy"
             arrays = {"": _load_npy(path)} if single else _load_npz(path, notes)
+    except FeedError:
+        raise
     except Exception as e:  # on hostile bytes numpy and zipfile raise a dozen kinds of error
         raise FeedError(
             f"{shown(str(path))} cannot be read as plain numpy arrays: {first_line(e)};"
@@ -299,18 +306,44 @@ def _load_npy(path: Path) -> Array:
 def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     compressed = []
-    with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
-        for info in archive.infolist():
-            key = info.filename.removesuffix(".npy")
-            if info.compress_type == zipfile.ZIP_STORED:
-                arrays[key] = _map_entry(path, raw, info)
-                continue
-            compressed.append(key)
-            with archive.open(info) as stream:
-                arrays[key] = np.lib.format.read_array(stream, allow_pickle=False)
+    with opened(path, what="an .npz file", error=FeedError) as raw:
+        check_archive(raw, path, what="an .npz file", error=FeedError, entries=_MOST_ENTRIES)
+        with zipfile.ZipFile(raw) as archive:
+            for info in archive.infolist():
+                key = info.filename.removesuffix(".npy")
+                if info.compress_type == zipfile.ZIP_STORED:
+                    arrays[key] = _map_entry(path, raw, info)
+                else:
+                    compressed.append(info)
+            _refuse_without_room(compressed, path)
+            for info in compressed:
+                with archive.open(info) as stream:
+                    arrays[info.filename.removesuffix(".npy")] = _unpacked(stream, info.file_size)
     if compressed:
-        notes.append(f"{shown(path.name)} is compressed and was loaded into memory as a whole")
+        notes.append(f"{shown(path.name)} is compressed and was unpacked into temporary files")
     return arrays
+
+
+def _refuse_without_room(entries: Sequence[zipfile.ZipInfo], path: Path) -> None:
+    """Refuse what no disk here has room for, before anything is unpacked."""
+    needed = sum(info.file_size for info in entries)
+    folder = tempfile.gettempdir()
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise FeedError(
+            f"{shown(str(path))} needs {size(needed)} of room in {folder} to be unpacked, got"
+            f" {size(free)}; write it with numpy.savez, which needs none"
+        )
+
+
+def _unpacked(stream: IO[bytes], room: int) -> Array:
+    """An entry that is compressed, as an array in a file without a name, not in memory."""
+    shape, fortran, dtype = array_header(stream, room)
+    if 0 in shape or not shape:
+        return np.frombuffer(stream.read(dtype.itemsize * prod(shape)), dtype).reshape(shape)
+    with tempfile.TemporaryFile(prefix="calib8-feed-") as file:
+        shutil.copyfileobj(stream, file, 1 << 20)
+        file.flush()
+        return np.memmap(file, dtype, "r", 0, shape, "F" if fortran else "C")
 
 
 def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
@@ -321,16 +354,7 @@ def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
         raise zipfile.BadZipFile("a local header is damaged")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     raw.seek(info.header_offset + 30 + names)
-    version = np.lib.format.read_magic(raw)
-    read_header = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }.get(version)
-    if read_header is None:
-        raise ValueError(f"numpy format {version} is not known")
-    shape, fortran, dtype = read_header(raw)
-    if dtype.hasobject:
-        raise ValueError("it holds Python objects")
+    shape, fortran, dtype = array_header(raw, info.file_size)
     if 0 in shape or not shape:
         return np.fromfile(raw, dtype, count=int(np.prod(shape))).reshape(shape)
     return np.memmap(path, dtype, "r", raw.tell(), shape, "F" if fortran else "C")

@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from deploy.errors import FeedError
+from deploy.reading import read_bytes
 from deploy.tensors import Array
 
 SUFFIXES = frozenset(
     (".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp")
 )
 _LARGEST_LIST = 256 << 20
+_KINDS = "a folder of images, a UTF-8 list of them, an image, an .npy or an .npz file"
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -176,14 +178,9 @@ def _unreadable(error: OSError) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    data = read_bytes(path, what=_KINDS, error=FeedError, most=_LARGEST_LIST)
     try:
-        if not path.is_file():
-            raise _not_a_list(path)
-        if path.stat().st_size > _LARGEST_LIST:
-            raise FeedError(f"{shown(str(path))} is over 256 MB: not a list of images")
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise FeedError(f"{shown(str(path))} cannot be read: {error.strerror}") from error
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _not_a_list(path) from error
     if "\0" in text:
@@ -196,8 +193,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _not_a_list(path: Path) -> FeedError:
     return FeedError(
-        f"{shown(str(path))} must be a folder of images, a UTF-8 list of them, an image, an .npy"
-        " or an .npz file, got a file that is none of these; check the path"
+        f"{shown(str(path))} must be {_KINDS}, got a file that is none of these; check the path"
     )
 
 

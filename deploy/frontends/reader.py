@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import ModelError
 from deploy.graph.index import all_nodes, subgraphs
+from deploy.reading import opened, read_bytes
 
 if TYPE_CHECKING:
     import onnx
@@ -36,7 +37,8 @@ def read_model(path: Path) -> onnx.ModelProto:
     Raises:
         ModelError: no such file, not ONNX, truncated, too large, or external data amiss.
     """
-    model = parse_model(_read_bytes(path), str(path))
+    data = read_bytes(path, what="an ONNX file", error=ModelError, most=_LIMIT)
+    model = parse_model(data, str(path))
     _read_external(model, path)
     return model
 
@@ -70,26 +72,6 @@ def refuse_external(model: onnx.ModelProto) -> None:
             f"a model given in memory must hold its weights, got '{tensor.name}' in an external "
             "file; give the path of the model, or call onnx.load_external_data_for_model first"
         )
-
-
-def _read_bytes(path: Path) -> bytes:
-    if path.is_dir():
-        raise ModelError(f"{path} must be an ONNX file, got a folder; name the file in it")
-    if not path.exists():
-        raise ModelError(f"{path} must be an ONNX file, got nothing there; check the path")
-    if not path.is_file():
-        raise ModelError(f"{path} must be an ONNX file, got a device or pipe; check the path")
-    try:
-        if path.stat().st_size > _LIMIT:
-            raise ModelError(
-                f"{path} must be below 2 GB, the limit of one protobuf message, got "
-                f"{path.stat().st_size / 2**30:.1f} GB; use a smaller model"
-            )
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(
-            f"{path} must be readable, got: {error.strerror or error}; check its permissions"
-        ) from error
 
 
 def _refuse_others(data: bytes, shown: str) -> None:
@@ -150,26 +132,22 @@ def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> bytes:
     except ValueError:
         offset, length = -1, -1
     file = _external_file(path, name, location)
-    size = file.stat().st_size
-    length = size - offset if length < 0 else length
-    if offset < 0 or length < 0 or offset + length > size:
-        raise ModelError(
-            f"external data of '{name}' must lie within its file, got bytes {offset} to "
-            f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
-        )
-    if length > room:
-        raise ModelError(
-            f"{path} with its external data must be below 2 GB, got more; use a smaller model"
-        )
-    try:
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            return stream.read(length)
-    except OSError as error:
-        raise ModelError(
-            f"external data {file} must be readable, got: {error.strerror or error}; "
-            "check its permissions"
-        ) from error
+    with opened(
+        file, what=f"the external data of '{name}', beside the model", error=ModelError
+    ) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = size - offset if length < 0 else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise ModelError(
+                f"external data of '{name}' must lie within its file, got bytes {offset} to "
+                f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
+            )
+        if length > room:
+            raise ModelError(
+                f"{path} with its external data must be below 2 GB, got more; use a smaller model"
+            )
+        stream.seek(offset)
+        return stream.read(length)
 
 
 def _external_file(path: Path, name: str, location: str) -> Path:
@@ -180,10 +158,5 @@ def _external_file(path: Path, name: str, location: str) -> Path:
         raise ModelError(
             f"external data of '{name}' must lie in the model's folder, got {location!a}; "
             "put the file itself, not a link to it, beside the model and save its relative location"
-        )
-    if not file.is_file():
-        raise ModelError(
-            f"external data of '{name}' must lie beside the model, got no file {file}; "
-            "copy it there under that name"
         )
     return file

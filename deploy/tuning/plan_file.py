@@ -31,6 +31,7 @@ from deploy import atomic
 from deploy.calibration.choices import Choices
 from deploy.calibration.search import Method
 from deploy.errors import ConfigError
+from deploy.reading import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -134,12 +135,12 @@ def read_plan(path: Path) -> PlanFile:
     Raises:
         ConfigError: it cannot be read, or is no plan.
     """
+    what = "a TOML file that calib8 wrote as a plan"
+    text = read_text(path, what=what, error=ConfigError, own=True)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"a plan must be a TOML file that calib8 wrote, got {path}: {error}"
-        ) from (error)
+        data = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} must be {what}, got: {error}; build again without it") from error
     if data.get("schema") != SCHEMA:
         raise ConfigError(
             f"a plan must begin with schema = {_word(SCHEMA)}, got {path} with"

@@ -23,6 +23,7 @@ from calibrators.legacy import QUANTILE
 from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.subject import Subject
+from deploy.errors import ExportError
 from deploy.graph.edit import copied, replace_nodes
 from deploy.targets.tensorrt.cache_tools import original_of
 from deploy.targets.tensorrt.naming import (
@@ -75,6 +76,21 @@ def entries(subject: Subject, parser: str | None) -> list[CacheTensor]:
     original = original_of(subject.given)
     model = subject.unfolded.model if own else subject.model
     return cache_tensors(model, version=version_of(subject), parser=parser, original=original)
+
+
+def refuse_names(model: onnx.ModelProto) -> None:
+    """Refuse a model that TensorRT's cache cannot tell of, before anything is observed.
+
+    Raises:
+        ExportError: a tensor's name that no line can hold.
+    """
+    names = [name for node in model.graph.node for name in node.output if name]
+    for name in (*(value.name for value in model.graph.input), *names):
+        if not trt_cache.holds(name):
+            raise ExportError(
+                f"TensorRT's cache holds one line a tensor, so a name has no line break, got"
+                f" {name!r}; rename the tensor in the model, or leave the target away"
+            )
 
 
 def text(subject: Subject, found: Found, parser: str | None) -> bytes:
