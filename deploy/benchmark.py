@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Protocol
 
 import numpy as np
@@ -334,7 +335,7 @@ def _shape(spec: TensorSpec, given: Sequence[int] | None) -> tuple[int, ...]:
         )
         raise ConfigError(
             f"every dimension of an input but the batch must be known, got {_words(spec)}"
-            f" for {spec.name!r}; give it, e.g. --shape {spec.name}:{example}"
+            f" for {spec.name!r}; give it, e.g. --shape {quote(f'{spec.name}:{example}')}"
         )
     return tuple(int(dim) for dim in dims if isinstance(dim, int))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, overload
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample, in_order
 from deploy.frontends.reader import read_model
-from deploy.graph.edit import with_outputs
+from deploy.graph.edit import name_nodes, with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.precision import GroundTruth
@@ -275,10 +275,14 @@ def evaluation_of(
 def float_model(loaded: LoadedModel) -> Path | bytes:
     """The user's own file where there is one, so that its speed is what is compared with.
 
+    Its bytes where ONNX Runtime does not open the file by its path or its names.
+
     Not a float16 file: the CPU casts around its nodes, and int8 would look better than it is.
     """
     if loaded.source is not None and loaded.source.suffix != ".py" and not loaded.widened:
-        if is_text(loaded.source):
+        if is_text(loaded.source) and not loaded.renamed:
             return loaded.source
-        return bytes(read_model(loaded.source).SerializeToString())  # weights beside it too
+        given = read_model(loaded.source)  # with the weights beside it
+        name_nodes(given.graph)
+        return bytes(given.SerializeToString())
     return bytes(loaded.model.SerializeToString())

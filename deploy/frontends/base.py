@@ -29,6 +29,7 @@ class LoadedModel:
         inputs: what must be fed, in the model's order.
         outputs: what the model gives, in the model's order.
         widened: whether the original computes in float16 what `model` computes in float32.
+        renamed: whether nodes of the original share names, which ONNX Runtime does not load.
     """
 
     model: onnx.ModelProto
@@ -39,6 +40,7 @@ class LoadedModel:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     widened: bool = False
+    renamed: bool = False
 
 
 # (path, or "path.py:factory", or a model in memory; fold_batchnorm) -> LoadedModel

@@ -39,13 +39,24 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         checks.check_names(model)
         _check(model)
         digest = model_digest(model)
+        shared = _shared_names(model.graph)
         model, notes, widened = _clean(model, fold_batchnorm)
         _check_cleaned(model)
     except ModelError as error:  # a name in a broken model may hold line breaks and worse
         raise ModelError(_printable(str(error))) from error.__cause__
     name = path.stem if path else model.graph.name or "model"
     inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
-    return LoadedModel(model, path, name, digest, tuple(notes), inputs, outputs, widened)
+    if shared:
+        notes.insert(0, f"Renamed {_count(shared, 'node')} whose name another node has.")
+    return LoadedModel(
+        model, path, name, digest, tuple(notes), inputs, outputs, widened, renamed=bool(shared)
+    )
+
+
+def _shared_names(graph: onnx.GraphProto) -> int:
+    """How many nodes have a name that one before them has."""
+    names = [node.name for node in graph.node if node.name]
+    return len(names) - len(set(names))
 
 
 def _read(source: str | Path | onnx.ModelProto) -> tuple[Path | None, onnx.ModelProto]:

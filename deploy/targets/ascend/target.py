@@ -291,9 +291,10 @@ class Ascend:
             aipp=files.get("AIPP configuration"),
             compression=files.get("compression options"),
         )
-        files["atc command"] = atomic.write_text(
-            request.folder / f"{request.name}_atc.sh", f"#!/bin/sh\n{shell(command)}\n"
-        )
+        script = f"#!/bin/sh\n{shell(command)}\n".encode(
+            "utf-8", "surrogateescape"
+        )  # paths' own bytes
+        files["atc command"] = atomic.write_bytes(request.folder / f"{request.name}_atc.sh", script)
         if options.soc is None:
             return None, [f"No .om: name the chip with --soc. The command: {shell(command)}"]
         if which("atc") is None:
