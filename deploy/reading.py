@@ -67,12 +67,7 @@ def read_text(
         error: as `read_bytes`, or other bytes than UTF-8.
     """
     data = read_bytes(path, what=what, error=error, most=most, own=own)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as wrong:
-        raise error(
-            f"{os.fspath(path)} must be {what} in UTF-8, got other bytes; save it as UTF-8"
-        ) from wrong
+    return _decoded(data, f"{os.fspath(path)} must be {what}", error)
 
 
 @contextmanager
@@ -113,11 +108,11 @@ def read_json(
     return from_json(text, rule=f"{os.fspath(path)} must be {what}", error=error)
 
 
-def from_json(text: str, *, rule: str, error: type[Calib8Error], **hooks: Any) -> Any:
+def from_json(text: str | bytes, *, rule: str, error: type[Calib8Error], **hooks: Any) -> Any:
     """The value of a JSON text.
 
     Args:
-        text: the JSON.
+        text: the JSON, bytes in UTF-8.
         rule: that it must obey, as the sentence begins.
         error: class of what is raised.
         hooks: of `json.loads`.
@@ -125,6 +120,8 @@ def from_json(text: str, *, rule: str, error: type[Calib8Error], **hooks: Any) -
     Raises:
         error: no JSON, or nested deeper than `MOST_NESTING`.
     """
+    if isinstance(text, bytes):
+        text = _decoded(text, rule, error)
     if nested(text):
         raise error(
             f"{rule}, got JSON of over {MOST_NESTING} brackets in each other; write it flat"
@@ -145,6 +142,13 @@ def nested(text: str, most: int = MOST_NESTING) -> bool:
     for _ in range(most):  # each round takes the innermost pairs away
         left = left.replace(b"[]", b"")
     return b"[]" in left or left.count(b"[") > most
+
+
+def _decoded(data: bytes, rule: str, error: type[Calib8Error]) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as wrong:
+        raise error(f"{rule} in UTF-8, got other bytes; save it as UTF-8") from wrong
 
 
 def refuse_irregular(path: Place, *, what: str, error: type[Calib8Error]) -> None:

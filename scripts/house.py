@@ -40,10 +40,11 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.metrics",
         "deploy.graph",
         "deploy.ort deploy.openvino",
-        "deploy.tensors deploy.stamped deploy.atomic deploy.progress deploy.machine"
-        " deploy.usercode",
+        "deploy.manifest",
+        "deploy.staging deploy.stamped",
+        "deploy.tensors deploy.atomic deploy.progress deploy.machine deploy.usercode",
         "deploy.archives deploy.reading",
-        "deploy.inputs deploy.terminal",
+        "deploy.inputs deploy.terminal deploy.locks",
         "deploy.version deploy.errors",
         "calibrators",
     )
