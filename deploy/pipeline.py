@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.searches import DEFAULT_METHOD
 from deploy import manifest
-from deploy.calibration import store
+from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import NO_CHOICES
 from deploy.calibration.fingerprint import Fingerprint
@@ -180,10 +180,11 @@ def _calibrated(
     else:
         fingerprint = _fingerprint(subject, feed)
         verdict = judge(policy, fingerprint, each_once(wanted))
-        observed = _completed(verdict, feed, threads=workers, progress=progress, runs=runs)
+        able = afford.workers(verdict.missing, subject.model, workers)
+        observed = _completed(verdict, feed, threads=able, progress=progress, runs=runs)
         ranges = Ranges(observed, subject.method, subject.bounds)
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
-        notes = own.notes if own else ()
+        notes = (*_fewer(able, workers), *(own.notes if own else ()))
         calibration = Calibration(observed=observed, fingerprint=fingerprint)
         text = own.text if own else None
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
@@ -271,6 +272,7 @@ def build(
         evaluation = open_feed(eval_images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad)
     known = labels_of(labels, evaluation) if isinstance(labels, Annotations) else labels
     workers = threads or default_threads()
+    afford.refuse_full_disk(folder, loaded.model, len(built_for))
     with staged(folder) as stage:
         calibrated = _calibrated(
             loaded,
@@ -449,6 +451,13 @@ def _completed(
             runs=runs,
         )
     return verdict.observed.and_also(new)
+
+
+def _fewer(able: int, asked: int) -> tuple[str, ...]:
+    """What to say where memory does not suffice for all workers."""
+    if able >= asked:
+        return ()
+    return (f"calibrated with {able} of {asked} threads: memory does not suffice for more.",)
 
 
 def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> CacheText | None:

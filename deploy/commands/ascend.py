@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.numbers import Real
 from deploy.commands.options import (
     ImageOptions,
     image_options,
@@ -117,7 +118,7 @@ def check(path: Path, model: Path | None) -> None:
 @sections.option(
     "--max-loss",
     section=sections.MEASURING,
-    type=click.FloatRange(0, 1),
+    type=Real(0, 1),
     default=0.01,
     show_default=True,
     help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",

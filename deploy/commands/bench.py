@@ -9,6 +9,7 @@ import click
 from deploy.commands import given as given_flags
 from deploy.commands import sections
 from deploy.commands.inputs import Inputs, input_options
+from deploy.commands.numbers import THREADS, Real
 from deploy.commands.targets import Given, made, own_options
 from deploy.errors import ConfigError
 from deploy.terminal import say_lines
@@ -37,14 +38,14 @@ from deploy.terminal import say_lines
 @sections.option(
     "--threads",
     section=sections.MEASURING,
-    type=click.IntRange(min=1),
+    type=THREADS,
     metavar="N",
     help="Threads of an engine on the CPU.  [default: every core]",
 )
 @sections.option(
     "--warmup",
     section=sections.MEASURING,
-    type=click.FloatRange(min=0),
+    type=Real(min=0),
     default=200,
     show_default=True,
     metavar="MS",
@@ -53,7 +54,7 @@ from deploy.terminal import say_lines
 @sections.option(
     "--duration",
     section=sections.MEASURING,
-    type=click.FloatRange(min=0),
+    type=Real(min=0),
     default=3,
     show_default=True,
     metavar="S",
@@ -71,7 +72,7 @@ from deploy.terminal import say_lines
 @sections.option(
     "--seed",
     section=sections.MEASURING,
-    type=int,
+    type=click.IntRange(min=0),
     default=0,
     show_default=True,
     metavar="N",

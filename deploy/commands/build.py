@@ -10,6 +10,7 @@ import click
 
 from deploy.commands import sections
 from deploy.commands.model import model_from, model_options
+from deploy.commands.numbers import Real
 from deploy.commands.options import (
     CalibrationOptions,
     ImageOptions,
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 @sections.option(
     "--duration",
     section=sections.MEASURING,
-    type=click.FloatRange(min=0),
+    type=Real(min=0),
     default=3.0,
     show_default=True,
     help="Seconds of latency runs a model; 0 leaves them out.",

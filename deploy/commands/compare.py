@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.numbers import Real
 from deploy.commands.options import ImageOptions, image_options
 from deploy.terminal import say_lines
 
@@ -28,7 +29,7 @@ _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a f
 @sections.option(
     "--min-sqnr",
     section=sections.MEASURING,
-    type=float,
+    type=Real(),
     default=20.0,
     show_default=True,
     metavar="DB",

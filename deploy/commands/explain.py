@@ -8,6 +8,7 @@ import click
 
 from deploy.commands import given, sections
 from deploy.commands.inputs import Inputs, input_options
+from deploy.commands.numbers import THREADS
 from deploy.terminal import say_lines
 
 
@@ -39,7 +40,7 @@ from deploy.terminal import say_lines
 @sections.option(
     "--threads",
     section=sections.IMAGES,
-    type=click.IntRange(min=1),
+    type=THREADS,
     help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
 )
 @sections.option(

@@ -370,9 +370,15 @@ class _Spool:
 
     def append(self, item: Item) -> None:
         offsets = {}
-        for name, array in item.items():
-            offsets[name] = self._file.tell()
-            np.lib.format.write_array(self._file, array, allow_pickle=False)
+        try:
+            for name, array in item.items():
+                offsets[name] = self._file.tell()
+                np.lib.format.write_array(self._file, array, allow_pickle=False)
+        except OSError as error:
+            raise FeedError(
+                f"the iterable must fit into a temporary file, got: {error.strerror or error}; free"
+                " some of the disk, or set TMPDIR to another"
+            ) from error
         self._offsets.append(offsets)
 
     def __len__(self) -> int:
