@@ -19,7 +19,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -108,14 +108,22 @@ def read_json(
     return from_json(text, rule=f"{os.fspath(path)} must be {what}", error=error)
 
 
-def from_json(text: str | bytes, *, rule: str, error: type[Calib8Error], **hooks: Any) -> Any:
+def from_json(
+    text: str | bytes,
+    *,
+    rule: str,
+    error: type[Calib8Error],
+    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    constant: Callable[[str], Any] | None = None,
+) -> Any:
     """The value of a JSON text.
 
     Args:
         text: the JSON, bytes in UTF-8.
         rule: that it must obey, as the sentence begins.
         error: class of what is raised.
-        hooks: of `json.loads`.
+        pairs: makes an object of its keys and values; None a dict.
+        constant: makes a value of NaN, Infinity or -Infinity; None a float.
 
     Raises:
         error: no JSON, or nested deeper than `MOST_NESTING`.
@@ -127,7 +135,7 @@ def from_json(text: str | bytes, *, rule: str, error: type[Calib8Error], **hooks
             f"{rule}, got JSON of over {MOST_NESTING} brackets in each other; write it flat"
         )
     try:
-        return json.loads(text, **hooks)
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as wrong:
         said = f"{wrong.msg} at line {wrong.lineno}"
     except ValueError as wrong:  # a whole number of thousands of digits

@@ -290,3 +290,15 @@ def test_only_the_text_of_tensorrt_minds_a_line_break_in_a_name(run, model, pict
     assert run(*words, "--target", "onnxruntime,ascend", "--require-cache")[0] == 0
     code, said = run(*words, "--target", "tensorrt", "--out", tmp_path / "p")
     assert code == 1 and "rename the tensor" in said and not list((tmp_path / "p").glob("*.cache"))
+
+
+def test_a_name_in_a_remedy_is_quoted(run, tmp_path):
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["in;touch Y"], ["y"])], "g",
+        [value("in;touch Y", TensorProto.FLOAT, [1, "h"])], [value("y", TensorProto.FLOAT, None)],
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "m.onnx")
+    code, said = run("bench", tmp_path / "m.onnx", "--duration", 0)
+    assert code == 1 and "--shape 'in;touch Y:1x224'" in said

@@ -118,6 +118,8 @@ def refusal(path, text):
         (b"\xff\xfe" + GOOD.encode("utf-16-le"), "must be a TOML file"),
         (b"\x00" * 40, "must be a TOML file"),
         ("x = " + "[" * 100_000, "must be a TOML file"),
+        (".".join("a" * 50_000) + " = 1", "keys of over 64 dots"),
+        ('"a.b" . ' + " . ".join("a" * 50_000) + ' = "c"', "keys of over 64 dots"),
         (GOOD + GOOD, "must be a TOML file"),
     ],
 )

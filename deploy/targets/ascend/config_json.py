@@ -122,9 +122,7 @@ def _json(text: str, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what} must hold finite numbers, got {word}")
 
     rule = f"{what} must be JSON"
-    data = from_json(
-        text, rule=rule, error=ConfigError, object_pairs_hook=pairs, parse_constant=constant
-    )
+    data = from_json(text, rule=rule, error=ConfigError, pairs=pairs, constant=constant)
     if not isinstance(data, dict):
         raise ConfigError(f"{what} must be a JSON object, got {type(data).__name__}")
     return data
