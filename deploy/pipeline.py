@@ -43,6 +43,7 @@ from deploy.errors import (
 )
 from deploy.feed.annotated import ground_truth
 from deploy.feed.feed import Feed, FeedSource, open_feed
+from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
@@ -174,12 +175,12 @@ def _calibrated(
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
-        fingerprint = _fingerprint(subject, feed)
-        verdict = judge(policy, fingerprint, each_once(wanted))
+        verdict = judge(policy, lambda: _fingerprint(subject, feed), each_once(wanted))
         observed = _completed(verdict, feed, threads=workers, progress=progress, runs=runs)
         ranges = Ranges(observed, subject.method, subject.bounds)
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
         notes = own.notes if own else ()
+        fingerprint = verdict.of_all(_fingerprint(subject, feed))
         calibration = Calibration(observed=observed, fingerprint=fingerprint)
         keep(policy, subject, verdict, calibration, ranges, own.text if own else None)
     return Calibrated(
@@ -517,6 +518,8 @@ def _built(
             own, said = _repaired(target, chosen, repairs, progress=progress)
             built = target.build(own)
             results.append(replace(built, options=given(target), notes=(*said, *built.notes)))
+        except Changed:
+            raise
         except Calib8Error as error:
             errors.append(error)
             results.append(Built(target=target.name, error=str(error)))

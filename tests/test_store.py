@@ -23,8 +23,9 @@ STATISTICS = [
 FOLDED = Variant("folded", lambda _: None)
 TEXT = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 MARK = Fingerprint(
-    model="m", images={"count": 2}, preprocess={}, rule="histogram", versions={"a": 1}, method="mse"
-)
+    model="m", images={"count": 2}, order="ab", preprocess={}, rule="histogram",
+    versions={"a": 1}, method="mse",
+)  # fmt: skip
 BATCHES = st.lists(
     arrays.arrays(
         np.float32, (1, 3, 4), elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=False)
@@ -87,12 +88,12 @@ def test_each_observation_is_judged_by_itself(tmp_path):
     ]
     kept(path, here)
     more = [*here, observation(HistogramOf(), "z"), observation(HistogramOf(first=2))]
-    verdict = judge(CachePolicy(path=path), MARK, more)
+    verdict = judge(CachePolicy(path=path), lambda: MARK, more)
     assert set(verdict.observed) == {o.key for o in here}
     assert verdict.missing == tuple(more[2:]) and "lacks 2 observations" in verdict.reason
     with pytest.raises(CacheError, match="lacks 2 observations"):
-        judge(CachePolicy(path=path, require=True), MARK, more)
-    assert not judge(CachePolicy(path=path, require=True), MARK, here).missing
+        judge(CachePolicy(path=path, require=True), lambda: MARK, more)
+    assert not judge(CachePolicy(path=path, require=True), lambda: MARK, here).missing
 
 
 def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):

@@ -35,7 +35,7 @@ from deploy.errors import CacheError
 from deploy.inputs import refuse
 from deploy.stamped import sha256
 
-SCHEMA = 2
+SCHEMA = 3
 _MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `_pack` writes them
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal arrays, equal bytes
 
