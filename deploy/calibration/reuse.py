@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deploy import staging
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed, with_needs
+from deploy.calibration.peaks import Outlier
 from deploy.calibration.versions import of_observation
 from deploy.errors import CacheError
 from deploy.feed.feed import Feed
@@ -69,6 +71,13 @@ class Verdict:
     missing: tuple[Observation, ...]
     stored: store.Stored | None = None
 
+    @property
+    def outliers(self) -> tuple[Outlier, ...]:
+        """What the cache holds of samples that stand out, in what is not observed anew."""
+        anew = {(o.variant.key, o.tensor) for o in self.missing}
+        known = () if self.stored is None else self.stored.outliers
+        return tuple(one for one in known if (one.variant, one.tensor) not in anew)
+
     def of_all(self, fingerprint: Fingerprint) -> Fingerprint:
         """The fingerprint of what the cache holds and what was observed beside it.
 
@@ -95,6 +104,10 @@ def judge(
     """
     listed = with_needs(wanted)
     verdict = _judged(policy, fingerprint, listed)
+    if verdict.missing and policy.path is not None and not policy.refresh:
+        kept = _judged(replace(policy, path=staging.kept(policy.path)), fingerprint, listed)
+        if len(kept.missing) < len(verdict.missing):
+            verdict = replace(kept, reason=f"of a run that did not end: {kept.reason}")
     if verdict.missing and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {verdict.reason}; leave --require-cache"

@@ -191,6 +191,18 @@ class Feed:
             "preprocess": self.preprocess.to_json() if self.preprocess else None,
         }
 
+    def digests(self, number: int) -> tuple[str, ...]:
+        """sha256 (hex) of each image or row of a sample, counted from 1; complete after a pass."""
+        good = [index for index in self._chosen if index not in self._skipped]
+        own = good[(number - 1) * self.batch : number * self.batch]
+        return tuple(digest.hex() for digest in self._seen.of(own))
+
+    def called(self) -> dict[str, str]:
+        """sha256 (hex) -> name of every image or row, known after a pass or a manifest."""
+        digests = self._seen.of(self._chosen)
+        names = map(self._source.told, self._chosen)
+        return {digest.hex(): name for digest, name in zip(digests, names, strict=True)}
+
     def _hash(self, index: int) -> None:
         try:
             self._load(index)
