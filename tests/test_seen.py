@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 import deploy.pipeline
+from deploy.calibration import versions
 from deploy.calibration.store import sidecars
 from deploy.errors import FeedError, ModelError
 from deploy.feed import images
@@ -231,6 +232,18 @@ def test_a_cache_of_an_older_form_is_told_and_made_anew(small_cnn, photos, tmp_p
     side.write_text(json.dumps(document))
     again = calibrate(small_cnn, photos, preprocess=UNIT, cache=cache)
     assert not again.reused and "is not a fingerprint that this version" in again.reason
+
+
+def test_another_decoder_is_told_and_arrays_have_none(small_cnn, photos, tmp_path, monkeypatch):
+    calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
+    calibrate(small_cnn, list(ROWS), cache=tmp_path / "r")
+    monkeypatch.setattr(images.opencv(), "__version__", "9.9.9")
+    again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
+    assert not again.reused and "-> 9.9.9" in again.reason
+    monkeypatch.setattr(versions, "DECODING", 99)
+    again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
+    assert not again.reused and again.reason.endswith("(decoding 1 -> 99)")
+    assert calibrate(small_cnn, list(ROWS), cache=tmp_path / "r").reused
 
 
 # ---- the model ------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ class Fingerprint:
         order: sha256 of the images' digests in their order.
         preprocess: what was done to the images, field by field; {} for arrays.
         rule: "order-independent", or TensorRT's rule with its batch size.
-        versions: format of the statistics and the version of the runtime that computed them.
+        versions: format of the statistics and the version of the runtime that computed them; of
+            images the decoder's too.
         method: search and its parameters.
     """
 

@@ -25,7 +25,7 @@ from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Outlier
-from deploy.calibration.versions import of_observation
+from deploy.calibration.versions import of_images, of_observation
 from deploy.errors import CacheError
 from deploy.feed.feed import Feed
 from deploy.frontends import LoadedModel
@@ -122,7 +122,6 @@ def fingerprint_of(
     *,
     rule: str,
     method: str,
-    versions: Mapping[str, str | int] | None = None,
 ) -> Fingerprint:
     """The fingerprint of calibrating this model on this feed.
 
@@ -131,7 +130,6 @@ def fingerprint_of(
         feed: the calibration samples.
         rule: range rule of the statistics.
         method: search and its parameters.
-        versions: what the result depends on beside the versions of every observation.
     """
     manifest = feed.manifest()
     preprocess, order = manifest.pop("preprocess") or {}, manifest.pop("ordered_sha256")
@@ -141,7 +139,7 @@ def fingerprint_of(
         order=order,
         preprocess=preprocess,
         rule=rule,
-        versions={**of_observation(), **(versions or {})},
+        versions={**of_observation(), **(of_images() if manifest["kind"] == "images" else {})},
         method=method,
     )
 

@@ -5,8 +5,8 @@ upper byte), alpha dropped, grey repeated to three channels where colour is aske
 orientation applied, the first picture of an animation.
 
 A damaged picture is no picture, even where a decoder makes one of it. PNG has checksums; of a JPEG
-libjpeg tells what is amiss. WebP has neither: one that is damaged inside decodes to other pixels,
-and nobody can say so.
+libjpeg tells what is amiss. WebP has neither: libwebp refuses data that end too early, and of other
+damage inside nobody can tell.
 """
 
 from __future__ import annotations
