@@ -2,6 +2,7 @@
 
 import sys
 import zlib
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -125,6 +126,34 @@ def test_only_decoders_are_overheard(capfd):
     with overheard() as said:
         print("a progress bar", file=sys.stderr, flush=True)
     assert said == [] and "a progress bar" in capfd.readouterr().err
+    cv2.imdecode(np.frombuffer(JPEG[:1000] + b"\xff\xd9", np.uint8), 1)
+    assert "Corrupt JPEG data" in capfd.readouterr().err  # afterwards the screen is as it was
+
+
+@pytest.mark.parametrize(
+    "words, damage",
+    [
+        ("Corrupt JPEG data: bad Huffman code", True),
+        ("Corrupt JPEG data: found marker 0xd0 instead of RST3", True),
+        ("Premature end of JPEG file", True),
+        ("Inconsistent progression sequence for component 0 coefficient 1", True),
+        ("Corrupt JPEG data: bad ICC marker", False),
+        ("Unknown Adobe color transform code 7", False),
+        ("Warning: unknown JFIF revision number 7.01", False),
+        ("libpng warning: iCCP: known incorrect sRGB profile", False),
+    ],
+)
+def test_which_words_mean_damage(monkeypatch, words, damage):
+    @contextmanager
+    def hears():
+        yield [words]
+
+    monkeypatch.setattr(images, "overheard", hears)
+    if not damage:
+        images.decode(JPEG, "it.jpg", grey=False)
+        return
+    with pytest.raises(FeedError, match=words):
+        images.decode(JPEG, "it.jpg", grey=False)
 
 
 # ---- size -----------------------------------------------------------------------------------

@@ -12,11 +12,15 @@ import pytest
 import deploy.pipeline
 from deploy.calibration import versions
 from deploy.calibration.store import sidecars
+from deploy.calibration.subject import Subject
 from deploy.errors import FeedError, ModelError
 from deploy.feed import images
 from deploy.feed.feed import open_feed
+from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Preprocess
+from deploy.frontends import load
 from deploy.pipeline import CachePolicy, Tuning, build, calibrate
+from deploy.targets.ascend.target import Ascend
 from deploy.tensors import TensorSpec
 
 UNIT = Preprocess(size=(16, 16))
@@ -150,6 +154,26 @@ def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_p
         build(
             small_cnn, pictures, preprocess=UNIT, out=tmp_path / "o", eval_images=photos,
             duration_s=0, tuning=Tuning(effort=0),
+        )  # fmt: skip
+
+
+def of_changed(*_, **__):
+    raise Changed("image 11.png changed while calib8 ran; run again")
+
+
+def test_the_search_does_not_pass_over_it(small_cnn, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.tuning.unseen.observe", of_changed)
+    with pytest.raises(FeedError, match=CHANGED):
+        build(small_cnn, pictures, preprocess=UNIT, out=tmp_path / "o", duration_s=0)
+    assert not list((tmp_path / "o").glob("*.onnx"))
+
+
+def test_it_is_no_failure_of_one_target(small_cnn, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(Ascend, "build", of_changed)
+    with pytest.raises(FeedError, match=CHANGED):
+        build(
+            small_cnn, pictures, preprocess=UNIT, out=tmp_path / "o", duration_s=0,
+            targets=["onnxruntime", "ascend"], tuning=Tuning(effort=0),
         )  # fmt: skip
 
 
@@ -298,6 +322,15 @@ def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, mo
     between(monkeypatch, "_demands", lambda: replaced(model))
     with pytest.raises(ModelError, match="changed while calib8 ran"):
         calibrate(model, pictures, preprocess=UNIT, targets=["tensorrt"], method="legacy")
+
+
+def test_the_graph_that_names_a_cache_is_the_one_that_was_loaded(small_cnn, tmp_path):
+    path = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
+    before, after = (Subject(loaded=load(path), given=path, samples=1) for _ in range(2))
+    assert len(before.original.graph.node) == len(onnx.load(path).graph.node)
+    replaced(path)
+    with pytest.raises(ModelError, match="changed while calib8 ran"):
+        _ = after.original
 
 
 def test_the_float_model_is_the_file_with_all_its_weights(model, pictures, tmp_path):

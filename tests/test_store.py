@@ -13,6 +13,7 @@ from calibrators.statistics import AmaxOf, HistogramOf
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed, Variant
+from deploy.calibration.peaks import Outlier
 from deploy.calibration.reuse import CachePolicy, judge
 from deploy.errors import CacheError
 
@@ -73,6 +74,9 @@ def observation(statistic, tensor="x", variant=FOLDED):
     return Observation(variant, tensor, statistic)
 
 
+ONE = [observation(HistogramOf())]
+
+
 def kept(path: Path, observations) -> None:
     batches = [np.arange(12, dtype=np.float32).reshape(1, 3, 4)]
     observed = Observed({o.key: recorded(o.statistic, batches) for o in observations})
@@ -106,6 +110,14 @@ def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):
         store.Calibration(observed=kept_x, fingerprint=MARK), path, text=TEXT, carried=arrays_of_y
     )
     assert set(store.load(path).keys) == set(stored.keys)
+
+
+def test_outliers_are_kept_with_their_observations_alone(tmp_path):
+    there, gone = (Outlier("folded", tensor, ("ab",), 9.5) for tensor in "xy")
+    observed = Observed({o.key: recorded(o.statistic, [np.ones((1, 3, 4))]) for o in ONE})
+    calibration = store.Calibration(observed=observed, fingerprint=MARK, outliers=(there, gone))
+    store.save(calibration, tmp_path / "c", text=TEXT)
+    assert store.load(tmp_path / "c").outliers == (there,)
 
 
 def test_the_same_observations_are_the_same_bytes_in_any_order(tmp_path):
