@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from deploy.calibration.peaks import FAR, Outlier, Peaks, standing_out
+from deploy.calibration.peaks import FAR, Outlier, Peaks, largest, standing_out
 from deploy.calibration.store import sidecars
 from deploy.cli import main
 from deploy.feed.feed import open_feed
@@ -23,7 +23,7 @@ WHERE = ("v", "t")
 def of(*amaxes: float) -> list[tuple[int, float]]:
     peaks = Peaks()
     for number, amax in enumerate(amaxes, 1):
-        peaks.add(WHERE, number, np.array([[amax / 2, -amax]], np.float32))
+        peaks.add(WHERE, number, largest(np.array([[amax / 2, -amax]], np.float32)))
     return [(number, times) for _, number, times in peaks.outliers()]
 
 
@@ -43,7 +43,7 @@ def test_parts_of_a_pass_find_what_one_finds():
     for parts in (2, 3, 7):
         split = [Peaks() for _ in range(parts)]
         for number, value in enumerate(values, 1):
-            split[number % parts].add(WHERE, number, np.array([value]))
+            split[number % parts].add(WHERE, number, float(value))
         for other in split[1:]:
             split[0].merge(other)
         assert [(n, t) for _, n, t in split[0].outliers()] == whole

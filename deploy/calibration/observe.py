@@ -31,7 +31,7 @@ from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
 from calibrators.statistics import Recorder
 from deploy.calibration.observation import Observation, Observed, with_needs
-from deploy.calibration.peaks import Peaks
+from deploy.calibration.peaks import Peaks, largest
 from deploy.errors import BackendError, FeedError
 from deploy.feed.parallel import Sample, in_order
 from deploy.graph.edit import with_outputs
@@ -181,15 +181,19 @@ class _Line:
     ) -> Iterator[_Waiting]:
         """Run one sample, record what has no order, and give what has."""
         for name, value in self.tap.run(sample):
-            if peaks is not None:
-                peaks.add((self.key, name), number, value)
+            amax: float | None = None
             for observation in self.readers[name]:
                 if not _reaches(observation.statistic.samples, number):
                     continue
                 if observation.statistic.ordered:
                     yield observation, value
-                else:
-                    _record(own[observation], observation, number, value)
+                    continue
+                recorder = own[observation]
+                _record(recorder, observation, number, value)
+                if isinstance(recorder, Histogram):  # which had to find it anyway
+                    amax = recorder.latest
+            if peaks is not None:
+                peaks.add((self.key, name), number, largest(value) if amax is None else amax)
 
 
 def _lines(observations: list[Observation], known: Observed) -> list[_Line]:

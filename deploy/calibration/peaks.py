@@ -48,6 +48,11 @@ class Outlier:
     times: float
 
 
+def largest(value: NDArray[np.floating]) -> float:
+    """Largest |x| of an array of any shape, in real units; 0 of an empty one."""
+    return max(float(value.max()), -float(value.min())) if value.size else 0.0
+
+
 class Peaks:
     """The largest samples of every tensor, in one pass or a part of it."""
 
@@ -55,9 +60,8 @@ class Peaks:
         self._largest: dict[Place, list[tuple[float, int]]] = {}
         self._seen: dict[Place, int] = {}
 
-    def add(self, place: Place, number: int, value: NDArray[np.floating]) -> None:
-        """Look at a tensor of sample `number`; any shape. What is not finite is told elsewhere."""
-        amax = max(float(value.max()), -float(value.min())) if value.size else 0.0
+    def add(self, place: Place, number: int, amax: float) -> None:
+        """Take the largest |x| of a tensor of sample `number`; of Inf is told elsewhere."""
         if math.isfinite(amax):
             self._seen[place] = self._seen.get(place, 0) + 1
             self._keep(place, (amax, -number))
