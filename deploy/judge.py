@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, overload
 
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample, in_order
-from deploy.frontends.reader import read_model
+from deploy.frontends.again import file_of
+from deploy.frontends.reader import parse_model
 from deploy.graph.edit import name_nodes, with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
@@ -23,7 +24,6 @@ from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
 from deploy.ort import OrtSession
 from deploy.progress import bar
-from deploy.reading import is_text
 from deploy.targets.base import Built
 from deploy.tensors import Array, Samples, Session
 
@@ -152,7 +152,7 @@ class _Ran:
 
 
 def judge(
-    original: Path | bytes,
+    original: bytes,
     candidates: Mapping[str, Candidate],
     over: Evaluation,
     inside: Inside,
@@ -272,17 +272,21 @@ def evaluation_of(
     )
 
 
-def float_model(loaded: LoadedModel) -> Path | bytes:
-    """The user's own file where there is one, so that its speed is what is compared with.
+def float_model(loaded: LoadedModel) -> bytes:
+    """The user's own file as it was loaded, so that its speed is what is compared with.
 
-    Its bytes where ONNX Runtime does not open the file by its path or its names.
+    With names of their own for nodes that share one, which ONNX Runtime does not load.
 
     Not a float16 file: the CPU casts around its nodes, and int8 would look better than it is.
+
+    Raises:
+        ModelError: the file changed since.
     """
-    if loaded.source is not None and loaded.source.suffix != ".py" and not loaded.widened:
-        if is_text(loaded.source) and not loaded.renamed:
-            return loaded.source
-        given = read_model(loaded.source)  # with the weights beside it
-        name_nodes(given.graph)
-        return bytes(given.SerializeToString())
-    return bytes(loaded.model.SerializeToString())
+    if loaded.widened:
+        return bytes(loaded.model.SerializeToString())
+    data = file_of(loaded)
+    if not loaded.renamed:
+        return data
+    given = parse_model(data, str(loaded.source))
+    name_nodes(given.graph)
+    return bytes(given.SerializeToString())

@@ -93,7 +93,7 @@ def calibrate(
         say(found.cost)
     for name, why in found.found.reasons.items():
         say(f"no scale for {name}: it {why}")
-    for note in (*found.notes, *found.feed.notes):
+    for note in (*found.warnings, *found.notes, *found.feed.notes):
         say(note)
     for name, why in found.failed.items():
         say(f"{name} failed: {why}", err=True)

@@ -72,7 +72,7 @@ def compare(
         )
     ours = read_model(first)
     theirs = ours if second is None else read_model(second)
-    whole = OrtSession.open(first, threads=threads)
+    whole = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
     feed = open_feed(images, whole.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     outputs = [value.name for value in ours.graph.output]
