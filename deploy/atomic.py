@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.errors import ExportError
 from deploy.inputs import refuse
+from deploy.locks import claimed, claimed_file
 
-_PREFIX = ".calib8-"
+PREFIX = ".calib8-"  # of what is not finished
 
 
 def write_bytes(path: Path, data: bytes) -> Path:
@@ -38,18 +39,18 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
     path = Path(path)
     refuse(path)
     try:
-        mode = _mode(path)
+        mode = mode_at(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=f"-{path.name}", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
+        handle, temporary = claimed_file(path.parent, prefix=PREFIX)
         try:
             fill(temporary)
             _flush(temporary)
             temporary.chmod(mode)
             temporary.replace(path)
+            flush_names(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+            os.close(handle)
     except OSError as error:
         raise ExportError(
             f"{path} must be writable, got: {error.strerror or error}; give another --out"
@@ -58,16 +59,11 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Remove temporary files that a killed process left in `folder`; gives how many.
-
-    Only files an hour old or more are removed, since a younger one may be another build's.
-    """
-    import time
-
+    """Remove temporary files that a killed process left in `folder`; gives how many."""
     removed = 0
-    for leftover in Path(folder).glob(f"{_PREFIX}*"):
+    for leftover in Path(folder).glob(f"{PREFIX}*"):
         try:
-            if time.time() - leftover.stat().st_mtime > 3600:
+            if leftover.is_file() and not claimed(leftover):
                 leftover.unlink()
                 removed += 1
         except OSError:  # another process was faster
@@ -79,6 +75,12 @@ def _write_all(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
+def flush_names(folder: Path) -> None:
+    """Have the names in a folder reach the disk, where the file system can be asked to."""
+    with suppress(OSError):
+        _flush(folder)
+
+
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -87,7 +89,7 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _mode(path: Path) -> int:
+def mode_at(path: Path) -> int:
     """Permissions of the file that is there, or of a new one."""
     try:
         return path.stat().st_mode & 0o777

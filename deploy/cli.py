@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.explain:explain",
         "What a build loses where, why it does, and what was tried.",
     ),
+    "verify": ("deploy.commands.verify:verify", "Whether a build is whole and as it was written."),
     "inspect": (
         "deploy.commands.inspect:inspect",
         "What would be quantized in a model and why not; what a cache holds.",

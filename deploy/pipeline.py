@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibrators.searches import DEFAULT_METHOD
-from deploy import atomic
+from deploy import manifest
 from deploy.calibration import store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import NO_CHOICES
@@ -54,6 +54,7 @@ from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import metric_of
 from deploy.progress import bar
 from deploy.report.verdict import Gates
+from deploy.staging import Stage, recover, staged
 from deploy.targets import TARGETS, Target, named
 from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
 from deploy.targets.options import given
@@ -138,6 +139,7 @@ def _calibrated(
     remember: tuple[int, int],
     repairs: Sequence[str] = (),
     folder: Path = Path(),
+    stage: Stage | None = None,
 ) -> Calibrated:
     """`calibrate` of a model that is loaded.
 
@@ -146,12 +148,14 @@ def _calibrated(
         remember: (first, spread) samples that will be asked for again.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         folder: where the targets will write.
+        stage: what its files wait in; a cache of the same folder appears with them.
     """
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     feed.remember(*remember)
     if policy.path is not None and not (policy.trust or policy.require):
+        recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)
     subject = Subject(
         loaded=loaded,
@@ -181,7 +185,8 @@ def _calibrated(
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
         notes = own.notes if own else ()
         calibration = Calibration(observed=observed, fingerprint=fingerprint)
-        keep(policy, subject, verdict, calibration, ranges, own.text if own else None)
+        text = own.text if own else None
+        keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
     return Calibrated(
         subject=subject,
         images=str(images) if isinstance(images, str | Path) else "arrays in memory",
@@ -246,71 +251,76 @@ def build(
     from deploy.judge import CALIBRATION_SAMPLES
     from deploy.measure import measured
     from deploy.repairs import DEFAULT, chosen
-    from deploy.results import write_report
+    from deploy.results import publish, write_report
 
     wish = tuning or Tuning()
     asked = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
     folder = Path(out)
-    atomic.remove_leftovers(folder)
     built_for = targets_of(targets)
-    own = None if metric is None else metric_of(metric)  # as the evaluation, opened first
+    score = None if metric is None else metric_of(metric)  # as the evaluation, opened first
     loaded = model if isinstance(model, LoadedModel) else load(model)
+    policy = _policy(cache)
+    cache_path = policy.path or folder / f"{loaded.name}.cache"
+    policy = replace(policy, path=cache_path)
+    plan_name = f"{loaded.name}.plan.toml"
+    if not policy.force:
+        fresh = [plan_name] if policy.refresh else []  # else it is read, and must be a plan
+        manifest.refuse_foreign(folder, [*written_by(built_for, loaded.name), *fresh])
     evaluation = None
     if eval_images is not None:  # opened first: a wrong path is told before anything is run
         evaluation = open_feed(eval_images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad)
     known = labels_of(labels, evaluation) if isinstance(labels, Annotations) else labels
-    policy = _policy(cache)
-    calibrated = _calibrated(
-        loaded,
-        _given(model),
-        images,
-        targets=built_for,
-        method=method,
-        preprocess=preprocess,
-        policy=replace(policy, path=policy.path or folder / f"{loaded.name}.cache"),
-        skip_bad=skip_bad,
-        limit=limit,
-        threads=threads,
-        float_nodes=float_nodes,
-        progress=progress,
-        remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
-        repairs=asked,
-        folder=folder,
-    )
-    plans, plan = _tuned(
-        built_for,
-        calibrated,
-        folder,
-        replace(wish, timed=duration_s > 0, fresh=policy.refresh),
-        method_asked=method is not None,
-        repairs=asked,
-        threads=threads or default_threads(),
-        progress=progress,
-    )
-    results = _built(
-        built_for,
-        calibrated,
-        folder,
-        threads or default_threads(),
-        plans,
-        repairs=asked,
-        progress=progress,
-    )
-    figures = measured(
-        calibrated.loaded,
-        built_for,
-        results,
-        calibration=calibrated.feed,
-        evaluation=evaluation,
-        labels=known,
-        metric=own,
-        duration_s=duration_s,
-        threads=threads or default_threads(),
-        progress=progress,
-    )
-    return write_report(
-        calibrated, results, figures, folder, plans=plans, plan=plan, gates=gates or Gates()
-    )
+    workers = threads or default_threads()
+    with staged(folder) as stage:
+        calibrated = _calibrated(
+            loaded,
+            _given(model),
+            images,
+            targets=built_for,
+            method=method,
+            preprocess=preprocess,
+            policy=policy,
+            skip_bad=skip_bad,
+            limit=limit,
+            threads=threads,
+            float_nodes=float_nodes,
+            progress=progress,
+            remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
+            repairs=asked,
+            folder=folder,
+            stage=stage,
+        )
+        plans, plan = _tuned(
+            built_for,
+            calibrated,
+            stage,
+            replace(wish, timed=duration_s > 0, fresh=policy.refresh),
+            method_asked=method is not None,
+            repairs=asked,
+            threads=workers,
+            progress=progress,
+        )
+        results = _built(
+            built_for, calibrated, stage, workers, plans, repairs=asked, progress=progress
+        )
+        figures = measured(
+            calibrated.loaded,
+            built_for,
+            results,
+            calibration=calibrated.feed,
+            evaluation=evaluation,
+            labels=known,
+            metric=score,
+            duration_s=duration_s,
+            threads=workers,
+            progress=progress,
+        )
+        report = write_report(
+            calibrated, results, figures, stage, plans=plans, plan=plan, gates=gates or Gates()
+        )
+        own = (*(path.name for path in store.files(cache_path)), plan_name)
+        publish(calibrated, built_for, stage, replacing=None if policy.force else own)
+    return report
 
 
 def labels_of(annotations: Annotations, evaluation: Feed | None) -> GroundTruth:
@@ -342,6 +352,14 @@ def targets_of(targets: Sequence[str | Target]) -> list[Target]:
             " the same; build the other one into another folder"
         )
     return found
+
+
+def written_by(targets: Iterable[Target], name: str) -> list[str]:
+    """Names of the files that a build of a model may write, but for its cache and plan."""
+    from deploy.results import PAGES
+
+    endings = [ending for target in targets for ending in target.writes]
+    return [manifest.NAME, *PAGES, *(f"{name}{ending}" for ending in endings)]
 
 
 def _demands(
@@ -439,10 +457,11 @@ def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> Ca
     return next((target.cache_text(subject, ranges) for target in writers), None)
 
 
-def _request(calibrated: Calibrated, folder: Path, threads: int) -> BuildRequest:
+def _request(calibrated: Calibrated, stage: Stage, threads: int) -> BuildRequest:
     return BuildRequest(
         subject=calibrated.subject,
-        folder=folder,
+        folder=stage.inside,
+        earlier=stage.folder,
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
@@ -453,7 +472,7 @@ def _request(calibrated: Calibrated, folder: Path, threads: int) -> BuildRequest
 def _tuned(
     targets: Sequence[Target],
     calibrated: Calibrated,
-    folder: Path,
+    stage: Stage,
     wish: Tuning,
     *,
     method_asked: bool,
@@ -466,9 +485,9 @@ def _tuned(
     Raises:
         ConfigError: a plan that does not fit the model.
     """
-    path = folder / f"{calibrated.loaded.name}.plan.toml"
-    known = plan_at(path, wish, calibrated.loaded.digest)
-    request = _request(calibrated, folder, threads)
+    name = f"{calibrated.loaded.name}.plan.toml"
+    known = plan_at(stage.folder / name, wish, calibrated.loaded.digest)
+    request = _request(calibrated, stage, threads)
     found = {}
     for target in targets:
         if target.name in calibrated.failed:
@@ -487,13 +506,13 @@ def _tuned(
             found[target.name] = Tuned(plan=TargetPlan(choices=NO_CHOICES))
     if not (wish.effort or wish.plan is not None or known.targets):
         return found, None
-    return found, keep_plan(path, known, found)
+    return found, keep_plan(stage.inside / name, known, found)
 
 
 def _built(
     targets: Sequence[Target],
     calibrated: Calibrated,
-    folder: Path,
+    stage: Stage,
     threads: int,
     plans: Mapping[str, Tuned],
     *,
@@ -505,7 +524,7 @@ def _built(
     Raises:
         Calib8Error: the one target that was asked for failed, or all did.
     """
-    request = _request(calibrated, folder, threads)
+    request = _request(calibrated, stage, threads)
     results: list[Built] = []
     errors: list[Calib8Error] = []
     for target in targets:

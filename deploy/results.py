@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ import numpy as np
 
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
-from deploy import atomic
+from deploy import atomic, manifest
 from deploy.graph.saturation import Bounds
 from deploy.machine import this_machine
 from deploy.report import (
@@ -37,42 +37,82 @@ from deploy.report import (
 )
 from deploy.report.verdict import Gates, verdict
 from deploy.report.words import PLAN
+from deploy.stamped import sha256
 from deploy.targets.base import Built
 from deploy.tensors import TensorSpec
+from deploy.version import __version__
 
 if TYPE_CHECKING:
     from deploy.calibration.calibrated import Calibrated
     from deploy.measure import Figures
+    from deploy.staging import Stage
+    from deploy.targets import Target
     from deploy.tuning.plan_file import TargetPlan
     from deploy.tuning.tune import Tuned
 
 _EVERYWHERE: Bounds = (-math.inf, math.inf)
+PAGES = ("report.json", "report.md", "report.html")
 
 
 def write_report(
     calibrated: Calibrated,
     built: Sequence[Built],
     figures: Figures,
-    folder: Path,
+    stage: Stage,
     *,
     plans: Mapping[str, Tuned],
     plan: Path | None,
     gates: Gates,
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html."""
-    report = gather(calibrated, built, figures, folder, plans=plans, plan=plan, gates=gates)
-    text = json.dumps(to_json(report), indent=1, allow_nan=False)
-    atomic.write_text(folder / "report.json", text + "\n")
-    atomic.write_text(folder / "report.md", to_markdown(report))
-    atomic.write_text(folder / "report.html", to_html(report))
+    report = gather(calibrated, built, figures, stage, plans=plans, plan=plan, gates=gates)
+    text = json.dumps(to_json(report), indent=1, allow_nan=False) + "\n"
+    for name, page in zip(PAGES, (text, to_markdown(report), to_html(report)), strict=True):
+        atomic.write_text(stage.inside / name, page)
     return report
+
+
+def publish(
+    calibrated: Calibrated,
+    targets: Sequence[Target],
+    stage: Stage,
+    *,
+    replacing: Collection[str] | None,
+) -> None:
+    """Let a build appear in its folder, with the manifest that makes it one.
+
+    Args:
+        calibrated: what it was built from.
+        targets: what it was built for.
+        stage: where all of it was written.
+        replacing: names that may be replaced though no manifest tells of them; None for all.
+
+    Raises:
+        ExportError: another file would be replaced, or the disk refuses.
+    """
+    made_from = {
+        "calib8": __version__,
+        "model": {"name": calibrated.loaded.name, "sha256": calibrated.loaded.digest},
+        "images": calibrated.feed.manifest(),
+        "method": calibrated.method.label,
+        "targets": [target.name for target in targets],
+    }
+
+    def complete() -> None:
+        names = stage.names()
+        if replacing is not None:
+            others = [name for name in names if name not in replacing]
+            manifest.refuse_foreign(stage.folder, others)
+        manifest.write(stage.inside, stage.folder, names, made_from)
+
+    stage.publish(complete)
 
 
 def gather(
     calibrated: Calibrated,
     built: Sequence[Built],
     figures: Figures,
-    folder: Path,
+    stage: Stage,
     *,
     plans: Mapping[str, Tuned] | None = None,
     plan: Path | None = None,
@@ -84,17 +124,17 @@ def gather(
         calibrated: the calibration.
         built: what each target made, or why it failed.
         figures: what was measured.
-        folder: where the report is written.
+        stage: where everything was written, and where it will be.
         plans: what was settled for each target before it was built.
         plan: the file that keeps it; None where there is none.
         gates: what the user demands of the engines.
     """
     settled = plans or {}
     loaded, feed = calibrated.loaded, calibrated.feed
-    manifest = feed.manifest()
-    kept = {"calibration cache": calibrated.cache, PLAN: plan}
+    fed = feed.manifest()
+    kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
     common = {role: path for role, path in kept.items() if path is not None}
-    report_page = FileRow(role="report", path=str(folder / "report.html"))
+    report_page = FileRow(role="report", path=str(stage.folder / "report.html"))
     return Report(
         title=f"calib8: {loaded.name} in int8 for {', '.join(r.target for r in built)}",
         model=ModelPart(
@@ -108,25 +148,29 @@ def gather(
         feed=FeedPart(
             source=calibrated.images,
             samples=feed.count,
-            preprocess=manifest.get("preprocess") or {},
+            preprocess=fed.get("preprocess") or {},
             skipped=feed.skipped,
-            digest=manifest.get("sha256"),
+            digest=fed.get("sha256"),
         ),
         calibration=_calibration(calibrated, built),
         targets=tuple(
-            _target(calibrated, figures, result, settled.get(result.target)) for result in built
+            _target(calibrated, figures, result, settled.get(result.target), stage)
+            for result in built
         ),
-        engines=_judged(figures, built, gates or Gates()),
+        engines=_judged(figures, built, gates or Gates(), stage),
         machine=this_machine(),
-        files=(*_files(common), report_page),
+        files=(*_files(common, stage), report_page),
         work=_work(calibrated, figures),
         notes=(*feed.notes, *calibrated.repairs, *_troubles(calibrated), *figures.notes),
     )
 
 
-def _judged(figures: Figures, built: Sequence[Built], gates: Gates) -> tuple[EngineRow, ...]:
+def _judged(
+    figures: Figures, built: Sequence[Built], gates: Gates, stage: Stage
+) -> tuple[EngineRow, ...]:
     """The engines' rows, each with its verdict; the float model and what failed have none."""
     reference, *rows = figures.engines
+    rows = [replace(row, path=_final(row.path, stage)) for row in rows]
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
     failed = figures.failed
     judged = (
@@ -194,7 +238,7 @@ def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationP
 
 
 def _target(
-    calibrated: Calibrated, figures: Figures, built: Built, plan: Tuned | None
+    calibrated: Calibrated, figures: Figures, built: Built, plan: Tuned | None, stage: Stage
 ) -> TargetPart:
     error = built.error or figures.failed.get(built.target, "")
     layers = figures.layers.get(built.target, ())
@@ -207,8 +251,8 @@ def _target(
         nodes=node_rows(built.decisions),
         tensors=tensor_rows(built.ranges, clipped=_clipped(calibrated, built), layers=layers),
         layers=layers,
-        files=_files(built.files),
-        runnable=str(built.runnable) if built.runnable else None,
+        files=_files(built.files, stage),
+        runnable=_final(built.runnable, stage),
         search=_search(plan),
         notes=(*([plan.note] if plan is not None and plan.note else ()), *built.notes),
         error=error,
@@ -236,11 +280,29 @@ def trial_rows(plan: TargetPlan) -> Iterator[TrialRow]:
             yield TrialRow(what=what, sqnr_db=db, time=time, taken=place == plan.taken)
 
 
-def _files(files: Mapping[str, Path]) -> tuple[FileRow, ...]:
+def _files(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
     return tuple(
-        FileRow(role=role, path=str(path), size_bytes=path.stat().st_size)
+        FileRow(
+            role=role,
+            path=str(stage.final(path)),
+            size_bytes=path.stat().st_size,
+            sha256=sha256(path.read_bytes()),
+        )
         for role, path in files.items()
     )
+
+
+def _final(path: Path | str | None, stage: Stage) -> str | None:
+    """Where a file will be that was written, in words."""
+    return None if path is None else str(stage.final(Path(path)))
+
+
+def _cache_now(calibrated: Calibrated, stage: Stage) -> Path | None:
+    """The cache of this run: in the stage where it appears with the build."""
+    if calibrated.cache is None:
+        return None
+    waiting = stage.inside / calibrated.cache.name
+    return waiting if waiting.exists() else calibrated.cache
 
 
 def _troubles(calibrated: Calibrated) -> list[str]:

@@ -40,9 +40,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.metrics",
         "deploy.graph",
         "deploy.ort deploy.openvino",
-        "deploy.tensors deploy.stamped deploy.atomic deploy.progress deploy.machine"
-        " deploy.usercode",
-        "deploy.inputs",
+        "deploy.manifest",
+        "deploy.staging deploy.stamped",
+        "deploy.tensors deploy.atomic deploy.progress deploy.machine deploy.usercode",
+        "deploy.inputs deploy.locks",
         "deploy.version deploy.errors",
         "calibrators",
     )

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +28,7 @@ from deploy.errors import (
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
 from deploy.ort import OrtSession
-from deploy.pipeline import build
+from deploy.pipeline import Tuning, build
 from deploy.targets import Ascend
 from deploy.targets.ascend.aipp import write_aipp
 from deploy.targets.ascend.amct_qdq import amct_qdq_model
@@ -495,6 +496,26 @@ def test_atc_runs_where_it_is(small_cnn, data, tmp_path, monkeypatch, script, er
     assert report.engines[1].path == str(out / f"{small_cnn.stem}.om")
     with pytest.raises(SdkMissingError, match="NPU"):
         targets[0].open(out / f"{small_cnn.stem}.om")
+
+
+def test_the_atc_script_runs_from_any_folder(small_cnn, data, tmp_path, monkeypatch):
+    """A stand-in program named atc, which finds the model where it is called."""
+    tool = tmp_path / "bin" / "atc"
+    tool.parent.mkdir()
+    find = 'for a in "$@"; do case $a in --model=*|--op_file=*) ls "${a#*=}" || exit 3;; esac; done'
+    tool.write_text(f"#!/bin/sh\n{find}\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "ops.txt").write_text("ops")
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "an 'out' $(touch x)"
+    target = Ascend(atc_flags=("--op_file=ops.txt",))
+    build(small_cnn, data, out=out, targets=[target], duration_s=0, tuning=Tuning(effort=0))
+    moved = out.rename(tmp_path / "moved")
+    environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    for folder in (tmp_path, moved, Path("/")):
+        script = os.path.relpath(moved / f"{small_cnn.stem}_atc.sh", folder)
+        done = subprocess.run(["sh", script], cwd=folder, env=environment, capture_output=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_config_disables_layers_and_limits_batches(small_cnn, data, tmp_path):

@@ -344,6 +344,7 @@ class Toy:
     turbo: bool = option(True, help="Let the toy run fast.", runs=True)
     name: str = "toy"
     engines: ClassVar[tuple[str, ...]] = (".toy",)
+    writes: ClassVar[tuple[str, ...]] = (".toy",)
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
     opened: ClassVar[list[object]] = []

@@ -129,6 +129,7 @@ def test_arrays_of_another_statistic_are_told(tmp_path, statistic):
     side = store.sidecars(tmp_path / "c")[0]
     document = json.loads(side.read_text())
     document["observations"] = [["folded", "x", statistic.key]]
+    document["sha256"]["this"] = store._own_digest(document)
     side.write_text(json.dumps(document))
     with pytest.raises(CacheError, match="does not hold statistics"):
         store.load(tmp_path / "c").observed([observation(statistic)])

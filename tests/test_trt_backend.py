@@ -280,7 +280,7 @@ def test_an_engine_is_used_again_only_under_the_same_key(tmp_path: Path) -> None
     path = tmp_path / "m.engine"
     key = engine_key(HERE, Settings(), model_sha256="m", cache_sha256="c")
     assert not cached_engine(path, key)
-    keep_engine(path, Engine(b"plan", (), None), key)
+    keep_engine(path, b"plan", key)
     assert cached_engine(path, key)
     for other in (
         engine_key(HERE, Settings(fp16=False), model_sha256="m", cache_sha256="c"),
@@ -296,7 +296,7 @@ def test_an_engine_is_used_again_only_under_the_same_key(tmp_path: Path) -> None
         assert not cached_engine(path, other)
     profiled = Settings(profiles={"x": Profile((1, 3), (2, 3), (8, 3))})
     key = engine_key(HERE, profiled, model_sha256="m", cache_sha256="c")
-    keep_engine(path, Engine(b"plan", (), None), key)
+    keep_engine(path, b"plan", key)
     assert cached_engine(path, key)
     path.write_bytes(b"pla")
     assert not cached_engine(path, key)

@@ -6,8 +6,9 @@ every tensor of the cleaned model that was searched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibrators.grids import symmetric_scale
@@ -19,6 +20,7 @@ from deploy.calibration.reuse import CachePolicy, Verdict
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
 from deploy.errors import CacheError
+from deploy.staging import Stage, staged
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,15 +34,29 @@ def keep(
     verdict: Verdict,
     calibration: Calibration,
     ranges: Ranges,
+    *,
     text: bytes | None,
+    stage: Stage | None = None,
 ) -> None:
-    """Write the cache, unless the files hold just that already."""
+    """Write the cache, unless the files hold just that already.
+
+    Args:
+        policy: where it is kept.
+        subject: the model.
+        verdict: what the cache held.
+        calibration: what is to be kept.
+        ranges: what was found in it.
+        text: TensorRT's, where a target has a form of its own; None for that of every tensor.
+        stage: of a build, with whose files a cache in the same folder appears.
+    """
     if policy.path is None:
         return
-    stored = verdict.stored
+    path, stored = policy.path, verdict.stored
     carried: dict[Key, Arrays] = {}
     if stored is not None:
         if _as_it_stands(stored, verdict, subject, calibration, text):
+            if (stage is not None and _same_folder(path, stage)) or stored.path != path:
+                _written(path, stage, lambda place: store.write(stored, place))
             return
         statistic = subject.statistic.key
         names = (k[1] for k in stored.keys if (k[0], k[2]) == (FOLDED, statistic))
@@ -49,12 +65,22 @@ def keep(
         carried = stored.carried(_carried(stored.keys, known))
         calibration = replace(calibration, observed=known)
         ranges = Ranges(known, ranges.method, ranges.bounds)
-    store.save(
-        calibration,
-        policy.path,
-        text=text if text is not None else _plain_text(subject, ranges),
-        carried=carried,
-    )
+    words = text if text is not None else _plain_text(subject, ranges)
+    _written(path, stage, lambda place: store.save(calibration, place, text=words, carried=carried))
+
+
+def _written(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
+    """Let the three files appear with the build's, or together by themselves."""
+    if stage is not None and _same_folder(path, stage):
+        write(stage.inside / path.name)
+        return
+    with staged(path.parent) as own:
+        write(own.inside / path.name)
+        own.publish()
+
+
+def _same_folder(path: Path, stage: Stage) -> bool:
+    return path.parent.resolve() == stage.folder.resolve()
 
 
 def _carried(keys: Iterable[Key], known: Observed) -> list[Key]:

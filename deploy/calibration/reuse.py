@@ -14,9 +14,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deploy import staging
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed, with_needs
@@ -74,6 +75,10 @@ def judge(policy: CachePolicy, fingerprint: Fingerprint, wanted: Iterable[Observ
     """
     listed = with_needs(wanted)
     verdict = _judged(policy, fingerprint, listed)
+    if verdict.missing and policy.path is not None and not policy.refresh:
+        kept = _judged(replace(policy, path=staging.kept(policy.path)), fingerprint, listed)
+        if len(kept.missing) < len(verdict.missing):
+            verdict = replace(kept, reason=f"of a run that did not end: {kept.reason}")
     if verdict.missing and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {verdict.reason}; leave --require-cache"

@@ -6,8 +6,8 @@ Beside each other stand::
     model.cache.npz     every observation, so that another method or target runs nothing again
     model.cache.json    fingerprint, the observations' names, and the sha256 of the two files above
 
-Each is written atomically, the JSON last. Whatever a crash or a second build leaves, either the
-three belong together or the digests say that they do not.
+They appear together (`deploy.staging`). Whatever a hand or another tool does to one of them, the
+JSON's digests, one of which is of itself, say that they do not belong together any more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deploy.errors import CacheError
 from deploy.inputs import refuse
 from deploy.stamped import sha256
 
-SCHEMA = 2
+SCHEMA = 3  # 3: the JSON has a digest of itself
 _MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `_pack` writes them
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal arrays, equal bytes
 
@@ -61,13 +61,15 @@ class Stored:
         text: of the cache.
         fingerprint: what it was made from.
         keys: the observations that are kept.
+        path: where it was read.
     """
 
     text: bytes
     fingerprint: Fingerprint
     keys: tuple[Key, ...]
+    path: Path
     _packed: bytes
-    _path: Path
+    _document: bytes
 
     def observed(self, wanted: Iterable[Observation]) -> Observed:
         """Those of the wanted observations that are kept.
@@ -104,12 +106,33 @@ class Stored:
             raise self._broken(error) from error
 
     def _broken(self, error: Exception) -> CacheError:
-        return CacheError(f"{self._path} does not hold statistics: {error}")
+        return CacheError(f"{sidecars(self.path)[1]} does not hold statistics: {error}")
 
 
 def sidecars(path: Path) -> tuple[Path, Path]:
     """Paths of the JSON and the statistics that belong to a cache."""
     return path.with_name(path.name + ".json"), path.with_name(path.name + ".npz")
+
+
+def files(path: Path) -> tuple[Path, ...]:
+    """Paths of the three files of a cache."""
+    return path, *sidecars(path)
+
+
+def write(stored: Stored, path: Path) -> None:
+    """Write the three files as they were read.
+
+    Raises:
+        ExportError: the folder is not writable.
+    """
+    _write(path, stored.text, stored._packed, stored._document)
+
+
+def _write(path: Path, text: bytes, packed: bytes, document: bytes) -> None:
+    json_path, npz_path = sidecars(path)
+    atomic.write_bytes(npz_path, packed)
+    atomic.write_bytes(path, text)
+    atomic.write_bytes(json_path, document)
 
 
 def save(
@@ -133,17 +156,22 @@ def save(
     arrays = dict(carried or {})
     arrays |= {key: recorder.to_arrays() for key, recorder in calibration.observed.items()}
     arrays = {key: arrays[key] for key in _in_order(arrays, calibration) if arrays[key]}
-    json_path, npz_path = sidecars(path)
     packed = _pack(list(arrays.values()))
+    digests = {"cache": sha256(text), "statistics": sha256(packed)}
     document = {
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint.to_json(),
         "observations": [list(key) for key in arrays],
-        "sha256": {"cache": sha256(text), "statistics": sha256(packed)},
+        "sha256": digests,
     }
-    atomic.write_bytes(npz_path, packed)
-    atomic.write_bytes(path, text)
-    atomic.write_text(json_path, json.dumps(document, indent=1, sort_keys=True) + "\n")
+    document["sha256"] = {**digests, "this": _own_digest(document)}
+    _write(path, text, packed, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
+
+
+def _own_digest(document: Mapping[str, Any]) -> str:
+    """Sha256 of all that the JSON says but for this digest."""
+    others = {name: one for name, one in document["sha256"].items() if name != "this"}
+    return sha256(json.dumps({**document, "sha256": others}, sort_keys=True).encode())
 
 
 def refuse_foreign(path: Path, *, force: bool) -> None:
@@ -157,7 +185,7 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
         ExportError: it is an input of this run, a folder or a device.
         CacheError: calib8 did not write it.
     """
-    there = [one for one in (path, *sidecars(path)) if one.exists()]
+    there = [one for one in files(path) if one.exists()]
     for one in there:
         refuse(one)
     filled = [one for one in there if one.stat().st_size]
@@ -199,7 +227,8 @@ def load(path: Path) -> Stored:
         CacheError: a file is missing, broken, or not of the same writing as the others.
     """
     json_path, npz_path = sidecars(path)
-    document = _document(json_path)
+    raw = read(json_path)
+    document = _document(raw, json_path)
     text, packed = read(path), read(npz_path)
     if sha256(text) != document["sha256"]["cache"]:
         raise CacheError(f"{path} was changed after {json_path.name} was written")
@@ -207,7 +236,9 @@ def load(path: Path) -> Stored:
         raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
     keys = tuple((str(a), str(b), str(c)) for a, b, c in document["observations"])
     fingerprint = Fingerprint.from_json(document["fingerprint"])
-    return Stored(text=text, fingerprint=fingerprint, keys=keys, _packed=packed, _path=npz_path)
+    return Stored(
+        text=text, fingerprint=fingerprint, keys=keys, path=path, _packed=packed, _document=raw
+    )
 
 
 def trusted(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -> Found:
@@ -286,21 +317,23 @@ def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
     )
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _document(raw: bytes, path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(read(path))
+        document = json.loads(raw)
         observations = document["observations"]
         complete = (
             document["schema"] == SCHEMA
             and isinstance(observations, list)
             and all(isinstance(key, list) and len(key) == 3 for key in observations)
-            and {"cache", "statistics"} <= set(document["sha256"])
+            and {"cache", "statistics", "this"} <= set(document["sha256"])
             and "fingerprint" in document
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         complete = False
     if not complete:
         raise CacheError(f"{path} is not a fingerprint that this version of calib8 reads")
+    if document["sha256"]["this"] != _own_digest(document):
+        raise CacheError(f"{path} was changed after it was written")
     return dict(document)
 
 

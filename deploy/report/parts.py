@@ -154,11 +154,12 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRow:
-    """A file that was written, and what it is for."""
+    """A file that was written, and what it is for; the sha256 in hexadecimal digits."""
 
     role: str
     path: str
     size_bytes: int | None = None
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ class BuildRequest:
     Attributes:
         subject: the model, its forms, the method, what stays float.
         folder: where to write.
+        earlier: where files of an earlier build may be; None where `folder` is the place.
         ranges: what was observed, and the clip ranges that the method finds in it.
         feed: the calibration samples, for an engine that calibrates by itself.
         threads: for what is run while building; the files do not depend on it.
@@ -39,6 +40,7 @@ class BuildRequest:
     ranges: Ranges
     feed: Samples
     manifest: Mapping[str, Any]
+    earlier: Path | None = None
     threads: int = 1
     choices: Choices = NO_CHOICES
 
@@ -75,6 +77,10 @@ class BuildRequest:
     def digest(self) -> str:
         """sha256 of the model's graph and weights."""
         return self.subject.loaded.digest
+
+    def built_before(self, name: str) -> Path:
+        """Where an earlier build would have put this file."""
+        return (self.earlier or self.folder) / name
 
     @property
     def float_nodes(self) -> Mapping[str, str]:
@@ -127,6 +133,7 @@ class Target(Protocol):
 
     Attributes:
         engines: suffixes of the engine files that `open` loads.
+        writes: what the names of the files that `build` writes have after the model's name.
         runs_here: whether ONNX Runtime on this machine's CPU is what runs the engine, so that its
             time can be measured and decide.
         own_method: in words, what finds this target's ranges whatever method is asked for; empty
@@ -134,6 +141,7 @@ class Target(Protocol):
     """
 
     engines: ClassVar[tuple[str, ...]]
+    writes: ClassVar[tuple[str, ...]]
     runs_here: ClassVar[bool]
     own_method: ClassVar[str]
 

@@ -56,6 +56,7 @@ class OnnxRuntime:
     )
     name: str = "onnxruntime"
     engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
+    writes: ClassVar[tuple[str, ...]] = (".int8.onnx", ".float.onnx")
     runs_here: ClassVar[bool] = True
     own_method: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()

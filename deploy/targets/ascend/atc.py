@@ -108,6 +108,12 @@ def atc_command(
     return [*command, *options.extra]
 
 
+def whole_path(flag: str) -> str:
+    """The flag, a file in it by its whole path, since atc runs in the folder of the build."""
+    name, _, value = flag.partition("=")
+    return f"{name}={Path(value).resolve()}" if Path(value).is_file() else flag
+
+
 def shell(command: Sequence[str]) -> str:
     """The command as one line for a shell."""
     return shlex.join(command)

@@ -87,6 +87,17 @@ class Ascend:
     )
     name: str = "ascend"
     engines: ClassVar[tuple[str, ...]] = (".om",)
+    writes: ClassVar[tuple[str, ...]] = (
+        "_quant.json",
+        "_record.txt",
+        "_deploy_model.onnx",
+        "_fake_quant_model.onnx",
+        "_amct_qdq.onnx",
+        "_aipp.cfg",
+        "_compression.cfg",
+        "_atc.sh",
+        ".om",
+    )
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = "AMCT's own algorithms, which --ascend-config chooses"
 
@@ -280,25 +291,26 @@ class Ascend:
 
     def _om(self, request: BuildRequest, files: dict[str, Path]) -> tuple[Path | None, list[str]]:
         """The .om, or the command that makes it."""
-        from deploy.targets.ascend.atc import atc_command, shell
+        from deploy.targets.ascend.atc import atc_command, shell, whole_path
 
-        output, options = request.folder / request.name, self._atc()
+        options = replace(self._atc(), extra=tuple(map(whole_path, self.atc_flags)))
+        names = {role: Path(path.name) for role, path in files.items()}  # the folder may move
         command = atc_command(
-            files["deploy model"],
-            output,
+            names["deploy model"],
+            Path(request.name),
             _shapes(request),
             options,
-            aipp=files.get("AIPP configuration"),
-            compression=files.get("compression options"),
+            aipp=names.get("AIPP configuration"),
+            compression=names.get("compression options"),
         )
-        files["atc command"] = atomic.write_text(
-            request.folder / f"{request.name}_atc.sh", f"#!/bin/sh\n{shell(command)}\n"
-        )
+        script = f'#!/bin/sh\ncd "$(dirname "$0")" || exit\nexec {shell(command)}\n'
+        path = request.folder / f"{request.name}_atc.sh"
+        files["atc command"] = atomic.write_text(path, script)
         if options.soc is None:
             return None, [f"No .om: name the chip with --soc. The command: {shell(command)}"]
         if which("atc") is None:
             return None, [f"No .om: `atc` (CANN) is not on the PATH. The command: {shell(command)}"]
-        engine = run_atc(command, output.with_name(f"{output.name}.om"))
+        engine = run_atc(command, request.folder / f"{request.name}.om")
         files["int8 engine"] = engine
         return engine, []
 
@@ -313,14 +325,19 @@ def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
 
 
 def run_atc(command: list[str], engine: Path) -> Path:
-    """Run atc; it writes `engine`.
+    """Run atc in the folder of `engine`, which it writes.
 
     Raises:
         BackendError: atc failed, took over an hour, or wrote nothing.
     """
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_ATC_SECONDS
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ATC_SECONDS,
+            cwd=engine.parent,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"atc must run, got: {error}") from error

@@ -51,7 +51,8 @@ class Settings:
             calls most layers as their node and some otherwise.
         workspace_mib: scratch memory in MiB; None leaves TensorRT's own limit.
         profiles: dynamic input -> its shapes.
-        timing_cache: file of tactic timings, read and written; makes the next build faster.
+        timing_cache: file of tactic timings to write; makes the next build faster.
+        known_timing: the file that an earlier build wrote; None where it is the same.
         verbose: keep TensorRT's verbose log too.
     """
 
@@ -62,6 +63,7 @@ class Settings:
     workspace_mib: int | None = None
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     timing_cache: Path | None = None
+    known_timing: Path | None = None
     verbose: bool = False
 
 
@@ -96,7 +98,7 @@ def build_engine(model: Path, settings: Settings, *, calibrator: Callbacks | Non
         network = builder.create_network(_network_flags())
         _parse(network, model)
         config = _config(builder, network, settings, calibrator)
-        timing = _timing_cache(config, settings.timing_cache)
+        timing = _timing_cache(config, settings.known_timing or settings.timing_cache)
         plan = builder.build_serialized_network(network, config)
     cache = _cache_in_force(calibrator, kept, model, built=plan is not None)
     if timing is not None and settings.timing_cache is not None:
@@ -123,7 +125,7 @@ def engine_key(
 ) -> dict[str, Any]:
     """All that an engine depends on, as plain JSON; a change in any part means another engine."""
     chosen = asdict(settings)
-    for name in ("timing_cache", "verbose"):
+    for name in ("timing_cache", "known_timing", "verbose"):
         chosen.pop(name)
     return {
         "tensorrt": sdk.version,
@@ -135,14 +137,14 @@ def engine_key(
     }
 
 
-def cached_engine(path: Path, key: Mapping[str, Any]) -> bool:
-    """Whether the engine at `path` was built under `key` and is whole."""
-    return stamped.fitting(path, key, digest="engine_sha256") is not None
+def cached_engine(path: Path, key: Mapping[str, Any]) -> bytes | None:
+    """The engine at `path` where it was built under `key` and is whole."""
+    return stamped.fitting(path, key, digest="engine_sha256")
 
 
-def keep_engine(path: Path, engine: Engine, key: Mapping[str, Any]) -> Path:
+def keep_engine(path: Path, plan: bytes, key: Mapping[str, Any]) -> Path:
     """Write the engine and, after it, the note that says what it was built under."""
-    return stamped.keep(path, engine.plan, key, digest="engine_sha256")
+    return stamped.keep(path, plan, key, digest="engine_sha256")
 
 
 def profiles_for(

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from deploy.targets.tensorrt.sdk import Sdk
     from deploy.tensors import Session
 
+_TIMING = "tensorrt.timing"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRT:
@@ -86,6 +88,15 @@ class TensorRT:
     )
     name: str = "tensorrt"
     engines: ClassVar[tuple[str, ...]] = (".engine", ".plan")
+    writes: ClassVar[tuple[str, ...]] = (
+        ".tensorrt.onnx",
+        ".tensorrt.cache",
+        ".tensorrt.qdq.onnx",
+        ".engine",
+        ".engine.json",
+        ".gpu.cache",
+        ".gpu.cache.json",
+    )
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()
@@ -221,9 +232,10 @@ class TensorRT:
             cache_sha256=sha256(known) if implicit else None,
         ) | {"calibrator": self.calibrator}
         about = _origin_notes(here)
-        if builder.cached_engine(path, key):
+        before = builder.cached_engine(request.built_before(path.name), key)
+        if before is not None:
             again = "the engine was built before from the same files, on the same GPU"
-            return path, (again, *about)
+            return builder.keep_engine(path, before, key), (again, *about)
         calibrator = None
         if from_data:
             known = self._calibrated(request, source, settings, here)
@@ -231,7 +243,7 @@ class TensorRT:
             calibrator = self._from_cache(known)
         engine = builder.build_engine(source, settings, calibrator=calibrator)
         notes = (*about, *_log_notes(engine.log, request.model))
-        return builder.keep_engine(path, engine, key), notes
+        return builder.keep_engine(path, engine.plan, key), notes
 
     def _calibrated(
         self, request: BuildRequest, source: Path, settings: Settings, here: Sdk
@@ -239,12 +251,12 @@ class TensorRT:
         """The cache that TensorRT makes on the GPU, or made before from the same data."""
         from deploy.targets.tensorrt import builder, gpu_cache
 
-        kept = request.folder / f"{request.name}.gpu.cache"
+        name = f"{request.name}.gpu.cache"
         made_from = self._made_from(request, here.version)
-        known = gpu_cache.fitting(kept, made_from)
+        known = gpu_cache.fitting(request.built_before(name), made_from)
         if known is None:
             known = builder.calibrate(source, settings, self._live(request, settings))
-            gpu_cache.keep(kept, known, made_from)
+        gpu_cache.keep(request.folder / name, known, made_from)
         return known
 
     def _made_from(self, request: BuildRequest, version: str) -> dict[str, Any]:
@@ -302,7 +314,8 @@ class TensorRT:
             fp16=self.fp16,
             workspace_mib=self.workspace_mib,
             profiles=profiles_for(shapes, fed, most_batch=self.max_batch),
-            timing_cache=request.folder / "tensorrt.timing",
+            timing_cache=request.folder / _TIMING,
+            known_timing=request.built_before(_TIMING),
         )
 
 

@@ -1,0 +1,37 @@
+"""`calib8 verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def verify(folder: Path) -> None:
+    """Tell whether the files in FOLDER are those of one build, as it wrote them.
+
+    A build that was killed while its files appeared is finished first. Exit code 1 where a file
+    is missing or was changed.
+
+    \b
+    Example:
+      calib8 verify build/
+    """  # noqa: D301 (click reads the backspace)
+    from deploy import manifest, staging
+
+    staging.recover(folder)
+    found = manifest.read(folder)
+    wrong = manifest.changed(folder, found)
+    for name in found.files:
+        click.echo(f"{name} {wrong.get(name, 'is as it was written')}")
+    for name in found.earlier:
+        click.echo(f"{name} is of an earlier build")
+    model = found.made_from.get("model", {})
+    click.echo(
+        f"{folder}: {len(found.files) - len(wrong)} of {len(found.files)} files are as the build of"
+        f" {model.get('name')} wrote them"
+    )
+    if wrong:
+        click.get_current_context().exit(1)
