@@ -172,5 +172,3 @@ def _crash(status: int, worker: _Worker) -> str:
     if code == -signal.SIGKILL and silent > worker.job.part.limit_s:
         return f"hung for {silent:.0f} s"
     return f"the process died: {'signal' if code < 0 else 'code'} {abs(code)}"
-
-

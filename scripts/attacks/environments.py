@@ -57,7 +57,7 @@ ALL = (
     Surroundings(name="quotes", folder="a b'c\"d$(e)`f`;g"),
     Surroundings(name="other folder", relative=True),
     Surroundings(name="-O", python=("-O",)),
-    Surroundings(name="-OO -I-like", python=("-OO", "-s"), variables={"PYTHONDONTWRITEBYTECODE": "1"}),
+    Surroundings(name="-OO", python=("-OO", "-B", "-s")),
     Surroundings(name="4 threads", words=("--threads", "4")),
     Surroundings(name="many OpenMP threads", variables={"OMP_NUM_THREADS": "3"}),
     Surroundings(name="narrow screen", variables={"COLUMNS": "20", "TERM": "dumb"}),

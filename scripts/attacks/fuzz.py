@@ -14,7 +14,6 @@ from scripts.attacks.outcome import FAILED, Ended, Outcome, judged
 from scripts.attacks.part import Case, Part
 
 Mutate = Callable[[random.Random, bytes, bytes], bytes]
-_LIMIT_S = 20.0  # for a case of milliseconds, on a machine that does other things as well
 _MEMORY = 2 << 30  # bytes beyond what a worker has: an input of some kilobytes needs no more
 NO_MEMORY = b"memory did not suffice"
 
@@ -30,7 +29,8 @@ class Reader:
         open: a folder -> (path of the changed file -> what reads it). Words are a command line;
             a function is called where a command would run.
         mutate: gives a changed input.
-        cases: in the short form; in the long one it is as many more as of the others.
+        cases: in the short form; the long one has a hundred times as many.
+        limit_s: of a case, which takes milliseconds; the machine may do other things as well.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Reader:
     open: Callable[[Path], Callable[[Path], list[str] | Callable[[], object]]]
     mutate: Mutate = mutated
     cases: int = 10_000
+    limit_s: float = 20
 
     @property
     def part(self) -> Part:
@@ -48,7 +49,7 @@ class Reader:
             short=self.cases,
             long=100 * self.cases,
             start=self._start,
-            limit_s=3 * _LIMIT_S,
+            limit_s=3 * self.limit_s,
         )
 
     def _start(self, folder: Path, count: int) -> Case:
@@ -64,9 +65,9 @@ class Reader:
             path.write_bytes(data)
             way = ways(path)
             if isinstance(way, list):
-                ended = command(screen, way, limit_s=_LIMIT_S)
+                ended = command(screen, way, limit_s=self.limit_s)
             else:
-                ended = reading(screen, way, limit_s=_LIMIT_S)
+                ended = reading(screen, way, limit_s=self.limit_s)
             return _kept(ended, data)
 
         return case

@@ -25,7 +25,17 @@ _EVENTS = {
     "os.mkdir": "mkdir", "os.rename": "rename", "os.remove": "unlink", "os.chmod": "chmod",
     "os.rmdir": "rmdir", "os.link": "link", "os.symlink": "symlink", "os.truncate": "truncate",
 }  # fmt: skip
-_NUMPY = ("zeros", "empty", "ones", "full", "asarray", "array", "concatenate", "stack", "frombuffer")
+_NUMPY = (
+    "zeros",
+    "empty",
+    "ones",
+    "full",
+    "asarray",
+    "array",
+    "concatenate",
+    "stack",
+    "frombuffer",
+)
 
 
 class Trigger:

@@ -20,9 +20,7 @@ _LATEST = 5.0  # seconds from the signal to the end, on a machine that does othe
 
 def _start(folder: Path, count: int) -> Case:
     subject, out = made(folder / "subject"), folder / "out"
-    written = [
-        reference(subject.build(job, out), out, folder / f"build-{job}") for job in range(2)
-    ]
+    written = [reference(subject.build(job, out), out, folder / f"build-{job}") for job in range(2)]
     began = time.monotonic()
     run(subject.build(1, out))
     lasts = time.monotonic() - began
@@ -41,7 +39,8 @@ def _start(folder: Path, count: int) -> Case:
         ended = child.ended()
         wrong = (
             _wrong(sent, ended, time.monotonic() - began, out)
-            or whole.mixed(out, *written)
+            or whole.verified(out)
+            or whole.torn(out, *written)
             or whole.next_run(words, out, written[1])
         )
         try:

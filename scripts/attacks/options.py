@@ -1,4 +1,4 @@
-"""Options that a command line gives as text, with changed words; the model they are for is missing."""
+"""Options that a command line gives as text, with changed words; their model is missing."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def judged(ended: Ended, *, refusals: Collection[int] = (1, 2, 3)) -> Outcome:
             return Outcome(FAILED, f"{name} holds {wrong}: {_last(stream)}")
     if ended.code == 0:
         return Outcome(SURVIVED)
-    lines = err.decode().splitlines()
+    lines = [line for line in err.decode().splitlines() if line]  # click ends a ^C's line
     if len(lines) > 1 or (lines and not lines[0].startswith("calib8: ")):
         return Outcome(FAILED, f"no one sentence but {len(lines)} lines: {_last(err)}")
     if not lines and not ended.out:

@@ -206,7 +206,6 @@ def _stamp(cache: Path) -> None:
     Path(f"{cache}.json").write_text(json.dumps(document))
 
 
-
 def _plan(folder: Path) -> Callable[[Path], Callable[[], object]]:
     from deploy.tuning.plan_file import read_plan
 

@@ -45,6 +45,7 @@ class Subject:
 def made(folder: Path) -> Subject:
     """Write the network and the pictures."""
     import cv2
+
     from tests.conftest import save_pictures, save_small_cnn
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,12 +78,12 @@ def reference(words: list[str], out: Path, kept: Path | None = None) -> dict[str
 def written(folder: Path) -> dict[str, bytes]:
     """Name -> bytes of the files of a folder that are the same at every run.
 
-    Reports tell seconds, so they are not.
+    Reports tell seconds, so they are not, nor is the manifest, which holds their digests.
     """
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
-        if path.is_file() and not path.name.startswith(("report.", "."))
+        if path.is_file() and not path.name.startswith(("report.", "manifest.", "."))
     }
 
 
