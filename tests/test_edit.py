@@ -12,9 +12,8 @@ from deploy.graph.edit import (
     name_nodes,
     name_nodes_by_place,
     rebuild,
-    replace,
     replace_nodes,
-    updated,
+    update,
     with_outputs,
 )
 from deploy.graph.index import Graph, attributes
@@ -64,7 +63,7 @@ def test_a_field_can_be_replaced_by_parts_of_itself(model):
     graph = model.graph
     replace_nodes(graph, reversed(graph.node))
     assert [node.op_type for node in graph.node] == ["If", "Add", "Add", "Constant"]
-    replace(graph.initializer, updated(graph.initializer, {"w": tensor("w"), "new": tensor("new")}))
+    update(graph.initializer, {"w": tensor("w"), "new": tensor("new")})
     assert [t.name for t in graph.initializer] == ["w", "inner", "idle", "new"]
 
 

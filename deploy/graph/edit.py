@@ -66,13 +66,17 @@ def rebuild(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     del graph.value_info[:]
 
 
-def updated(
-    tensors: Iterable[onnx.TensorProto], new: Mapping[str, onnx.TensorProto]
-) -> list[onnx.TensorProto]:
-    """The tensors in their order, each of `new` in place of its namesake, the others behind."""
-    kept = [new.get(tensor.name, tensor) for tensor in tensors]
-    names = {tensor.name for tensor in kept}
-    return [*kept, *(tensor for name, tensor in new.items() if name not in names)]
+def update(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
+    """Let a repeated field of tensors hold each of `new` in place of its namesake, or behind.
+
+    The others stay where they are: copying them all would copy all weights.
+    """
+    left = dict(new)
+    for tensor in tensors:
+        if tensor.name in new:
+            tensor.CopyFrom(new[tensor.name])
+            left.pop(tensor.name, None)
+    tensors.extend(left.values())
 
 
 def free_inputs(graph: onnx.GraphProto) -> int:
@@ -115,9 +119,9 @@ def drop_dead(graph: onnx.GraphProto) -> int:
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove the constants that no node reads and that are no output."""
     read = users(graph)
-    kept = [tensor for tensor in graph.initializer if tensor.name in read]
-    if len(kept) < len(graph.initializer):
-        replace(graph.initializer, kept)
+    unread = [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read]
+    for at in reversed(unread):  # one by one: copying those that stay would copy all weights
+        del graph.initializer[at]
 
 
 def sort_nodes(graph: onnx.GraphProto) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.graph.edit import copied, replace, unused, updated
+from deploy.graph.edit import copied, unused, update
 from deploy.graph.index import Graph, attributes, users
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def with_constants(model: onnx.ModelProto, arrays: Mapping[str, NDArray[Any]]) -
         name: numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name)
         for name, array in arrays.items()
     }
-    replace(changed.graph.initializer, updated(changed.graph.initializer, tensors))
+    update(changed.graph.initializer, tensors)
     return changed
 
 

@@ -18,7 +18,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import copied, free_inputs, replace, replace_nodes, updated
+from deploy.graph.edit import copied, free_inputs, replace_nodes, update
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import Float32Array, QuantLayer
@@ -110,7 +110,7 @@ class _Surgery:
         gone = set(self.tensors)
         constants = [n for n in nodes if n.op_type == "Constant" and n.output[0] not in gone]
         others = [n for n in nodes if n.op_type != "Constant"]
-        replace(self.graph.initializer, updated(self.graph.initializer, self.tensors))
+        update(self.graph.initializer, self.tensors)
         replace_nodes(self.graph, constants + others)
         free_inputs(self.graph)
         del self.graph.value_info[:]
@@ -153,7 +153,7 @@ def rewrite_inputs(
             node.input[0] = mul.output[0]
         if not (node.op_type == "Constant" and node.output[0] in weights):
             nodes.append(node)
-    replace(out.graph.initializer, updated(out.graph.initializer, weights))
+    update(out.graph.initializer, weights)
     replace_nodes(out.graph, nodes)
     free_inputs(out.graph)
     return out
