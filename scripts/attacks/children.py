@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from deploy import cli
+from scripts.attacks.inside import as_terminal
 from scripts.attacks.outcome import Ended
 
 _FAULT = 99  # exit code of a child whose preparation failed
@@ -69,6 +70,7 @@ def start(words: list[str], *, before: Callable[[], object] | None = None) -> Ch
         os.close(ready)
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        as_terminal()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code = _main(words, tell, before)
     finally:

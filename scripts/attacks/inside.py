@@ -13,10 +13,17 @@ import tempfile
 from collections.abc import Callable
 from unittest.mock import patch
 
+import click
+
 from deploy import cli
 from scripts.attacks.outcome import Ended
 
 HANG = -signal.SIGALRM
+
+
+def as_terminal() -> None:
+    """Let nothing take escapes out of what is printed, as click does where it sees no terminal."""
+    click.utils.should_strip_ansi = lambda *_: False  # type: ignore[attr-defined]
 
 
 class _Hang(BaseException):
@@ -27,6 +34,7 @@ class Screen:
     """The two streams of this process, from now on kept in files."""
 
     def __init__(self) -> None:
+        as_terminal()
         self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
         for place, file in enumerate(self._files, 1):
             os.dup2(file.fileno(), place)

@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -182,15 +183,17 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
         from deploy.pipeline import calibrate
 
         subject, cache = made(folder / "own"), folder / "own" / "m.cache"
-        found = calibrate(subject.model, subject.pictures(0), cache=cache, threads=1)
+        for path in store.files(_built(folder) / "m.cache"):
+            shutil.copyfile(path, cache.parent / path.name)
+        wanted = calibrate(subject.model, subject.pictures(0), threads=1).observations
         fingerprint = store.load(cache).fingerprint
         policy = reuse.CachePolicy(path=cache, require=True)
 
         def read(path: Path) -> None:
             shutil.copyfile(path, f"{cache}{sidecar}")
-            if sidecar == ".npz":
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 _stamp(cache)
-            reuse.judge(policy, fingerprint, found.observations)
+            reuse.judge(policy, fingerprint, wanted)
 
         return lambda path: partial(read, path)
 
@@ -198,11 +201,14 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
 
 
 def _stamp(cache: Path) -> None:
-    """Let the fingerprint's digest be that of the statistics beside it."""
+    """Let the digests be those of what stands there, as who changes it in earnest would."""
+    from deploy.calibration import store
     from deploy.stamped import sha256
 
+    text, packed = (Path(f"{cache}{ending}").read_bytes() for ending in ("", ".npz"))
     document = json.loads(Path(f"{cache}.json").read_bytes())
-    document["sha256"]["statistics"] = sha256(Path(f"{cache}.npz").read_bytes())
+    document["sha256"] |= {"cache": sha256(text), "statistics": sha256(packed)}
+    document["sha256"]["this"] = store._own_digest(document)
     Path(f"{cache}.json").write_text(json.dumps(document))
 
 
