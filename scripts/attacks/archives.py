@@ -22,8 +22,8 @@ def changed_zip(rng: random.Random, data: bytes, other: bytes) -> bytes:
     name = rng.choice(list(members))
     members[name] = mutated(rng, members[name], rng.choice(list(members.values())))
     if rng.random() < 0.2:
-        members[str(mutated(rng, name.encode(), b"0.x.npy"), "utf-8", "replace")] = members.pop(
-            name
+        members[str(mutated(rng, name.encode(), b"0.x.npy")[:999], "utf-8", "replace")] = (
+            members.pop(name)
         )
     buffer = io.BytesIO()
     way = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))

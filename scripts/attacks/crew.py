@@ -73,7 +73,7 @@ def attack(
         folder: for what is written meanwhile, and for what is kept.
         case: this one alone.
     """
-    _warm()
+    warm()
     chosen = list(parts)
     found = {part.name: Found() for part in chosen}
     waiting = [job for part in chosen for job in _jobs(part, seed, long, workers, folder, case)]
@@ -97,7 +97,7 @@ def attack(
     return found
 
 
-def _warm() -> None:
+def warm() -> None:
     """Import what calib8 is made of, so that no worker does; torch's half may be missing."""
     for name in modules(Path(__file__).parents[2]):
         if not name.startswith("deploy.fx") and not name.endswith("__main__"):

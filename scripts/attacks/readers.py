@@ -271,10 +271,10 @@ READERS: dict[str, Reader] = {
         Reader(name="fingerprint", suffix=".json", seeds=_of_build("*.cache.json"),
                open=_judged(".json")),
         Reader(name="statistics", suffix=".npz", seeds=_of_build("*.cache.npz"),
-               open=_judged(".npz"), mutate=changed_zip),
+               open=_judged(".npz"), mutate=changed_zip, cases=2000),
         Reader(name="plan", suffix=".toml", seeds=_of_build("*.plan.toml"), open=_plan),
         Reader(name="report", suffix=".json", seeds=_of_build("report.json"),
-               open=lambda folder: lambda path: ["explain", str(path)]),
+               open=lambda folder: lambda path: ["explain", str(path)], cases=5000),
         Reader(name="list", suffix=".txt", open=_listed,
                seeds=_texts("00.png\n01.png\n", "# of mine\r\n00.png 3\r\n01.png 4\r\n")),
         Reader(name="labels", suffix=".txt", open=_labels,
@@ -293,7 +293,8 @@ READERS: dict[str, Reader] = {
         Reader(name="aipp", suffix=".cfg", seeds=_texts(_AIPP), open=_ascend),
         Reader(name="note", suffix=".json", open=_noted, seeds=_texts(
             '{"model": "a", "batch": 8, "shape": [1, 3], "sha256": "0"}')),
-        Reader(name="patterns", suffix=".txt", seeds=_texts(_PATTERNS), open=_patterns),
+        Reader(name="patterns", suffix=".txt", seeds=_texts(_PATTERNS), open=_patterns,
+               cases=5000),
         Reader(name="options", suffix=".txt", seeds=option_texts, open=with_options),
     )
 }  # fmt: skip
