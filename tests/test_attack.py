@@ -85,7 +85,7 @@ def test_every_way_to_break_is_found_and_named():
     assert set(table.values()) == {(4, 0, 0, 4)} and len(table) == 6
     for words in (
         "FAILED fuzz-faulty (4 of this kind): exit code 70", "IndexError", "stderr holds '\\x1b'",
-        "stdout holds '\\u202e'", "no one sentence but 2 lines", "4 bytes of input needed over",
+        "stdout holds '\\u202e'", "no one sentence but 2 lines", "bytes of input needed over 2 GiB",
         "exit code -14", "the process died: signal 6", "scripts/attack fuzz-dying --seed 3 --case",
     ):  # fmt: skip
         assert words in done.stdout, words
