@@ -293,7 +293,7 @@ def test_a_fixed_batch_is_filled_with_the_first_samples(photos):
     assert np.array_equal(batch["image"][10:], np.concatenate(single[:2]))
 
 
-def test_the_manifest_follows_the_bytes_the_names_and_the_options(photos):
+def test_the_manifest_follows_the_bytes_the_order_and_the_options(photos):
     def manifest(**options):
         return open_feed(photos, [IMAGE], **options).manifest()
 
@@ -302,16 +302,29 @@ def test_the_manifest_follows_the_bytes_the_names_and_the_options(photos):
     assert base["count"] == 5
     mean = manifest(preprocess=Preprocess(mean=(0.25,)))
     assert (mean["sha256"], mean["preprocess"] != base["preprocess"]) == (base["sha256"], True)
-    assert manifest(limit=4)["names_sha256"] != base["names_sha256"]
+    assert manifest(limit=4)["sha256"] != base["sha256"]
     data = (photos / "b.png").read_bytes()
     (photos / "b.png").write_bytes(data + b"\0")
     touched = manifest()
     assert touched["sha256"] != base["sha256"]
-    assert touched["names_sha256"] == base["names_sha256"]
     (photos / "b.png").write_bytes(data)
     assert manifest() == base
     (photos / "b.png").rename(photos / "b2.png")
-    assert manifest()["names_sha256"] != base["names_sha256"]
+    assert manifest() == base
+    (photos / "b2.png").rename(photos / "z.png")
+    moved = manifest()
+    assert moved["sha256"] == base["sha256"]
+    assert moved["ordered_sha256"] != base["ordered_sha256"]
+    (photos / "z.png").rename(photos / "b.png")
+    names = open_feed(photos, [IMAGE]).names
+    listing = photos.parent / "list.txt"
+    listing.write_text("".join(f"{photos.name}/{name}\n" for name in names[::-1]))
+    listed = open_feed(listing, [IMAGE]).manifest()
+    assert listed["sha256"] == base["sha256"]
+    assert listed["ordered_sha256"] != base["ordered_sha256"]
+    pairs = TensorSpec("image", "float32", (2, 3, 16, 20))
+    there, back = (open_feed(p, [pairs]).manifest()["sha256"] for p in (photos, listing))
+    assert there != back  # the order tells which stand together
 
 
 # ---- arrays ---------------------------------------------------------------------------------

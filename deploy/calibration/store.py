@@ -18,7 +18,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ from deploy import atomic
 from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
+from deploy.calibration.peaks import Outlier
 from deploy.errors import CacheError
 from deploy.inputs import refuse
 from deploy.stamped import sha256
 
-SCHEMA = 3  # 3: the JSON has a digest of itself
+# 3: the JSON has a digest of itself; 4: the order of the images is a part of its own
+SCHEMA = 4
 _MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `_pack` writes them
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal arrays, equal bytes
 
@@ -47,10 +49,12 @@ class Calibration:
     Attributes:
         observed: every statistic.
         fingerprint: what they were made from.
+        outliers: samples that stand out in some of them.
     """
 
     observed: Observed
     fingerprint: Fingerprint
+    outliers: tuple[Outlier, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +65,14 @@ class Stored:
         text: of the cache.
         fingerprint: what it was made from.
         keys: the observations that are kept.
+        outliers: samples that stand out in some of them.
         path: where it was read.
     """
 
     text: bytes
     fingerprint: Fingerprint
     keys: tuple[Key, ...]
+    outliers: tuple[Outlier, ...]
     path: Path
     _packed: bytes
     _document: bytes
@@ -156,12 +162,15 @@ def save(
     arrays = dict(carried or {})
     arrays |= {key: recorder.to_arrays() for key, recorder in calibration.observed.items()}
     arrays = {key: arrays[key] for key in _in_order(arrays, calibration) if arrays[key]}
+    places = {(variant, tensor) for variant, tensor, _ in arrays}
+    outliers = [one for one in calibration.outliers if (one.variant, one.tensor) in places]
     packed = _pack(list(arrays.values()))
     digests = {"cache": sha256(text), "statistics": sha256(packed)}
     document = {
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint.to_json(),
         "observations": [list(key) for key in arrays],
+        "outliers": [astuple(one) for one in outliers],
         "sha256": digests,
     }
     document["sha256"] = {**digests, "this": _own_digest(document)}
@@ -238,8 +247,24 @@ def load(path: Path) -> Stored:
     keys = tuple((str(a), str(b), str(c)) for a, b, c in document["observations"])
     fingerprint = Fingerprint.from_json(document["fingerprint"])
     return Stored(
-        text=text, fingerprint=fingerprint, keys=keys, path=path, _packed=packed, _document=raw
+        text=text,
+        fingerprint=fingerprint,
+        keys=keys,
+        outliers=_outliers(document["outliers"], json_path),
+        path=path,
+        _packed=packed,
+        _document=raw,
     )
+
+
+def _outliers(listed: object, path: Path) -> tuple[Outlier, ...]:
+    try:
+        return tuple(
+            Outlier(str(variant), str(tensor), tuple(map(str, digests)), float(times))
+            for variant, tensor, digests, times in listed  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CacheError(f"{path} does not list outliers: {error}") from error
 
 
 def trusted(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -> Found:
@@ -327,7 +352,7 @@ def _document(raw: bytes, path: Path) -> dict[str, Any]:
             and isinstance(observations, list)
             and all(isinstance(key, list) and len(key) == 3 for key in observations)
             and {"cache", "statistics", "this"} <= set(document["sha256"])
-            and "fingerprint" in document
+            and {"fingerprint", "outliers"} <= set(document)
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         complete = False

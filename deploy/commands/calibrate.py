@@ -92,7 +92,7 @@ def calibrate(
         click.echo(found.cost)
     for name, why in found.found.reasons.items():
         click.echo(f"no scale for {name}: it {why}")
-    for note in (*found.notes, *found.feed.notes):
+    for note in (*found.warnings, *found.notes, *found.feed.notes):
         click.echo(note)
     for name, why in found.failed.items():
         click.echo(f"{name} failed: {why}", err=True)

@@ -13,6 +13,7 @@ from deploy.errors import ConfigError, ModelError
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.graph.edit import with_outputs
+from deploy.inputs import is_read
 from deploy.metrics.accuracy import OutputAccuracy
 from deploy.metrics.layerwise import shared_by_name
 from deploy.ort import OrtSession
@@ -71,7 +72,7 @@ def compare(
         )
     ours = _read(first)
     theirs = ours if second is None else _read(second)
-    whole = OrtSession.open(first, threads=threads)
+    whole = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
     feed = open_feed(images, whole.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     outputs = [value.name for value in ours.graph.output]
@@ -164,6 +165,7 @@ def _read(path: Path) -> ModelProto:
     """
     import onnx
 
+    is_read(path)
     try:
         return onnx.load(path)
     except Exception as error:  # protobuf's and the file system's, and those of external data

@@ -26,6 +26,7 @@ import numpy as np
 
 from deploy.errors import FeedError, first_line
 from deploy.feed.images import shown
+from deploy.feed.manifest import Raw, sample_digest
 from deploy.feed.preprocess import describe
 from deploy.tensors import Array, TensorSpec
 
@@ -59,19 +60,21 @@ class ArraySource:
         """What the sample is called in messages."""
         return f"sample {index} of {self.name}"
 
-    def read(self, index: int) -> dict[str, Array]:
-        """Sample -> input name -> array with a batch dimension of 1.
+    def told(self, index: int) -> str:
+        """The same; in the middle of a sentence."""
+        return self.sample_name(index)
+
+    def load(self, index: int) -> Raw:
+        """Arrays with a batch dimension of 1 by input name, copied and hashed.
 
         Raises:
-            FeedError: it holds NaN or Inf.
+            FeedError: (when decoding) they hold NaN or Inf.
         """
         where = bisect.bisect_right(self.ends, index)
         row = index - (self.ends[where - 1] if where else 0)
         item = self.items[where]
         sample = {s.name: _row(item[s.name], s, row, self.specs) for s in self.specs}
-        for name, array in sample.items():
-            _check_finite(array, name, self.sample_name(index))
-        return sample
+        return Raw(sample_digest(sample), lambda: _finite(sample, self.sample_name(index)))
 
 
 def from_file(path: Path, specs: tuple[TensorSpec, ...]) -> ArraySource:
@@ -179,8 +182,11 @@ def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]
 
 
 def _plain(array: Array) -> Array:
-    """The same values in this machine's byte order, one after the other."""
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    """The same values in this machine's byte order, one after the other.
+
+    A copy: what a file or the caller's own array holds may be another thing a moment later.
+    """
+    return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
 def _check_array(array: Array, spec: TensorSpec, specs: tuple[TensorSpec, ...], where: str) -> None:
@@ -214,6 +220,12 @@ def _transpose_hint(dims: tuple[int, ...], spec: TensorSpec) -> str:
             ):
                 return f"; turn it with .transpose{order}"
     return "; give one array of this shape per sample, or a batch of them"
+
+
+def _finite(sample: dict[str, Array], where: str) -> dict[str, Array]:
+    for name, array in sample.items():
+        _check_finite(array, name, where)
+    return sample
 
 
 def _check_finite(array: Array, name: str, where: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,15 +32,38 @@ _SIGNS: tuple[tuple[int, bytes, str, str], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The bytes that a model was read from.
+
+    Attributes:
+        file: sha256 (hex) of the ONNX file.
+        weights: sha256 (hex) of its external data in the model's order; "" where there is none.
+    """
+
+    file: str
+    weights: str = ""
+
+
+def stamp_of(data: bytes) -> Stamp:
+    """The stamp of a file without external data."""
+    return Stamp(hashlib.sha256(data).hexdigest())
+
+
 def read_model(path: Path) -> onnx.ModelProto:
     """Read an ONNX file and the external data beside it.
 
     Raises:
         ModelError: no such file, not ONNX, truncated, too large, or external data amiss.
     """
-    model = parse_model(_read_bytes(path), str(path))
-    _read_external(model, path)
-    return model
+    return read_stamped(path)[0]
+
+
+def read_stamped(path: Path) -> tuple[onnx.ModelProto, Stamp]:
+    """`read_model`, and the stamp of the very bytes that were parsed."""
+    data = read_bytes(path)
+    model = parse_model(data, str(path))
+    return model, Stamp(stamp_of(data).file, _read_external(model, path))
 
 
 def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
@@ -72,7 +97,12 @@ def refuse_external(model: onnx.ModelProto) -> None:
         )
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a model's file.
+
+    Raises:
+        ModelError: it is no readable file, or over 2 GB.
+    """
     if path.is_dir():
         raise ModelError(f"{path} must be an ONNX file, got a folder; name the file in it")
     if not path.exists():
@@ -129,18 +159,25 @@ def _below(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         yield from all_nodes(body)
 
 
-def _read_external(model: onnx.ModelProto, path: Path) -> None:
-    """Move external data into the tensors; nothing outside the model's folder is opened."""
+def _read_external(model: onnx.ModelProto, path: Path) -> str:
+    """Move external data into the tensors; nothing outside the model's folder is opened.
+
+    Returns:
+        sha256 (hex) of the data; "" where there is none.
+    """
     import onnx
 
-    total = model.ByteSize()
+    total, digest = model.ByteSize(), None
     for tensor in _external_tensors(model):
         entry = {pair.key: pair.value for pair in tensor.external_data}
         data = _slice_of(path, tensor.name, entry, _LIMIT - total)
         total += len(data)
+        digest = digest or hashlib.sha256()
+        digest.update(len(data).to_bytes(8, "little") + data)
         tensor.raw_data = data
         del tensor.external_data[:]
         tensor.data_location = onnx.TensorProto.DEFAULT
+    return digest.hexdigest() if digest else ""
 
 
 def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> bytes:

@@ -24,7 +24,6 @@ from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.subject import Subject
 from deploy.graph.edit import copied, replace_nodes
-from deploy.targets.tensorrt.cache_tools import original_of
 from deploy.targets.tensorrt.naming import (
     CAFFE,
     CacheTensor,
@@ -72,7 +71,7 @@ def observations(subject: Subject, parser: str | None) -> tuple[Observation, ...
 def entries(subject: Subject, parser: str | None) -> list[CacheTensor]:
     """The entries of the cache that TensorRT would write for the file, in order."""
     own = subject.method.name in _OWN
-    original = original_of(subject.given)
+    original = subject.original
     model = subject.unfolded.model if own else subject.model
     return cache_tensors(model, version=version_of(subject), parser=parser, original=original)
 
@@ -93,7 +92,7 @@ def text(subject: Subject, found: Found, parser: str | None) -> bytes:
 def notes(subject: Subject, found: Found, parser: str | None) -> tuple[str, ...]:
     """What the reader of the cache should know."""
     said = []
-    original = original_of(subject.given)
+    original = subject.original
     if (parser or likely_parser(original or subject.model, version_of(subject))) == CAFFE:
         said.append("Tensors are named as TensorRT's Caffe parser names them.")
     infinite = [name for name, trouble in found.troubles.items() if trouble.infinite]
