@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import click
 
+from calibrators.errors import shortened
 from deploy.errors import Calib8Error
 from deploy.inputs import guarded
 from deploy.terminal import say
@@ -82,8 +83,22 @@ def _terminable() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except Exception as error:
+        if (cancelled := _cancelled(error)) is not None:
+            raise cancelled from error
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _cancelled(error: BaseException) -> KeyboardInterrupt | Terminated | None:
+    """The signal behind an error: a library that is being imported makes an ImportError of it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, KeyboardInterrupt | Terminated):
+            return type(seen)()
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 class LazyGroup(click.Group):
@@ -178,7 +193,7 @@ def _forget_output() -> None:
 
 def _sentence(error: click.ClickException) -> str:
     """What click says of a wrong command line, on one line, and where help is."""
-    said = " ".join(error.format_message().split()).rstrip(".")
+    said = shortened(" ".join(error.format_message().split()).rstrip("."))
     context = error.ctx if isinstance(error, click.UsageError) else None
     return f"{said} (`{context.command_path} --help` tells more)" if context else said
 

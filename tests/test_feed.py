@@ -582,6 +582,29 @@ def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
     assert np.array_equal(spool.get(0)["x"], np.ones(3))
 
 
+def test_a_disk_that_takes_no_byte_is_no_noise_at_the_end(capfd):
+    """What Python holds back for the file is not tried again where the spool goes."""
+    import gc
+    import resource
+    import signal
+
+    from deploy.feed.spool import Spool
+
+    before, most = signal.getsignal(signal.SIGXFSZ), resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most[1]))
+    try:
+        spool = Spool(range(2))
+        spool.add(0, {"x": np.ones(3)})
+        assert spool.get(0) is None
+        del spool
+        gc.collect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not capfd.readouterr().err
+
+
 @pytest.mark.parametrize("order", ["C", "F", "strided"])
 @pytest.mark.parametrize("dtype", ["<f4", ">f4"])
 @pytest.mark.parametrize("way", ["npy", "npz", "compressed", "list", "generator"])

@@ -203,6 +203,7 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
         ExportError: it is an input of this run, a folder or a device.
         CacheError: calib8 did not write it.
     """
+    refuse(path)
     there = [one for one in files(path) if one.exists()]
     for one in there:
         refuse(one)
