@@ -7,6 +7,8 @@ there are bytes: neither is believed.
 from __future__ import annotations
 
 import os
+import tokenize
+import warnings
 import zipfile
 from math import prod
 from typing import IO, TYPE_CHECKING, Any
@@ -82,7 +84,12 @@ def array_header(stream: IO[bytes], room: int) -> Header:
     }.get(version)
     if read_header is None:
         raise ValueError(f"numpy format {version} is not known")
-    shape, fortran, dtype = read_header(stream)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of headers that are read in numpy's older way
+            shape, fortran, dtype = read_header(stream)
+    except (tokenize.TokenError, OverflowError, RecursionError) as error:
+        raise ValueError(f"its header is damaged: {error}") from error
     if dtype.hasobject:
         raise ValueError("it holds Python objects")
     if any(side < 0 for side in shape) or prod(shape) * dtype.itemsize > room:

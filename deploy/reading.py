@@ -31,6 +31,7 @@ Place = str | os.PathLike[str]
 MOST_BYTES = 16 << 30  # of any file that is read as a whole
 MOST_TEXT = 64 << 20  # of one that is text
 MOST_NESTING = 64  # brackets of JSON within each other
+_PIECE = 1 << 20  # asked for at a time: Python reserves what is asked for
 
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NEITHER = bytes(code for code in range(256) if code not in b'"[]{}')
@@ -52,8 +53,10 @@ def read_bytes(
         error: nothing there, no regular file, larger than that, or unreadable.
     """
     with opened(path, what=what, error=error, most=most, own=own) as file:
-        data = file.read(most + 1)
-    if len(data) > most:  # it grew, or is of a system that tells no sizes
+        data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
+        while len(data) <= most and (more := file.read(_PIECE)):  # it grew, or tells no size
+            data += more
+    if len(data) > most:
         raise error(_too_large(path, what, len(data), most))
     return data
 

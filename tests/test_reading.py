@@ -245,3 +245,12 @@ def test_files_are_read_through_one_door():
     wrong = {n: c for n, c in found.items() if n not in ELSEWHERE and len(c) > by.get(n, 0)}
     assert not wrong, f"read with deploy.reading: {wrong}"
     assert set(ELSEWHERE) <= set(found), f"excepted for nothing: {set(ELSEWHERE) - set(found)}"
+
+
+@pytest.mark.parametrize("header", [b"{'descr': '<f4', (", b'{\'descr\': """', b"{" * 60, b"\\"])
+def test_a_damaged_header_of_an_array_is_no_fault(header, tmp_path):
+    padded = header.ljust(118) + b"\n"
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded)
+    with path.open("rb") as stream, pytest.raises(ValueError):
+        array_header(stream, 1 << 20)
