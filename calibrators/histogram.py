@@ -122,6 +122,7 @@ class Histogram:
         minimum, maximum: extremes of the finite values (inf, -inf while empty).
         total: finite values seen.
         infinite: +-Inf values seen; they are in no bin.
+        latest: largest finite |x| of the batch that was added last.
     """
 
     def __init__(self, *, base: float | None = None) -> None:
@@ -134,6 +135,7 @@ class Histogram:
         self.maximum = -math.inf
         self.total = 0
         self.infinite = 0
+        self.latest = 0.0
 
     @property
     def amax(self) -> float:
@@ -146,6 +148,7 @@ class Histogram:
         Raises:
             CalibrationError: `x` holds a NaN.
         """
+        self.latest = 0.0
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
         for chunk in np.split(flat, range(_CHUNK, flat.size, _CHUNK)):
             self._observe(chunk)
@@ -162,7 +165,9 @@ class Histogram:
             self.infinite += chunk.size - finite.size
             self._observe(finite)
             return
-        self._widen(max(abs(low), abs(high)))
+        amax = max(abs(low), abs(high))
+        self.latest = max(self.latest, amax)
+        self._widen(amax)
         self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
         self.total += chunk.size
         if not self.full_range:

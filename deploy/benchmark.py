@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Protocol
 
 import numpy as np
@@ -12,11 +14,12 @@ import numpy as np
 from deploy.errors import ConfigError
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
-from deploy.machine import this_machine
+from deploy.machine import memory_bytes, this_machine
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
 from deploy.openvino import OpenvinoSession
 from deploy.progress import bar
+from deploy.reading import read_bytes, size
 from deploy.report import EngineRow, Report
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.streams import throughput
@@ -197,11 +200,23 @@ def random_feeds(
     if unknown:
         names = ", ".join(spec.name for spec in inputs)
         raise ConfigError(f"--shape must name an input of the model ({names}), got {unknown[0]!r}")
+    sizes = {spec.name: _shape(spec, shapes.get(spec.name)) for spec in inputs}
+    _refuse_too_much(count * 4 * sum(map(prod, sizes.values())))
     random = np.random.default_rng(seed)
     return [
-        {spec.name: _values(spec, _shape(spec, shapes.get(spec.name)), random) for spec in inputs}
+        {spec.name: _values(spec, sizes[spec.name], random) for spec in inputs}
         for _ in range(count)
     ]
+
+
+def _refuse_too_much(needed: int) -> None:
+    """Refuse inputs of so many bytes that no memory holds them."""
+    memory = memory_bytes()
+    if memory is not None and needed > memory:
+        raise ConfigError(
+            f"random inputs must fit into the memory, got {size(needed)} of them and a machine of"
+            f" {size(memory)}; give a smaller --shape"
+        )
 
 
 def model_size(path: Path) -> int:
@@ -215,12 +230,10 @@ def model_size(path: Path) -> int:
     import onnx
     from onnx.external_data_helper import uses_external_data
 
+    data = read_bytes(path, what="a model", error=ConfigError)
+    total = len(data)
     try:
-        total = path.stat().st_size
-    except OSError as error:
-        raise ConfigError(f"{path} must be a file, got: {error.strerror}") from error
-    try:
-        model = onnx.load(path, load_external_data=False)
+        model = onnx.load_model_from_string(data)
     except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
         return total
     beside = {
@@ -335,7 +348,7 @@ def _shape(spec: TensorSpec, given: Sequence[int] | None) -> tuple[int, ...]:
         )
         raise ConfigError(
             f"every dimension of an input but the batch must be known, got {_words(spec)}"
-            f" for {spec.name!r}; give it, e.g. --shape {spec.name}:{example}"
+            f" for {spec.name!r}; give it, e.g. --shape {quote(f'{spec.name}:{example}')}"
         )
     return tuple(int(dim) for dim in dims if isinstance(dim, int))
 

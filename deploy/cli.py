@@ -17,8 +17,10 @@ from typing import NoReturn
 
 import click
 
+from calibrators.errors import shortened
 from deploy.errors import Calib8Error
 from deploy.inputs import guarded
+from deploy.terminal import say
 from deploy.version import __version__
 
 # name: (module:attribute, one line for `calib8 --help`)
@@ -81,8 +83,22 @@ def _terminable() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except Exception as error:
+        if (cancelled := _cancelled(error)) is not None:
+            raise cancelled from error
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _cancelled(error: BaseException) -> KeyboardInterrupt | Terminated | None:
+    """The signal behind an error: a library that is being imported makes an ImportError of it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, KeyboardInterrupt | Terminated):
+            return type(seen)()
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 class LazyGroup(click.Group):
@@ -126,16 +142,16 @@ def main(argv: list[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        click.echo(f"calib8: error: {_sentence(error)}", err=True)
+        say(f"calib8: error: {_sentence(error)}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("calib8: interrupted; nothing half-written was left behind", err=True)
+        say("calib8: interrupted; nothing half-written was left behind", err=True)
         sys.exit(130)
     except Terminated:
-        click.echo("calib8: terminated; nothing half-written was left behind", err=True)
+        say("calib8: terminated; nothing half-written was left behind", err=True)
         sys.exit(143)
     except Calib8Error as error:
-        click.echo(f"calib8: error: {error}", err=True)
+        say(f"calib8: error: {error}", err=True)
         sys.exit(1)
     except MemoryError as error:
         said = f" ({error})" if str(error) else ""
@@ -149,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("CALIB8_TRACEBACK"):
             raise
-        click.echo(
+        say(
             f"calib8: a fault of calib8 itself ({type(error).__name__}: {error}); please report it"
             " with what CALIB8_TRACEBACK=1 shows",
             err=True,
@@ -162,7 +178,7 @@ def _end(sentence: str) -> NoReturn:
     if os.environ.get("CALIB8_TRACEBACK"):
         raise
     with suppress(OSError):
-        click.echo(f"calib8: error: {sentence}", err=True)
+        say(f"calib8: error: {sentence}", err=True)
     _forget_output()
     sys.exit(1)
 
@@ -177,7 +193,7 @@ def _forget_output() -> None:
 
 def _sentence(error: click.ClickException) -> str:
     """What click says of a wrong command line, on one line, and where help is."""
-    said = " ".join(error.format_message().split()).rstrip(".")
+    said = shortened(" ".join(error.format_message().split()).rstrip("."))
     context = error.ctx if isinstance(error, click.UsageError) else None
     return f"{said} (`{context.command_path} --help` tells more)" if context else said
 

@@ -50,13 +50,18 @@ def refuse(path: Path | str) -> None:
     found = _state(path)
     if found is None:
         return
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(found.st_mode) or _stands_in_dev(path):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device"
         raise ExportError(f"{path} must be a file to write to, got {kind}; give another path")
     if (found.st_dev, found.st_ino) in (_READ.get() or ()):
         raise ExportError(
             f"an output must not be an input, got {path}, which this run reads; give another path"
         )
+
+
+def _stands_in_dev(path: Path | str) -> bool:
+    """Whether it is of /dev itself, as /dev/stdout, which may lead to a plain file."""
+    return os.path.realpath(os.path.dirname(os.path.abspath(path))) == "/dev"
 
 
 def _state(path: Path | str) -> os.stat_result | None:

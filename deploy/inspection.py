@@ -12,7 +12,7 @@ from deploy.frontends import LoadedModel, load
 from deploy.graph.selection import matching
 from deploy.pipeline import targets_of
 from deploy.report import NodeRow, node_rows
-from deploy.report.figures import printable
+from deploy.terminal import page
 
 if TYPE_CHECKING:
     import onnx
@@ -51,7 +51,7 @@ class Inspection:
     def text(self, *, everything: bool = False) -> str:
         """Lines for a screen: nodes by operator and reason, or every node by its name."""
         body = self._each() if everything else self._kinds()
-        return printable("\n".join([*self._head(), *body]))
+        return page([*self._head(), *body])
 
     def _head(self) -> Iterator[str]:
         counts = Counter(_word(node) for node in self.nodes)

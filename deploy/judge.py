@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, overload
 
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample, in_order
-from deploy.graph.edit import with_outputs
+from deploy.frontends.again import file_of
+from deploy.frontends.reader import parse_model
+from deploy.graph.edit import name_nodes, with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.precision import GroundTruth
@@ -150,7 +152,7 @@ class _Ran:
 
 
 def judge(
-    original: Path | bytes,
+    original: bytes,
     candidates: Mapping[str, Candidate],
     over: Evaluation,
     inside: Inside,
@@ -270,11 +272,21 @@ def evaluation_of(
     )
 
 
-def float_model(loaded: LoadedModel) -> Path | bytes:
-    """The user's own file where there is one, so that its speed is what is compared with.
+def float_model(loaded: LoadedModel) -> bytes:
+    """The user's own file as it was loaded, so that its speed is what is compared with.
+
+    With names of their own for nodes that share one, which ONNX Runtime does not load.
 
     Not a float16 file: the CPU casts around its nodes, and int8 would look better than it is.
+
+    Raises:
+        ModelError: the file changed since.
     """
-    if loaded.source is not None and loaded.source.suffix != ".py" and not loaded.widened:
-        return loaded.source
-    return bytes(loaded.model.SerializeToString())
+    if loaded.widened:
+        return bytes(loaded.model.SerializeToString())
+    data = file_of(loaded)
+    if not loaded.renamed:
+        return data
+    given = parse_model(data, str(loaded.source))
+    name_nodes(given.graph)
+    return bytes(given.SerializeToString())

@@ -15,6 +15,12 @@ from deploy.version import __version__
 # x86: AVX512-VNNI, AVX-VNNI, AMX. Arm: SDOT/UDOT ("asimddp"), I8MM.
 INT8_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 
+# Where a container's limit stands, in either version of Linux's control groups.
+_MEMORY_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
+
 _PACKAGES = ("numpy", "onnx", "onnxruntime", "opencv-python-headless")
 
 
@@ -66,6 +72,29 @@ def usable_cores() -> int:
 def default_threads() -> int:
     """Worker threads where the user names none: every core, but no more than 4."""
     return min(4, usable_cores())
+
+
+def memory_bytes() -> int | None:
+    """Bytes of memory that this process may use at most; None where the system does not say."""
+    limits = [_limit(Path(file)) for file in _MEMORY_LIMITS]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    try:
+        import resource
+
+        limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
+    except ImportError:  # Windows
+        pass
+    return min((limit for limit in limits if limit > 0), default=None)
+
+
+def _limit(file: Path) -> int:
+    """A number of bytes in a file of the system; 0 where there is none."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return 0
+    return int(text) if text.isdecimal() else 0
 
 
 def _cpu_info() -> str:

@@ -14,12 +14,12 @@ from typing import Any
 
 from deploy import atomic
 from deploy.errors import CacheError, ExportError
+from deploy.reading import read_bytes, read_json
 from deploy.stamped import sha256
 
 NAME = "manifest.json"
 SCHEMA = "calib8-manifest/1"
 _OURS = "calib8-"  # begins the schema of a report and of a manifest
-_LARGEST = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +132,11 @@ def _table(value: object) -> bool:
 def _json(path: Path) -> dict[str, Any]:
     """The object in a file; {} where there is none."""
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST:
-            return {}
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        document = read_json(path, what="what a build is", error=CacheError, own=True)
+    except CacheError:
         return {}
     return document if isinstance(document, dict) else {}
 
 
 def _digest(path: Path) -> str:
-    return sha256(path.read_bytes())
+    return sha256(read_bytes(path, what="a file of a build", error=CacheError, own=True))

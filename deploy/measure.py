@@ -78,6 +78,10 @@ def measured(
         duration_s: seconds of latency runs a model; 0 leaves them out.
         threads: threads inside one inference.
         progress: draw bars on stderr.
+
+    Raises:
+        ModelError: the float model's file changed since it was loaded.
+        FeedError: an image cannot be fed, or changed.
     """
     over = evaluation_of(calibration, evaluation, labels, metric)
     original = float_model(loaded)
@@ -120,7 +124,7 @@ def measured(
         label="FP32",
         reference=True,
         path=str(loaded.source) if loaded.source else None,
-        size_bytes=len(original) if isinstance(original, bytes) else original.stat().st_size,
+        size_bytes=len(original),
         load_ms=timed["FP32"].load_ms,
         threads=threads,
         latency=latency.get("FP32"),

@@ -17,6 +17,7 @@ import numpy as np
 
 from deploy.errors import BackendError, SdkMissingError, first_line
 from deploy.machine import usable_cores
+from deploy.ort import source_of
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -64,9 +65,10 @@ class OpenvinoSession:
             "INFERENCE_PRECISION_HINT": "f32",
             "PERFORMANCE_HINT": "LATENCY",
         }
+        source = source_of(model)
         try:
             core = openvino.Core()
-            read = core.read_model(_source(model))
+            read = core.read_model(source)
             if shapes:
                 read.reshape({name: list(shape) for name, shape in shapes.items()})
             compiled = core.compile_model(read, "CPU", settings)
@@ -127,7 +129,7 @@ def run_apart(
     """
     _openvino()
     path = folder / "model.onnx"
-    path.write_bytes(_source(model))
+    path.write_bytes(model.SerializeToString())
     results = [folder / f"outputs-{number}.npz" for number in range(len(samples))]
     words = [str(path), str(threads or usable_cores()), "closed" if closed else "open"]
     words += [str(file) for pair in zip(samples, results, strict=True) for file in pair]
@@ -181,13 +183,6 @@ def _openvino() -> Any:
             " `pip install 'calib8[openvino]'`, or run the model in ONNX Runtime alone"
         ) from error
     return openvino
-
-
-def _source(model: Path | str | bytes | ModelProto) -> Any:
-    """What OpenVINO takes: a path, or bytes."""
-    if isinstance(model, Path | str):
-        return str(model)
-    return model if isinstance(model, bytes) else bytes(model.SerializeToString())
 
 
 def _spec(port: Any) -> TensorSpec:

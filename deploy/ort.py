@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError
-from deploy.inputs import is_read
 from deploy.machine import usable_cores
+from deploy.reading import is_text, read_bytes, refuse_irregular
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # ONNX Runtime's element types whose numpy name is not the same word.
 _NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
+
+_BESIDE = b"\x0a\x08location"  # begins the entry of a tensor that tells where its values are
 
 _LOG_FATAL = 4  # what matters arrives as an exception; the rest is noise on a user's screen
 
@@ -61,11 +63,10 @@ class OrtSession:
 
         threads = usable_cores() if threads is None else threads
         what = str(model) if isinstance(model, Path | str) else "the model"
-        if isinstance(model, Path | str):
-            is_read(model)
+        source = source_of(model)
         try:
             session = onnxruntime.InferenceSession(
-                _source(model),
+                source,
                 _options(threads, optimize, spin, int8_kernels, trace),
                 providers=["CPUExecutionProvider"],
             )
@@ -130,11 +131,27 @@ def profiled(
     return Path(session.end_trace())
 
 
-def _source(model: Path | str | bytes | ModelProto) -> str | bytes:
-    """What ONNX Runtime takes: a path, or bytes."""
+def source_of(model: Path | str | bytes | ModelProto) -> str | bytes:
+    """What a runtime in C++ takes: a path in UTF-8, or bytes.
+
+    Raises:
+        BackendError: no regular file, or weights beside a path that is no UTF-8.
+    """
     if isinstance(model, Path | str):
-        return str(model)
+        refuse_irregular(model, what="a model", error=BackendError)
+        return str(model) if is_text(model) else _whole(model)
     return model if isinstance(model, bytes) else bytes(model.SerializeToString())
+
+
+def _whole(path: Path | str) -> bytes:
+    """A file whose path cannot be said; its weights would be looked for in the working folder."""
+    data = read_bytes(path, what="a model", error=BackendError)
+    if _BESIDE in data:
+        raise BackendError(
+            f"a model with weights in a file beside it must have a path in UTF-8, got {path};"
+            " move both to one"
+        )
+    return data
 
 
 def _options(

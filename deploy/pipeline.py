@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 
 from calibrators.searches import DEFAULT_METHOD
 from deploy import manifest
-from deploy.calibration import store
+from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import NO_CHOICES
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe
+from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
@@ -43,6 +44,7 @@ from deploy.errors import (
 )
 from deploy.feed.annotated import ground_truth
 from deploy.feed.feed import Feed, FeedSource, open_feed
+from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
@@ -175,16 +177,22 @@ def _calibrated(
     started = time.perf_counter()
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
+    outliers: tuple[Outlier, ...] = ()
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
-        fingerprint = _fingerprint(subject, feed)
-        verdict = judge(policy, fingerprint, each_once(wanted))
-        observed = _completed(verdict, feed, threads=workers, progress=progress, runs=runs)
+        verdict = judge(policy, lambda: _fingerprint(subject, feed), each_once(wanted))
+        peaks = Peaks()
+        able = afford.workers(verdict.missing, subject.model, workers)
+        observed = _completed(
+            verdict, feed, threads=able, progress=progress, runs=runs, peaks=peaks
+        )
         ranges = Ranges(observed, subject.method, subject.bounds)
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
-        notes = own.notes if own else ()
-        calibration = Calibration(observed=observed, fingerprint=fingerprint)
+        notes = (*_fewer(able, workers), *(own.notes if own else ()))
+        fingerprint = verdict.of_all(_fingerprint(subject, feed))
+        outliers = (*verdict.outliers, *identified(peaks, feed.digests))
+        calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
         text = own.text if own else None
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
     return Calibrated(
@@ -200,6 +208,7 @@ def _calibrated(
         seconds=time.perf_counter() - started,
         runs=runs,
         notes=notes,
+        warnings=_warnings(outliers, each_once(wanted), feed),
         cache=policy.path,
         repairs=tuple(told(tried)),
     )
@@ -271,6 +280,7 @@ def build(
         evaluation = open_feed(eval_images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad)
     known = labels_of(labels, evaluation) if isinstance(labels, Annotations) else labels
     workers = threads or default_threads()
+    afford.refuse_full_disk(folder, loaded.model, len(built_for))
     with staged(folder) as stage:
         calibrated = _calibrated(
             loaded,
@@ -434,7 +444,13 @@ def _trusted(
 
 
 def _completed(
-    verdict: Verdict, feed: Feed, *, threads: int, progress: bool, runs: Counter[str]
+    verdict: Verdict,
+    feed: Feed,
+    *,
+    threads: int,
+    progress: bool,
+    runs: Counter[str],
+    peaks: Peaks,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
@@ -447,8 +463,25 @@ def _completed(
             threads=threads,
             progress=step,
             runs=runs,
+            peaks=peaks,
         )
     return verdict.observed.and_also(new)
+
+
+def _fewer(able: int, asked: int) -> tuple[str, ...]:
+    """What to say where memory does not suffice for all workers."""
+    if able >= asked:
+        return ()
+    return (f"calibrated with {able} of {asked} threads: memory does not suffice for more.",)
+
+
+def _warnings(
+    outliers: Iterable[Outlier], wanted: Iterable[Observation], feed: Feed
+) -> tuple[str, ...]:
+    """What is told of samples that stand out in what this run wants."""
+    places = {(o.variant.key, o.tensor) for o in wanted}
+    own = [one for one in outliers if (one.variant, one.tensor) in places]
+    return (standing_out(own, feed.called()),) if own else ()
 
 
 def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> CacheText | None:
@@ -536,6 +569,8 @@ def _built(
             own, said = _repaired(target, chosen, repairs, progress=progress)
             built = target.build(own)
             results.append(replace(built, options=given(target), notes=(*said, *built.notes)))
+        except Changed:
+            raise
         except Calib8Error as error:
             errors.append(error)
             results.append(Built(target=target.name, error=str(error)))

@@ -161,7 +161,13 @@ def gather(
         machine=this_machine(),
         files=(*_files(common, stage), report_page),
         work=_work(calibrated, figures),
-        notes=(*feed.notes, *calibrated.repairs, *_troubles(calibrated), *figures.notes),
+        notes=(
+            *calibrated.warnings,
+            *feed.notes,
+            *calibrated.repairs,
+            *_troubles(calibrated),
+            *figures.notes,
+        ),
     )
 
 

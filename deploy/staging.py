@@ -24,6 +24,7 @@ from pathlib import Path
 from deploy import atomic, locks
 from deploy.errors import ExportError
 from deploy.inputs import refuse
+from deploy.reading import read_json
 
 _JOURNAL = "publishing.json"
 _KEPT = f"{atomic.PREFIX}kept"
@@ -159,12 +160,21 @@ def _settled(stage: Path, folder: Path) -> None:
 
 def _move_all(stage: Path, folder: Path) -> None:
     """Rename what the journal lists; once more where the system refused once."""
-    names = json.loads((stage / _JOURNAL).read_text())
+    names = _listed(stage / _JOURNAL)
     try:
         _move(names, stage, folder)
     except OSError:
         _move(names, stage, folder)
     (stage / _JOURNAL).unlink()
+
+
+def _listed(journal: Path) -> list[str]:
+    """Names in a journal; anybody may have put it there, so that none leads out of the folder."""
+    listed = read_json(
+        journal, what="the list of what a run publishes", error=ExportError, own=True
+    )
+    names = listed if isinstance(listed, list) else []
+    return [n for n in names if isinstance(n, str) and n and n != ".." and Path(n).name == n]
 
 
 def _move(names: Iterable[str], stage: Path, folder: Path) -> None:

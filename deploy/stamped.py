@@ -19,6 +19,7 @@ from typing import Any
 
 from deploy import atomic
 from deploy.errors import CacheError
+from deploy.reading import read_bytes, read_json
 
 
 def sha256(data: bytes) -> str:
@@ -55,13 +56,9 @@ def read(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[str, Any]]:
     Raises:
         CacheError: one of the two cannot be read, or the note tells of another file.
     """
-    try:
-        data = path.read_bytes()
-        note = json.loads(note_of(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CacheError(
-            f"{path} must stand beside its note {note_of(path).name}, got: {error}; make it again"
-        ) from error
+    data = read_bytes(path, what="a file with a note beside it", error=CacheError, own=True)
+    what = f"the note of {path.name}"
+    note = read_json(note_of(path), what=what, error=CacheError, own=True)
     if not isinstance(note, dict) or note.pop(digest, None) != sha256(data):
         raise CacheError(
             f"{path} must be as it was written, got other bytes than {note_of(path).name} tells of;"

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from deploy.errors import Calib8Error, ConfigError
+from deploy.reading import refuse_irregular
 
 
 def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) -> Any:
@@ -35,8 +36,7 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"{what} is given as {form}, got {spec!r}")
-    if not Path(path).is_file():
-        raise ConfigError(f"{what} is given as {form}, but no file {path}")
+    refuse_irregular(path, what=f"the file of {what}, given as {form}", error=ConfigError)
     module = _import_file(Path(path), error)
     function = getattr(module, name, None)
     if not callable(function):

@@ -453,6 +453,7 @@ def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
     old = {
         "model": "a" * 64,
         "images": {"count": 3, "skip_bad": False, "sha256": "b" * 64},
+        "order": "e" * 64,
         "preprocess": {"mean": [0.5], "size": None, "color": "rgb"},
         "rule": "order-independent",
         "versions": {"tensorrt": "8.5.3"},
@@ -463,6 +464,7 @@ def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
         ("model", "c" * 64),
         ("images", {**old["images"], "count": 4, "skip_bad": True, "sha256": "d" * 64}),
         ("preprocess", {"mean": [0.485, 1e-7], "size": [224, 224], "color": "bgr"}),
+        ("order", "f" * 64),
         ("preprocess", {}),
         ("versions", {"tensorrt": "10.3.0", "parser": "it's"}),
         ("rule", "order-independent"),

@@ -418,7 +418,7 @@ def test_no_name_of_a_folder_gives_a_traceback():
 
 def test_an_int8_model_that_is_none_is_one_sentence(copied, held):
     out = copied(lambda report: of(report).update(runnable=str(held / "0.png")))
-    assert "must be an ONNX file" in refused(out, "--images", held)
+    assert "must be an ONNX" in refused(out, "--images", held)
 
 
 def test_a_model_of_another_build_is_one_sentence(copied, held, tmp_path):

@@ -13,13 +13,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy import atomic
+from deploy import atomic, cli
 from deploy.calibration.store import sidecars
-from deploy.cli import main
+from deploy.cli import Terminated, main
 from deploy.errors import ExportError
 from deploy.inputs import guarded, is_read, refuse
 from deploy.pipeline import build, calibrate
 
+WORDS = {130: "interrupted", 143: "terminated"}
 FOREIGN = b"TRT-8503-EntropyCalibration2\nimages: 3c010a14\n"
 
 
@@ -149,6 +150,27 @@ def test_a_device_or_a_folder_is_never_replaced(make, tmp_path):
         refuse("/dev/null")
 
 
+def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
+    """`-o /dev/stdout > file` leads to a plain file; a rename would put one in the link's place."""
+    with (tmp_path / "said").open("w") as file:
+        program = "from deploy.inputs import refuse; refuse('/dev/stdout')"
+        root = Path(__file__).parents[1]
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=root,
+            stdout=file,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert b"/dev/stdout must be a file to write to, got a device" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["/", ".", ""])
+def test_a_folder_as_a_cache_is_refused(place, run, model, pictures):
+    code, said = run("calibrate", model, "--images", pictures, "-o", place)
+    assert code == 1 and "must be a file to write to, got a folder" in said
+
+
 def test_what_one_run_reads_another_may_write(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
@@ -227,12 +249,39 @@ def test_a_signal_ends_a_run_with_one_sentence_and_nothing_half_written(
     assert not out.exists() or not list(out.iterdir())
 
 
+@pytest.mark.parametrize(("kind", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+@pytest.mark.parametrize("deep", [1, 2])
+def test_a_signal_that_a_library_made_an_error_of_is_a_signal(kind, code, deep, run, monkeypatch):
+    def command(**_):
+        try:
+            try:
+                raise kind
+            except BaseException as signal:
+                raise ImportError("initialization failed") from (signal if deep == 1 else None)
+        except ImportError as error:
+            raise ValueError("a second one") from error
+
+    monkeypatch.setattr(cli.cli, "main", command)
+    assert run() == (code, f"calib8: {WORDS[code]}; nothing half-written was left behind\n")
+
+
+def test_a_sentence_that_quotes_a_whole_file_has_a_gap_and_still_the_way_out(
+    run, model, pictures, tmp_path
+):
+    (tmp_path / "list.txt").write_text("n" * 30_000 + ".png\n")
+    code, said = run("build", model, "--images", tmp_path / "list.txt", "--out", tmp_path / "o")
+    assert code == 1 and 3000 < len(said) < 4500
+    assert "nnn ... nnn" in said and said.endswith("skip bad ones (--skip-bad)\n")
+    code, said = run("build", model, "--images", pictures, "--duration", "1" * 30_000 + "x")
+    assert code == 2 and len(said) < 4500 and said.endswith("--help` tells more)\n")
+
+
 @pytest.mark.parametrize("name", ["labels.txt", "labels.json"])
 def test_labels_of_a_pipe_are_not_waited_for(name, run, model, pictures, tmp_path):
     os.mkfifo(tmp_path / name)
     words = ("--images", pictures, "--eval-images", pictures, "--out", tmp_path / "o")
     code, said = run("build", model, *words, "--labels", tmp_path / name)
-    assert code == 1 and "no regular file" in said
+    assert code == 1 and "a device or pipe" in said
 
 
 def test_a_label_of_thirty_digits_is_refused(run, model, pictures, tmp_path):
@@ -271,3 +320,34 @@ def test_names_of_files_and_tensors_run_nothing_when_a_printed_line_is_pasted(ru
         assert any(word.startswith("--onnx=m $(touch X).tensorrt") for word in words)
         assert "--shapes=in;touch Y:1x3x16x16" in words
     assert not (tmp_path / "X").exists() and not (tmp_path / "Y").exists()
+
+
+def test_only_the_text_of_tensorrt_minds_a_line_break_in_a_name(run, model, pictures, tmp_path):
+    hostile = onnx.load(model)
+    for node in hostile.graph.node:
+        node.input[:] = ["r\n2" if name == "r2" else name for name in node.input]
+        node.output[:] = ["r\n2" if name == "r2" else name for name in node.output]
+    onnx.save(hostile, model)
+    feed = ("--images", pictures, "--size", "16x16", "--duration", 0, "--effort", 0, "--accept")
+    words = ("build", model, *feed, "--out", tmp_path / "o")
+    assert run(*words, "--target", "onnxruntime,tensorrt,ascend")[0] == 1
+    found = json.loads((tmp_path / "o" / "report.json").read_text())["targets"]
+    errors = {target["name"]: target.get("error") for target in found}
+    assert "a name has no line break, got 'r\\n2'" in errors["tensorrt"]
+    assert not errors["onnxruntime"] and not errors["ascend"]
+    assert "r3: " in (tmp_path / "o" / "m.cache").read_text()
+    assert run(*words, "--target", "onnxruntime,ascend", "--require-cache")[0] == 0
+    code, said = run(*words, "--target", "tensorrt", "--out", tmp_path / "p")
+    assert code == 1 and "rename the tensor" in said and not list((tmp_path / "p").glob("*.cache"))
+
+
+def test_a_name_in_a_remedy_is_quoted(run, tmp_path):
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["in;touch Y"], ["y"])], "g",
+        [value("in;touch Y", TensorProto.FLOAT, [1, "h"])], [value("y", TensorProto.FLOAT, None)],
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "m.onnx")
+    code, said = run("bench", tmp_path / "m.onnx", "--duration", 0)
+    assert code == 1 and "--shape 'in;touch Y:1x224'" in said

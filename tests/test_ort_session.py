@@ -54,7 +54,7 @@ def test_files_it_cannot_load_are_one_sentence(tmp_path, capfd):
     (tmp_path / "empty.onnx").write_bytes(b"")
     onnx.save(model("NoSuchOperator"), tmp_path / "custom.onnx")
     for name in ("text.onnx", "empty.onnx", "custom.onnx", "missing.onnx", "."):
-        with pytest.raises(BackendError, match="ONNX Runtime") as caught:
+        with pytest.raises(BackendError, match="must be a model") as caught:
             OrtSession.open(tmp_path / name, threads=1)
         assert "\n" not in str(caught.value)
     assert capfd.readouterr().err == ""

@@ -57,9 +57,9 @@ def test_names_patterns_and_types(patterns, found):
         ("OP:Sigmoid", "got 'OP:Sigmoid'"),
         ("op:conv", "did you mean 'op:Conv'?"),
         ("", "got ''"),
-        ("@nowhere.txt", "must name a text file"),
-        ("@", "must name a text file"),
-        ("@\0", "must name a text file"),
+        ("@nowhere.txt", "must be a text file"),
+        ("@", "must be a text file"),
+        ("@\0", "must be a text file"),
     ],
 )
 def test_what_means_nothing_is_an_error(pattern, said):

@@ -317,3 +317,17 @@ def test_every_file_that_a_build_may_write_is_declared(small_cnn, pictures, tmp_
         names = [Path(row.path).name for row in part.files]
         assert names and all(n.removeprefix("small_cnn") in target.writes for n in names)
     assert staging.kept(tmp_path / "small_cnn.cache").parent.exists() is False
+
+
+def test_a_journal_that_somebody_put_there_moves_nothing_out_of_its_folder(tmp_path):
+    folder = tmp_path / "o"
+    (folder / ".calib8-x").mkdir(parents=True)
+    for name in ("a", "b"):
+        (folder / ".calib8-x" / name).write_text(name)
+    (tmp_path / "victim").write_text("mine")
+    names = ["../../victim", "../victim", "..", ".", "", "/etc/x", 3, "a\0", "a"]
+    (folder / ".calib8-x" / "publishing.json").write_text(json.dumps(names))
+    (folder / "victim").write_text("source")
+    staging.recover(folder)
+    assert (tmp_path / "victim").read_text() == "mine" and (folder / "victim").exists()
+    assert (folder / "a").read_text() == "a" and not (folder / ".calib8-x").exists()

@@ -37,5 +37,5 @@ def test_what_was_changed_or_parted_since_is_not_believed(tmp_path):
         assert fitting(path, MADE_FROM) is None
     keep(path, b"data", MADE_FROM)
     note_of(path).unlink()
-    with pytest.raises(CacheError, match="beside its note"):
+    with pytest.raises(CacheError, match="must be the note of m, got nothing there"):
         read(path)

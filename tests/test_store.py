@@ -13,6 +13,7 @@ from calibrators.statistics import AmaxOf, HistogramOf
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed, Variant
+from deploy.calibration.peaks import Outlier
 from deploy.calibration.reuse import CachePolicy, judge
 from deploy.errors import CacheError
 
@@ -23,8 +24,9 @@ STATISTICS = [
 FOLDED = Variant("folded", lambda _: None)
 TEXT = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 MARK = Fingerprint(
-    model="m", images={"count": 2}, preprocess={}, rule="histogram", versions={"a": 1}, method="mse"
-)
+    model="m", images={"count": 2}, order="ab", preprocess={}, rule="histogram",
+    versions={"a": 1}, method="mse",
+)  # fmt: skip
 BATCHES = st.lists(
     arrays.arrays(
         np.float32, (1, 3, 4), elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=False)
@@ -72,6 +74,9 @@ def observation(statistic, tensor="x", variant=FOLDED):
     return Observation(variant, tensor, statistic)
 
 
+ONE = [observation(HistogramOf())]
+
+
 def kept(path: Path, observations) -> None:
     batches = [np.arange(12, dtype=np.float32).reshape(1, 3, 4)]
     observed = Observed({o.key: recorded(o.statistic, batches) for o in observations})
@@ -87,12 +92,12 @@ def test_each_observation_is_judged_by_itself(tmp_path):
     ]
     kept(path, here)
     more = [*here, observation(HistogramOf(), "z"), observation(HistogramOf(first=2))]
-    verdict = judge(CachePolicy(path=path), MARK, more)
+    verdict = judge(CachePolicy(path=path), lambda: MARK, more)
     assert set(verdict.observed) == {o.key for o in here}
     assert verdict.missing == tuple(more[2:]) and "lacks 2 observations" in verdict.reason
     with pytest.raises(CacheError, match="lacks 2 observations"):
-        judge(CachePolicy(path=path, require=True), MARK, more)
-    assert not judge(CachePolicy(path=path, require=True), MARK, here).missing
+        judge(CachePolicy(path=path, require=True), lambda: MARK, more)
+    assert not judge(CachePolicy(path=path, require=True), lambda: MARK, here).missing
 
 
 def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):
@@ -105,6 +110,14 @@ def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):
         store.Calibration(observed=kept_x, fingerprint=MARK), path, text=TEXT, carried=arrays_of_y
     )
     assert set(store.load(path).keys) == set(stored.keys)
+
+
+def test_outliers_are_kept_with_their_observations_alone(tmp_path):
+    there, gone = (Outlier("folded", tensor, ("ab",), 9.5) for tensor in "xy")
+    observed = Observed({o.key: recorded(o.statistic, [np.ones((1, 3, 4))]) for o in ONE})
+    calibration = store.Calibration(observed=observed, fingerprint=MARK, outliers=(there, gone))
+    store.save(calibration, tmp_path / "c", text=TEXT)
+    assert store.load(tmp_path / "c").outliers == (there,)
 
 
 def test_the_same_observations_are_the_same_bytes_in_any_order(tmp_path):

@@ -157,7 +157,7 @@ def test_a_metric_of_ones_own_decides(run, small_cnn, pictures, score, tmp_path)
         ("own.py:word", "must return a finite number, got 'well'"),
         ("own.py:silent", "must return a finite number, got nan"),
         ("own.py:scor", "has no function 'scor'; it has broken, score, silent, word"),
-        ("gone.py:score", "but no file"),
+        ("gone.py:score", "nothing there"),
         ("own.py", "given as file.py:function"),
     ],
 )

@@ -324,7 +324,7 @@ def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, 
         ('"/bad/Conv" =', '"/bad\\nConv" =', "a plan must name nodes of the model"),
         ('schema = "', 'schema = "x', "a plan must begin with schema"),
         ("[onnxruntime.methods]", '[onnxruntime.methods]\nt = "best"', "a method is one of"),
-        ("[onnxruntime]", "[onnxruntime", "a plan must be a TOML file"),
+        ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
     ],
 )
 def test_an_edit_that_cannot_be_obeyed_is_refused_in_one_sentence(

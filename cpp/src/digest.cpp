@@ -37,27 +37,23 @@ Sha256& Sha256::update(std::string_view bytes) {
   return *this;
 }
 
-std::string Sha256::hex() {
+std::string Sha256::bytes() {
   std::array<unsigned char, EVP_MAX_MD_SIZE> raw{};
   unsigned size = 0;
   require(EVP_DigestFinal_ex(state_->context.get(), raw.data(), &size));
+  return {raw.begin(), raw.begin() + size};
+}
+
+std::string Sha256::hex() {
   std::string text;
-  for (unsigned k = 0; k < size; ++k) text += number::hex(raw[k], 2);
+  for (const char c : bytes()) text += number::hex(static_cast<unsigned char>(c), 2);
   return text;
 }
 
-std::string names_digest(const std::vector<std::string>& names) {
+std::string combined(const std::vector<std::string>& digests) {
   Sha256 digest;
-  for (const std::string& name : names) digest.update(name).update({"\0", 1});
+  for (const std::string& one : digests) digest.update(one);
   return digest.hex();
-}
-
-void add_file(Sha256& digest, std::string_view name, std::string_view content) {
-  std::string length;
-  for (std::uint64_t rest = content.size(), k = 0; k < 8; ++k, rest >>= 8U) {
-    length += static_cast<char>(rest & 0xFFU);
-  }
-  digest.update(name).update({"\0", 1}).update(length).update(content);
 }
 
 }  // namespace calib8

@@ -1,5 +1,6 @@
 #include "calib8/feed.hpp"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -229,25 +230,24 @@ std::vector<std::string> Feed::notes() const {
 }
 
 std::string Feed::manifest() const {
-  Sha256 contents;
-  std::vector<std::string> names;
+  std::vector<std::string> digests;
   for (const Picture& picture : state_->pictures) {
-    names.push_back(picture.name);
     std::string data;
     try {
       data = images::read(picture);
     } catch (const FeedError&) {
       if (!state_->skip_bad) throw;
     }
-    add_file(contents, picture.name, data);
+    digests.push_back(Sha256().update(data).bytes());
   }
   nlohmann::ordered_json json;
   json["kind"] = "images";
   json["count"] = state_->pictures.size();
   json["batch"] = state_->batch;
   json["skip_bad"] = state_->skip_bad;
-  json["names_sha256"] = names_digest(names);
-  json["sha256"] = contents.hex();
+  json["ordered_sha256"] = combined(digests);
+  if (state_->batch == 1) std::sort(digests.begin(), digests.end());
+  json["sha256"] = combined(digests);
   json["preprocess"] = nlohmann::ordered_json::parse(state_->how.to_json());
   return json.dump();
 }

@@ -22,9 +22,10 @@ struct Part {
 };
 
 // In the order in which changes are told.
-constexpr std::array<Part, 6> kParts{
+constexpr std::array<Part, 7> kParts{
     {{"model", "the model (weights or graph)", &Fingerprint::model, false},
      {"images", "the images", &Fingerprint::images, true},
+     {"order", "the order of the images", &Fingerprint::order, false},
      {"preprocess", "the preprocessing", &Fingerprint::preprocess, true},
      {"rule", "the range rule", &Fingerprint::rule, false},
      {"versions", "a version", &Fingerprint::versions, true},
@@ -69,7 +70,7 @@ std::string difference(const Json& before, const Json& now) {
 }
 
 constexpr const char* kNotSound = " is not a fingerprint that this version of calib8 reads";
-constexpr int kSchema = 1;
+constexpr int kSchema = 2;
 
 }  // namespace
 
@@ -87,8 +88,8 @@ Fingerprint Fingerprint::from_json(const std::string& json) {
             (part.table ? data[part.key].is_object() : data[part.key].is_string());
   }
   if (!sound) {
-    throw CacheError("a fingerprint needs the parts model, rule, method, images, preprocess,"
-                     " versions");
+    throw CacheError("a fingerprint needs the parts model, order, rule, method, images,"
+                     " preprocess, versions");
   }
   Fingerprint made;
   for (const Part& part : kParts) {
@@ -125,7 +126,9 @@ std::string Fingerprint::changes_sentence(const Fingerprint& old) const {
 void set_feed(Fingerprint& fingerprint, const std::string& manifest) {
   Json images = Json::parse(manifest);
   fingerprint.preprocess = images["preprocess"].dump();
+  fingerprint.order = images["ordered_sha256"].get<std::string>();
   images.erase("preprocess");
+  images.erase("ordered_sha256");
   fingerprint.images = images.dump();
 }
 

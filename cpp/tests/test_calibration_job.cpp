@@ -108,7 +108,7 @@ TEST_CASE("a cache is used again only while its fingerprint fits") {
   const Folder folder;
   folder.picture("a.png", 16, 20, 1);
   const Feed feed(folder.path(), kSpec, {});
-  Fingerprint now{std::string(64, 'a'), "", "", "tensorrt, first batch of 2",
+  Fingerprint now{std::string(64, 'a'), "", "", "", "tensorrt, first batch of 2",
                   R"({"tensorrt": "8.6.1"})", "entropy2"};
   set_feed(now, feed.manifest());
   const auto cache = folder / "out/model.cache";
@@ -126,7 +126,7 @@ TEST_CASE("a cache is used again only while its fingerprint fits") {
   CHECK(unfit(cache, now)->find("was changed after model.cache.json was written") !=
         std::string::npos);
   save_calibration(cache, kCache, now);
-  folder.write("out/model.cache.json", "{\"schema\": 1");
+  folder.write("out/model.cache.json", "{\"schema\": 2");
   CHECK(unfit(cache, now)->find("is not a fingerprint") != std::string::npos);
 }
 

@@ -32,6 +32,7 @@ class Calibrated:
         seconds: of observing and searching.
         runs: variant of the model -> inferences.
         notes: what the reader of the cache should know.
+        warnings: what is odd about the images.
         cache: where it is kept.
         repairs: what was tried on the model before it was observed, in sentences.
     """
@@ -48,6 +49,7 @@ class Calibrated:
     seconds: float
     runs: Mapping[str, int]
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     cache: Path | None = None
     repairs: tuple[str, ...] = ()
 

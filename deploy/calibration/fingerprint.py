@@ -1,8 +1,9 @@
 """What a calibration was made from, so that a stale one is told from a fitting one, part by part.
 
-Two halves. The *observation* (model, images, preprocessing, range rule, versions) decides whether
-the statistics still hold; the *search* (method) only whether the scales do, which can be searched
-again from the stored statistics without running the model.
+Three parts. The *observation* (model, images, preprocessing, versions) decides whether the
+statistics still hold; the *order* of the images does for those statistics alone that show it; the
+*search* (rule, method) says what is looked for, which may be found again in the stored statistics
+without running the model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from deploy.errors import CacheError
 _NAMES = {
     "model": "the model (weights or graph)",
     "images": "the images",
+    "order": "the order of the images",
     "preprocess": "the preprocessing",
     "rule": "the range rule",
     "versions": "a version",
@@ -29,15 +31,18 @@ class Fingerprint:
 
     Attributes:
         model: sha256 of the model's graph and weights.
-        images: {"count", "digest", ...} of the feed.
+        images: {"count", "sha256", ...} of the feed, whatever the order and the names.
+        order: sha256 of the images' digests in their order.
         preprocess: what was done to the images, field by field; {} for arrays.
         rule: "order-independent", or TensorRT's rule with its batch size.
-        versions: format of the statistics and the version of the runtime that computed them.
+        versions: format of the statistics and the version of the runtime that computed them; of
+            images the decoder's too.
         method: search and its parameters.
     """
 
     model: str
     images: Mapping[str, Any]
+    order: str
     preprocess: Mapping[str, Any]
     rule: str
     versions: Mapping[str, Any]
@@ -54,7 +59,7 @@ class Fingerprint:
         Raises:
             CacheError: missing or mistyped parts.
         """
-        texts, tables = ("model", "rule", "method"), ("images", "preprocess", "versions")
+        texts, tables = ("model", "order", "rule", "method"), ("images", "preprocess", "versions")
         if (
             not isinstance(data, dict)
             or set(data) != {*texts, *tables}

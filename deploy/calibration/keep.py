@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibrators.grids import symmetric_scale
-from calibrators.statistics import Arrays, Ranged
+from calibrators.statistics import Arrays, HistogramOf, Ranged
 from deploy.calibration import DEFAULT_TRT_VERSION, store, trt_cache
 from deploy.calibration.observation import Key, Observed
 from deploy.calibration.ranges import Ranges
@@ -60,9 +60,12 @@ def keep(
             return
         statistic = subject.statistic.key
         names = (k[1] for k in stored.keys if (k[0], k[2]) == (FOLDED, statistic))
-        older = subject.histograms(names)  # of targets that were built before
+        moved = stored.fingerprint.order != calibration.fingerprint.order
+        # of targets that were built before
+        older = [o for o in subject.histograms(names) if not (moved and o.by_order)]
         known = stored.observed(older).and_also(calibration.observed)
-        carried = stored.carried(_carried(stored.keys, known))
+        others = [k for k in stored.keys if not moved or k[2] == HistogramOf().key]
+        carried = stored.carried(_carried(others, known))
         calibration = replace(calibration, observed=known)
         ranges = Ranges(known, ranges.method, ranges.bounds)
     words = text if text is not None else _plain_text(subject, ranges)
@@ -115,14 +118,16 @@ def _as_it_stands(
 def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
     """TensorRT's text of every tensor of the cleaned model that was searched.
 
-    Where no target searches by a method, of the largest values that were observed.
+    Where no target searches by a method, of the largest values that were observed. What no line
+    can hold is left out; a target whose text it is refuses it.
     """
     graph = subject.model.graph
     names = [value.name for value in graph.input] + [n for node in graph.node for n in node.output]
     found = ranges.of(o for o in subject.histograms(names) if o.key in ranges.observed)
     minmax = all(scale.method == "minmax" for scale in found.scales.values())
+    scales = found.symmetric or _largest(ranges.observed)
     cache = trt_cache.from_scales(
-        found.symmetric or _largest(ranges.observed),
+        {name: scale for name, scale in scales.items() if trt_cache.holds(name)},
         version=subject.trt_version or DEFAULT_TRT_VERSION,
         algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
     )

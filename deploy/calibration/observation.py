@@ -58,6 +58,11 @@ class Observation:
         return self.variant.key, self.tensor, self.statistic.key
 
     @property
+    def by_order(self) -> bool:
+        """Whether the same samples in another order would give other numbers."""
+        return self.statistic.ordered or self.statistic.samples is not None
+
+    @property
     def lead(self) -> Observation | None:
         """What must be known of the first samples before this can begin."""
         lead = self.statistic.lead

@@ -31,6 +31,7 @@ from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
 from calibrators.statistics import Recorder
 from deploy.calibration.observation import Observation, Observed, with_needs
+from deploy.calibration.peaks import Peaks, largest
 from deploy.errors import BackendError, FeedError
 from deploy.feed.parallel import Sample, in_order
 from deploy.graph.edit import with_outputs
@@ -48,6 +49,7 @@ def observe(
     threads: int = 2,
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
+    peaks: Peaks | None = None,
 ) -> Observed:
     """Record every wanted observation in one pass.
 
@@ -58,6 +60,7 @@ def observe(
         threads: worker threads, each running whole samples.
         progress: called after every sample.
         runs: raised by one for each inference, by the variant's key.
+        peaks: is told the largest |x| of every tensor that is observed, sample by sample.
 
     Returns:
         What was wanted and what that needed.
@@ -74,9 +77,9 @@ def observe(
     feed = iter(samples)
     first = list(islice(feed, max((o.statistic.samples or 0 for o in early), default=0)))
     if early:
-        before = before.and_also(_pass(early, before, first, 1, lambda: None, counted))
+        before = before.and_also(_pass(early, before, first, 1, lambda: None, counted, None))
     late = [o for o in listed if o.key not in before]
-    found = _pass(late, before, chain(first, feed), max(1, threads), progress, counted)
+    found = _pass(late, before, chain(first, feed), max(1, threads), progress, counted, peaks)
     keys = [o.key for o in listed]
     return Observed({key: found[key] if key in found else before[key] for key in keys})
 
@@ -95,6 +98,7 @@ def _pass(
     threads: int,
     progress: Progress,
     runs: Counter[str],
+    peaks: Peaks | None,
 ) -> Observed:
     observations = list(wanted)
     if not observations:
@@ -103,13 +107,14 @@ def _pass(
     ordered = _empty((o for o in observations if o.statistic.ordered), known)
     free = [o for o in observations if not o.statistic.ordered]
     parts = [_empty(free, known) for _ in range(threads)]
+    own = [None if peaks is None else Peaks() for _ in range(threads)]
 
     def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
         return [
             waiting
             for line in lines
             if _reaches(line.limit, number)
-            for waiting in line.run(parts[worker], number, sample)
+            for waiting in line.run(parts[worker], own[worker], number, sample)
         ]
 
     def take(number: int, waiting: list[_Waiting]) -> None:
@@ -125,6 +130,9 @@ def _pass(
     for part in parts[1:]:
         _merge(merged, part)
     merged |= ordered
+    for part_of in own:
+        if peaks is not None and part_of is not None:
+            peaks.merge(part_of)
     return Observed({o.key: merged[o] for o in observations})
 
 
@@ -165,17 +173,27 @@ class _Line:
     limit: int | None
 
     def run(
-        self, own: Mapping[Observation, Recorder], number: int, sample: Sample
+        self,
+        own: Mapping[Observation, Recorder],
+        peaks: Peaks | None,
+        number: int,
+        sample: Sample,
     ) -> Iterator[_Waiting]:
         """Run one sample, record what has no order, and give what has."""
         for name, value in self.tap.run(sample):
+            amax: float | None = None
             for observation in self.readers[name]:
                 if not _reaches(observation.statistic.samples, number):
                     continue
                 if observation.statistic.ordered:
                     yield observation, value
-                else:
-                    _record(own[observation], observation, number, value)
+                    continue
+                recorder = own[observation]
+                _record(recorder, observation, number, value)
+                if isinstance(recorder, Histogram):  # which had to find it anyway
+                    amax = recorder.latest
+            if peaks is not None:
+                peaks.add((self.key, name), number, largest(value) if amax is None else amax)
 
 
 def _lines(observations: list[Observation], known: Observed) -> list[_Line]:

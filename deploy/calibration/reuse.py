@@ -5,15 +5,18 @@
     cache --> made from the same model, images, preprocessing, versions? -- no --> all made anew
                  | yes
                  v
-          each wanted observation: kept? -- yes --> taken; another method only searches again
-                 | no
-                 v
-          observed now, and kept beside the others, so that targets built in turn share one cache
+          each wanted observation: kept? -- yes --> its numbers show the order of the images, and
+                 | no                               that changed? -- no --> taken; another method
+                 v                                    | yes                 only searches again
+          observed now, and kept beside the others <--'
+          so that targets built in turn share one cache
+
+Only where there is something to be judged are the images read for their digests beforehand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,12 +24,14 @@ from deploy import staging
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed, with_needs
-from deploy.calibration.versions import of_observation
+from deploy.calibration.peaks import Outlier
+from deploy.calibration.versions import of_images, of_observation
 from deploy.errors import CacheError
 from deploy.feed.feed import Feed
 from deploy.frontends import LoadedModel
 
 _SEARCH = {"method", "rule"}  # parts that decide what is looked for, not what was seen
+_SOME = {"order"}  # parts that decide for some observations alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +71,35 @@ class Verdict:
     missing: tuple[Observation, ...]
     stored: store.Stored | None = None
 
+    @property
+    def outliers(self) -> tuple[Outlier, ...]:
+        """What the cache holds of samples that stand out, in what is not observed anew."""
+        anew = {(o.variant.key, o.tensor) for o in self.missing}
+        known = () if self.stored is None else self.stored.outliers
+        return tuple(one for one in known if (one.variant, one.tensor) not in anew)
 
-def judge(policy: CachePolicy, fingerprint: Fingerprint, wanted: Iterable[Observation]) -> Verdict:
+    def of_all(self, fingerprint: Fingerprint) -> Fingerprint:
+        """The fingerprint of what the cache holds and what was observed beside it.
+
+        Its order is that of the cache as long as nothing was observed that shows another one.
+        """
+        if self.stored is None or any(o.by_order for o in self.missing):
+            return fingerprint
+        return replace(fingerprint, order=self.stored.fingerprint.order)
+
+
+def judge(
+    policy: CachePolicy, fingerprint: Callable[[], Fingerprint], wanted: Iterable[Observation]
+) -> Verdict:
     """Look into the cache of `policy` for these observations of this fingerprint.
 
+    Args:
+        policy: where the cache is.
+        fingerprint: asked for only where there is a cache to be judged, since it reads all images.
+        wanted: the observations.
+
     Raises:
+        FeedError: an image cannot be read.
         CacheError: the cache must fit and does not.
     """
     listed = with_needs(wanted)
@@ -93,7 +122,6 @@ def fingerprint_of(
     *,
     rule: str,
     method: str,
-    versions: Mapping[str, str | int] | None = None,
 ) -> Fingerprint:
     """The fingerprint of calibrating this model on this feed.
 
@@ -102,22 +130,24 @@ def fingerprint_of(
         feed: the calibration samples.
         rule: range rule of the statistics.
         method: search and its parameters.
-        versions: what the result depends on beside the versions of every observation.
     """
     manifest = feed.manifest()
-    preprocess = manifest.pop("preprocess") or {}
+    preprocess, order = manifest.pop("preprocess") or {}, manifest.pop("ordered_sha256")
     return Fingerprint(
         model=loaded.digest,
         images=manifest,
+        order=order,
         preprocess=preprocess,
         rule=rule,
-        versions={**of_observation(), **(versions or {})},
+        versions={**of_observation(), **(of_images() if manifest["kind"] == "images" else {})},
         method=method,
     )
 
 
 def _judged(
-    policy: CachePolicy, fingerprint: Fingerprint, wanted: tuple[Observation, ...]
+    policy: CachePolicy,
+    fingerprint: Callable[[], Fingerprint],
+    wanted: tuple[Observation, ...],
 ) -> Verdict:
     def anew(reason: str) -> Verdict:
         return Verdict(reason=reason, observed=Observed({}), missing=wanted)
@@ -136,19 +166,29 @@ def _judged(
         )
     try:
         stored = store.load(path)
-        changes = fingerprint.changes_since(stored.fingerprint)
-        if set(changes) - _SEARCH:
-            said = (text for part, text in changes.items() if part not in _SEARCH)
-            return anew("; ".join(said))
-        observed = stored.observed(wanted)
+    except CacheError as error:
+        return anew(str(error))
+    changes = fingerprint().changes_since(stored.fingerprint)
+    if all_of := [text for part, text in changes.items() if part not in _SEARCH | _SOME]:
+        return anew("; ".join(all_of))
+    try:
+        observed = stored.observed(o for o in wanted if not ("order" in changes and o.by_order))
     except CacheError as error:
         return anew(str(error))
     missing = observed.missing(wanted)
-    reason = _reason(path, changes, missing)
+    reason = _reason(path, stored, changes, missing)
     return Verdict(reason=reason, observed=observed, missing=missing, stored=stored)
 
 
-def _reason(path: Path, changes: Mapping[str, str], missing: tuple[Observation, ...]) -> str:
+def _reason(
+    path: Path,
+    stored: store.Stored,
+    changes: Mapping[str, str],
+    missing: tuple[Observation, ...],
+) -> str:
+    moved = sum(o.key in stored.keys for o in missing)
+    if moved:
+        return f"{changes['order']}, and {moved} observations go by it"
     if missing:
         kinds = dict.fromkeys(f"{o.variant.key}: {o.statistic.key}" for o in missing)
         return (

@@ -18,7 +18,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,21 @@ import numpy as np
 from calibrators.errors import CalibrationError
 from calibrators.scales import Scale, Scales
 from calibrators.statistics import Arrays
-from deploy import atomic
+from deploy import archives, atomic
 from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
+from deploy.calibration.peaks import Outlier
 from deploy.errors import CacheError
 from deploy.inputs import refuse
+from deploy.reading import from_json, opened, read_bytes, read_json
 from deploy.stamped import sha256
 
-SCHEMA = 3  # 3: the JSON has a digest of itself
+# 3: the JSON has a digest of itself; 4: the order of the images is a part of its own
+SCHEMA = 4
+_WHAT = "a file of a calibration"
+_MARK = "the fingerprint of a calibration"
+_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
 _MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `_pack` writes them
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal arrays, equal bytes
 
@@ -47,10 +53,12 @@ class Calibration:
     Attributes:
         observed: every statistic.
         fingerprint: what they were made from.
+        outliers: samples that stand out in some of them.
     """
 
     observed: Observed
     fingerprint: Fingerprint
+    outliers: tuple[Outlier, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +69,14 @@ class Stored:
         text: of the cache.
         fingerprint: what it was made from.
         keys: the observations that are kept.
+        outliers: samples that stand out in some of them.
         path: where it was read.
     """
 
     text: bytes
     fingerprint: Fingerprint
     keys: tuple[Key, ...]
+    outliers: tuple[Outlier, ...]
     path: Path
     _packed: bytes
     _document: bytes
@@ -81,7 +91,7 @@ class Stored:
         found = {o.key: o.statistic for o in wanted if o.key in kept}
         try:
             return Observed({key: found[key].restore(held) for key, held in self._arrays(found)})
-        except (ValueError, KeyError, CalibrationError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError, CalibrationError) as error:
             raise self._broken(error) from error
 
     def carried(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
@@ -91,7 +101,11 @@ class Stored:
     def _arrays(self, keys: Iterable[Key]) -> Iterator[tuple[Key, Arrays]]:
         places = {key: place for place, key in enumerate(self.keys)}
         try:
-            with zipfile.ZipFile(io.BytesIO(self._packed)) as archive:
+            packed = io.BytesIO(self._packed)
+            archives.check_archive(
+                packed, self.path, what="statistics", error=CacheError, most=_MOST_UNPACKED
+            )
+            with zipfile.ZipFile(packed) as archive:
                 for key in keys:
                     yield key, _unpack(archive, places[key])
         except (
@@ -100,6 +114,7 @@ class Stored:
             OSError,
             EOFError,
             MemoryError,
+            RuntimeError,  # encrypted, or packed in a way that is not known
             zipfile.BadZipFile,
             zlib.error,
         ) as error:
@@ -156,12 +171,15 @@ def save(
     arrays = dict(carried or {})
     arrays |= {key: recorder.to_arrays() for key, recorder in calibration.observed.items()}
     arrays = {key: arrays[key] for key in _in_order(arrays, calibration) if arrays[key]}
+    places = {(variant, tensor) for variant, tensor, _ in arrays}
+    outliers = [one for one in calibration.outliers if (one.variant, one.tensor) in places]
     packed = _pack(list(arrays.values()))
     digests = {"cache": sha256(text), "statistics": sha256(packed)}
     document = {
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint.to_json(),
         "observations": [list(key) for key in arrays],
+        "outliers": [astuple(one) for one in outliers],
         "sha256": digests,
     }
     document["sha256"] = {**digests, "this": _own_digest(document)}
@@ -185,6 +203,7 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
         ExportError: it is an input of this run, a folder or a device.
         CacheError: calib8 did not write it.
     """
+    refuse(path)
     there = [one for one in files(path) if one.exists()]
     for one in there:
         refuse(one)
@@ -200,14 +219,19 @@ def _ours(path: Path) -> bool:
     """Whether one of the two files beside a cache is calib8's; a crash may have left only one."""
     json_path, npz_path = sidecars(path)
     try:
-        if {"fingerprint", "schema"} <= set(json.loads(read(json_path))):
+        if {"fingerprint", "schema"} <= set(
+            read_json(json_path, what=_MARK, error=CacheError, own=True)
+        ):
             return True
-    except (CacheError, ValueError, TypeError, RecursionError):
+    except (CacheError, TypeError):
         pass
     try:
-        with zipfile.ZipFile(npz_path) as archive:
+        with (
+            opened(npz_path, what=_WHAT, error=CacheError, own=True) as file,
+            zipfile.ZipFile(file) as archive,
+        ):
             names = archive.namelist()
-    except (OSError, ValueError, zipfile.BadZipFile):
+    except (CacheError, ValueError, NotImplementedError, zipfile.BadZipFile):
         return False
     return bool(names) and all(_MEMBER.fullmatch(name) for name in names)
 
@@ -237,8 +261,24 @@ def load(path: Path) -> Stored:
     keys = tuple((str(a), str(b), str(c)) for a, b, c in document["observations"])
     fingerprint = Fingerprint.from_json(document["fingerprint"])
     return Stored(
-        text=text, fingerprint=fingerprint, keys=keys, path=path, _packed=packed, _document=raw
+        text=text,
+        fingerprint=fingerprint,
+        keys=keys,
+        outliers=_outliers(document["outliers"], json_path),
+        path=path,
+        _packed=packed,
+        _document=raw,
     )
+
+
+def _outliers(listed: object, path: Path) -> tuple[Outlier, ...]:
+    try:
+        return tuple(
+            Outlier(str(variant), str(tensor), tuple(map(str, digests)), float(times))
+            for variant, tensor, digests, times in listed  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CacheError(f"{path} does not list outliers: {error}") from error
 
 
 def trusted(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -> Found:
@@ -318,17 +358,18 @@ def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
 
 
 def _document(raw: bytes, path: Path) -> dict[str, Any]:
+    document = from_json(raw, rule=f"{path} must be {_MARK}", error=CacheError)
     try:
-        document = json.loads(raw)
         observations = document["observations"]
         complete = (
             document["schema"] == SCHEMA
             and isinstance(observations, list)
             and all(isinstance(key, list) and len(key) == 3 for key in observations)
+            and isinstance(document["sha256"], dict)
             and {"cache", "statistics", "this"} <= set(document["sha256"])
-            and "fingerprint" in document
+            and {"fingerprint", "outliers"} <= set(document)
         )
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         complete = False
     if not complete:
         raise CacheError(f"{path} is not a fingerprint that this version of calib8 reads")
@@ -343,10 +384,7 @@ def read(path: Path) -> bytes:
     Raises:
         CacheError: it cannot be read.
     """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CacheError(f"{path} cannot be read: {error.strerror}") from error
+    return read_bytes(path, what=_WHAT, error=CacheError, own=True)
 
 
 def _pack(listed: list[Arrays]) -> bytes:
@@ -365,12 +403,12 @@ def _pack(listed: list[Arrays]) -> bytes:
 
 def _unpack(archive: zipfile.ZipFile, place: int) -> Arrays:
     """The arrays of one observation."""
-    return {
-        name.split(".")[1]: np.lib.format.read_array(
-            io.BytesIO(archive.read(name)), allow_pickle=False
-        )
-        for name in _members(archive, place)
-    }
+    found = {}
+    for name in _members(archive, place):
+        with archive.open(name) as stream:
+            room = archive.getinfo(name).file_size
+            found[name.split(".")[1]] = archives.read_array(stream, room)
+    return found
 
 
 def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:

@@ -63,6 +63,7 @@ class Subject:
 
         Raises:
             ConfigError: it was given in memory, already cleaned; or repaired since.
+            ModelError: its file changed since it was loaded.
         """
         if self.repairs:
             raise ConfigError(
@@ -71,13 +72,30 @@ class Subject:
                 " configuration"
             )
         from deploy.frontends import load
+        from deploy.frontends.again import refuse_other
 
         if self.given is None:
             raise ConfigError(
                 "the model must be an ONNX file to be read as its exporter wrote it, got one that"
                 " was traced or cleaned in memory; write it with calib8 export first"
             )
-        return load(self.given, fold_batchnorm=False)
+        found = load(self.given, fold_batchnorm=False)
+        refuse_other(self.loaded, found.stamp == self.loaded.stamp)
+        return found
+
+    @cached_property
+    def original(self) -> onnx.ModelProto | None:
+        """The graph as the file has it, external data left there; None where no file is at hand.
+
+        Raises:
+            ModelError: the file changed since it was loaded.
+        """
+        from deploy.frontends.again import graph_of
+
+        if not isinstance(self.given, str | Path):
+            return self.given
+        path = Path(self.given)
+        return graph_of(path, self.loaded) if path.suffix.lower() == ".onnx" else None
 
     @property
     def statistic(self) -> Statistic:

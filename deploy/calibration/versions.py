@@ -7,6 +7,7 @@ from calibrators.statistics import FORMAT
 # Raise one where a change of code gives other numbers for the same model and images.
 FRONTEND = 1  # names or values of the cleaned model
 SEARCHES = 1  # scales from the same statistics
+DECODING = 1  # samples from the same files and preprocessing
 
 
 def of_observation() -> dict[str, str | int]:
@@ -19,3 +20,10 @@ def of_observation() -> dict[str, str | int]:
         "frontend": FRONTEND,
         "searches": SEARCHES,
     }
+
+
+def of_images() -> dict[str, str | int]:
+    """What made samples of files; of arrays nothing did."""
+    from deploy.feed.images import opencv
+
+    return {"opencv": str(opencv().__version__), "decoding": DECODING}

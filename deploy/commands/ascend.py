@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.numbers import Real
 from deploy.commands.options import (
     ImageOptions,
     image_options,
@@ -17,6 +18,7 @@ from deploy.commands.options import (
     require_cache_option,
     verbose_option,
 )
+from deploy.terminal import say
 
 if TYPE_CHECKING:
     import onnx
@@ -71,9 +73,9 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
         made = read_any_config(source, graph)
     text = write_simple_config(made) if out.suffix == ".cfg" else write_config(made)
     atomic.write_text(out, text)
-    click.echo(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8")
+    say(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8")
     for name, reason in graph.refused.items():
-        click.echo(f"  float  {name}: {reason}")
+        say(f"  float  {name}: {reason}")
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
@@ -84,7 +86,7 @@ def check(path: Path, model: Path | None) -> None:
     from deploy.targets.ascend.files import check_file
 
     graph = _layers(model)[1] if model else None
-    click.echo(f"{path}: {check_file(path, graph)}")
+    say(f"{path}: {check_file(path, graph)}")
 
 
 @ascend.command(
@@ -116,7 +118,7 @@ def check(path: Path, model: Path | None) -> None:
 @sections.option(
     "--max-loss",
     section=sections.MEASURING,
-    type=click.FloatRange(0, 1),
+    type=Real(0, 1),
     default=0.01,
     show_default=True,
     help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",
@@ -162,7 +164,7 @@ def auto(
         progress=True,
     )
     if verbose:
-        click.echo(found.cost)
+        say(found.cost)
     evaluation = found.feed
     if eval_images:
         evaluation = open_feed(
@@ -175,15 +177,15 @@ def auto(
         folder=out,
         name=found.loaded.name,
         budget=Budget(max_loss=max_loss, threads=images.threads),
-        say=click.echo,
+        say=say,
     )
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
     if result.records is None:
-        click.echo("No layer can stay in int8 within this budget; no model was written.")
+        say("No layer can stay in int8 within this budget; no model was written.")
     else:
-        click.echo(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
+        say(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
     for path in written:
-        click.echo(f"  {path}")
+        say(f"  {path}")
 
 
 def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:

@@ -9,8 +9,10 @@ import click
 from deploy.commands import given as given_flags
 from deploy.commands import sections
 from deploy.commands.inputs import Inputs, input_options
+from deploy.commands.numbers import THREADS, Real
 from deploy.commands.targets import Given, made, own_options
 from deploy.errors import ConfigError
+from deploy.terminal import say_lines
 
 
 @click.command(
@@ -36,14 +38,14 @@ from deploy.errors import ConfigError
 @sections.option(
     "--threads",
     section=sections.MEASURING,
-    type=click.IntRange(min=1),
+    type=THREADS,
     metavar="N",
     help="Threads of an engine on the CPU.  [default: every core]",
 )
 @sections.option(
     "--warmup",
     section=sections.MEASURING,
-    type=click.FloatRange(min=0),
+    type=Real(min=0),
     default=200,
     show_default=True,
     metavar="MS",
@@ -52,7 +54,7 @@ from deploy.errors import ConfigError
 @sections.option(
     "--duration",
     section=sections.MEASURING,
-    type=click.FloatRange(min=0),
+    type=Real(min=0),
     default=3,
     show_default=True,
     metavar="S",
@@ -70,7 +72,7 @@ from deploy.errors import ConfigError
 @sections.option(
     "--seed",
     section=sections.MEASURING,
-    type=int,
+    type=click.IntRange(min=0),
     default=0,
     show_default=True,
     metavar="N",
@@ -161,7 +163,7 @@ def bench(
         write_text(json_path, json.dumps(to_json(report), indent=1) + "\n")
     if html_path is not None:
         write_text(html_path, to_html(report))
-    click.echo(to_screen(report), nl=False)
+    say_lines(to_screen(report))
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ import click
 
 from deploy.commands import sections
 from deploy.commands.model import model_from, model_options
+from deploy.commands.numbers import Real
 from deploy.commands.options import (
     CalibrationOptions,
     ImageOptions,
@@ -18,6 +19,7 @@ from deploy.commands.options import (
 )
 from deploy.commands.targets import target_options
 from deploy.commands.tuning import TuningOptions, tuning_options
+from deploy.terminal import say_lines
 
 if TYPE_CHECKING:
     from deploy.targets import Target
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
 @sections.option(
     "--duration",
     section=sections.MEASURING,
-    type=click.FloatRange(min=0),
+    type=Real(min=0),
     default=3.0,
     show_default=True,
     help="Seconds of latency runs a model; 0 leaves them out.",
@@ -135,7 +137,7 @@ def build(
         repairs=repairs or None,
         progress=True,
     )
-    click.echo(to_screen(report, verbose=calibration.verbose), nl=False)
+    say_lines(to_screen(report, verbose=calibration.verbose))
     if report.failed:
         click.get_current_context().exit(1)
     if report.unusable and not tuning.gates.accept:

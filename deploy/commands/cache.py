@@ -9,6 +9,7 @@ import click
 
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import given
+from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.trt_cache import CalibrationCache
@@ -51,12 +52,12 @@ def show(path: Path, as_json: bool) -> None:
 
     read = read_cache(path)
     if as_json:
-        click.echo(json.dumps(_document(read), indent=1))
+        say_lines(json.dumps(_document(read), indent=1))
         return
-    click.echo(_head(read))
+    say(_head(read))
     for entry in read.entries:
         amax = float(entry.scale) * 127
-        click.echo(f"{float(entry.scale):14.8g} {amax:12.6g}  {entry.flaw or '':8} {entry.name}")
+        say(f"{float(entry.scale):14.8g} {amax:12.6g}  {entry.flaw or '':8} {entry.name}")
 
 
 @cache.command(short_help="What differs between two caches.")
@@ -71,19 +72,19 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     a, b = cache_tools.read_cache(first), cache_tools.read_cache(second)
     found = cache_tools.diff(a, b)
     if a.header.text != b.header.text:
-        click.echo(f"first line: {a.header.text} | {b.header.text}")
+        say(f"first line: {a.header.text} | {b.header.text}")
     same = len(set(a.scales()) & set(b.scales())) - sum(
         d.first is not None and d.second is not None for d in found
     )
-    click.echo(f"{same} scales are equal, {len(found)} tensors differ")
+    say(f"{same} scales are equal, {len(found)} tensors differ")
     for item in found[: limit or None]:
         numbers = "  ".join(
             f"{'-':>14}" if v is None else f"{float(v):14.8g}" for v in (item.first, item.second)
         )
         ratio = f"{item.ratio:9.4f}x" if item.ratio else f"{'':10}"
-        click.echo(f"{numbers} {ratio}  {item.name}")
+        say(f"{numbers} {ratio}  {item.name}")
     if len(found) > limit > 0:
-        click.echo(f"... and {len(found) - limit} more (--limit 0 prints all)")
+        say(f"... and {len(found) - limit} more (--limit 0 prints all)")
     context.exit(1 if found or a.header.text != b.header.text else 0)
 
 
@@ -107,7 +108,7 @@ def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
         [cache_tools.read_cache(path) for path in paths], on_conflict=on_conflict
     )
     write_bytes(out, dump(merged))
-    click.echo(f"{out}: {len(merged.entries)} entries from {len(paths)} caches")
+    say(f"{out}: {len(merged.entries)} entries from {len(paths)} caches")
 
 
 @cache.command(short_help="The same cache for another TensorRT.")
@@ -129,9 +130,9 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
     read = read_cache(path)
     made = under(read, version=trt_version, algorithm=algorithm)
     write_bytes(out, dump(made))
-    click.echo(f"{out}: {len(made.entries)} entries, {read.header.text} -> {made.header.text}")
+    say(f"{out}: {len(made.entries)} entries, {read.header.text} -> {made.header.text}")
     if made.header.label is None:
-        click.echo("the legacy form has no version to change; it was written as it is")
+        say("the legacy form has no version to change; it was written as it is")
 
 
 @cache.command(short_help="Whether a cache is sound, and fits a model and a TensorRT.")
@@ -159,13 +160,13 @@ def check(
     read = cache_tools.read_cache(path)
     matched = _matched(read, model, parser) if model is not None else None
     findings = cache_tools.check(read, version=trt_version, algorithm=algorithm, matched=matched)
-    click.echo(_head(read))
+    say(_head(read))
     for finding in findings:
-        click.echo(f"{'WRONG' if finding.harmful else 'note '}  {finding.text}")
+        say(f"{'WRONG' if finding.harmful else 'note '}  {finding.text}")
     if matched is not None and verbose:
         _print_match(matched)
     harmful = any(finding.harmful for finding in findings)
-    click.echo("not fit as it is" if harmful else "ok")
+    say("not fit as it is" if harmful else "ok")
     context.exit(1 if harmful else 0)
 
 
@@ -207,7 +208,7 @@ def to_qdq(
     )
     write_bytes(out, quantized.SerializeToString(deterministic=True))
     _print_match(matched, everything=verbose)
-    click.echo(f"{out}: {matched.covered} tensors quantized")
+    say(f"{out}: {matched.covered} tensors quantized")
 
 
 @cache.command("from-qdq", short_help="A Q/DQ model becomes a plain model and its cache.")
@@ -237,16 +238,16 @@ def from_qdq(model: Path, out: tuple[Path, Path], trt_version: str) -> None:
     plain, made = cache_tools.qdq_to_cache(model, version=trt_version)
     write_bytes(out[0], plain.model.SerializeToString(deterministic=True))
     write_bytes(out[1], dump(made))
-    click.echo(f"{out[0]}: the float model")
-    click.echo(f"{out[1]}: {len(made.entries)} entries under {made.header.text}")
+    say(f"{out[0]}: the float model")
+    say(f"{out[1]}: {len(made.entries)} entries under {made.header.text}")
     if plain.weights:
-        click.echo(
+        say(
             f"{len(plain.weights)} weights were stored as integers; they are now those integers"
             " times their scale"
         )
     without = [name for name in trt_tensors(plain.model) if name not in plain.scales]
     if without:
-        click.echo(
+        say(
             f"{len(without)} tensors have no pair and so no entry; TensorRT warns of a missing"
             f" scale there and runs them in float: {', '.join(without[:5])}"
             + (", ..." if len(without) > 5 else "")
@@ -289,14 +290,14 @@ def _plain(value: float) -> float | str:
 
 
 def _print_match(matched: Match, *, everything: bool = True) -> None:
-    click.echo(
+    say(
         f"{matched.used} of {len(matched.entries)} entries used,"
         f" {matched.covered} of {len(matched.tensors)} tensors covered"
     )
     for entry in matched.entries:
         if everything or (not entry.used and not entry.reason.startswith("no pair")):
-            click.echo(f"  {'used  ' if entry.used else 'unused'}  {entry.name}: {entry.reason}")
+            say(f"  {'used  ' if entry.used else 'unused'}  {entry.name}: {entry.reason}")
     for tensor in matched.tensors:
         if everything or not tensor.covered:
             word = "covered" if tensor.covered else "left in float"
-            click.echo(f"  {word}  {tensor.tensor}{': ' if tensor.reason else ''}{tensor.reason}")
+            say(f"  {word}  {tensor.tensor}{': ' if tensor.reason else ''}{tensor.reason}")

@@ -17,6 +17,7 @@ from deploy.commands.options import (
     image_options,
 )
 from deploy.commands.targets import target_options
+from deploy.terminal import say
 
 if TYPE_CHECKING:
     from deploy.targets import Target
@@ -83,18 +84,18 @@ def calibrate(
         progress=True,
     )
     how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
-    click.echo(f"{path}: {how} ({found.reason})")
-    click.echo(f"{len(found.ranges.observed)} observations of {found.feed.count} images")
+    say(f"{path}: {how} ({found.reason})")
+    say(f"{len(found.ranges.observed)} observations of {found.feed.count} images")
     for name, own in found.wanted.items():
         by = "" if not set(own) & set(found.searched) else f", searched by {found.method.label}"
-        click.echo(f"  {name}: {len(own)}{by}")
+        say(f"  {name}: {len(own)}{by}")
     if calibration.verbose:
-        click.echo(found.cost)
+        say(found.cost)
     for name, why in found.found.reasons.items():
-        click.echo(f"no scale for {name}: it {why}")
-    for note in (*found.notes, *found.feed.notes):
-        click.echo(note)
+        say(f"no scale for {name}: it {why}")
+    for note in (*found.warnings, *found.notes, *found.feed.notes):
+        say(note)
     for name, why in found.failed.items():
-        click.echo(f"{name} failed: {why}", err=True)
+        say(f"{name} failed: {why}", err=True)
     if found.failed:
         click.get_current_context().exit(1)

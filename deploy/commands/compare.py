@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.numbers import Real
 from deploy.commands.options import ImageOptions, image_options
+from deploy.terminal import say_lines
 
 _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a few
 
@@ -27,7 +29,7 @@ _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a f
 @sections.option(
     "--min-sqnr",
     section=sections.MEASURING,
-    type=float,
+    type=Real(),
     default=20.0,
     show_default=True,
     metavar="DB",
@@ -90,8 +92,8 @@ def compare(
     )
     text = json.dumps(found.to_json(), indent=1) + "\n"
     if json_path == Path("-"):
-        click.echo(text, nl=False)
+        say_lines(text)
         return
     if json_path is not None:
         write_text(json_path, text)
-    click.echo(repr(found))
+    say_lines(repr(found))

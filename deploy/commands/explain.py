@@ -8,6 +8,8 @@ import click
 
 from deploy.commands import given, sections
 from deploy.commands.inputs import Inputs, input_options
+from deploy.commands.numbers import THREADS
+from deploy.terminal import say_lines
 
 
 @click.command(cls=sections.SectionedCommand)
@@ -38,7 +40,7 @@ from deploy.commands.inputs import Inputs, input_options
 @sections.option(
     "--threads",
     section=sections.IMAGES,
-    type=click.IntRange(min=1),
+    type=THREADS,
     help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
 )
 @sections.option(
@@ -90,8 +92,8 @@ def explain(
     )
     text = json.dumps(to_json(found), indent=1, allow_nan=False) + "\n"
     if json_path == Path("-"):
-        click.echo(text, nl=False)
+        say_lines(text)
         return
     if json_path is not None:
         write_text(json_path, text)
-    click.echo(to_screen(found, everything=everything), nl=False)
+    say_lines(to_screen(found, everything=everything))

@@ -8,6 +8,7 @@ import click
 
 from deploy.commands import given, sections
 from deploy.commands.options import preprocess_options
+from deploy.terminal import say, say_lines
 
 QDQ = "Quantization"  # with --qdq alone
 
@@ -156,7 +157,7 @@ def export(
     inputs = example_inputs([parse_shape(shape) for shape in shapes])
     if not qdq:
         exported = exports.to_onnx(module, inputs, opset=opset, dynamic_batch=not static_batch)
-        click.echo(exports.check_float(exported, module, [inputs]))
+        say(str(exports.check_float(exported, module, [inputs])))
     else:
         if mode == "static" and not images:
             raise ConfigError("static ranges come from data: give --images, or another --mode")
@@ -168,10 +169,10 @@ def export(
             module, inputs, batches, mode=mode, target=target, only=only, ranges=ranges, **kept
         )
         exported = exports.to_onnx(converted, inputs, opset=opset, dynamic_batch=not static_batch)
-        click.echo(exports.compare(exported, converted, batches))
+        say(str(exports.compare(exported, converted, batches)))
         results = compare_modes(module, inputs, batches, target=target) if all_modes else []
-        click.echo(report(results or [measure(mode, module, converted, batches)]), nl=False)
+        say_lines(report(results or [measure(mode, module, converted, batches)]))
         if scales:
-            click.echo(scales_report(converted), nl=False)
+            say_lines(scales_report(converted))
     write_bytes(out, exported.SerializeToString(deterministic=True))
-    click.echo(f"{out}: opset {opset}, {out.stat().st_size} bytes")
+    say(f"{out}: opset {opset}, {out.stat().st_size} bytes")

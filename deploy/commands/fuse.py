@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from deploy.commands import given
+from deploy.terminal import say
 
 
 @click.command()
@@ -34,13 +35,11 @@ def fuse(model: str, shapes: tuple[str, ...], weights: Path | None, bench: bool)
     module = load_module(model, weights)
     fused, report = fuse_module(module)
     for pattern, count in sorted(report.counts().items()):
-        click.echo(f"{pattern}: {count} fused")
+        say(f"{pattern}: {count} fused")
     for name, reason in report.skipped:
-        click.echo(f"left alone: {name}: {reason}")
+        say(f"left alone: {name}: {reason}")
     if bench:
         from deploy.fx.profile import compare_speed
 
         with users_errors(model):
-            click.echo(
-                compare_speed(module, fused, example_inputs([parse_shape(s) for s in shapes]))
-            )
+            say(compare_speed(module, fused, example_inputs([parse_shape(s) for s in shapes])))

@@ -11,6 +11,9 @@ from deploy.commands import given, sections
 from deploy.commands.model import model_from, model_options
 from deploy.commands.options import keep_float_option
 from deploy.commands.targets import target_options
+from deploy.errors import ConfigError
+from deploy.reading import opened
+from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
     from deploy.targets import Target
@@ -55,7 +58,7 @@ def inspect(
     loaded = model if isinstance(model, LoadedModel) else load(model)
     for target in targets:
         judged = judge(loaded, target=target, float_nodes=keep_float)
-        click.echo(judged.text(everything=everything))
+        say_lines(judged.text(everything=everything))
 
 
 def _inspect_cache(path: Path) -> None:
@@ -64,26 +67,26 @@ def _inspect_cache(path: Path) -> None:
     from deploy.errors import CacheError
 
     cache = trt_cache.parse(store.read(path), origin=str(path))
-    click.echo(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")
+    say(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")
     try:
         known = store.load(path)
     except CacheError as error:
-        click.echo(f"no fitting fingerprint: {error}")
+        say(f"no fitting fingerprint: {error}")
         known = None
     if known is not None:
         mark = known.fingerprint
-        click.echo(f"model {mark.model[:12]}, {mark.images.get('count')} images, {mark.method}")
+        say(f"model {mark.model[:12]}, {mark.images.get('count')} images, {mark.method}")
     for entry in cache.entries:
         flaw = f"  ({entry.flaw})" if entry.flaw else ""
         scale = f"{entry.scale:.6g}"
-        click.echo(f"  {entry.name}: amax {float(entry.scale) * 127:.6g}, scale {scale}{flaw}")
+        say(f"  {entry.name}: amax {float(entry.scale) * 127:.6g}, scale {scale}{flaw}")
 
 
 def _looks_like_onnx(path: Path) -> bool:
     """Anything that does not start as text is taken for a model, which then says what it is."""
     try:
-        with path.open("rb") as file:
+        with opened(path, what="a model or a cache", error=ConfigError, own=True) as file:
             head = file.read(64)
-    except OSError:
+    except ConfigError:
         return path.suffix != ".cache"
     return b"\0" in head or head[:1] == b"\x08"

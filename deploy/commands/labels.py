@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from deploy.errors import FeedError
-from deploy.inputs import is_read
 from deploy.metrics.coco import Annotations, read_coco
+from deploy.reading import read_text
 
 _DIGITS = 9  # of a class number, at most
 
@@ -20,15 +19,9 @@ def read_labels(path: Path) -> tuple[int, ...] | Annotations:
     Raises:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
     """
-    is_read(path)
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe is waited for, a device endless
-        raise FeedError(f"labels are read from a file, got {path}, which is no regular file")
     if path.suffix.lower() == ".json":
         return read_coco(path)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FeedError(f"labels are read from a text file, {path} cannot be: {error}") from error
+    lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
     words = [(number, line.split()[-1]) for number, line in enumerate(lines, 1) if line.strip()]
     for number, word in words:
         if not word.isdecimal() or len(word) > _DIGITS:

@@ -12,6 +12,7 @@ import click
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import sections
 from deploy.commands.methods import method_options
+from deploy.commands.numbers import THREADS
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
         sections.option(
             "--threads",
             section=sections.GENERAL,
-            type=click.IntRange(min=1),
+            type=THREADS,
             help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
         ),
     )

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from deploy.terminal import say_lines
+
 
 @click.command()
 @click.argument("model")
@@ -53,4 +55,4 @@ def profile(
     graph_module = trace(load_module(model, weights), leaves=leaves)
     with users_errors(model):
         result = profile_graph(graph_module, inputs, warm_up=warm_up, runs=runs)
-    click.echo(result.table(), nl=False)
+    say_lines(result.table())

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from deploy.commands import given
+from deploy.terminal import say, say_lines
 
 
 @click.command()
@@ -78,17 +79,17 @@ def qat(
     if distil:
         task = replace(task, distil=[_pair(text) for text in distil])
     with users_errors(script):
-        trained = train(task, target=target, bits=bits, checkpoint=checkpoint, report=click.echo)
+        trained = train(task, target=target, bits=bits, checkpoint=checkpoint, report=say)
         batches = first_batches(task)
     if trained.end is not None:
-        click.echo(f"after training ({bits} bits): {trained.end:.4f}")
+        say(f"after training ({bits} bits): {trained.end:.4f}")
     exported = exports.to_onnx(trained.converted, list(task.inputs))
-    click.echo(exports.compare(exported, trained.converted, batches))
-    click.echo(report([measure("qat", task.model, trained.converted, batches)]), nl=False)
+    say(str(exports.compare(exported, trained.converted, batches)))
+    say_lines(report([measure("qat", task.model, trained.converted, batches)]))
     if scales:
-        click.echo(scales_report(trained.converted), nl=False)
+        say_lines(scales_report(trained.converted))
     write_bytes(out, exported.SerializeToString(deterministic=True))
-    click.echo(f"{out}: {out.stat().st_size} bytes")
+    say(f"{out}: {out.stat().st_size} bytes")
 
 
 def _pair(text: str) -> tuple[str, str]:

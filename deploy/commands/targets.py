@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from deploy.commands import sections
+from deploy.commands.numbers import Real
 from deploy.errors import ConfigError
 from deploy.targets import TARGETS, Target, named
 from deploy.targets.options import Option, options_of
@@ -124,7 +125,7 @@ def _type(option: Option) -> click.ParamType[Any]:
     if option.kind is int:
         return click.IntRange(_whole(option.least), _whole(option.most))
     if option.kind is float:
-        return click.FloatRange(option.least, option.most)
+        return Real(option.least, option.most)
     return click.Path(path_type=Path) if option.kind is Path else click.STRING
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from deploy.terminal import say_lines
+
 
 @click.command()
 @click.argument("model")
@@ -70,10 +72,10 @@ def trace(
         if not equals:
             raise ConfigError(f"--replace takes OP=FUNCTION, as add=torch.mul, got {change!r}")
         replace_op(graph_module, op, find_function(function))
-    click.echo(code(graph_module) if as_code else table(graph_module), nl=False)
+    say_lines(code(graph_module) if as_code else table(graph_module))
     if shapes:
         inputs = example_inputs([parse_shape(shape) for shape in shapes])
         with users_errors(model):
             shaped = propagate_shapes(graph_module, *inputs)
         rows = [(name, str(shape)) for name, shape in shaped.items()]
-        click.echo("\n" + columns([("name", "shape"), *rows]), nl=False)
+        say_lines("\n" + columns([("name", "shape"), *rows]))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.commands import sections
+from deploy.commands.numbers import Real
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,14 +83,14 @@ def _options() -> list[Callable[[Command], Command]]:
         sections.option(
             "--max-loss",
             section=sections.SEARCH,
-            type=click.FloatRange(0, 1),
+            type=Real(0, 1),
             help="Most that may be lost of accuracy, or of what FP32 says (0.01 is one in a"
             " hundred); more is unusable.",
         ),
         sections.option(
             "--min-speedup",
             section=sections.SEARCH,
-            type=click.FloatRange(min=0),
+            type=Real(min=0),
             help="Least speed over FP32; a slower engine is unusable.",
         ),
         sections.option(

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from deploy.terminal import say
+
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
@@ -25,11 +27,11 @@ def verify(folder: Path) -> None:
     found = manifest.read(folder)
     wrong = manifest.changed(folder, found)
     for name in found.files:
-        click.echo(f"{name} {wrong.get(name, 'is as it was written')}")
+        say(f"{name} {wrong.get(name, 'is as it was written')}")
     for name in found.earlier:
-        click.echo(f"{name} is of an earlier build")
+        say(f"{name} is of an earlier build")
     model = found.made_from.get("model", {})
-    click.echo(
+    say(
         f"{folder}: {len(found.files) - len(wrong)} of {len(found.files)} files are as the build of"
         f" {model.get('name')} wrote them"
     )

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from deploy.comparison.cuts import by_cuts
 from deploy.comparison.parting import Layer, Parting
 from deploy.comparison.sums import Figures, Sums
-from deploy.errors import ConfigError, ModelError
+from deploy.errors import ConfigError
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
+from deploy.frontends.reader import read_model
 from deploy.graph.edit import with_outputs
 from deploy.metrics.accuracy import OutputAccuracy
 from deploy.metrics.layerwise import shared_by_name
@@ -69,9 +70,9 @@ def compare(
             f"a comparison needs two models or two runtimes, got {first} in ONNX Runtime alone;"
             " name a second model, or another runtime with --runtime"
         )
-    ours = _read(first)
-    theirs = ours if second is None else _read(second)
-    whole = OrtSession.open(first, threads=threads)
+    ours = read_model(first)
+    theirs = ours if second is None else read_model(second)
+    whole = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
     feed = open_feed(images, whole.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     outputs = [value.name for value in ours.graph.output]
@@ -154,19 +155,3 @@ def _inputs(model: ModelProto) -> set[str]:
     """Names of what must be fed: old models list their weights among the inputs."""
     weights = {tensor.name for tensor in model.graph.initializer}
     return {value.name for value in model.graph.input} - weights
-
-
-def _read(path: Path) -> ModelProto:
-    """The model with its weights.
-
-    Raises:
-        ModelError: no such file, or no ONNX model in it.
-    """
-    import onnx
-
-    try:
-        return onnx.load(path)
-    except Exception as error:  # protobuf's and the file system's, and those of external data
-        raise ModelError(
-            f"a model to compare must be an ONNX file, got {path}: {type(error).__name__}"
-        ) from error

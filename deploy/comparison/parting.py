@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.metrics.accuracy import OutputAccuracy
-from deploy.report.figures import printable
+from deploy.terminal import page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Parting:
         return next((one for one in every if not one.figures.sqnr_db >= self.min_sqnr_db), None)
 
     def __repr__(self) -> str:
-        return printable("\n".join(self._lines()))
+        return page(self._lines())
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.first} against {self.second}, {self.samples} samples"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import ConfigError
+from deploy.reading import read_json
+
+_MOST = 1 << 30  # bytes; a report has a row for every tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +94,8 @@ def read_fields(path: Path, schema: str) -> Fields:
     Raises:
         ConfigError: it cannot be read, is no JSON object, or of another schema.
     """
-    try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        words = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"a build to explain must have a report that calib8 wrote, got {path}: {words}; build"
-            " again to have one"
-        ) from error
+    what = "the report of a build to explain, as calib8 wrote it"
+    held = read_json(path, what=what, error=ConfigError, most=_MOST)
     found = held.get("schema") if isinstance(held, dict) else None
     if not isinstance(held, dict) or found != schema:
         raise ConfigError(

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.errors import ConfigError, ModelError
+from deploy.errors import ConfigError
 from deploy.explanation.values import ChannelLoss, Held, ImageLoss
 from deploy.explanation.written import worse
 from deploy.feed.parallel import Sample, in_order
+from deploy.frontends.reader import read_model
 from deploy.graph.edit import with_outputs
 from deploy.metrics.form import Form, form_of
 from deploy.metrics.layerwise import shared_tensors
@@ -66,7 +67,7 @@ def held_of(
         FeedError: an image that cannot be fed.
         BackendError: ONNX Runtime refused one of the two.
     """
-    candidate = _read(runnable)
+    candidate = read_model(runnable)
     shared = shared_tensors(loaded.model, candidate)
     pairs = {name: shared[name] for name in layers[:TENSORS] if name in shared}
     left = _session(with_outputs(loaded.model, pairs), native=True)
@@ -115,18 +116,6 @@ def _notes(layers: Sequence[str], pairs: Mapping[str, str]) -> Iterator[str]:
     if not pairs:
         why = "the two models share no inner tensor" if layers else "the report has no inner tensor"
         yield f"channels are not told: {why}"
-
-
-def _read(path: Path) -> ModelProto:
-    import onnx
-
-    try:
-        return onnx.load(path)
-    except Exception as error:  # protobuf's and the file system's, and those of external data
-        raise ModelError(
-            f"a target's model must be an ONNX file, got {path}: {type(error).__name__}; build"
-            " again"
-        ) from error
 
 
 def _session(model: ModelProto, *, native: bool) -> OrtSession:

@@ -10,6 +10,7 @@ import deploy.report.figures as figures
 from deploy.explanation.values import Explanation, Held, Kept, TargetWhy
 from deploy.report.margin import columns, entry
 from deploy.report.words import TRIAL_HEADS, trial_row
+from deploy.terminal import page
 from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME
 
 SCHEMA = "calib8-explanation/1"
@@ -31,7 +32,7 @@ def to_screen(found: Explanation, *, everything: bool = False) -> str:
         [found.title, *entry("Report", found.report), *entry("Plan", found.plan or "none")],
         *(list(_target(one, most)) for one in found.targets),
     ]
-    return figures.printable("\n\n".join("\n".join(block) for block in blocks) + "\n")
+    return "\n\n".join(map(page, blocks)) + "\n"
 
 
 def to_json(found: Explanation) -> dict[str, object]:

@@ -12,6 +12,7 @@ may be
 from __future__ import annotations
 
 import bisect
+import shutil
 import tempfile
 import threading
 import warnings
@@ -19,17 +20,22 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
+from deploy.archives import array_header, check_archive
 from deploy.errors import FeedError, first_line
 from deploy.feed.images import shown
+from deploy.feed.manifest import Raw, sample_digest
 from deploy.feed.preprocess import describe
+from deploy.reading import opened, size
 from deploy.tensors import Array, TensorSpec
 
 Item = dict[str, Array]
+_MOST_ENTRIES = 1 << 12  # arrays of an .npz file: one an input
 LABEL_KEYS = ("labels", "label", "y")
 
 
@@ -59,19 +65,21 @@ class ArraySource:
         """What the sample is called in messages."""
         return f"sample {index} of {self.name}"
 
-    def read(self, index: int) -> dict[str, Array]:
-        """Sample -> input name -> array with a batch dimension of 1.
+    def told(self, index: int) -> str:
+        """The same; in the middle of a sentence."""
+        return self.sample_name(index)
+
+    def load(self, index: int) -> Raw:
+        """Arrays with a batch dimension of 1 by input name, copied and hashed.
 
         Raises:
-            FeedError: it holds NaN or Inf.
+            FeedError: (when decoding) they hold NaN or Inf.
         """
         where = bisect.bisect_right(self.ends, index)
         row = index - (self.ends[where - 1] if where else 0)
         item = self.items[where]
         sample = {s.name: _row(item[s.name], s, row, self.specs) for s in self.specs}
-        for name, array in sample.items():
-            _check_finite(array, name, self.sample_name(index))
-        return sample
+        return Raw(sample_digest(sample), lambda: _finite(sample, self.sample_name(index)))
 
 
 def from_file(path: Path, specs: tuple[TensorSpec, ...]) -> ArraySource:
@@ -86,6 +94,8 @@ def from_file(path: Path, specs: tuple[TensorSpec, ...]) -> ArraySource:
             warnings.simplefilter("ignore")  # numpy's about headers written by Python 2
             single = path.suffix.lower() == ".npy"
             arrays = {"": _load_npy(path)} if single else _load_npz(path, notes)
+    except FeedError:
+        raise
     except Exception as e:  # on hostile bytes numpy and zipfile raise a dozen kinds of error
         raise FeedError(
             f"{shown(str(path))} cannot be read as plain numpy arrays: {first_line(e)};"
@@ -179,8 +189,11 @@ def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]
 
 
 def _plain(array: Array) -> Array:
-    """The same values in this machine's byte order, one after the other."""
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    """The same values in this machine's byte order, one after the other.
+
+    A copy: what a file or the caller's own array holds may be another thing a moment later.
+    """
+    return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
 def _check_array(array: Array, spec: TensorSpec, specs: tuple[TensorSpec, ...], where: str) -> None:
@@ -214,6 +227,12 @@ def _transpose_hint(dims: tuple[int, ...], spec: TensorSpec) -> str:
             ):
                 return f"; turn it with .transpose{order}"
     return "; give one array of this shape per sample, or a batch of them"
+
+
+def _finite(sample: dict[str, Array], where: str) -> dict[str, Array]:
+    for name, array in sample.items():
+        _check_finite(array, name, where)
+    return sample
 
 
 def _check_finite(array: Array, name: str, where: str) -> None:
@@ -299,18 +318,44 @@ def _load_npy(path: Path) -> Array:
 def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     compressed = []
-    with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
-        for info in archive.infolist():
-            key = info.filename.removesuffix(".npy")
-            if info.compress_type == zipfile.ZIP_STORED:
-                arrays[key] = _map_entry(path, raw, info)
-                continue
-            compressed.append(key)
-            with archive.open(info) as stream:
-                arrays[key] = np.lib.format.read_array(stream, allow_pickle=False)
+    with opened(path, what="an .npz file", error=FeedError) as raw:
+        check_archive(raw, path, what="an .npz file", error=FeedError, entries=_MOST_ENTRIES)
+        with zipfile.ZipFile(raw) as archive:
+            for info in archive.infolist():
+                key = info.filename.removesuffix(".npy")
+                if info.compress_type == zipfile.ZIP_STORED:
+                    arrays[key] = _map_entry(path, raw, info)
+                else:
+                    compressed.append(info)
+            _refuse_without_room(compressed, path)
+            for info in compressed:
+                with archive.open(info) as stream:
+                    arrays[info.filename.removesuffix(".npy")] = _unpacked(stream, info.file_size)
     if compressed:
-        notes.append(f"{shown(path.name)} is compressed and was loaded into memory as a whole")
+        notes.append(f"{shown(path.name)} is compressed and was unpacked into temporary files")
     return arrays
+
+
+def _refuse_without_room(entries: Sequence[zipfile.ZipInfo], path: Path) -> None:
+    """Refuse what no disk here has room for, before anything is unpacked."""
+    needed = sum(info.file_size for info in entries)
+    folder = tempfile.gettempdir()
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise FeedError(
+            f"{shown(str(path))} needs {size(needed)} of room in {folder} to be unpacked, got"
+            f" {size(free)}; write it with numpy.savez, which needs none"
+        )
+
+
+def _unpacked(stream: IO[bytes], room: int) -> Array:
+    """An entry that is compressed, as an array in a file without a name, not in memory."""
+    shape, fortran, dtype = array_header(stream, room)
+    if 0 in shape or not shape:
+        return np.frombuffer(stream.read(dtype.itemsize * prod(shape)), dtype).reshape(shape)
+    with tempfile.TemporaryFile(prefix="calib8-feed-") as file:
+        shutil.copyfileobj(stream, file, 1 << 20)
+        file.flush()
+        return np.memmap(file, dtype, "r", 0, shape, "F" if fortran else "C")
 
 
 def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
@@ -321,16 +366,7 @@ def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
         raise zipfile.BadZipFile("a local header is damaged")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     raw.seek(info.header_offset + 30 + names)
-    version = np.lib.format.read_magic(raw)
-    read_header = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }.get(version)
-    if read_header is None:
-        raise ValueError(f"numpy format {version} is not known")
-    shape, fortran, dtype = read_header(raw)
-    if dtype.hasobject:
-        raise ValueError("it holds Python objects")
+    shape, fortran, dtype = array_header(raw, info.file_size)
     if 0 in shape or not shape:
         return np.fromfile(raw, dtype, count=int(np.prod(shape))).reshape(shape)
     return np.memmap(path, dtype, "r", raw.tell(), shape, "F" if fortran else "C")
@@ -346,9 +382,15 @@ class _Spool:
 
     def append(self, item: Item) -> None:
         offsets = {}
-        for name, array in item.items():
-            offsets[name] = self._file.tell()
-            np.lib.format.write_array(self._file, array, allow_pickle=False)
+        try:
+            for name, array in item.items():
+                offsets[name] = self._file.tell()
+                np.lib.format.write_array(self._file, array, allow_pickle=False)
+        except OSError as error:
+            raise FeedError(
+                f"the iterable must fit into a temporary file, got: {error.strerror or error}; free"
+                " some of the disk, or set TMPDIR to another"
+            ) from error
         self._offsets.append(offsets)
 
     def __len__(self) -> int:

@@ -7,8 +7,7 @@ Sources: a folder of images, a list file ("path" or "path label"), one image, an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed import images, manifest
 from deploy.feed.arrays import fixed_batch, from_file, from_iterable
-from deploy.feed.pixels import apply
+from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
+from deploy.feed.pictures import ImageSource, check_dtype, check_present, pictures_of
 from deploy.feed.preprocess import Preprocess, describe, resolve
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
@@ -40,36 +39,9 @@ class Source(Protocol):
 
     def sample_name(self, index: int) -> str: ...
 
-    def read(self, index: int) -> Sample: ...
+    def told(self, index: int) -> str: ...
 
-
-@dataclass(frozen=True)
-class ImageSource:
-    """Pictures of one input."""
-
-    pictures: tuple[images.Picture, ...]
-    spec: TensorSpec
-    how: Preprocess
-
-    @property
-    def labels(self) -> tuple[int, ...] | None:
-        """One per picture, or None."""
-        found = [p.label for p in self.pictures if p.label is not None]
-        return tuple(found) if len(found) == len(self.pictures) else None
-
-    def __len__(self) -> int:
-        return len(self.pictures)
-
-    def sample_name(self, index: int) -> str:
-        """The file's name."""
-        return self.pictures[index].name
-
-    def read(self, index: int) -> Sample:
-        """Decode, preprocess, cast to the input's dtype."""
-        picture = self.pictures[index]
-        grey = self.how.color == "grey"
-        pixels = images.decode(images.read(picture), picture.name, grey=grey)
-        return {self.spec.name: _cast(apply(pixels, self.how), self.spec.dtype)}
+    def load(self, index: int) -> Raw: ...
 
 
 class Feed:
@@ -98,7 +70,7 @@ class Feed:
         self._kind = kind
         self._skip_bad = skip_bad
         self._skipped: dict[int, str] = {}
-        self._manifest: dict[str, Any] | None = None
+        self._seen = Seen()
         self._kept: dict[int, Sample] = {}  # the first few, so that nobody reads them again
         self._spool = Spool(frozenset())
         self._good: tuple[int, tuple[int, ...]] = (-1, ())  # bad ones known, labels without them
@@ -190,52 +162,79 @@ class Feed:
             return
         good = [index for index in self._chosen if index not in self._skipped]
         chosen = frozenset(_evenly(good, most))
-        yield from (sample for _, sample in self._singles(self._read, only=chosen))
+        yield from (sample for _, sample in self._singles(only=chosen))
 
     def manifest(self) -> dict[str, Any]:
-        """What was fed, as plain JSON: equal manifests mean equal samples.
+        """What was fed, as plain JSON.
 
-        Made of the files' bytes (or the arrays'), not of decoded pixels; computed once.
+        Made of the files' bytes (or the arrays'), not of decoded pixels; what no pass has read yet
+        is read now. `sha256` is the same for the same samples under other names, in a folder or in
+        a list, and in any order (but of a model with a fixed batch, where the order tells which
+        stand together); `ordered_sha256` is the same for the same order alone. A sample that is
+        skipped counts by its bytes.
 
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
         """
-        if self._manifest is None:
-            self._manifest = {
-                "kind": self._kind,
-                "count": len(self._chosen),
-                "batch": self.batch,
-                "skip_bad": self._skip_bad,
-                "names_sha256": manifest.names_digest(map(self._source.sample_name, self._chosen)),
-                "sha256": self._digest(),
-                "preprocess": self.preprocess.to_json() if self.preprocess else None,
-            }
-        return dict(self._manifest)
+        for index in self._chosen:
+            if index not in self._seen:
+                self._hash(index)
+        digests = self._seen.of(self._chosen)
+        ordered = combined(digests)
+        return {
+            "kind": self._kind,
+            "count": len(self._chosen),
+            "batch": self.batch,
+            "skip_bad": self._skip_bad,
+            "sha256": combined(sorted(digests)) if self.batch == 1 else ordered,
+            "ordered_sha256": ordered,
+            "preprocess": self.preprocess.to_json() if self.preprocess else None,
+        }
 
-    def _digest(self) -> str:
-        source = self._source
-        if isinstance(source, ImageSource):
-            chosen = (source.pictures[i] for i in self._chosen)
-            return manifest.files_digest((p.name, self._bytes(p)) for p in chosen)
-        return manifest.arrays_digest(s for _, s in self._singles(source.read))
+    def digests(self, number: int) -> tuple[str, ...]:
+        """sha256 (hex) of each image or row of a sample, counted from 1; complete after a pass."""
+        good = [index for index in self._chosen if index not in self._skipped]
+        own = good[(number - 1) * self.batch : number * self.batch]
+        return tuple(digest.hex() for digest in self._seen.of(own))
 
-    def _bytes(self, picture: images.Picture) -> bytes:
+    def called(self) -> dict[str, str]:
+        """sha256 (hex) -> name of every image or row, known after a pass or a manifest."""
+        digests = self._seen.of(self._chosen)
+        names = map(self._source.told, self._chosen)
+        return {digest.hex(): name for digest, name in zip(digests, names, strict=True)}
+
+    def _hash(self, index: int) -> None:
         try:
-            return images.read(picture)
+            self._load(index)
         except FeedError:
-            if self._skip_bad:
-                return b""
-            raise
+            if not self._skip_bad:
+                raise
 
-    def _singles(
-        self, read: Callable[[int], Sample], *, only: Collection[int] | None = None
-    ) -> Iterator[tuple[int, Sample]]:
+    def _load(self, index: int) -> Raw:
+        """A sample's bytes, which are those that were first seen.
+
+        Raises:
+            Changed: they are not.
+            FeedError: they cannot be read.
+        """
+        name = self._source.told(index)
+        try:
+            raw = self._source.load(index)
+        except FeedError:
+            self._seen.note(index, UNREADABLE, name)
+            raise
+        self._seen.note(index, raw.digest, name)
+        return raw
+
+    def _singles(self, *, only: Collection[int] | None = None) -> Iterator[tuple[int, Sample]]:
         """(index, sample of batch 1) of every good one, or of those that are named."""
         for index in self._chosen:
-            if only is not None and index not in only:
+            if index in self._skipped or (only is not None and index not in only):
                 continue
             try:
-                yield index, read(index)
+                yield index, self._read(index)
+            except Changed:
+                raise
             except FeedError as error:
                 if not self._skip_bad:
                     raise FeedError(
@@ -255,7 +254,7 @@ class Feed:
             return dict(self._kept[index])
         if (known := self._spool.get(index)) is not None:
             return known
-        sample = self._source.read(index)
+        sample = self._load(index).decode()
         self.decodes += 1
         self._spool.add(index, sample)
         if len(self._kept) < KEPT * self.batch:
@@ -264,11 +263,11 @@ class Feed:
 
     def _batches(self) -> Iterator[Sample]:
         if self.batch == 1:
-            yield from (sample for _, sample in self._singles(self._read))
+            yield from (sample for _, sample in self._singles())
             return
         first: list[Sample] = []
         group: list[Sample] = []
-        for _, sample in self._singles(self._read):
+        for _, sample in self._singles():
             if len(first) < self.batch:
                 first.append(sample)
             group.append(sample)
@@ -340,7 +339,7 @@ def _open_images(
     skip_bad: bool,
     limit: int | None,
 ) -> Feed:
-    pictures = _pictures(path)
+    pictures = pictures_of(path)
     for picture in pictures:
         is_read(picture.path)
     if len(specs) != 1:
@@ -349,11 +348,11 @@ def _open_images(
             f" {', '.join(describe(s) for s in specs)}; give an .npz file with one array per input"
         )
     how, said = resolve(preprocess, specs[0])
-    _check_dtype(specs[0], how)
+    check_dtype(specs[0], how)
     notes = list(said)
     chosen = _choose(len(pictures), limit, notes)
     if not skip_bad:
-        _check_present([pictures[i] for i in chosen], path)
+        check_present([pictures[i] for i in chosen], path)
     return Feed(
         ImageSource(tuple(pictures), specs[0], how),
         chosen,
@@ -363,36 +362,6 @@ def _open_images(
         skip_bad=skip_bad,
         notes=notes,
     )
-
-
-def _pictures(path: Path) -> list[images.Picture]:
-    if path.is_dir():
-        return images.find(path)
-    if not path.exists():
-        raise FeedError(
-            f"{images.shown(str(path))} does not exist; give a folder of images, a list file, an"
-            " .npy or an .npz file"
-        )
-    if images.is_image(path):
-        return [images.Picture(path, path.name)]
-    return images.read_list(path)
-
-
-def _check_present(pictures: list[images.Picture], path: Path) -> None:
-    missing = [p.name for p in pictures if not _exists(p.path)]
-    if missing:
-        raise FeedError(
-            f"every image must exist, {len(missing)} of {len(pictures)} in"
-            f" {images.shown(str(path))} do not: {images.summary(missing)}; paths are relative to"
-            " the list file; correct them, or skip bad ones (--skip-bad)"
-        )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def _evenly(indices: Sequence[int], most: int) -> list[int]:
@@ -406,23 +375,6 @@ def _choose(count: int, limit: int | None, notes: list[str]) -> list[int]:
         return list(range(count))
     notes.append(f"{limit} of {count} samples are used, spread evenly over all")
     return [i * count // limit for i in range(limit)]
-
-
-def _check_dtype(spec: TensorSpec, how: Preprocess) -> None:
-    whole = how.scale == 1 and set(how.mean) == {0.0} and set(how.std) == {1.0}
-    pads_whole = all(0 <= p <= 255 and float(p).is_integer() for p in how.pad)
-    if spec.dtype in ("float32", "float16") or (spec.dtype == "uint8" and whole and pads_whole):
-        return
-    remedy = (
-        "use the preset 'raw' (scale 1, no mean, std 1)"
-        if spec.dtype == "uint8"
-        else "feed it arrays from an .npy file"
-    )
-    raise FeedError(f"images become float32 or float16, the input is {describe(spec)}; {remedy}")
-
-
-def _cast(array: Array, dtype: str) -> Array:
-    return array if dtype == "float32" else array.astype(dtype)
 
 
 def _join(group: list[Sample]) -> Sample:

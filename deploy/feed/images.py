@@ -3,6 +3,10 @@
 Decoding is OpenCV's `imdecode` of the whole file: 8 bits per channel (16-bit pictures keep their
 upper byte), alpha dropped, grey repeated to three channels where colour is asked for, EXIF
 orientation applied, the first picture of an animation.
+
+A damaged picture is no picture, even where a decoder makes one of it. PNG has checksums; of a JPEG
+libjpeg tells what is amiss. WebP has neither: libwebp refuses data that end too early, and of other
+damage inside nobody can tell.
 """
 
 from __future__ import annotations
@@ -20,12 +24,23 @@ from typing import Any
 import numpy as np
 
 from deploy.errors import FeedError
+from deploy.feed import jpeg
+from deploy.feed.headers import sides
+from deploy.feed.words import overheard
+from deploy.reading import read_bytes
 from deploy.tensors import Array
 
 SUFFIXES = frozenset(
     (".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp")
 )
+LARGEST_FILE = 1 << 30  # bytes
+LARGEST_PICTURE = 1 << 28  # pixels, which take 768 MB when decoded
 _LARGEST_LIST = 256 << 20
+_KINDS = "a folder of images, a UTF-8 list of them, an image, an .npy or an .npz file"
+# What libjpeg says of pixels; of a profile, a revision or a colour transform it says other things.
+_DAMAGE = re.compile(
+    r"Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG|Inconsistent progression"
+)
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -103,11 +118,17 @@ def read(picture: Picture) -> bytes:
     """The whole file.
 
     Raises:
-        FeedError: it is missing, unreadable or empty.
+        FeedError: it is missing, unreadable, empty or too large.
     """
     try:
-        if not stat.S_ISREG(picture.path.stat().st_mode):  # a pipe would be waited for, forever
+        state = picture.path.stat()
+        if not stat.S_ISREG(state.st_mode):  # a pipe would be waited for, forever
             raise FeedError(f"image {shown(picture.name)} cannot be read: it is no regular file")
+        if state.st_size > LARGEST_FILE:
+            raise FeedError(
+                f"image {shown(picture.name)} must be of at most {LARGEST_FILE >> 30} GB, got"
+                f" {state.st_size / 2**30:.1f} GB"
+            )
         data = picture.path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -121,23 +142,42 @@ def decode(data: bytes, name: str, *, grey: bool) -> Array:
     """File bytes -> uint8 [H, W, 3] BGR, or [H, W, 1] grey.
 
     Raises:
-        FeedError: the bytes are no whole picture that OpenCV can read.
+        FeedError: the bytes are no whole picture that OpenCV can read, or one too large.
     """
-    cv2 = opencv()
+    _check_size(data, name)
     fault = _fault(data)
     if fault is None:
-        flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
-        try:
-            pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
-        except (cv2.error, MemoryError):
-            pixels = None
+        pixels, said = _decoded(data, grey)
+        if (damage := next(filter(_DAMAGE.search, said), None)) is not None:
+            raise FeedError(
+                f"image {shown(name)} is damaged ({len(data)} bytes), its decoder says: {damage}"
+            )
         if pixels is not None and pixels.size:
             out: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
             return out
-    raise FeedError(
-        f"image {shown(name)} cannot be decoded ({len(data)} bytes"
-        f"{', ' + fault if fault else ', damaged or of an unknown kind'})"
-    )
+        fault = ": ".join(("damaged or of an unknown kind", *said[-1:]))
+    raise FeedError(f"image {shown(name)} cannot be decoded ({len(data)} bytes, {fault})")
+
+
+def _check_size(data: bytes, name: str) -> None:
+    found = sides(data)
+    if found is not None and found[0] * found[1] > LARGEST_PICTURE:
+        raise FeedError(
+            f"image {shown(name)} must have at most {LARGEST_PICTURE:,} pixels, got"
+            f" {found[0]}x{found[1]}; give a smaller copy of it"
+        )
+
+
+def _decoded(data: bytes, grey: bool) -> tuple[Array | None, list[str]]:
+    """What OpenCV makes of the bytes, and what the decoder behind it said."""
+    cv2 = opencv()
+    flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
+    with overheard() as said:
+        try:
+            pixels: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+        except (cv2.error, MemoryError):
+            pixels = None
+    return pixels, said
 
 
 def opencv() -> Any:
@@ -176,14 +216,9 @@ def _unreadable(error: OSError) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    data = read_bytes(path, what=_KINDS, error=FeedError, most=_LARGEST_LIST)
     try:
-        if not path.is_file():
-            raise _not_a_list(path)
-        if path.stat().st_size > _LARGEST_LIST:
-            raise FeedError(f"{shown(str(path))} is over 256 MB: not a list of images")
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise FeedError(f"{shown(str(path))} cannot be read: {error.strerror}") from error
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _not_a_list(path) from error
     if "\0" in text:
@@ -196,8 +231,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _not_a_list(path: Path) -> FeedError:
     return FeedError(
-        f"{shown(str(path))} must be a folder of images, a UTF-8 list of them, an image, an .npy"
-        " or an .npz file, got a file that is none of these; check the path"
+        f"{shown(str(path))} must be {_KINDS}, got a file that is none of these; check the path"
     )
 
 
@@ -228,13 +262,7 @@ def _is_file(path: Path) -> bool:
 def _fault(data: bytes) -> str | None:
     if data.startswith(_PNG):
         return _png_fault(data)
-    return _jpeg_fault(data) if data.startswith(b"\xff\xd8") else None
-
-
-def _jpeg_fault(data: bytes) -> str | None:
-    """A JPEG ends with its end marker; some OpenCVs fill what is missing with grey, unsaid."""
-    scan = data.rfind(b"\xff\xda")
-    return None if data.rfind(b"\xff\xd9") > scan >= 0 else "cut short"
+    return jpeg.fault(data) if data.startswith(b"\xff\xd8") else None
 
 
 def _png_fault(data: bytes) -> str | None:

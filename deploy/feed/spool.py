@@ -6,6 +6,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import IO
 
 import numpy as np
@@ -35,7 +36,7 @@ class Spool:
             try:
                 if self._file is None:
                     self._file = tempfile.TemporaryFile(prefix="calib8-")  # noqa: SIM115
-                    weakref.finalize(self, self._file.close)
+                    weakref.finalize(self, _close, self._file)
                 place = self._file.seek(0, 2)
                 for array in sample.values():
                     np.save(self._file, array, allow_pickle=False)
@@ -53,3 +54,9 @@ class Spool:
             place, names = self._places[index]
             self._file.seek(place)
             return {name: np.load(self._file, allow_pickle=False) for name in names}
+
+
+def _close(file: IO[bytes]) -> None:
+    """Let it go; what a full disk did not take is not tried again."""
+    with suppress(OSError):
+        file.close()

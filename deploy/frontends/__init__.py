@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from deploy.frontends.base import LoadedModel, Loader
 from deploy.frontends.onnx import load_onnx
 from deploy.frontends.torch import load_torch
-from deploy.inputs import is_read
 
 if TYPE_CHECKING:
     import onnx
@@ -34,8 +33,6 @@ def load(source: str | Path | onnx.ModelProto, *, fold_batchnorm: bool = True) -
     Raises:
         ModelError: it cannot be read, is quantized already, or onnxruntime cannot load it.
     """
-    if isinstance(source, str | Path):
-        is_read(str(source).rpartition(":")[0] if _kind(source) == ".py" else source)
     # A file of an unknown suffix goes to the ONNX reader, which says what the file really is.
     return FRONTENDS.get(_kind(source), load_onnx)(source, fold_batchnorm)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.frontends.reader import Stamp
 from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class LoadedModel:
         inputs: what must be fed, in the model's order.
         outputs: what the model gives, in the model's order.
         widened: whether the original computes in float16 what `model` computes in float32.
+        renamed: whether nodes of the original share names, which ONNX Runtime does not load.
+        stamp: of the file's bytes, None for a model given in memory.
     """
 
     model: onnx.ModelProto
@@ -39,6 +42,8 @@ class LoadedModel:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     widened: bool = False
+    renamed: bool = False
+    stamp: Stamp | None = None
 
 
 # (path, or "path.py:factory", or a model in memory; fold_batchnorm) -> LoadedModel

@@ -13,7 +13,7 @@ from deploy.frontends.digest import model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.half import drop_casts, widen
 from deploy.frontends.lift import lift
-from deploy.frontends.reader import read_model, refuse_external
+from deploy.frontends.reader import Stamp, read_stamped, refuse_external
 from deploy.graph.edit import copied, drop_dead, free_inputs, name_nodes, sort_nodes
 from deploy.graph.index import Graph, all_nodes, subgraphs
 from deploy.ort import OrtSession
@@ -35,25 +35,38 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         ModelError: one sentence on what is wrong with the model and what to do.
     """
     try:
-        path, model = _read(source)
+        path, model, stamp = _read(source)
         checks.check_names(model)
         _check(model)
         digest = model_digest(model)
+        shared = _shared_names(model.graph)
         model, notes, widened = _clean(model, fold_batchnorm)
         _check_cleaned(model)
     except ModelError as error:  # a name in a broken model may hold line breaks and worse
         raise ModelError(_printable(str(error))) from error.__cause__
     name = path.stem if path else model.graph.name or "model"
     inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
-    return LoadedModel(model, path, name, digest, tuple(notes), inputs, outputs, widened)
+    if shared:
+        notes.insert(0, f"Renamed {_count(shared, 'node')} whose name another node has.")
+    return LoadedModel(
+        model, path, name, digest, tuple(notes), inputs, outputs, widened, bool(shared), stamp
+    )
 
 
-def _read(source: str | Path | onnx.ModelProto) -> tuple[Path | None, onnx.ModelProto]:
+def _shared_names(graph: onnx.GraphProto) -> int:
+    """How many nodes have a name that one before them has."""
+    names = [node.name for node in graph.node if node.name]
+    return len(names) - len(set(names))
+
+
+def _read(
+    source: str | Path | onnx.ModelProto,
+) -> tuple[Path | None, onnx.ModelProto, Stamp | None]:
     if isinstance(source, str | Path):
-        return Path(source), read_model(Path(source))
+        return Path(source), *read_stamped(Path(source))
     model = copied(source)
     refuse_external(model)
-    return None, model
+    return None, model, None
 
 
 def _check(model: onnx.ModelProto) -> None:

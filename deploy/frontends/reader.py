@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ModelError
 from deploy.graph.index import all_nodes, subgraphs
+from deploy.reading import opened, read_bytes
 
 if TYPE_CHECKING:
     import onnx
@@ -30,15 +33,38 @@ _SIGNS: tuple[tuple[int, bytes, str, str], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The bytes that a model was read from.
+
+    Attributes:
+        file: sha256 (hex) of the ONNX file.
+        weights: sha256 (hex) of its external data in the model's order; "" where there is none.
+    """
+
+    file: str
+    weights: str = ""
+
+
+def stamp_of(data: bytes) -> Stamp:
+    """The stamp of a file without external data."""
+    return Stamp(hashlib.sha256(data).hexdigest())
+
+
 def read_model(path: Path) -> onnx.ModelProto:
     """Read an ONNX file and the external data beside it.
 
     Raises:
         ModelError: no such file, not ONNX, truncated, too large, or external data amiss.
     """
-    model = parse_model(_read_bytes(path), str(path))
-    _read_external(model, path)
-    return model
+    return read_stamped(path)[0]
+
+
+def read_stamped(path: Path) -> tuple[onnx.ModelProto, Stamp]:
+    """`read_model`, and the stamp of the very bytes that were parsed."""
+    data = model_bytes(path)
+    model = parse_model(data, str(path))
+    return model, Stamp(stamp_of(data).file, _read_external(model, path))
 
 
 def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
@@ -72,24 +98,13 @@ def refuse_external(model: onnx.ModelProto) -> None:
         )
 
 
-def _read_bytes(path: Path) -> bytes:
-    if path.is_dir():
-        raise ModelError(f"{path} must be an ONNX file, got a folder; name the file in it")
-    if not path.exists():
-        raise ModelError(f"{path} must be an ONNX file, got nothing there; check the path")
-    if not path.is_file():
-        raise ModelError(f"{path} must be an ONNX file, got a device or pipe; check the path")
-    try:
-        if path.stat().st_size > _LIMIT:
-            raise ModelError(
-                f"{path} must be below 2 GB, the limit of one protobuf message, got "
-                f"{path.stat().st_size / 2**30:.1f} GB; use a smaller model"
-            )
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(
-            f"{path} must be readable, got: {error.strerror or error}; check its permissions"
-        ) from error
+def model_bytes(path: Path) -> bytes:
+    """The bytes of a model's file.
+
+    Raises:
+        ModelError: it is no readable file, or over 2 GB.
+    """
+    return read_bytes(path, what="an ONNX file", error=ModelError, most=_LIMIT)
 
 
 def _refuse_others(data: bytes, shown: str) -> None:
@@ -129,18 +144,25 @@ def _below(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         yield from all_nodes(body)
 
 
-def _read_external(model: onnx.ModelProto, path: Path) -> None:
-    """Move external data into the tensors; nothing outside the model's folder is opened."""
+def _read_external(model: onnx.ModelProto, path: Path) -> str:
+    """Move external data into the tensors; nothing outside the model's folder is opened.
+
+    Returns:
+        sha256 (hex) of the data; "" where there is none.
+    """
     import onnx
 
-    total = model.ByteSize()
+    total, digest = model.ByteSize(), None
     for tensor in _external_tensors(model):
         entry = {pair.key: pair.value for pair in tensor.external_data}
         data = _slice_of(path, tensor.name, entry, _LIMIT - total)
         total += len(data)
+        digest = digest or hashlib.sha256()
+        digest.update(len(data).to_bytes(8, "little") + data)
         tensor.raw_data = data
         del tensor.external_data[:]
         tensor.data_location = onnx.TensorProto.DEFAULT
+    return digest.hexdigest() if digest else ""
 
 
 def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> bytes:
@@ -150,26 +172,22 @@ def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> bytes:
     except ValueError:
         offset, length = -1, -1
     file = _external_file(path, name, location)
-    size = file.stat().st_size
-    length = size - offset if length < 0 else length
-    if offset < 0 or length < 0 or offset + length > size:
-        raise ModelError(
-            f"external data of '{name}' must lie within its file, got bytes {offset} to "
-            f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
-        )
-    if length > room:
-        raise ModelError(
-            f"{path} with its external data must be below 2 GB, got more; use a smaller model"
-        )
-    try:
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            return stream.read(length)
-    except OSError as error:
-        raise ModelError(
-            f"external data {file} must be readable, got: {error.strerror or error}; "
-            "check its permissions"
-        ) from error
+    with opened(
+        file, what=f"the external data of '{name}', beside the model", error=ModelError
+    ) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = size - offset if length < 0 else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise ModelError(
+                f"external data of '{name}' must lie within its file, got bytes {offset} to "
+                f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
+            )
+        if length > room:
+            raise ModelError(
+                f"{path} with its external data must be below 2 GB, got more; use a smaller model"
+            )
+        stream.seek(offset)
+        return stream.read(length)
 
 
 def _external_file(path: Path, name: str, location: str) -> Path:
@@ -180,10 +198,5 @@ def _external_file(path: Path, name: str, location: str) -> Path:
         raise ModelError(
             f"external data of '{name}' must lie in the model's folder, got {location!a}; "
             "put the file itself, not a link to it, beside the model and save its relative location"
-        )
-    if not file.is_file():
-        raise ModelError(
-            f"external data of '{name}' must lie beside the model, got no file {file}; "
-            "copy it there under that name"
         )
     return file

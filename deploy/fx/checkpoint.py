@@ -56,7 +56,7 @@ def resume(
         CacheError: the file is broken, or of another model or other settings.
     """
     try:
-        state: Any = read_tensors(path)
+        state: Any = read_tensors(path, own=True)
     except ModelError as error:
         raise CacheError(f"{error}; remove it to start anew") from error
     if not isinstance(state, dict) or set(state) != _KEYS or state["format"] != _FORMAT:

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
 
 import deploy.usercode as usercode
-from deploy.errors import ModelError
-from deploy.inputs import is_read
+from deploy.archives import check_archive
+from deploy.errors import Calib8Error, ModelError
+from deploy.reading import MOST_BYTES, opened
 
 
 def load_factory(spec: str) -> Callable[[], Any]:
@@ -61,7 +62,6 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         ModelError: not a file of plain tensors, or names or shapes that are not the model's.
     """
-    is_read(path)
     state = read_tensors(path)
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
@@ -74,22 +74,37 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise ModelError(f"{path} must hold this model's weights: {said[:400]}") from error
 
 
-def read_tensors(path: Path) -> Any:
+def read_tensors(path: Path, *, own: bool = False) -> Any:
     """What `torch.save` wrote, if it is tensors and plain containers only.
+
+    Args:
+        path: of the file.
+        own: it is a checkpoint that the run writes again.
 
     Raises:
         ModelError: the file is missing, broken, or would run code when unpickled.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ModelError(f"{path} must be a readable file, got: {error.strerror}") from error
+        with opened(
+            path, what="a file of tensors", error=ModelError, most=MOST_BYTES, own=own
+        ) as file:
+            _refuse_bomb(file, path)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Calib8Error:
+        raise
     except Exception as error:  # torch raises half a dozen kinds for a broken or unsafe file
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
             f"{path} must be a file of tensors that torch.load(weights_only=True) accepts,"
             f" got: {first[0][:200]}; save model.state_dict()"
         ) from error
+
+
+def _refuse_bomb(file: IO[bytes], path: Path) -> None:
+    """Refuse an archive that unpacks to more than a file of tensors has; older ones are none."""
+    if file.read(2) == b"PK":
+        check_archive(file, path, what="a file of tensors", error=ModelError, most=MOST_BYTES)
+    file.seek(0)
 
 
 def example_inputs(shapes: Sequence[Sequence[int]], seed: int = 0) -> tuple[torch.Tensor, ...]:

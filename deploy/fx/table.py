@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from deploy.terminal import page
+
 COLUMNS = ("opcode", "name", "target", "args", "kwargs")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _HOMES = {"_operator": "operator", "torch._C._nn": "torch.nn.functional", None: "torch"}
@@ -43,7 +45,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return page(line.rstrip() for line in lines) + "\n"
 
 
 def _text(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from shlex import quote
 from typing import Any
 
 from torch import fx, nn
@@ -120,7 +121,7 @@ def _check_leaves(model: nn.Module, texts: frozenset[str], classes: tuple[type, 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
     name, kind = tracer.path[-1] if tracer.path else ("", type(model).__name__)
     where = users_line(error) or "an unknown line"
-    leaf = name or "<its submodule>"
+    leaf = quote(name or "<its submodule>")
     return (
         f"a traced model's control flow and shapes must not depend on data, but {kind}"
         f" ({name or 'the model itself'}) does at {where} ({_reason(error)}). Three ways out:"

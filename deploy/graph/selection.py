@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError, did_you_mean
+from deploy.reading import read_text
 
 if TYPE_CHECKING:
     import onnx
@@ -77,12 +78,7 @@ def _lines(pattern: str) -> list[str]:
     if not pattern.startswith(FILE):
         return [pattern]
     path = Path(pattern.removeprefix(FILE))
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(
-            f"{pattern} must name a text file of nodes to keep in float, got: {error}"
-        ) from error
+    text = read_text(path, what="a text file of nodes to keep in float", error=ConfigError)
     lines = [line.strip() for line in text.splitlines()]
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:

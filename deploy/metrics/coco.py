@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -11,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import FeedError
+from deploy.reading import read_json
+
+_MOST = 2 << 30  # bytes; those of all training pictures of COCO are 450 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,7 @@ def read_coco(path: Path) -> Annotations:
     Raises:
         FeedError: it cannot be read, or is no such file.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise FeedError(
-            f"annotations are read from a COCO json, {path} is none: {error}"
-        ) from error
+    data = read_json(path, what="a COCO json", error=FeedError, most=_MOST)
     try:
         return _annotations(data)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:

@@ -82,12 +82,6 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def printable(text: str) -> str:
-    """Text in which a name from a file cannot steer the terminal, nor fail to be encoded."""
-    kept = (c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return "".join(kept)
-
-
 def least(values: Iterable[float]) -> float:
     """The least of several, NaN where any is NaN (which `min` would lose by its order)."""
     found = tuple(values)

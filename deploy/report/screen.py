@@ -26,6 +26,7 @@ from deploy.report.words import (
     trial_row,
     work_words,
 )
+from deploy.terminal import page
 
 _MOST_GROUPS = 5
 _MOST_OPERATORS = 3  # of a target that shares the screen with others
@@ -48,7 +49,7 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
         tuple(_where(report)),
         tuple(_notes(report)),
     )
-    return figures.printable("\n\n".join("\n".join(block) for block in blocks if block) + "\n")
+    return "\n\n".join(page(block) for block in blocks if block) + "\n"
 
 
 def _verdicts(report: Findings) -> Iterator[str]:

@@ -31,6 +31,7 @@ from deploy import atomic
 from deploy.calibration.choices import Choices
 from deploy.calibration.search import Method
 from deploy.errors import ConfigError
+from deploy.reading import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,6 +42,8 @@ SCHEMA = "calib8-plan/1"
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # as `tuned` writes it
 TIMED = "timed: "  # before the words of what was timed beside the float model
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
+_MOST_DOTS = 64
 _ROUNDED = 0.06  # dB between a figure of one decimal and the same of two
 
 
@@ -134,12 +137,14 @@ def read_plan(path: Path) -> PlanFile:
     Raises:
         ConfigError: it cannot be read, or is no plan.
     """
+    what = "a TOML file that calib8 wrote as a plan"
+    text = read_text(path, what=what, error=ConfigError, own=True)
+    if _tangled(text):
+        raise ConfigError(f"{path} must be {what}, got keys of over {_MOST_DOTS} dots; build again")
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"a plan must be a TOML file that calib8 wrote, got {path}: {error}"
-        ) from (error)
+        data = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} must be {what}, got: {error}; build again without it") from error
     if data.get("schema") != SCHEMA:
         raise ConfigError(
             f"a plan must begin with schema = {_word(SCHEMA)}, got {path} with"
@@ -152,6 +157,15 @@ def read_plan(path: Path) -> PlanFile:
         float_nodes=tuple(_texts(path, data, "float")),
         targets={name: _target(path, name, table) for name, table in tables.items()},
     )
+
+
+def _tangled(text: str) -> bool:
+    """Whether a line has a dotted key of a depth that takes Python's reader of TOML minutes.
+
+    Strings that go over several lines, which calib8 does not write, could hide one.
+    """
+    plain = _QUOTED.sub("k", text)
+    return '"""' in text or any(line.count(".") > _MOST_DOTS for line in plain.split("\n"))
 
 
 def _target(path: Path, name: str, table: object) -> TargetPlan:

@@ -21,6 +21,7 @@ from deploy.calibration.observation import Observed, each_once
 from deploy.calibration.observe import observe
 from deploy.calibration.ranges import Ranges
 from deploy.errors import Calib8Error
+from deploy.feed.manifest import Changed
 from deploy.progress import bar
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def unseen(
                     progress=step,
                 )
             )
+    except Changed:
+        raise
     except Calib8Error:  # a configuration that wants all samples, a tensor of these alone
         return request
     found = Ranges(seen[0], ranges.method, ranges.bounds)

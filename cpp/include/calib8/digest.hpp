@@ -1,7 +1,6 @@
-// Digests that say whether two feeds are the same, without decoding anything; deploy/feed/manifest.py.
+// Digests of files and of feeds; deploy/feed/manifest.py.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -18,17 +17,15 @@ class Sha256 {
   Sha256& operator=(Sha256&&) noexcept;
 
   Sha256& update(std::string_view bytes);
-  std::string hex();  // 64 lower-case digits; ends the digest
+  std::string bytes();  // 32 bytes; ends the digest
+  std::string hex();    // the same as 64 lower-case digits
 
  private:
   struct State;
   std::unique_ptr<State> state_;
 };
 
-// sha256 over the names in their order, each ended by a zero byte.
-std::string names_digest(const std::vector<std::string>& names);
-
-// Adds one file to a digest over (name, length, content).
-void add_file(Sha256& digest, std::string_view name, std::string_view content);
+// sha256 (64 digits) over digests in their order.
+std::string combined(const std::vector<std::string>& digests);
 
 }  // namespace calib8

@@ -16,7 +16,8 @@ namespace calib8 {
 // Tables are JSON objects as text.
 struct Fingerprint {
   std::string model;       // sha256 of the model's file
-  std::string images;      // {"count", "sha256", ...} of the feed
+  std::string images;      // {"count", "sha256", ...} of the feed, whatever the order and the names
+  std::string order;       // sha256 of the images' digests in their order
   std::string preprocess;  // the preprocessing, field by field
   std::string rule;        // how batches decide the range
   std::string versions;    // what computed the scales
@@ -32,7 +33,7 @@ struct Fingerprint {
   std::string changes_sentence(const Fingerprint& old) const;
 };
 
-// Splits a feed's manifest into the images and preprocess parts.
+// Splits a feed's manifest into the images, order and preprocess parts.
 void set_feed(Fingerprint& fingerprint, const std::string& manifest);
 
 // CACHE.json beside a cache.

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from deploy.errors import ConfigError
+from deploy.reading import from_json
 from deploy.targets.ascend.config_rules import (
     ACTIVATION,
     GLOBAL,
@@ -120,14 +121,8 @@ def _json(text: str, what: str) -> dict[str, Any]:
     def constant(word: str) -> Any:
         raise ConfigError(f"{what} must hold finite numbers, got {word}")
 
-    try:
-        data = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
-        if isinstance(error, json.JSONDecodeError):
-            raise ConfigError(
-                f"{what} must be JSON, got {error.msg} at line {error.lineno}"
-            ) from None
-        raise ConfigError(f"{what} must be JSON of a sane size, got {error}") from None
+    rule = f"{what} must be JSON"
+    data = from_json(text, rule=rule, error=ConfigError, pairs=pairs, constant=constant)
     if not isinstance(data, dict):
         raise ConfigError(f"{what} must be a JSON object, got {type(data).__name__}")
     return data

@@ -6,7 +6,7 @@ Source: hicann/amct, common/config/field.py and the quant config reference pages
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +33,7 @@ def _pair(value: Any) -> bool:
 def _number(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return isinstance(value, int) or math.isfinite(value)
+    return -sys.float_info.max <= value <= sys.float_info.max  # a whole number may have more digits
 
 
 _PERCENTILE = _Rule("float", lambda v: 0.5 < v <= 1, "(0.5, 1]")

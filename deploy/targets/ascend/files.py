@@ -11,7 +11,7 @@ import numpy as np
 
 from deploy.errors import ConfigError, ModelError
 from deploy.graph.index import Graph
-from deploy.inputs import is_read
+from deploy.reading import read_text
 from deploy.targets.ascend.config import settled
 from deploy.targets.ascend.config_json import read_config
 from deploy.targets.ascend.config_types import QuantConfig
@@ -22,23 +22,7 @@ from deploy.targets.ascend.simple_config import read_simple_config
 if TYPE_CHECKING:
     import onnx
 
-_LARGEST = 64 << 20
-
-
-def read_text(path: Path) -> str:
-    """A small text file.
-
-    Raises:
-        ConfigError: it cannot be read, is not UTF-8, or is larger than 64 MiB.
-    """
-    try:
-        if path.stat().st_size > _LARGEST:
-            raise ConfigError(f"{path} must be a text file of at most 64 MiB, got a larger one")
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} must be UTF-8 text, got other bytes") from None
-    except OSError as error:
-        raise ConfigError(f"{path} must be readable, got: {error.strerror or error}") from error
+_WHAT = "a text file of an Ascend deployment"
 
 
 def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
@@ -47,8 +31,7 @@ def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
     Raises:
         ConfigError: the file cannot be read or breaks a rule.
     """
-    is_read(path)
-    text = read_text(path)
+    text = read_text(path, what=_WHAT, error=ConfigError)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         return settled(read_config(text, str(path)), graph)
     return read_simple_config(text, graph, str(path))
@@ -71,7 +54,7 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
 
     if path.suffix == ".onnx":
         return check_deploy(path)
-    text = read_text(path)
+    text = read_text(path, what=_WHAT, error=ConfigError)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         config = read_config(text, str(path))
         config = settled(config, graph) if graph else config

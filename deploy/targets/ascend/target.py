@@ -305,7 +305,8 @@ class Ascend:
         )
         script = f'#!/bin/sh\ncd "$(dirname "$0")" || exit\nexec {shell(command)}\n'
         path = request.folder / f"{request.name}_atc.sh"
-        files["atc command"] = atomic.write_text(path, script)
+        data = script.encode("utf-8", "surrogateescape")  # the names' own bytes
+        files["atc command"] = atomic.write_bytes(path, data)
         if options.soc is None:
             return None, [f"No .om: name the chip with --soc. The command: {shell(command)}"]
         if which("atc") is None:

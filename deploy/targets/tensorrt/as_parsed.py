@@ -23,8 +23,8 @@ from calibrators.legacy import QUANTILE
 from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.subject import Subject
+from deploy.errors import ExportError
 from deploy.graph.edit import copied, replace_nodes
-from deploy.targets.tensorrt.cache_tools import original_of
 from deploy.targets.tensorrt.naming import (
     CAFFE,
     CacheTensor,
@@ -72,9 +72,24 @@ def observations(subject: Subject, parser: str | None) -> tuple[Observation, ...
 def entries(subject: Subject, parser: str | None) -> list[CacheTensor]:
     """The entries of the cache that TensorRT would write for the file, in order."""
     own = subject.method.name in _OWN
-    original = original_of(subject.given)
+    original = subject.original
     model = subject.unfolded.model if own else subject.model
     return cache_tensors(model, version=version_of(subject), parser=parser, original=original)
+
+
+def refuse_names(model: onnx.ModelProto) -> None:
+    """Refuse a model that TensorRT's cache cannot tell of, before anything is observed.
+
+    Raises:
+        ExportError: a tensor's name that no line can hold.
+    """
+    names = [name for node in model.graph.node for name in node.output if name]
+    for name in (*(value.name for value in model.graph.input), *names):
+        if not trt_cache.holds(name):
+            raise ExportError(
+                f"TensorRT's cache holds one line a tensor, so a name has no line break, got"
+                f" {name!r}; rename the tensor in the model, or leave the target away"
+            )
 
 
 def text(subject: Subject, found: Found, parser: str | None) -> bytes:
@@ -93,7 +108,7 @@ def text(subject: Subject, found: Found, parser: str | None) -> bytes:
 def notes(subject: Subject, found: Found, parser: str | None) -> tuple[str, ...]:
     """What the reader of the cache should know."""
     said = []
-    original = original_of(subject.given)
+    original = subject.original
     if (parser or likely_parser(original or subject.model, version_of(subject))) == CAFFE:
         said.append("Tensors are named as TensorRT's Caffe parser names them.")
     infinite = [name for name, trouble in found.troubles.items() if trouble.infinite]

@@ -19,6 +19,7 @@ from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks
 from deploy import atomic, stamped
 from deploy.errors import BackendError, ConfigError
+from deploy.reading import read_bytes
 from deploy.targets.tensorrt.libraries import stand_ins
 from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
 from deploy.targets.tensorrt.sdk import Sdk, load
@@ -342,7 +343,9 @@ def _profile(
 def _timing_cache(config: trt.IBuilderConfig, path: Path | None) -> trt.ITimingCache | None:
     if path is None:
         return None
-    known = path.read_bytes() if path.is_file() else b""
+    known = b""
+    if path.exists():
+        known = read_bytes(path, what="a timing cache", error=BackendError, own=True)
     cache = config.create_timing_cache(known)
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         cache = config.create_timing_cache(b"")  # of another GPU or version: begin anew

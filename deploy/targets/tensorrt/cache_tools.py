@@ -11,7 +11,8 @@ import numpy as np
 
 from deploy.calibration import trt_cache
 from deploy.calibration.trt_cache import CalibrationCache, Entry
-from deploy.errors import CacheError
+from deploy.errors import CacheError, ModelError
+from deploy.reading import MOST_TEXT, read_bytes
 
 if TYPE_CHECKING:
     import onnx
@@ -26,10 +27,7 @@ def read_cache(path: Path) -> CalibrationCache:
     Raises:
         CacheError: it cannot be read, or is no TensorRT calibration cache.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise CacheError(f"{path} must be a readable file, got: {error.strerror}") from error
+    data = read_bytes(path, what="a calibration cache", error=CacheError, most=MOST_TEXT)
     return trt_cache.parse(data, origin=str(path))
 
 
@@ -265,6 +263,7 @@ def original_of(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto |
     if Path(model).suffix.lower() != ".onnx":
         return None
     try:
-        return onnx.load(model, load_external_data=False)
+        data = read_bytes(model, what="an ONNX file", error=ModelError)
+        return onnx.load_model_from_string(data)
     except Exception:  # DecodeError and its like: the frontend says what is wrong with the file
         return None

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploy.errors import BackendError, SdkMissingError
+from deploy.reading import read_bytes
 from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
 from deploy.targets.tensorrt.sdk import find
 from deploy.tensors import Array, TensorSpec
@@ -78,10 +79,7 @@ class TensorrtSession:
         import pycuda.driver as cuda
         import tensorrt as trt
 
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise BackendError(f"{path} must be a readable file, got: {error.strerror}") from error
+        data = read_bytes(path, what="a TensorRT engine", error=BackendError)
         primary = cuda.Device(0).retain_primary_context()
         with _current(primary), listening() as kept:
             trt.init_libnvinfer_plugins(process_logger(), "")

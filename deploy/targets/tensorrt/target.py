@@ -132,6 +132,7 @@ class TensorRT:
         """The method's statistic of every float tensor; TensorRT's own methods see the file."""
         from deploy.targets.tensorrt import as_parsed
 
+        as_parsed.refuse_names(subject.model)
         own = as_parsed.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
 

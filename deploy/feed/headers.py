@@ -1,0 +1,123 @@
+"""How large a picture says it is, read from its first bytes: known before anything is decoded.
+
+A picture of one colour takes next to nothing on disk and everything in memory. PNG, JPEG, WebP,
+BMP, TIFF, GIF, PNM, JPEG 2000 and AVIF are read here, whatever the file is called; for another kind
+OpenCV's own limit holds, of 2**30 pixels.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+
+from deploy.feed.jpeg import segments
+
+Sides = tuple[int, int]
+
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF of every coding
+_PNM = re.compile(rb"P[1-6](?:\s|#[^\n]*\n)+(\d{1,9})(?:\s|#[^\n]*\n)+(\d{1,9})\s")
+
+
+def sides(data: bytes) -> Sides | None:
+    """(width, height) of a picture in pixels; None where its header does not tell."""
+    try:
+        for sign, read in _KINDS:
+            if data.startswith(sign):
+                return read(data)
+        return _boxed(data) if data[4:8] == b"ftyp" else None
+    except (struct.error, IndexError):  # cut short: the decoder says so
+        return None
+
+
+def _png(data: bytes) -> Sides | None:
+    width, height = struct.unpack_from(">II", data, 16)
+    return width, height
+
+
+def _jpeg(data: bytes) -> Sides | None:
+    for marker, _, body in segments(data):
+        if marker in _FRAMES:
+            height, width = struct.unpack_from(">HH", body, 1)
+            return width, height
+    return None
+
+
+def _webp(data: bytes) -> Sides | None:
+    kind = data[12:16] if data[8:12] == b"WEBP" else b""
+    if kind == b"VP8 ":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return width & 0x3FFF, height & 0x3FFF
+    if kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if kind == b"VP8X":
+        width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
+        return width, height
+    return None
+
+
+def _bmp(data: bytes) -> Sides | None:
+    if struct.unpack_from("<I", data, 14)[0] == 12:
+        width, height = struct.unpack_from("<HH", data, 18)
+        return width, height
+    width, height = struct.unpack_from("<ii", data, 18)
+    return abs(width), abs(height)
+
+
+def _gif(data: bytes) -> Sides | None:
+    width, height = struct.unpack_from("<HH", data, 6)
+    return width, height
+
+
+def _tiff(data: bytes) -> Sides | None:
+    """The first directory's tags 256 and 257; of a BigTIFF too."""
+    order = "<" if data.startswith(b"II") else ">"
+    big = struct.unpack_from(f"{order}H", data, 2)[0] == 43
+    (at,) = struct.unpack_from(f"{order}{'Q' if big else 'I'}", data, 8 if big else 4)
+    (count,) = struct.unpack_from(f"{order}{'Q' if big else 'H'}", data, at)
+    first, length, value = (at + 8, 20, 12) if big else (at + 2, 12, 8)
+    found: dict[int, int] = {}
+    for place in range(min(count, 4096)):
+        tag, kind = struct.unpack_from(f"{order}HH", data, first + place * length)
+        if tag in (256, 257):
+            form = {3: "H", 4: "I", 16: "Q"}.get(kind, "I")
+            found[tag] = struct.unpack_from(f"{order}{form}", data, first + place * length + value)[
+                0
+            ]
+    return (found[256], found[257]) if len(found) == 2 else None
+
+
+def _pnm(data: bytes) -> Sides | None:
+    match = _PNM.match(data[:4096])
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _boxed(data: bytes) -> Sides | None:
+    """JPEG 2000 and AVIF: the box that tells is one of the first."""
+    for name, skip, order in ((b"ihdr", 4, -1), (b"ispe", 8, 1)):
+        at = data.find(name, 0, 1 << 16)
+        if at >= 0:
+            width, height = struct.unpack_from(">II", data, at + skip)[::order]
+            return width, height
+    return None
+
+
+def _codestream(data: bytes) -> Sides | None:
+    right, lower, left, upper = struct.unpack_from(">IIII", data, 8)
+    return right - left, lower - upper
+
+
+_KINDS = (
+    (b"\x89PNG\r\n\x1a\n", _png),
+    (b"\xff\xd8", _jpeg),
+    (b"RIFF", _webp),
+    (b"BM", _bmp),
+    (b"GIF8", _gif),
+    (b"II*\0", _tiff),
+    (b"MM\0*", _tiff),
+    (b"II+\0", _tiff),
+    (b"MM\0+", _tiff),
+    (b"\0\0\0\x0cjP  ", _boxed),
+    (b"\xff\x4f\xff\x51", _codestream),
+    *((b"P%d" % kind, _pnm) for kind in range(1, 7)),
+)

@@ -1,0 +1,115 @@
+"""A folder, a list or a single picture as the source of a feed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.errors import FeedError
+from deploy.feed import images
+from deploy.feed.manifest import Raw, bytes_digest
+from deploy.feed.pixels import apply
+from deploy.feed.preprocess import Preprocess, describe
+from deploy.tensors import Array, TensorSpec
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Pictures of one input."""
+
+    pictures: tuple[images.Picture, ...]
+    spec: TensorSpec
+    how: Preprocess
+
+    @property
+    def labels(self) -> tuple[int, ...] | None:
+        """One per picture, or None."""
+        found = [p.label for p in self.pictures if p.label is not None]
+        return tuple(found) if len(found) == len(self.pictures) else None
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def sample_name(self, index: int) -> str:
+        """The file's name."""
+        return self.pictures[index].name
+
+    def told(self, index: int) -> str:
+        """What the picture is called in a message."""
+        return f"image {images.shown(self.pictures[index].name)}"
+
+    def load(self, index: int) -> Raw:
+        """The file's bytes, hashed, and what decodes, preprocesses and casts them.
+
+        Raises:
+            FeedError: the file cannot be read; (when decoding) it is no whole picture.
+        """
+        data = images.read(self.pictures[index])
+        return Raw(bytes_digest(data), lambda: self._decoded(index, data))
+
+    def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
+        grey = self.how.color == "grey"
+        pixels = images.decode(data, self.pictures[index].name, grey=grey)
+        return {self.spec.name: _cast(apply(pixels, self.how), self.spec.dtype)}
+
+
+def pictures_of(path: Path) -> list[images.Picture]:
+    """The pictures of a folder, of a list file, or the one that the path is.
+
+    Raises:
+        FeedError: there is none, or the list is amiss.
+    """
+    if path.is_dir():
+        return images.find(path)
+    if not path.exists():
+        raise FeedError(
+            f"{images.shown(str(path))} does not exist; give a folder of images, a list file, an"
+            " .npy or an .npz file"
+        )
+    if images.is_image(path):
+        return [images.Picture(path, path.name)]
+    return images.read_list(path)
+
+
+def check_present(pictures: list[images.Picture], path: Path) -> None:
+    """Refuse a list of which files are missing.
+
+    Raises:
+        FeedError: some are; the first few are named.
+    """
+    missing = [p.name for p in pictures if not _exists(p.path)]
+    if missing:
+        raise FeedError(
+            f"every image must exist, {len(missing)} of {len(pictures)} in"
+            f" {images.shown(str(path))} do not: {images.summary(missing)}; paths are relative to"
+            " the list file; correct them, or skip bad ones (--skip-bad)"
+        )
+
+
+def check_dtype(spec: TensorSpec, how: Preprocess) -> None:
+    """Refuse an input of numbers that pictures do not become.
+
+    Raises:
+        FeedError: it is neither float32 nor float16, nor uint8 with pixels as they are.
+    """
+    whole = how.scale == 1 and set(how.mean) == {0.0} and set(how.std) == {1.0}
+    pads_whole = all(0 <= p <= 255 and float(p).is_integer() for p in how.pad)
+    if spec.dtype in ("float32", "float16") or (spec.dtype == "uint8" and whole and pads_whole):
+        return
+    remedy = (
+        "use the preset 'raw' (scale 1, no mean, std 1)"
+        if spec.dtype == "uint8"
+        else "feed it arrays from an .npy file"
+    )
+    raise FeedError(f"images become float32 or float16, the input is {describe(spec)}; {remedy}")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _cast(array: Array, dtype: str) -> Array:
+    return array if dtype == "float32" else array.astype(dtype)

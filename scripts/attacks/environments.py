@@ -1,0 +1,103 @@
+"""Strange surroundings: whole processes, whose files must be those of a plain one byte for byte."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.attacks.outcome import FAILED, SURVIVED, Ended, Outcome, judged
+from scripts.attacks.part import Case, Part
+from scripts.attacks.subject import Subject, made, reference, written
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is unlike a plain run.
+
+    Attributes:
+        name: in a failure.
+        variables: of the environment; None: without it.
+        python: options of the interpreter.
+        umask: of the process.
+        folder: name of the folder that everything lies in.
+        words: more of the command line.
+        relative: the working folder is that one, and paths are relative to it.
+    """
+
+    name: str
+    variables: dict[str, str | None] = field(default_factory=dict)
+    python: tuple[str, ...] = ()
+    umask: int = 0o022
+    folder: str = "plain"
+    words: tuple[str, ...] = ()
+    relative: bool = False
+
+
+ALL = (
+    Surroundings(name="LC_ALL=C", variables={"LC_ALL": "C"}),
+    Surroundings(name="LC_ALL=POSIX", variables={"LC_ALL": "POSIX"}),
+    Surroundings(name="LC_ALL=C.UTF-8", variables={"LC_ALL": "C.UTF-8"}),
+    Surroundings(name="C and no UTF-8 mode", folder="grüße",
+                 variables={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+    Surroundings(name="ASCII streams", variables={"PYTHONIOENCODING": "ascii"}, folder="grüße"),
+    Surroundings(name="TZ", variables={"TZ": "Pacific/Kiritimati"}),
+    Surroundings(name="hash seed 0", variables={"PYTHONHASHSEED": "0"}),
+    Surroundings(name="hash seed 77", variables={"PYTHONHASHSEED": "77"}),
+    Surroundings(name="umask 077", umask=0o077),
+    Surroundings(name="no HOME", variables={"HOME": None, "USER": None, "LOGNAME": None}),
+    Surroundings(name="no TMPDIR, no PATH", variables={"TMPDIR": None, "PATH": None}),
+    Surroundings(name="emoji", folder="\U0001f600 \u202e"),
+    Surroundings(name="quotes", folder="a b'c\"d$(e)`f`;g"),
+    Surroundings(name="other folder", relative=True),
+    Surroundings(name="-O", python=("-O",)),
+    Surroundings(name="-OO", python=("-OO", "-B", "-s")),
+    Surroundings(name="4 threads", words=("--threads", "4")),
+    Surroundings(name="many OpenMP threads", variables={"OMP_NUM_THREADS": "3"}),
+    Surroundings(name="narrow screen", variables={"COLUMNS": "20", "TERM": "dumb"}),
+)  # fmt: skip
+
+
+def _start(folder: Path, count: int) -> Case:
+    subject = made(folder / "subject")
+    expected = reference(subject.build(0, folder / "out"), folder / "out")
+    del expected["m_atc.sh"]  # its command line names the folder
+
+    def case(rng: random.Random, number: int) -> Outcome:
+        around = ALL[number % len(ALL)]
+        place = folder / "around" / around.folder
+        shutil.rmtree(folder / "around", ignore_errors=True)
+        shutil.copytree(subject.folder, place)
+        ended = _ended(around, place)
+        outcome = judged(ended)
+        found = written(place / "out") if (place / "out").is_dir() else {}
+        wrong = outcome.why or ("" if outcome.word == SURVIVED else f"refused: {ended.err!r}")
+        different = [name for name in expected if found.get(name) != expected[name]]
+        wrong = wrong or (f"other bytes: {', '.join(different)}" if different else "")
+        return Outcome(FAILED, f"{around.name}: {wrong}", place) if wrong else Outcome(SURVIVED)
+
+    return case
+
+
+def _ended(around: Surroundings, place: Path) -> Ended:
+    inside = Path() if around.relative else place
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **around.variables}
+    words = Subject(inside).build(0, inside / "out", *around.words)
+    done = subprocess.run(
+        [sys.executable, *around.python, "-m", "deploy", *words],
+        env={name: value for name, value in variables.items() if value is not None},
+        cwd=place if around.relative else ROOT,
+        umask=around.umask,
+        capture_output=True,
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+PARTS = (Part(name="environments", short=len(ALL), long=len(ALL), start=_start, chunk=10**6),)

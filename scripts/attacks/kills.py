@@ -1,0 +1,68 @@
+"""Signals at random moments: SIGKILL leaves whole files, SIGINT and SIGTERM end a run in order."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from scripts.attacks import whole
+from scripts.attacks.children import run, start
+from scripts.attacks.outcome import FAILED, REFUSED, SURVIVED, Ended, Outcome, judged
+from scripts.attacks.part import Case, Part
+from scripts.attacks.subject import made, reference
+
+_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_LATEST = 5.0  # seconds from the signal to the end, on a machine that does other things too
+
+
+def _start(folder: Path, count: int) -> Case:
+    subject, out = made(folder / "subject"), folder / "out"
+    written = [reference(subject.build(job, out), out, folder / f"build-{job}") for job in range(2)]
+    began = time.monotonic()
+    run(subject.build(1, out))
+    lasts = time.monotonic() - began
+    shutil.rmtree(out)
+
+    def case(rng: random.Random, number: int) -> Outcome:
+        shutil.copytree(folder / "build-0", out)
+        sent = rng.choice((signal.SIGKILL, signal.SIGINT, signal.SIGTERM))
+        threads = rng.choice((1, 2))
+        words = [*subject.build(1, out), "--threads", str(threads)]
+        child = start(words)
+        child.wait_ready()
+        time.sleep(rng.random() * lasts * 1.1)
+        child.send(sent)
+        began = time.monotonic()
+        ended = child.ended()
+        wrong = (
+            _wrong(sent, ended, time.monotonic() - began, out)
+            or whole.verified(out)
+            or whole.torn(out, *written)
+            or whole.next_run(words, out, written[1])
+        )
+        try:
+            if wrong:
+                return Outcome(FAILED, f"{sent.name}, {threads} threads: {wrong}", out)
+            return Outcome(REFUSED if ended.code > 0 else SURVIVED)
+        finally:
+            shutil.rmtree(out)
+
+    return case
+
+
+def _wrong(sent: int, ended: Ended, seconds: float, out: Path) -> str | None:
+    if sent == signal.SIGKILL:
+        return None if ended.code in (0, -signal.SIGKILL) else f"exit code {ended.code}"
+    outcome = judged(ended, refusals=(_CODES[signal.Signals(sent)],))
+    if outcome.word == FAILED:
+        return outcome.why
+    if seconds > _LATEST:
+        return f"took {seconds:.1f} s to end"
+    left = whole.leftovers(out)
+    return f"temporary files stay: {left}" if left else None
+
+
+PARTS = (Part(name="kills", short=40, long=5000, start=_start, chunk=10**6),)

@@ -1,0 +1,76 @@
+"""How one attack ended, judged by what a user would see: an exit code and two streams.
+
+::
+
+    survived    exit code 0, and nothing on a screen but printable text
+    refused     exit code 1, 2 or 3 with one printable sentence, or a finding on stdout
+    failed      all else: a fault of calib8 itself, a traceback, a signal, a raw control character
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+SURVIVED, REFUSED, FAILED = "survived", "refused", "failed"
+_LONGEST = 8000  # letters of a sentence; names in it are cut by calib8 long before
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a run left: its exit code (below 0: the signal that killed it) and its two streams."""
+
+    code: int
+    out: bytes = b""
+    err: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The judgement.
+
+    Attributes:
+        word: SURVIVED, REFUSED or FAILED.
+        why: of a failure, in one line.
+        kept: the input, or what was left, for who wants to see it again.
+    """
+
+    word: str
+    why: str = ""
+    kept: bytes | Path | None = None
+
+
+def judged(ended: Ended, *, refusals: Collection[int] = (1, 2, 3)) -> Outcome:
+    """Judge a run by its code and by what stands on the screen."""
+    if ended.code != 0 and ended.code not in refusals:
+        return Outcome(FAILED, f"exit code {ended.code}: {_last(ended.err)}")
+    err = ended.err.rpartition(b"\r")[2]  # a bar of progress goes back to the line's start
+    for name, stream in (("stdout", ended.out), ("stderr", err)):
+        if (wrong := _unprintable(stream)) is not None:
+            return Outcome(FAILED, f"{name} holds {wrong}: {_last(stream)}")
+    if ended.code == 0:
+        return Outcome(SURVIVED)
+    lines = [line for line in err.decode().splitlines() if line]  # click ends a ^C's line
+    if len(lines) > 1 or (lines and not lines[0].startswith("calib8: ")):
+        return Outcome(FAILED, f"no one sentence but {len(lines)} lines: {_last(err)}")
+    if not lines and not ended.out:
+        return Outcome(FAILED, f"exit code {ended.code} without a word")
+    if lines and len(lines[0]) > _LONGEST:
+        return Outcome(FAILED, f"a sentence of {len(lines[0])} letters: {_last(err)}")
+    return Outcome(REFUSED)
+
+
+def _unprintable(stream: bytes) -> str | None:
+    """The first thing that may not go to a terminal, or None."""
+    try:
+        text = stream.decode()
+    except UnicodeDecodeError as error:
+        return f"the byte {stream[error.start]:#x}, which is no UTF-8"
+    return next((repr(c) for c in text if not (c.isprintable() or c == "\n")), None)
+
+
+def _last(stream: bytes) -> str:
+    """The last line, short and printable."""
+    lines = [line for line in stream.decode("utf-8", "replace").split("\n") if line.strip()]
+    return repr(lines[-1][:300]) if lines else "nothing was said"

@@ -1,0 +1,300 @@
+"""Every reader of calib8, with whole inputs to begin from."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scripts.attacks.archives import changed_png, changed_zip
+from scripts.attacks.fuzz import Reader
+from scripts.attacks.options import option_texts, with_options
+from scripts.attacks.subject import TARGETS, made
+
+if TYPE_CHECKING:
+    from deploy.feed.preprocess import Preprocess
+
+ROOT = Path(__file__).parents[2]
+_SIDE = 16
+_LEGACY = b"03ff00000000000003feffffde7210be9\nx: 3c008912\ny: 3d8\n"
+
+# ---------------------------------------------------------------- whole inputs
+
+
+def _texts(*texts: str) -> Callable[[Path], list[bytes]]:
+    return lambda folder: [text.encode() for text in texts]
+
+
+def _caches(folder: Path) -> list[bytes]:
+    golden = (ROOT / "tests" / "golden" / "caches").glob("*.cache")
+    return [_LEGACY, *(path.read_bytes() for path in sorted(golden))]
+
+
+def _built(folder: Path) -> Path:
+    """A build of every target with a search; made once, whoever needs it first."""
+    from deploy.pipeline import build
+
+    shared = folder.parents[1]
+    with (shared / "built.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "built").exists():
+            subject = made(shared / "subject")
+            build(
+                subject.model, subject.pictures(0), out=shared / "making", duration_s=0, threads=1,
+                targets=TARGETS.split(","),
+            )  # fmt: skip
+            (shared / "making").rename(shared / "built")
+    return shared / "built"
+
+
+def _of_build(pattern: str) -> Callable[[Path], list[bytes]]:
+    return lambda folder: [path.read_bytes() for path in sorted(_built(folder).glob(pattern))]
+
+
+def _pictures(suffix: str, *flags: int) -> Callable[[Path], list[bytes]]:
+    def seeds(folder: Path) -> list[bytes]:
+        import cv2
+
+        rng = np.random.default_rng(0)
+        smooth = cv2.resize(rng.integers(0, 256, (5, 6, 3), np.uint8), (40, 36))
+        kinds = [smooth, smooth[:, :, 0], rng.integers(0, 256, (16, 16, 3), np.uint8)]
+        return [cv2.imencode(suffix, kind, list(flags))[1].tobytes() for kind in kinds]
+
+    return seeds
+
+
+def _npy(folder: Path) -> list[bytes]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, 3, _SIDE, _SIDE)).astype(np.float32)
+    return [_saved(x), _saved(np.asfortranarray(x)), _saved(x.astype(">f4")), _saved(x[0])]
+
+
+def _saved(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def _npz(folder: Path) -> list[bytes]:
+    x = np.random.default_rng(0).normal(size=(4, 3, _SIDE, _SIDE)).astype(np.float32)
+    made = []
+    for save in (np.savez, np.savez_compressed):
+        buffer = io.BytesIO()
+        save(buffer, x=x, labels=np.arange(4))
+        made.append(buffer.getvalue())
+    return made
+
+
+def _onnx(folder: Path) -> list[bytes]:
+    return [made(folder / "subject").model.read_bytes()]
+
+
+_COCO = json.dumps(
+    {
+        "images": [{"id": n, "file_name": f"{n}.png", "height": 9, "width": 8} for n in range(3)],
+        "annotations": [
+            {"id": n, "image_id": n % 3, "category_id": 1, "bbox": [1, 2.5, 3, 4], "iscrowd": 0}
+            for n in range(4)
+        ],
+        "categories": [{"id": 1, "name": "cat"}, {"id": 7, "name": "dog"}],
+    },
+    indent=1,
+)
+_CFG = """batch_num: 4
+activation_offset: true
+skip_layers: "Gemm_logits"
+common_config {
+  arq_quantize { channel_wise: true }
+  ifmr_quantize { search_range_start: 0.7 search_range_end: 1.3 search_step: 0.01 }
+}
+override_layer_types { layer_type: "Gemm" calibration_config { arq_quantize { } } }
+override_layer_configs {
+  layer_name: "Conv_c1"
+  calibration_config { hfmg_quantize { num_of_bins: 4096 asymmetric: false } }
+}
+"""
+_AIPP = """aipp_op {
+  aipp_mode: static
+  input_format: RGB888_U8
+  csc_switch: false
+  mean_chn_0: 123
+  min_chn_0: 0.675
+  var_reci_chn_0: 0.0171247
+}
+"""
+_PATTERNS = "# kept\nConv_c1\nop:Gemm\nConv_*\n\n/x/[ab]*\n"
+
+# ---------------------------------------------------------------- what reads them
+
+
+def _fed(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    """A feed is opened and read to its end, and what would be remembered of it."""
+    from deploy.feed.feed import open_feed
+    from deploy.feed.preprocess import Preprocess
+    from deploy.tensors import TensorSpec
+
+    specs = [TensorSpec("x", "float32", ("batch", 3, _SIDE, _SIDE))]
+
+    def read(path: Path) -> None:
+        how = None if path.suffix in (".npy", ".npz") else _unit(Preprocess)
+        feed = open_feed(path, specs, preprocess=how)
+        feed.manifest()
+        for sample in feed.samples():
+            assert sample["x"].shape == (1, 3, _SIDE, _SIDE)
+
+    return lambda path: partial(read, path)
+
+
+def _unit(kind: type[Preprocess]) -> Preprocess:
+    return kind(size=(_SIDE, _SIDE))
+
+
+def _listed(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    """Lists of pictures that stand beside them."""
+    feed = _fed(folder)
+    pictures = made(folder / "subject").pictures(0)
+
+    def opened(path: Path) -> Callable[[], object]:
+        return feed(Path(shutil.copyfile(path, pictures / "list.txt")))
+
+    return opened
+
+
+def _labels(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    from deploy.commands.labels import read_labels
+
+    return lambda path: partial(read_labels, path)
+
+
+def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], object]]]:
+    """A cache whose fingerprint or statistics are the changed file, asked for what it holds."""
+
+    def opened(folder: Path) -> Callable[[Path], Callable[[], object]]:
+        from deploy.calibration import reuse, store
+        from deploy.pipeline import calibrate
+
+        subject, cache = made(folder / "own"), folder / "own" / "m.cache"
+        for path in store.files(_built(folder) / "m.cache"):
+            shutil.copyfile(path, cache.parent / path.name)
+        wanted = calibrate(subject.model, subject.pictures(0), threads=1).observations
+        fingerprint = store.load(cache).fingerprint
+        policy = reuse.CachePolicy(path=cache, require=True)
+
+        def read(path: Path) -> None:
+            shutil.copyfile(path, f"{cache}{sidecar}")
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                _stamp(cache)
+            reuse.judge(policy, lambda: fingerprint, wanted)
+
+        return lambda path: partial(read, path)
+
+    return opened
+
+
+def _stamp(cache: Path) -> None:
+    """Let the digests be those of what stands there, as who changes it in earnest would."""
+    from deploy.calibration import store
+    from deploy.stamped import sha256
+
+    text, packed = (Path(f"{cache}{ending}").read_bytes() for ending in ("", ".npz"))
+    document = json.loads(Path(f"{cache}.json").read_bytes())
+    document["sha256"] |= {"cache": sha256(text), "statistics": sha256(packed)}
+    document["sha256"]["this"] = store._own_digest(document)
+    Path(f"{cache}.json").write_text(json.dumps(document))
+
+
+def _plan(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    from deploy.tuning.plan_file import read_plan
+
+    return lambda path: lambda: [one.taken for one in read_plan(path).targets.values()]
+
+
+def _model(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    from deploy.frontends import load
+
+    return lambda path: partial(load, path)
+
+
+def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    import click
+
+    from deploy.frontends import load
+    from deploy.targets.ascend.files import check_file
+    from deploy.targets.ascend.layers import find_layers, name_nodes
+
+    graph = find_layers(name_nodes(load(made(folder / "own").model).model))
+    return lambda path: lambda: click.echo(check_file(path, graph))
+
+
+def _noted(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    """A file whose note is the changed one."""
+    from deploy.stamped import keep, note_of, read
+
+    file = keep(folder / "m.engine", b"plan", {"model": "a", "batch": 8, "shape": [1, 3]})
+
+    def opened(path: Path) -> Callable[[], object]:
+        shutil.copyfile(path, note_of(file))
+        return partial(read, file)
+
+    return opened
+
+
+def _patterns(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    import onnx
+
+    from deploy.graph.selection import matching
+
+    model = onnx.load(made(folder / "own").model)
+    return lambda path: partial(matching, model, [f"@{path}"])
+
+
+def _shown(folder: Path) -> Callable[[Path], list[str]]:
+    """A cache, by the commands that read one."""
+    ways = (["cache", "show"], ["cache", "check"], ["inspect"], ["cache", "show", "--json"])
+    state = random.Random(0)
+    return lambda path: [*state.choice(ways), str(path)]
+
+
+READERS: dict[str, Reader] = {
+    reader.name: reader
+    for reader in (
+        Reader(name="cache", suffix=".cache", seeds=_caches, open=_shown),
+        Reader(name="fingerprint", suffix=".json", seeds=_of_build("*.cache.json"),
+               open=_judged(".json")),
+        Reader(name="statistics", suffix=".npz", seeds=_of_build("*.cache.npz"),
+               open=_judged(".npz"), mutate=changed_zip, cases=2000),
+        Reader(name="plan", suffix=".toml", seeds=_of_build("*.plan.toml"), open=_plan),
+        Reader(name="report", suffix=".json", seeds=_of_build("report.json"),
+               open=lambda folder: lambda path: ["explain", str(path)], cases=5000),
+        Reader(name="list", suffix=".txt", open=_listed,
+               seeds=_texts("00.png\n01.png\n", "# of mine\r\n00.png 3\r\n01.png 4\r\n")),
+        Reader(name="labels", suffix=".txt", open=_labels,
+               seeds=_texts("1\n2\n\n3\n", "a.png 4\nb c.png 17\n")),
+        Reader(name="coco", suffix=".json", seeds=_texts(_COCO), open=_labels),
+        Reader(name="npy", suffix=".npy", seeds=_npy, open=_fed),
+        Reader(name="npz", suffix=".npz", seeds=_npz, open=_fed, mutate=changed_zip),
+        Reader(name="png", suffix=".png", seeds=_pictures(".png"), open=_fed, mutate=changed_png),
+        Reader(name="jpeg", suffix=".jpg", seeds=_pictures(".jpg"), open=_fed),
+        Reader(name="webp", suffix=".webp", seeds=_pictures(".webp"), open=_fed),
+        Reader(name="bmp", suffix=".bmp", seeds=_pictures(".bmp"), open=_fed),
+        Reader(name="onnx", suffix=".onnx", seeds=_onnx, open=_model, cases=2000),
+        Reader(name="record", suffix=".txt", seeds=_of_build("*_record.txt"), open=_ascend),
+        Reader(name="quant", suffix=".json", seeds=_of_build("*_quant.json"), open=_ascend),
+        Reader(name="simple-cfg", suffix=".cfg", seeds=_texts(_CFG), open=_ascend),
+        Reader(name="aipp", suffix=".cfg", seeds=_texts(_AIPP), open=_ascend),
+        Reader(name="note", suffix=".json", open=_noted, seeds=_texts(
+            '{"model": "a", "batch": 8, "shape": [1, 3], "sha256": "0"}')),
+        Reader(name="patterns", suffix=".txt", seeds=_texts(_PATTERNS), open=_patterns,
+               cases=5000),
+        Reader(name="options", suffix=".txt", seeds=option_texts, open=with_options),
+    )
+}  # fmt: skip
