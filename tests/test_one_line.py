@@ -129,7 +129,7 @@ def test_another_parameter_changes_every_file_that_depends_on_it(run, tmp_path, 
     same = {name for name, data in found[1].items() if found[0][name] == data}
     # the float model and the statistics are the same; the ranges, and what holds them, are not
     assert same == {"small_cnn.cache.npz"} | (
-        {"small_cnn.tensorrt.onnx"} if target == "tensorrt" else set()
+        {"small_cnn.tensorrt.onnx", "small_cnn_trtexec.sh"} if target == "tensorrt" else set()
     )
 
 
@@ -189,7 +189,7 @@ def test_the_report_says_of_each_target_what_was_used(run, tmp_path):
 def test_a_cache_is_written_for_ascend_alone_too(run, tmp_path):
     code, out, _ = run("calibrate", "--target", "ascend", "-o", tmp_path / "a.cache")
     assert code == 0 and "searched by" not in out
-    assert (tmp_path / "a.cache").read_text().startswith("TRT-8503-MinMaxCalibration\n")
+    assert (tmp_path / "a.cache").read_text().startswith("TRT-100300-MinMaxCalibration\n")
     code, _, error = run("build", "--target", "ascend", "--trust-cache", "--cache",
                          tmp_path / "a.cache", "--out", tmp_path)  # fmt: skip
     assert code == 1 and "makes nothing" in error
@@ -198,11 +198,11 @@ def test_a_cache_is_written_for_ascend_alone_too(run, tmp_path):
 def test_a_version_that_is_asked_for_is_written_on_reuse_too(run, tmp_path):
     cache = tmp_path / "c"
     assert run("calibrate", "-o", cache)[0] == 0
-    assert cache.read_text().startswith("TRT-8503-")
-    code, out, _ = run("calibrate", "-o", cache, "--trt-version", "10.3.0")
-    assert code == 0 and "reused" in out and cache.read_text().startswith("TRT-100300-")
+    assert cache.read_text().startswith("TRT-100300-")
+    code, out, _ = run("calibrate", "-o", cache, "--trt-version", "8.6.1")
+    assert code == 0 and "reused" in out and cache.read_text().startswith("TRT-8601-")
     assert run("calibrate", "-o", cache)[0] == 0
-    assert cache.read_text().startswith("TRT-100300-")  # no wish changes nothing
+    assert cache.read_text().startswith("TRT-8601-")  # no wish changes nothing
 
 
 def test_the_report_says_which_options_a_target_was_given(run, tmp_path):

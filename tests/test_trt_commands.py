@@ -121,9 +121,9 @@ def test_a_fitting_cache_is_reused_and_a_stale_one_is_not(
 
 def test_calibrators_have_their_own_headers(model: Path) -> None:
     for method, header in (
-        ("entropy-tensorrt", b"TRT-8503-EntropyCalibration2\n"),
-        ("entropy", b"TRT-8503-EntropyCalibration2\n"),
-        ("minmax", b"TRT-8503-MinMaxCalibration\n"),
+        ("entropy-tensorrt", b"TRT-100300-EntropyCalibration2\n"),
+        ("entropy", b"TRT-100300-EntropyCalibration2\n"),
+        ("minmax", b"TRT-100300-MinMaxCalibration\n"),
         ("legacy", b"03ff00000000000003feffffde7210be9\n"),
     ):
         assert calibrated(model, "--method", method).read_bytes().startswith(header)
@@ -149,8 +149,8 @@ def test_check_tells_a_wrong_version_and_a_foreign_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = calibrated(model)
-    assert run("cache", "check", cache, "--model", model, "--trt-version", "8.5.3") == 0
-    assert run("cache", "check", cache, "--trt-version", "10.3.0") == 1
+    assert run("cache", "check", cache, "--model", model, "--trt-version", "10.3.0") == 0
+    assert run("cache", "check", cache, "--trt-version", "8.5.3") == 1
     assert "relabel" in capsys.readouterr().out
     assert run("cache", "check", cache, "--algorithm", "MinMaxCalibration") == 1
     foreign = tmp_path / "foreign.cache"

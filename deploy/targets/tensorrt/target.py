@@ -176,7 +176,6 @@ class TensorRT:
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.to_qdq import to_qdq
         from deploy.targets.tensorrt.trtexec import script, ways
-        from deploy.targets.tensorrt.versions import row
 
         cache, matched, found, version = self._matched(request)
         quantized = to_qdq(request.model, matched.plan, matched.scales)
