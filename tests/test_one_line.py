@@ -128,8 +128,9 @@ def test_another_parameter_changes_every_file_that_depends_on_it(run, tmp_path, 
         found.append({path.name: path.read_bytes() for path in (tmp_path / value).iterdir()})
     same = {name for name, data in found[1].items() if found[0][name] == data}
     # the float model and the statistics are the same; the ranges, and what holds them, are not
+    same.discard("small_cnn_trtexec.sh")  # it names what the search keeps in float
     assert same == {"small_cnn.cache.npz"} | (
-        {"small_cnn.tensorrt.onnx", "small_cnn_trtexec.sh"} if target == "tensorrt" else set()
+        {"small_cnn.tensorrt.onnx"} if target == "tensorrt" else set()
     )
 
 
