@@ -71,6 +71,24 @@ def save_pictures(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def run(capfd):
+    """(words of the command) -> exit code, stdout, stderr: never a fault, one sentence at most."""
+    from deploy.cli import main
+
+    def call(*words):
+        code = 0
+        try:
+            main([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code or 0
+        out, err = capfd.readouterr()
+        assert code != 70 and "Traceback" not in err and err.count("\n") <= 1, err
+        return code, out, err
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def histograms():
     """(model, tensors, samples) -> tensor -> its histogram, by one pass; `first`: TensorRT's."""

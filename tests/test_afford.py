@@ -9,7 +9,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy import machine
 from deploy.calibration import afford
-from deploy.cli import main
 from deploy.errors import CalibrationError, FeedError
 from deploy.feed.feed import open_feed
 from deploy.pipeline import calibrate
@@ -23,20 +22,6 @@ def memory(monkeypatch):
             monkeypatch.setattr(f"{module}.memory_bytes", lambda: count)
 
     return hold
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*words):
-        code = 0
-        try:
-            main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code or 0
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
 
 
 def test_tensors_that_no_memory_holds_are_refused_before_anything_is_run(

@@ -14,26 +14,10 @@ import onnx
 import pytest
 
 from deploy.calibration import store
-from deploy.cli import main
 from deploy.stamped import sha256
 from scripts import house
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def run(capfd):
-    def call(*words):
-        code = 0
-        try:
-            main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code or 0
-        out, err = capfd.readouterr()
-        assert code != 70 and "Traceback" not in err and err.count("\n") <= 1, err
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture

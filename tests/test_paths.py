@@ -11,27 +11,11 @@ import numpy as np
 import onnx
 import pytest
 
-from deploy.cli import main
 from deploy.errors import BackendError
 from deploy.ort import OrtSession
 
 ROOT = Path(__file__).parent.parent
 QUICK = ("--duration", 0.02, "--effort", 0, "--accept")
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*words):
-        code = 0
-        try:
-            main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code or 0
-        said = capsys.readouterr()
-        assert code != 70 and "constructor" not in said.err, said.err
-        return code, said.out, said.err
-
-    return call
 
 
 @pytest.fixture

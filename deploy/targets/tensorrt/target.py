@@ -13,6 +13,7 @@ cache where TensorRT still has calibrators, else from the Q/DQ model.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,7 +192,7 @@ class TensorRT:
         notes = (*_match_notes(matched), *said)
         found_ways = ways(request, files, version, rest=self.rest)
         path = request.folder / f"{request.name}_trtexec.sh"
-        files["script of trtexec"] = atomic.write_text(path, script(found_ways))
+        files["script of trtexec"] = atomic.write_bytes(path, os.fsencode(script(found_ways)))
         engine = None
         try:
             engine, said = self._engine(request, files, cache)
