@@ -84,6 +84,22 @@ def kept(path: Path, observations) -> None:
     store.save(calibration, path, text=TEXT)
 
 
+@pytest.mark.parametrize("part", ["fingerprint", "observations", "sha256"])
+def test_a_change_of_the_json_itself_is_told(part, tmp_path):
+    kept(tmp_path / "c", ONE)
+    side = store.sidecars(tmp_path / "c")[0]
+    document = json.loads(side.read_text())
+    if part == "fingerprint":
+        document[part]["method"] = "minmax"
+    elif part == "observations":
+        document[part] = []
+    else:
+        document[part]["this"] = "0" * 64
+    side.write_text(json.dumps(document))
+    with pytest.raises(CacheError, match="was changed after it was written"):
+        store.load(tmp_path / "c")
+
+
 def test_each_observation_is_judged_by_itself(tmp_path):
     path = tmp_path / "c"
     here = [
