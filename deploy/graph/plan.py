@@ -34,6 +34,9 @@ _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 _CUTS = frozenset({"Pad", "Slice"})
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
+_POINTWISE = frozenset(
+    {"Relu", "Clip", "Sigmoid", "Mul", "LeakyRelu", "PRelu", "HardSigmoid", "HardSwish", "Tanh"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class Placement:
         bias: biases as int32 behind a DequantizeLinear (ONNX Runtime) or left float.
         per_tensor: op types whose weights get one scale for the whole tensor.
         numbers: an Add or Mul of a tensor and one number is glue too, the number held in int8.
+        passes: op types that stay float between an int8 node and glue without parting them.
         thin: a Conv on an input of the model with fewer products a value than this stays float,
             unless a MaxPool follows.
     """
@@ -65,6 +69,7 @@ class Placement:
     weights: Grid = INT8
     per_tensor: frozenset[str] = frozenset()
     numbers: bool = False
+    passes: frozenset[str] = frozenset()
     thin: int = 0
 
     @property
@@ -97,6 +102,8 @@ TENSORRT = Placement(
     keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
     outputs=False,
     bias=False,
+    # pointwise operators are fused into what is before them, and a residual Add with them
+    passes=_MOVES | _POOLS | _POINTWISE | {"Concat", "Split"},
 )
 # What AMCT quantizes and on which grid; deploy.targets.ascend.layers has its further conditions,
 # which `analyse` does not know.
@@ -395,7 +402,19 @@ def _made_and_wanted(
             made.update(node.output)
             if wanted.intersection(node.output):
                 wanted.add(graph.tail(node))
+    _pass_on(graph, placement, made, wanted)
     return made, wanted
+
+
+def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str]) -> None:
+    """Let float nodes between hand on what is made, forwards, and what is wanted, backwards."""
+    between = [node for node in graph.nodes if node.op_type in placement.passes]
+    for node in between:
+        if all(name in made for name in graph.data_inputs(node)):
+            made.update(node.output)
+    for node in reversed(between):
+        if wanted.intersection(node.output):
+            wanted.update(graph.data_inputs(node))
 
 
 def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> tuple[Pair, ...]:
@@ -425,11 +444,17 @@ def _skip_branches(graph: Graph, node: onnx.NodeProto, placement: Placement) -> 
     fused = [
         name
         for name in names
-        if (p := graph.producer.get(name)) is not None
-        and p.op_type in placement.heavy
-        and len(graph.readers[name]) == 1
+        if len(graph.readers[name]) == 1 and _made_by_heavy(graph, name, placement)
     ]
     return [name for name in names if name not in fused[-1:]]
+
+
+def _made_by_heavy(graph: Graph, tensor: str, placement: Placement) -> bool:
+    """Whether a heavy node makes a tensor, with pointwise operators behind it."""
+    maker = graph.producer.get(tensor)
+    while maker is not None and maker.op_type in placement.passes & _POINTWISE:
+        maker = graph.producer.get(maker.input[0])
+    return maker is not None and maker.op_type in placement.heavy
 
 
 def _weights(graph: Graph, placement: Placement, node: onnx.NodeProto) -> list[WeightTarget]:
