@@ -90,7 +90,7 @@ def _weak(
         return ()
     oldest = max(since, _OLDEST[rest], key=version_label)
     words = _line(request, files[QDQ], ["--int8", *_float_types(rest)])
-    return (Way("qdq", f"with any TensorRT from {_short(oldest)} to 10", words),)
+    return (Way("qdq", _until_10(oldest), words),)
 
 
 def _strong(request: BuildRequest, files: Mapping[str, Path], opset: int) -> tuple[Way, ...]:
@@ -104,7 +104,7 @@ def _strong(request: BuildRequest, files: Mapping[str, Path], opset: int) -> tup
     if version_label(since) >= version_label(_LAST):
         return (last,)
     words = _line(request, path, ["--stronglyTyped"])
-    return Way("typed", f"with TensorRT from {_short(since)} to 10", words), last
+    return Way("typed", _until_10(since), words), last
 
 
 def _line(request: BuildRequest, model: Path, words: Sequence[str]) -> tuple[str, ...]:
@@ -116,8 +116,12 @@ def _float_types(rest: str) -> list[str]:
     return [] if rest == FP32 else [f"--{rest}"]
 
 
-def _short(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+def _until_10(since: str) -> str:
+    """In words, every TensorRT from this one to the last that has flags for types."""
+    major, minor, _ = since.split(".")
+    if major != "10":
+        return f"with any TensorRT from {major}.{minor} to 10"
+    return "with TensorRT 10" if minor == "0" else f"with TensorRT 10 from 10.{minor} on"
 
 
 def float_layers(request: BuildRequest) -> dict[str, str]:
