@@ -15,6 +15,7 @@ import numpy as np
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 from deploy import atomic, manifest
+from deploy.calibration.versions import of_feed
 from deploy.graph.saturation import Bounds
 from deploy.machine import this_machine
 from deploy.report import (
@@ -90,10 +91,11 @@ def publish(
     Raises:
         ExportError: another file would be replaced, or the disk refuses.
     """
+    fed = calibrated.feed.manifest()
     made_from = {
-        "calib8": __version__,
+        "versions": {"calib8": __version__, **of_feed(fed["kind"])},
         "model": {"name": calibrated.loaded.name, "sha256": calibrated.loaded.digest},
-        "images": calibrated.feed.manifest(),
+        "images": fed,
         "method": calibrated.method.label,
         "targets": [target.name for target in targets],
     }

@@ -184,6 +184,7 @@ def test_a_build_names_its_files_and_verify_reads_them(made, capsys):
     found = manifest.read(out)
     assert {*content(out)} == {*found.files, manifest.NAME} > {*PAGES, "small_cnn.int8.onnx"}
     assert not manifest.changed(out, found)
+    assert {"calib8", "onnxruntime", "opencv"} <= found.made_from["versions"].keys()
     report = json.loads((out / "report.json").read_text())
     rows = [*report["files"], *report["targets"][0]["files"]]
     told = {Path(row["path"]).name: row["sha256"] for row in rows if "sha256" in row}

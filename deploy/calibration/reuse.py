@@ -25,7 +25,7 @@ from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Outlier
-from deploy.calibration.versions import of_images, of_observation
+from deploy.calibration.versions import of_feed
 from deploy.errors import CacheError
 from deploy.feed.feed import Feed
 from deploy.frontends import LoadedModel
@@ -139,7 +139,7 @@ def fingerprint_of(
         order=order,
         preprocess=preprocess,
         rule=rule,
-        versions={**of_observation(), **(of_images() if manifest["kind"] == "images" else {})},
+        versions=of_feed(manifest["kind"]),
         method=method,
     )
 

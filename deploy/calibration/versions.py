@@ -10,6 +10,11 @@ SEARCHES = 1  # scales from the same statistics
 DECODING = 1  # samples from the same files and preprocessing
 
 
+def of_feed(kind: str) -> dict[str, str | int]:
+    """All that a calibration on "images" or "arrays" depends on."""
+    return {**of_observation(), **(of_images() if kind == "images" else {})}
+
+
 def of_observation() -> dict[str, str | int]:
     """What computed the activations and in which form the statistics are kept."""
     import onnxruntime
