@@ -145,6 +145,20 @@ def test_to_qdq_and_from_qdq(model: Path, tmp_path: Path) -> None:
     assert run("cache", "diff", cache, cache) == 0
 
 
+def test_to_qdq_refuses_a_cache_that_is_mostly_of_another_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, out = calibrated(model), tmp_path / "q.onnx"
+    own = len(parse(cache.read_bytes(), origin="").scales())
+    for strangers, code in ((own, 0), (own + 1, 1)):
+        lines = [f"elsewhere{number}: 3c008912\n".encode() for number in range(strangers)]
+        mixed = tmp_path / f"{strangers}.cache"
+        mixed.write_bytes(cache.read_bytes() + b"".join(lines))
+        capsys.readouterr()
+        assert run("cache", "to-qdq", model, mixed, "-o", out) == code
+    assert f"{own + 1} of {2 * own + 1} entries" in capsys.readouterr().err
+
+
 def test_check_tells_a_wrong_version_and_a_foreign_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

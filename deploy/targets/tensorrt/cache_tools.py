@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.targets.tensorrt.from_qdq import Plain
-    from deploy.targets.tensorrt.match import Match
+    from deploy.targets.tensorrt.match import EntryUse, Match
 
 
 def read_cache(path: Path) -> CalibrationCache:
@@ -177,7 +177,6 @@ def _header_findings(
 
 def _match_findings(matched: Match) -> list[Finding]:
     missing = [t for t in matched.tensors if not t.covered]
-    strangers = [e for e in matched.entries if e.tensor is None]
     found = [
         Finding(
             f"{matched.covered} of {len(matched.tensors)} tensors to be quantized have a scale,"
@@ -186,7 +185,7 @@ def _match_findings(matched: Match) -> list[Finding]:
         )
     ]
     found += [Finding(f"{t.tensor}: {t.reason}", harmful=True) for t in missing]
-    foreign = [e for e in strangers if e.reason.startswith("no tensor")]
+    foreign = _foreign(matched)
     if foreign:
         names = ", ".join(e.name for e in foreign[:3])
         found.append(
@@ -197,6 +196,12 @@ def _match_findings(matched: Match) -> list[Finding]:
             )
         )
     return found
+
+
+def _foreign(matched: Match) -> list[EntryUse]:
+    """Entries of tensors that the model does not have."""
+    unused = (entry for entry in matched.entries if entry.tensor is None)
+    return [entry for entry in unused if entry.reason.startswith("no tensor")]
 
 
 def cache_to_qdq(
@@ -219,7 +224,7 @@ def cache_to_qdq(
 
     Raises:
         ModelError: the model cannot be read, or is quantized already.
-        CacheError: no entry of the cache fits the model.
+        CacheError: most entries of the cache are not the model's.
     """
     from deploy.frontends import load
     from deploy.targets.tensorrt.match import match
@@ -231,6 +236,13 @@ def cache_to_qdq(
         raise CacheError(
             f"a cache must fit its model, got {len(matched.entries)} entries of which none can be"
             f" used; the first is {matched.entries[0].name!r}: {matched.entries[0].reason}"
+        )
+    foreign = _foreign(matched)
+    if 2 * len(foreign) > len(matched.entries):
+        raise CacheError(
+            f"a cache must be its model's, got {len(foreign)} of {len(matched.entries)} entries of"
+            f" tensors that the model does not have, such as {foreign[0].name!r}; give the model's"
+            " own cache (`calib8 cache check --model` tells more)"
         )
     quantized = to_qdq(
         loaded.model, matched.plan, matched.scales, own_concat_scales=own_concat_scales
