@@ -143,6 +143,7 @@ BROKEN_JSON = {
     "percentile text": (conf(conv1=layer(act={"max_percentile": "1"})), "type float"),
     "range order": (conf(conv1=layer(act={"search_range": [1.3, 0.7]})), "start < end"),
     "range too large": (conf(conv1=layer(act={"search_range": [1, 10**400]})), "start"),
+    "endless search": (conf(conv1=layer(act={"search_step": 1e-7})), "at most 10000 scales"),
     "range length": (conf(conv1=layer(act={"search_range": [1]})), "start"),
     "step 0": (conf(conv1=layer(act={"search_step": 0})), "> 0"),
     "step long": (conf(conv1=layer(act={"search_step": 2})), "at most end - start"),

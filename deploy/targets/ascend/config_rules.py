@@ -90,11 +90,15 @@ WEIGHT = {
 }
 
 
+_MOST_STEPS = 10_000  # of one search; AMCT's default is 60
+
+
 def activation_from(given: Mapping[str, Any]) -> Activation:
     """Checked keys of activation_quant_params -> `Activation`.
 
     Raises:
-        ConfigError: keys of IFMR and HFMG together, or a step longer than the range.
+        ConfigError: keys of IFMR and HFMG together, a step longer than the range, or so short that
+            a search would not end.
     """
     ifmr, hfmg = sorted(set(given) & set(_IFMR)), sorted(set(given) & set(_HFMG))
     algo = given.get("act_algo", "hfmg" if hfmg else "ifmr")
@@ -109,6 +113,12 @@ def activation_from(given: Mapping[str, Any]) -> Activation:
         raise ConfigError(
             f"search_step must be at most end - start of search_range, got {made.search_step}"
             f" for [{start}, {end}]"
+        )
+    if algo == "ifmr" and (end - start) / made.search_step > _MOST_STEPS:
+        raise ConfigError(
+            f"search_step must leave at most {_MOST_STEPS} scales to try a layer, got"
+            f" {(end - start) / made.search_step:.3g} with {made.search_step} for [{start}, {end}];"
+            " 0.01 is AMCT's"
         )
     return made
 
