@@ -366,6 +366,7 @@ def test_atc_command():
         ("--precision_mode_v2=origin", "int8"),
         ("--op_select_implmode=high_precision", "int8"),
         ("--framework=5", "follows from the build"),
+        ("--input_format=NHWC", "follows from the build"),
         ("log=error", "--name=value"),
         ("--log=", "--name=value"),
     ],
@@ -376,8 +377,13 @@ def test_flags_that_a_quantized_model_forbids(flag, match):
 
 
 def test_chip_names_and_open_shapes():
-    with pytest.raises(ConfigError, match="Ascend310P3"):
-        AtcOptions(soc="310P3; rm -rf")
+    for wrong in ("310P3; rm -rf", "AscendXYZ", "ascend310p3"):
+        with pytest.raises(ConfigError, match="Ascend310P3"):
+            AtcOptions(soc=wrong)
+    for known in ("Ascend310", "Ascend910ProB", "Ascend910_9391", "Ascend910B4-1"):
+        assert AtcOptions(soc=known).soc == known
+    with pytest.raises(ConfigError, match="--log twice"):
+        AtcOptions(extra=("--log=error", "--log=info"))
     with pytest.raises(ConfigError, match="fixed shapes"):
         atc_command(Path("m"), Path("m"), {"x": (-1, 3)}, AtcOptions())
 

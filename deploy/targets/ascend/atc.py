@@ -18,7 +18,18 @@ _REFUSED = {
     "precision_mode_v2": ("origin",),
     "op_select_implmode": ("high_precision", "high_precision_for_all"),
 }
-_OURS = ("framework", "model", "output", "soc_version", "input_shape", "insert_op_conf", "mode")
+_OURS = (
+    "framework",
+    "model",
+    "output",
+    "soc_version",
+    "input_shape",
+    "input_format",
+    "insert_op_conf",
+    "enable_small_channel",
+    "compression_optimize_conf",
+    "mode",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +45,19 @@ class AtcOptions:
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.soc is not None and not re.fullmatch(r"Ascend[0-9A-Za-z_]{2,24}", self.soc):
+        if self.soc is not None and not re.fullmatch(r"Ascend\d{3}[\w-]{0,20}", self.soc):
             raise ConfigError(
                 f"a chip is named like Ascend310P3 (Ascend + the name npu-smi shows), got"
                 f" {self.soc!r}"
             )
-        for flag in self.extra:
-            check_flag(flag)
+        names = [check_flag(flag) for flag in self.extra]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"an atc flag is given once, got --{twice} twice; leave one out")
 
 
-def check_flag(flag: str) -> None:
-    """Refuse a flag of atc that a quantized model does not stand.
+def check_flag(flag: str) -> str:
+    """The name of a flag of atc, which a quantized model must stand.
 
     Raises:
         ConfigError: dynamic shapes, a precision mode that undoes int8, or a flag set already.
@@ -64,6 +77,7 @@ def check_flag(flag: str) -> None:
         )
     if name in _OURS:
         raise ConfigError(f"--{name} follows from the build, got {flag}; leave it out")
+    return name
 
 
 def atc_command(
