@@ -145,6 +145,17 @@ def test_to_qdq_and_from_qdq(model: Path, tmp_path: Path) -> None:
     assert run("cache", "diff", cache, cache) == 0
 
 
+@pytest.mark.parametrize(("rest", "kind"), [("fp16", 10), ("bf16", 16), ("fp32", 1)])
+def test_to_qdq_gives_the_rest_a_type(rest: str, kind: int, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "q.onnx"
+    assert run("cache", "to-qdq", model, calibrated(model), "-o", out, "--rest", rest) == 0
+    made = onnx.shape_inference.infer_shapes(onnx.load(out), check_type=True, strict_mode=True)
+    types = {v.name: v.type.tensor_type.elem_type for v in made.graph.value_info}
+    convs = [node for node in made.graph.node if node.op_type in ("Conv", "Gemm")]
+    assert convs and {types[name] for node in convs for name in node.input[:1]} == {kind}
+    assert {v.type.tensor_type.elem_type for v in made.graph.output} == {1}
+
+
 def test_to_qdq_refuses_a_cache_that_is_mostly_of_another_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,6 +185,13 @@ def check(
     help="Do not give the tensors of a Concat one scale; TensorRT then requantizes them.",
 )
 @_PARSER
+@click.option(
+    "--rest",
+    type=click.Choice(("fp16", "bf16", "fp32")),
+    default="fp32",
+    show_default=True,
+    help="Type of what is not int8; TensorRT 11 takes it from the model.",
+)
 @click.option("--verbose", is_flag=True, help="Every entry and every tensor, with its reason.")
 def to_qdq(
     model: Path,
@@ -193,6 +200,7 @@ def to_qdq(
     keep_batchnorm: bool,
     own_concat_scales: bool,
     parser: str | None,
+    rest: str,
     verbose: bool,
 ) -> None:
     """Write MODEL.ONNX with the scales of CACHE in QuantizeLinear/DequantizeLinear pairs."""
@@ -205,6 +213,7 @@ def to_qdq(
         keep_batchnorm=keep_batchnorm,
         own_concat_scales=own_concat_scales,
         parser=parser,
+        rest=rest,
     )
     write_bytes(out, quantized.SerializeToString(deterministic=True))
     _print_match(matched, everything=verbose)

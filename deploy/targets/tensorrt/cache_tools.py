@@ -13,6 +13,7 @@ from deploy.calibration import trt_cache
 from deploy.calibration.trt_cache import CalibrationCache, Entry
 from deploy.errors import CacheError, ModelError
 from deploy.reading import MOST_TEXT, read_bytes
+from deploy.targets.tensorrt.words import FP32
 
 if TYPE_CHECKING:
     import onnx
@@ -211,6 +212,7 @@ def cache_to_qdq(
     keep_batchnorm: bool = False,
     own_concat_scales: bool = False,
     parser: str | None = None,
+    rest: str = FP32,
 ) -> tuple[onnx.ModelProto, Match]:
     """An old cache and its float model -> the Q/DQ model, and the report of the match.
 
@@ -221,13 +223,16 @@ def cache_to_qdq(
             `qdq_to_cache` are bit for bit those of `model`.
         own_concat_scales: see `deploy.targets.tensorrt.to_qdq`.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
+        rest: type of what is not int8, "fp16", "bf16" or "fp32" (`deploy.targets.tensorrt.rest`).
 
     Raises:
         ModelError: the model cannot be read, or is quantized already.
         CacheError: most entries of the cache are not the model's.
+        ExportError: the model cannot be brought to the opset of a narrow rest.
     """
     from deploy.frontends import load
     from deploy.targets.tensorrt.match import match
+    from deploy.targets.tensorrt.rest import typed
     from deploy.targets.tensorrt.to_qdq import to_qdq
 
     loaded = load(model, fold_batchnorm=not keep_batchnorm)
@@ -245,9 +250,22 @@ def cache_to_qdq(
             " own cache (`calib8 cache check --model` tells more)"
         )
     quantized = to_qdq(
-        loaded.model, matched.plan, matched.scales, own_concat_scales=own_concat_scales
+        loaded.model,
+        matched.plan,
+        matched.scales,
+        own_concat_scales=own_concat_scales,
+        rest=None if rest == FP32 else rest,
     )
+    if rest != FP32:
+        quantized, _ = typed(quantized, rest, _sizes(cache, matched))
     return quantized, matched
+
+
+def _sizes(cache: CalibrationCache, matched: Match) -> dict[str, float]:
+    """Tensor -> the largest |x| that its scale stands for."""
+    scales = cache.scales()
+    entries = ((entry.tensor, entry.name) for entry in matched.entries)
+    return {tensor: 127 * float(scales[name]) for tensor, name in entries if tensor is not None}
 
 
 def qdq_to_cache(
