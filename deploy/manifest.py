@@ -18,6 +18,7 @@ from deploy.reading import read_bytes, read_json
 from deploy.stamped import sha256
 
 NAME = "manifest.json"
+PAGES = ("report.json", "report.md", "report.html")  # of a build
 SCHEMA = "calib8-manifest/1"
 _OURS = "calib8-"  # begins the schema of a report and of a manifest
 
@@ -110,14 +111,14 @@ def _known(folder: Path) -> dict[str, str]:
 
 def _reported(folder: Path) -> set[str]:
     """Names in the report of a build that was made before there were manifests."""
-    document = _json(folder / "report.json")
+    document = _json(folder / PAGES[0])
     if not str(document.get("schema")).startswith(_OURS):
         return set()
     parts = [document, *_rows(document.get("targets"))]
     rows = [row for part in parts for row in _rows(part.get("files"))]
     names = {Path(str(row.get("path"))).name for row in rows}
     sidecars = {f"{name}{ending}" for name in names for ending in (".json", ".npz")}
-    return names | sidecars | {f"report.{ending}" for ending in ("json", "md", "html")}
+    return names | sidecars | {*PAGES}
 
 
 def _rows(value: object) -> list[dict[str, Any]]:

@@ -140,7 +140,6 @@ def _calibrated(
     progress: bool,
     remember: tuple[int, int],
     repairs: Sequence[str] = (),
-    folder: Path = Path(),
     stage: Stage | None = None,
 ) -> Calibrated:
     """`calibrate` of a model that is loaded.
@@ -149,8 +148,7 @@ def _calibrated(
         given: the model as the user gave it.
         remember: (first, spread) samples that will be asked for again.
         repairs: names of `REPAIRS`, of which those before observing are tried.
-        folder: where the targets will write.
-        stage: what its files wait in; a cache of the same folder appears with them.
+        stage: what the files of a build wait in; a cache of the same folder appears with them.
     """
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
@@ -171,6 +169,7 @@ def _calibrated(
     workers = threads or default_threads()
     if policy.trust:
         refuse_trusted(repairs)
+    folder = Path() if stage is None else stage.folder
     subject, tried = prepared(targets, subject, repairs, feed, folder=folder, threads=workers)
     wanted, failed = _demands(targets, subject)
     _refuse_idle_method(method, subject, wanted)
@@ -297,7 +296,6 @@ def build(
             progress=progress,
             remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
             repairs=asked,
-            folder=folder,
             stage=stage,
         )
         plans, plan = _tuned(
@@ -366,10 +364,8 @@ def targets_of(targets: Sequence[str | Target]) -> list[Target]:
 
 def written_by(targets: Iterable[Target], name: str) -> list[str]:
     """Names of the files that a build of a model may write, but for its cache and plan."""
-    from deploy.results import PAGES
-
     endings = [ending for target in targets for ending in target.writes]
-    return [manifest.NAME, *PAGES, *(f"{name}{ending}" for ending in endings)]
+    return [manifest.NAME, *manifest.PAGES, *(f"{name}{ending}" for ending in endings)]
 
 
 def _demands(

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from deploy.tuning.tune import Tuned
 
 _EVERYWHERE: Bounds = (-math.inf, math.inf)
-PAGES = ("report.json", "report.md", "report.html")
 
 
 def write_report(
@@ -68,7 +67,9 @@ def write_report(
     """Gather the report and write it as report.json, report.md and report.html."""
     report = gather(calibrated, built, figures, stage, plans=plans, plan=plan, gates=gates)
     text = json.dumps(to_json(report), indent=1, allow_nan=False) + "\n"
-    for name, page in zip(PAGES, (text, to_markdown(report), to_html(report)), strict=True):
+    for name, page in zip(
+        manifest.PAGES, (text, to_markdown(report), to_html(report)), strict=True
+    ):
         atomic.write_text(stage.inside / name, page)
     return report
 

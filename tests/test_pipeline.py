@@ -23,7 +23,6 @@ from deploy.calibration.store import sidecars
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.pipeline import CachePolicy, Tuning, build, calibrate
-from deploy.results import PAGES
 from deploy.staging import recover
 
 UNIT = Preprocess(size=(16, 16))
@@ -337,7 +336,7 @@ def test_kill_9_at_any_moment_leaves_nothing_half_written(small_cnn, pictures, t
         env=environment, check=True, capture_output=True,
     )  # fmt: skip
     whole = time.perf_counter() - start
-    told = {*PAGES, manifest.NAME}  # they hold the folder's name, and times
+    told = {*manifest.PAGES, manifest.NAME}  # they hold the folder's name, and times
     names = [p.name for p in (tmp_path / "whole").iterdir() if p.name not in told]
     moments = random.Random(2)
     for _ in range(20):

@@ -16,7 +16,6 @@ from deploy.errors import BackendError, ExportError
 from deploy.feed.preprocess import Preprocess
 from deploy.inputs import guarded, is_read
 from deploy.pipeline import Tuning, build, calibrate
-from deploy.results import PAGES
 from deploy.staging import recover, staged
 from deploy.targets.onnxruntime import OnnxRuntime
 
@@ -182,7 +181,9 @@ def made(small_cnn, pictures, tmp_path):
 def test_a_build_names_its_files_and_verify_reads_them(made, capsys):
     out, _ = made
     found = manifest.read(out)
-    assert {*content(out)} == {*found.files, manifest.NAME} > {*PAGES, "small_cnn.int8.onnx"}
+    assert (
+        {*content(out)} == {*found.files, manifest.NAME} > {*manifest.PAGES, "small_cnn.int8.onnx"}
+    )
     assert not manifest.changed(out, found)
     assert {"calib8", "onnxruntime", "opencv"} <= found.made_from["versions"].keys()
     report = json.loads((out / "report.json").read_text())

@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
     def refused(*words):
         raise ExportError("it must be liftable, got this; export it again")
 
-    monkeypatch.setattr("deploy.targets.tensorrt.rest.typed", refused)
+    monkeypatch.setattr("deploy.targets.tensorrt.to_qdq.typed", refused)
     report, path = quantized(tmp_path, small_cnn, pictures, version="10.3.0")
     assert not path.exists() and any("no typed model" in n for n in report.targets[0].notes)
     assert Path(report.targets[0].runnable).name == "small_cnn.tensorrt.qdq.onnx"

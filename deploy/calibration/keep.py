@@ -52,10 +52,12 @@ def keep(
     if policy.path is None:
         return
     path, stored = policy.path, verdict.stored
+    if stage is not None and path.parent.resolve() != stage.folder.resolve():
+        stage = None
     carried: dict[Key, Arrays] = {}
     if stored is not None:
         if _as_it_stands(stored, verdict, subject, calibration, text):
-            if (stage is not None and _same_folder(path, stage)) or stored.path != path:
+            if stage is not None or stored.path != path:
                 _written(path, stage, lambda place: store.write(stored, place))
             return
         statistic = subject.statistic.key
@@ -74,16 +76,12 @@ def keep(
 
 def _written(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
     """Let the three files appear with the build's, or together by themselves."""
-    if stage is not None and _same_folder(path, stage):
+    if stage is not None:
         write(stage.inside / path.name)
         return
     with staged(path.parent) as own:
         write(own.inside / path.name)
         own.publish()
-
-
-def _same_folder(path: Path, stage: Stage) -> bool:
-    return path.parent.resolve() == stage.folder.resolve()
 
 
 def _carried(keys: Iterable[Key], known: Observed) -> list[Key]:

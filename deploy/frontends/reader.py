@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from deploy.errors import ModelError
 from deploy.graph.index import all_nodes, subgraphs
 from deploy.reading import opened, read_bytes
+from deploy.stamped import sha256
 
 if TYPE_CHECKING:
     import onnx
@@ -48,7 +49,7 @@ class Stamp:
 
 def stamp_of(data: bytes) -> Stamp:
     """The stamp of a file without external data."""
-    return Stamp(hashlib.sha256(data).hexdigest())
+    return Stamp(sha256(data))
 
 
 def read_model(path: Path) -> onnx.ModelProto:

@@ -30,7 +30,7 @@ FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})  # where int8 is the gain
 _FLOAT = onnx.TensorProto.FLOAT
-_MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
+MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 _CUTS = frozenset({"Pad", "Slice"})
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
@@ -82,11 +82,11 @@ ONNXRUNTIME = Placement(
     name="onnxruntime",
     grid=UINT8,
     heavy=frozenset({"Conv", "Gemm", "MatMul"}),
-    glue=_MOVES
+    glue=MOVES
     | _CUTS
     | _POOLS
     | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", GATE},
-    keeps_scale=_MOVES | _CUTS | {"MaxPool", "Resize", "Split"},
+    keeps_scale=MOVES | _CUTS | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,
     numbers=True,
@@ -99,11 +99,11 @@ TENSORRT = Placement(
     grid=INT8,
     heavy=WEIGHTED,
     glue=frozenset({"Add"}),
-    keeps_scale=_MOVES | {"MaxPool", "Resize", "Split"},
+    keeps_scale=MOVES | {"MaxPool", "Resize", "Split"},
     outputs=False,
     bias=False,
     # pointwise operators are fused into what is before them, and a residual Add with them
-    passes=_MOVES | _POOLS | _POINTWISE | {"Concat", "Split"},
+    passes=MOVES | _POOLS | _POINTWISE | {"Concat", "Split"},
 )
 # What AMCT quantizes and on which grid; deploy.targets.ascend.layers has its further conditions,
 # which `analyse` does not know.
@@ -507,7 +507,7 @@ def never_negative(model: onnx.ModelProto) -> frozenset[str]:
     graph = Graph(model)
     names: set[str] = set()
     for node in graph.nodes:
-        passed = node.op_type in _MOVES | _POOLS and node.input[0] in names
+        passed = node.op_type in MOVES | _POOLS and node.input[0] in names
         if node.op_type in ops or passed or (node.op_type == "Clip" and graph.holds_zero(node)):
             names.update(node.output)
     return frozenset(names)

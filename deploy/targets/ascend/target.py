@@ -24,6 +24,7 @@ from deploy import atomic
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
+from deploy.targets.script import write_script
 
 if TYPE_CHECKING:
     import onnx
@@ -303,10 +304,8 @@ class Ascend:
             aipp=names.get("AIPP configuration"),
             compression=names.get("compression options"),
         )
-        script = f'#!/bin/sh\ncd "$(dirname "$0")" || exit\nexec {shell(command)}\n'
         path = request.folder / f"{request.name}_atc.sh"
-        data = script.encode("utf-8", "surrogateescape")  # the names' own bytes
-        files["atc command"] = atomic.write_bytes(path, data)
+        files["atc command"] = write_script(path, f"exec {shell(command)}")
         if options.soc is None:
             return None, [f"No .om: name the chip with --soc. The command: {shell(command)}"]
         if which("atc") is None:

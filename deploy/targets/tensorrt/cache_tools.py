@@ -232,8 +232,7 @@ def cache_to_qdq(
     """
     from deploy.frontends import load
     from deploy.targets.tensorrt.match import match
-    from deploy.targets.tensorrt.rest import typed
-    from deploy.targets.tensorrt.to_qdq import to_qdq
+    from deploy.targets.tensorrt.to_qdq import to_qdq, to_typed
 
     loaded = load(model, fold_batchnorm=not keep_batchnorm)
     matched = match(cache, loaded.model, original=original_of(model), parser=parser)
@@ -249,16 +248,12 @@ def cache_to_qdq(
             f" tensors that the model does not have, such as {foreign[0].name!r}; give the model's"
             " own cache (`calib8 cache check --model` tells more)"
         )
-    quantized = to_qdq(
-        loaded.model,
-        matched.plan,
-        matched.scales,
-        own_concat_scales=own_concat_scales,
-        rest=None if rest == FP32 else rest,
-    )
-    if rest != FP32:
-        quantized, _ = typed(quantized, rest, _sizes(cache, matched))
-    return quantized, matched
+    written = loaded.model, matched.plan, matched.scales
+    if rest == FP32:
+        return to_qdq(*written, own_concat_scales=own_concat_scales), matched
+    largest = _sizes(cache, matched)
+    made, _ = to_typed(*written, rest=rest, largest=largest, own_concat_scales=own_concat_scales)
+    return made, matched
 
 
 def _sizes(cache: CalibrationCache, matched: Match) -> dict[str, float]:

@@ -30,6 +30,7 @@ from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import why_not_converted
 from deploy.graph.edit import rebuild
 from deploy.graph.index import Graph
+from deploy.graph.plan import MOVES
 from deploy.targets.tensorrt.words import BF16, FP16, FP32
 
 if TYPE_CHECKING:
@@ -40,23 +41,16 @@ _FLOAT = 1  # onnx.TensorProto
 _TYPES = {FP16: 10, BF16: 16}  # onnx.TensorProto
 _LARGEST = 65504 / 8  # what float16 holds, with room for what calibration has not seen
 _PAIR = frozenset({"QuantizeLinear", "DequantizeLinear"})
+# They move values: they compute in the type that they find.
+_MOVES = MOVES | {"Gather", "Identity", "Slice", "Split", "Tile"}
 # What keeps its sums short, or only moves values. Softmax, norms, exponentials, long reductions and
 # all that is not known here stay in float32.
-_NARROW = frozenset(
+_NARROW = _MOVES | frozenset(
     (
         "Abs", "Add", "AveragePool", "Clip", "Concat", "Conv", "ConvTranspose", "DepthToSpace",
-        "Div", "Elu", "Erf", "Expand", "Flatten", "Gather", "Gelu", "Gemm", "GlobalAveragePool",
-        "GlobalMaxPool", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "MatMul", "Max",
-        "MaxPool", "Min", "Mul", "Neg", "PRelu", "Pad", "Relu", "Reshape", "Resize", "Sigmoid",
-        "Slice", "SpaceToDepth", "Split", "Squeeze", "Sub", "Tanh", "Tile", "Transpose",
-        "Unsqueeze", "Where",
-    )
-)  # fmt: skip
-# They move values: they compute in the type that they find.
-_MOVES = frozenset(
-    (
-        "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile",
-        "Transpose", "Unsqueeze",
+        "Div", "Elu", "Erf", "Expand", "Gelu", "Gemm", "GlobalAveragePool", "GlobalMaxPool",
+        "HardSigmoid", "HardSwish", "LeakyRelu", "MatMul", "Max", "MaxPool", "Min", "Mul", "Neg",
+        "PRelu", "Pad", "Relu", "Resize", "Sigmoid", "SpaceToDepth", "Sub", "Tanh", "Where",
     )
 )  # fmt: skip
 

@@ -13,7 +13,6 @@ cache where TensorRT still has calibrators, else from the Q/DQ model.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from deploy.errors import ConfigError, ExportError, SdkMissingError
 from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.targets.options import check, option
+from deploy.targets.script import write_script
 from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class TensorRT:
         notes = (*_match_notes(matched), *said)
         found_ways = ways(request, files, version, rest=self.rest)
         path = request.folder / f"{request.name}_trtexec.sh"
-        files["script of trtexec"] = atomic.write_bytes(path, os.fsencode(script(found_ways)))
+        files["script of trtexec"] = write_script(path, script(found_ways))
         engine = None
         try:
             engine, said = self._engine(request, files, cache)
@@ -229,14 +229,13 @@ class TensorRT:
         self, request: BuildRequest, matched: Match, found: Found
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """(the Q/DQ model with its rest in the narrow type, notes); none where it cannot be."""
-        from deploy.targets.tensorrt.rest import typed
-        from deploy.targets.tensorrt.to_qdq import to_qdq
+        from deploy.targets.tensorrt.to_qdq import to_typed
 
         if self.rest == FP32:
             return None, ()
-        quantized = to_qdq(request.model, matched.plan, matched.scales, rest=self.rest)
+        written = request.model, matched.plan, matched.scales
         try:
-            model, kept = typed(quantized, self.rest, _sizes(found))
+            model, kept = to_typed(*written, rest=self.rest, largest=_sizes(found))
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
         said = (f"{name} stays in float32: {why}" for name, why in kept.items())

@@ -27,7 +27,7 @@ from deploy.graph.edit import replace_nodes
 from deploy.graph.index import Graph, attributes
 from deploy.graph.plan import TENSORRT, Plan
 from deploy.targets.qdq import write_qdq
-from deploy.targets.tensorrt.rest import storable
+from deploy.targets.tensorrt.rest import storable, typed
 
 if TYPE_CHECKING:
     import onnx
@@ -39,7 +39,6 @@ def to_qdq(
     scales: Mapping[str, np.float32],
     *,
     own_concat_scales: bool = False,
-    rest: str | None = None,
 ) -> onnx.ModelProto:
     """Write the Q/DQ model; `model` is left as it is.
 
@@ -48,19 +47,41 @@ def to_qdq(
         plan: where the pairs stand, of the TENSORRT placement.
         scales: tensor -> float32 scale (amax / 127), for `plan.activations`.
         own_concat_scales: leave the tensors of a Concat their own scales.
-        rest: type that `rest.typed` will give what is not int8, which its scales then fit and
-            its weights are stored in int8 for; None for a model of float32 with float weights.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or one that is not positive.
     """
-    chosen = dict(scales) if own_concat_scales else concat_scales(model, plan, scales)
-    ranges = {name: _symmetric(scale) for name, scale in chosen.items()}
-    if rest is not None:
-        return write_qdq(model, plan, ranges, storable=partial(storable, rest=rest))
-    quantized = write_qdq(model, plan, ranges)
+    quantized = write_qdq(model, plan, _ranges(model, plan, scales, own_concat_scales))
     _keep_float_weights(quantized, model)
     return quantized
+
+
+def to_typed(
+    model: onnx.ModelProto,
+    plan: Plan,
+    scales: Mapping[str, np.float32],
+    *,
+    rest: str,
+    largest: Mapping[str, float],
+    own_concat_scales: bool = False,
+) -> tuple[onnx.ModelProto, dict[str, str]]:
+    """The same with weights in int8 and what is not int8 in a narrow type.
+
+    Args beyond those of `to_qdq`, and what is given back: see `deploy.targets.tensorrt.rest.typed`.
+
+    Raises:
+        ExportError: as `to_qdq` and `typed`.
+    """
+    ranges = _ranges(model, plan, scales, own_concat_scales)
+    quantized = write_qdq(model, plan, ranges, storable=partial(storable, rest=rest))
+    return typed(quantized, rest, largest)
+
+
+def _ranges(
+    model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32], own_concat_scales: bool
+) -> dict[str, Scale]:
+    chosen = dict(scales) if own_concat_scales else concat_scales(model, plan, scales)
+    return {name: _symmetric(scale) for name, scale in chosen.items()}
 
 
 def concat_scales(

@@ -57,14 +57,13 @@ def ways(
 
 
 def script(found: Sequence[Way]) -> str:
-    """A shell script that goes the way that its argument names; it runs from any folder."""
+    """What a shell script does that goes the way which its argument names."""
     usable = [way for way in found if way.words]
     usage = "".join(f"echo '  {way.name}: {way.when}' >&2\n    " for way in usable)
     cases = "".join(f"  {way.name}) exec {shlex.join(way.words)} ;;\n" for way in usable)
     return (
-        "#!/bin/sh\n# Builds the engine with the trtexec on the PATH.\n"
-        f'cd "$(dirname "$0")" || exit\ncase "${{1-}}" in\n{cases}'
-        f"  *) echo 'give one of these:' >&2\n    {usage}exit 2 ;;\nesac\n"
+        f'# Builds the engine with the trtexec on the PATH.\ncase "${{1-}}" in\n{cases}'
+        f"  *) echo 'give one of these:' >&2\n    {usage}exit 2 ;;\nesac"
     )
 
 
