@@ -228,7 +228,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
             "--force",
             section=sections.CACHE,
             is_flag=True,
-            help="Write the cache over a file that calib8 did not write.",
+            help="Write over a file that calib8 did not write.",
         ),
         sections.option(
             "--trt-version",
