@@ -113,8 +113,10 @@ def from_file(path: Path, specs: tuple[TensorSpec, ...]) -> ArraySource:
     return ArraySource(specs, [item], (count,), shown(path.name), labels, tuple(notes))
 
 
-def from_iterable(source: Iterable[object], specs: tuple[TensorSpec, ...]) -> ArraySource:
-    """Arrays, or name -> array mappings, of one or more samples each.
+def from_iterable(
+    source: Iterable[object], specs: tuple[TensorSpec, ...], *, name: str = "the iterable"
+) -> ArraySource:
+    """Arrays, or name -> array mappings, of one or more samples each; `name` is its in messages.
 
     A list, a tuple or an array is used as it is. Anything else is read once, one item at a time,
     into a temporary file (it is needed twice: for its digest and for the run).
@@ -122,7 +124,6 @@ def from_iterable(source: Iterable[object], specs: tuple[TensorSpec, ...]) -> Ar
     Raises:
         FeedError: an item that does not fit the inputs, or none at all.
     """
-    name = "the iterable"
     if isinstance(source, np.ndarray):
         source = [source]
     counts: list[int] = []
@@ -139,9 +140,7 @@ def from_iterable(source: Iterable[object], specs: tuple[TensorSpec, ...]) -> Ar
     if not sum(counts):
         raise FeedError(f"{name} must give samples, got none")
     notes = (
-        (f"the iterable was read once into a temporary file ({sum(counts)} samples)",)
-        if spooled
-        else ()
+        (f"{name} was read once into a temporary file ({sum(counts)} samples)",) if spooled else ()
     )
     items: Items = spool if spool is not None else kept
     return ArraySource(specs, items, tuple(accumulate(counts)), name, None, notes)
@@ -164,7 +163,7 @@ def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
     for spec in specs:
         array = item[spec.name]
         _check_array(array, spec, specs, where)
-        if array.ndim > len(spec.shape) or _is_batch(spec, specs):
+        if array.ndim > len(spec.shape) or is_batch(spec, specs):
             counts[spec.name] = array.shape[0]
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {n}" for name, n in counts.items())
@@ -172,7 +171,7 @@ def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
     return next(iter(counts.values()), 1)
 
 
-def _is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
+def is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
     """Whether the first dimension of the input is a batch."""
     if not spec.shape:
         return False
@@ -183,7 +182,7 @@ def _is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
 def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]) -> Array:
     if array.ndim > len(spec.shape):
         return _plain(array[row]).reshape(array.shape[1:])
-    if _is_batch(spec, specs):
+    if is_batch(spec, specs):
         return _plain(array[row : row + 1])
     return _plain(array).reshape(array.shape)
 
@@ -204,7 +203,7 @@ def _check_array(array: Array, spec: TensorSpec, specs: tuple[TensorSpec, ...], 
             f"{where} must have the dtype of the input {describe(spec)}, got {got};"
             f" convert it with .astype('{spec.dtype}'){hint}"
         )
-    rank, batch = len(spec.shape), _is_batch(spec, specs)
+    rank, batch = len(spec.shape), is_batch(spec, specs)
     stacked = array.ndim == rank + 1
     dims = array.shape[1:] if stacked else array.shape
     fits = len(dims) == rank and all(

@@ -1,7 +1,8 @@
 """What a model is fed: images or arrays, one sample at a time, decoded beside the inference.
 
 Sources: a folder of images, a list file ("path" or "path label"), one image, an .npy or .npz file
-(already preprocessed), or a Python iterable of arrays or of name -> array dicts.
+(already preprocessed), a TensorRT calibrator, or a Python iterable of arrays or of name -> array
+dicts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.arrays import fixed_batch, from_file, from_iterable
+from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
 from deploy.feed.pictures import ImageSource, check_dtype, check_present, pictures_of
 from deploy.feed.preprocess import Preprocess, describe, resolve
@@ -26,7 +28,7 @@ from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
 KEPT = 8  # samples that stay in memory: for shapes, latency runs, figures of inner tensors
-FeedSource = str | os.PathLike[str] | Iterable[Any]
+FeedSource = str | os.PathLike[str] | CalibratorScript | Iterable[Any]
 
 
 class Source(Protocol):
@@ -290,11 +292,12 @@ def open_feed(
     """Open images or arrays as the feed of a model with these inputs.
 
     Args:
-        source: a folder, list file, image, .npy or .npz file, or an iterable of arrays or dicts.
+        source: a folder, list file, image, .npy or .npz file, a calibrator, or an iterable of
+            arrays or dicts.
         specs: the model's inputs.
         preprocess: how images become inputs; None takes it from the input and says so.
         skip_bad: go on without unreadable images and arrays with NaN, telling them in `notes`.
-        limit: use at most so many, spread evenly over all.
+        limit: use at most so many, spread evenly over all; of a calibrator the first ones.
 
     Raises:
         FeedError: nothing to feed, or it does not fit the inputs.
@@ -313,6 +316,8 @@ def open_feed(
             arrays = from_file(path, inputs)
         else:
             return _open_images(path, inputs, preprocess, skip_bad, limit)
+    elif isinstance(source, CalibratorScript):
+        arrays = source.source(inputs, limit)
     else:
         arrays = from_iterable(source, inputs)
     if preprocess is not None:
