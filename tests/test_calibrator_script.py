@@ -249,9 +249,9 @@ def test_a_build_takes_a_script_too(small_cnn, rows, tmp_path, run):
 
 
 def test_a_method_that_is_named_stands(calibrate, rows, tmp_path):
-    assert calibrate("--images", rows, "--method", "lp", out="arrays.cache")[0] == 0
+    assert calibrate("--images", rows, "--method", "minmax", out="arrays.cache")[0] == 0
     script = ("--calibrator-script", written(PYCUDA, tmp_path))
-    code, out, _ = calibrate(*script, "--method", "lp")
+    code, out, _ = calibrate(*script, "--method", "minmax")
     assert code == 0 and "since the calibrator" not in out
     assert (tmp_path / "out.cache").read_bytes() == (tmp_path / "arrays.cache").read_bytes()
 
