@@ -29,7 +29,7 @@ def model_of(nodes, shape, weights, outputs="y"):
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs.split()],
         [numpy_helper.from_array(np.asarray(a), n) for n, a in weights.items()],
     )
-    opset = [helper.make_opsetid("", 18)]
+    opset = [helper.make_opsetid("", 18), helper.make_opsetid("of.others", 1)]
     return helper.make_model(graph, opset_imports=opset, ir_version=8)
 
 
@@ -155,6 +155,11 @@ TABLE = [  # nodes, ranges that are known, tensor, its range, how sure
     ([node("Pad", "x pads", "y")], "x=4", "y", 4, "bound"),
     ([node("Pad", "x pads seven", "y")], "x=4", "y", None, ""),
     ([node("Resize", "x _ _ sizes", "y", mode="cubic")], "x=4", "y", None, ""),
+    ([node("Resize", "x _ _ sizes", "y", mode="linear")], "y=4", "x", 4, "guess"),
+    ([node("Resize", "x _ _ sizes", "y", mode="linear")], "x=4", "y", 4, "bound"),
+    ([node("Resize", "x _ _ sizes", "y")], "y=4", "x", 4, "equal"),
+    ([node("Relu", "x", "y", domain="of.others")], "y=4", "x", None, ""),
+    ([node("Sigmoid", "x", "y", domain="of.others")], "x=4", "y", None, ""),
     ([node("Sigmoid", "x", "y")], "", "y", 1, "bound"),
     ([node("Sigmoid", "x", "y")], "", "x", 8, "bound"),
     ([node("Softmax", "x", "y")], "", "y", 1, "bound"),

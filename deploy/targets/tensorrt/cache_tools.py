@@ -286,6 +286,9 @@ def dla_cache(
     """The cache of a plain model with the scales that follow from those of its pairs, for DLA.
 
     With `guesses` those too that may cut values off.
+
+    Raises:
+        ModelError: shapes in the model contradict each other.
     """
     from deploy.targets.tensorrt.dla_scales import inferred
 

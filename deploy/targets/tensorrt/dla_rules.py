@@ -9,7 +9,7 @@ equal  reshapes, transposes, ...          the same on both sides
 equal  pools                              behind a pool as before it, as in TensorRT's own caches;
                                           before a MaxPool as behind it
 equal  before a Relu, Clip, Slice, Split, as behind it: what is cut there is cut here all the same
-       Gather, Resize, Pad of zeros
+       Gather, Resize to the nearest, Pad
 equal  Mul, Div with one number           times or by its |c|
 bound  behind those, Abs, LeakyRelu       as before them, and not beyond a Clip's bounds
 bound  Sigmoid, Softmax, Tanh, Erf, ...   1
@@ -21,7 +21,8 @@ bound  Mul                                product of the inputs
 bound  before a Hard-Swish or SiLU        output + 0.375 or 0.279, since x - y is never more
 guess  the same, of a small output        the same: some of the values below are cut off
 guess  before a LeakyRelu, AveragePool,   as behind it: what is larger there is cut off
-       ReduceMean, or Mul by a Sigmoid
+       ReduceMean, linear Resize, or Mul by
+       a Sigmoid
 guess  whose readers are not all known    the largest of those that are
 =====  =================================  ========================================================
 
@@ -52,10 +53,18 @@ Range = tuple[float, int]  # the largest |x|, and how sure it is
 
 _SAME = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
-_CUTS = frozenset({"Relu", "Clip", "Slice", "Split", "Gather", "Resize", "Pad"})
-_SMALLER = _CUTS | {"Abs", "LeakyRelu", "ReduceMean", "ReduceMax", "HardSwish", "Gelu"}
+_CUTS = frozenset({"Relu", "Clip", "Slice", "Split", "Gather", "Resize nearest", "Pad"})
+_SMALLER = _CUTS | {
+    "Abs",
+    "LeakyRelu",
+    "ReduceMean",
+    "ReduceMax",
+    "HardSwish",
+    "Gelu",
+    "Resize linear",
+}
 _ONES = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf"})
-_MEANS = frozenset({"LeakyRelu", "AveragePool", "GlobalAveragePool", "ReduceMean"})
+_MEANS = frozenset({"LeakyRelu", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize linear"})
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SEVERAL = _SUMS | {"Mul", "Div", "Concat", "Max", "Min"}
 # t - gate(t) at most, and the output from which on no value below 0 is lost (graph.saturation)
@@ -68,6 +77,10 @@ class Known:
     Attributes:
         graph: its index, with inferred types.
         at: tensor -> its range.
+        constants: constant -> its largest |x|.
+        saturated: tensor -> the |x| beyond which no reader tells values apart.
+        gated: tensor -> what the gate makes that alone reads it, and that gate's two numbers.
+        wanted: tensors that somebody reads, the user included.
     """
 
     def __init__(self, model: onnx.ModelProto, amaxes: Mapping[str, float]) -> None:
@@ -79,6 +92,7 @@ class Known:
             for name, (low, high) in bounds(model).items()
             if math.isfinite(low) and math.isfinite(high)
         }
+        self.wanted = frozenset(self.graph.readers) | self.graph.outputs
         self.gated = {**_hard_gates(self.graph), **_smooth_gates(self.graph)}
 
     def of(self, name: str) -> Range | None:
@@ -87,15 +101,11 @@ class Known:
             return self.constants[name], EQUAL
         return self.at.get(name)
 
-    def number(self, name: str) -> float | None:
-        """The one number that a constant holds."""
-        return self.graph.number(name)
-
 
 def behind(known: Known, name: str) -> Range | None:
     """The range of what a node makes, from what it reads."""
     node = known.graph.producer[name]
-    op = node.op_type
+    op = _operator(node)
     if op in _ONES:
         return 1.0, BOUND
     operands = [n for n in node.input if n] if op in _SEVERAL else list(node.input[:1])
@@ -143,10 +153,9 @@ def _needed(known: Known, name: str) -> Range | None:
 
 def _need(known: Known, name: str, node: onnx.NodeProto) -> Range | None:
     """The range that one reader needs of a tensor."""
-    op = node.op_type
-    made = [
-        known.at.get(out) for out in node.output if out in known.graph.readers or out in known.at
-    ]
+    op = _operator(node)
+    seen = [out for out in node.output if out in known.at or out in known.wanted]
+    made = [known.at.get(out) for out in seen]
     ranges = [one for one in made if one is not None]
     if not ranges or len(ranges) < len(made):
         return None
@@ -162,11 +171,19 @@ def _need(known: Known, name: str, node: onnx.NodeProto) -> Range | None:
     return (amax, GUESS) if op in _MEANS else None
 
 
+def _operator(node: onnx.NodeProto) -> str:
+    """The operator, with its mode where that decides; of another domain none that is known."""
+    if node.domain not in ("", "ai.onnx"):
+        return f"{node.domain}.{node.op_type}"
+    mode = attributes(node).get("mode", b"nearest").decode() if node.op_type == "Resize" else ""
+    return f"Resize {mode}".strip() if mode else str(node.op_type)
+
+
 def _operand(known: Known, name: str, node: onnx.NodeProto, amax: float, sure: int) -> Range | None:
     """The range of one of two operands, whose result is known."""
     first = node.input[0] == name
     beside = node.input[1] if first else node.input[0]
-    other, number = known.of(beside), known.number(beside)
+    other, number = known.of(beside), known.graph.number(beside)
     if beside == name:
         return None
     if node.op_type in _SUMS:
@@ -181,9 +198,9 @@ def _operand(known: Known, name: str, node: onnx.NodeProto, amax: float, sure: i
 def _product(known: Known, node: onnx.NodeProto, amaxes: list[float], sure: int) -> Range | None:
     """A product of ranges; a quotient by one number."""
     if node.op_type == "Mul":
-        exact = any(known.number(name) is not None for name in node.input)
+        exact = any(known.graph.number(name) is not None for name in node.input)
         return math.prod(amaxes), sure if exact else max(sure, BOUND)
-    number = known.number(node.input[1])
+    number = known.graph.number(node.input[1])
     return (amaxes[0] / abs(number), sure) if number else None
 
 
@@ -192,15 +209,13 @@ def _shrinks(known: Known, node: onnx.NodeProto) -> bool:
     given = attributes(node)
     if node.op_type == "Pad":
         value = node.input[2] if len(node.input) > 2 else ""
-        return not value or known.number(value) == 0
-    if node.op_type == "Resize":
-        return bool(given.get("mode", b"nearest") != b"cubic")
+        return not value or known.graph.number(value) == 0
     return node.op_type != "LeakyRelu" or abs(given.get("alpha", 0.01)) <= 1
 
 
 def _clipped(known: Known, node: onnx.NodeProto) -> float:
     """The largest |x| that a Clip lets through; of any other node, any."""
-    ends = [known.number(name) for name in [*node.input, "", ""][1:3]]
+    ends = [known.graph.number(name) for name in [*node.input, "", ""][1:3]]
     low, high = ends
     if node.op_type != "Clip" or low is None or high is None:
         return math.inf

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deploy.graph.edit import copied
 from deploy.targets.tensorrt.dla_rules import BOUND, EQUAL, GUESS, Known, Range, before, behind
 from deploy.targets.tensorrt.naming import trt_tensors
 
@@ -57,10 +58,13 @@ def inferred(
         model: plain float model.
         scales: tensor -> float32 scale of its pair; these stay as they are to the bit.
         guesses: infer scales too that may cut values off.
-    """
-    from onnx import shape_inference
 
-    typed: onnx.ModelProto = shape_inference.infer_shapes(model)
+    Raises:
+        ModelError: shapes in the model contradict each other.
+    """
+    from deploy.frontends.onnx import with_shapes
+
+    typed = with_shapes(copied(model))
     known = Known(typed, {name: _QMAX * float(scale) for name, scale in scales.items()})
     _complete(known, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))
     wanted = [name for name in trt_tensors(typed) if name not in known.constants]
