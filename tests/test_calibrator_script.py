@@ -489,6 +489,49 @@ def test_wrong_addresses_are_one_sentence(put, way, told, two_inputs, run, tmp_p
     assert code == 1 and told in err, err
 
 
+IMAGES = TensorSpec("x", "float32", ("n", 3, 16, 16))
+
+
+def samples_of(source, spec: TensorSpec = IMAGES) -> tuple[list[dict], tuple[str, ...]]:
+    feed = open_feed(source, [spec])
+    with feed.samples() as samples:
+        return list(samples), feed.notes
+
+
+@pytest.mark.parametrize("fixed", [1, 4])
+@pytest.mark.parametrize("batch", ["1", "self.batch"])
+def test_a_fixed_batch_is_filled_as_from_arrays(fixed, batch, rows, tmp_path):
+    spec = TensorSpec("x", "float32", (fixed, 3, 16, 16))
+    text = PYCUDA.replace("return self.batch", f"return {batch}")
+    found, _ = samples_of(CalibratorScript(written(text, tmp_path)), spec)
+    expected, _ = samples_of(rows, spec)
+    assert same(found, expected) and len(found) == -(-ROWS // fixed)
+
+
+def test_what_was_copied_counts_where_the_batch_size_is_one(rows, tmp_path):
+    text = PYCUDA.replace("return self.batch", "return 1")
+    found, notes = samples_of(CalibratorScript(written(text, tmp_path)))
+    assert same(found, samples_of(rows)[0]) and any("up to 4 samples were" in n for n in notes)
+
+
+@pytest.mark.parametrize(
+    ("batches", "told"),
+    [
+        ("[images[:4], images[4:6], images[6:10]]", "only the last batch"),
+        ("[images[:2]]", "must hold 4 samples (get_batch_size)"),
+        ("[images[:4].astype(np.float64)]", "must fit its allocation"),
+        ("[images[:4], images[4:6, :2]]", "must hold 4 samples"),
+    ],
+)
+def test_bytes_of_no_known_dtype_are_whole_batches_but_for_the_last(batches, told, rows, tmp_path):
+    old = "np.array_split(images[:16], 4) + [images[16:]]"
+    assert old in CUDART
+    script = CalibratorScript(written(CUDART.replace(old, batches), tmp_path))
+    with pytest.raises(FeedError) as error:
+        open_feed(script, [IMAGES])
+    assert told in str(error.value)
+
+
 def test_an_open_size_is_that_of_the_array_that_is_copied(small_cnn, tmp_path, run):
     model = onnx.load(small_cnn)
     del model.graph.node[-2:], model.graph.output[:]
