@@ -508,6 +508,12 @@ def test_a_fixed_batch_is_filled_as_from_arrays(fixed, batch, rows, tmp_path):
     assert same(found, expected) and len(found) == -(-ROWS // fixed)
 
 
+def test_a_script_is_asked_again_from_the_start(rows, tmp_path):
+    script = CalibratorScript(written(PYCUDA, tmp_path))
+    (first, notes), (second, again) = (samples_of(script) for _ in range(2))
+    assert same(first, second) and notes == again
+
+
 def test_what_was_copied_counts_where_the_batch_size_is_one(rows, tmp_path):
     text = PYCUDA.replace("return self.batch", "return 1")
     found, notes = samples_of(CalibratorScript(written(text, tmp_path)))

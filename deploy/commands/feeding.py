@@ -34,7 +34,7 @@ def fed(
     if asked is not None or idle or named is None:
         return script, asked
     method, why = named
-    script.notes.append(why)
+    script.notes = (why,)
     return script, method
 
 

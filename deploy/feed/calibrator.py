@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -49,30 +49,32 @@ class CalibratorScript:
         quantile: what a legacy calibrator's `get_quantile` says; else None.
         known: the bytes that its `read_calibration_cache` gives; None without.
         batch: samples a batch, as its `get_batch_size` says.
+        notes: what the user should know beside what is found while it is asked.
     """
 
-    def __init__(self, spec: str, *, notes: Sequence[str] = ()) -> None:
+    def __init__(self, spec: str, *, notes: tuple[str, ...] = ()) -> None:
         """Import the file and make the calibrator; its batches are not asked for yet.
 
         Args:
             spec: `file.py:function`; the function takes nothing and gives the calibrator.
-            notes: what the user should know beside what is found here.
+            notes: as the attribute.
 
         Raises:
             ConfigError: no such file or function, or one that takes arguments.
             FeedError: the user's code failed, or gave no calibrator.
         """
         self.spec = spec
-        self.notes = list(notes)
+        self.notes = notes
         self._stand_ins = StandIns()
         with self._stand_ins.installed():
-            make = usercode.load_function(
+            self._make = usercode.load_function(
                 spec, what="a calibrator", form="file.py:function", error=FeedError
             )
-        _refuse_arguments(make, spec)
-        self._made = self._ask(make)
+        _refuse_arguments(self._make, spec)
+        self._made = self._ask(self._make)
+        self._asked = False
         for method in ("get_batch_size", "get_batch"):
-            if not callable(getattr(self._made, method, None)):
+            if not callable(self._own(method)):
                 raise FeedError(
                     f"{self} must have get_batch_size and get_batch, got a"
                     f" {type(self._made).__name__} without {method}; return the calibrator"
@@ -86,14 +88,18 @@ class CalibratorScript:
         return f"the calibrator {self.spec}"
 
     def source(self, specs: tuple[TensorSpec, ...], limit: int | None) -> ArraySource:
-        """All samples that it gives, or the first so many.
+        """All samples that it gives, or the first so many; a second time it is made anew.
 
         Raises:
             FeedError: the user's code failed, or gave what does not fit the inputs; or it does not
                 end, where there is no limit.
         """
-        found = from_iterable(self._batches(specs, limit), specs, name=str(self))
-        return replace(found, notes=(*self.notes, *found.notes))
+        if self._asked:
+            self._made = self._ask(self._make)
+        self._asked = True
+        notes = list(self.notes)
+        found = from_iterable(self._batches(specs, limit, notes), specs, name=str(self))
+        return replace(found, notes=(*notes, *found.notes))
 
     def _ask(self, function: Callable[..., T], *given: object) -> T:
         """Run some of the user's code; a wrong copy in it is told even where it was caught."""
@@ -103,6 +109,10 @@ class CalibratorScript:
             if self._stand_ins.memory.fault is not None:
                 raise self._stand_ins.memory.fault
         return found
+
+    def _own(self, name: str) -> Any:
+        """What it has of this name, or None."""
+        return self._ask(getattr, self._made, name, None)
 
     def _batch_size(self) -> int:
         size = self._ask(self._made.get_batch_size)
@@ -115,15 +125,15 @@ class CalibratorScript:
         return count
 
     def _algorithm(self) -> str | None:
-        if not hasattr(self._made, "get_algorithm"):
+        if (method := self._own("get_algorithm")) is None:
             return None
-        said = self._ask(self._made.get_algorithm)
+        said = self._ask(method)
         return _WORDS.get(said) if isinstance(said, CalibrationAlgoType) else None
 
     def _quantile(self) -> float | None:
-        if not hasattr(self._made, "get_quantile"):
+        if (method := self._own("get_quantile")) is None:
             return None
-        said = self._ask(self._made.get_quantile)
+        said = self._ask(method)
         if not isinstance(said, float | int) or not 0.5 < said <= 1:
             raise FeedError(
                 f"get_quantile of {self} must give a share over 0.5 and up to 1, got {said!r:.60}"
@@ -131,12 +141,15 @@ class CalibratorScript:
         return float(said)
 
     def _known(self) -> bytes | None:
-        if not hasattr(self._made, "read_calibration_cache"):
+        if (method := self._own("read_calibration_cache")) is None:
             return None
-        said = self._ask(self._made.read_calibration_cache)
+        said = self._ask(method)
         return bytes(said) if isinstance(said, bytes | bytearray | memoryview) else None
 
-    def _batches(self, specs: tuple[TensorSpec, ...], limit: int | None) -> Iterator[Item]:
+    def _batches(
+        self, specs: tuple[TensorSpec, ...], limit: int | None, notes: list[str]
+    ) -> Iterator[Item]:
+        """Batch by batch; `notes` are added to."""
         handed = Handed(str(self), self._stand_ins.memory, specs, self.batch)
         while (item := self._next(handed, specs)) is not None:
             beyond = handed.samples - (MOST_SAMPLES if limit is None else limit)
@@ -147,21 +160,22 @@ class CalibratorScript:
                 )
             yield handed.without(item, max(beyond, 0))
             if beyond >= 0:
-                self.notes.append(f"the first {limit} samples of {self} are used (--limit)")
+                notes.append(f"the first {limit} samples of {self} are used (--limit)")
                 break
-        self.notes += handed.notes
+        notes += handed.notes
 
     def _next(self, handed: Handed, specs: tuple[TensorSpec, ...]) -> Item | None:
         """One batch; None at the end."""
         self._stand_ins.memory.settle()
         given = self._ask(self._pointers, [spec.name for spec in specs])
-        if given is None or (isinstance(given, list | tuple | np.ndarray) and not len(given)):
+        several = isinstance(given, list | tuple | np.ndarray)
+        if given is None or (several and not len(given)):
             return None
-        if not isinstance(given, list | tuple | np.ndarray) or len(given) != len(specs):
-            got = len(given) if isinstance(given, list | tuple | np.ndarray) else type(given)
+        if not several or len(given) != len(specs):
+            got = len(given) if several else type(given).__name__
             raise FeedError(
                 f"get_batch of {self} must give one address for each of"
-                f" {[spec.name for spec in specs]}, got {got!s:.60} in {handed.where}"
+                f" {[spec.name for spec in specs]}, got {got} in {handed.where}"
             )
         return handed.item(list(given))
 

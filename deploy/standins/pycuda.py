@@ -28,6 +28,8 @@ def modules(memory: Memory) -> dict[str, ModuleType]:
             "pycuda.autoprimaryctx", {"device": Device(), "context": Context()}
         ),
         "gpuarray": module("pycuda.gpuarray", arrays.names()),
+        "compiler": module("pycuda.compiler", {}),
+        "tools": module("pycuda.tools", {"make_default_context": Context}),
     }
     whole = module("pycuda", {"VERSION": (2024, 1), "VERSION_TEXT": "2024.1", **parts})
     return {"pycuda": whole, **{f"pycuda.{name}": part for name, part in parts.items()}}
