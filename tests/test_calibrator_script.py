@@ -279,6 +279,8 @@ COPY = "cuda.memcpy_htod_async(self.device, self.host[: len(rows)].ravel(), self
         ("return [int(self.device)]", "return [int(self.device)] * 2", "one address for each"),
         ("return [int(self.device)]", "return int(self.device)", "one address for each"),
         ("return [int(self.device)]", "return ['device']", "got str for the input 'x' in batch 0"),
+        ("return [int(self.device)]", "return [np.zeros(2)]", "got ndarray for the input 'x'"),
+        ("return [int(self.device)]", "return [type('T', (), {'__int__': len})()]", "got T for"),
         ("return [int(self.device)]", "return [self.host.ctypes.data]", "not freed, got address"),
         ("return [int(self.device)]", "return [12345]", "got address 0x3039"),
         ("return [int(self.device)]", "return [int(self.device) + 4]", "got copied"),
@@ -518,6 +520,12 @@ def test_what_was_copied_counts_where_the_batch_size_is_one(rows, tmp_path):
     text = PYCUDA.replace("return self.batch", "return 1")
     found, notes = samples_of(CalibratorScript(written(text, tmp_path)))
     assert same(found, samples_of(rows)[0]) and any("up to 4 samples were" in n for n in notes)
+
+
+def test_an_input_of_words_is_refused(rows, tmp_path):
+    script = CalibratorScript(written(PYCUDA, tmp_path))
+    with pytest.raises(FeedError, match="plain numbers"):
+        open_feed(script, [TensorSpec("x", "object", ("n", 3, 16, 16))])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,10 @@ from deploy.standins.memory import Memory, Window
 from deploy.standins.sources import address_of
 from deploy.tensors import Array, TensorSpec
 
+_NUMBERS = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
+)
+
 
 class Handed:
     """The batches of a script so far.
@@ -83,7 +87,7 @@ class Handed:
         return {n: a[: len(a) - last] if n in able else a for n, a in item.items()}
 
     def _array(self, spec: TensorSpec, pointer: object) -> Array:
-        address = address_of(pointer)
+        address = _address(pointer)
         window = None if address is None else self._memory.at(address)
         if address is None or window is None:
             got = f"address {address:#x}" if address is not None else type(pointer).__name__
@@ -120,6 +124,11 @@ class Handed:
     def _kind(self, spec: TensorSpec, window: Window, values: int) -> str:
         """The dtype that the bytes are of: the input's; for int64 also TensorRT's int32."""
         able = (spec.dtype, "int32") if spec.dtype == "int64" else (spec.dtype,)
+        if spec.dtype not in _NUMBERS:
+            raise FeedError(
+                f"a calibrator hands over plain numbers, got the input {describe(spec)}; feed"
+                " arrays by --images"
+            )
         if window.dtype is not None and window.dtype not in able:
             raise FeedError(
                 f"get_batch of {self._script} must copy the dtype of the input {describe(spec)},"
@@ -157,3 +166,11 @@ class Handed:
         self._doubtful = not typed
         self._short.append(got // unit)
         return got // unit
+
+
+def _address(pointer: object) -> int | None:
+    """The address that a pointer stands for; None of what stands for none."""
+    try:
+        return address_of(pointer)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several values
+        return None
