@@ -168,7 +168,7 @@ class TensorRT:
         from deploy.targets.tensorrt.match import match
 
         version = self.version or as_parsed.version_of(request.subject)
-        found = request.chosen.of(self.demand(request.subject))
+        found = request.ranges_of(self)
         cache = cache_of(request.model, found, version)
         return cache, match(cache, request.model, float_nodes=request.float_nodes), found, version
 
