@@ -339,7 +339,7 @@ class TensorRT:
     def _live(self, request: BuildRequest, settings: Settings, cuda: Cuda) -> Callbacks:
         """A calibrator that feeds the request's samples to TensorRT on the GPU."""
         from calibrators.tensorrt import calibrator
-        from deploy.targets.tensorrt.batches import whole, whole_batches
+        from deploy.calibration.batches import whole, whole_batches
         from deploy.targets.tensorrt.cuda import CudaMemory
 
         shapes = _calibrated_shapes(request, settings)
@@ -354,7 +354,7 @@ class TensorRT:
 
     def _left_out(self, request: BuildRequest, settings: Settings) -> tuple[str, ...]:
         """What TensorRT's calibration does not see of the samples."""
-        from deploy.targets.tensorrt.batches import left_out
+        from deploy.calibration.batches import left_out
 
         together = _together(request, _calibrated_shapes(request, settings))
         return left_out(len(request.feed), together)
