@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -146,9 +147,19 @@ class TensorRT:
         """The method's statistic of every float tensor; TensorRT's own methods see the file."""
         from deploy.targets.tensorrt import as_parsed
 
+        self._refuse_absent()
         as_parsed.refuse_names(subject.model)
         own = as_parsed.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
+
+    def _refuse_absent(self) -> None:
+        """Refuse a library or a GPU that is not there, before anything is run."""
+        from deploy.targets.tensorrt import plugins, sdk
+
+        plugins.digests(self.plugins)
+        if self.device:
+            with suppress(SdkMissingError):  # then the engine is built elsewhere
+                sdk.find(self.device)
 
     def cache_version(self) -> str | None:
         """This machine's TensorRT, where it builds engines and reads caches."""
@@ -189,7 +200,7 @@ class TensorRT:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.to_qdq import to_qdq
-        from deploy.targets.tensorrt.trtexec import script, ways
+        from deploy.targets.tensorrt.trtexec import on_machine, script, ways
 
         cache, matched, found, version = self._matched(request)
         quantized = to_qdq(request.model, matched.plan, matched.scales)
@@ -203,7 +214,9 @@ class TensorRT:
         if narrow is not None:
             files[TYPED] = _written(stem, ".typed.onnx", _bytes(narrow))
         notes = (*_match_notes(matched), *said)
-        found_ways = ways(request, files, version, rest=self.rest)
+        found_ways = on_machine(
+            ways(request, files, version, rest=self.rest), device=self.device, plugins=self.plugins
+        )
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, script(found_ways))
         engine = None
