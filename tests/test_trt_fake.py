@@ -15,6 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
+LABELS = {EIGHT: "TRT-8503-", TEN: "TRT-101300-", ELEVEN: "TRT-100300-"}
 QUICK = ["--effort", 0, "--duration", 0, "--limit", 4, "--max-batch", 2]
 
 
@@ -58,6 +59,8 @@ def test_an_engine_is_built_used_again_and_measured(tensorrt, build, run, tmp_pa
     assert any(f"TensorRT {version} on Fake H200" in note for note in build())
     assert any("built before" in note for note in build())
     assert len(trt.STORY.configs) == 1
+    (cache,) = tmp_path.glob("out/*.tensorrt.cache")  # for the version that builds, on reuse too
+    assert cache.read_text().startswith(LABELS[version])
     code, _, _ = run("bench", engine(tmp_path), "--duration", 0, "--warmup", 0)
     assert code == 0
     assert trt.STORY.runs
@@ -88,7 +91,7 @@ def test_tensorrt_calibrates_in_float32_alone(tensorrt, build, tmp_path, version
     assert flags(calibrating) == {"INT8"}
     assert flags(building) == {"INT8", "FP16", "TF32"}
     (cache,) = tmp_path.glob("out/*.gpu.cache")
-    assert cache.read_text().startswith("TRT-8503-" if version == EIGHT else "TRT-101300-")
+    assert cache.read_text().startswith(LABELS[version])
     build("--calibrator", calibrator, "--workspace", 64)
     assert len(trt.STORY.configs) == 3  # another engine of the same calibration
 
