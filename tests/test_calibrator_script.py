@@ -485,6 +485,8 @@ def test_every_way_to_the_device_gives_the_same(put, tmp_path):
     ],
 )  # fmt: skip
 def test_wrong_addresses_are_one_sentence(put, way, told, two_inputs, run, tmp_path):
+    if "memory that is there" in told and not Path("/proc/self/mem").exists():
+        pytest.skip("a wrong address is a crash without /proc")
     script = written(TWO.format(imports=PUTS[put][0], put=f"{way}; return at"), tmp_path)
     words = ("calibrate", two_inputs, "-o", tmp_path / "c", "--calibrator-script", script)
     code, _, err = run(*words)

@@ -14,9 +14,7 @@ from deploy.standins.memory import Memory, Window
 from deploy.standins.sources import address_of
 from deploy.tensors import Array, TensorSpec
 
-_NUMBERS = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
-)
+_NUMBERS = frozenset(np.dtype(code).name for code in "?bhiqBHIQefd")
 
 
 class Handed:
