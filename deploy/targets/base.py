@@ -127,6 +127,13 @@ class Built:
     notes: tuple[str, ...] = ()
     error: str = ""
 
+    @property
+    def word(self) -> str:
+        """What its quantized nodes run in: "int8", whatever their zero point, or "fp8"."""
+        from deploy.graph.plan import word_of
+
+        return word_of(self.decisions)
+
 
 class Target(Protocol):
     """One target: a dataclass whose options are fields declared by `deploy.targets.options`.
