@@ -98,12 +98,13 @@ def rounded_by_output(
         raise CalibrationError("weights and products must be finite, got NaN or Inf")
     own = np.einsum("gkk->gk", products)
     damp = _DAMP * own.mean(axis=1)
-    integers = rounded(steps, grid)
-    ends = rounded(steps, grid, np.floor), rounded(steps, grid, np.ceil)
+    integers, low, high = (
+        np.asarray(rounded(steps, grid, to), np.float64) for to in (np.rint, np.floor, np.ceil)
+    )
     apart = integers - steps
     slope = products_of(apart, products) + damp[:, None, None] * apart
     for _ in range(sweeps):
-        if not _sweep(ends, integers, slope, products, damp, fixed):
+        if not _sweep((low, high), integers, slope, products, damp, fixed):
             break
     return integers
 
