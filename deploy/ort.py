@@ -20,9 +20,9 @@ _NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 
 _BESIDE = b"\x0a\x08location"  # begins the entry of a tensor that tells where its values are
 
-# Drops a Relu before a Quantize whose zero point is its least value, and takes fp8's for that.
-_DROPS_RELU = "ReluQuantRewrite"
-_FLOAT8 = 17  # onnx.TensorProto
+# They drop a Relu or Clip before a Quantize whose least value is the same: of fp8 the first takes 0
+# for that, and the second fails.
+_DROP_A_CLIP = ("ReluQuantRewrite", "ClipQuantRewrite")
 
 _LOG_FATAL = 4  # what matters arrives as an exception; the rest is noise on a user's screen
 
@@ -75,7 +75,7 @@ class OrtSession:
                 source,
                 _options(threads, optimize, spin, int8_kernels, trace),
                 providers=["CPUExecutionProvider"],
-                disabled_optimizers=[] if int8_kernels else [_DROPS_RELU],
+                disabled_optimizers=[] if int8_kernels else list(_DROP_A_CLIP),
             )
         except Exception as error:  # its exception classes share no base but Exception
             raise BackendError(
@@ -154,7 +154,10 @@ def _of_fp8(model: Path | str | bytes | ModelProto) -> bool:
     """Whether a model that is at hand, not in a file, holds values of fp8."""
     if isinstance(model, Path | str | bytes):
         return False
-    return any(tensor.data_type == _FLOAT8 for tensor in model.graph.initializer)
+    from onnx import TensorProto
+
+    fp8 = TensorProto.FLOAT8E4M3FN
+    return any(tensor.data_type == fp8 for tensor in model.graph.initializer)
 
 
 def _whole(path: Path | str) -> bytes:

@@ -64,11 +64,11 @@ def test_neighbours_on_the_grid_hold_the_value_and_the_nearest_is_one_of_them(va
     assert not between.any()
 
 
-def pair(x: np.ndarray, scale: float, dtype: type = np.float32) -> onnx.ModelProto:
-    """x -> Relu -> Q -> DQ -> y, in fp8."""
+def pair(op: str, x: np.ndarray, scale: float, dtype: type = np.float32) -> onnx.ModelProto:
+    """x -> Relu or Clip -> Q -> DQ -> y, in fp8."""
     kind = {np.float32: FLOAT, np.float16: TensorProto.FLOAT16}[dtype]
     nodes = [
-        helper.make_node("Relu", ["x"], ["r"], "relu"),
+        helper.make_node(op, ["x"] if op == "Relu" else ["x", "low", "high"], ["r"], "relu"),
         helper.make_node("QuantizeLinear", ["r", "s", "z"], ["q"], "q"),
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], "dq"),
     ]
@@ -79,20 +79,23 @@ def pair(x: np.ndarray, scale: float, dtype: type = np.float32) -> onnx.ModelPro
         [helper.make_tensor_value_info("y", kind, [x.size])],
         [
             numpy_helper.from_array(np.array(scale, dtype), "s"),
+            numpy_helper.from_array(np.array(0, dtype), "low"),
+            numpy_helper.from_array(np.array(6e4, dtype), "high"),
             helper.make_tensor("z", FLOAT8, [], b"\0", raw=True),
         ],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
 
 
+@pytest.mark.parametrize("op", ["Relu", "Clip"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("scale", [1.0, 0.0124])
-def test_onnx_runtime_rounds_as_the_grid_does_and_keeps_the_relu(dtype, scale):
+def test_onnx_runtime_rounds_as_the_grid_does_and_keeps_what_cuts_off(op, dtype, scale):
     held = np.unique(VALUES[np.isfinite(VALUES)])
     middle = (held[1:] + held[:-1]) / 2
     x = np.concatenate([held, middle, np.nextafter(middle, np.float32(9)), [464, 465, 9e4]])
     x = (x * scale).clip(-6e4, 6e4).astype(dtype)
-    got = OrtSession.open(pair(x, scale, dtype), threads=1).run({"x": x})["y"]
+    got = OrtSession.open(pair(op, x, scale, dtype), threads=1).run({"x": x})["y"]
     step = np.float32(dtype(scale))
     want = fake_quantize(np.maximum(x, 0).astype(np.float32), step, 0, FP8).astype(dtype)
     assert np.array_equal(got, want)
@@ -217,7 +220,7 @@ def images(tmp_path_factory) -> Path:
     return path
 
 
-FAST = ("--effort", 0, "--duration", 0)
+FAST = ("--effort", 0, "--duration", 0, "--method", "minmax")
 
 
 def command(net: Path, images: Path, out: Path, *words: object) -> tuple[object, ...]:
@@ -485,7 +488,7 @@ def on(monkeypatch, version: str) -> list[tuple[str, builder.Settings]]:
 def notes_of(net, images, out, **options) -> str:
     report = build(
         net, images, out=out, targets=[TensorRT(precision="fp8", **options)], duration_s=0,
-        tuning=Tuning(effort=0),
+        method="minmax", tuning=Tuning(effort=0),
     )  # fmt: skip
     return " / ".join(report.targets[0].notes)
 

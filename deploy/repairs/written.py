@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float64]
 
-_FLOAT8 = 17  # onnx.TensorProto
 _QUANT = ("Sub", "Clip", "Add", "Round", "Mul")  # from a fake-quantized layer's input backwards
 
 
@@ -87,6 +86,8 @@ def written_in(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | No
 def _of_pairs(
     graph: Graph, weight: onnx.NodeProto, source: onnx.NodeProto, layer: Layer
 ) -> Written | None:
+    from onnx import TensorProto
+
     scales = _array(graph, weight.input[1]).astype(np.float64)
     rank = layer.array.ndim
     axis = int(attributes(weight).get("axis", 1)) if scales.size > 1 else -1
@@ -94,7 +95,7 @@ def _of_pairs(
     step = _array(graph, source.input[1])
     if step.size != 1:
         return None
-    fp8 = graph.constants[source.input[2]].data_type == _FLOAT8
+    fp8 = graph.constants[source.input[2]].data_type == TensorProto.FLOAT8E4M3FN
     low, high = (
         (FP8.qmin, FP8.qmax) if fp8 else (np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max)
     )

@@ -168,6 +168,11 @@ class TensorRT:
         as_parsed.refuse_names(subject.model)
         self._check_methods(subject.method)
         self._check_nodes(subject)
+        return self._observed(subject)
+
+    def _observed(self, subject: Subject) -> tuple[Observation, ...]:
+        from deploy.targets.tensorrt import as_parsed
+
         own = as_parsed.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
 
@@ -205,7 +210,7 @@ class TensorRT:
         choices, placement = request.choices, self.placement
         self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
         grid = placement.grid if self.precision == FP8 else None
-        found = request.chosen.of(self.demand(request.subject), symmetric=grid)
+        found = request.chosen.of(self._observed(request.subject), symmetric=grid)
         cache = cache_of(request.model, found, version)
         matched = match(cache, request.model, float_nodes=request.float_nodes, placement=placement)
         return cache, matched, found, version
