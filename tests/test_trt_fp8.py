@@ -65,10 +65,11 @@ def test_neighbours_on_the_grid_hold_the_value_and_the_nearest_is_one_of_them(va
 
 
 def pair(op: str, x: np.ndarray, scale: float, dtype: type = np.float32) -> onnx.ModelProto:
-    """x -> Relu or Clip -> Q -> DQ -> y, in fp8."""
+    """x -> Neg -> Relu or Clip -> Q -> DQ -> y, in fp8."""
     kind = {np.float32: FLOAT, np.float16: TensorProto.FLOAT16}[dtype]
     nodes = [
-        helper.make_node(op, ["x"] if op == "Relu" else ["x", "low", "high"], ["r"], "relu"),
+        helper.make_node("Neg", ["x"], ["n"], "neg"),
+        helper.make_node(op, ["n"] if op == "Relu" else ["n", "low", "high"], ["r"], "relu"),
         helper.make_node("QuantizeLinear", ["r", "s", "z"], ["q"], "q"),
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], "dq"),
     ]
@@ -95,7 +96,7 @@ def test_onnx_runtime_rounds_as_the_grid_does_and_keeps_what_cuts_off(op, dtype,
     middle = (held[1:] + held[:-1]) / 2
     x = np.concatenate([held, middle, np.nextafter(middle, np.float32(9)), [464, 465, 9e4]])
     x = (x * scale).clip(-6e4, 6e4).astype(dtype)
-    got = OrtSession.open(pair(op, x, scale, dtype), threads=1).run({"x": x})["y"]
+    got = OrtSession.open(pair(op, x, scale, dtype), threads=1).run({"x": -x})["y"]
     step = np.float32(dtype(scale))
     want = fake_quantize(np.maximum(x, 0).astype(np.float32), step, 0, FP8).astype(dtype)
     assert np.array_equal(got, want)
