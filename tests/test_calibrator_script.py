@@ -263,6 +263,8 @@ def test_a_script_that_never_ends_needs_a_limit(calibrate, rows, tmp_path, monke
     assert code == 1 and "must end with None or an empty list" in err and "--limit" in err
     code, out, err = calibrate("--calibrator-script", script, "--limit", 6)
     assert code == 0 and "the first 6 samples" in out, err
+    code, _, err = calibrate("--calibrator-script", script, "--limit", 6, "--stride", 2)
+    assert code == 1 and "must end with None" in err
     first = tmp_path / "first.npy"
     np.save(first, np.load(rows)[:6])
     assert calibrate("--images", first, "--method", "entropy", out="arrays.cache")[0] == 0
@@ -590,7 +592,7 @@ def test_a_feed_is_one_of_two(words, told, small_cnn, run):
 def test_preprocessing_is_the_scripts_own(calibrate, tmp_path):
     script = ("--calibrator-script", written(PYCUDA, tmp_path))
     code, _, err = calibrate(*script, "--preprocess", "imagenet")
-    assert code == 1 and "arrays are fed as they are" in err
+    assert code == 1 and "batches are fed as they are" in err
 
 
 @pytest.mark.parametrize(
