@@ -166,30 +166,27 @@ std::optional<std::string> reason_to_calibrate(const Plan& plan, const Fingerpri
 
 // The cache, by TensorRT where the options know none, and the engine built by it.
 template <class Calibrator>
-std::string build_with(trt::Builder& builder, trt::CalibratorOptions options,
-                       std::vector<std::string>& notes) {
+std::string build_with(trt::Builder& builder, trt::CalibratorOptions options) {
   if (!options.cache) {
     Calibrator calibrator(options);
     options.cache = builder.calibrate(calibrator);
-    notes = calibrator.job().notes();
   }
   Calibrator calibrator(options);
   return builder.build(calibrator);
 }
 
 std::string build_calibrated(const Plan& plan, trt::Builder& builder,
-                             const trt::CalibratorOptions& options,
-                             std::vector<std::string>& notes) {
+                             const trt::CalibratorOptions& options) {
   if (plan.calibrator == "entropy") {
-    return build_with<trt::Int8EntropyCalibrator>(builder, options, notes);
+    return build_with<trt::Int8EntropyCalibrator>(builder, options);
   }
   if (plan.calibrator == "minmax") {
-    return build_with<trt::Int8MinMaxCalibrator>(builder, options, notes);
+    return build_with<trt::Int8MinMaxCalibrator>(builder, options);
   }
   if (plan.calibrator == "legacy") {
-    return build_with<trt::Int8LegacyCalibrator>(builder, options, notes);
+    return build_with<trt::Int8LegacyCalibrator>(builder, options);
   }
-  return build_with<trt::Int8EntropyCalibrator2>(builder, options, notes);
+  return build_with<trt::Int8EntropyCalibrator2>(builder, options);
 }
 
 std::string calibrated_engine(const Plan& plan, trt::Builder& builder, Calibrated& told) {
@@ -199,7 +196,8 @@ std::string calibrated_engine(const Plan& plan, trt::Builder& builder, Calibrate
   }
   algorithm_of(plan.calibrator);
   const TensorSpec spec = builder.calibration_input();
-  const auto feed = std::make_shared<Feed>(plan.images, spec, plan.feed);
+  const auto feed = std::make_shared<Feed>(
+      Feed(plan.images, spec, plan.feed).whole_batches());
   Fingerprint fingerprint;
   fingerprint.model = Sha256().update(files::read(plan.model)).hex();
   set_feed(fingerprint, feed->manifest());
@@ -213,8 +211,7 @@ std::string calibrated_engine(const Plan& plan, trt::Builder& builder, Calibrate
   };
   trt::CalibratorOptions options{feed, spec.name, {}, keep};
   if (!reason) options.cache = files::read(plan.cache);
-  std::vector<std::string> notes = feed->notes();
-  std::string engine = build_calibrated(plan, builder, options, notes);
+  std::string engine = build_calibrated(plan, builder, options);
   const Json manifest = Json::parse(feed->manifest());
   told.feed = {{"source", plan.images},
                {"samples", feed->count()},
@@ -225,7 +222,7 @@ std::string calibrated_engine(const Plan& plan, trt::Builder& builder, Calibrate
                       {"reused", !reason},
                       {"reason", reason.value_or("the cache fits")},
                       {"cache", plan.cache}};
-  for (const std::string& note : notes) told.notes.push_back(note);
+  for (const std::string& note : feed->notes()) told.notes.push_back(note);
   return engine;
 }
 

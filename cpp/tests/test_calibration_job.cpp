@@ -52,7 +52,8 @@ TEST_CASE("all whole batches are taken and the written cache comes out") {
   CHECK(engine.seen.size() == 2);
   CHECK(engine.seen[0] != engine.seen[1]);
   CHECK(job.check() == kCache);
-  CHECK(job.notes().back() == "TensorRT calibrates in whole batches, of 2 samples here: the last 1"
+  CHECK(feed_of(folder).whole_batches().notes().back() ==
+        "TensorRT calibrates in whole batches, of 2 samples here: the last 1"
                               " of 5 samples fill none and were left out");
 }
 

@@ -14,7 +14,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "calib8/feed.hpp"
 
@@ -48,7 +47,6 @@ class CalibrationJob {
   bool begun() const { return asked_ > 0; }
 
   int batch() const { return feed_.batch(); }
-  std::vector<std::string> notes() const { return feed_.notes(); }
 
  private:
   bool next_address(void* bindings[], const char* const names[], std::int32_t count);

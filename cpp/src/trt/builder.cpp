@@ -5,6 +5,7 @@
 #include "calib8/cache.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/text.hpp"
+#include "dims.hpp"
 #include "plugins.hpp"
 
 // kINT8, setInt8Calibrator and others are deprecated in 10.1 to 10.16 and gone in 11; each use
@@ -51,13 +52,6 @@ std::string dtype_of(nvinfer1::DataType type) {
   if (type == DataType::kBF16) return "bfloat16";
 #endif
   return "type " + std::to_string(static_cast<int>(type));
-}
-
-bool has_open(const nvinfer1::Dims& dims) {
-  for (std::int32_t k = 0; k < dims.nbDims; ++k) {
-    if (dims.d[k] < 0) return true;
-  }
-  return false;
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "calib8/errors.hpp"
 #include "calib8/text.hpp"
 #include "calib8/trt/cuda.hpp"
+#include "dims.hpp"
 #include "plugins.hpp"
 
 namespace calib8::trt {
@@ -31,19 +32,6 @@ std::size_t bytes_of(nvinfer1::DataType type) {
 #endif
   throw BackendError("an engine's input or output must be of 1, 2, 4 or 8 bytes a value, got type " +
                      std::to_string(static_cast<int>(type)) + "; build it with plain types");
-}
-
-std::size_t volume(const nvinfer1::Dims& dims) {
-  std::size_t product = 1;
-  for (std::int32_t k = 0; k < dims.nbDims; ++k) product *= static_cast<std::size_t>(dims.d[k]);
-  return product;
-}
-
-bool has_open(const nvinfer1::Dims& dims) {
-  for (std::int32_t k = 0; k < dims.nbDims; ++k) {
-    if (dims.d[k] < 0) return true;
-  }
-  return false;
 }
 
 // One input or output: pinned host memory and device memory. An output whose size depends on the
@@ -94,8 +82,8 @@ struct Runner::State {
   void bind(const char* name) {
     if (engine->isShapeInferenceIO(name)) {
       throw BackendError("the values of " + text::repr(name) +
-                         " are a shape, which images do not give; run the engine with Python's"
-                         " calib8");
+                         " are a shape, which calib8-build does not hand over; run the engine with"
+                         " Python's calib8");
     }
     bindings.push_back(std::make_unique<Binding>());
     Binding& binding = *bindings.back();

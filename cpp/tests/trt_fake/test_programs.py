@@ -287,6 +287,8 @@ def test_only_whole_batches_are_used_and_the_rest_is_told(folder, fixed):
     sentence = "of 4 samples here: the last 2 of 10 samples fill none and were left out"
     (told,) = [note for note in folder.report()["notes"] if "whole batches" in note]
     assert told.endswith(sentence)
+    assert folder.built(*options).calibrated == 0
+    assert told in folder.report()["notes"]
     folder.pictures(8)
     assert folder.built(*options).calibrated == 2
     assert not any("whole batches" in note for note in folder.report()["notes"])
