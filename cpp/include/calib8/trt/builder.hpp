@@ -33,7 +33,8 @@ class Builder {
   // what the model fixes.
   TensorSpec input() const;
 
-  // The same as calibration batches must be: TensorRT reads every float type as float32.
+  // The same as calibration batches must be: TensorRT reads those of every float type as float32
+  // (NVIDIA's trtexec and Polygraphy feed them so).
   TensorSpec calibration_input() const;
 
   // Whether the model holds QuantizeLinear nodes, which need no calibration.
