@@ -481,7 +481,9 @@ def on(monkeypatch, version: str) -> list[tuple[str, builder.Settings]]:
         assert calibrator is None
         return Engine(b"plan", (), None)
 
-    monkeypatch.setattr(sdk, "find", lambda _: Sdk(version, calibrators=True, gpu="Some GPU sm_90"))
+    monkeypatch.setattr(
+        sdk, "find", lambda device=0: Sdk(version, calibrators=True, gpu="Some GPU sm_90")
+    )
     monkeypatch.setattr(builder, "build_engine", engine)
     return made
 
