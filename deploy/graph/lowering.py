@@ -62,7 +62,7 @@ def lowered(
     Nodes that ONNX does not know are kept as they are.
 
     Args:
-        model: of opset 13 to 25, the shapes of its tensors inferred.
+        model: of opset 13 to 25.
         opset: 13 or newer.
         without: operators that the model may not have although the opset does.
 
@@ -96,7 +96,10 @@ class _Lowering:
         self, model: onnx.ModelProto, own: int, opset: int, without: Collection[str]
     ) -> None:
         self.without = without
-        self.places = Places(Graph(model), own, opset)
+        from onnx import shape_inference
+
+        typed = shape_inference.infer_shapes(model, data_prop=True)
+        self.places = Places(Graph(typed), own, opset)
         self.rewritten: Counter[str] = Counter()
 
     def graph(self, graph: onnx.GraphProto) -> None:

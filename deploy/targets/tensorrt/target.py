@@ -177,20 +177,26 @@ class TensorRT:
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.to_qdq import to_qdq
         from deploy.targets.tensorrt.trtexec import script, ways
+        from deploy.targets.tensorrt.versions import Needs
 
         cache, matched, found, version = self._matched(request)
-        quantized = to_qdq(request.model, matched.plan, matched.scales)
+        models = {FLOAT: request.model}
+        models[QDQ] = to_qdq(request.model, matched.plan, matched.scales)
         narrow, said = self._typed(request, matched, found)
+        if narrow is not None:
+            models[TYPED] = narrow
+        models, lowered = self._readable(models, version)
         stem = request.folder / f"{request.name}.tensorrt"
         files = {
-            FLOAT: _written(stem, ".onnx", _bytes(request.model)),
+            FLOAT: _written(stem, ".onnx", _bytes(models[FLOAT])),
             CACHE: _written(stem, ".cache", trt_cache.dump(cache)),
-            QDQ: _written(stem, ".qdq.onnx", _bytes(quantized)),
+            QDQ: _written(stem, ".qdq.onnx", _bytes(models[QDQ])),
         }
         if narrow is not None:
-            files[TYPED] = _written(stem, ".typed.onnx", _bytes(narrow))
-        notes = (*_match_notes(matched), *said)
-        found_ways = ways(request, files, version, rest=self.rest)
+            files[TYPED] = _written(stem, ".typed.onnx", _bytes(models[TYPED]))
+        notes = (*_match_notes(matched), *said, *lowered)
+        needs = {role: Needs.of(model) for role, model in models.items()}
+        found_ways = ways(request, files, needs, version, rest=self.rest)
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, script(found_ways))
         engine = None
@@ -217,6 +223,20 @@ class TensorRT:
         from deploy.targets.tensorrt.session import TensorrtSession
 
         return TensorrtSession.open(engine, cuda_graph=self.cuda_graph)
+
+    def _readable(
+        self, models: Mapping[str, onnx.ModelProto], version: str
+    ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
+        """(role -> the model as its TensorRT reads it, sentences on what that took)."""
+        from deploy.targets.tensorrt.readable import of_files, of_typed, readable
+
+        oldest = of_files(version, self.cache_version())
+        made, said = {}, []
+        for role, model in models.items():
+            wanted = of_typed(oldest, self.rest) if role == TYPED else oldest
+            made[role], sentence = readable(model, wanted)
+            said.append(sentence)
+        return made, tuple(dict.fromkeys(filter(None, said)))
 
     def _judged(self, files: Mapping[str, Path], version: str) -> str:
         """Role of the model whose accuracy is told: what the version runs, where a CPU can too."""
