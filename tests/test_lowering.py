@@ -243,6 +243,7 @@ def test_what_onnx_does_not_know_is_kept_and_the_nodes_behind_it_are_lowered():
     old = helper.make_node("EfficientNMS_TRT", ["p"], ["q"], name="nms")
     last = helper.make_node("ReduceMean", ["q", "axes"], ["y0"], name="one")
     model.graph.node.extend([made, old, last])
+    model.opset_import.append(helper.make_opsetid("TRT", 1))
     model.graph.initializer.append(numpy_helper.from_array(I64([1]), "axes"))
     got = lowered(model, opset=17)
     assert [n for n in got.model.graph.node][1:3] == [made, old]
