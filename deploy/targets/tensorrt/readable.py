@@ -27,11 +27,12 @@ def readable(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str
         return model, f"TensorRT {version} does not read a model of opset {opset}: {error}"
     if got.model is model:
         return model, ""
-    written = ", ".join(f"{count} {name}" for name, count in got.rewritten.items())
-    now = f"in opset {opset_of(got.model)}" if opset_of(got.model) < opset else "in other operators"
+    forms = ", ".join(f"{count} {name}" for name, count in got.rewritten.items())
+    if opset_of(got.model) == opset:
+        return got.model, f"for TensorRT {version} {forms} is written in operators that it reads"
     return got.model, (
-        f"for TensorRT {version} the model is written {now}, got {opset}"
-        f"{f': {written} in another form' if written else ''}"
+        f"for TensorRT {version} the model is written in opset {opset_of(got.model)}, got {opset}"
+        f"{f': {forms} in another form' if forms else ''}"
     )
 
 

@@ -5,6 +5,7 @@ Written always, on any machine::
     m.tensorrt.onnx      the cleaned float model          } together for 8.5 to 10.16 (and DLA):
     m.tensorrt.cache     its calibration cache            } implicit quantization
     m.tensorrt.qdq.onnx  the symmetric Q/DQ model           for 8.5 to 11: explicit quantization
+    m.tensorrt.part.onnx what of that ONNX Runtime runs, where it does not know all operators
 
 The Q/DQ model is made from the cache, so both hold the same scales. An engine is built from the
 cache where TensorRT still has calibrators, else from the Q/DQ model.
@@ -24,7 +25,7 @@ from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.targets.options import check, option
 from deploy.targets.script import write_script
-from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
+from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, PART, QDQ, TYPED
 
 if TYPE_CHECKING:
     import onnx
@@ -97,6 +98,7 @@ class TensorRT:
         ".tensorrt.cache",
         ".tensorrt.qdq.onnx",
         ".tensorrt.typed.onnx",
+        ".tensorrt.part.onnx",
         "_trtexec.sh",
         ".engine",
         ".engine.json",
@@ -185,7 +187,10 @@ class TensorRT:
         narrow, said = self._typed(request, matched, found)
         if narrow is not None:
             models[TYPED] = narrow
-        models, lowered = self._readable(models, version)
+        judged = self._judged(models, version)
+        part = models[judged] if request.kept else None
+        whole = {role: request.whole(model) for role, model in models.items()}
+        models, lowered = self._readable(whole, version)
         stem = request.folder / f"{request.name}.tensorrt"
         files = {
             FLOAT: _written(stem, ".onnx", _bytes(models[FLOAT])),
@@ -194,6 +199,8 @@ class TensorRT:
         }
         if narrow is not None:
             files[TYPED] = _written(stem, ".typed.onnx", _bytes(models[TYPED]))
+        if part is not None:  # all of it that ONNX Runtime runs
+            files[PART] = _written(stem, ".part.onnx", _bytes(part))
         notes = (*_match_notes(matched), *said, *lowered)
         needs = {role: Needs.of(model) for role, model in models.items()}
         found_ways = ways(request, files, needs, version, rest=self.rest)
@@ -210,9 +217,9 @@ class TensorRT:
         return Built(
             target=self.name,
             engine=engine,
-            runnable=files[self._judged(files, version)],
+            runnable=files[judged if part is None else PART],
             files=files,
-            decisions=matched.plan.decisions,
+            decisions=(*matched.plan.decisions, *request.kept),
             method=request.chosen.chosen_by,
             ranges=_held(request.model, found, version),
             notes=notes,
@@ -238,11 +245,11 @@ class TensorRT:
             said.append(sentence)
         return made, tuple(dict.fromkeys(filter(None, said)))
 
-    def _judged(self, files: Mapping[str, Path], version: str) -> str:
+    def _judged(self, models: Mapping[str, onnx.ModelProto], version: str) -> str:
         """Role of the model whose accuracy is told: what the version runs, where a CPU can too."""
         from deploy.targets.tensorrt.versions import row
 
-        runs = self.rest == FP16 and TYPED in files and row(version).typed
+        runs = self.rest == FP16 and TYPED in models and row(version).typed
         return TYPED if runs else QDQ  # ONNX Runtime has no bfloat16 convolutions
 
     def _typed(
@@ -256,6 +263,7 @@ class TensorRT:
         written = request.model, matched.plan, matched.scales
         try:
             model, kept = to_typed(*written, rest=self.rest, largest=_sizes(found))
+            request.whole(model)  # must be of its opset
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
         said = (f"{name} stays in float32: {why}" for name, why in kept.items())
