@@ -91,6 +91,9 @@ CASES = {
     "Reshape": (
         net("Reshape", I64([0, -1]), opset=21, given={"allowzero": 0}), 13, ["Reshape"]
     ),
+    "Reshape with a 0 that may stand": (
+        net("Reshape", I64([1, -1]), opset=14, given={"allowzero": 1}), 13, ["Reshape"]
+    ),
     "GridSample": (
         net("GridSample", RNG.uniform(-1, 1, (1, 3, 3, 2)).astype(F), opset=20,
             given={"mode": "cubic"}), 16, ["GridSample"],
@@ -219,21 +222,21 @@ def test_pads_of_any_axes(pads, axes, mode):
 # ---------------------------------------------------------------- whole models
 
 
-def test_nodes_of_a_body_are_lowered_too():
-    body = helper.make_graph(
-        [helper.make_node("ReduceMean", ["x", "axes"], ["m"], name="inside")], "body", [],
-        [helper.make_tensor_value_info("m", F32, None)],
-    )  # fmt: skip
-    model = net("Relu", opset=18)
-    model.graph.initializer.extend(
-        [numpy_helper.from_array(np.bool_(True), "yes"), numpy_helper.from_array(I64([1]), "axes")]
-    )
-    model.graph.node.add(op_type="If", name="one", input=["yes"], output=["z"]).attribute.extend(
-        [helper.make_attribute("then_branch", body), helper.make_attribute("else_branch", body)]
-    )
-    model.graph.output.append(helper.make_tensor_value_info("z", F32, [1, 1, 6, 8]))
-    model.graph.node[0].name = "first"
-    assert same(model, 17) == ["Relu", "If"]
+def test_nodes_of_bodies_are_lowered_too_each_with_its_own_constants():
+    def body(axis):
+        return helper.make_graph(
+            [helper.make_node("ReduceMean", ["x", "axes"], ["m"], name="inside")], "body", [],
+            [helper.make_tensor_value_info("m", F32, None)],
+            [numpy_helper.from_array(I64([axis]), "axes")],
+        )  # fmt: skip
+
+    for yes in (True, False):
+        model = net("Relu", opset=18)
+        model.graph.initializer.append(numpy_helper.from_array(np.bool_(yes), "yes"))
+        branches = {"then_branch": body(1), "else_branch": body(2)}
+        model.graph.node.append(helper.make_node("If", ["yes"], ["z"], name="one", **branches))
+        model.graph.output.append(helper.make_tensor_value_info("z", F32, [1, None, None, 8]))
+        assert same(model, 17) == ["Relu", "If"]
 
 
 def test_what_onnx_does_not_know_is_kept_and_the_nodes_behind_it_are_lowered():

@@ -92,5 +92,5 @@ def test_a_model_that_is_quantized_already_is_one_sentence(
         "check": ["cache", "check", cache, "--model", given[0]],
     }
     code, _, err = run(*words[command])
-    assert code == 1 and "got one that is quantized already (QuantizeLinear '" in err
+    assert code == 1 and "got one that is quantized already (DequantizeLinear '" in err
     assert "give the model it was made from" in err

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import ExportError, first_line
 from deploy.graph.edit import copied, replace_nodes
-from deploy.graph.index import Graph, all_nodes, subgraphs
+from deploy.graph.index import all_nodes, subgraphs
 from deploy.graph.oldforms import OLD_FORMS, Cannot, Places, same_attributes
 from deploy.graph.primitives import primitives
 
@@ -69,6 +69,8 @@ def lowered(
     Raises:
         ExportError: a node that cannot be written so; says which, and why.
     """
+    from onnx import shape_inference
+
     own = _opset(model)
     if own <= opset and not any(node.op_type in without for node in _standard(model)):
         return Lowered(model, {})
@@ -78,9 +80,10 @@ def lowered(
             f"a model is lowered between opset {OLDEST} and {NEWEST}, got {own} for {opset};"
             f" export it with opset {opset}"
         )
-    made = copied(model)
-    work = _Lowering(made, own, target, without)
-    work.graph(made.graph)
+    made = shape_inference.infer_shapes(model, data_prop=True)
+    work = _Lowering(without)
+    work.graph(made.graph, Places(own, target))
+    del made.graph.value_info[:]
     for entry in made.opset_import:
         if entry.domain in _DEFAULT:
             entry.version = target
@@ -92,56 +95,52 @@ def lowered(
 class _Lowering:
     """One model being lowered."""
 
-    def __init__(
-        self, model: onnx.ModelProto, own: int, opset: int, without: Collection[str]
-    ) -> None:
+    def __init__(self, without: Collection[str]) -> None:
         self.without = without
-        from onnx import shape_inference
-
-        typed = shape_inference.infer_shapes(model, data_prop=True)
-        self.places = Places(Graph(typed), own, opset)
         self.rewritten: Counter[str] = Counter()
 
-    def graph(self, graph: onnx.GraphProto) -> None:
+    def graph(self, graph: onnx.GraphProto, around: Places) -> None:
         """Lower the nodes of a graph, and of the graphs in them."""
+        places = around.inside(graph)
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
             for body in subgraphs(node):
-                self.graph(body)
-            nodes += self._node(node)
+                self.graph(body, places)
+            nodes += self._node(node, places)
         replace_nodes(graph, nodes)
 
-    def _node(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    def _node(self, node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
         if not is_standard(node):
             return [node]
         try:
-            made = self._forms(node)
+            made = self._forms(node, places)
         except Cannot as error:
             raise ExportError(
-                f"every node must have a form in opset {self.places.opset} that the parser reads,"
+                f"every node must have a form in opset {places.opset} that the parser reads,"
                 f" got {node.op_type} '{node.name}', which has none here: {error}; export the model"
-                f" with opset {self.places.opset} or with other operators"
+                f" with opset {places.opset} or with other operators"
             ) from error
         if [one.op_type for one in made] != [node.op_type] or made[-1] != node:
             self.rewritten[node.op_type] += 1
         return made
 
-    def _forms(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        own = schema(node.op_type, self.places.own)
-        old = schema(node.op_type, self.places.opset)
-        if old is None or node.op_type in self.without or self._other_meaning(node.op_type):
-            return primitives(node, self.places)
+    def _forms(self, node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
+        own = schema(node.op_type, places.own)
+        old = schema(node.op_type, places.opset)
+        if old is None or node.op_type in self.without or _other_meaning(node.op_type, places):
+            return primitives(node, places)
         if own is None or own.since_version == old.since_version:
             return [node]
         form = OLD_FORMS.get(node.op_type)
-        made = [copied(node)] if form is None else form(copied(node), self.places)
+        made = [copied(node)] if form is None else form(copied(node), places)
         if made[-1].op_type == node.op_type:
             same_attributes(made[-1], own, old)
         return made
 
-    def _other_meaning(self, op_type: str) -> bool:
-        since = _OTHER_MEANING.get(op_type, OLDEST)
-        return self.places.opset < since <= self.places.own
+
+def _other_meaning(op_type: str, places: Places) -> bool:
+    since = _OTHER_MEANING.get(op_type, OLDEST)
+    return places.opset < since <= places.own
 
 
 def is_standard(node: onnx.NodeProto) -> bool:

@@ -8,14 +8,14 @@ Source: the schemas of ONNX, and their changelog (docs/Changelog.md of onnx).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import attributes, constant_nodes, dims
 
 if TYPE_CHECKING:
     import onnx
@@ -28,17 +28,37 @@ class Cannot(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What is known around the nodes of a model.
+    """What is known around the nodes of a graph.
 
     Attributes:
-        graph: index of the model.
         own: opset that the nodes are of.
         opset: opset that they are brought to.
+        constants: name -> tensor, of the graph and of those around it.
+        dtypes: tensor -> ONNX element type, of the same.
+        shapes: tensor -> sizes as `deploy.graph.index.dims` gives them, of the same.
     """
 
-    graph: Graph
     own: int
     opset: int
+    constants: Mapping[str, onnx.TensorProto] = field(default_factory=dict)
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int | str | None, ...] | None] = field(default_factory=dict)
+
+    def inside(self, graph: onnx.GraphProto) -> Places:
+        """The same, and what is known in a graph among these nodes."""
+        known = [*graph.input, *graph.value_info, *graph.output]
+        held = {tensor.name: tensor for tensor in graph.initializer}
+        held |= constant_nodes(graph.node)
+        dtypes = {value.name: value.type.tensor_type.elem_type for value in known}
+        shapes = {value.name: dims(value) for value in known}
+        dtypes |= {name: tensor.data_type for name, tensor in held.items()}
+        shapes |= {name: tuple(tensor.dims) for name, tensor in held.items()}
+        return replace(
+            self,
+            constants={**self.constants, **held},
+            dtypes={**self.dtypes, **dtypes},
+            shapes={**self.shapes, **shapes},
+        )
 
     def values(self, name: str, what: str) -> NDArray[Any]:
         """A constant.
@@ -48,9 +68,9 @@ class Places:
         """
         from onnx import numpy_helper
 
-        if name not in self.graph.constants:
+        if name not in self.constants:
             raise Cannot(f"its {what} are not constant")
-        return np.asarray(numpy_helper.to_array(self.graph.constants[name]))
+        return np.asarray(numpy_helper.to_array(self.constants[name]))
 
     def dtype(self, name: str) -> int:
         """Element type of a tensor.
@@ -58,11 +78,10 @@ class Places:
         Raises:
             Cannot: it is not known.
         """
-        tensor = self.graph.constants.get(name)
-        known = self.graph.dtypes.get(name, 0) if tensor is None else tensor.data_type
+        known = self.dtypes.get(name, 0)
         if not known:
             raise Cannot(f"the type of {name} is not known")
-        return int(known)
+        return known
 
     def shape(self, name: str) -> tuple[int | str | None, ...]:
         """Sizes of a tensor.
@@ -70,8 +89,7 @@ class Places:
         Raises:
             Cannot: not even their number is known.
         """
-        tensor = self.graph.constants.get(name)
-        known = self.graph.shapes.get(name) if tensor is None else tuple(tensor.dims)
+        known = self.shapes.get(name)
         if known is None:
             raise Cannot(f"the shape of {name} is not known")
         return known
@@ -185,6 +203,15 @@ def _resize(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
     return [constant(name, np.array(whole, given.dtype)), node]
 
 
+def _reshape(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
+    """Reshape: a 0 always copies a size before 14."""
+    if attributes(node).get("allowzero", 0) and places.opset < 14:
+        if not places.values(node.input[1], "sizes").all():
+            raise Cannot("it makes a size of 0")
+        _drop(node, "allowzero")
+    return [node]
+
+
 def _scatter(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
     """ScatterND and ScatterElements: no largest or smallest before 18."""
     if attributes(node).get("reduction") in (b"max", b"min") and places.opset < 18:
@@ -217,6 +244,7 @@ OLD_FORMS: dict[str, Callable[[onnx.NodeProto, Places], list[onnx.NodeProto]]] =
     **{f"Reduce{kind}": _axes for kind in _REDUCED},
     "GridSample": _grid_sample,
     "Pad": _pad,
+    "Reshape": _reshape,
     "Resize": _resize,
     "ScatterElements": _scatter,
     "ScatterND": _scatter,
