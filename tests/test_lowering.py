@@ -232,6 +232,7 @@ def test_nodes_of_bodies_are_lowered_too_each_with_its_own_constants():
 
     for yes in (True, False):
         model = net("Relu", opset=18)
+        model.graph.node[0].name = "first"
         model.graph.initializer.append(numpy_helper.from_array(np.bool_(yes), "yes"))
         branches = {"then_branch": body(1), "else_branch": body(2)}
         model.graph.node.append(helper.make_node("If", ["yes"], ["z"], name="one", **branches))

@@ -50,6 +50,13 @@ class LoadedModel:
     stamp: Stamp | None = None
     behind: Behind | None = None
 
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """A sentence on what is no part of `model`; none where all of it is."""
+        if self.behind is None:
+            return ()
+        return (self.behind.sentence(spec.name for spec in self.outputs),)
+
     def whole(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """What was made of `self.model`, with the nodes that ONNX Runtime does not know put back.
 

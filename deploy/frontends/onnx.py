@@ -127,8 +127,6 @@ def _clean(
     name_nodes(model.graph)
     model = _infer(model)
     notes += _left_float(model)
-    if behind is not None:
-        notes.append(behind.sentence(value.name for value in model.graph.output))
     return model, [note for note in notes if note], widened is not None, behind
 
 
