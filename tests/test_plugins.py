@@ -211,7 +211,10 @@ def test_its_cache_is_made_checked_and_turned(run, pictures, tmp_path):
         file.write(b"out_boxes: 3c010a14\n")
     code, out, err = run("cache", "check", cache, "--model", path, "--verbose")
     assert code == 0, err + out
-    assert "out_boxes: in the file, but folded (BatchNormalization, constants) or behind" in out
+    assert (
+        "out_boxes: in the file, but not after folding (BatchNormalization, constants), or behind"
+        in out
+    )
     code, _, err = run("cache", "to-qdq", path, cache, "-o", turned)
     assert code == 0 and kept(turned, model) == ["EfficientNMS_TRT", "Cast"], err
     plain = tmp_path / "plain.onnx"

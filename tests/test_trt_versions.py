@@ -153,3 +153,19 @@ def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build, monkeypat
     assert headers() == {"8.6.1"}
     monkeypatch.setattr(sdk, "cache_reader", lambda: None)
     assert headers() == {"8.6.1"}  # as the cache that is used again
+
+
+def test_a_cache_taken_out_of_a_model_is_for_the_installed_tensorrt_too(
+    build, run, tmp_path, monkeypatch
+):
+    out, _ = build(newest(), "--trt-version", "10.3.0")
+
+    def header(*words):
+        made = tmp_path / "plain.onnx", tmp_path / "plain.cache"
+        code, _, err = run("cache", "from-qdq", out / "net.tensorrt.qdq.onnx", "-o", *made, *words)
+        assert code == 0, err
+        return parse(made[1].read_bytes(), origin="made").header.version
+
+    assert header() == "10.3.0"
+    monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
+    assert header() == "8.6.1" and header("--trt-version", "9.2.0") == "9.2.0"

@@ -232,19 +232,19 @@ def to_qdq(
 )
 @click.option(
     "--trt-version",
-    default=DEFAULT_TRT_VERSION,
-    show_default=True,
     metavar="X.Y.Z",
-    help="TensorRT that is to read the cache.",
+    help="TensorRT that is to read the cache.  [default: the TensorRT that builds here, else"
+    f" {DEFAULT_TRT_VERSION}]",
 )
-def from_qdq(model: Path, out: tuple[Path, Path], trt_version: str) -> None:
+def from_qdq(model: Path, out: tuple[Path, Path], trt_version: str | None) -> None:
     """Take the pairs out of MODEL.QDQ.ONNX: the float model, and a cache for DLA and TensorRT 8."""
     from deploy.atomic import write_bytes
     from deploy.calibration.trt_cache import dump
-    from deploy.targets.tensorrt import cache_tools
+    from deploy.targets.tensorrt import cache_tools, sdk
     from deploy.targets.tensorrt.naming import trt_tensors
 
-    plain, made = cache_tools.qdq_to_cache(model, version=trt_version)
+    version = trt_version or sdk.cache_reader() or DEFAULT_TRT_VERSION
+    plain, made = cache_tools.qdq_to_cache(model, version=version)
     write_bytes(out[0], plain.model.SerializeToString(deterministic=True))
     write_bytes(out[1], dump(made))
     say(f"{out[0]}: the float model")
