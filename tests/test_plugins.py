@@ -10,6 +10,9 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.errors import ExportError, ModelError
 from deploy.frontends import load
 from deploy.ort import OrtSession
+from deploy.targets.tensorrt import builder, sdk
+from deploy.targets.tensorrt.target import TensorRT
+from deploy.tensors import TensorSpec
 
 F32, F16, I32, I64 = (
     TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64,
@@ -232,6 +235,30 @@ def test_a_second_build_calibrates_nothing_and_explain_reads_it(build, run, monk
     assert code == 0 and "EfficientNMS_TRT" in text, err
     code, text, err = run("inspect", out.parent / "net.onnx", "--target", "tensorrt")
     assert code == 0 and "Cut before EfficientNMS_TRT" in text, err
+
+
+class Whole:
+    """An engine on a device: it has the outputs behind the plugin."""
+
+    threads = 1
+    inputs = (TensorSpec("x", "float32", ("n", 3, 16, 16)),)
+    outputs = (TensorSpec("count", "int64", (1, 1)),)
+
+    def run(self, feed):
+        return {"count": np.zeros((1, 1), np.int64)}
+
+
+def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, monkeypatch):
+    here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
+    monkeypatch.setattr(sdk, "find", lambda: here)
+    monkeypatch.setattr(builder, "build_engine", lambda *a, **k: builder.Engine(b"plan", (), b""))
+    monkeypatch.setattr(TensorRT, "_from_cache", lambda self, known: None)
+    monkeypatch.setattr(TensorRT, "open", lambda self, engine, threads=None: Whole())
+    code, _, report, err = build(detector(), "--target", "tensorrt", "--duration", 0.05)
+    assert code == 0, err
+    (engine,) = [e for e in report["engines"] if not e["reference"]]
+    assert engine["latency"] is not None
+    assert {o["name"] for o in engine["accuracy"]["outputs"]} == {"boxes", "scores", "s"}
 
 
 def test_a_plugin_inside_an_if_is_one_node_with_it():

@@ -145,7 +145,9 @@ def _other_meaning(op_type: str, places: Places) -> bool:
 
 def is_standard(node: onnx.NodeProto) -> bool:
     """Whether ONNX has the operator, in some opset."""
-    return node.domain in _DEFAULT and schema(node.op_type, NEWEST) is not None
+    from onnx import defs
+
+    return node.domain in _DEFAULT and bool(defs.has(node.op_type))
 
 
 def schema(op_type: str, opset: int) -> defs.OpSchema | None:
