@@ -280,6 +280,16 @@ def test_a_plugin_inside_an_if_is_one_node_with_it():
     assert "yes" in {t.name for t in loaded.whole(loaded.model).graph.initializer}
 
 
+def test_a_file_whose_nodes_are_in_no_order_is_cut_at_the_same_place():
+    model, mixed = detector(), detector()
+    del mixed.graph.node[:]
+    mixed.graph.node.extend(reversed(model.graph.node))
+    own, other = load(model), load(mixed)
+    assert [n.op_type for n in other.behind.nodes] == ["EfficientNMS_TRT", "Cast"]
+    assert {s.name for s in own.outputs} == {s.name for s in other.outputs}
+    onnx.checker.check_model(other.whole(other.model))  # in the order in which they run
+
+
 def test_inputs_that_only_a_plugin_reads_are_not_fed(build):
     model = detector()
     model.graph.node[7].input.append("size")
