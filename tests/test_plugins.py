@@ -11,7 +11,7 @@ from deploy.errors import ExportError, ModelError
 from deploy.frontends import load
 from deploy.frontends.checks import check_valid
 from deploy.ort import OrtSession
-from deploy.targets.tensorrt import builder, sdk
+from deploy.targets.tensorrt import builder, gpus, sdk
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.tensors import TensorSpec
 
@@ -251,7 +251,8 @@ class Whole:
 
 def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, monkeypatch):
     here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
-    monkeypatch.setattr(sdk, "find", lambda: here)
+    monkeypatch.setattr(sdk, "find", lambda device=0: here)
+    monkeypatch.setattr(gpus, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", lambda *a, **k: builder.Engine(b"plan", (), b""))
     monkeypatch.setattr(TensorRT, "_from_cache", lambda self, known: None)
     monkeypatch.setattr(TensorRT, "open", lambda self, engine, threads=None: Whole())

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from calibrators.scales import Scale
     from deploy.calibration.observation import Observation
     from deploy.calibration.ranges import Ranges
+    from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision
     from deploy.tensors import Samples, Session
@@ -57,6 +58,13 @@ class BuildRequest:
     def chosen(self) -> Ranges:
         """The clip ranges, each by the search that was chosen for it."""
         return self.ranges.choosing(self.choices)
+
+    def ranges_of(self, target: Target) -> Found:
+        """What a target demands, as chosen; it is asked once, however many builds are tried."""
+        subject = self.subject
+        key = "demand", target.name, id(subject.model), subject.float_nodes, subject.method.label
+        made = self.ranges.once(key, lambda: (subject, target.demand(subject)))
+        return self.chosen.of(made[1])  # with its subject, whose model keeps its id
 
     @property
     def name(self) -> str:

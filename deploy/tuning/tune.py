@@ -206,6 +206,7 @@ def _searched(
         samples,
         runs_here=here,
         threads=request.threads,
+        by_task=wish.max_loss is not None,
         progress=step,
     )
     prices = _prices(target, request, units, samples, timed=here and wish.timed)

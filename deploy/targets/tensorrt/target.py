@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
     from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision
     from deploy.targets.tensorrt.builder import Settings
+    from deploy.targets.tensorrt.cuda import Cuda
     from deploy.targets.tensorrt.match import Match
     from deploy.targets.tensorrt.sdk import Sdk
     from deploy.tensors import Session
 
 _TIMING = "tensorrt.timing"
+_MOST_VALUES = 64  # of an input that shapes may depend on: far more than one has dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,8 @@ class TensorRT:
         cuda_graph: run the engine from a captured CUDA graph.
         calibrator: "entropy2", "entropy", "minmax" or "legacy" lets TensorRT calibrate on the GPU
             with the same samples, in batches of `max_batch`; None gives it our cache.
+        device: GPU to build and run on, counted from 0.
+        plugins: libraries of plugins, loaded before a model is read or an engine is opened.
         parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
             cache; None judges from the model.
     """
@@ -83,6 +88,16 @@ class TensorRT:
         None,
         choices=("entropy2", "entropy", "minmax", "legacy"),
         help="Let TensorRT itself calibrate on the GPU, with the same images.",
+    )
+    device: int = option(
+        0, least=0, metavar="N", help="GPU to build and run on, counted from 0.", runs=True
+    )
+    plugins: tuple[Path, ...] = option(
+        (),
+        flag="--plugin",
+        metavar="LIBRARY",
+        help="Library of TensorRT plugins to load.",
+        runs=True,
     )
     parser: str | None = option(
         None,
@@ -135,9 +150,19 @@ class TensorRT:
         """The method's statistic of every float tensor; TensorRT's own methods see the file."""
         from deploy.targets.tensorrt import as_parsed
 
+        self._refuse_absent()
         as_parsed.refuse_names(subject.model)
         own = as_parsed.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
+
+    def _refuse_absent(self) -> None:
+        """Refuse a library or a GPU that is not there, before anything is run."""
+        from deploy.targets.tensorrt import plugins, sdk
+
+        plugins.digests(self.plugins)
+        if self.device:
+            with suppress(SdkMissingError):  # then the engine is built elsewhere
+                sdk.find(self.device)
 
     def cache_version(self) -> str | None:
         """This machine's TensorRT, where it builds engines and reads caches."""
@@ -170,7 +195,7 @@ class TensorRT:
         from deploy.targets.tensorrt.match import match
 
         version = self.version or as_parsed.version_of(request.subject)
-        found = request.chosen.of(self.demand(request.subject))
+        found = request.ranges_of(self)
         cache = cache_of(request.model, found, version)
         return cache, match(cache, request.model, float_nodes=request.float_nodes), found, version
 
@@ -178,7 +203,7 @@ class TensorRT:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.to_qdq import to_qdq
-        from deploy.targets.tensorrt.trtexec import script, ways
+        from deploy.targets.tensorrt.trtexec import on_machine, script, ways
         from deploy.targets.tensorrt.versions import Needs
 
         cache, matched, found, version = self._matched(request)
@@ -203,7 +228,11 @@ class TensorRT:
             files[PART] = _written(stem, ".part.onnx", _bytes(part))
         notes = (*_match_notes(matched), *said, *lowered)
         needs = {role: Needs.of(model) for role, model in models.items()}
-        found_ways = ways(request, files, needs, version, rest=self.rest)
+        found_ways = on_machine(
+            ways(request, files, needs, version, rest=self.rest),
+            device=self.device,
+            plugins=self.plugins,
+        )
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, script(found_ways))
         engine = None
@@ -229,7 +258,9 @@ class TensorRT:
         """Load an engine on this machine's GPU."""
         from deploy.targets.tensorrt.session import TensorrtSession
 
-        return TensorrtSession.open(engine, cuda_graph=self.cuda_graph)
+        return TensorrtSession.open(
+            engine, cuda_graph=self.cuda_graph, device=self.device, plugins=self.plugins
+        )
 
     def _readable(
         self, models: Mapping[str, onnx.ModelProto], version: str
@@ -275,10 +306,11 @@ class TensorRT:
         """(engine, notes): built here, or built before from the same files on the same GPU."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt import builder, sdk
+        from deploy.targets.tensorrt.gpus import gpu
         from deploy.targets.tensorrt.trtexec import float_layers
         from deploy.targets.tensorrt.versions import row
 
-        here = sdk.find()
+        here = sdk.find(self.device)
         implicit = here.calibrators and self.form != "qdq"
         if not implicit and (self.form == "cache" or self.calibrator):
             raise ConfigError(
@@ -301,42 +333,47 @@ class TensorRT:
             cache_sha256=sha256(known) if implicit else None,
         ) | {"calibrator": self.calibrator}
         about = _origin_notes(here)
+        if from_data:
+            about = (*about, *self._left_out(request, settings))
         before = builder.cached_engine(request.built_before(path.name), key)
         if before is not None:
             again = "the engine was built before from the same files, on the same GPU"
             return builder.keep_engine(path, before, key), (again, *about)
-        calibrator = None
+        cuda, calibrator = gpu(self.device), None
         if from_data:
-            known = self._calibrated(request, source, settings, here)
+            known = self._calibrated(request, source, settings, here.version, cuda)
         if implicit:
             calibrator = self._from_cache(known)
-        engine = builder.build_engine(source, settings, calibrator=calibrator)
+        engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
         notes = (*about, *_log_notes(engine.log, request.model))
         return builder.keep_engine(path, engine.plan, key), notes
 
     def _calibrated(
-        self, request: BuildRequest, source: Path, settings: Settings, here: Sdk
+        self, request: BuildRequest, source: Path, settings: Settings, version: str, cuda: Cuda
     ) -> bytes:
         """The cache that TensorRT makes on the GPU, or made before from the same data."""
         from deploy.targets.tensorrt import builder, gpu_cache
 
         name = f"{request.name}.gpu.cache"
-        made_from = self._made_from(request, here.version)
+        made_from = self._made_from(request, version)
         known = gpu_cache.fitting(request.built_before(name), made_from)
         if known is None:
-            known = builder.calibrate(source, settings, self._live(request, settings))
+            live = self._live(request, settings, cuda)
+            known = builder.calibrate(source, settings, live, cuda=cuda)
         gpu_cache.keep(request.folder / name, known, made_from)
         return known
 
     def _made_from(self, request: BuildRequest, version: str) -> dict[str, Any]:
         """All that a calibration by TensorRT on the GPU depends on."""
+        from deploy.targets.tensorrt.plugins import digests
+
         return {
             "model": request.digest,
             "images": dict(request.manifest),
             "calibrator": self.calibrator,
             "batch": self.max_batch,
             "tensorrt": version,
-        }
+        } | ({"plugins": digests(self.plugins)} if self.plugins else {})
 
     def _from_cache(self, known: bytes) -> Callbacks:
         """A calibrator that has the cache and no data: should TensorRT refuse it, that is said."""
@@ -345,28 +382,28 @@ class TensorRT:
         name = self.calibrator or "entropy2"
         return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
 
-    def _live(self, request: BuildRequest, settings: Settings) -> Callbacks:
+    def _live(self, request: BuildRequest, settings: Settings, cuda: Cuda) -> Callbacks:
         """A calibrator that feeds the request's samples to TensorRT on the GPU."""
-        from calibrators.tensorrt import CudaMemory, calibrator
-        from deploy.targets.tensorrt.batches import whole_batches
+        from calibrators.tensorrt import calibrator
+        from deploy.calibration.batches import whole, whole_batches
+        from deploy.targets.tensorrt.cuda import CudaMemory
 
-        first = _first_sample(request)
-        held = next(iter(first.values())).shape[0]
-        shapes = {name: array.shape for name, array in first.items()}
-        shapes |= {name: profile.best for name, profile in settings.profiles.items()}
-        together = max(shape[0] for shape in shapes.values()) // held
-        if len(request.feed) < together:
-            raise ConfigError(
-                f"TensorRT calibrates in whole batches, got {len(request.feed)} samples for batches"
-                f" of {together}; give more images or a smaller max_batch"
-            )
+        shapes = _calibrated_shapes(request, settings)
+        together = _together(request, shapes)
         return calibrator(
             str(self.calibrator),
             whole_batches(request.feed.samples(), together),
-            batches=len(request.feed) // together,
+            batches=whole(len(request.feed), together) // together,
             shapes=shapes,
-            memory=CudaMemory(),
+            memory=CudaMemory(cuda),
         )
+
+    def _left_out(self, request: BuildRequest, settings: Settings) -> tuple[str, ...]:
+        """What TensorRT's calibration does not see of the samples."""
+        from deploy.calibration.batches import left_out
+
+        together = _together(request, _calibrated_shapes(request, settings))
+        return left_out(len(request.feed), together)
 
     def _settings(self, request: BuildRequest, batch: int | None) -> Settings:
         """Settings tuned for the fed batch, or for `batch` where the model leaves it open."""
@@ -384,6 +421,8 @@ class TensorRT:
             bf16=self.rest == BF16,
             workspace_mib=self.workspace_mib,
             profiles=profiles_for(shapes, fed, most_batch=self.max_batch),
+            values=_values(_first_sample(request)),
+            plugins=self.plugins,
             timing_cache=request.folder / _TIMING,
             known_timing=request.built_before(_TIMING),
         )
@@ -455,6 +494,28 @@ def _match_notes(matched: Match) -> tuple[str, ...]:
 
 def _plain(version: str) -> str:
     return ".".join(version.split(".")[:3])
+
+
+def _calibrated_shapes(request: BuildRequest, settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Input -> the shape that TensorRT calibrates with."""
+    shapes = {name: array.shape for name, array in _first_sample(request).items()}
+    return shapes | {name: profile.best for name, profile in settings.profiles.items()}
+
+
+def _together(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Samples in a batch of these shapes."""
+    held = {name: array.shape for name, array in _first_sample(request).items() if array.ndim}
+    return max(shapes[name][0] // int(shape[0]) for name, shape in held.items())
+
+
+def _values(sample: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What shapes may depend on: a few whole numbers in one dimension, those of one sample."""
+    few = {
+        name: array
+        for name, array in sample.items()
+        if array.dtype.kind in "iu" and array.ndim <= 1 and array.size <= _MOST_VALUES
+    }
+    return {name: tuple(int(value) for value in array.reshape(-1)) for name, array in few.items()}
 
 
 def _first_sample(request: BuildRequest) -> Mapping[str, Any]:
