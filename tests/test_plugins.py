@@ -12,6 +12,7 @@ from deploy.frontends import load
 from deploy.frontends.checks import check_valid
 from deploy.ort import OrtSession
 from deploy.targets.tensorrt import builder, gpus, sdk
+from deploy.targets.tensorrt.session import TensorrtSession
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.tensors import TensorSpec
 
@@ -255,7 +256,7 @@ def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, mon
     monkeypatch.setattr(gpus, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", lambda *a, **k: builder.Engine(b"plan", (), b""))
     monkeypatch.setattr(TensorRT, "_from_cache", lambda self, known: None)
-    monkeypatch.setattr(TensorRT, "open", lambda self, engine, threads=None: Whole())
+    monkeypatch.setattr(TensorrtSession, "open", lambda *a, **k: Whole())
     code, _, report, err = build(detector(), "--target", "tensorrt", "--duration", 0.05)
     assert code == 0, err
     (engine,) = [e for e in report["engines"] if not e["reference"]]

@@ -41,7 +41,7 @@ def of_files(asked: str, here: str | None) -> str:
     return asked if here is None else min(asked, here, key=version_label)
 
 
-def of_typed(version: str, rest: str) -> str:
+def of_typed(version: str, rest: str, *, fp8: bool = False) -> str:
     """The first TensorRT from this one on that has networks of this type."""
-    first = Needs(OPSETS[rest]).first_reading(typed=True) if rest in OPSETS else None
+    first = Needs(OPSETS.get(rest, 0)).first_reading(typed=True, fp8=fp8)
     return version if first is None else max(version, first, key=version_label)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from deploy.calibration.trt_cache import version_label
 from deploy.targets.tensorrt.versions import Needs, row
-from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
+from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP8, FP16, FP32, INT8, QDQ, TYPED
 
 if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
 _LAST = "11.0.0"  # no flag of its trtexec chooses types any more
+_FP8_GPU = "on a GPU of Ada, Hopper or later, "
 _OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # that knows the type, and is meant here
 
 
@@ -46,6 +47,7 @@ def ways(
     version: str,
     *,
     rest: str = FP16,
+    precision: str = INT8,
 ) -> tuple[Way, ...]:
     """How the engine is built on a GPU machine with these files.
 
@@ -57,9 +59,10 @@ def ways(
         needs: role of a model -> what its parser must know.
         version: TensorRT that the cache is for, "X.Y.Z".
         rest: type of what is not int8.
+        precision: int8 or fp8.
     """
-    strong = _strong(request, files, needs)
-    if not row(version).calibrators:
+    strong = _strong(request, files, needs, precision)
+    if precision == FP8 or not row(version).calibrators:
         return strong
     weak = _weak(request, files, needs[QDQ], rest)
     return (_implicit(request, files, needs[FLOAT], version, rest), *weak, *strong)
@@ -113,20 +116,21 @@ def _weak(
 
 
 def _strong(
-    request: BuildRequest, files: Mapping[str, Path], needs: Mapping[str, Needs]
+    request: BuildRequest, files: Mapping[str, Path], needs: Mapping[str, Needs], precision: str
 ) -> tuple[Way, ...]:
     """In the types of the model."""
-    role = TYPED if TYPED in files else QDQ
-    path, since = files[role], needs[role].first_reading(typed=True)
+    role, fp8 = TYPED if TYPED in files else QDQ, precision == FP8
+    path, where = files[role], _FP8_GPU if fp8 else ""
+    since = needs[role].first_reading(typed=True, fp8=fp8)
     if since is None:
         opset = needs[role].opset
         why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
         return (Way("typed", why),)
-    last = Way("11", "with TensorRT 11", _line(request, path, []))
+    last = Way("11", f"{where}with TensorRT 11", _line(request, path, []))
     if version_label(since) >= version_label(_LAST):
         return (last,)
     words = _line(request, path, ["--stronglyTyped"])
-    return Way("typed", _until_10(since), words), last
+    return Way("typed", where + _until_10(since), words), last
 
 
 def _line(request: BuildRequest, model: Path, words: Sequence[str]) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 Sources: docs/operators.md of onnx-tensorrt (8.0 to 10.1, 10.15, 11.2) for opsets and operators,
 where versions between two rows are taken to read what the older one does; its importers (8.6 to
 10.0) for 9, which says opset 19 but reads neither the axes of a Reduce-18 nor the number of parts
-of a Split-18; TensorRT's release notes and NvInfer.h for strong typing and calibrators.
+of a Split-18; TensorRT's release notes and NvInfer.h for strong typing, calibrators and FP8 (matrix
+products alone had it before 10.2).
 """
 
 from __future__ import annotations
@@ -29,20 +30,23 @@ class Row:
         opset: the newest that its ONNX parser reads.
         calibrators: whether it has int8 calibrators and reads their caches.
         typed: whether it has strongly typed networks.
+        fp8: whether it has FP8 convolutions, in such networks.
     """
 
     since: str
     opset: int
     calibrators: bool
     typed: bool
+    fp8: bool = False
 
 
 ROWS = (
     Row("8.0.0", 13, calibrators=True, typed=False),
     Row("8.4.0", 17, calibrators=True, typed=False),
     Row("10.0.0", 20, calibrators=True, typed=True),
-    Row("10.15.0", 24, calibrators=True, typed=True),
-    Row("11.0.0", 24, calibrators=False, typed=True),
+    Row("10.2.0", 20, calibrators=True, typed=True, fp8=True),
+    Row("10.15.0", 24, calibrators=True, typed=True, fp8=True),
+    Row("11.0.0", 24, calibrators=False, typed=True, fp8=True),
 )
 # First version -> operators of its opset, or of an older one, that none before it reads. What 10.1
 # does not read is taken to be unread until 10.15, of which no list of operators was at hand.
@@ -114,8 +118,12 @@ class Needs:
         missing = sorted(self.operators & unread(version))
         return f"it does not read {', '.join(missing)}" if missing else ""
 
-    def first_reading(self, *, typed: bool = False) -> str | None:
-        """The first version whose parser reads the model; None where none does."""
+    def first_reading(self, *, typed: bool = False, fp8: bool = False) -> str | None:
+        """The first version whose parser reads the model, and that has what is asked; or None."""
         known: Collection[str] = {*(one.since for one in ROWS), *_NEW}
-        found = (v for v in sorted(known, key=version_label) if row(v).typed or not typed)
-        return next((version for version in found if not self.unmet(version)), None)
+        able = (
+            version
+            for version in sorted(known, key=version_label)
+            if (row(version).typed or not typed) and (row(version).fp8 or not fp8)
+        )
+        return next((version for version in able if not self.unmet(version)), None)
