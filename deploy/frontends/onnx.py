@@ -106,15 +106,15 @@ def _clean(
         notes.append(note)
         checks.check_float(model)
     checks.check_ends(model)
-    behind = cut(model, _infer)
+    behind = cut(model, with_shapes)
     if behind is not None:
-        model = _infer(model)  # the types of its new outputs
+        model = with_shapes(model)  # the types of its new outputs
     widened = widen(model)
     notes.append(widened)
     if sort_nodes(model.graph):
         notes.append("Put the nodes into the order in which they run.")
     name_nodes(model.graph)
-    model = _infer(model)  # also fills in the types of outputs
+    model = with_shapes(model)  # also fills in the types of outputs
     checks.check_valid(model)
     if widened:
         drop_casts(model.graph, Graph(model).dtypes)
@@ -125,7 +125,7 @@ def _clean(
     if fold_batchnorm:
         notes += _fold_norms(model.graph)
     name_nodes(model.graph)
-    model = _infer(model)
+    model = with_shapes(model)
     notes += _left_float(model)
     return model, [note for note in notes if note], widened is not None, behind
 
@@ -166,13 +166,13 @@ def _inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     constants = identities = 0
-    model = _infer(model)
+    model = with_shapes(model)
     for _ in range(_ROUNDS):
         identities += (removed := remove_identity(model.graph))
         constants += (folded := fold_constants(model))
         if not folded and not removed:
             break
-        model = _infer(model)
+        model = with_shapes(model)
     dead = drop_dead(model.graph)
     return model, [
         sentence
@@ -219,8 +219,12 @@ def _left_float(model: onnx.ModelProto) -> list[str]:
     ]
 
 
-def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Shapes and types inferred afresh; of the file's own only those that inference lacks."""
+def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Shapes and types inferred afresh; of the file's own only those that inference lacks.
+
+    Raises:
+        ModelError: they contradict each other.
+    """
     from onnx import shape_inference
 
     own = [copied(value) for value in model.graph.value_info]
