@@ -309,7 +309,14 @@ def build(
             progress=progress,
         )
         results = _built(
-            built_for, calibrated, stage, workers, plans, repairs=asked, progress=progress
+            built_for,
+            calibrated,
+            stage,
+            workers,
+            plans,
+            repairs=asked,
+            timed=duration_s > 0,
+            progress=progress,
         )
         figures = measured(
             calibrated.loaded,
@@ -546,6 +553,7 @@ def _built(
     plans: Mapping[str, Tuned],
     *,
     repairs: Sequence[str],
+    timed: bool,
     progress: bool,
 ) -> list[Built]:
     """One result a target; a failed one is its sentence.
@@ -553,7 +561,7 @@ def _built(
     Raises:
         Calib8Error: the one target that was asked for failed, or all did.
     """
-    request = _request(calibrated, stage, threads)
+    request = replace(_request(calibrated, stage, threads), timed=timed)
     results: list[Built] = []
     errors: list[Calib8Error] = []
     for target in targets:
