@@ -42,8 +42,8 @@ class RanPart:
         layers: how many compute something, of several nodes each.
         precisions: type -> how many of them compute in it.
         reformats: how many more only change type or layout.
-        grid: what the planned nodes were to run in; "" where there is no plan.
-        planned: nodes that were planned on a grid.
+        planned: nodes that were planned on a grid; None where there is no plan.
+        grid: what they were to run in.
         unnamed: those of them that no layer names, being fused into another or gone.
         lost: those of them that run in float.
         gained: nodes that were to stay float and do not.
@@ -52,8 +52,8 @@ class RanPart:
     layers: int
     precisions: Mapping[str, int] = field(default_factory=dict)
     reformats: int = 0
-    grid: str = ""
-    planned: int = 0
+    planned: int | None = None
+    grid: str | None = None
     unnamed: tuple[str, ...] = ()
     lost: tuple[NodeRan, ...] = ()
     gained: tuple[NodeRan, ...] = ()
@@ -66,7 +66,7 @@ class RanPart:
     @property
     def as_planned(self) -> int:
         """Planned nodes that run on a grid."""
-        return self.planned - len(self.unnamed) - len(self.lost)
+        return (self.planned or 0) - len(self.unnamed) - len(self.lost)
 
 
 def ran_part(layers: Sequence[RanLayer], plan: Iterable[Decision] = ()) -> RanPart | None:
@@ -84,8 +84,8 @@ def ran_part(layers: Sequence[RanLayer], plan: Iterable[Decision] = ()) -> RanPa
         layers=len(work),
         precisions=dict(Counter(layer.precision for layer in work if layer.precision)),
         reformats=len(layers) - len(work),
-        grid=" or ".join(sorted({d.precision for d in meant})),
-        planned=len(meant),
+        planned=len(meant) if decided else None,
+        grid=" or ".join(sorted({d.precision for d in meant})) or None,
         unnamed=tuple(d.node for d in meant if d.node not in found),
         lost=tuple(r for r in rows if r.node in on_grid and r.ran not in _GRIDS),
         gained=tuple(r for r in rows if r.node not in on_grid and r.ran in _GRIDS),

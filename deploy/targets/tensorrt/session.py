@@ -22,6 +22,8 @@ import numpy as np
 
 from deploy.errors import BackendError, SdkMissingError
 from deploy.reading import read_bytes
+from deploy.targets.tensorrt.gpu import device as device_of
+from deploy.targets.tensorrt.inspector import layers_of
 from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
 from deploy.targets.tensorrt.sdk import find
 from deploy.tensors import Array, TensorSpec
@@ -29,7 +31,9 @@ from deploy.tensors import Array, TensorSpec
 if TYPE_CHECKING:
     import tensorrt as trt
 
+    from deploy.machine import Device
     from deploy.metrics.latency import DeviceTimes
+    from deploy.metrics.ran import RanLayer
 
 
 class TensorrtSession:
@@ -37,6 +41,7 @@ class TensorrtSession:
 
     Attributes:
         threads: host threads that an inference takes.
+        device: the GPU, its driver and TensorRT.
     """
 
     threads = 1
@@ -47,10 +52,12 @@ class TensorrtSession:
         context: trt.IExecutionContext,
         primary: Any,
         *,
+        device: Device,
         cuda_graph: bool,
     ) -> None:
         import pycuda.driver as cuda
 
+        self.device = device
         self._cuda = cuda
         self._primary = primary
         self._engine = engine
@@ -92,7 +99,7 @@ class TensorrtSession:
             context = engine.create_execution_context()
             if context is None:
                 raise BackendError(f"TensorRT could not load {path.name}: {kept.words()}")
-            return cls(engine, context, primary, cuda_graph=cuda_graph)
+            return cls(engine, context, primary, device=device_of(sdk), cuda_graph=cuda_graph)
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
@@ -141,6 +148,11 @@ class TensorrtSession:
             spans = [float(a.time_till(b)) for a, b in pairwise(marks)]
         h2d, compute, d2h = spans
         return DeviceTimes(h2d_ms=h2d, compute_ms=compute, d2h_ms=d2h, enqueue_ms=self._enqueue_ms)
+
+    def layers(self) -> tuple[RanLayer, ...]:
+        """What the engine is made of; nothing where it was built without a word on it."""
+        with _current(self._primary), listening():
+            return layers_of(self._engine, self._context)
 
     def _place(self, feed: Mapping[str, Array]) -> None:
         """Put the inputs into pinned memory; with new shapes, make every buffer anew."""

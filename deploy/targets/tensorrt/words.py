@@ -3,3 +3,4 @@
 FP16, BF16, FP32 = "fp16", "bf16", "fp32"
 FLOAT, CACHE = "float model for TensorRT", "TensorRT cache"
 QDQ, TYPED = "TensorRT Q/DQ model", "TensorRT typed model"
+FLOAT_TYPED = "TensorRT float16 model, to compare with"
