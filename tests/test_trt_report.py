@@ -21,6 +21,7 @@ from deploy.targets.tensorrt.session import TensorrtSession
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
 COMPUTE_MS = {"int8": 1.0, "float16": 2.0, "float32": 4.0}
+COPY_MS = {"h2d_ms": 0.3, "d2h_ms": 0.2}
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def clock(monkeypatch):
     def times(self):
         kinds = {layer.precision for layer in self.layers()}
         compute = next((ms for kind, ms in COMPUTE_MS.items() if kind in kinds), 8.0)
-        return DeviceTimes(h2d_ms=0.3, compute_ms=compute, d2h_ms=0.2, enqueue_ms=0.125)
+        return DeviceTimes(compute_ms=compute, enqueue_ms=0.125, **COPY_MS)
 
     monkeypatch.setattr(TensorrtSession, "device_times", times)
     monkeypatch.setattr(timing, "measure", partial(timing.measure, warmup_ms=0))
@@ -81,6 +82,9 @@ def test_float_engines_are_built_by_flags_as_trtexec_builds_them(tensorrt, build
     made = build()
     assert list(made.rows) == ["FP32 on the CPU", "TensorRT FP32", "TensorRT FP16", "int8"]
     assert [row["baseline"] for row in made.rows.values()] == [False, True, True, False]
+    assert ["verdict" in row for row in made.rows.values()] == [False, False, False, True]
+    assert all("accuracy" in row for row in list(made.rows.values())[1:])
+    assert "int8: the engine belongs to" in made.md
     int8, fp32, fp16 = map(flags, trt.STORY.configs)
     assert (int8, fp32, fp16) == ({"INT8", "FP16", "TF32"}, {"TF32"}, {"FP16", "TF32"})
     assert all(c.int8_calibrator is None for c in trt.STORY.configs[1:])
@@ -185,6 +189,16 @@ def test_a_demanded_speed_is_over_float16_of_the_same_gpu(
     made = build("--min-speedup", asked, "--max-loss", 1, *options)
     reasons = made.rows["int8"]["verdict"]["reasons"]
     assert made.code == code and (said in made.md or any(said in reason for reason in reasons))
+
+
+def test_on_a_gpu_the_runtime_itself_takes_no_time(tensorrt, build, monkeypatch):
+    tensorrt(TEN)
+    for times in (COMPUTE_MS, COPY_MS):
+        for key in times:
+            monkeypatch.setitem(times, key, 0.01)
+    monkeypatch.setitem(COMPUTE_MS, "int8", 0.02)  # 0.01 ms slower, which the CPU's clock forgives
+    (reason,) = build().rows["int8"]["verdict"]["reasons"]
+    assert reason == "0.75 times as fast as TensorRT FP16"
 
 
 def test_a_target_of_the_cpu_keeps_its_ratio_beside_one_of_the_gpu(tensorrt, build):
