@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from calibrators.tensorrt import CLASSES, CudaMemory, calibrator
+from calibrators.tensorrt import CLASSES, calibrator
 from deploy import atomic
 from deploy.calibration import trt_cache
 from deploy.calibration.reuse import CachePolicy
@@ -44,6 +43,10 @@ from deploy.targets.tensorrt import builder, sdk
 from deploy.targets.tensorrt.batches import whole_batches
 from deploy.targets.tensorrt.builder import Settings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
+from deploy.targets.tensorrt.cuda import CudaMemory
+from deploy.targets.tensorrt.gpus import gpu
+from deploy.targets.tensorrt.driver import device_of
+from deploy.targets.tensorrt.gpus import gpu
 from deploy.targets.tensorrt.log import missing_tensors, sort_missing
 from deploy.targets.tensorrt.session import TensorrtSession
 from deploy.tensors import Array, Session
@@ -143,13 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def machine(here: sdk.Sdk) -> str:
     """TensorRT, GPU and driver, and what TensorRT does without."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        driver = said.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        driver = "unknown"
-    text = f"TensorRT {here.version} on {here.gpu}, driver {driver}"
+    text = device_of(here, gpu(0)).words
     return f"{text}, no tactics of {', '.join(here.stand_ins)}" if here.stand_ins else text
 
 
@@ -217,7 +214,9 @@ def calibrated_by(case: Case, algorithm: str, finding: Finding) -> bytes:
     """Let TensorRT calibrate; hold its cache against ours; build again from its cache."""
     shapes = {name: array.shape for name, array in next(case.batches()).items()}
     count = sum(1 for _ in case.batches())
-    live = calibrator(algorithm, case.batches(), batches=count, shapes=shapes, memory=CudaMemory())
+    live = calibrator(
+        algorithm, case.batches(), batches=count, shapes=shapes, memory=CudaMemory(gpu())
+    )
     cache = builder.calibrate(case.path, case.settings(case.batch), live)
     theirs = trt_cache.parse(cache, origin=f"TensorRT's {algorithm} cache")
     if algorithm in SEARCHES:
@@ -226,7 +225,7 @@ def calibrated_by(case: Case, algorithm: str, finding: Finding) -> bytes:
             _hold(finding, theirs, _ours(case, version, SEARCHES[algorithm]))
     # Again from the cache, with no data at all: TensorRT must not ask for a batch.
     again = calibrator(
-        algorithm, (), batches=count, shapes=shapes, memory=CudaMemory(), known=cache
+        algorithm, (), batches=count, shapes=shapes, memory=CudaMemory(gpu()), known=cache
     )
     engine = build_engine(case.path, case.settings(1), calibrator=again)
     judged = sort_missing(missing_tensors(engine.log), load(case.path).model)

@@ -824,7 +824,11 @@ class IExecutionContext:
             stream.wait()
         hosted = {name: self._hosted(name) for name in self.engine.hosted}  # read when enqueued
         if any(self.allocators.values()):
-            self._compute(hosted)
+            try:
+                self._compute(hosted)
+            except MemoryError:
+                _error("IOutputAllocator::reallocateOutput returned nullptr")
+                return False
         else:
             stream.put(lambda: self._compute(hosted))
         return True
@@ -859,6 +863,8 @@ class IExecutionContext:
                 address = ask(*asked, 0)
             else:
                 address = allocator.reallocate_output(*asked)
+            if not address:
+                raise MemoryError
             allocator.notify_shape(name, Dims(value.shape))
         if data.size:
             cuda.at(address, data.size, self.engine.device)[:] = data

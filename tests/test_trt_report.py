@@ -15,7 +15,7 @@ from deploy.graph.plan import Decision
 from deploy.metrics.latency import DeviceTimes
 from deploy.metrics.ran import RanLayer
 from deploy.report.ran import ran_part, ran_words
-from deploy.targets.tensorrt import builder, gpu, sdk
+from deploy.targets.tensorrt import builder, driver, sdk
 from deploy.targets.tensorrt.inspector import read
 from deploy.targets.tensorrt.session import TensorrtSession
 
@@ -242,9 +242,9 @@ def smi(tmp_path, monkeypatch):
     tool.write_text("#!/bin/sh\n[ $1 = --query-gpu=driver_version ] && echo 550.54.15\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
-    gpu.driver.cache_clear()
+    driver.driver_version.cache_clear()
     yield
-    gpu.driver.cache_clear()
+    driver.driver_version.cache_clear()
 
 
 def test_the_head_names_gpu_driver_cuda_and_tensorrt(smi, tensorrt, build, run, tmp_path):
@@ -261,16 +261,23 @@ def test_the_head_names_gpu_driver_cuda_and_tensorrt(smi, tensorrt, build, run, 
     assert code == 0 and words in said and "H2D" in said and "Machine" in said
 
 
+def test_the_engines_beside_are_of_the_same_gpu(tensorrt, build):
+    trt = tensorrt(TEN)
+    made = build("--device", 1)
+    assert trt.STORY.devices == [1, 1, 1] and set(trt.STORY.runs) == {1}
+    assert made.report["machine"]["devices"][0]["name"] == "Fake L4 sm_90"
+
+
 def test_a_driver_that_nobody_tells_is_not_made_up(tensorrt, build, tmp_path, monkeypatch):
-    tensorrt(TEN)
-    gpu.driver.cache_clear()
+    tensorrt(TEN, "cuda-python")
+    driver.driver_version.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert f"Fake H200 sm_90, CUDA 13.0, TensorRT {TEN}" in build("--duration", "0").said
-    gpu.driver.cache_clear()
+    driver.driver_version.cache_clear()
 
 
 def test_without_a_gpu_there_is_no_word_of_one(build, monkeypatch):
-    def missing():
+    def missing(*_):
         raise SdkMissingError("no GPU in this test")
 
     monkeypatch.setattr(sdk, "find", missing)

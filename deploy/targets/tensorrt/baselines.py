@@ -19,6 +19,7 @@ from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest
 from deploy.targets.tensorrt import builder
 from deploy.targets.tensorrt.builder import Settings
+from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.rest import typed
 from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.words import FLOAT_TYPED, FP16, FP32
@@ -39,6 +40,7 @@ def build(
     names: Iterable[str],
     request: BuildRequest,
     here: Sdk,
+    cuda: Cuda,
     settings: Settings,
     *,
     model: Path,
@@ -51,6 +53,7 @@ def build(
         names: of `LABELS`.
         request: of the build.
         here: TensorRT and GPU.
+        cuda: the GPU, to build on.
         settings: of the int8 engine.
         model: the float model's file.
         by_type: whether types are those of the model, and no flag chooses them.
@@ -66,7 +69,7 @@ def build(
             if by_type and name == FP16:
                 source, own = _typed(request, model, largest), replace(plain, typed=True)
                 files[FLOAT_TYPED] = source
-            engines[LABELS[name]] = _engine(request, here, own, source, name)
+            engines[LABELS[name]] = _engine(request, here, cuda, own, source, name)
             files[f"{LABELS[name]} engine, to compare with"] = engines[LABELS[name]]
         except (BackendError, ExportError) as error:
             notes.append(f"nothing is held against {LABELS[name]}, which was not built: {error}")
@@ -80,14 +83,16 @@ def _typed(request: BuildRequest, model: Path, largest: Mapping[str, float]) -> 
     return atomic.write_bytes(path, narrow.SerializeToString(deterministic=True))
 
 
-def _engine(request: BuildRequest, here: Sdk, settings: Settings, source: Path, name: str) -> Path:
+def _engine(
+    request: BuildRequest, here: Sdk, cuda: Cuda, settings: Settings, source: Path, name: str
+) -> Path:
     path = request.folder / f"{request.name}.{name}.engine"
     key = builder.engine_key(
         here, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
     )
     plan = builder.cached_engine(request.built_before(path.name), key)
     if plan is None:
-        plan = builder.build_engine(source, _timing(settings)).plan
+        plan = builder.build_engine(source, _timing(settings), cuda=cuda).plan
     return builder.keep_engine(path, plan, key)
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from deploy.graph.plan import Decision
     from deploy.targets.tensorrt.baselines import Baselines
     from deploy.targets.tensorrt.builder import Settings
+    from deploy.targets.tensorrt.cuda import Cuda
     from deploy.targets.tensorrt.match import Match
     from deploy.targets.tensorrt.sdk import Sdk
     from deploy.tensors import Session
@@ -63,6 +64,8 @@ class TensorRT:
             with the same samples, in batches of `max_batch`; None gives it our cache.
         baselines: float engines that are built beside it where speed is measured: "fp32,fp16",
             one of them, or "none".
+        device: GPU to build and run on, counted from 0.
+        plugins: libraries of plugins, loaded before a model is read or an engine is opened.
         parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
             cache; None judges from the model.
     """
@@ -91,6 +94,16 @@ class TensorRT:
         f"{FP32},{FP16}",
         choices=(f"{FP32},{FP16}", FP32, FP16, NO_BASELINES),
         help="TensorRT's own float engines to build beside it and hold its speed against.",
+    )
+    device: int = option(
+        0, least=0, metavar="N", help="GPU to build and run on, counted from 0.", runs=True
+    )
+    plugins: tuple[Path, ...] = option(
+        (),
+        flag="--plugin",
+        metavar="LIBRARY",
+        help="Library of TensorRT plugins to load.",
+        runs=True,
     )
     parser: str | None = option(
         None,
@@ -234,7 +247,9 @@ class TensorRT:
         """Load an engine on this machine's GPU."""
         from deploy.targets.tensorrt.session import TensorrtSession
 
-        return TensorrtSession.open(engine, cuda_graph=self.cuda_graph)
+        return TensorrtSession.open(
+            engine, cuda_graph=self.cuda_graph, device=self.device, plugins=self.plugins
+        )
 
     def _judged(self, files: Mapping[str, Path], version: str) -> str:
         """Role of the model whose accuracy is told: what the version runs, where a CPU can too."""
@@ -265,9 +280,10 @@ class TensorRT:
         """(engine, notes): built here, or built before from the same files on the same GPU."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt import builder, sdk
+        from deploy.targets.tensorrt.gpus import gpu
         from deploy.targets.tensorrt.trtexec import float_layers
 
-        here = sdk.find()
+        here = sdk.find(self.device)
         implicit = self._implicit(here)
         if not implicit and (self.form == "cache" or self.calibrator):
             raise ConfigError(
@@ -289,16 +305,18 @@ class TensorRT:
             cache_sha256=sha256(known) if implicit else None,
         ) | {"calibrator": self.calibrator}
         about = _origin_notes(here)
+        if from_data:
+            about = (*about, *self._left_out(request, settings))
         before = builder.cached_engine(request.built_before(path.name), key)
         if before is not None:
             again = "the engine was built before from the same files, on the same GPU"
             return builder.keep_engine(path, before, key), (again, *about)
-        calibrator = None
+        cuda, calibrator = gpu(self.device), None
         if from_data:
-            known = self._calibrated(request, source, settings, here)
+            known = self._calibrated(request, source, settings, here.version, cuda)
         if implicit:
             calibrator = self._from_cache(known)
-        engine = builder.build_engine(source, settings, calibrator=calibrator)
+        engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
         notes = (*about, *_log_notes(engine.log, request.model))
         return builder.keep_engine(path, engine.plan, key), notes
 
@@ -315,17 +333,19 @@ class TensorRT:
     def _beside(self, request: BuildRequest, files: Mapping[str, Path], found: Found) -> Baselines:
         """Float engines to hold the int8 engine against, where speed is measured."""
         from deploy.targets.tensorrt import baselines, sdk
+        from deploy.targets.tensorrt.gpus import gpu
 
         names = self.baselines.split(",")
         if not request.timed:
             plain = self.baselines in (TensorRT.baselines, NO_BASELINES)
             said = f"no {self.baselines} engine was built to compare with: no speed is measured"
             return baselines.Baselines(notes=() if plain else (said,))
-        here = sdk.find()
+        here = sdk.find(self.device)
         return baselines.build(
             names,
             request,
             here,
+            gpu(self.device),
             self._settings(request),
             model=files[FLOAT],
             by_type=self._by_type(here, files) or not here.calibrators,
@@ -333,16 +353,17 @@ class TensorRT:
         )
 
     def _calibrated(
-        self, request: BuildRequest, source: Path, settings: Settings, here: Sdk
+        self, request: BuildRequest, source: Path, settings: Settings, version: str, cuda: Cuda
     ) -> bytes:
         """The cache that TensorRT makes on the GPU, or made before from the same data."""
         from deploy.targets.tensorrt import builder, gpu_cache
 
         name = f"{request.name}.gpu.cache"
-        made_from = self._made_from(request, here.version)
+        made_from = self._made_from(request, version)
         known = gpu_cache.fitting(request.built_before(name), made_from)
         if known is None:
-            known = builder.calibrate(source, settings, self._live(request, settings))
+            live = self._live(request, settings, cuda)
+            known = builder.calibrate(source, settings, live, cuda=cuda)
         gpu_cache.keep(request.folder / name, known, made_from)
         return known
 
@@ -363,28 +384,28 @@ class TensorRT:
         name = self.calibrator or "entropy2"
         return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
 
-    def _live(self, request: BuildRequest, settings: Settings) -> Callbacks:
+    def _live(self, request: BuildRequest, settings: Settings, cuda: Cuda) -> Callbacks:
         """A calibrator that feeds the request's samples to TensorRT on the GPU."""
-        from calibrators.tensorrt import CudaMemory, calibrator
-        from deploy.targets.tensorrt.batches import whole_batches
+        from calibrators.tensorrt import calibrator
+        from deploy.targets.tensorrt.batches import whole, whole_batches
+        from deploy.targets.tensorrt.cuda import CudaMemory
 
-        first = _first_sample(request)
-        held = next(iter(first.values())).shape[0]
-        shapes = {name: array.shape for name, array in first.items()}
-        shapes |= {name: profile.best for name, profile in settings.profiles.items()}
-        together = max(shape[0] for shape in shapes.values()) // held
-        if len(request.feed) < together:
-            raise ConfigError(
-                f"TensorRT calibrates in whole batches, got {len(request.feed)} samples for batches"
-                f" of {together}; give more images or a smaller max_batch"
-            )
+        shapes = _calibrated_shapes(request, settings)
+        together = _together(request, shapes)
         return calibrator(
             str(self.calibrator),
             whole_batches(request.feed.samples(), together),
-            batches=len(request.feed) // together,
+            batches=whole(len(request.feed), together) // together,
             shapes=shapes,
-            memory=CudaMemory(),
+            memory=CudaMemory(cuda),
         )
+
+    def _left_out(self, request: BuildRequest, settings: Settings) -> tuple[str, ...]:
+        """What TensorRT's calibration does not see of the samples."""
+        from deploy.targets.tensorrt.batches import left_out
+
+        together = _together(request, _calibrated_shapes(request, settings))
+        return left_out(len(request.feed), together)
 
     def _settings(self, request: BuildRequest) -> Settings:
         """Settings tuned for the fed batch, or for the largest where TensorRT calibrates in it."""
@@ -403,6 +424,8 @@ class TensorRT:
             bf16=self.rest == BF16,
             workspace_mib=self.workspace_mib,
             profiles=profiles_for(shapes, fed, most_batch=self.max_batch),
+            values=_values(_first_sample(request)),
+            plugins=self.plugins,
             timing_cache=request.folder / _TIMING,
             known_timing=request.built_before(_TIMING),
         )
@@ -474,6 +497,24 @@ def _match_notes(matched: Match) -> tuple[str, ...]:
 
 def _plain(version: str) -> str:
     return ".".join(version.split(".")[:3])
+
+
+def _calibrated_shapes(request: BuildRequest, settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Input -> the shape that TensorRT calibrates with."""
+    shapes = {name: array.shape for name, array in _first_sample(request).items()}
+    return shapes | {name: profile.best for name, profile in settings.profiles.items()}
+
+
+def _together(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Samples in a batch of these shapes."""
+    held = {name: array.shape for name, array in _first_sample(request).items() if array.ndim}
+    return max(shapes[name][0] // int(shape[0]) for name, shape in held.items())
+
+
+def _values(sample: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What shapes may depend on: whole numbers in one dimension at most, those of one sample."""
+    few = {n: a for n, a in sample.items() if a.dtype.kind in "iu" and a.ndim <= 1}
+    return {name: tuple(int(value) for value in array.reshape(-1)) for name, array in few.items()}
 
 
 def _first_sample(request: BuildRequest) -> Mapping[str, Any]:
