@@ -44,7 +44,6 @@ from deploy.targets.tensorrt.batches import whole_batches
 from deploy.targets.tensorrt.builder import Settings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
 from deploy.targets.tensorrt.cuda import CudaMemory
-from deploy.targets.tensorrt.gpus import gpu
 from deploy.targets.tensorrt.driver import device_of
 from deploy.targets.tensorrt.gpus import gpu
 from deploy.targets.tensorrt.log import missing_tensors, sort_missing
