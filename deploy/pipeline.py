@@ -315,7 +315,7 @@ def build(
             workers,
             plans,
             repairs=asked,
-            timed=duration_s > 0,
+            against=loaded.model if duration_s > 0 else None,
             progress=progress,
         )
         figures = measured(
@@ -553,15 +553,18 @@ def _built(
     plans: Mapping[str, Tuned],
     *,
     repairs: Sequence[str],
-    timed: bool,
+    against: onnx.ModelProto | None,
     progress: bool,
 ) -> list[Built]:
     """One result a target; a failed one is its sentence.
 
+    Args beyond those of `build`:
+        against: the model without repairs, where speed is measured.
+
     Raises:
         Calib8Error: the one target that was asked for failed, or all did.
     """
-    request = replace(_request(calibrated, stage, threads), timed=timed)
+    request = replace(_request(calibrated, stage, threads), against=against)
     results: list[Built] = []
     errors: list[Calib8Error] = []
     for target in targets:

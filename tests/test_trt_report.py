@@ -107,6 +107,20 @@ def test_float16_is_typed_where_the_int8_engine_is(tensorrt, build, tmp_path, ve
     assert (tmp_path / "out/small_cnn.tensorrt.fp16.onnx").is_file()
 
 
+@pytest.mark.parametrize("version", [TEN, ELEVEN])
+def test_float_engines_are_of_the_model_without_repairs(tensorrt, build, tmp_path, version):
+    trt = tensorrt(version)
+    made = build("--repair", "adaround")
+    assert any("weight rounding" in note and "kept" in note for note in notes(made).split(" / "))
+    (output,) = made.rows["TensorRT FP32"]["accuracy"]["outputs"]
+    assert float(output["sqnr_db"]) > 100
+    plain = (tmp_path / "out/small_cnn.tensorrt.fp32.onnx").read_bytes()
+    assert plain != (tmp_path / "out/small_cnn.tensorrt.onnx").read_bytes()
+    assert trt.STORY.networks[1].model.SerializeToString() == plain
+    narrow = made.rows["TensorRT FP16"]["accuracy"]["outputs"][0]
+    assert float(narrow["sqnr_db"]) > 50  # of float16 alone
+
+
 @pytest.mark.parametrize(
     ("asked", "labels"),
     [("none", []), ("fp16", ["TensorRT FP16"]), ("fp32", ["TensorRT FP32"])],

@@ -33,7 +33,8 @@ class BuildRequest:
         threads: for what is run while building; the files do not depend on it.
         manifest: what the feed is made of, preprocessing included.
         choices: what was settled for the target beyond what the user asked for.
-        timed: whether what is built will be timed, and needs something to be held against.
+        against: the cleaned float model without repairs, for float engines that the speed of what
+            is built is held against; None where no speed is measured.
     """
 
     subject: Subject
@@ -44,7 +45,7 @@ class BuildRequest:
     earlier: Path | None = None
     threads: int = 1
     choices: Choices = NO_CHOICES
-    timed: bool = False
+    against: onnx.ModelProto | None = None
 
     def choosing(self, choices: Choices) -> BuildRequest:
         """The same, with other choices."""

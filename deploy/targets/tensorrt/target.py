@@ -24,7 +24,7 @@ from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.targets.options import check, option
 from deploy.targets.script import write_script
-from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
+from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, PLAIN, QDQ, TYPED
 
 if TYPE_CHECKING:
     import onnx
@@ -124,6 +124,7 @@ class TensorRT:
         ".engine.json",
         ".fp32.engine",
         ".fp32.engine.json",
+        ".tensorrt.fp32.onnx",
         ".tensorrt.fp16.onnx",
         ".fp16.engine",
         ".fp16.engine.json",
@@ -335,22 +336,28 @@ class TensorRT:
         from deploy.targets.tensorrt import baselines, sdk
         from deploy.targets.tensorrt.gpus import gpu
 
-        names = self.baselines.split(",")
-        if not request.timed:
-            plain = self.baselines in (TensorRT.baselines, NO_BASELINES)
+        if self.baselines == NO_BASELINES:
+            return baselines.Baselines()
+        if request.against is None:
             said = f"no {self.baselines} engine was built to compare with: no speed is measured"
-            return baselines.Baselines(notes=() if plain else (said,))
+            asked = self.baselines != TensorRT.baselines
+            return baselines.Baselines(notes=(said,) if asked else ())
         here = sdk.find(self.device)
-        return baselines.build(
-            names,
+        own = {}
+        if request.against is not request.model:  # repairs spoil it as a float model
+            stem = request.folder / f"{request.name}.tensorrt"
+            own[PLAIN] = _written(stem, f".{FP32}.onnx", _bytes(request.against))
+        made = baselines.build(
+            self.baselines.split(","),
             request,
             here,
             gpu(self.device),
             self._settings(request),
-            model=files[FLOAT],
+            model=own.get(PLAIN, files[FLOAT]),
             by_type=self._by_type(here, files) or not here.calibrators,
             largest=_sizes(found),
         )
+        return replace(made, files={**own, **made.files})
 
     def _calibrated(
         self, request: BuildRequest, source: Path, settings: Settings, version: str, cuda: Cuda
