@@ -30,6 +30,7 @@ import numpy as np
 from calibrators.tensorrt import CLASSES, calibrator
 from deploy import atomic
 from deploy.calibration import trt_cache
+from deploy.calibration.batches import whole_batches
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.search import Method
 from deploy.calibration.trt_cache import CalibrationCache
@@ -40,7 +41,6 @@ from deploy.metrics.latency import Latency, measure
 from deploy.ort import OrtSession
 from deploy.pipeline import calibrate
 from deploy.targets.tensorrt import builder, sdk
-from deploy.targets.tensorrt.batches import whole_batches
 from deploy.targets.tensorrt.builder import Settings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
 from deploy.targets.tensorrt.cuda import CudaMemory

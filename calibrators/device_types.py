@@ -29,10 +29,10 @@ def host_type(dtype: str) -> str:
 def stored(array: Array, dtype: str) -> Array:
     """An array of any shape, C-contiguous, as the device reads it as `dtype`.
 
-    Whole numbers become narrower where every one fits.
+    Numbers become narrower where every one fits; float8 takes its largest for what is larger.
 
     Raises:
-        ValueError: one does not, or `array` is of another kind; as the end of a sentence.
+        ValueError: one does not fit, or `array` is of another kind; as the end of a sentence.
     """
     if dtype == "bfloat16":
         return _to_bfloat16(np.asarray(array, np.float32, order="C"))
@@ -48,7 +48,11 @@ def stored(array: Array, dtype: str) -> Array:
                 raise ValueError(f"{dtype} from {limits.min} to {limits.max}, got {value}")
     elif not np.can_cast(array.dtype, wanted, "same_kind"):
         raise ValueError(f"{dtype}, got {array.dtype}")
-    return np.asarray(array, wanted, order="C")
+    with np.errstate(over="ignore"):
+        made = np.asarray(array, wanted, order="C")
+    if wanted.kind == "f" and np.any(lost := np.isinf(made) & np.isfinite(array)):
+        raise ValueError(f"{dtype} up to {np.finfo(wanted).max:g}, got {array[lost].flat[0]:g}")
+    return made
 
 
 def loaded(bits: Array, dtype: str) -> Array:

@@ -38,7 +38,7 @@ def test_beyond_its_range_float8_is_its_largest():
                                   [448, -448])  # fmt: skip
 
 
-def test_whole_numbers_are_narrowed_where_they_fit():
+def test_numbers_are_narrowed_where_they_fit():
     wide = np.int64([[1, -2], [2**31 - 1, 0]])
     narrow = stored(wide.T, "int32")
     assert narrow.dtype == np.int32 and narrow.flags.c_contiguous
@@ -46,6 +46,8 @@ def test_whole_numbers_are_narrowed_where_they_fit():
     assert stored(narrow, "int64").dtype == np.int64
     with pytest.raises(ValueError, match=r"int32 from -2147483648 to 2147483647, got 2147483648"):
         stored(wide + 1, "int32")
+    with pytest.raises(ValueError, match="float16 up to 65504, got 70000"):
+        stored(np.float32([1, 7e4]), "float16")
     with pytest.raises(ValueError, match="int32, got float32"):
         stored(np.float32([1]), "int32")
     assert stored(np.zeros(0, np.int64), "int32").size == 0

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import struct
+import subprocess
 from pathlib import Path
+from shutil import which
 
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
+LABELS = {EIGHT: "TRT-8503-", TEN: "TRT-101300-", ELEVEN: "TRT-100300-"}
+QUICK = ["--effort", 0, "--duration", 0, "--limit", 4, "--max-batch", 2]
 
 
 @pytest.fixture
@@ -16,11 +25,25 @@ def build(run, small_cnn, pictures, tmp_path):
 
     def call(*options):
         words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit"]
-        words += ["--target", "tensorrt", "--out", tmp_path / "out", "--effort", 0]
-        code, _, err = run(*words, "--duration", 0, *options)
+        words += ["--target", "tensorrt", "--out", tmp_path / "out", *QUICK]
+        code, _, err = run(*words, *options)
         assert code == 0, err
         (report,) = (tmp_path / "out").glob("report.json")
         return json.loads(report.read_text())["targets"][0]["notes"]
+
+    return call
+
+
+@pytest.fixture
+def failing(run, small_cnn, pictures, tmp_path):
+    """(options) -> the sentence that ends a build."""
+
+    def call(*options):
+        words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit"]
+        words += ["--target", "tensorrt", "--out", tmp_path / "failed", *QUICK]
+        code, _, err = run(*words, *options)
+        assert code == 1
+        return err
 
     return call
 
@@ -36,9 +59,23 @@ def test_an_engine_is_built_used_again_and_measured(tensorrt, build, run, tmp_pa
     assert any(f"TensorRT {version} on Fake H200" in note for note in build())
     assert any("built before" in note for note in build())
     assert len(trt.STORY.configs) == 1
+    (cache,) = tmp_path.glob("out/*.tensorrt.cache")  # for the version that builds, on reuse too
+    assert cache.read_text().startswith(LABELS[version])
     code, _, _ = run("bench", engine(tmp_path), "--duration", 0, "--warmup", 0)
     assert code == 0
     assert trt.STORY.runs
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A library with a plugin, for the fake's parser."""
+    compiler = which("gcc")
+    if compiler is None:
+        pytest.skip("gcc is missing")
+    source, path = tmp_path / "plugin.c", tmp_path / "libfancy.so"
+    source.write_text("int FancyPluginCreator;\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, source], check=True)
+    return path
 
 
 def flags(config) -> set[str]:
@@ -54,7 +91,7 @@ def test_tensorrt_calibrates_in_float32_alone(tensorrt, build, tmp_path, version
     assert flags(calibrating) == {"INT8"}
     assert flags(building) == {"INT8", "FP16", "TF32"}
     (cache,) = tmp_path.glob("out/*.gpu.cache")
-    assert cache.read_text().startswith("TRT-8503-" if version == EIGHT else "TRT-101300-")
+    assert cache.read_text().startswith(LABELS[version])
     build("--calibrator", calibrator, "--workspace", 64)
     assert len(trt.STORY.configs) == 3  # another engine of the same calibration
 
@@ -68,19 +105,17 @@ def test_from_11_an_engine_is_of_the_typed_model(tensorrt, build):
     assert any(tensor.data_type == 10 for tensor in network.model.graph.initializer)  # float16
 
 
-def test_a_calibrator_is_refused_where_there_is_none(tensorrt, run, small_cnn, pictures, tmp_path):
+def test_a_calibrator_is_refused_where_there_is_none(tensorrt, failing):
     tensorrt(ELEVEN)
-    words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit"]
-    words += ["--target", "tensorrt", "--out", tmp_path, "--effort", 0, "--duration", 0]
-    code, _, err = run(*words, "--calibrator", "entropy2")
-    assert code == 1 and "needs a TensorRT with calibrators, got 11.1.0" in err
+    err = failing("--calibrator", "entropy2")
+    assert "needs a TensorRT with calibrators, got 11.1.0" in err
 
 
 def test_what_the_parser_refuses_is_said_in_its_words(tensorrt, run, small_cnn, pictures, tmp_path):
     trt = tensorrt(TEN)
     trt.STORY.parser.append("In node 91 (importReduceMean): UNSUPPORTED_NODE")
     words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit", "--out", tmp_path]
-    words += ["--effort", 0, "--duration", 0]
+    words += QUICK
     code, out, _ = run(*words, "--target", "tensorrt,onnxruntime")
     assert code == 1 and "importReduceMean" in " ".join(out.split())
     assert list(tmp_path.glob("*.int8.onnx"))  # the other target is built all the same
@@ -96,3 +131,131 @@ def test_an_engine_runs_in_a_graph_and_in_streams(tensorrt, build, run, tmp_path
     code, _, err = run("bench", engine(tmp_path), "--duration", 0, "--warmup", 0, *options)
     assert code == 0, err
     assert len(trt.STORY.runs) > plain
+
+
+def test_a_gpu_is_chosen_for_building_and_running(tensorrt, build, run, tmp_path):
+    trt = tensorrt(TEN, "cuda-python")
+    assert any("on Fake L4" in note for note in build("--device", 1))
+    assert trt.STORY.devices == [1]
+    assert set(trt.STORY.runs) <= {1}
+    words = ["bench", engine(tmp_path), "--duration", 0, "--warmup", 0]
+    code, _, err = run(*words, "--device", 1, "--streams", 2)
+    assert code == 0, err
+    assert set(trt.STORY.runs) == {1}
+    code, _, err = run(*words)
+    assert code == 1 and "incompatible device: Fake L4" in err
+    assert any("on Fake H200" in note for note in build())
+    assert trt.STORY.devices == [1, 0]
+    assert any("built before" in note for note in build())
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_runs(tensorrt, failing, tmp_path):
+    tensorrt(TEN)
+    assert "one of the 2 GPUs of this machine, counted from 0, got 2" in failing("--device", 2)
+    assert not list(tmp_path.glob("failed/*.cache"))
+
+
+def test_without_a_gpu_the_lines_say_on_which_to_build(tensorrt, build, tmp_path, library):
+    tensorrt(TEN, "")
+    said = " ".join(build("--device", 3, "--plugin", library))
+    assert "cuda-python" in said and "pycuda" in said
+    script = next(tmp_path.glob("out/*_trtexec.sh")).read_text()
+    assert script.count(f"--device=3 --plugins={library}") == script.count("exec trtexec") > 2
+
+
+def test_libraries_of_plugins_are_loaded_and_part_of_the_engine(
+    tensorrt, build, run, failing, tmp_path, library
+):
+    trt = tensorrt(TEN)
+    build("--plugin", library)
+    assert hasattr(ctypes.CDLL(None), "FancyPluginCreator")
+    assert any("built before" in note for note in build("--plugin", library))
+    library.write_bytes(library.read_bytes() + b" ")
+    build("--plugin", library)
+    assert len(trt.STORY.configs) == 2
+    words = ["bench", engine(tmp_path), "--duration", 0, "--warmup", 0, "--plugin"]
+    assert run(*words, library)[0] == 0
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    code, _, err = run(*words, broken)
+    assert code == 1 and "must load beside TensorRT 10.13.0.35" in err
+    assert "none.so" in failing("--plugin", tmp_path / "none.so")
+
+
+@pytest.mark.parametrize("options", [[], ["--calibrator", "entropy2"]])
+def test_a_build_that_gives_nothing_is_told_in_tensorrts_words(tensorrt, failing, options):
+    trt = tensorrt(TEN)
+    trt.STORY.build.append("Internal Error: no kernel image is available")
+    err = failing(*options)
+    assert "could not build small_cnn.tensorrt.onnx: Internal Error: no kernel image" in err
+    assert "every batch" not in err
+
+
+def test_a_calibration_that_stops_halfway_says_how_far_it_came(tensorrt, failing):
+    trt = tensorrt(EIGHT)
+    trt.STORY.halfway.append("out of memory")
+    assert "out of memory; TensorRT must see every batch, got 1 of 2" in failing(
+        "--calibrator", "minmax"
+    )
+
+
+def test_what_has_no_scale_is_told(tensorrt, build):
+    trt = tensorrt(EIGHT)
+    trt.STORY.loses.extend(["r1", "w1"])
+    said = build("--calibrator", "minmax")
+    assert [note for note in said if "no scale for r1: an int8 layer reads it" in note]
+    assert [note for note in said if "1 more tensors without a scale" in note]
+
+
+def test_every_object_of_tensorrts_has_the_one_logger(tensorrt, build, run, tmp_path):
+    trt = tensorrt(TEN)
+    build()
+    run("bench", engine(tmp_path), "--duration", 0, "--warmup", 0)
+    assert len(trt.STORY.loggers) > 4 and len({id(one) for one in trt.STORY.loggers}) == 1
+
+
+def test_tactics_of_empty_libraries_are_left_out(tensorrt, build, monkeypatch):
+    trt = tensorrt(EIGHT)
+    monkeypatch.setattr("deploy.targets.tensorrt.builder.stand_ins", lambda: ("CUBLAS", "CUDNN"))
+    build()
+    assert trt.STORY.configs[-1].sources == 0b11010
+
+
+def sentences(folder: Path) -> tuple[Path, Path]:
+    """A model of whole numbers, ids [n, 4] -> y [n, 4, 5], and eight rows for it."""
+    rng = np.random.default_rng(3)
+    weights = {
+        "table": rng.standard_normal((9, 16)).astype(np.float32),
+        "w": rng.standard_normal((16, 5)).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["e"], name="gather"),
+        helper.make_node("MatMul", ["e", "w"], ["y"], name="product"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "words",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4, 5])],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    opset = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), folder / "words.onnx")
+    np.save(folder / "ids.npy", rng.integers(0, 9, (8, 4)))
+    return folder / "words.onnx", folder / "ids.npy"
+
+
+@pytest.mark.parametrize(("version", "dtype"), [(EIGHT, "INT32"), (TEN, "INT64")])
+def test_a_calibration_reads_whole_numbers_in_the_networks_type(
+    tensorrt, run, tmp_path, version, dtype
+):
+    trt = tensorrt(version)
+    model, rows = sentences(tmp_path)
+    words = ["build", model, "--images", rows, "--target", "tensorrt", "--out", tmp_path / "out"]
+    code, _, err = run(*words, *QUICK, "--calibrator", "minmax")
+    assert code == 0, err
+    assert trt.STORY.networks[0].inputs[0].dtype.name == dtype
+    (cache,) = tmp_path.glob("out/*.gpu.cache")
+    largest = np.abs(numpy_helper.to_array(onnx.load(model).graph.initializer[0])).max()
+    scale = struct.unpack(">f", bytes.fromhex(cache.read_text().split("e: ")[1][:8]))[0]
+    assert 0 < scale <= largest / 127 * 1.0001

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -161,9 +162,19 @@ class TensorRT:
         """The method's statistic of every float tensor; TensorRT's own methods see the file."""
         from deploy.targets.tensorrt import as_parsed
 
+        self._refuse_absent()
         as_parsed.refuse_names(subject.model)
         own = as_parsed.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
+
+    def _refuse_absent(self) -> None:
+        """Refuse a library or a GPU that is not there, before anything is run."""
+        from deploy.targets.tensorrt import plugins, sdk
+
+        plugins.digests(self.plugins)
+        if self.device:
+            with suppress(SdkMissingError):  # then the engine is built elsewhere
+                sdk.find(self.device)
 
     def cache_version(self) -> str | None:
         """This machine's TensorRT, where it builds engines and reads caches."""
@@ -205,7 +216,7 @@ class TensorRT:
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.baselines import Baselines
         from deploy.targets.tensorrt.to_qdq import to_qdq
-        from deploy.targets.tensorrt.trtexec import script, ways
+        from deploy.targets.tensorrt.trtexec import on_machine, script, ways
 
         cache, matched, found, version = self._matched(request)
         quantized = to_qdq(request.model, matched.plan, matched.scales)
@@ -219,7 +230,9 @@ class TensorRT:
         if narrow is not None:
             files[TYPED] = _written(stem, ".typed.onnx", _bytes(narrow))
         notes = (*_match_notes(matched), *said)
-        found_ways = ways(request, files, version, rest=self.rest)
+        found_ways = on_machine(
+            ways(request, files, version, rest=self.rest), device=self.device, plugins=self.plugins
+        )
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, script(found_ways))
         engine = None
@@ -394,7 +407,7 @@ class TensorRT:
     def _live(self, request: BuildRequest, settings: Settings, cuda: Cuda) -> Callbacks:
         """A calibrator that feeds the request's samples to TensorRT on the GPU."""
         from calibrators.tensorrt import calibrator
-        from deploy.targets.tensorrt.batches import whole, whole_batches
+        from deploy.calibration.batches import whole, whole_batches
         from deploy.targets.tensorrt.cuda import CudaMemory
 
         shapes = _calibrated_shapes(request, settings)
@@ -409,7 +422,7 @@ class TensorRT:
 
     def _left_out(self, request: BuildRequest, settings: Settings) -> tuple[str, ...]:
         """What TensorRT's calibration does not see of the samples."""
-        from deploy.targets.tensorrt.batches import left_out
+        from deploy.calibration.batches import left_out
 
         together = _together(request, _calibrated_shapes(request, settings))
         return left_out(len(request.feed), together)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,18 @@ def ways(
         return strong
     weak = (_implicit(request, files, version, rest), *_weak(request, files, opset, rest))
     return (*weak, *strong)
+
+
+def on_machine(
+    found: Sequence[Way], *, device: int = 0, plugins: Sequence[Path] = ()
+) -> tuple[Way, ...]:
+    """The same on a GPU other than the first, and with libraries of plugins.
+
+    `--plugins` is deprecated since 8.6 and read by every trtexec, its successor by none before.
+    """
+    own = [f"--device={device}"] if device else []
+    own += [f"--plugins={path.resolve()}" for path in plugins]
+    return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in found)
 
 
 def script(found: Sequence[Way]) -> str:

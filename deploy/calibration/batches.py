@@ -52,6 +52,6 @@ def left_out(samples: int, samples_a_batch: int) -> tuple[str, ...]:
     if seen == samples:
         return ()
     return (
-        f"{seen} of {samples} samples were calibrated with: TensorRT takes whole batches, of"
-        f" {samples_a_batch} here, and the last {samples - seen} fill none",
+        f"TensorRT calibrates in whole batches, of {samples_a_batch} samples here: the last"
+        f" {samples - seen} of {samples} samples fill none and were left out",
     )
