@@ -65,6 +65,7 @@ class Fake:
         self.loggers: list[Any] = []
         self.layers: list[Any] = []
         self.does: Callable[[Config, Any], bytes | None] = lambda config, log: b"plan"
+        self.reads: Callable[[Any], bool] = lambda log: True
 
     def module(self) -> types.ModuleType:
         made: Any = types.ModuleType("tensorrt")
@@ -90,7 +91,7 @@ class Fake:
 
     def parser(self, network: Any, logger: Any) -> Any:
         self.loggers.append(logger)
-        return types.SimpleNamespace(parse_from_file=lambda path: True)
+        return types.SimpleNamespace(parse_from_file=lambda path: self.reads(logger), num_errors=0)
 
 
 @pytest.fixture
@@ -186,6 +187,16 @@ def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake: Fake)
         assert str(caught.value) == (
             "TensorRT could not build net.onnx: Network has dynamic inputs | no profile"
         )
+
+
+def test_a_parser_that_lists_no_error_has_said_it_in_the_log(fake: Fake) -> None:
+    def cannot(log: Any) -> bool:
+        says(log, "Failed to parse ONNX model from file")
+        return False
+
+    fake.reads = cannot
+    with pytest.raises(BackendError, match=r"cannot read net\.onnx: Failed to parse ONNX model"):
+        build_engine(MODEL, Settings())
 
 
 def test_without_an_error_the_last_words_are_given(fake: Fake) -> None:

@@ -259,3 +259,28 @@ def test_a_calibration_reads_whole_numbers_in_the_networks_type(
     largest = np.abs(numpy_helper.to_array(onnx.load(model).graph.initializer[0])).max()
     scale = struct.unpack(">f", bytes.fromhex(cache.read_text().split("e: ")[1][:8]))[0]
     assert 0 < scale <= largest / 127 * 1.0001
+
+
+def test_an_input_that_shapes_depend_on_is_tuned_for_its_values(tensorrt, run, tmp_path):
+    trt = tensorrt(TEN)
+    rng = np.random.default_rng(4)
+    weight = numpy_helper.from_array(rng.standard_normal((6, 5)).astype(np.float32), "w")
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="product"),
+        helper.make_node("Expand", ["h", "size"], ["y"], name="expand"),
+    ]
+    ends = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 6]),
+        helper.make_tensor_value_info("size", TensorProto.INT64, [2]),
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, [None, 5]),
+    ]
+    graph = helper.make_graph(nodes, "sized", ends[:2], ends[2:], [weight])
+    opset = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "sized.onnx")
+    rows = {"x": rng.standard_normal((4, 1, 6)).astype(np.float32), "size": np.full((4, 2), [3, 5])}
+    np.savez(tmp_path / "rows.npz", **rows)
+    words = ["build", tmp_path / "sized.onnx", "--images", tmp_path / "rows.npz"]
+    code, _, err = run(*words, "--target", "tensorrt", "--out", tmp_path / "out", *QUICK)
+    assert code == 0, err
+    assert trt.STORY.configs[0].profile.values == {"size": ((3, 5),) * 3}
+    assert trt.STORY.networks[0].inputs[1].is_shape_tensor

@@ -115,7 +115,7 @@ def build_engine(
         load_plugins(settings.plugins)
         builder = _builder(kept)
         network = builder.create_network(_network_flags(typed=settings.typed))
-        _parse(network, model)
+        _parse(network, model, kept)
         config = _config(builder, network, settings, calibrator)
         timing = _timing_cache(config, settings.known_timing or settings.timing_cache)
         plan = builder.build_serialized_network(network, config)
@@ -245,16 +245,14 @@ def _network_flags(*, typed: bool) -> int:
     return sum(1 << int(getattr(flags, name)) for name in wanted if hasattr(flags, name))
 
 
-def _parse(network: trt.INetworkDefinition, model: Path) -> None:
+def _parse(network: trt.INetworkDefinition, model: Path, kept: KeepingLogger) -> None:
     import tensorrt as trt
 
     parser = trt.OnnxParser(network, process_logger())
     if parser.parse_from_file(str(model)):
         return
     errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]
-    raise BackendError(
-        f"TensorRT cannot read {model.name}: {' | '.join(errors) or 'its parser says nothing'}"
-    )
+    raise BackendError(f"TensorRT cannot read {model.name}: {' | '.join(errors) or kept.words()}")
 
 
 def _config(

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 NO_BASELINES = "none"
 _TIMING = "tensorrt.timing"
+_MOST_VALUES = 64  # of an input that shapes may depend on: far more than one has dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,13 +390,15 @@ class TensorRT:
 
     def _made_from(self, request: BuildRequest, version: str) -> dict[str, Any]:
         """All that a calibration by TensorRT on the GPU depends on."""
+        from deploy.targets.tensorrt.plugins import digests
+
         return {
             "model": request.digest,
             "images": dict(request.manifest),
             "calibrator": self.calibrator,
             "batch": self.max_batch,
             "tensorrt": version,
-        }
+        } | ({"plugins": digests(self.plugins)} if self.plugins else {})
 
     def _from_cache(self, known: bytes) -> Callbacks:
         """A calibrator that has the cache and no data: should TensorRT refuse it, that is said."""
@@ -532,8 +535,12 @@ def _together(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) -> i
 
 
 def _values(sample: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What shapes may depend on: whole numbers in one dimension at most, those of one sample."""
-    few = {n: a for n, a in sample.items() if a.dtype.kind in "iu" and a.ndim <= 1}
+    """What shapes may depend on: a few whole numbers in one dimension, those of one sample."""
+    few = {
+        name: array
+        for name, array in sample.items()
+        if array.dtype.kind in "iu" and array.ndim <= 1 and array.size <= _MOST_VALUES
+    }
     return {name: tuple(int(value) for value in array.reshape(-1)) for name, array in few.items()}
 
 

@@ -28,13 +28,12 @@ def count() -> int:
         ImportError, OSError: cuda-python is missing.
         SdkMissingError: CUDA does not start, or has no GPU.
     """
-    try:
-        found = int(_must(_runtime().cudaGetDeviceCount()))
-    except BackendError as error:
-        raise SdkMissingError(str(error)) from error
+    code, found = _runtime().cudaGetDeviceCount()
+    if int(code) != 0:
+        raise SdkMissingError(_words(code))
     if found == 0:
         raise SdkMissingError("no GPU")
-    return found
+    return int(found)
 
 
 def _runtime() -> Any:
@@ -53,10 +52,14 @@ def _must(answer: Sequence[Any]) -> Any:
     """
     code, *given = answer
     if int(code) != 0:
-        _, text = _runtime().cudaGetErrorString(code)
-        words = text.decode() if isinstance(text, bytes) else text
-        raise BackendError(f"{REFUSED}: {words} ({int(code)}); {WAY_OUT}")
+        raise BackendError(f"{REFUSED}: {_words(code)}; {WAY_OUT}")
     return given[0] if given else None
+
+
+def _words(code: Any) -> str:
+    """CUDA's own words for an error code, and the code."""
+    _, text = _runtime().cudaGetErrorString(code)
+    return f"{text.decode() if isinstance(text, bytes) else text} ({int(code)})"
 
 
 @dataclass(frozen=True)
