@@ -349,7 +349,7 @@ def test_warnings_become_notes() -> None:
 
 
 def test_batches_are_whole() -> None:
-    from deploy.targets.tensorrt.batches import whole_batches
+    from deploy.calibration.batches import whole_batches
 
     samples = [{"x": np.full((2, 3), i, np.float32)} for i in range(7)]
     made = list(whole_batches(samples, 3))
