@@ -84,7 +84,7 @@ def test_float_engines_are_built_by_flags_as_trtexec_builds_them(tensorrt, build
     assert [row["baseline"] for row in made.rows.values()] == [False, True, True, False]
     assert ["verdict" in row for row in made.rows.values()] == [False, False, False, True]
     assert all("accuracy" in row for row in list(made.rows.values())[1:])
-    assert "int8: the engine belongs to" in made.md
+    assert "\n- int8: the engine belongs to" in made.md
     int8, fp32, fp16 = map(flags, trt.STORY.configs)
     assert (int8, fp32, fp16) == ({"INT8", "FP16", "TF32"}, {"TF32"}, {"FP16", "TF32"})
     assert all(c.int8_calibrator is None for c in trt.STORY.configs[1:])
@@ -92,6 +92,14 @@ def test_float_engines_are_built_by_flags_as_trtexec_builds_them(tensorrt, build
     assert len(same) == 1  # of the same inputs
     build()
     assert len(trt.STORY.configs) == 3  # all three are used again
+
+
+def test_each_engine_knows_the_timings_of_those_before(tensorrt, build, tmp_path, monkeypatch):
+    trt = tensorrt(TEN)
+    more = lambda cache: trt.IHostMemory(cache.data + b"+")  # noqa: E731
+    monkeypatch.setattr(trt.ITimingCache, "serialize", more)
+    build()
+    assert (tmp_path / "out/tensorrt.timing").read_bytes() == b"timing+++"
 
 
 @pytest.mark.parametrize(("version", "options"), [(ELEVEN, ()), (TEN, ("--engine-from", "qdq"))])
@@ -275,9 +283,11 @@ def test_the_head_names_gpu_driver_cuda_and_tensorrt(smi, tensorrt, build, run, 
     assert code == 0 and words in said and "H2D" in said and "Machine" in said
 
 
-def test_the_engines_beside_are_of_the_same_gpu(tensorrt, build):
+def test_the_engines_beside_are_of_the_same_gpu(tensorrt, build, tmp_path):
     trt = tensorrt(TEN)
     made = build("--device", 1)
+    key = json.loads((tmp_path / "out/small_cnn.fp16.engine.json").read_text())
+    assert key["gpu"] == "Fake L4 sm_90"
     assert trt.STORY.devices == [1, 1, 1] and set(trt.STORY.runs) == {1}
     assert made.report["machine"]["devices"][0]["name"] == "Fake L4 sm_90"
 
