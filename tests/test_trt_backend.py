@@ -348,15 +348,6 @@ def test_warnings_become_notes() -> None:
     assert _log_notes([], load(residual()).model) == ()
 
 
-def test_batches_are_whole() -> None:
-    from deploy.calibration.batches import whole_batches
-
-    samples = [{"x": np.full((2, 3), i, np.float32)} for i in range(7)]
-    made = list(whole_batches(samples, 3))
-    assert [batch["x"].shape for batch in made] == [(6, 3)] * 2
-    assert [batch["x"][::2, 0].tolist() for batch in made] == [[0, 1, 2], [3, 4, 5]]
-
-
 def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path: Path) -> None:
     from deploy.targets.tensorrt.gpu_cache import fitting, keep
 

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from calibrators.statistics import HistogramOf
 from deploy.calibration.batches import left_out, whole, whole_batches
 from deploy.errors import ConfigError
 
@@ -59,6 +60,11 @@ def test_on_the_cpu_whole_batches_alone_are_observed(calibrate):
     assert cache != calibrate(20, "--batch-size", 5)[3]
     code, _, err, _ = calibrate(20, "--batch-size", 21)
     assert code == 1 and "got 20 samples for batches of 21" in err
+
+
+def test_statistics_of_whole_batches_are_not_taken_for_those_of_all():
+    keys = {HistogramOf(8).key, HistogramOf(8, 16).key, HistogramOf(8, 24).key}
+    assert len(keys) == 3
 
 
 def test_a_calibration_of_whole_batches_is_used_again(calibrate, run, small_cnn, listed, tmp_path):

@@ -206,6 +206,7 @@ def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
     x = np.ones((1, 3), np.float32)
     assert TensorrtSession.open(path, device=1).run({"x": x})["y"].sum() == 3
     assert machine.STORY.devices == [1] == machine.STORY.runs
+    assert sys.modules["fake_cuda"].current() == 0
     with pytest.raises(BackendError, match=r"on Fake H200 sm_90: .*incompatible device: Fake L4"):
         TensorrtSession.open(path)
     with pytest.raises(ConfigError, match=r"one of the 2 GPUs .* from 0, got 2"):
