@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import onnx
+from typing import TYPE_CHECKING
 
 from deploy import atomic
 from deploy.errors import BackendError, ExportError
@@ -23,6 +22,9 @@ from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.rest import typed
 from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.words import FLOAT_TYPED, FP16, FP32
+
+if TYPE_CHECKING:
+    import onnx
 
 LABELS = {FP32: "TensorRT FP32", FP16: "TensorRT FP16"}  # in the order of a report's columns
 
@@ -43,6 +45,7 @@ def build(
     cuda: Cuda,
     settings: Settings,
     *,
+    against: onnx.ModelProto,
     model: Path,
     by_type: bool,
     largest: Mapping[str, float],
@@ -55,7 +58,8 @@ def build(
         here: TensorRT and GPU.
         cuda: the GPU, to build on.
         settings: of the int8 engine.
-        model: the float model's file.
+        against: the float model.
+        model: its file.
         by_type: whether types are those of the model, and no flag chooses them.
         largest: tensor -> largest |x| that was seen, for what stays in float32.
     """
@@ -67,7 +71,7 @@ def build(
         try:
             source, own = model, replace(plain, fp16=name == FP16)
             if by_type and name == FP16:
-                source, own = _typed(request, model, largest), replace(plain, typed=True)
+                source, own = _typed(request, against, largest), replace(plain, typed=True)
                 files[FLOAT_TYPED] = source
             engines[LABELS[name]] = _engine(request, here, cuda, own, source, name)
             files[f"{LABELS[name]} engine, to compare with"] = engines[LABELS[name]]
@@ -76,9 +80,9 @@ def build(
     return Baselines(engines=engines, files=files, notes=tuple(notes))
 
 
-def _typed(request: BuildRequest, model: Path, largest: Mapping[str, float]) -> Path:
+def _typed(request: BuildRequest, against: onnx.ModelProto, largest: Mapping[str, float]) -> Path:
     """The float model in float16, but for what is too large for it."""
-    narrow, _ = typed(onnx.load(model), FP16, largest)
+    narrow, _ = typed(against, FP16, largest)
     path = request.folder / f"{request.name}.tensorrt.{FP16}.onnx"
     return atomic.write_bytes(path, narrow.SerializeToString(deterministic=True))
 

@@ -367,6 +367,7 @@ class TensorRT:
             here,
             gpu(self.device),
             self._settings(request),
+            against=request.against,
             model=own.get(PLAIN, files[FLOAT]),
             by_type=self._by_type(here, files) or not here.calibrators,
             largest=_sizes(found),
