@@ -188,7 +188,7 @@ def _rows(built: Built, seen: _Seen, *, alone: bool) -> Iterator[EngineRow]:
         own = name == built.target
         layers = layers_of(seen.sessions.get(name))
         yield EngineRow(
-            label="int8" if own and alone else name,
+            label=built.word if own and alone else name,
             baseline=not own,
             target=built.target,
             path=str(path) if path else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,8 +45,8 @@ def clock(monkeypatch):
 def build(run, small_cnn, pictures, tmp_path, clock):
     """(options) -> what a timed build for TensorRT into tmp_path/out wrote and said."""
 
-    def call(*options, target="tensorrt"):
-        words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit", "--effort", 0]
+    def call(*options, target="tensorrt", model=small_cnn, images=pictures):
+        words = ["build", model, "--images", images, "--preprocess", "unit", "--effort", 0]
         words += ["--target", target, "--out", tmp_path / "out", "--method", "minmax"]
         words += ["--limit", 8, "--threads", 1]
         words += [] if "--duration" in options else ["--duration", "0.01"]
@@ -127,6 +128,19 @@ def test_float_engines_are_of_the_model_without_repairs(tensorrt, build, tmp_pat
     assert trt.STORY.networks[1].model.SerializeToString() == plain
     narrow = made.rows["TensorRT FP16"]["accuracy"]["outputs"][0]
     assert float(narrow["sqnr_db"]) > 50  # of float16 alone
+
+
+def test_fp8_is_held_against_the_same_float_engines(tensorrt, build, tmp_path):
+    trt = tensorrt(TEN)
+    folder = Path(__file__).parents[1] / "datasets/fashion"
+    words = "--precision", "fp8"
+    made = build(*words, model=folder / "fashion.onnx", images=folder / "calib.txt")
+    assert list(made.rows)[1:] == ["TensorRT FP32", "TensorRT FP16", "fp8"]
+    assert "faster than TensorRT FP16" in made.said
+    assert "planned nodes in fp8" in made.said or "planned node in fp8" in made.said
+    fp32, fp16 = (n.model for n in trt.STORY.networks[1:])
+    assert not any(n.op_type == "QuantizeLinear" for m in (fp32, fp16) for n in m.graph.node)
+    assert (tmp_path / "out/fashion.tensorrt.fp32.onnx").is_file()
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     "--eval-images",
     section=sections.MEASURING,
     metavar="PATH",
-    help="Images for the accuracy figures; a list file may hold labels.",
+    help="Images for the accuracy figures, as --images; a list file may hold labels.",
 )
 @sections.option(
     "--labels",
     section=sections.MEASURING,
     type=click.Path(path_type=Path),
-    help="One class number a line, for the evaluation images in order; or their objects as a"
-    " COCO json, by file name.",
+    help="One class number a line, for the evaluation images in order; their objects as a COCO"
+    " json, by file name; or the word folders, where each class has one.",
 )
 @sections.option(
     "--metric",

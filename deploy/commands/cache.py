@@ -190,7 +190,14 @@ def check(
     type=click.Choice(("fp16", "bf16", "fp32")),
     default="fp32",
     show_default=True,
-    help="Type of what is not int8; TensorRT 11 takes it from the model.",
+    help="Type of what is not quantized; TensorRT 11 takes it from the model.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(("int8", "fp8")),
+    default="int8",
+    show_default=True,
+    help="Grid of the pairs; fp8 is for TensorRT 10.2 and newer, on GPUs from Ada and Hopper on.",
 )
 @click.option("--verbose", is_flag=True, help="Every entry and every tensor, with its reason.")
 def to_qdq(
@@ -201,6 +208,7 @@ def to_qdq(
     own_concat_scales: bool,
     parser: str | None,
     rest: str,
+    precision: str,
     verbose: bool,
 ) -> None:
     """Write MODEL.ONNX with the scales of CACHE in QuantizeLinear/DequantizeLinear pairs."""
@@ -214,6 +222,7 @@ def to_qdq(
         own_concat_scales=own_concat_scales,
         parser=parser,
         rest=rest,
+        precision=precision,
     )
     write_bytes(out, quantized.SerializeToString(deterministic=True))
     _print_match(matched, everything=verbose)

@@ -18,8 +18,14 @@ from deploy.errors import ConfigError
 if TYPE_CHECKING:
     from deploy.calibration.reuse import CachePolicy
     from deploy.calibration.search import Method
+    from deploy.feed.choice import Limit
     from deploy.feed.preprocess import Preprocess
     from deploy.targets import Target
+
+SOURCES = (
+    "Folder, pattern, list file (path, or path and label) or COCO json of images, or of .npy, .npz"
+    " or .bin files; a video; or loader.py:function"
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -29,7 +35,7 @@ class ImageOptions:
     """What `image_options` gathers from the command line."""
 
     source: str
-    limit: int | None
+    limit: Limit
     skip_bad: bool
     preprocess: Preprocess | None
     threads: int
@@ -110,12 +116,57 @@ def preprocess_options(command: Command) -> Command:
     return command
 
 
-limit_option = sections.option(
-    "--limit",
-    section=sections.IMAGES,
-    type=click.IntRange(min=1),
-    help="Use at most so many images.",
+_CHOICE = (
+    sections.option(
+        "--limit",
+        section=sections.IMAGES,
+        type=click.IntRange(min=1),
+        help="Use at most so many images, spread evenly over all.",
+    ),
+    sections.option(
+        "--sample",
+        section=sections.IMAGES,
+        type=click.IntRange(min=1),
+        help="Use at most so many images, drawn by lot.",
+    ),
+    sections.option(
+        "--sample-seed",
+        section=sections.IMAGES,
+        type=click.IntRange(min=0),
+        help="Of the lot of --sample.  [default: 0]",
+    ),
+    sections.option(
+        "--stride",
+        section=sections.IMAGES,
+        type=click.IntRange(min=1),
+        help="Use every so-manieth image or frame only.  [default: 1; of a video, one a second]",
+    ),
 )
+
+
+def limit_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add which of the images are used; `limit_from` gathers them."""
+    return _with(command, _CHOICE)
+
+
+def limit_from(words: dict[str, Any]) -> Limit:
+    """Take the words of `limit_options` out of a command's.
+
+    Raises:
+        ConfigError: a seed without a lot; or as `Choice`.
+    """
+    from deploy.errors import ConfigError
+    from deploy.feed.choice import Choice
+
+    seed, sample = words.pop("sample_seed"), words.pop("sample")
+    if seed is not None and sample is None:
+        raise ConfigError(f"--sample-seed is of --sample, got {seed} alone; give --sample too")
+    most, every = words.pop("limit"), words.pop("stride")
+    if most is sample is every is None:
+        return None
+    return Choice(most=most, sample=sample, seed=seed or 0, every=every)
+
+
 skip_bad_option = sections.option(
     "--skip-bad",
     section=sections.IMAGES,
@@ -133,7 +184,7 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
 
         images = ImageOptions(
             source=words.pop("images"),
-            limit=words.pop("limit"),
+            limit=limit_from(words),
             skip_bad=words.pop("skip_bad"),
             preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
             threads=words.pop("threads") or default_threads(),
@@ -146,10 +197,10 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
             section=sections.IMAGES,
             required=True,
             metavar="PATH",
-            help="Folder of images, list file (path, or path and label), .npy or .npz.",
+            help=f"{SOURCES}.",
         ),
         preprocess_options,
-        limit_option,
+        limit_options,
         skip_bad_option,
         sections.option(
             "--threads",

@@ -13,7 +13,7 @@ from deploy.calibration import trt_cache
 from deploy.calibration.trt_cache import CalibrationCache, Entry
 from deploy.errors import CacheError, ModelError
 from deploy.reading import MOST_TEXT, read_bytes
-from deploy.targets.tensorrt.words import FP32
+from deploy.targets.tensorrt.words import FP32, INT8
 
 if TYPE_CHECKING:
     import onnx
@@ -213,6 +213,7 @@ def cache_to_qdq(
     own_concat_scales: bool = False,
     parser: str | None = None,
     rest: str = FP32,
+    precision: str = INT8,
 ) -> tuple[onnx.ModelProto, Match]:
     """An old cache and its float model -> the Q/DQ model, and the report of the match.
 
@@ -223,19 +224,28 @@ def cache_to_qdq(
             `qdq_to_cache` are bit for bit those of `model`.
         own_concat_scales: see `deploy.targets.tensorrt.to_qdq`.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
-        rest: type of what is not int8, "fp16", "bf16" or "fp32" (`deploy.targets.tensorrt.rest`).
+        rest: type of what is not quantized, "fp16", "bf16" or "fp32"
+            (`deploy.targets.tensorrt.rest`).
+        precision: grid of the pairs, "int8" or "fp8"; the cache's thresholds stand for either.
 
     Raises:
         ModelError: the model cannot be read, or is quantized already.
         CacheError: most entries of the cache are not the model's.
-        ExportError: the model cannot be brought to the opset of a narrow rest.
+        ExportError: the model cannot be brought to the opset of a narrow rest, or of fp8.
     """
     from deploy.frontends import load
+    from deploy.graph.plan import TENSORRT_ON
     from deploy.targets.tensorrt.match import match
     from deploy.targets.tensorrt.to_qdq import to_qdq, to_typed
 
     loaded = load(model, fold_batchnorm=not keep_batchnorm)
-    matched = match(cache, loaded.model, original=original_of(model), parser=parser)
+    matched = match(
+        cache,
+        loaded.model,
+        original=original_of(model),
+        parser=parser,
+        placement=TENSORRT_ON[precision],
+    )
     if not matched.used:
         raise CacheError(
             f"a cache must fit its model, got {len(matched.entries)} entries of which none can be"

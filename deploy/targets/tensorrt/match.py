@@ -22,7 +22,7 @@ import numpy as np
 
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.graph.index import Graph
-from deploy.graph.plan import TENSORRT, Plan, analyse, reasons
+from deploy.graph.plan import TENSORRT, Placement, Plan, analyse, reasons
 from deploy.targets.tensorrt.naming import CacheTensor, cache_tensors, scale_owners
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def match(
     original: onnx.ModelProto | None = None,
     parser: str | None = None,
     float_nodes: Mapping[str, str] | Iterable[str] = (),
+    placement: Placement = TENSORRT,
 ) -> Match:
     """Hold a cache against a cleaned model.
 
@@ -100,6 +101,7 @@ def match(
         original: the model as TensorRT reads it, for the names its parser gives.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
         float_nodes: nodes to keep in float, as `analyse` takes them.
+        placement: where the pairs are to stand, of `deploy.graph.plan.TENSORRT_ON`.
 
     Raises:
         CacheError: one tensor stands in the cache with two scales.
@@ -114,9 +116,12 @@ def match(
     pools = {
         t.source: owner for t, owner in zip(listed, scale_owners(listed).values(), strict=True)
     }
-    plan, wanted, chosen = _plan(model, sound, why, pools, reasons(float_nodes))
+    plan, wanted, chosen = _plan(model, placement, sound, why, pools, reasons(float_nodes))
     serving = {wanted[tensor] for tensor in chosen}
-    entries = tuple(_entry(name, found.get(name), flaws.get(name), serving) for name in scales)
+    word = placement.word
+    entries = tuple(
+        _entry(name, found.get(name), flaws.get(name), serving, word) for name in scales
+    )
     entries = tuple(
         e if e.tensor else replace(e, reason=_stranger(e.name, model, original)) for e in entries
     )
@@ -126,6 +131,7 @@ def match(
 
 def _plan(
     model: onnx.ModelProto,
+    placement: Placement,
     sound: Mapping[str, np.float32],
     why: Mapping[str, str],
     pools: Mapping[str, str],
@@ -136,7 +142,7 @@ def _plan(
     A pool has the scale of its input, as in every cache of TensorRT. Another moved copy of a tensor
     (Flatten) has an entry of its own; where that is missing, the tensor's serves.
     """
-    full = analyse(model, TENSORRT, float_nodes=float_nodes)
+    full = analyse(model, placement, float_nodes=float_nodes)
     owners = {pair.tensor: full.owners.get(pair.tensor, pair.tensor) for pair in full.pairs}
 
     def source(tensor: str) -> str:
@@ -150,7 +156,7 @@ def _plan(
         if owner not in sound
     }
     missing |= {owners[tensor]: why for tensor, why in missing.items()}
-    plan = analyse(model, TENSORRT, float_nodes=float_nodes, float_tensors=missing)
+    plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=missing)
     plan = replace(plan, owners={})
     return plan, wanted, {name: sound[wanted[name]] for name in plan.activations}
 
@@ -217,6 +223,7 @@ def _entry(
     found: tuple[str, str] | None,
     flaw: str | None,
     serving: Collection[str],
+    word: str,
 ) -> EntryUse:
     if found is None:
         return EntryUse(name, None, False, "")
@@ -224,7 +231,8 @@ def _entry(
     if flaw is not None:
         return EntryUse(name, tensor, False, f"its scale is {flaw}")
     if tensor not in serving:
-        return EntryUse(name, tensor, False, "no pair of its own: no int8 node reads it directly")
+        reason = f"no pair of its own: no {word} node reads it directly"
+        return EntryUse(name, tensor, False, reason)
     return EntryUse(name, tensor, True, how)
 
 

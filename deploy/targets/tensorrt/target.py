@@ -7,7 +7,8 @@ Written always, on any machine::
     m.tensorrt.qdq.onnx  the symmetric Q/DQ model           for 8.5 to 11: explicit quantization
 
 The Q/DQ model is made from the cache, so both hold the same scales. An engine is built from the
-cache where TensorRT still has calibrators, else from the Q/DQ model.
+cache where TensorRT still has calibrators, else from the Q/DQ model. With `precision` fp8 there is
+the Q/DQ model alone, since TensorRT's calibrators and caches know int8 only.
 """
 
 from __future__ import annotations
@@ -20,12 +21,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
-from deploy.errors import ConfigError, ExportError, SdkMissingError
+from deploy.errors import ConfigError, ExportError, ModelError, SdkMissingError
 from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.targets.options import check, option
 from deploy.targets.script import write_script
-from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, PLAIN, QDQ, TYPED
+from deploy.targets.tensorrt.words import (
+    BF16,
+    CACHE,
+    FLOAT,
+    FP8,
+    FP16,
+    FP32,
+    INT8,
+    PLAIN,
+    QDQ,
+    TYPED,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -35,9 +47,10 @@ if TYPE_CHECKING:
     from deploy.calibration import trt_cache
     from deploy.calibration.observation import Observation
     from deploy.calibration.ranges import Ranges
+    from deploy.calibration.search import Method
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
-    from deploy.graph.plan import Decision
+    from deploy.graph.plan import Decision, Placement
     from deploy.targets.tensorrt.baselines import Baselines
     from deploy.targets.tensorrt.builder import Settings
     from deploy.targets.tensorrt.cuda import Cuda
@@ -57,6 +70,7 @@ class TensorRT:
     Attributes:
         version: TensorRT that is to read the cache, "X.Y.Z"; None takes that of the calibration
             cache (`--trt-version`), or of the TensorRT that builds here.
+        precision: grid of what is quantized: "int8", or "fp8" (E4M3, GPUs from Ada and Hopper on).
         form: what the engine is built from: "cache", "qdq", or "auto".
         rest: type of what does not run in int8: "fp16", "bf16" or "fp32".
         workspace_mib: TensorRT's scratch memory; None leaves its own limit.
@@ -73,6 +87,12 @@ class TensorRT:
     """
 
     version: str | None = None
+    precision: str = option(
+        INT8,
+        choices=(INT8, FP8),
+        help="Grid of what is quantized; fp8 is for GPUs from Ada and Hopper on.",
+        places=True,
+    )
     form: str = option(
         "auto",
         flag="--engine-from",
@@ -80,7 +100,7 @@ class TensorRT:
         help="What the engine is built from.",
     )
     rest: str = option(
-        FP16, choices=(FP16, BF16, FP32), help="Type of what is not int8, in the engine."
+        FP16, choices=(FP16, BF16, FP32), help="Type of what is not quantized, in the engine."
     )
     workspace_mib: int | None = option(
         None, flag="--workspace", metavar="MIB", least=1, help="Scratch memory of the builder."
@@ -144,6 +164,19 @@ class TensorRT:
                 f"an engine from the Q/DQ model has its scales in the model, got calibrator"
                 f" {self.calibrator!r}; leave it away, or build from the cache"
             )
+        if self.precision == FP8 and (self.calibrator is not None or self.form == "cache"):
+            asked = "--engine-from cache" if self.form == "cache" else "--calibrator"
+            raise ConfigError(
+                f"TensorRT's calibrators and caches are for int8, got {asked} with --precision"
+                " fp8; leave one of them away"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        """Where the pairs stand."""
+        from deploy.graph.plan import TENSORRT_ON
+
+        return TENSORRT_ON[self.precision]
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Every float tensor: TensorRT's cache lists them all."""
@@ -155,9 +188,9 @@ class TensorRT:
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
     ) -> tuple[Decision, ...]:
         """What the Q/DQ model would quantize; with a cache TensorRT itself decides."""
-        from deploy.graph.plan import TENSORRT, analyse
+        from deploy.graph.plan import analyse
 
-        return analyse(model, TENSORRT, float_nodes=float_nodes).decisions
+        return analyse(model, self.placement, float_nodes=float_nodes).decisions
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """The method's statistic of every float tensor; TensorRT's own methods see the file."""
@@ -165,6 +198,13 @@ class TensorRT:
 
         self._refuse_absent()
         as_parsed.refuse_names(subject.model)
+        self._check_methods(subject.method)
+        self._check_nodes(subject)
+        return self._observed(subject)
+
+    def _observed(self, subject: Subject) -> tuple[Observation, ...]:
+        from deploy.targets.tensorrt import as_parsed
+
         own = as_parsed.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
 
@@ -208,12 +248,34 @@ class TensorRT:
         from deploy.targets.tensorrt.match import match
 
         version = self.version or as_parsed.version_of(request.subject)
-        found = request.chosen.of(self.demand(request.subject))
+        choices, placement = request.choices, self.placement
+        self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
+        found = request.ranges_of(self, symmetric=placement.grid if self.precision == FP8 else None)
         cache = cache_of(request.model, found, version)
-        return cache, match(cache, request.model, float_nodes=request.float_nodes), found, version
+        matched = match(cache, request.model, float_nodes=request.float_nodes, placement=placement)
+        return cache, matched, found, version
+
+    def _check_methods(self, *methods: Method) -> None:
+        """Refuse a search that has no meaning on the grid."""
+        strange = [method.name for method in methods if method.integer]
+        if self.precision == FP8 and strange:
+            raise ConfigError(
+                f"--precision fp8 takes a method that is defined for its grid, got {strange[0]},"
+                " which is TensorRT's for int8; take mse, lp, minmax or percentile"
+            )
+
+    def _check_nodes(self, subject: Subject) -> None:
+        """Refuse a model of which nothing would be in fp8, whose layers are small more often."""
+        decisions = self.decisions(subject.model, subject.float_nodes)
+        if self.precision == FP8 and not any(one.quantized for one in decisions):
+            raise ModelError(
+                f"at least one node of the model must be able to run in fp8, got none in"
+                f" {subject.loaded.name}; `calib8 inspect --target tensorrt --precision fp8` says"
+                " why, --precision int8 asks for less"
+            )
 
     def build(self, request: BuildRequest) -> Built:
-        """Write the three files, and the engine where TensorRT and a GPU are at hand."""
+        """Write the files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.baselines import Baselines
         from deploy.targets.tensorrt.to_qdq import to_qdq
@@ -223,16 +285,18 @@ class TensorRT:
         quantized = to_qdq(request.model, matched.plan, matched.scales)
         narrow, said = self._typed(request, matched, found)
         stem = request.folder / f"{request.name}.tensorrt"
-        files = {
-            FLOAT: _written(stem, ".onnx", _bytes(request.model)),
-            CACHE: _written(stem, ".cache", trt_cache.dump(cache)),
-            QDQ: _written(stem, ".qdq.onnx", _bytes(quantized)),
-        }
+        files = {}
+        if self.precision == INT8:
+            files[FLOAT] = _written(stem, ".onnx", _bytes(request.model))
+            files[CACHE] = _written(stem, ".cache", trt_cache.dump(cache))
+        files[QDQ] = _written(stem, ".qdq.onnx", _bytes(quantized))
         if narrow is not None:
             files[TYPED] = _written(stem, ".typed.onnx", _bytes(narrow))
         notes = (*_match_notes(matched), *said)
         found_ways = on_machine(
-            ways(request, files, version, rest=self.rest), device=self.device, plugins=self.plugins
+            ways(request, files, version, rest=self.rest, precision=self.precision),
+            device=self.device,
+            plugins=self.plugins,
         )
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, script(found_ways))
@@ -270,7 +334,8 @@ class TensorRT:
         """Role of the model whose accuracy is told: what the version runs, where a CPU can too."""
         from deploy.targets.tensorrt.versions import row
 
-        runs = self.rest == FP16 and TYPED in files and row(version).typed
+        strong = self.precision == FP8 or row(version).typed
+        runs = self.rest == FP16 and TYPED in files and strong
         return TYPED if runs else QDQ  # ONNX Runtime has no bfloat16 convolutions
 
     def _typed(
@@ -297,8 +362,14 @@ class TensorRT:
         from deploy.targets.tensorrt import builder, sdk
         from deploy.targets.tensorrt.gpus import gpu
         from deploy.targets.tensorrt.trtexec import float_layers
+        from deploy.targets.tensorrt.versions import row
 
         here = sdk.find(self.device)
+        if self.precision == FP8 and not row(_plain(here.version)).fp8:
+            raise SdkMissingError(
+                f"an engine in fp8 needs TensorRT 10.2 or newer, got {here.version}; install one,"
+                " or build with --precision int8"
+            )
         implicit = self._implicit(here)
         if not implicit and (self.form == "cache" or self.calibrator):
             raise ConfigError(
@@ -307,6 +378,7 @@ class TensorRT:
             )
         typed = self._by_type(here, files)
         source = files[FLOAT if implicit else TYPED if typed else QDQ]
+        typed = typed or self.precision == FP8
         path = request.folder / f"{request.name}.engine"
         known = trt_cache.dump(trt_cache.relabel(cache, version=_plain(here.version)))
         from_data = self.calibrator is not None
@@ -337,7 +409,7 @@ class TensorRT:
 
     def _implicit(self, here: Sdk) -> bool:
         """Whether the engine is built from the cache."""
-        return here.calibrators and self.form != "qdq"
+        return here.calibrators and self.form != "qdq" and self.precision == INT8
 
     def _by_type(self, here: Sdk, files: Mapping[str, Path]) -> bool:
         """Whether the engine runs every layer in the type that the model gives it."""
@@ -346,7 +418,7 @@ class TensorRT:
         return not self._implicit(here) and TYPED in files and row(_plain(here.version)).typed
 
     def _beside(self, request: BuildRequest, files: Mapping[str, Path], found: Found) -> Baselines:
-        """Float engines to hold the int8 engine against, where speed is measured."""
+        """Float engines to hold the engine against, where speed is measured."""
         from deploy.targets.tensorrt import baselines, sdk
         from deploy.targets.tensorrt.gpus import gpu
 
@@ -358,7 +430,7 @@ class TensorRT:
             return baselines.Baselines(notes=(said,) if asked else ())
         here = sdk.find(self.device)
         own = {}
-        if request.against is not request.model:  # repairs spoil it as a float model
+        if FLOAT not in files or request.against is not request.model:  # repairs spoil it
             stem = request.folder / f"{request.name}.tensorrt"
             own[PLAIN] = _written(stem, f".{FP32}.onnx", _bytes(request.against))
         made = baselines.build(
@@ -368,7 +440,7 @@ class TensorRT:
             gpu(self.device),
             self._settings(request),
             against=request.against,
-            model=own.get(PLAIN, files[FLOAT]),
+            model=own[PLAIN] if own else files[FLOAT],
             by_type=self._by_type(here, files) or not here.calibrators,
             largest=_sizes(found),
         )
