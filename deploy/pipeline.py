@@ -43,6 +43,7 @@ from deploy.errors import (
     ModelError,
 )
 from deploy.feed.annotated import BY_FOLDER, labels_of
+from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.manifest import Changed
@@ -90,8 +91,8 @@ def calibrate(
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not.
-        images: folder, list file, image, .npy, .npz, or an iterable of arrays or
-            {input: array} dicts.
+        images: folder, list file, image, .npy, .npz, a `CalibratorScript`, or an iterable of
+            arrays or {input: array} dicts.
         targets: names of `TARGETS`, or targets with options of their own.
         method: name of a search, or a `Method` with parameters; None is the default one.
         preprocess: how images become inputs; None takes it from the model's input.
@@ -196,7 +197,9 @@ def _calibrated(
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
     return Calibrated(
         subject=subject,
-        images=str(images) if isinstance(images, str | Path) else "arrays in memory",
+        images=str(images)
+        if isinstance(images, str | Path | CalibratorScript)
+        else "arrays in memory",
         feed=feed,
         ranges=ranges,
         wanted=wanted,

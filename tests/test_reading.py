@@ -217,6 +217,7 @@ ELSEWHERE = {
     "deploy.reading": "the door itself",
     "deploy.results": "what was built a moment ago",
     "deploy.staging": "its own files, as it moves them",
+    "deploy.standins.sources": "the memory of this very process",
     "deploy.targets.tensorrt.target": "what was built a moment ago",
     "deploy.tuning.kernels": "ONNX Runtime's trace in a temporary folder",
 }

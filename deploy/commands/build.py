@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import sections
+from deploy.commands.feeding import fed
 from deploy.commands.model import model_from, model_options
 from deploy.commands.numbers import Real
 from deploy.commands.options import (
     CalibrationOptions,
     ImageOptions,
     calibration_options,
-    image_options,
+    feed_options,
 )
 from deploy.commands.targets import target_options
 from deploy.commands.tuning import TuningOptions, tuning_options
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
 )
 @target_options(lambda option: True)
 @model_options
-@image_options
+@feed_options
 @calibration_options
 def build(
     model: Path,
@@ -116,12 +117,13 @@ def build(
     from deploy.report import to_screen
 
     calibration.refuse_ignored(targets)
+    source, method = fed(images, calibration, targets)
     report = run(
         model_from(model, shapes, weights),
-        images.source,
+        source,
         out=out,
         targets=targets,
-        method=calibration.method if calibration.asked else None,
+        method=method,
         preprocess=images.preprocess,
         cache=replace(calibration.cache, path=cache),
         eval_images=eval_images,

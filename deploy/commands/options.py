@@ -32,9 +32,19 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """What `image_options` gathers from the command line."""
+    """What `image_options` and `feed_options` gather from the command line.
+
+    Attributes:
+        source: of the images; "" where a script feeds.
+        script: `file.py:function` of a TensorRT calibrator; "" where images do.
+        limit: which samples are used.
+        skip_bad: whether to go on without unreadable images.
+        preprocess: how images become inputs; None without an option of it.
+        threads: worker threads.
+    """
 
     source: str
+    script: str
     limit: Limit
     skip_bad: bool
     preprocess: Preprocess | None
@@ -175,15 +185,35 @@ skip_bad_option = sections.option(
 )
 
 
+calibrator_script_option = sections.option(
+    "--calibrator-script",
+    section=sections.IMAGES,
+    metavar="FILE.py:FUNCTION",
+    help="In place of --images: a function that gives your TensorRT calibrator (IInt8...), whose"
+    " batches are taken without TensorRT and a GPU.",
+)
+
+
 def image_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add how images are chosen and read; the command gets them as `images`."""
+    return _image_options(command, scripts=False)
 
+
+def feed_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The same, with a calibrator's script in place of images."""
+    return _image_options(command, scripts=True)
+
+
+def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[..., None]:
     @wraps(command)
     def gathered(**words: Any) -> None:
         from deploy.machine import default_threads
 
+        source, script = words.pop("images"), words.pop("calibrator_script", None)
+        _refuse_feeds(source, script)
         images = ImageOptions(
-            source=words.pop("images"),
+            source=source or "",
+            script=script or "",
             limit=limit_from(words),
             skip_bad=words.pop("skip_bad"),
             preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
@@ -195,10 +225,11 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
         sections.option(
             "--images",
             section=sections.IMAGES,
-            required=True,
+            required=not scripts,
             metavar="PATH",
             help=f"{SOURCES}.",
         ),
+        *((calibrator_script_option,) if scripts else ()),
         preprocess_options,
         limit_options,
         skip_bad_option,
@@ -210,6 +241,17 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
     )
     return _with(gathered, options)
+
+
+def _refuse_feeds(source: str | None, script: str | None) -> None:
+    """Refuse no feed, and two."""
+    if source and script:
+        raise ConfigError(
+            f"samples come from --images or from --calibrator-script, got {source} and {script};"
+            " leave one of them away"
+        )
+    if not source and not script:
+        raise click.UsageError("Missing option '--images' or '--calibrator-script'")
 
 
 keep_float_option = sections.option(

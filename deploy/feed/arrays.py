@@ -98,17 +98,18 @@ class ArraySource:
         return where, index - (self.ends[where - 1] if where else 0)
 
 
-def from_iterable(source: Iterable[object], specs: tuple[TensorSpec, ...]) -> ArraySource:
+def from_iterable(
+    source: Iterable[object], specs: tuple[TensorSpec, ...], *, name: str = "the iterable"
+) -> ArraySource:
     """Items of one or more samples each: arrays, tuples that begin with them, mappings by name.
 
     A list or a tuple is used as it is. Anything else is read once, one item at a time, into a
     temporary file (it is needed twice: for its digest and for the run). What an item holds beside
-    the inputs, such as labels, is left out, and said.
+    the inputs, such as labels, is left out, and said. `name` is that of all of it in messages.
 
     Raises:
         FeedError: an item that does not fit the inputs, or none at all.
     """
-    name = "the iterable"
     counts: list[int] = []
     spooled = not isinstance(source, list | tuple)
     spool = _Spool() if spooled else None
@@ -128,7 +129,7 @@ def from_iterable(source: Iterable[object], specs: tuple[TensorSpec, ...]) -> Ar
         raise FeedError(f"{name} must give samples, got none")
     notes = [f"left out of the items, as no input has it: {', '.join(beside)}"] if beside else []
     if spooled:
-        notes.append(f"the iterable was read once into a temporary file ({sum(counts)} samples)")
+        notes.append(f"{name} was read once into a temporary file ({sum(counts)} samples)")
     items: Items = spool if spool is not None else kept
     return ArraySource(specs, items, tuple(accumulate(counts)), name, None, tuple(notes))
 
@@ -150,7 +151,7 @@ def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
     for spec in specs:
         array = item[spec.name]
         _check_array(array, spec, specs, where)
-        if array.ndim > len(spec.shape) or _is_batch(spec, specs):
+        if array.ndim > len(spec.shape) or is_batch(spec, specs):
             counts[spec.name] = array.shape[0]
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {n}" for name, n in counts.items())
@@ -158,7 +159,7 @@ def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
     return next(iter(counts.values()), 1)
 
 
-def _is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
+def is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
     """Whether the first dimension of the input is a batch."""
     if not spec.shape:
         return False
@@ -169,7 +170,7 @@ def _is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
 def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]) -> Array:
     if array.ndim > len(spec.shape):
         return _plain(array[row]).reshape(array.shape[1:])
-    if _is_batch(spec, specs):
+    if is_batch(spec, specs):
         return _plain(array[row : row + 1])
     return _plain(array).reshape(array.shape)
 
@@ -190,7 +191,7 @@ def _check_array(array: Array, spec: TensorSpec, specs: tuple[TensorSpec, ...], 
             f"{where} must have the dtype of the input {describe(spec)}, got {got};"
             f" convert it with .astype('{spec.dtype}'){hint}"
         )
-    rank, batch = len(spec.shape), _is_batch(spec, specs)
+    rank, batch = len(spec.shape), is_batch(spec, specs)
     stacked = array.ndim == rank + 1
     dims = array.shape[1:] if stacked else array.shape
     fits = len(dims) == rank and all(

@@ -1,8 +1,8 @@
 """What a model is fed: images or arrays, one sample at a time, decoded beside the inference.
 
 Sources: a folder, a list file ("path" or "path label"), a pattern or a COCO json of images or of
-files of arrays (already preprocessed), a `loader.py:function`, or what Python has: arrays, paths,
-loaders and datasets that give them.
+files of arrays (already preprocessed), a `loader.py:function`, a TensorRT calibrator, or what
+Python has: arrays, paths, loaders and datasets that give them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import from_file, from_files, from_folder
 from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
+from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.choice import Choice, Limit, choice_of
 from deploy.feed.files import Files, files_of, labelled, listed
 from deploy.feed.loaders import called, items_of, pictured
@@ -32,7 +33,7 @@ from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
 KEPT = 8  # samples that stay in memory: for shapes, latency runs, figures of inner tensors
-FeedSource = str | os.PathLike[str] | Iterable[Any] | Callable[[], Any]
+FeedSource = str | os.PathLike[str] | CalibratorScript | Iterable[Any] | Callable[[], Any]
 
 
 class Source(Protocol):
@@ -302,7 +303,8 @@ def open_feed(
         preprocess: how images, of files or in memory, become inputs; None takes it from the input
             and says so.
         skip_bad: go on without unreadable images and arrays with NaN, telling them in `notes`.
-        limit: use at most so many, spread evenly over all; or a `Choice` of them.
+        limit: use at most so many, spread evenly over all, of a calibrator the first ones; or a
+            `Choice` of them.
         labels_by_folder: number the folders in the given folder, and label what is in them so.
 
     Raises:
@@ -322,6 +324,9 @@ def open_feed(
         files = labelled(files)
     if files is not None and not files.arrays:
         return _open_images(files, inputs, preprocess, skip_bad, choice)
+    if isinstance(source, CalibratorScript):
+        arrays = _handed_over(source, inputs, preprocess, choice)
+        return _fed(arrays, choice, inputs, kind="arrays", skip_bad=skip_bad, notes=arrays.notes)
     if files is None and preprocess is not None:
         return _open_pictured(source, inputs, preprocess, skip_bad, choice)
     if preprocess is not None:
@@ -375,6 +380,21 @@ def _arrays(
         is_read(files.files[0].path)
         return from_file(files.files[0].path, specs)
     return from_files(files.files, specs, files.name, skip_bad=skip_bad)
+
+
+def _handed_over(
+    script: CalibratorScript,
+    specs: tuple[TensorSpec, ...],
+    preprocess: Preprocess | None,
+    choice: Choice,
+) -> ArraySource:
+    """What a calibrator gives; the first samples alone where nothing but a limit is asked for."""
+    if preprocess is not None:
+        raise ConfigError(
+            f"a calibrator's batches are fed as they are, got preprocessing for {script}; leave it"
+            " away"
+        )
+    return script.source(specs, None if choice.every else choice.most)
 
 
 def _open_pictured(

@@ -41,7 +41,7 @@ def items_of(source: object) -> Iterable[Any]:
     if callable(getattr(source, "get_batch", None)):
         raise FeedError(
             f"a feed must give arrays, got the TensorRT calibrator {type(source).__name__}, which"
-            " gives addresses; give what it reads"
+            " gives addresses; give what it reads, or its script (--calibrator-script)"
         )
     if isinstance(source, bytes) or not hasattr(source, "__iter__"):
         if callable(source):

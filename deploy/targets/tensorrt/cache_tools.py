@@ -18,6 +18,7 @@ from deploy.targets.tensorrt.words import FP32, INT8
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.targets.tensorrt.dla_scales import Inferred
     from deploy.targets.tensorrt.from_qdq import Plain
     from deploy.targets.tensorrt.match import EntryUse, Match
 
@@ -276,7 +277,7 @@ def _sizes(cache: CalibrationCache, matched: Match) -> dict[str, float]:
 def qdq_to_cache(
     model: Path, *, version: str, algorithm: str = trt_cache.ENTROPY2
 ) -> tuple[Plain, CalibrationCache]:
-    """A Q/DQ model -> its plain float model and the cache of its scales.
+    """A Q/DQ model -> its plain float model and the cache of its pairs' scales.
 
     Raises:
         ModelError: the file cannot be read.
@@ -287,6 +288,22 @@ def qdq_to_cache(
 
     plain = from_qdq(read_model(Path(model)))
     return plain, trt_cache.from_scales(plain.scales, version=version, algorithm=algorithm)
+
+
+def dla_cache(
+    plain: Plain, *, version: str, guesses: bool = True
+) -> tuple[CalibrationCache, Inferred]:
+    """The cache of a plain model with the scales that follow from those of its pairs, for DLA.
+
+    With `guesses` those too that may cut values off.
+
+    Raises:
+        ModelError: shapes in the model contradict each other.
+    """
+    from deploy.targets.tensorrt.dla_scales import inferred
+
+    found = inferred(plain.model, plain.scales, guesses=guesses)
+    return trt_cache.from_scales(found.scales, version=version), found
 
 
 def original_of(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto | None:
