@@ -25,7 +25,7 @@ from deploy.ort import OrtSession
 from deploy.pipeline import Tuning, build
 from deploy.repairs.layers import layers_of
 from deploy.repairs.written import all_written
-from deploy.targets.tensorrt import builder, sdk
+from deploy.targets.tensorrt import builder, gpus, sdk
 from deploy.targets.tensorrt.builder import Engine
 from deploy.targets.tensorrt.from_qdq import from_qdq
 from deploy.targets.tensorrt.sdk import Sdk
@@ -476,7 +476,7 @@ def on(monkeypatch, version: str) -> list[tuple[str, builder.Settings]]:
     """A machine with this TensorRT and a GPU, as far as the target asks; lists what it builds."""
     made = []
 
-    def engine(path, asked, *, calibrator=None):
+    def engine(path, asked, *, calibrator=None, cuda=None):
         made.append((path.name, asked))
         assert calibrator is None
         return Engine(b"plan", (), None)
@@ -484,6 +484,7 @@ def on(monkeypatch, version: str) -> list[tuple[str, builder.Settings]]:
     monkeypatch.setattr(
         sdk, "find", lambda device=0: Sdk(version, calibrators=True, gpu="Some GPU sm_90")
     )
+    monkeypatch.setattr(gpus, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", engine)
     return made
 
