@@ -17,7 +17,7 @@ from calibrators.histogram import Histogram
 from calibrators.mse import errors
 from calibrators.rounding import gram, output_error, rounded_by_output
 from deploy.calibration.search import Method
-from deploy.errors import ConfigError, ExportError
+from deploy.errors import ConfigError, ExportError, SdkMissingError
 from deploy.frontends import load
 from deploy.graph.index import Graph
 from deploy.graph.plan import TENSORRT_FP8, analyse
@@ -25,12 +25,12 @@ from deploy.ort import OrtSession
 from deploy.pipeline import Tuning, build
 from deploy.repairs.layers import layers_of
 from deploy.repairs.written import all_written
-from deploy.targets.tensorrt import builder, gpus, sdk
+from deploy.targets.tensorrt import builder, gpus, sdk, session
 from deploy.targets.tensorrt.builder import Engine
 from deploy.targets.tensorrt.from_qdq import from_qdq
 from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.target import TensorRT
-from deploy.targets.tensorrt.versions import first_reading
+from deploy.targets.tensorrt.versions import Needs
 
 FLOAT, FLOAT8 = TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN
 RNG = np.random.default_rng(8)
@@ -325,8 +325,8 @@ def test_the_report_says_fp8_its_figures_and_the_lines_for_those_who_can(
 
 
 def test_tensorrt_has_fp8_convolutions_from_10_2_on(built):
-    assert first_reading(19, typed=True, fp8=True) == "10.2.0"
-    assert first_reading(24, typed=True, fp8=True) == "10.15.0"
+    assert Needs(19).first_reading(typed=True, fp8=True) == "10.2.0"
+    assert Needs(24).first_reading(typed=True, fp8=True) == "10.15.0"
     script = (built / "net_trtexec.sh").read_text("utf-8")
     assert "with TensorRT 10 from 10.2 on" in script and "cache)" not in script
 
@@ -484,9 +484,14 @@ def on(monkeypatch, version: str) -> list[tuple[str, builder.Settings]]:
     monkeypatch.setattr(
         sdk, "find", lambda device=0: Sdk(version, calibrators=True, gpu="Some GPU sm_90")
     )
+    monkeypatch.setattr(session, "find", lambda device=0: absent())  # built, never opened
     monkeypatch.setattr(gpus, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", engine)
     return made
+
+
+def absent():
+    raise SdkMissingError("no GPU in this test")
 
 
 def notes_of(net, images, out, **options) -> str:

@@ -84,7 +84,7 @@ def _typed(request: BuildRequest, against: onnx.ModelProto, largest: Mapping[str
     """The float model in float16, but for what is too large for it."""
     narrow, _ = typed(against, FP16, largest)
     path = request.folder / f"{request.name}.tensorrt.{FP16}.onnx"
-    return atomic.write_bytes(path, narrow.SerializeToString(deterministic=True))
+    return atomic.write_bytes(path, request.whole(narrow).SerializeToString(deterministic=True))
 
 
 def _engine(
