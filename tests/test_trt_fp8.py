@@ -25,10 +25,8 @@ from deploy.ort import OrtSession
 from deploy.pipeline import Tuning, build
 from deploy.repairs.layers import layers_of
 from deploy.repairs.written import all_written
-from deploy.targets.tensorrt import builder, gpus, sdk, session
-from deploy.targets.tensorrt.builder import Engine
+from deploy.targets.tensorrt import builder
 from deploy.targets.tensorrt.from_qdq import from_qdq
-from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.targets.tensorrt.versions import Needs
 
@@ -472,20 +470,16 @@ def test_a_model_that_cannot_be_brought_to_opset_19_says_so(images, tmp_path):
 # -- the engine ------------------------------------------------------------------------------------
 
 
-def on(monkeypatch, version: str) -> list[tuple[str, builder.Settings]]:
-    """A machine with this TensorRT and a GPU, as far as the target asks; lists what it builds."""
-    made = []
+def on(tensorrt, monkeypatch, version: str) -> list[tuple[str, builder.Settings]]:
+    """A machine with this TensorRT and a GPU; lists what it builds."""
+    tensorrt(version)
+    made, build_engine = [], builder.build_engine
 
     def engine(path, asked, *, calibrator=None, cuda=None):
         made.append((path.name, asked))
         assert calibrator is None
-        return Engine(b"plan", (), None)
+        return build_engine(path, asked, calibrator=calibrator, cuda=cuda)
 
-    monkeypatch.setattr(
-        sdk, "find", lambda device=0: Sdk(version, calibrators=True, gpu="Some GPU sm_90")
-    )
-    monkeypatch.setattr(session, "find", lambda device=0: absent())  # built, never opened
-    monkeypatch.setattr(gpus, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", engine)
     return made
 
@@ -507,16 +501,18 @@ def notes_of(net, images, out, **options) -> str:
     [("fp16", "net.tensorrt.typed.onnx"), ("fp32", "net.tensorrt.qdq.onnx")],
 )
 def test_an_engine_is_built_strongly_typed_and_without_a_calibrator(
-    monkeypatch, net, images, tmp_path, rest, source
+    tensorrt, monkeypatch, net, images, tmp_path, rest, source
 ):
-    made = on(monkeypatch, "10.13.0.35")
+    made = on(tensorrt, monkeypatch, "10.13.0.35")
     notes_of(net, images, tmp_path, rest=rest)
     ((name, asked),) = made
     assert name == source and asked.typed
 
 
-def test_an_older_tensorrt_gets_no_engine_and_the_reason(monkeypatch, net, images, tmp_path):
-    made = on(monkeypatch, "10.0.1.6")
+def test_an_older_tensorrt_gets_no_engine_and_the_reason(
+    tensorrt, monkeypatch, net, images, tmp_path
+):
+    made = on(tensorrt, monkeypatch, "10.0.1.6")
     assert "needs TensorRT 10.2 or newer, got 10.0.1.6" in notes_of(net, images, tmp_path)
     assert not made
 
