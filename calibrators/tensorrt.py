@@ -187,15 +187,20 @@ class Callbacks:
         return read
 
     def _read(self, name: str, array: Array) -> Array:
-        """An array as the network reads its input; other whole numbers where they fit."""
+        """An array as TensorRT calibrates with: float32 also where the network's own input is
+        narrower, whole numbers in its own type where they fit.
+
+        Source: Polygraphy's calibrator, which gives floating inputs as float32 alone.
+        """
         plain = "int32" if array.dtype == np.int32 else "float32"
+        own = self._types.get(name, plain)
         if name not in self._types and array.dtype != plain:
             raise CalibrationError(
                 f"TensorRT reads calibration batches as float32 (indices as int32), got"
                 f" {array.dtype} for {name!r} in batch {self.taken}"
             )
         try:
-            return stored(array, self._types.get(name, plain))
+            return stored(array, "float32" if "float" in own else own)
         except ValueError as error:
             raise CalibrationError(
                 f"TensorRT reads {name!r} as {error} in batch {self.taken}"

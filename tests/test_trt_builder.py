@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrators.device_types import BITS
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks, HostMemory
 from deploy.errors import BackendError
@@ -267,17 +266,16 @@ def test_a_batch_is_read_in_the_networks_own_types(fake: Fake) -> None:
         addresses = live.get_batch(["x"])
         if live.error is not None:
             raise live.error
-        kind = np.dtype(BITS.get(dtype, dtype))
+        kind = np.dtype("float32" if "float" in dtype else dtype)
         return np.frombuffer(ctypes.string_at(addresses[0], array.size * kind.itemsize), kind)
 
     assert first(np.array([3, 4]), "int32").tolist() == [3, 4]
     assert first(np.array([3, 4], np.int32), "int64").tolist() == [3, 4]
-    assert first(np.float32([1.5]), "float16").tolist() == [1.5]
-    assert first(np.float32([1.5]), "bfloat16").tolist() == [0x3FC0]
+    assert first(np.float32([1.5]), "float16").tolist() == [1.5]  # float32, as Polygraphy gives
+    assert first(np.float16([1.5]), "bfloat16").tolist() == [1.5]
     with pytest.raises(CalibrationError, match=r"'x' as int32 .*, got 4294967296 in batch 0"):
         first(np.array([1 << 32]), "int32")
-    with pytest.raises(CalibrationError, match="'x' as float16 up to 65504, got 100000"):
-        first(np.float32([1e5]), "float16")
+    assert first(np.float32([1e5]), "float16").tolist() == [1e5]
 
 
 def test_another_tactic_source_or_precision_is_another_engine() -> None:
