@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx
+from onnx import numpy_helper
 
 from calibrators.grids import INT8, UINT8, Grid
 from deploy.graph.gates import GATE, Gate, collapsed, gates
@@ -34,9 +35,13 @@ MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 _CUTS = frozenset({"Pad", "Slice"})
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
+_AVERAGES = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
 _POINTWISE = frozenset(
     {"Relu", "Clip", "Sigmoid", "Mul", "LeakyRelu", "PRelu", "HardSigmoid", "HardSwish", "Tanh"}
 )
+_NORM = frozenset(
+    {"LayerNormalization", "ReduceMean", "Sub", "Pow", "Sqrt", "Div"}
+)  # and its parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,8 @@ class Placement:
         per_tensor: op types whose weights get one scale for the whole tensor.
         numbers: an Add or Mul of a tensor and one number is glue too, the number held in int8.
         passes: op types that stay float between an int8 node and glue without parting them.
+        float_behind_concat: what reads a Concat stays float unless int8 nodes make all its inputs.
+        parted: op types with a pair of their own between them and their tail.
         thin: a Conv on an input of the model with fewer products a value than this stays float,
             unless a MaxPool follows.
     """
@@ -70,6 +77,8 @@ class Placement:
     per_tensor: frozenset[str] = frozenset()
     numbers: bool = False
     passes: frozenset[str] = frozenset()
+    float_behind_concat: bool = False
+    parted: frozenset[str] = frozenset()
     thin: int = 0
 
     @property
@@ -98,12 +107,12 @@ TENSORRT = Placement(
     name="tensorrt",
     grid=INT8,
     heavy=WEIGHTED,
-    glue=frozenset({"Add"}),
+    glue=_POOLS | {"Add", "ReduceMean"},
     keeps_scale=MOVES | {"MaxPool", "Resize", "Split"},
     outputs=False,
     bias=False,
     # pointwise operators are fused into what is before them, and a residual Add with them
-    passes=MOVES | _POOLS | _POINTWISE | {"Concat", "Split"},
+    passes=MOVES | _POOLS | _POINTWISE | _NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
 )
 # What AMCT quantizes and on which grid; deploy.targets.ascend.layers has its further conditions,
 # which `analyse` does not know.
@@ -273,6 +282,8 @@ def _refusal(
             return "one of its operands is constant"
     if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
         return reason
+    if node.op_type == "ReduceMean" and not _is_pool(graph, node):
+        return "it is the mean over other axes than a picture's"
     tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
     for tensor in tensors:
         if not graph.is_float(tensor):
@@ -289,6 +300,15 @@ def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     if attributes(node).get("mode", b"constant") != b"constant" or not zeros:
         return "it pads with something else than 0"
     return "" if graph.tail(node) == node.output[0] else "an activation follows it"
+
+
+def _is_pool(graph: Graph, node: onnx.NodeProto) -> bool:
+    """Whether a ReduceMean is the GlobalAveragePool of a picture, as torch exports it."""
+    axes = attributes(node).get("axes")
+    if axes is None and len(node.input) > 1 and node.input[1] in graph.initializers:
+        axes = numpy_helper.to_array(graph.initializers[node.input[1]]).tolist()
+    rank = len(graph.shapes.get(node.input[0]) or ())
+    return rank > 3 and sorted(axis % rank for axis in axes or ()) == list(range(2, rank))
 
 
 def _has_number(graph: Graph, node: onnx.NodeProto) -> bool:
@@ -376,13 +396,56 @@ def _drop_glue(
         changed = False
         made, wanted = _made_and_wanted(graph, placement, why)
         for node in graph.nodes:
-            if why[node.name] or node.op_type in placement.heavy:
+            if why[node.name]:
                 continue
-            if not all(name in made for name in graph.data_inputs(node)):
+            if placement.float_behind_concat and _behind_float_concat(graph, node, made):
+                why[node.name] = "it reads a Concat of what is not int8"
+            elif node.op_type in placement.heavy:
+                continue
+            elif not _reads_int8(graph, placement, node, made):
                 why[node.name] = "an input of it is not int8"
+            elif _read_in_float(graph, placement, node, why):
+                why[node.name] = "its input is read in float too"
             elif graph.tail(node) not in wanted:
                 why[node.name] = "nothing after it runs in int8"
             changed = changed or bool(why[node.name])
+
+
+def _reads_int8(graph: Graph, placement: Placement, node: onnx.NodeProto, made: set[str]) -> bool:
+    """Whether int8 comes in: every input is made in it; for a fused Add, what it is fused with.
+
+    Such an Add is computed inside a heavy node, which reads the skip branch in int8 wherever that
+    comes from.
+    """
+    names = graph.data_inputs(node)
+    skipped = [] if placement.outputs else _read(graph, node, placement)
+    fused = [name for name in names if name not in skipped]
+    return all(name in made for name in fused or names)
+
+
+def _behind_float_concat(graph: Graph, node: onnx.NodeProto, made: set[str]) -> bool:
+    """Whether a node reads a Concat, moved or not, with an input that no int8 node makes.
+
+    TensorRT moves the Q that stands behind a Concat onto each of its inputs; where no int8 kernel
+    writes them, that is a kernel more for each (NVIDIA/TensorRT issue 4366).
+    """
+    for name in graph.data_inputs(node):
+        maker = graph.producer.get(name)
+        while maker is not None and maker.op_type in MOVES | _CUTS | {"MaxPool"}:
+            maker = graph.producer.get(maker.input[0])
+        if maker is not None and maker.op_type == "Concat":
+            return not all(n in made for n in graph.data_inputs(maker))
+    return False
+
+
+def _read_in_float(
+    graph: Graph, placement: Placement, node: onnx.NodeProto, why: Mapping[str, str]
+) -> bool:
+    """Whether a mean would need an int8 copy of what a float node reads as it is (a gate's Mul)."""
+    if placement.outputs or node.op_type not in _AVERAGES:
+        return False
+    beside = graph.readers[node.input[0]]
+    return any(why[n.name] and n.op_type not in MOVES | _POOLS | {"Concat"} for n in beside)
 
 
 def _made_and_wanted(
@@ -408,7 +471,7 @@ def _made_and_wanted(
 
 def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str]) -> None:
     """Let float nodes between hand on what is made, forwards, and what is wanted, backwards."""
-    between = [node for node in graph.nodes if node.op_type in placement.passes]
+    between = [node for node in graph.nodes if _passes(graph, placement, node)]
     for node in between:
         if all(name in made for name in graph.data_inputs(node)):
             made.update(node.output)
@@ -417,30 +480,57 @@ def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str
             wanted.update(graph.data_inputs(node))
 
 
+def _passes(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+    """Whether a node hands int8 on while it stays float itself; an Add of a constant does too."""
+    shift = node.op_type == "Add" and _has_number(graph, node)
+    return node.op_type in placement.passes or (shift and bool(placement.passes))
+
+
 def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> tuple[Pair, ...]:
     readers: dict[str, list[str]] = {}
     wanted = {name for node in chosen for name in graph.data_inputs(node)}
     for node in chosen:
         names = graph.data_inputs(node)
-        if not placement.outputs and node.op_type in placement.glue:
-            names = _skip_branches(graph, node, placement)
+        if not placement.outputs:
+            names = _read(graph, node, placement)
         for name in names:
             readers.setdefault(name, []).append(node.name)
+        if node.op_type in placement.parted:
+            after = graph.readers.get(node.output[0], [])
+            readers.setdefault(node.output[0], []).extend(n.name for n in after)
         if placement.outputs:
             ends = list(node.output) if node.op_type == "Split" else [graph.tail(node)]
             # the int8 kernels of Gemm and MatMul can write float, which loses nothing
             needed = node.op_type not in {"Gemm", "MatMul"} or ends[0] in wanted
             for name in ends if needed else []:
                 readers.setdefault(name, [])
+    if not placement.outputs:
+        _with_concats(graph, readers)
     order = [*graph.inputs, *(o for n in graph.nodes for o in n.output)]
     rank = {name: position for position, name in enumerate(order)}
     names = sorted(readers, key=lambda name: rank[name])
     return tuple(Pair(n, None if placement.outputs else tuple(readers[n])) for n in names)
 
 
-def _skip_branches(graph: Graph, node: onnx.NodeProto, placement: Placement) -> list[str]:
-    """Inputs of a residual Add that do not come straight from a heavy node fused with the Add."""
+def _with_concats(graph: Graph, readers: dict[str, list[str]]) -> None:
+    """Let a Concat that only int8 nodes read take its inputs from the pairs that there are.
+
+    TensorRT moves the Q behind it onto each input, where one of the same scale stands already.
+    """
+    for node in graph.nodes:
+        out = node.output[0]
+        after = {n.name for n in graph.readers.get(out, [])}
+        if node.op_type == "Concat" and out in readers and out not in graph.outputs:
+            for name in node.input if after == set(readers[out]) else []:
+                if name in readers:
+                    readers[name].append(node.name)
+
+
+def _read(graph: Graph, node: onnx.NodeProto, placement: Placement) -> list[str]:
+    """Inputs that a node reads in int8: of a residual Add those of no heavy node fused with it."""
     names = graph.data_inputs(node)
+    if node.op_type != "Add":
+        return names
     fused = [
         name
         for name in names
@@ -452,8 +542,8 @@ def _skip_branches(graph: Graph, node: onnx.NodeProto, placement: Placement) -> 
 def _made_by_heavy(graph: Graph, tensor: str, placement: Placement) -> bool:
     """Whether a heavy node makes a tensor, with pointwise operators behind it."""
     maker = graph.producer.get(tensor)
-    while maker is not None and maker.op_type in placement.passes & _POINTWISE:
-        maker = graph.producer.get(maker.input[0])
+    while maker is not None and (maker.op_type in _POINTWISE or _has_number(graph, maker)):
+        maker = graph.producer.get(graph.data_inputs(maker)[0])
     return maker is not None and maker.op_type in placement.heavy
 
 

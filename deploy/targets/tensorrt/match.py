@@ -22,7 +22,7 @@ import numpy as np
 
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.graph.index import Graph
-from deploy.graph.plan import TENSORRT, Plan, analyse, reasons
+from deploy.graph.plan import TENSORRT, Placement, Plan, analyse, reasons
 from deploy.targets.tensorrt.naming import CacheTensor, cache_tensors, scale_owners
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def match(
     original: onnx.ModelProto | None = None,
     parser: str | None = None,
     float_nodes: Mapping[str, str] | Iterable[str] = (),
+    placement: Placement = TENSORRT,
 ) -> Match:
     """Hold a cache against a cleaned model.
 
@@ -100,6 +101,7 @@ def match(
         original: the model as TensorRT reads it, for the names its parser gives.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
         float_nodes: nodes to keep in float, as `analyse` takes them.
+        placement: where pairs stand: `TENSORRT`, or as the target's options change it.
 
     Raises:
         CacheError: one tensor stands in the cache with two scales.
@@ -114,7 +116,7 @@ def match(
     pools = {
         t.source: owner for t, owner in zip(listed, scale_owners(listed).values(), strict=True)
     }
-    plan, wanted, chosen = _plan(model, sound, why, pools, reasons(float_nodes))
+    plan, wanted, chosen = _plan(model, sound, why, pools, reasons(float_nodes), placement)
     serving = {wanted[tensor] for tensor in chosen}
     entries = tuple(_entry(name, found.get(name), flaws.get(name), serving) for name in scales)
     entries = tuple(
@@ -130,13 +132,14 @@ def _plan(
     why: Mapping[str, str],
     pools: Mapping[str, str],
     float_nodes: Mapping[str, str],
+    placement: Placement,
 ) -> tuple[Plan, dict[str, str], dict[str, np.float32]]:
     """(plan with what is covered, tensor that wants a pair -> whose scale, scale of each pair).
 
     A pool has the scale of its input, as in every cache of TensorRT. Another moved copy of a tensor
     (Flatten) has an entry of its own; where that is missing, the tensor's serves.
     """
-    full = analyse(model, TENSORRT, float_nodes=float_nodes)
+    full = analyse(model, placement, float_nodes=float_nodes)
     owners = {pair.tensor: full.owners.get(pair.tensor, pair.tensor) for pair in full.pairs}
 
     def source(tensor: str) -> str:
@@ -150,7 +153,7 @@ def _plan(
         if owner not in sound
     }
     missing |= {owners[tensor]: why for tensor, why in missing.items()}
-    plan = analyse(model, TENSORRT, float_nodes=float_nodes, float_tensors=missing)
+    plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=missing)
     plan = replace(plan, owners={})
     return plan, wanted, {name: sound[wanted[name]] for name in plan.activations}
 

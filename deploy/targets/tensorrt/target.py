@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from deploy.calibration.ranges import Ranges
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
-    from deploy.graph.plan import Decision
+    from deploy.graph.plan import Decision, Placement
     from deploy.targets.tensorrt.builder import Settings
     from deploy.targets.tensorrt.match import Match
     from deploy.targets.tensorrt.sdk import Sdk
@@ -59,6 +59,8 @@ class TensorRT:
         cuda_graph: run the engine from a captured CUDA graph.
         calibrator: "entropy2", "entropy", "minmax" or "legacy" lets TensorRT calibrate on the GPU
             with the same samples, in batches of `max_batch`; None gives it our cache.
+        float_behind_concat: what reads a Concat of float tensors stays float.
+        pair_behind_deconv: a ConvTranspose has a pair before its activation too.
         parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
             cache; None judges from the model.
     """
@@ -82,6 +84,18 @@ class TensorRT:
         None,
         choices=("entropy2", "entropy", "minmax", "legacy"),
         help="Let TensorRT itself calibrate on the GPU, with the same images.",
+    )
+    float_behind_concat: bool = option(
+        False,
+        help="Leave in float what reads a Concat of float tensors: TensorRT would quantize each of"
+        " them by itself.",
+        places=True,
+    )
+    pair_behind_deconv: bool = option(
+        False,
+        help="Give a ConvTranspose a Q/DQ pair before its activation too, for a TensorRT that does"
+        " not fuse the two in int8.",
+        places=True,
     )
     parser: str | None = option(
         None,
@@ -115,6 +129,12 @@ class TensorRT:
                 f" {self.calibrator!r}; leave it away, or build from the cache"
             )
 
+        if self.form == "cache" and (self.float_behind_concat or self.pair_behind_deconv):
+            raise ConfigError(
+                "pairs are placed in the Q/DQ model, got engine form cache, where TensorRT itself"
+                " decides; leave the placement's options away, or build from the Q/DQ model"
+            )
+
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Every float tensor: TensorRT's cache lists them all."""
         from deploy.targets.tensorrt.naming import trt_tensors
@@ -125,9 +145,16 @@ class TensorRT:
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
     ) -> tuple[Decision, ...]:
         """What the Q/DQ model would quantize; with a cache TensorRT itself decides."""
-        from deploy.graph.plan import TENSORRT, analyse
+        from deploy.graph.plan import analyse
 
-        return analyse(model, TENSORRT, float_nodes=float_nodes).decisions
+        return analyse(model, self._placement(), float_nodes=float_nodes).decisions
+
+    def _placement(self) -> Placement:
+        """Where pairs stand."""
+        from deploy.graph.plan import TENSORRT
+
+        parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
+        return replace(TENSORRT, float_behind_concat=self.float_behind_concat, parted=parted)
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """The method's statistic of every float tensor; TensorRT's own methods see the file."""
@@ -170,7 +197,9 @@ class TensorRT:
         version = self.version or as_parsed.version_of(request.subject)
         found = request.chosen.of(self.demand(request.subject))
         cache = cache_of(request.model, found, version)
-        return cache, match(cache, request.model, float_nodes=request.float_nodes), found, version
+        kept, placement = request.float_nodes, self._placement()
+        matched = match(cache, request.model, float_nodes=kept, placement=placement)
+        return cache, matched, found, version
 
     def build(self, request: BuildRequest) -> Built:
         """Write the three files, and the engine where TensorRT and a GPU are at hand."""
