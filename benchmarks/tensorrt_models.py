@@ -55,8 +55,9 @@ def unknown(path: Path) -> str:
     return next((f"{n.domain}.{n.op_type}" for n in nodes if n.domain not in known), "")
 
 
-def row(trial: Trial, case: Case, effort: int, environments: Path) -> list[str]:
+def row(trial: Trial, effort: int, environments: Path) -> list[str]:
     """One build, as cells of the table."""
+    case = trial.case
     out = trial.folder / f"{trial.name}-{effort}".replace(", ", "-")
     words = ("--target", "tensorrt", "--effort", str(effort))
     made = peers.quantize("calib8", trial.model, trial.calibration, out, environments, *words)
@@ -99,7 +100,7 @@ def main() -> int:
             trial = on_trial(name, every[name], every["demo"], folder)
             shorten(trial, asked.samples, asked.held)
             for effort in asked.effort:
-                found.append(row(trial, every[name], effort, folder))
+                found.append(row(trial, effort, folder))
                 print(" | ".join(found[-1]), flush=True)
         except (Calib8Error, FetchError, OSError) as error:
             found.append([name, "", f"FAILED: {error}", "", "", ""])
@@ -119,13 +120,15 @@ def on_trial(name: str, case: Case, plain: Case, folder: Path) -> Trial:
 
 
 def shorten(trial: Trial, samples: int, held: int) -> None:
-    """Leave so many samples at most, spread evenly over all."""
+    """Leave so many samples at most, spread evenly over all; a task's score wants all of them."""
     files = sorted(trial.calibration.glob("*.npz"))
     kept = {files[i * len(files) // samples] for i in range(samples)} if files else set()
     for file in files if len(files) > samples else ():
         if file not in kept:
             file.unlink()
     step = -(-len(trial.held) // held)
+    if step > 1:
+        trial.case = replace(trial.case, score=None)
     trial.held, trial.reference = trial.held[::step], trial.reference[::step]
 
 

@@ -20,9 +20,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx
-from onnx import numpy_helper
 
 from calibrators.grids import INT8, UINT8, Grid
+from deploy.graph.flow import (
+    CUTS,
+    MOVES,
+    NORM,
+    POINTWISE,
+    POOLS,
+    behind_float_concat,
+    has_number,
+    inputs_read,
+    is_pool,
+    read_in_float,
+    reads_int8,
+    with_concats,
+)
 from deploy.graph.gates import GATE, Gate, collapsed, gates
 from deploy.graph.index import Graph, attributes
 
@@ -31,17 +44,7 @@ FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})  # where int8 is the gain
 _FLOAT = onnx.TensorProto.FLOAT
-MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
-_CUTS = frozenset({"Pad", "Slice"})
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
-_POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
-_AVERAGES = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
-_POINTWISE = frozenset(
-    {"Relu", "Clip", "Sigmoid", "Mul", "LeakyRelu", "PRelu", "HardSigmoid", "HardSwish", "Tanh"}
-)
-_NORM = frozenset(
-    {"LayerNormalization", "ReduceMean", "Sub", "Pow", "Sqrt", "Div"}
-)  # and its parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +95,10 @@ ONNXRUNTIME = Placement(
     grid=UINT8,
     heavy=frozenset({"Conv", "Gemm", "MatMul"}),
     glue=MOVES
-    | _CUTS
-    | _POOLS
+    | CUTS
+    | POOLS
     | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", GATE},
-    keeps_scale=MOVES | _CUTS | {"MaxPool", "Resize", "Split"},
+    keeps_scale=MOVES | CUTS | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,
     numbers=True,
@@ -107,12 +110,12 @@ TENSORRT = Placement(
     name="tensorrt",
     grid=INT8,
     heavy=WEIGHTED,
-    glue=_POOLS | {"Add", "ReduceMean"},
+    glue=POOLS | {"Add", "ReduceMean"},
     keeps_scale=MOVES | {"MaxPool", "Resize", "Split"},
     outputs=False,
     bias=False,
     # pointwise operators are fused into what is before them, and a residual Add with them
-    passes=MOVES | _POOLS | _POINTWISE | _NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
+    passes=MOVES | POOLS | POINTWISE | NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
 )
 # What AMCT quantizes and on which grid; deploy.targets.ascend.layers has its further conditions,
 # which `analyse` does not know.
@@ -242,7 +245,7 @@ def analyse(
         decisions=_decisions(model.graph.node, graph, placement, why, stands_in),
         pairs=pairs,
         gates=tuple(gate for gate in found if not why[gate.name]),
-        numbers=tuple(n.name for n in chosen if _has_number(graph, n)),
+        numbers=tuple(n.name for n in chosen if has_number(graph, n)),
         pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
         weights=tuple(w for n in chosen for w in _weights(graph, placement, n)),
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
@@ -276,13 +279,13 @@ def _refusal(
         products = math.prod(graph.initializers[node.input[1]].dims[1:])
         if products < placement.thin and not _pooled(graph, placement, node):
             return f"the first Conv has only {products} products a value, and is faster in float"
-    if _has_number(graph, node):
+    if has_number(graph, node):
         varying = graph.data_inputs(node)
         if not (placement.numbers and varying and graph.number_beside(varying[0], node)):
             return "one of its operands is constant"
     if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
         return reason
-    if node.op_type == "ReduceMean" and not _is_pool(graph, node):
+    if node.op_type == "ReduceMean" and not is_pool(graph, node):
         return "it is the mean over other axes than a picture's"
     tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
     for tensor in tensors:
@@ -300,19 +303,6 @@ def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     if attributes(node).get("mode", b"constant") != b"constant" or not zeros:
         return "it pads with something else than 0"
     return "" if graph.tail(node) == node.output[0] else "an activation follows it"
-
-
-def _is_pool(graph: Graph, node: onnx.NodeProto) -> bool:
-    """Whether a ReduceMean is the GlobalAveragePool of a picture, as torch exports it."""
-    axes = attributes(node).get("axes")
-    if axes is None and len(node.input) > 1 and node.input[1] in graph.initializers:
-        axes = numpy_helper.to_array(graph.initializers[node.input[1]]).tolist()
-    rank = len(graph.shapes.get(node.input[0]) or ())
-    return rank > 3 and sorted(axis % rank for axis in axes or ()) == list(range(2, rank))
-
-
-def _has_number(graph: Graph, node: onnx.NodeProto) -> bool:
-    return node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input)
 
 
 def _fed(graph: Graph, tensor: str) -> bool:
@@ -396,56 +386,33 @@ def _drop_glue(
         changed = False
         made, wanted = _made_and_wanted(graph, placement, why)
         for node in graph.nodes:
-            if why[node.name]:
-                continue
-            if placement.float_behind_concat and _behind_float_concat(graph, node, made):
-                why[node.name] = "it reads a Concat of what is not int8"
-            elif node.op_type in placement.heavy:
-                continue
-            elif not _reads_int8(graph, placement, node, made):
-                why[node.name] = "an input of it is not int8"
-            elif _read_in_float(graph, placement, node, why):
-                why[node.name] = "its input is read in float too"
-            elif graph.tail(node) not in wanted:
-                why[node.name] = "nothing after it runs in int8"
-            changed = changed or bool(why[node.name])
+            if not why[node.name]:
+                why[node.name] = _stranded(graph, placement, node, why, made, wanted)
+                changed = changed or bool(why[node.name])
 
 
-def _reads_int8(graph: Graph, placement: Placement, node: onnx.NodeProto, made: set[str]) -> bool:
-    """Whether int8 comes in: every input is made in it; for a fused Add, what it is fused with.
-
-    Such an Add is computed inside a heavy node, which reads the skip branch in int8 wherever that
-    comes from.
-    """
-    names = graph.data_inputs(node)
-    skipped = [] if placement.outputs else _read(graph, node, placement)
-    fused = [name for name in names if name not in skipped]
-    return all(name in made for name in fused or names)
-
-
-def _behind_float_concat(graph: Graph, node: onnx.NodeProto, made: set[str]) -> bool:
-    """Whether a node reads a Concat, moved or not, with an input that no int8 node makes.
-
-    TensorRT moves the Q that stands behind a Concat onto each of its inputs; where no int8 kernel
-    writes them, that is a kernel more for each (NVIDIA/TensorRT issue 4366).
-    """
-    for name in graph.data_inputs(node):
-        maker = graph.producer.get(name)
-        while maker is not None and maker.op_type in MOVES | _CUTS | {"MaxPool"}:
-            maker = graph.producer.get(maker.input[0])
-        if maker is not None and maker.op_type == "Concat":
-            return not all(n in made for n in graph.data_inputs(maker))
-    return False
-
-
-def _read_in_float(
-    graph: Graph, placement: Placement, node: onnx.NodeProto, why: Mapping[str, str]
-) -> bool:
-    """Whether a mean would need an int8 copy of what a float node reads as it is (a gate's Mul)."""
-    if placement.outputs or node.op_type not in _AVERAGES:
-        return False
-    beside = graph.readers[node.input[0]]
-    return any(why[n.name] and n.op_type not in MOVES | _POOLS | {"Concat"} for n in beside)
+def _stranded(
+    graph: Graph,
+    placement: Placement,
+    node: onnx.NodeProto,
+    why: Mapping[str, str],
+    made: set[str],
+    wanted: set[str],
+) -> str:
+    """Why a node that can run in int8 does not pay for what is around it; "" where it does."""
+    if placement.float_behind_concat and behind_float_concat(graph, node, made):
+        return "it reads a Concat of what is not int8"
+    if node.op_type in placement.heavy:
+        return ""
+    if placement.outputs:
+        comes_in = all(name in made for name in graph.data_inputs(node))
+    else:
+        comes_in = reads_int8(graph, node, made, placement.heavy)
+    if not comes_in:
+        return "an input of it is not int8"
+    if not placement.outputs and read_in_float(graph, node, why):
+        return "its input is read in float too"
+    return "" if graph.tail(node) in wanted else "nothing after it runs in int8"
 
 
 def _made_and_wanted(
@@ -471,7 +438,7 @@ def _made_and_wanted(
 
 def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str]) -> None:
     """Let float nodes between hand on what is made, forwards, and what is wanted, backwards."""
-    between = [node for node in graph.nodes if _passes(graph, placement, node)]
+    between = [node for node in graph.nodes if _passes_on(graph, placement, node)]
     for node in between:
         if all(name in made for name in graph.data_inputs(node)):
             made.update(node.output)
@@ -480,9 +447,9 @@ def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str
             wanted.update(graph.data_inputs(node))
 
 
-def _passes(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+def _passes_on(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether a node hands int8 on while it stays float itself; an Add of a constant does too."""
-    shift = node.op_type == "Add" and _has_number(graph, node)
+    shift = node.op_type == "Add" and has_number(graph, node)
     return node.op_type in placement.passes or (shift and bool(placement.passes))
 
 
@@ -492,7 +459,7 @@ def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> 
     for node in chosen:
         names = graph.data_inputs(node)
         if not placement.outputs:
-            names = _read(graph, node, placement)
+            names = inputs_read(graph, node, placement.heavy)
         for name in names:
             readers.setdefault(name, []).append(node.name)
         if node.op_type in placement.parted:
@@ -505,46 +472,11 @@ def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> 
             for name in ends if needed else []:
                 readers.setdefault(name, [])
     if not placement.outputs:
-        _with_concats(graph, readers)
+        with_concats(graph, readers)
     order = [*graph.inputs, *(o for n in graph.nodes for o in n.output)]
     rank = {name: position for position, name in enumerate(order)}
     names = sorted(readers, key=lambda name: rank[name])
     return tuple(Pair(n, None if placement.outputs else tuple(readers[n])) for n in names)
-
-
-def _with_concats(graph: Graph, readers: dict[str, list[str]]) -> None:
-    """Let a Concat that only int8 nodes read take its inputs from the pairs that there are.
-
-    TensorRT moves the Q behind it onto each input, where one of the same scale stands already.
-    """
-    for node in graph.nodes:
-        out = node.output[0]
-        after = {n.name for n in graph.readers.get(out, [])}
-        if node.op_type == "Concat" and out in readers and out not in graph.outputs:
-            for name in node.input if after == set(readers[out]) else []:
-                if name in readers:
-                    readers[name].append(node.name)
-
-
-def _read(graph: Graph, node: onnx.NodeProto, placement: Placement) -> list[str]:
-    """Inputs that a node reads in int8: of a residual Add those of no heavy node fused with it."""
-    names = graph.data_inputs(node)
-    if node.op_type != "Add":
-        return names
-    fused = [
-        name
-        for name in names
-        if len(graph.readers[name]) == 1 and _made_by_heavy(graph, name, placement)
-    ]
-    return [name for name in names if name not in fused[-1:]]
-
-
-def _made_by_heavy(graph: Graph, tensor: str, placement: Placement) -> bool:
-    """Whether a heavy node makes a tensor, with pointwise operators behind it."""
-    maker = graph.producer.get(tensor)
-    while maker is not None and (maker.op_type in _POINTWISE or _has_number(graph, maker)):
-        maker = graph.producer.get(graph.data_inputs(maker)[0])
-    return maker is not None and maker.op_type in placement.heavy
 
 
 def _weights(graph: Graph, placement: Placement, node: onnx.NodeProto) -> list[WeightTarget]:
@@ -597,7 +529,7 @@ def never_negative(model: onnx.ModelProto) -> frozenset[str]:
     graph = Graph(model)
     names: set[str] = set()
     for node in graph.nodes:
-        passed = node.op_type in MOVES | _POOLS and node.input[0] in names
+        passed = node.op_type in MOVES | POOLS and node.input[0] in names
         if node.op_type in ops or passed or (node.op_type == "Clip" and graph.holds_zero(node)):
             names.update(node.output)
     return frozenset(names)
