@@ -30,14 +30,19 @@ def net(nodes, tmp_path):
     rng = np.random.default_rng(1)
     weights = {"w": rng.normal(size=(4, 4, 3, 3)), "w2": rng.normal(size=(4, 8, 3, 3)),
                "g": rng.normal(size=(5, 4)), "t": rng.normal(size=(4, 4, 2, 2)),
-               "m": rng.normal(size=(8, 8)), "bias": rng.normal(size=8)}  # fmt: skip
+               "m": rng.normal(size=(8, 8)), "bias": rng.normal(size=8),
+               "shape": np.array([4, 8, 8])}  # fmt: skip
     used = {name for n in nodes for name in n.input}
     graph = helper.make_graph(
         nodes,
         "net",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4, 8, 8])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(a.astype(np.float32), n) for n, a in weights.items() if n in used],
+        [
+            numpy_helper.from_array(a if n == "shape" else a.astype(np.float32), n)
+            for n, a in weights.items()
+            if n in used
+        ],
     )
     path = tmp_path / "net.onnx"
     opset = [helper.make_opsetid("", 13)]
@@ -106,9 +111,9 @@ def test_a_concat_takes_its_inputs_from_the_pairs_there_are(tmp_path):
 
 
 def vit(ends):
-    """A linear layer beside a residual stream, behind a norm, as in a transformer: [..., 8]."""
+    """A linear layer beside a residual stream, behind a norm, as in a transformer: [N, T, 8]."""
     return [
-        node("MatMul", "x m", "p"), node("Exp", "p", "stream"),
+        node("Reshape", "x shape", "s"), node("MatMul", "s m", "p"), node("Exp", "p", "stream"),
         node("ReduceMean", "stream", "mean", axes=[-1]), node("Sub", "stream mean", "centred"),
         node("Mul", "centred bias", "scaled"), node("Add", "scaled bias", "normed"),
         node("MatMul", "normed m", "q"), node("Add", "q bias", "qb"),
