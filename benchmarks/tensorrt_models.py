@@ -5,8 +5,8 @@
 Builds each model at each effort (1 is the default of `calib8 build`), loads every ONNX file that
 was written into ONNX Runtime, without its own int8 kernels, and prints the cosine to the float
 model over held-back samples, the worst of all and the mean, of the model with the rest in float32
-(`.qdq.onnx`) and of the typed one. A file with operators that ONNX Runtime does not know is said to
-be written. Exit code 1 where a model could not be built or a file not be loaded.
+(`.qdq.onnx`) and of the typed one. Nodes that ONNX Runtime does not know are left out of both, with
+what they make, and named. Exit code 1 where a model could not be built or a file not be loaded.
 """
 
 from __future__ import annotations
@@ -48,11 +48,26 @@ def cosines(own: list[Sample], reference: list[Sample]) -> list[float]:
     return found
 
 
-def unknown(path: Path) -> str:
-    """The first operator of another domain in a file, which ONNX Runtime cannot run."""
+def unknown(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """The nodes of another domain, which ONNX Runtime cannot run."""
     known = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
-    nodes = onnx.load(path, load_external_data=False).graph.node
-    return next((f"{n.domain}.{n.op_type}" for n in nodes if n.domain not in known), "")
+    return [node for node in model.graph.node if node.domain not in known]
+
+
+def without_unknown(path: Path) -> tuple[Path, str]:
+    """(the file, or one beside it up to the unknown nodes; their operators in words)."""
+    model = onnx.load(path)
+    left_out = unknown(model)
+    if not left_out:
+        return path, ""
+    made = {name for node in left_out for name in node.output}
+    for node in left_out:
+        model.graph.node.remove(node)
+    for value in [value for value in model.graph.output if value.name in made]:
+        model.graph.output.remove(value)
+    cut = path.with_suffix(".cut.onnx")
+    onnx.save(model, cut)
+    return cut, ", ".join(sorted({f"{node.domain}.{node.op_type}" for node in left_out}))
 
 
 def row(trial: Trial, effort: int, environments: Path) -> list[str]:
@@ -65,11 +80,9 @@ def row(trial: Trial, effort: int, environments: Path) -> list[str]:
     if made.engine is None:
         return [*start, f"FAILED: {made.says}", "", "", ""]
     files = {what: next(iter(out.glob(f"*{end}")), None) for what, end in FILES.items()}
-    custom = next((unknown(path) for path in files.values() if path), "")
-    if custom:
-        names = ", ".join(what for what, path in files.items() if path)
-        return [*start, f"{names} written; no {custom} in ONNX Runtime", "", "", ""]
-    outputs = {w: trial.outputs(p, int8_kernels=False) for w, p in files.items() if p}
+    cut = {what: without_unknown(path) for what, path in files.items() if path}
+    outputs = {w: trial.outputs(path, int8_kernels=False) for w, (path, _) in cut.items()}
+    missing = next((f" (without {words})" for _, words in cut.values() if words), "")
     cells, tasks = [], []
     for rest in ("fp32", "fp16"):
         found = cosines(outputs[rest], trial.reference) if rest in outputs else []
@@ -79,7 +92,7 @@ def row(trial: Trial, effort: int, environments: Path) -> list[str]:
     if case.score is not None:
         whole = case.score(trial.folder)(trial.reference, trial.reference)
         tasks = [f"{case.unit}: {whole:.3f} -> {', '.join(tasks)}"]
-    return [*start, ", ".join(outputs), *cells, "".join(tasks)]
+    return [*start, f"{', '.join(outputs)}{missing}", *cells, "".join(tasks)]
 
 
 def main() -> int:
@@ -112,7 +125,7 @@ def main() -> int:
 def on_trial(name: str, case: Case, plain: Case, folder: Path) -> Trial:
     """The model with its samples; one that ONNX Runtime cannot run has those of the plain one."""
     given = case.model()
-    if not unknown(given):
+    if not unknown(onnx.load(given, load_external_data=False)):
         return Trial(name=name, case=case, folder=folder, threads=2)
     trial = Trial(name=name, case=replace(plain, score=None), folder=folder, threads=2)
     trial.model = given

@@ -123,7 +123,8 @@ def vit(ends):
 
 def test_the_residual_adds_of_a_transformer_get_a_pair_on_the_stream(tmp_path):
     norm = [node("ReduceMean", "sum", "mean2", axes=[-1]), node("Sub", "sum mean2", "centred2"),
-            node("MatMul", "centred2 m", "y")]  # fmt: skip
+            node("Mul", "centred2 bias", "scaled2"), node("Add", "scaled2 bias", "normed2"),
+            node("MatMul", "normed2 m", "y")]  # fmt: skip
     why, pairs = placed(net(vit(norm), tmp_path))
     assert why["sum"] == "" and pairs["stream"] == ("sum",) and "qs" not in pairs
     assert "picture" in why["mean"] and "picture" in why["mean2"]
