@@ -28,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from calibrators.tensorrt import CLASSES, CudaMemory, calibrator
+from calibrators.tensorrt import CLASSES, calibrator
 from deploy import atomic
 from deploy.calibration import trt_cache
+from deploy.calibration.batches import whole_batches
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.search import Method
 from deploy.calibration.trt_cache import CalibrationCache
@@ -41,9 +42,10 @@ from deploy.metrics.latency import Latency, measure
 from deploy.ort import OrtSession
 from deploy.pipeline import calibrate
 from deploy.targets.tensorrt import builder, sdk
-from deploy.targets.tensorrt.batches import whole_batches
 from deploy.targets.tensorrt.builder import Settings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
+from deploy.targets.tensorrt.cuda import CudaMemory
+from deploy.targets.tensorrt.gpus import gpu
 from deploy.targets.tensorrt.log import missing_tensors, sort_missing
 from deploy.targets.tensorrt.session import TensorrtSession
 from deploy.tensors import Array, Session
@@ -217,7 +219,9 @@ def calibrated_by(case: Case, algorithm: str, finding: Finding) -> bytes:
     """Let TensorRT calibrate; hold its cache against ours; build again from its cache."""
     shapes = {name: array.shape for name, array in next(case.batches()).items()}
     count = sum(1 for _ in case.batches())
-    live = calibrator(algorithm, case.batches(), batches=count, shapes=shapes, memory=CudaMemory())
+    live = calibrator(
+        algorithm, case.batches(), batches=count, shapes=shapes, memory=CudaMemory(gpu())
+    )
     cache = builder.calibrate(case.path, case.settings(case.batch), live)
     theirs = trt_cache.parse(cache, origin=f"TensorRT's {algorithm} cache")
     if algorithm in SEARCHES:
@@ -226,7 +230,7 @@ def calibrated_by(case: Case, algorithm: str, finding: Finding) -> bytes:
             _hold(finding, theirs, _ours(case, version, SEARCHES[algorithm]))
     # Again from the cache, with no data at all: TensorRT must not ask for a batch.
     again = calibrator(
-        algorithm, (), batches=count, shapes=shapes, memory=CudaMemory(), known=cache
+        algorithm, (), batches=count, shapes=shapes, memory=CudaMemory(gpu()), known=cache
     )
     engine = build_engine(case.path, case.settings(1), calibrator=again)
     judged = sort_missing(missing_tensors(engine.log), load(case.path).model)

@@ -33,6 +33,7 @@ infinity; its largest value is 448, its smallest 2^-9).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -177,18 +178,25 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
     return scale, zero_point
 
 
-def rounded(x: NDArray[np.floating], grid: Grid) -> NDArray[np.floating]:
+def rounded(
+    x: NDArray[np.floating], grid: Grid, to: Callable[[Any], Any] = np.rint
+) -> NDArray[np.floating]:
     """Values in scales -> the nearest that the grid's rule knows, its ends aside; half to even.
 
     Integers are rounded to whole numbers, floats to their mantissa; computed in x's own dtype,
     where all that is done is exact but for the rounding itself.
+
+    Args:
+        x: values of any shape.
+        grid: whose rule it is.
+        to: np.floor or np.ceil take the neighbour below or above instead of the nearest.
     """
     if grid.kind == "integer":
-        return np.asarray(np.rint(x), x.dtype)
+        return np.asarray(to(x), x.dtype)
     _, exponent = np.frexp(x)  # |x| = [0.5, 1) * 2^exponent
     octave = np.maximum(exponent - 1, grid.least_exponent) - grid.mantissa
     with np.errstate(over="ignore"):  # past the end of float32 it is inf, and saturates
-        return np.asarray(np.ldexp(np.rint(np.ldexp(x, -octave)), octave), x.dtype)
+        return np.asarray(np.ldexp(to(np.ldexp(x, -octave)), octave), x.dtype)
 
 
 def quantize(
@@ -202,6 +210,24 @@ def quantize(
     steps = rounded(np.asarray(x, np.float32) / scale, grid) + np.float32(zero_point)
     q: Stored = np.clip(steps, grid.qmin, grid.qmax).astype(grid.dtype)
     return q
+
+
+def codes(q: Stored, grid: Grid) -> NDArray[np.uint8]:
+    """Stored values of fp8 -> the bytes that files hold: sign, exponent, mantissa; NaN is 0x7f.
+
+    Raises:
+        CalibrationError: another grid, whose values numpy itself can hold.
+    """
+    if grid != FP8:
+        raise CalibrationError(f"codes are made of fp8 values, got {grid.name}")
+    values = np.asarray(q, np.float32)
+    size = np.nan_to_num(np.abs(values))
+    _, exponent = np.frexp(size)
+    octave = np.where(size > 0, np.maximum(exponent - 1, grid.least_exponent), grid.least_exponent)
+    steps = np.ldexp(size, grid.mantissa - octave)  # whole, since q is on the grid
+    code = (octave - grid.least_exponent) * 2**grid.mantissa + steps.astype(np.int32)
+    code = np.where(np.isnan(values), 0x7F, code) | np.where(np.signbit(values), 0x80, 0)
+    return np.asarray(code, np.uint8)
 
 
 def dequantize(q: Stored, scale: NDArray[np.float32] | np.float32, zero_point: int) -> Float32Array:

@@ -13,17 +13,20 @@ section 4.1; the search is that of `calibrators.mse`.
 
 from __future__ import annotations
 
-from calibrators.grids import INT8, UINT8
+from calibrators.grids import INT8, UINT8, Grid
 from calibrators.histogram import Histogram
 from calibrators.mse import least_error
 from calibrators.scales import Scale
 
 
-def lp(histogram: Histogram, *, power: float) -> Scale:
+def lp(histogram: Histogram, *, power: float, symmetric: Grid = INT8) -> Scale:
     """Statistics of one tensor -> the ranges with the least error to this power.
 
     Args:
         histogram: statistics of the tensor.
         power: p, as `searches.LpParams` checks it.
+        symmetric: grid that `amax` is chosen for.
     """
-    return least_error(histogram, power=power, symmetric=INT8, affine=UINT8, method=f"lp-{power:g}")
+    return least_error(
+        histogram, power=power, symmetric=symmetric, affine=UINT8, method=f"lp-{power:g}"
+    )

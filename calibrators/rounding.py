@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
+from calibrators.grids import INT8, Grid, rounded
 
 FloatArray = NDArray[np.float64]
 
@@ -66,18 +67,24 @@ def output_error(steps: FloatArray, integers: FloatArray, products: FloatArray) 
 
 
 def rounded_by_output(
-    steps: FloatArray, products: FloatArray, *, fixed: NDArray[np.bool_], sweeps: int = 4
+    steps: FloatArray,
+    products: FloatArray,
+    *,
+    fixed: NDArray[np.bool_],
+    sweeps: int = 4,
+    grid: Grid = INT8,
 ) -> FloatArray:
-    """Weights in steps -> whole numbers of least output error, each w rounded down or up.
+    """Weights in steps -> stored values of least output error, each w rounded down or up.
 
     Args:
         steps: weight / scale, [G, C, K]: groups, output channels, values of an input patch.
         products: `gram` of the inputs, [G, K, K].
         fixed: weights that keep their nearest, such as the extremes that give the scale.
         sweeps: at most how often every weight is gone through.
+        grid: that stores them: whole numbers, or those of a float type.
 
     Returns:
-        [G, C, K], each entry the floor or the ceiling of its weight.
+        [G, C, K], each entry the grid's value below or above its weight.
 
     Raises:
         CalibrationError: shapes that do not fit, or values that are not finite.
@@ -91,17 +98,19 @@ def rounded_by_output(
         raise CalibrationError("weights and products must be finite, got NaN or Inf")
     own = np.einsum("gkk->gk", products)
     damp = _DAMP * own.mean(axis=1)
-    integers = np.rint(steps)
+    integers, low, high = (
+        np.asarray(rounded(steps, grid, to), np.float64) for to in (np.rint, np.floor, np.ceil)
+    )
     apart = integers - steps
     slope = products_of(apart, products) + damp[:, None, None] * apart
     for _ in range(sweeps):
-        if not _sweep(steps, integers, slope, products, damp, fixed):
+        if not _sweep((low, high), integers, slope, products, damp, fixed):
             break
     return integers
 
 
 def _sweep(
-    steps: FloatArray,
+    ends: tuple[FloatArray, FloatArray],
     integers: FloatArray,
     slope: FloatArray,
     products: FloatArray,
@@ -109,9 +118,9 @@ def _sweep(
     fixed: NDArray[np.bool_],
 ) -> int:
     """Every weight once, in place; counts those that moved. `slope` is (q - w) (H + damp)."""
-    low, high = np.floor(steps), np.ceil(steps)
+    low, high = ends
     moved = 0
-    for k in range(steps.shape[2]):
+    for k in range(integers.shape[2]):
         other = low[:, :, k] + high[:, :, k] - integers[:, :, k]
         step = other - integers[:, :, k]
         change = 2 * step * slope[:, :, k] + step * step * (products[:, k, k] + damp)[:, None]

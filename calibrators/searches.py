@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from calibrators.errors import CalibrationError
 
 if TYPE_CHECKING:
+    from calibrators.grids import Grid
     from calibrators.histogram import Histogram
     from calibrators.scales import Scale
     from calibrators.statistics import HistogramOf
@@ -74,12 +75,17 @@ class Search(Generic[P]):
         params: type of the parameters.
         help: what it does, as the end of a sentence that its name begins.
         statistic: parameters -> what is to be observed of every tensor.
+        by_grid: the same with the threshold for another symmetric grid than int8; None where the
+            grid changes nothing.
+        integer: it is defined for int8 alone.
     """
 
     function: Callable[[Histogram, P], Scale]
     params: type[P]
     help: str
     statistic: Callable[[P], HistogramOf] = _as_a_histogram
+    by_grid: Callable[[Histogram, P, Grid], Scale] | None = None
+    integer: bool = False
 
 
 def _minmax(histogram: Histogram, params: Params) -> Scale:
@@ -122,10 +128,11 @@ def _percentile(histogram: Histogram, params: PercentileParams) -> Scale:
     return percentile(histogram, percent=params.percent)
 
 
-def _mse(histogram: Histogram, params: Params) -> Scale:
+def _mse(histogram: Histogram, params: Params, symmetric: Grid | None = None) -> Scale:
+    from calibrators.grids import INT8
     from calibrators.mse import mse
 
-    return mse(histogram)
+    return mse(histogram, symmetric=symmetric or INT8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +156,11 @@ class LpParams(Params):
             raise CalibrationError(f"a power must be 1 to 16, got {self.power!r}")
 
 
-def _lp(histogram: Histogram, params: LpParams) -> Scale:
+def _lp(histogram: Histogram, params: LpParams, symmetric: Grid | None = None) -> Scale:
+    from calibrators.grids import INT8
     from calibrators.lp import lp
 
-    return lp(histogram, power=params.power)
+    return lp(histogram, power=params.power, symmetric=symmetric or INT8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,17 +202,29 @@ def _legacy(histogram: Histogram, params: Params) -> Scale:
 
 SEARCHES: dict[str, Search[Any]] = {
     "minmax": Search(_minmax, Params, "keeps everything"),
-    "entropy": Search(_entropy, Params, "takes the least KL divergence, as TensorRT does"),
+    "entropy": Search(
+        _entropy, Params, "takes the least KL divergence, as TensorRT does", integer=True
+    ),
     "percentile": Search(_percentile, PercentileParams, "leaves out a share of the values"),
-    "mse": Search(_mse, Params, "takes the least squared error of the quantized values"),
-    "lp": Search(_lp, LpParams, "takes the least error to a higher power: clips less than mse"),
+    "mse": Search(
+        _mse, Params, "takes the least squared error of the quantized values", by_grid=_mse
+    ),
+    "lp": Search(
+        _lp,
+        LpParams,
+        "takes the least error to a higher power: clips less than mse",
+        by_grid=_lp,
+    ),
     "entropy-tensorrt": Search(
         _entropy,
         EntropyTensorrtParams,
         "is entropy on TensorRT's own histogram, whose range starts with the first batch",
         _of_the_first_batch,
+        integer=True,
     ),
-    "legacy": Search(_legacy, Params, "is TensorRT's legacy calibrator without its regression"),
+    "legacy": Search(
+        _legacy, Params, "is TensorRT's legacy calibrator without its regression", integer=True
+    ),
 }
 
 # Searches of one and the same histogram, with their parameters, in the order in which they are

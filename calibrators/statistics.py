@@ -99,14 +99,19 @@ class HistogramOf:
 
     Attributes:
         first: samples of that batch; 0 for the range that no order and no batch can change.
+        most: samples that it looks at, those of whole batches; 0 for all.
     """
 
     first: int = 0
+    most: int = 0
 
     @property
     def key(self) -> str:
         """The rule and its parameter."""
-        return f"histogram, first batch of {self.first}" if self.first else "histogram"
+        if not self.first:
+            return "histogram"
+        only = f" of {self.most} samples" if self.most else ""
+        return f"histogram{only}, first batch of {self.first}"
 
     @property
     def ordered(self) -> bool:
@@ -115,8 +120,8 @@ class HistogramOf:
 
     @property
     def samples(self) -> int | None:
-        """All."""
-        return None
+        """All, or those of whole batches."""
+        return self.most or None
 
     @property
     def lead(self) -> Statistic | None:

@@ -11,7 +11,8 @@ a cache. Three habits of TensorRT make that treacherous, and are answered here:
 ::
 
     feed --dict of arrays--> get_batch --copy--> DeviceMemory --addresses--> TensorRT
-                                                    ^ pycuda on a GPU, plain host buffers in tests
+                                                    ^ CudaMemory on a GPU, plain host buffers in
+                                                      tests
 
 Sources: NVIDIA/TensorRT include/NvInfer.h (IInt8Calibrator and its four subclasses) and
 python/src/infer/pyInt8.cpp, where the bindings swallow exceptions and copy the address list.
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.device_types import stored
 from calibrators.errors import CalibrationError
 
 Array = NDArray[Any]
@@ -71,46 +73,11 @@ class HostMemory:
         self._buffers.clear()
 
 
-class CudaMemory:
-    """Buffers on the GPU by pycuda, in the device's primary context, which torch uses too."""
-
-    def __init__(self, device: int = 0) -> None:
-        import pycuda.driver as cuda
-
-        cuda.init()
-        self._cuda = cuda
-        self._context = cuda.Device(device).retain_primary_context()
-        self._buffers: dict[str, tuple[int, Any]] = {}
-
-    def put(self, name: str, array: Array) -> int:
-        """Copy `array` to the GPU, into the buffer of `name`, made larger where it must be."""
-        self._context.push()
-        try:
-            size, buffer = self._buffers.get(name, (-1, None))
-            if size < array.nbytes:
-                buffer = self._cuda.mem_alloc(max(array.nbytes, 1))
-                self._buffers[name] = (array.nbytes, buffer)
-            self._cuda.memcpy_htod(buffer, array)
-            return int(buffer)
-        finally:
-            self._context.pop()
-
-    def free(self) -> None:
-        """Release every buffer."""
-        self._context.push()
-        try:
-            for _, buffer in self._buffers.values():
-                buffer.free()
-            self._buffers.clear()
-        finally:
-            self._context.pop()
-
-
 class Callbacks:
     """What all four calibrators do when TensorRT calls; mixed in before TensorRT's own class.
 
     Args:
-        feed: batches, input name -> array; float32 but for index inputs.
+        feed: batches, input name -> array.
         batches: how many batches the feed promises.
         shapes: input name -> the shape that TensorRT calibrates with (the profile's OPT shape).
         memory: where TensorRT reads the batches.
@@ -130,11 +97,16 @@ class Callbacks:
         self._memory = memory
         self._known = known
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._types: dict[str, str] = {}
         self.promised = batches
         self.asked = 0
         self.taken = 0
         self.written: bytes | None = None
         self.error: BaseException | None = None
+
+    def expect(self, types: Mapping[str, str]) -> None:
+        """Types of the network's inputs; as long as they are not told, float32 and int32."""
+        self._types = dict(types)
 
     def get_batch_size(self) -> int:
         """1: with explicit batch dimensions the batch is part of the shape."""
@@ -199,24 +171,35 @@ class Callbacks:
                 f"batch {self.taken} must hold every network input, got {sorted(batch)}"
                 f" without {name!r}"
             )
-        array = np.ascontiguousarray(batch[name])
+        array = np.asarray(batch[name], order="C")
         wanted = self.shapes.get(name)
         if wanted is not None and array.shape != wanted:
             raise CalibrationError(
                 f"TensorRT calibrates {name!r} with the profile's OPT shape {list(wanted)} only,"
                 f" got {list(array.shape)} in batch {self.taken}; give both the same shape"
             )
-        if array.dtype not in (np.float32, np.int32):
-            raise CalibrationError(
-                f"TensorRT reads calibration batches as float32 (indices as int32), got"
-                f" {array.dtype} for {name!r} in batch {self.taken}"
-            )
-        if array.dtype == np.float32 and not np.isfinite(array).all():
+        read = self._read(name, array)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise CalibrationError(
                 f"a calibration batch must be finite, got NaN or Inf in {name!r} of batch"
                 f" {self.taken}"
             )
-        return array
+        return read
+
+    def _read(self, name: str, array: Array) -> Array:
+        """An array as the network reads its input; other whole numbers where they fit."""
+        plain = "int32" if array.dtype == np.int32 else "float32"
+        if name not in self._types and array.dtype != plain:
+            raise CalibrationError(
+                f"TensorRT reads calibration batches as float32 (indices as int32), got"
+                f" {array.dtype} for {name!r} in batch {self.taken}"
+            )
+        try:
+            return stored(array, self._types.get(name, plain))
+        except ValueError as error:
+            raise CalibrationError(
+                f"TensorRT reads {name!r} as {error} in batch {self.taken}"
+            ) from None
 
 
 def calibrator(

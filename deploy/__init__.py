@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deploy.errors import FeedError as FeedError
     from deploy.errors import ModelError as ModelError
     from deploy.errors import SdkMissingError as SdkMissingError
+    from deploy.feed.choice import Choice as Choice
     from deploy.feed.preprocess import Preprocess as Preprocess
     from deploy.frontends import load as load
     from deploy.inspection import inspect as inspect
@@ -49,6 +50,7 @@ __all__ = [  # noqa: RUF022 (in the order of a user's work)
     "bench",
     # how
     "Preprocess",
+    "Choice",
     "Method",
     "CachePolicy",
     "Tuning",
@@ -77,6 +79,7 @@ _HOMES = {
     "deploy.calibration.reuse": ("CachePolicy",),
     "deploy.calibration.search": ("Method",),
     "deploy.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "deploy.feed.choice": ("Choice",),
     "deploy.feed.preprocess": ("Preprocess",),
     "deploy.frontends": ("load",),
     "deploy.inspection": ("inspect",),

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from deploy.errors import ConfigError
+from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.machine import memory_bytes, this_machine
@@ -54,7 +55,7 @@ def bench(
     runtime: str = "onnxruntime",
     images: FeedSource | None = None,
     preprocess: Preprocess | None = None,
-    limit: int | None = None,
+    limit: Limit = None,
     skip_bad: bool = False,
     progress: bool = False,
 ) -> Report:
@@ -74,7 +75,7 @@ def bench(
         images: run on these, as `deploy.pipeline.build` takes them, and compare the outputs of
             the second session with those of the first; None makes up random inputs.
         preprocess: how images become inputs; None takes it from the engine's input.
-        limit: use at most so many images.
+        limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         progress: draw a bar on stderr where this takes over two seconds.
 

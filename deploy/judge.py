@@ -74,7 +74,7 @@ def look_inside(
     pairs: dict[str, Mapping[str, str]] = {}
     taps: dict[str, Session] = {}
     for result in built:
-        if result.runnable is None or not any(d.int8 for d in result.decisions):
+        if result.runnable is None or not any(d.quantized for d in result.decisions):
             continue
         model = onnx.load(result.runnable)
         shared = shared_tensors(loaded.model, model)

@@ -131,7 +131,7 @@ def measured(
     )
     rows = [
         EngineRow(
-            label="int8" if len(built) == 1 else result.target,
+            label=result.word if len(built) == 1 else result.target,
             target=result.target,
             path=str(result.engine) if result.engine else None,
             size_bytes=result.engine.stat().st_size if result.engine else None,

@@ -20,6 +20,10 @@ _NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 
 _BESIDE = b"\x0a\x08location"  # begins the entry of a tensor that tells where its values are
 
+# They drop a Relu or Clip before a Quantize whose least value is the same: of fp8 the first takes 0
+# for that, and the second fails.
+_DROP_A_CLIP = ("ReluQuantRewrite", "ClipQuantRewrite")
+
 _LOG_FATAL = 4  # what matters arrives as an exception; the rest is noise on a user's screen
 
 
@@ -53,7 +57,8 @@ class OrtSession:
                 for the next, which saves microseconds of a run and costs a core and memory in
                 between; only what is timed is worth it.
             int8_kernels: False computes a Q/DQ model as it is written, in float between its pairs,
-                with its weights quantized once: for a model that has another runtime's form.
+                with its weights quantized once: for a model that has another runtime's form. A
+                `ModelProto` with pairs of fp8, which has no kernels, always is.
             trace: beginning of the path that the profile is written to.
 
         Raises:
@@ -64,11 +69,13 @@ class OrtSession:
         threads = usable_cores() if threads is None else threads
         what = str(model) if isinstance(model, Path | str) else "the model"
         source = source_of(model)
+        int8_kernels = int8_kernels and not _of_fp8(model)
         try:
             session = onnxruntime.InferenceSession(
                 source,
                 _options(threads, optimize, spin, int8_kernels, trace),
                 providers=["CPUExecutionProvider"],
+                disabled_optimizers=[] if int8_kernels else list(_DROP_A_CLIP),
             )
         except Exception as error:  # its exception classes share no base but Exception
             raise BackendError(
@@ -141,6 +148,16 @@ def source_of(model: Path | str | bytes | ModelProto) -> str | bytes:
         refuse_irregular(model, what="a model", error=BackendError)
         return str(model) if is_text(model) else _whole(model)
     return model if isinstance(model, bytes) else bytes(model.SerializeToString())
+
+
+def _of_fp8(model: Path | str | bytes | ModelProto) -> bool:
+    """Whether a model that is at hand, not in a file, holds values of fp8."""
+    if isinstance(model, Path | str | bytes):
+        return False
+    from onnx import TensorProto
+
+    fp8 = TensorProto.FLOAT8E4M3FN
+    return any(tensor.data_type == fp8 for tensor in model.graph.initializer)
 
 
 def _whole(path: Path | str) -> bytes:

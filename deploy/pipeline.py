@@ -42,7 +42,9 @@ from deploy.errors import (
     ExportError,
     ModelError,
 )
-from deploy.feed.annotated import ground_truth
+from deploy.feed.annotated import BY_FOLDER, labels_of
+from deploy.feed.calibrator import CalibratorScript
+from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Preprocess
@@ -52,7 +54,6 @@ from deploy.graph.selection import matching
 from deploy.inputs import guarded
 from deploy.machine import default_threads
 from deploy.metrics.coco import Annotations
-from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import metric_of
 from deploy.progress import bar
 from deploy.report.verdict import Gates
@@ -81,7 +82,7 @@ def calibrate(
     preprocess: Preprocess | None = None,
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
-    limit: int | None = None,
+    limit: Limit = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     progress: bool = False,
@@ -90,14 +91,14 @@ def calibrate(
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not.
-        images: folder, list file, image, .npy, .npz, or an iterable of arrays or
-            {input: array} dicts.
+        images: folder, list file, image, .npy, .npz, a `CalibratorScript`, or an iterable of
+            arrays or {input: array} dicts.
         targets: names of `TARGETS`, or targets with options of their own.
         method: name of a search, or a `Method` with parameters; None is the default one.
         preprocess: how images become inputs; None takes it from the model's input.
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: go on without unreadable images.
-        limit: use at most so many images.
+        limit: use at most so many images, or a `Choice` of them.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
         progress: draw a bar on stderr where this takes over two seconds.
@@ -134,7 +135,7 @@ def _calibrated(
     preprocess: Preprocess | None,
     policy: CachePolicy,
     skip_bad: bool,
-    limit: int | None,
+    limit: Limit,
     threads: int | None,
     float_nodes: Iterable[str],
     progress: bool,
@@ -196,7 +197,9 @@ def _calibrated(
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
     return Calibrated(
         subject=subject,
-        images=str(images) if isinstance(images, str | Path) else "arrays in memory",
+        images=str(images)
+        if isinstance(images, str | Path | CalibratorScript)
+        else "arrays in memory",
         feed=feed,
         ranges=ranges,
         wanted=wanted,
@@ -224,10 +227,10 @@ def build(
     preprocess: Preprocess | None = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
-    labels: Sequence[int] | Annotations | None = None,
+    labels: Sequence[int] | Annotations | str | None = None,
     metric: str | Function | None = None,
     skip_bad: bool = False,
-    limit: int | None = None,
+    limit: Limit = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
@@ -244,7 +247,8 @@ def build(
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
         labels: class of every evaluation image, where its list does not give it; or the objects
-            that the images show, of `deploy.metrics.coco.read_coco`.
+            that the images show, of `deploy.metrics.coco.read_coco`; or "folders", whose numbers
+            are the labels of the images in them.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
@@ -276,8 +280,14 @@ def build(
         manifest.refuse_foreign(folder, [*written_by(built_for, loaded.name), *fresh])
     evaluation = None
     if eval_images is not None:  # opened first: a wrong path is told before anything is run
-        evaluation = open_feed(eval_images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad)
-    known = labels_of(labels, evaluation) if isinstance(labels, Annotations) else labels
+        evaluation = open_feed(
+            eval_images,
+            loaded.inputs,
+            preprocess=preprocess,
+            skip_bad=skip_bad,
+            labels_by_folder=labels == BY_FOLDER,
+        )
+    known = labels_of(labels, evaluation)
     workers = threads or default_threads()
     afford.refuse_full_disk(folder, loaded.model, len(built_for))
     with staged(folder) as stage:
@@ -329,18 +339,6 @@ def build(
         own = (*(path.name for path in store.files(cache_path)), plan_name)
         publish(calibrated, built_for, stage, replacing=None if policy.force else own)
     return report
-
-
-def labels_of(annotations: Annotations, evaluation: Feed | None) -> GroundTruth:
-    """Objects of the evaluation images.
-
-    Raises:
-        ConfigError: there are none, or they are no pictures.
-        FeedError: the annotations do not have one of them.
-    """
-    if evaluation is None:
-        raise ConfigError("annotations are of evaluation images, got none; give --eval-images")
-    return ground_truth(annotations, evaluation)
 
 
 def targets_of(targets: Sequence[str | Target]) -> list[Target]:

@@ -139,7 +139,7 @@ def gather(
     common = {role: path for role, path in kept.items() if path is not None}
     report_page = FileRow(role="report", path=str(stage.folder / "report.html"))
     return Report(
-        title=f"calib8: {loaded.name} in int8 for {', '.join(r.target for r in built)}",
+        title=_title(loaded.name, built),
         model=ModelPart(
             path=str(loaded.source or loaded.name),
             opset=_opset(calibrated),
@@ -172,6 +172,11 @@ def gather(
             *figures.notes,
         ),
     )
+
+
+def _title(name: str, built: Sequence[Built]) -> str:
+    words = sorted({one.word for one in built}, reverse=True)
+    return f"calib8: {name} in {' and '.join(words)} for {', '.join(r.target for r in built)}"
 
 
 def _judged(

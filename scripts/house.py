@@ -42,7 +42,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.ort deploy.openvino",
         "deploy.manifest",
         "deploy.staging deploy.stamped",
-        "deploy.tensors deploy.atomic deploy.progress deploy.machine deploy.usercode",
+        "deploy.tensors deploy.atomic deploy.progress deploy.machine deploy.usercode"
+        " deploy.standins",
         "deploy.archives deploy.reading",
         "deploy.inputs deploy.terminal deploy.locks",
         "deploy.version deploy.errors",

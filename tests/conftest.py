@@ -1,5 +1,7 @@
 """Fixtures that several test files share."""
 
+import ctypes
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -115,3 +117,40 @@ def openvino(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     yield
     sys.modules.pop("openvino", None)
+
+
+@pytest.fixture
+def tensorrt(monkeypatch):
+    """(version, CUDA's binding) -> a fake TensorRT of that version, with two fake GPUs.
+
+    The binding is "pycuda", "cuda-python", "cudart" (cuda-python before 12.6) or "" for none.
+    """
+    from deploy.targets.tensorrt.log import process_logger
+
+    def loaded(name, file):
+        path = Path(__file__).parent / f"{file}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    def install(version="10.13.0.35", binding="pycuda"):
+        process_logger.cache_clear()  # its class is one of the module that is replaced
+        monkeypatch.setenv("FAKE_TENSORRT", version)
+        cuda = loaded("fake_cuda", "fake_cuda")
+        cuda.reset()
+        kinds = {"pycuda": cuda.pycuda(), "cuda-python": cuda.cuda_python()}
+        kinds["cudart"] = cuda.cuda_python(old=True)
+        for modules in kinds.values():
+            for name in modules:
+                monkeypatch.setitem(sys.modules, name, None)  # not installed
+        for name, module in kinds.get(binding, {}).items():
+            monkeypatch.setitem(sys.modules, name, module)
+        real = ctypes.CDLL
+        driver = {"libcuda.so.1": cuda.Libcuda}
+        monkeypatch.setattr(ctypes, "CDLL", lambda n, *a, **k: driver.get(n) or real(n, *a, **k))
+        return loaded("tensorrt", "fake_tensorrt")
+
+    yield install
+    process_logger.cache_clear()

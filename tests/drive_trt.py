@@ -167,23 +167,26 @@ def unknown_algorithm() -> str:
 USED = {
     "Builder": "create_network create_builder_config create_optimization_profile"
     " build_serialized_network",
-    "INetworkDefinition": "get_input num_inputs",
+    "INetworkDefinition": "get_input num_inputs get_layer num_layers",
     "IBuilderConfig": "set_flag clear_flag get_tactic_sources set_tactic_sources"
     " add_optimization_profile set_calibration_profile int8_calibrator"
     " set_memory_pool_limit create_timing_cache set_timing_cache get_timing_cache",
-    "IOptimizationProfile": "set_shape",
+    "IOptimizationProfile": "set_shape set_shape_input",
     "ITimingCache": "serialize",
     "OnnxParser": "parse_from_file num_errors get_error",
     "Runtime": "deserialize_cuda_engine",
     "ICudaEngine": "num_io_tensors get_tensor_name get_tensor_shape get_tensor_mode"
-    " get_tensor_dtype create_execution_context",
-    "IExecutionContext": "set_input_shape get_tensor_shape set_tensor_address execute_async_v3",
+    " get_tensor_dtype get_tensor_location create_execution_context",
+    "IExecutionContext": "set_input_shape get_tensor_shape set_tensor_address execute_async_v3"
+    " set_output_allocator",
+    "IOutputAllocator": "reallocate_output notify_shape",
     "BuilderFlag": "INT8 FP16 TF32",
     "TacticSource": "CUBLAS CUBLAS_LT CUDNN",
     "NetworkDefinitionCreationFlag": "EXPLICIT_BATCH",
     "MemoryPoolType": "WORKSPACE",
     "TensorIOMode": "INPUT",
-    "ITensor": "name shape",
+    "TensorLocation": "HOST",
+    "ITensor": "name shape dtype is_shape_tensor",
 }
 
 
@@ -220,7 +223,7 @@ def small_parts() -> dict[str, Any]:
     """The pieces of the session and the log that need no GPU."""
     from deploy.targets.tensorrt.libraries import stand_ins
     from deploy.targets.tensorrt.log import listening, process_logger
-    from deploy.targets.tensorrt.session import _dtype, dims
+    from deploy.targets.tensorrt.tensor_types import dims, dtype_of
 
     logger = process_logger()
     with listening() as kept:
@@ -231,7 +234,7 @@ def small_parts() -> dict[str, Any]:
     types = [trt.float32, trt.float16, trt.int8, trt.int32, trt.bool]
     return {
         "dims": dims(trt.Dims([1, -1, 3])),
-        "dtypes": [_dtype(data_type) for data_type in types],
+        "dtypes": [dtype_of(data_type) for data_type in types],
         "log": [kept.errors, kept.lines],
         "one_logger": process_logger() is logger,
         "stand_ins": stand_ins(),

@@ -410,10 +410,9 @@ def test_a_fixed_batch_of_arrays(tmp_path):
         (BATCH[:, :, :8], "must fit the input 'image'"),
         (BATCH.transpose(0, 2, 3, 1), r"turn it with \.transpose\(0, 3, 1, 2\)"),
         (BATCH[:0], "must give samples, got none"),
-        ([(BATCH, np.arange(5))], r"got a tuple of 2; where a loader gives"),
-        ([{"image": BATCH, "more": BATCH}], r"must name exactly the inputs \['image'\]"),
-        ([{"picture": BATCH}], "must name exactly the inputs"),
-        (["a string"], "array of numbers"),
+        ([(BATCH, BATCH)], "must tell its inputs from what is beside them"),
+        ([{"picture": BATCH}], r"must name the inputs \['image'\], got \['picture'\]"),
+        ([None, "a string"], "array of numbers"),
         ([], "got none"),
         ([object()], "array of numbers"),
     ],
@@ -433,9 +432,12 @@ def test_nan_is_told_by_sample_and_input_or_skipped():
     assert len(feed) == 4
 
 
-def test_preprocessing_of_arrays_is_refused():
-    with pytest.raises(ConfigError, match="arrays are fed as they are"):
+def test_preprocessing_of_arrays_is_refused(tmp_path):
+    with pytest.raises(FeedError, match="must be a picture to be preprocessed, uint8"):
         open_feed(BATCH, [IMAGE], preprocess=preset("imagenet"))
+    np.save(tmp_path / "a.npy", BATCH)
+    with pytest.raises(ConfigError, match="files of arrays are fed as they are"):
+        open_feed(tmp_path / "a.npy", [IMAGE], preprocess=preset("imagenet"))
 
 
 def test_arrays_that_hold_objects_or_do_not_agree_are_told(tmp_path):

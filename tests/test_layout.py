@@ -17,7 +17,18 @@ from deploy.targets import TARGETS
 from scripts import house
 
 ROOT = Path(__file__).parent.parent
-SDKS = {"torch", "tensorrt", "pycuda", "onnxruntime", "onnx", "cv2", "acl", "amct_onnx", "tqdm"}
+SDKS = {
+    "torch",
+    "tensorrt",
+    "pycuda",
+    "cuda",
+    "onnxruntime",
+    "onnx",
+    "cv2",
+    "acl",
+    "amct_onnx",
+    "tqdm",
+}
 SDKS |= {"openvino"}
 
 MODULES = house.modules(ROOT)

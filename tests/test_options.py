@@ -15,6 +15,7 @@ import pytest
 from deploy.cli import cli, main
 from deploy.commands import sections
 from deploy.errors import ConfigError
+from deploy.feed.choice import Choice
 from deploy.ort import OrtSession
 from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT
 from deploy.targets.base import Built
@@ -178,7 +179,8 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, capsys):
     policy = told["cache"]
     assert policy.path == Path("c") and policy.require and policy.trt_version == "10.3.0"
     assert (told["eval_images"], told["labels"], told["duration_s"]) == ("e", (3, 1), 0)
-    assert (told["limit"], told["threads"], told["out"]) == (9, 1, Path("o")) and told["skip_bad"]
+    assert told["limit"] == Choice(most=9) and told["skip_bad"]
+    assert (told["threads"], told["out"]) == (1, Path("o"))
     how = told["preprocess"]
     assert (how.size, how.resize, how.interpolation) == ((8, 9), "letterbox", "area")
     assert (how.color, how.scale, how.mean, how.std) == ("bgr", 1 / 255, (0.5,), (0.25, 0.5, 1))
@@ -261,7 +263,8 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(words, said, capsy
 def test_a_flag_that_is_gone_names_what_took_its_place(words, said, capsys):
     code, _, error = run(capsys, "calibrate", "m.onnx", "--images", "p", *words.split())
     assert code == 1 and said in error and error.count("\n") == 1
-    assert words.split()[0] not in run(capsys, "calibrate", "--help")[1]
+    shown = run(capsys, "calibrate", "--help")[1]
+    assert not re.search(rf"{words.split()[0]}(?![\w-])", shown)
 
 
 @pytest.mark.parametrize(

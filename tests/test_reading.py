@@ -206,7 +206,7 @@ def test_a_path_that_is_no_text_is_told_from_one_that_is():
 ELSEWHERE = {
     "deploy.atomic": "descriptors of what it writes",
     "deploy.cli": "where what stdout did not take goes",
-    "deploy.feed.arrays": "maps of what was opened, and of its own temporary files",
+    "deploy.feed.array_files": "maps of what was opened, and of its own temporary files",
     "deploy.feed.images": "pictures",
     "deploy.feed.spool": "its own temporary file",
     "deploy.locks": "descriptors that hold locks",
@@ -217,6 +217,7 @@ ELSEWHERE = {
     "deploy.reading": "the door itself",
     "deploy.results": "what was built a moment ago",
     "deploy.staging": "its own files, as it moves them",
+    "deploy.standins.sources": "the memory of this very process",
     "deploy.targets.tensorrt.target": "what was built a moment ago",
     "deploy.tuning.kernels": "ONNX Runtime's trace in a temporary folder",
 }

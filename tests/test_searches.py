@@ -89,9 +89,9 @@ def test_parameters_of_another_search_are_refused():
 def test_a_methods_search_takes_its_parameters():
     h = Histogram()
     h.observe(np.random.default_rng(0).normal(size=5000).astype(np.float32))
-    assert Method.of("percentile", {"percent": 90}).search(h) == percentile(h, percent=90)
-    assert Method.of("percentile").search(h) == percentile(h, percent=99.99)
-    legacy = Method.of("legacy").search(h)
+    assert Method.of("percentile", {"percent": 90}).search()(h) == percentile(h, percent=90)
+    assert Method.of("percentile").search()(h) == percentile(h, percent=99.99)
+    legacy = Method.of("legacy").search()(h)
     assert legacy.symmetric == percentile(h, percent=0.999999 * 100).symmetric
     assert legacy.method == "legacy"
 

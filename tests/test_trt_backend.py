@@ -19,7 +19,7 @@ from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
 from deploy.pipeline import CachePolicy, Tuning, build
-from deploy.targets.tensorrt import builder, sdk
+from deploy.targets.tensorrt import builder, gpus, sdk
 from deploy.targets.tensorrt.builder import (
     Engine,
     Profile,
@@ -165,12 +165,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Settings, bytes | No
     made: list[tuple[str, Settings, bytes | None]] = []
     here = Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90", stand_ins=("CUDNN",))
 
-    def engine(path: Path, settings: Settings, *, calibrator: Any = None) -> Engine:
+    def engine(path: Path, settings: Settings, *, calibrator: Any, cuda: Any) -> Engine:
         known = calibrator.read_calibration_cache() if calibrator is not None else None
         made.append((path.name, settings, known))
         return Engine(b"plan", (), known)
 
-    monkeypatch.setattr(sdk, "find", lambda: here)
+    monkeypatch.setattr(sdk, "find", lambda device=0: here)
+    monkeypatch.setattr(gpus, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", engine)
     monkeypatch.setattr(TensorRT, "_from_cache", lambda self, known: Known(known))
     return made
@@ -243,12 +244,12 @@ def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
     cache = b"TRT-101300-EntropyCalibration2\nx: 3c008912\n"
     asked: list[Settings] = []
 
-    def calibrates(path: Path, settings: Settings, calibrator: object) -> bytes:
+    def calibrates(path: Path, settings: Settings, live: object, *, cuda: object) -> bytes:
         asked.append(settings)
         return cache
 
     monkeypatch.setattr(builder, "calibrate", calibrates)
-    monkeypatch.setattr(TensorRT, "_live", lambda self, request, settings: None)
+    monkeypatch.setattr(TensorRT, "_live", lambda self, request, settings, cuda: None)
     for rest in ("fp16", "fp32"):  # other settings of the engine, the same calibration
         backend = TensorRT(calibrator="entropy2", max_batch=2, rest=rest)
         built_on(model, tmp_path / "out", backend)
@@ -345,15 +346,6 @@ def test_warnings_become_notes() -> None:
     assert notes[0].startswith("TensorRT has no scale for x")
     assert notes[1].startswith("TensorRT warned of 2 more")
     assert _log_notes([], load(residual()).model) == ()
-
-
-def test_batches_are_whole() -> None:
-    from deploy.targets.tensorrt.batches import whole_batches
-
-    samples = [{"x": np.full((2, 3), i, np.float32)} for i in range(7)]
-    made = list(whole_batches(samples, 3))
-    assert [batch["x"].shape for batch in made] == [(6, 3)] * 2
-    assert [batch["x"][::2, 0].tolist() for batch in made] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from calibrators.device_types import BITS
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks, HostMemory
 from deploy.errors import BackendError
@@ -63,6 +65,7 @@ class Fake:
         self.loggers: list[Any] = []
         self.layers: list[Any] = []
         self.does: Callable[[Config, Any], bytes | None] = lambda config, log: b"plan"
+        self.reads: Callable[[Any], bool] = lambda log: True
 
     def module(self) -> types.ModuleType:
         made: Any = types.ModuleType("tensorrt")
@@ -88,7 +91,7 @@ class Fake:
 
     def parser(self, network: Any, logger: Any) -> Any:
         self.loggers.append(logger)
-        return types.SimpleNamespace(parse_from_file=lambda path: True)
+        return types.SimpleNamespace(parse_from_file=lambda path: self.reads(logger), num_errors=0)
 
 
 @pytest.fixture
@@ -186,6 +189,16 @@ def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake: Fake)
         )
 
 
+def test_a_parser_that_lists_no_error_has_said_it_in_the_log(fake: Fake) -> None:
+    def cannot(log: Any) -> bool:
+        says(log, "Failed to parse ONNX model from file")
+        return False
+
+    fake.reads = cannot
+    with pytest.raises(BackendError, match=r"cannot read net\.onnx: Failed to parse ONNX model"):
+        build_engine(MODEL, Settings())
+
+
 def test_without_an_error_the_last_words_are_given(fake: Fake) -> None:
     def gives_up(config: Config, log: Any) -> None:
         says(log)
@@ -244,6 +257,26 @@ def test_every_build_has_the_same_logger_and_its_own_words(fake: Fake) -> None:
     assert len({id(logger) for logger in fake.loggers}) == 1
     fake.loggers[0].log(Severity.ERROR, "to nobody")
     assert all_along.errors == []
+
+
+def test_a_batch_is_read_in_the_networks_own_types(fake: Fake) -> None:
+    def first(array: np.ndarray, dtype: str) -> np.ndarray:
+        live = Callbacks([{"x": array}], batches=1, shapes={"x": array.shape}, memory=HostMemory())
+        live.expect({"x": dtype})
+        addresses = live.get_batch(["x"])
+        if live.error is not None:
+            raise live.error
+        kind = np.dtype(BITS.get(dtype, dtype))
+        return np.frombuffer(ctypes.string_at(addresses[0], array.size * kind.itemsize), kind)
+
+    assert first(np.array([3, 4]), "int32").tolist() == [3, 4]
+    assert first(np.array([3, 4], np.int32), "int64").tolist() == [3, 4]
+    assert first(np.float32([1.5]), "float16").tolist() == [1.5]
+    assert first(np.float32([1.5]), "bfloat16").tolist() == [0x3FC0]
+    with pytest.raises(CalibrationError, match=r"'x' as int32 .*, got 4294967296 in batch 0"):
+        first(np.array([1 << 32]), "int32")
+    with pytest.raises(CalibrationError, match="'x' as float16 up to 65504, got 100000"):
+        first(np.float32([1e5]), "float16")
 
 
 def test_another_tactic_source_or_precision_is_another_engine() -> None:

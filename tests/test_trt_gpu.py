@@ -1,4 +1,4 @@
-"""The whole of `benchmarks/gpu_check.py`, where a GPU with TensorRT and pycuda is at hand."""
+"""The whole of `benchmarks/gpu_check.py`: with a fake TensorRT, and where a GPU is at hand."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import gpu_check
+from calibrators.tensorrt import CLASSES
 from deploy.calibration.trt_cache import CalibrationCache, from_scales
 from deploy.errors import BackendError, SdkMissingError
 from deploy.feed.feed import open_feed
@@ -162,3 +164,22 @@ def test_the_table_has_a_line_for_each_engine_and_what_is_wrong() -> None:
     assert len(lines) == 6
     assert lines[2].count("|") == lines[0].count("|")
     assert lines[-1] == "- Q/DQ: an output's cosine is 0.5000"
+
+
+def test_the_whole_check_runs_with_a_fake_tensorrt(
+    tensorrt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The fake searches no scales: it takes the largest value, whatever calibrator asks."""
+    tensorrt("8.5.3.1", "cuda-python")
+    monkeypatch.setattr(
+        gpu_check, "measure", partial(measure, warmup_ms=0, duration_s=0, min_iterations=1)
+    )
+    code = gpu_check.main(["--limit", "20", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    rows = {line.split("|")[1].strip(): line for line in said.splitlines() if line[:2] == "| "}
+    assert code == 1 and "TensorRT 8.5.3.1 on Fake H200 sm_90" in said
+    assert rows.keys() >= {"fp32", "fp16", *CLASSES, "Q/DQ", gpu_check.GRAPH}
+    assert all(row.count("|") == 16 and row.split("|")[-2].strip() for row in rows.values())
+    assert "| minmax | 25 of 28 | 0.0000% |" in rows["minmax"]  # Relus bound three of ours
+    wrong = [line for line in said.splitlines() if line.startswith("- ")]
+    assert len(wrong) == 1 and wrong[0].startswith("- entropy2: the median scale is")

@@ -168,7 +168,7 @@ def test_a_pool_is_float_between_float_nodes_and_beside_them(tmp_path):
 
 
 def test_what_reads_a_concat_of_float_tensors_stays_float_where_that_is_asked(tmp_path):
-    asked = TensorRT(float_behind_concat=True)._placement()
+    asked = TensorRT(float_behind_concat=True).placement
     made = [conv("x", "a"), conv("a", "b"), node("Concat", "a b", "cat", axis=1)]
     why, _ = placed(net([*made, conv("cat", "y", "w2")], tmp_path), asked)
     assert why["y"] == ""
@@ -201,3 +201,5 @@ def test_the_placements_options_want_the_qdq_model():
     for word in ("float_behind_concat", "pair_behind_deconv"):
         with pytest.raises(ConfigError, match="placed in the Q/DQ model, got engine form cache"):
             TensorRT(form="cache", **{word: True})
+    with pytest.raises(ConfigError, match="no pair in fp8"):
+        TensorRT(precision="fp8", pair_behind_deconv=True)

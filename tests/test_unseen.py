@@ -7,6 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy import pipeline
 from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.calibration.search import Method
 from deploy.cli import main
@@ -14,6 +15,7 @@ from deploy.ort import OrtSession
 from deploy.pipeline import calibrate
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
+from deploy.targets.onnxruntime import OnnxRuntime
 from deploy.tuning.probe import Noise
 from deploy.tuning.search import Trial
 from deploy.tuning.unseen import MANY, unseen
@@ -159,3 +161,15 @@ def test_a_search_for_ascend_tries_no_clipping_unless_a_configuration_says_how(m
         out = tmp_path / f"o{tried}"
         assert build(model, x, out, "--target", "ascend", "--accept", *words) == 0
         assert ("all in int8, minmax" in (out / "net.plan.toml").read_text()) == tried
+
+
+def test_a_search_asks_what_a_target_demands_no_more_often_the_more_it_tries(
+    small_cnn, pictures, tmp_path, monkeypatch
+):
+    asked: list[int] = []
+    demand = OnnxRuntime.demand
+    monkeypatch.setattr(
+        OnnxRuntime, "demand", lambda self, subject: asked.append(1) or demand(self, subject)
+    )
+    report = pipeline.build(small_cnn, pictures, out=tmp_path, duration_s=0)
+    assert len(asked) <= report.targets[0].search.probes  # 13 where each trial asks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from calibrators.grids import Grid
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale, Scales
 from calibrators.statistics import searched, trouble
@@ -41,7 +42,7 @@ class Ranges:
         self.bounds = bounds
         self.trusted = trusted
         self._own: Mapping[str, Method] = {}
-        self._found: dict[tuple[Key, str], Scale] = {}
+        self._found: dict[tuple[Key, str, Grid | None], Scale] = {}
         self._made: dict[Hashable, Any] = {}
 
     def choosing(self, choices: Choices) -> Ranges:
@@ -70,8 +71,13 @@ class Ranges:
         made: Made = self._made[key]
         return made
 
-    def of(self, observations: Iterable[Observation]) -> Found:
-        """Ranges of observed tensors, by tensor, and why others have none."""
+    def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> Found:
+        """Ranges of observed tensors, by tensor, and why others have none.
+
+        Args:
+            observations: of the tensors.
+            symmetric: grid that the thresholds are for; None for int8.
+        """
         if self.trusted is not None:
             return self.trusted
         scales, troubles = {}, {}
@@ -79,7 +85,7 @@ class Ranges:
             histogram = self.histogram(observation)
             why = trouble(histogram)
             if why is None:
-                scales[observation.tensor] = self._scale(observation, histogram)
+                scales[observation.tensor] = self._scale(observation, histogram, symmetric)
             else:
                 troubles[observation.tensor] = Trouble(why, infinite=bool(histogram.infinite))
         return Found(scales=Scales(scales), troubles=troubles)
@@ -90,11 +96,13 @@ class Ranges:
         assert isinstance(recorder, Histogram), observation.statistic.key
         return recorder
 
-    def _scale(self, observation: Observation, histogram: Histogram) -> Scale:
+    def _scale(
+        self, observation: Observation, histogram: Histogram, symmetric: Grid | None
+    ) -> Scale:
         method = self._own.get(observation.tensor, self.method)
-        key = observation.key, method.label
+        key = observation.key, method.label, symmetric
         if key not in self._found:
             folded = observation.variant.key == FOLDED
             limits = self.bounds.get(observation.tensor) if folded else None
-            self._found[key] = searched(histogram, method.search, limits)
+            self._found[key] = searched(histogram, method.search(symmetric), limits)
         return self._found[key]

@@ -18,6 +18,7 @@ from calibrators.searches import (
 from deploy.errors import CalibrationError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from calibrators.grids import Grid
     from calibrators.histogram import Histogram
     from calibrators.scales import Scale
     from calibrators.statistics import HistogramOf
@@ -95,10 +96,21 @@ class Method:
         return SEARCHES[self.name].statistic(self.params)
 
     @property
-    def search(self) -> Callable[[Histogram], Scale]:
-        """Statistics of one tensor -> its scale."""
-        function, params = SEARCHES[self.name].function, self.params
-        return lambda histogram: function(histogram, params)
+    def integer(self) -> bool:
+        """Whether it is defined for int8 alone."""
+        return SEARCHES[self.name].integer
+
+    def search(self, symmetric: Grid | None = None) -> Callable[[Histogram], Scale]:
+        """What makes of a tensor's statistics its scale.
+
+        Args:
+            symmetric: grid that its `amax` is for, None for int8; the affine range is for uint8.
+        """
+        row, params = SEARCHES[self.name], self.params
+        by_grid = row.by_grid
+        if symmetric is None or by_grid is None:
+            return lambda histogram: row.function(histogram, params)
+        return lambda histogram: by_grid(histogram, params, symmetric)
 
 
 def comparable(method: Method) -> list[Method]:

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibrators.statistics import Statistic
+from calibrators.statistics import HistogramOf
+from deploy.calibration.batches import whole
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.search import Method
 from deploy.errors import ConfigError
@@ -98,10 +99,18 @@ class Subject:
         return graph_of(path, self.loaded) if path.suffix.lower() == ".onnx" else None
 
     @property
-    def statistic(self) -> Statistic:
-        """What the method searches, a first batch counted in samples."""
+    def statistic(self) -> HistogramOf:
+        """What the method searches, a first batch and whole batches counted in samples.
+
+        Raises:
+            ConfigError: the samples fill no batch.
+        """
         wanted = self.method.statistic
-        return replace(wanted, first=-(-wanted.first // self.batch))
+        if not wanted.first:
+            return wanted
+        first = -(-wanted.first // self.batch)
+        seen = whole(self.samples, first)
+        return replace(wanted, first=first, most=seen if seen < self.samples else 0)
 
     @cached_property
     def bounds(self) -> dict[str, Bounds]:

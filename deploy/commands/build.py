@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import sections
+from deploy.commands.feeding import fed
 from deploy.commands.model import model_from, model_options
 from deploy.commands.numbers import Real
 from deploy.commands.options import (
     CalibrationOptions,
     ImageOptions,
     calibration_options,
-    image_options,
+    feed_options,
 )
 from deploy.commands.targets import target_options
 from deploy.commands.tuning import TuningOptions, tuning_options
@@ -45,14 +46,14 @@ if TYPE_CHECKING:
     "--eval-images",
     section=sections.MEASURING,
     metavar="PATH",
-    help="Images for the accuracy figures; a list file may hold labels.",
+    help="Images for the accuracy figures, as --images; a list file may hold labels.",
 )
 @sections.option(
     "--labels",
     section=sections.MEASURING,
     type=click.Path(path_type=Path),
-    help="One class number a line, for the evaluation images in order; or their objects as a"
-    " COCO json, by file name.",
+    help="One class number a line, for the evaluation images in order; their objects as a COCO"
+    " json, by file name; or the word folders, where each class has one.",
 )
 @sections.option(
     "--metric",
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
 )
 @target_options(lambda option: True)
 @model_options
-@image_options
+@feed_options
 @calibration_options
 def build(
     model: Path,
@@ -116,12 +117,13 @@ def build(
     from deploy.report import to_screen
 
     calibration.refuse_ignored(targets)
+    source, method = fed(images, calibration, targets)
     report = run(
         model_from(model, shapes, weights),
-        images.source,
+        source,
         out=out,
         targets=targets,
-        method=calibration.method if calibration.asked else None,
+        method=method,
         preprocess=images.preprocess,
         cache=replace(calibration.cache, path=cache),
         eval_images=eval_images,

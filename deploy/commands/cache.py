@@ -13,6 +13,7 @@ from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.trt_cache import CalibrationCache
+    from deploy.targets.tensorrt.dla_scales import Inferred
     from deploy.targets.tensorrt.match import Match
 
 FILE = click.Path(path_type=Path)
@@ -190,7 +191,14 @@ def check(
     type=click.Choice(("fp16", "bf16", "fp32")),
     default="fp32",
     show_default=True,
-    help="Type of what is not int8; TensorRT 11 takes it from the model.",
+    help="Type of what is not quantized; TensorRT 11 takes it from the model.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(("int8", "fp8")),
+    default="int8",
+    show_default=True,
+    help="Grid of the pairs; fp8 is for TensorRT 10.2 and newer, on GPUs from Ada and Hopper on.",
 )
 @click.option("--verbose", is_flag=True, help="Every entry and every tensor, with its reason.")
 def to_qdq(
@@ -201,6 +209,7 @@ def to_qdq(
     own_concat_scales: bool,
     parser: str | None,
     rest: str,
+    precision: str,
     verbose: bool,
 ) -> None:
     """Write MODEL.ONNX with the scales of CACHE in QuantizeLinear/DequantizeLinear pairs."""
@@ -214,6 +223,7 @@ def to_qdq(
         own_concat_scales=own_concat_scales,
         parser=parser,
         rest=rest,
+        precision=precision,
     )
     write_bytes(out, quantized.SerializeToString(deterministic=True))
     _print_match(matched, everything=verbose)
@@ -237,14 +247,35 @@ def to_qdq(
     metavar="X.Y.Z",
     help="TensorRT that is to read the cache.",
 )
-def from_qdq(model: Path, out: tuple[Path, Path], trt_version: str) -> None:
-    """Take the pairs out of MODEL.QDQ.ONNX: the float model, and a cache for DLA and TensorRT 8."""
+@click.option(
+    "--dla",
+    is_flag=True,
+    help="Also infer the scales of tensors without a pair, which DLA asks for.",
+)
+@click.option(
+    "--no-guesses",
+    is_flag=True,
+    help="With --dla, infer no scale that may cut values off; its layers run in float16.",
+)
+def from_qdq(
+    model: Path, out: tuple[Path, Path], trt_version: str, dla: bool, no_guesses: bool
+) -> None:
+    """Take the pairs out of MODEL.QDQ.ONNX: the float model, and a cache for DLA and TensorRT 8.
+
+    DLA runs a layer in int8 only where all that it reads and makes has a scale; --dla infers those
+    that have no pair from those that have.
+    """
     from deploy.atomic import write_bytes
     from deploy.calibration.trt_cache import dump
     from deploy.targets.tensorrt import cache_tools
     from deploy.targets.tensorrt.naming import trt_tensors
 
+    if not dla:
+        given.refuse_without("--dla", given.typed("no_guesses"))
     plain, made = cache_tools.qdq_to_cache(model, version=trt_version)
+    found = None
+    if dla:
+        made, found = cache_tools.dla_cache(plain, version=trt_version, guesses=not no_guesses)
     write_bytes(out[0], plain.model.SerializeToString(deterministic=True))
     write_bytes(out[1], dump(made))
     say(f"{out[0]}: the float model")
@@ -254,12 +285,35 @@ def from_qdq(model: Path, out: tuple[Path, Path], trt_version: str) -> None:
             f"{len(plain.weights)} weights were stored as integers; they are now those integers"
             " times their scale"
         )
+    if found is not None:
+        _print_inferred(found)
+        return
     without = [name for name in trt_tensors(plain.model) if name not in plain.scales]
     if without:
         say(
             f"{len(without)} tensors have no pair and so no entry; TensorRT warns of a missing"
-            f" scale there and runs them in float: {', '.join(without[:5])}"
+            f" scale there and runs them in float (--dla infers them): {', '.join(without[:5])}"
             + (", ..." if len(without) > 5 else "")
+        )
+
+
+def _print_inferred(found: Inferred) -> None:
+    """What the scales without a pair are, and which there are not."""
+    kinds = {
+        "equal": "are those of another tensor by what the operators do",
+        "bound": "are bounds that cannot be exceeded",
+        "guess": "are guesses, which may cut values off (--no-guesses leaves them out)",
+    }
+    for kind, meaning in kinds.items():
+        names = [name for name, sure in found.sure.items() if sure == kind]
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            listed = f": {', '.join(names[:5])}{more}" if kind == "guess" else ""
+            say(f"{len(names)} scales without a pair {meaning}{listed}")
+    if found.missing:
+        say(
+            f"{len(found.missing)} tensors have no scale, and nothing gives them one; layers that"
+            f" read or make them do not run in int8: {', '.join(found.missing)}"
         )
 
 

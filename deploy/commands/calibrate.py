@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import sections
+from deploy.commands.feeding import compared, fed
 from deploy.commands.model import model_from, model_options
 from deploy.commands.options import (
     CalibrationOptions,
     ImageOptions,
     calibration_options,
-    image_options,
+    feed_options,
 )
 from deploy.commands.targets import target_options
 from deploy.terminal import say
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 )
 @target_options(lambda option: option.observes)
 @model_options
-@image_options
+@feed_options
 @calibration_options
 def calibrate(
     model: Path,
@@ -61,6 +62,7 @@ def calibrate(
       calib8 calibrate model.onnx --images photos/ --target onnxruntime,ascend
       calib8 calibrate model.onnx --images photos/ --target tensorrt
         --method entropy-tensorrt --batch-size 8
+      calib8 calibrate model.onnx --calibrator-script old.py:make_calibrator --target tensorrt
 
     The cache is TensorRT's text format; beside it stand its fingerprint (.json) and the
     statistics (.npz), with which another --method needs no second run. `build` with the same
@@ -69,12 +71,13 @@ def calibrate(
     from deploy.pipeline import calibrate as run
 
     calibration.refuse_ignored(targets)
+    source, method = fed(images, calibration, targets)
     path = out or Path(f"{model.stem}.cache")
     found = run(
         model_from(model, shapes, weights),
-        images.source,
+        source,
         targets=targets,
-        method=calibration.method if calibration.asked else None,
+        method=method,
         preprocess=images.preprocess,
         cache=replace(calibration.cache, path=path),
         skip_bad=images.skip_bad,
@@ -93,7 +96,7 @@ def calibrate(
         say(found.cost)
     for name, why in found.found.reasons.items():
         say(f"no scale for {name}: it {why}")
-    for note in (*found.warnings, *found.notes, *found.feed.notes):
+    for note in (*found.warnings, *found.notes, *found.feed.notes, *compared(source, path)):
         say(note)
     for name, why in found.failed.items():
         say(f"{name} failed: {why}", err=True)

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from deploy.commands import given, sections
 from deploy.commands.options import (
     PREPROCESS,
-    limit_option,
+    SOURCES,
+    limit_from,
+    limit_options,
     preprocess_from,
     preprocess_options,
     skip_bad_option,
 )
 
 if TYPE_CHECKING:
+    from deploy.feed.choice import Limit
     from deploy.feed.preprocess import Preprocess
 
 Command = Callable[..., None]
@@ -27,7 +30,7 @@ class Inputs:
     """What `input_options` gathers from the command line; `source` is None without --images."""
 
     source: str | None
-    limit: int | None
+    limit: Limit
     skip_bad: bool
     preprocess: Preprocess | None
 
@@ -47,7 +50,7 @@ def input_options(purpose: str) -> Callable[[Command], Command]:
                 given.refuse_without("--images", given.typed_in(sections.IMAGES))
             inputs = Inputs(
                 source=source,
-                limit=words.pop("limit"),
+                limit=limit_from(words),
                 skip_bad=words.pop("skip_bad"),
                 preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
             )
@@ -67,9 +70,9 @@ def _options(purpose: str) -> list[Callable[[Command], Command]]:
             "--images",
             section=sections.IMAGES,
             metavar="PATH",
-            help=f"{purpose}: folder of images, list file, .npy or .npz.",
+            help=f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}.",
         ),
         preprocess_options,
-        limit_option,
+        limit_options,
         skip_bad_option,
     ]

@@ -5,20 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploy.errors import FeedError
+from deploy.feed.annotated import BY_FOLDER
 from deploy.metrics.coco import Annotations, read_coco
 from deploy.reading import read_text
 
 _DIGITS = 9  # of a class number, at most
 
 
-def read_labels(path: Path) -> tuple[int, ...] | Annotations:
+def read_labels(path: Path) -> tuple[int, ...] | Annotations | str:
     """Annotations of a COCO json, or one class number a line, the last word of the line.
 
-    Empty lines are left out.
+    Empty lines are left out. The word "folders" is no file: it labels images by their folders.
 
     Raises:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
     """
+    if str(path) == BY_FOLDER:
+        return BY_FOLDER
     if path.suffix.lower() == ".json":
         return read_coco(path)
     lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()

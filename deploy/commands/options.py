@@ -18,18 +18,34 @@ from deploy.errors import ConfigError
 if TYPE_CHECKING:
     from deploy.calibration.reuse import CachePolicy
     from deploy.calibration.search import Method
+    from deploy.feed.choice import Limit
     from deploy.feed.preprocess import Preprocess
     from deploy.targets import Target
+
+SOURCES = (
+    "Folder, pattern, list file (path, or path and label) or COCO json of images, or of .npy, .npz"
+    " or .bin files; a video; or loader.py:function"
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """What `image_options` gathers from the command line."""
+    """What `image_options` and `feed_options` gather from the command line.
+
+    Attributes:
+        source: of the images; "" where a script feeds.
+        script: `file.py:function` of a TensorRT calibrator; "" where images do.
+        limit: which samples are used.
+        skip_bad: whether to go on without unreadable images.
+        preprocess: how images become inputs; None without an option of it.
+        threads: worker threads.
+    """
 
     source: str
-    limit: int | None
+    script: str
+    limit: Limit
     skip_bad: bool
     preprocess: Preprocess | None
     threads: int
@@ -110,12 +126,57 @@ def preprocess_options(command: Command) -> Command:
     return command
 
 
-limit_option = sections.option(
-    "--limit",
-    section=sections.IMAGES,
-    type=click.IntRange(min=1),
-    help="Use at most so many images.",
+_CHOICE = (
+    sections.option(
+        "--limit",
+        section=sections.IMAGES,
+        type=click.IntRange(min=1),
+        help="Use at most so many images, spread evenly over all.",
+    ),
+    sections.option(
+        "--sample",
+        section=sections.IMAGES,
+        type=click.IntRange(min=1),
+        help="Use at most so many images, drawn by lot.",
+    ),
+    sections.option(
+        "--sample-seed",
+        section=sections.IMAGES,
+        type=click.IntRange(min=0),
+        help="Of the lot of --sample.  [default: 0]",
+    ),
+    sections.option(
+        "--stride",
+        section=sections.IMAGES,
+        type=click.IntRange(min=1),
+        help="Use every so-manieth image or frame only.  [default: 1; of a video, one a second]",
+    ),
 )
+
+
+def limit_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add which of the images are used; `limit_from` gathers them."""
+    return _with(command, _CHOICE)
+
+
+def limit_from(words: dict[str, Any]) -> Limit:
+    """Take the words of `limit_options` out of a command's.
+
+    Raises:
+        ConfigError: a seed without a lot; or as `Choice`.
+    """
+    from deploy.errors import ConfigError
+    from deploy.feed.choice import Choice
+
+    seed, sample = words.pop("sample_seed"), words.pop("sample")
+    if seed is not None and sample is None:
+        raise ConfigError(f"--sample-seed is of --sample, got {seed} alone; give --sample too")
+    most, every = words.pop("limit"), words.pop("stride")
+    if most is sample is every is None:
+        return None
+    return Choice(most=most, sample=sample, seed=seed or 0, every=every)
+
+
 skip_bad_option = sections.option(
     "--skip-bad",
     section=sections.IMAGES,
@@ -124,16 +185,36 @@ skip_bad_option = sections.option(
 )
 
 
+calibrator_script_option = sections.option(
+    "--calibrator-script",
+    section=sections.IMAGES,
+    metavar="FILE.py:FUNCTION",
+    help="In place of --images: a function that gives your TensorRT calibrator (IInt8...), whose"
+    " batches are taken without TensorRT and a GPU.",
+)
+
+
 def image_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add how images are chosen and read; the command gets them as `images`."""
+    return _image_options(command, scripts=False)
 
+
+def feed_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The same, with a calibrator's script in place of images."""
+    return _image_options(command, scripts=True)
+
+
+def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[..., None]:
     @wraps(command)
     def gathered(**words: Any) -> None:
         from deploy.machine import default_threads
 
+        source, script = words.pop("images"), words.pop("calibrator_script", None)
+        _refuse_feeds(source, script)
         images = ImageOptions(
-            source=words.pop("images"),
-            limit=words.pop("limit"),
+            source=source or "",
+            script=script or "",
+            limit=limit_from(words),
             skip_bad=words.pop("skip_bad"),
             preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
             threads=words.pop("threads") or default_threads(),
@@ -144,12 +225,13 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
         sections.option(
             "--images",
             section=sections.IMAGES,
-            required=True,
+            required=not scripts,
             metavar="PATH",
-            help="Folder of images, list file (path, or path and label), .npy or .npz.",
+            help=f"{SOURCES}.",
         ),
+        *((calibrator_script_option,) if scripts else ()),
         preprocess_options,
-        limit_option,
+        limit_options,
         skip_bad_option,
         sections.option(
             "--threads",
@@ -159,6 +241,17 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
     )
     return _with(gathered, options)
+
+
+def _refuse_feeds(source: str | None, script: str | None) -> None:
+    """Refuse no feed, and two."""
+    if source and script:
+        raise ConfigError(
+            f"samples come from --images or from --calibrator-script, got {source} and {script};"
+            " leave one of them away"
+        )
+    if not source and not script:
+        raise click.UsageError("Missing option '--images' or '--calibrator-script'")
 
 
 keep_float_option = sections.option(

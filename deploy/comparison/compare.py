@@ -10,6 +10,7 @@ from deploy.comparison.cuts import by_cuts
 from deploy.comparison.parting import Layer, Parting
 from deploy.comparison.sums import Figures, Sums
 from deploy.errors import ConfigError
+from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends.reader import read_model
@@ -34,7 +35,7 @@ def compare(
     *,
     runtime: str = "onnxruntime",
     preprocess: Preprocess | None = None,
-    limit: int | None = None,
+    limit: Limit = None,
     skip_bad: bool = False,
     min_sqnr_db: float = MIN_SQNR_DB,
     every: bool = False,
@@ -49,7 +50,7 @@ def compare(
         images: as `deploy.pipeline.build` takes them.
         runtime: of the second model, a name of `RUNTIMES`.
         preprocess: how images become inputs; None takes it from the first model's input.
-        limit: use at most so many images.
+        limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         min_sqnr_db: SQNR below which two tensors have parted.
         every: in another runtime, look at every tensor; else, where the outputs part, at as many

@@ -9,6 +9,7 @@ from deploy.errors import ConfigError, did_you_mean
 from deploy.explanation.held import held_of
 from deploy.explanation.values import Explanation, Held, TargetWhy
 from deploy.explanation.written import beside, is_file, read_build
+from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import LoadedModel, load
@@ -25,7 +26,7 @@ def explain(
     images: FeedSource | None = None,
     model: Path | str | None = None,
     preprocess: Preprocess | None = None,
-    limit: int | None = None,
+    limit: Limit = None,
     skip_bad: bool = False,
     threads: int | None = None,
     progress: bool = False,
@@ -39,7 +40,7 @@ def explain(
             channels that lose most.
         model: the float model; None takes the one that the report names.
         preprocess: how images become inputs; None takes it from the report.
-        limit: use at most so many images.
+        limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         threads: samples that are run at a time; the result does not depend on it.
         progress: draw a bar on stderr where this takes over two seconds.

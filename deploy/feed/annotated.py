@@ -1,4 +1,4 @@
-"""Annotated objects of a feed's pictures, in pixels of the model's input."""
+"""Labels of a feed: given, by folder, or annotated objects in pixels of the model's input."""
 
 from __future__ import annotations
 
@@ -11,6 +11,31 @@ from deploy.feed.feed import Feed
 from deploy.feed.placing import placed
 from deploy.metrics.coco import Annotations, Objects
 from deploy.metrics.precision import GroundTruth
+
+BY_FOLDER = "folders"
+
+
+def labels_of(
+    labels: Sequence[int] | Annotations | str | None, evaluation: Feed | None
+) -> Sequence[int] | GroundTruth | None:
+    """Labels in the order of the evaluation images; None where their feed has them, or nobody.
+
+    Raises:
+        ConfigError: there are no evaluation images for them, or they are no pictures.
+        FeedError: the annotations do not have one of them.
+    """
+    if isinstance(labels, str) and labels != BY_FOLDER:
+        raise ConfigError(
+            f"labels are class numbers, annotations or {BY_FOLDER!r}, got {labels!r}; read a file"
+            " with deploy.metrics.coco.read_coco, or give the numbers"
+        )
+    if isinstance(labels, Annotations | str) and evaluation is None:
+        what = "annotations" if isinstance(labels, Annotations) else "labels by folder"
+        raise ConfigError(f"{what} are of evaluation images, got none; give --eval-images")
+    if isinstance(labels, Annotations):
+        assert evaluation is not None
+        return ground_truth(labels, evaluation)
+    return None if isinstance(labels, str) else labels
 
 
 def ground_truth(annotations: Annotations, feed: Feed) -> GroundTruth:

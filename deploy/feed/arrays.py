@@ -1,4 +1,4 @@
-"""Arrays as a feed: .npy and .npz files and Python iterables, cut into samples.
+"""Arrays as a feed, whether of files or of Python iterables, cut into samples.
 
 Every array is read against the model's input of its name. Where the input has rank r, the array
 may be
@@ -12,26 +12,19 @@ may be
 from __future__ import annotations
 
 import bisect
-import shutil
 import tempfile
 import threading
-import warnings
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 import numpy as np
 
-from deploy.archives import array_header, check_archive
-from deploy.errors import FeedError, first_line
-from deploy.feed.images import shown
-from deploy.feed.manifest import Raw, sample_digest
+from deploy.errors import FeedError
+from deploy.feed.items import inputs_of
+from deploy.feed.manifest import Changed, Raw, sample_digest
 from deploy.feed.preprocess import describe
-from deploy.reading import opened, size
 from deploy.tensors import Array, TensorSpec
 
 Item = dict[str, Array]
@@ -49,7 +42,17 @@ class Items(Protocol):
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Samples over items: sample -> (item, row)."""
+    """Samples over items: sample -> (item, row).
+
+    Attributes:
+        specs: the model's inputs.
+        items: arrays by input.
+        ends: of each item, the samples up to its last.
+        name: of all of it, in messages.
+        labels: of the samples.
+        notes: what the user should know.
+        called: of each item, where items have names.
+    """
 
     specs: tuple[TensorSpec, ...]
     items: Items
@@ -57,13 +60,18 @@ class ArraySource:
     name: str
     labels: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
+    called: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
     def sample_name(self, index: int) -> str:
         """What the sample is called in messages."""
-        return f"sample {index} of {self.name}"
+        if not self.called:
+            return f"sample {index} of {self.name}"
+        where, row = self._place(index)
+        alone = self.ends[where] - index + row == 1
+        return self.called[where] if alone else f"sample {row} of {self.called[where]}"
 
     def told(self, index: int) -> str:
         """The same; in the middle of a sentence."""
@@ -75,76 +83,55 @@ class ArraySource:
         Raises:
             FeedError: (when decoding) they hold NaN or Inf.
         """
-        where = bisect.bisect_right(self.ends, index)
-        row = index - (self.ends[where - 1] if where else 0)
+        where, row = self._place(index)
         item = self.items[where]
+        if self.called and rows(item, self.specs, self.called[where]) <= row:
+            raise Changed(
+                f"{self.called[where]} changed while calib8 ran; leave it alone meanwhile"
+            )
         sample = {s.name: _row(item[s.name], s, row, self.specs) for s in self.specs}
         return Raw(sample_digest(sample), lambda: _finite(sample, self.sample_name(index)))
 
-
-def from_file(path: Path, specs: tuple[TensorSpec, ...]) -> ArraySource:
-    """An .npy (one input) or .npz (inputs by name) file; memory-mapped where not compressed.
-
-    Raises:
-        FeedError: the file is damaged, holds objects, or does not fit the inputs.
-    """
-    notes: list[str] = []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's about headers written by Python 2
-            single = path.suffix.lower() == ".npy"
-            arrays = {"": _load_npy(path)} if single else _load_npz(path, notes)
-    except FeedError:
-        raise
-    except Exception as e:  # on hostile bytes numpy and zipfile raise a dozen kinds of error
-        raise FeedError(
-            f"{shown(str(path))} cannot be read as plain numpy arrays: {first_line(e)};"
-            " write it with numpy.save or numpy.savez"
-        ) from e
-    labels = _take_labels(arrays, specs)
-    item = _by_name(arrays, specs, shown(path.name))
-    count = rows(item, specs, shown(path.name))
-    if labels is not None and len(labels) != count:
-        raise FeedError(
-            f"{shown(path.name)} must have one label per sample, got {len(labels)} for {count}"
-        )
-    if not count:
-        raise FeedError(f"{shown(path.name)} must hold samples, got none")
-    return ArraySource(specs, [item], (count,), shown(path.name), labels, tuple(notes))
+    def _place(self, index: int) -> tuple[int, int]:
+        """The item that a sample is in, and its row there."""
+        where = bisect.bisect_right(self.ends, index)
+        return where, index - (self.ends[where - 1] if where else 0)
 
 
-def from_iterable(source: Iterable[object], specs: tuple[TensorSpec, ...]) -> ArraySource:
-    """Arrays, or name -> array mappings, of one or more samples each.
+def from_iterable(
+    source: Iterable[object], specs: tuple[TensorSpec, ...], *, name: str = "the iterable"
+) -> ArraySource:
+    """Items of one or more samples each: arrays, tuples that begin with them, mappings by name.
 
-    A list, a tuple or an array is used as it is. Anything else is read once, one item at a time,
-    into a temporary file (it is needed twice: for its digest and for the run).
+    A list or a tuple is used as it is. Anything else is read once, one item at a time, into a
+    temporary file (it is needed twice: for its digest and for the run). What an item holds beside
+    the inputs, such as labels, is left out, and said. `name` is that of all of it in messages.
 
     Raises:
         FeedError: an item that does not fit the inputs, or none at all.
     """
-    name = "the iterable"
-    if isinstance(source, np.ndarray):
-        source = [source]
     counts: list[int] = []
     spooled = not isinstance(source, list | tuple)
     spool = _Spool() if spooled else None
     kept: list[Item] = []
+    beside: dict[str, None] = {}
     for index, value in enumerate(source):
-        item = _item(value, specs, f"item {index} of {name}")
-        counts.append(rows(item, specs, f"item {index} of {name}"))
+        where = f"item {index} of {name}"
+        arrays, left = inputs_of(value, specs, where)
+        beside |= dict.fromkeys(left)
+        item = {s.name: _with_batch(arrays[s.name], s) for s in specs}
+        counts.append(rows(item, specs, where))
         if spool is not None:
             spool.append(item)
         else:
             kept.append(item)
     if not sum(counts):
         raise FeedError(f"{name} must give samples, got none")
-    notes = (
-        (f"the iterable was read once into a temporary file ({sum(counts)} samples)",)
-        if spooled
-        else ()
-    )
+    notes = [f"left out of the items, as no input has it: {', '.join(beside)}"] if beside else []
+    if spooled:
+        notes.append(f"{name} was read once into a temporary file ({sum(counts)} samples)")
     items: Items = spool if spool is not None else kept
-    return ArraySource(specs, items, tuple(accumulate(counts)), name, None, notes)
+    return ArraySource(specs, items, tuple(accumulate(counts)), name, None, tuple(notes))
 
 
 def fixed_batch(specs: Sequence[TensorSpec]) -> int:
@@ -164,7 +151,7 @@ def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
     for spec in specs:
         array = item[spec.name]
         _check_array(array, spec, specs, where)
-        if array.ndim > len(spec.shape) or _is_batch(spec, specs):
+        if array.ndim > len(spec.shape) or is_batch(spec, specs):
             counts[spec.name] = array.shape[0]
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {n}" for name, n in counts.items())
@@ -172,7 +159,7 @@ def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
     return next(iter(counts.values()), 1)
 
 
-def _is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
+def is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
     """Whether the first dimension of the input is a batch."""
     if not spec.shape:
         return False
@@ -183,7 +170,7 @@ def _is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
 def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]) -> Array:
     if array.ndim > len(spec.shape):
         return _plain(array[row]).reshape(array.shape[1:])
-    if _is_batch(spec, specs):
+    if is_batch(spec, specs):
         return _plain(array[row : row + 1])
     return _plain(array).reshape(array.shape)
 
@@ -204,7 +191,7 @@ def _check_array(array: Array, spec: TensorSpec, specs: tuple[TensorSpec, ...], 
             f"{where} must have the dtype of the input {describe(spec)}, got {got};"
             f" convert it with .astype('{spec.dtype}'){hint}"
         )
-    rank, batch = len(spec.shape), _is_batch(spec, specs)
+    rank, batch = len(spec.shape), is_batch(spec, specs)
     stacked = array.ndim == rank + 1
     dims = array.shape[1:] if stacked else array.shape
     fits = len(dims) == rank and all(
@@ -244,132 +231,8 @@ def _check_finite(array: Array, name: str, where: str) -> None:
         )
 
 
-def _item(value: object, specs: tuple[TensorSpec, ...], where: str) -> Item:
-    if isinstance(value, Mapping):
-        arrays = {str(k): _asarray(v, where) for k, v in value.items()}
-        missing = [s.name for s in specs if s.name not in arrays]
-        if missing or len(arrays) != len(specs):
-            raise FeedError(
-                f"{where} must name exactly the inputs {[s.name for s in specs]},"
-                f" got {sorted(arrays)}"
-            )
-    elif isinstance(value, tuple | list):
-        raise FeedError(
-            f"{where} must be an array or a dict of arrays by input name, got a"
-            f" {type(value).__name__} of {len(value)}; where a loader gives (images, labels), pass"
-            " (images for images, labels in loader)"
-        )
-    else:
-        arrays = _by_name({"": _asarray(value, where)}, specs, where)
-    return {s.name: _with_batch(arrays[s.name], s) for s in specs}
-
-
 def _with_batch(array: Array, spec: TensorSpec) -> Array:
     return array[None] if spec.shape and array.ndim == len(spec.shape) - 1 else array
-
-
-def _asarray(value: object, where: str) -> Array:
-    try:
-        array: Array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FeedError(f"{where} must be an array, got {type(value).__name__}: {error}") from error
-    if array.dtype.kind not in "fiub":
-        raise FeedError(f"{where} must be an array of numbers, got {type(value).__name__}")
-    return array
-
-
-def _by_name(arrays: dict[str, Array], specs: tuple[TensorSpec, ...], where: str) -> Item:
-    """Arrays by input name; a single array is the single input's, whatever its name."""
-    wanted = [s.name for s in specs]
-    if len(wanted) == 1 and len(arrays) == 1:
-        return {wanted[0]: next(iter(arrays.values()))}
-    if set(arrays) != set(wanted):
-        got = sorted(arrays) if "" not in arrays else "one array"
-        raise FeedError(
-            f"{where} must hold exactly the inputs {wanted}, got {got};"
-            " write numpy.savez with one array per input"
-        )
-    return arrays
-
-
-def _take_labels(arrays: dict[str, Array], specs: tuple[TensorSpec, ...]) -> tuple[int, ...] | None:
-    inputs = {s.name for s in specs}
-    for key in LABEL_KEYS:
-        found = arrays.get(key)
-        if found is not None and key not in inputs and found.ndim == 1:
-            del arrays[key]
-            if found.dtype.kind not in "iu" or (found.size and found.min() < 0):
-                raise FeedError(
-                    f"{key!r} must be whole numbers from 0, got {found.dtype}; number the classes"
-                    " as the model's outputs are"
-                )
-            return tuple(int(v) for v in found)
-    return None
-
-
-def _load_npy(path: Path) -> Array:
-    array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise ValueError("it is an .npz archive under the name .npy")
-    return array
-
-
-def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
-    arrays: dict[str, Array] = {}
-    compressed = []
-    with opened(path, what="an .npz file", error=FeedError) as raw:
-        check_archive(raw, path, what="an .npz file", error=FeedError, entries=_MOST_ENTRIES)
-        with zipfile.ZipFile(raw) as archive:
-            for info in archive.infolist():
-                key = info.filename.removesuffix(".npy")
-                if info.compress_type == zipfile.ZIP_STORED:
-                    arrays[key] = _map_entry(path, raw, info)
-                else:
-                    compressed.append(info)
-            _refuse_without_room(compressed, path)
-            for info in compressed:
-                with archive.open(info) as stream:
-                    arrays[info.filename.removesuffix(".npy")] = _unpacked(stream, info.file_size)
-    if compressed:
-        notes.append(f"{shown(path.name)} is compressed and was unpacked into temporary files")
-    return arrays
-
-
-def _refuse_without_room(entries: Sequence[zipfile.ZipInfo], path: Path) -> None:
-    """Refuse what no disk here has room for, before anything is unpacked."""
-    needed = sum(info.file_size for info in entries)
-    folder = tempfile.gettempdir()
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise FeedError(
-            f"{shown(str(path))} needs {size(needed)} of room in {folder} to be unpacked, got"
-            f" {size(free)}; write it with numpy.savez, which needs none"
-        )
-
-
-def _unpacked(stream: IO[bytes], room: int) -> Array:
-    """An entry that is compressed, as an array in a file without a name, not in memory."""
-    shape, fortran, dtype = array_header(stream, room)
-    if 0 in shape or not shape:
-        return np.frombuffer(stream.read(dtype.itemsize * prod(shape)), dtype).reshape(shape)
-    with tempfile.TemporaryFile(prefix="calib8-feed-") as file:
-        shutil.copyfileobj(stream, file, 1 << 20)
-        file.flush()
-        return np.memmap(file, dtype, "r", 0, shape, "F" if fortran else "C")
-
-
-def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
-    """Memory-map an uncompressed entry; its data begins after the local header."""
-    raw.seek(info.header_offset)
-    header = raw.read(30)
-    if len(header) < 30 or header[:4] != b"PK\x03\x04":
-        raise zipfile.BadZipFile("a local header is damaged")
-    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    raw.seek(info.header_offset + 30 + names)
-    shape, fortran, dtype = array_header(raw, info.file_size)
-    if 0 in shape or not shape:
-        return np.fromfile(raw, dtype, count=int(np.prod(shape))).reshape(shape)
-    return np.memmap(path, dtype, "r", raw.tell(), shape, "F" if fortran else "C")
 
 
 class _Spool:

@@ -1,32 +1,39 @@
 """What a model is fed: images or arrays, one sample at a time, decoded beside the inference.
 
-Sources: a folder of images, a list file ("path" or "path label"), one image, an .npy or .npz file
-(already preprocessed), or a Python iterable of arrays or of name -> array dicts.
+Sources: a folder, a list file ("path" or "path label"), a pattern or a COCO json of images or of
+files of arrays (already preprocessed), a `loader.py:function`, a TensorRT calibrator, or what
+Python has: arrays, paths, loaders and datasets that give them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import fixed_batch, from_file, from_iterable
+from deploy.feed.array_files import from_file, from_files, from_folder
+from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
+from deploy.feed.calibrator import CalibratorScript
+from deploy.feed.choice import Choice, Limit, choice_of
+from deploy.feed.files import Files, files_of, labelled, listed
+from deploy.feed.loaders import called, items_of, pictured
 from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
-from deploy.feed.pictures import ImageSource, check_dtype, check_present, pictures_of
+from deploy.feed.pictures import ImageSource, check_dtype, check_present
 from deploy.feed.preprocess import Preprocess, describe, resolve
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
+from deploy.feed.video import VideoSource, is_video
 from deploy.inputs import is_read
 from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
 KEPT = 8  # samples that stay in memory: for shapes, latency runs, figures of inner tensors
-FeedSource = str | os.PathLike[str] | Iterable[Any]
+FeedSource = str | os.PathLike[str] | CalibratorScript | Iterable[Any] | Callable[[], Any]
 
 
 class Source(Protocol):
@@ -285,16 +292,20 @@ def open_feed(
     *,
     preprocess: Preprocess | None = None,
     skip_bad: bool = False,
-    limit: int | None = None,
+    limit: Limit = None,
+    labels_by_folder: bool = False,
 ) -> Feed:
     """Open images or arrays as the feed of a model with these inputs.
 
     Args:
-        source: a folder, list file, image, .npy or .npz file, or an iterable of arrays or dicts.
+        source: as the module says.
         specs: the model's inputs.
-        preprocess: how images become inputs; None takes it from the input and says so.
+        preprocess: how images, of files or in memory, become inputs; None takes it from the input
+            and says so.
         skip_bad: go on without unreadable images and arrays with NaN, telling them in `notes`.
-        limit: use at most so many, spread evenly over all.
+        limit: use at most so many, spread evenly over all, of a calibrator the first ones; or a
+            `Choice` of them.
+        labels_by_folder: number the folders in the given folder, and label what is in them so.
 
     Raises:
         FeedError: nothing to feed, or it does not fit the inputs.
@@ -303,64 +314,153 @@ def open_feed(
     inputs = tuple(specs)
     if not inputs:
         raise FeedError("a model must have an input to be fed, got none; check the model")
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit must be 1 or more, got {limit}; leave it away to use all")
-    notes: list[str] = []
-    if isinstance(source, str | os.PathLike):
-        path = Path(source)
-        is_read(path)
-        if path.suffix.lower() in (".npy", ".npz") and path.is_file():
-            arrays = from_file(path, inputs)
-        else:
-            return _open_images(path, inputs, preprocess, skip_bad, limit)
-    else:
-        arrays = from_iterable(source, inputs)
+    choice = choice_of(limit)
+    if isinstance(source, str | os.PathLike) and (given := called(str(source))) is not None:
+        source = cast("FeedSource", given)
+    files = _files(source)
+    if labels_by_folder:
+        if files is None:
+            raise ConfigError("labels by folder are of files in folders, got no path; give one")
+        files = labelled(files)
+    if files is not None and not files.arrays:
+        return _open_images(files, inputs, preprocess, skip_bad, choice)
+    if isinstance(source, CalibratorScript):
+        arrays = _handed_over(source, inputs, preprocess, choice)
+        return _fed(arrays, choice, inputs, kind="arrays", skip_bad=skip_bad, notes=arrays.notes)
+    if files is None and preprocess is not None:
+        return _open_pictured(source, inputs, preprocess, skip_bad, choice)
     if preprocess is not None:
         raise ConfigError(
-            f"arrays are fed as they are, got preprocessing for {arrays.name}; leave it away, or"
+            "files of arrays are fed as they are, got preprocessing for them; leave it away, or"
             " feed images"
         )
-    notes += arrays.notes
+    arrays = _arrays(source, files, inputs, skip_bad)
+    return _fed(arrays, choice, inputs, kind="arrays", skip_bad=skip_bad, notes=arrays.notes)
+
+
+def _fed(
+    source: Source,
+    choice: Choice,
+    specs: tuple[TensorSpec, ...],
+    *,
+    kind: str,
+    skip_bad: bool,
+    notes: Sequence[str],
+    preprocess: Preprocess | None = None,
+    usual: int = 1,
+) -> Feed:
+    chosen, said = choice.of(len(source), usual=usual)
     return Feed(
-        arrays,
-        _choose(len(arrays), limit, notes),
-        kind="arrays",
-        batch=fixed_batch(inputs),
-        preprocess=None,
+        source,
+        chosen,
+        kind=kind,
+        batch=fixed_batch(specs),
+        preprocess=preprocess,
         skip_bad=skip_bad,
-        notes=notes,
+        notes=(*notes, *said),
     )
 
 
-def _open_images(
-    path: Path,
+def _files(source: FeedSource) -> Files | None:
+    """The files that a path or a list of paths stands for; None where it is no such thing."""
+    if isinstance(source, str | os.PathLike):
+        is_read(Path(source))
+        return files_of(Path(source))
+    return listed(source) if isinstance(source, list | tuple) else None
+
+
+def _arrays(
+    source: FeedSource, files: Files | None, specs: tuple[TensorSpec, ...], skip_bad: bool
+) -> ArraySource:
+    if files is None:
+        return from_iterable(items_of(source), specs)
+    if files.folder is not None:
+        return from_folder(files.folder, files.files, specs, skip_bad=skip_bad)
+    if len(files.files) == 1 and files.files[0].label is None:
+        is_read(files.files[0].path)
+        return from_file(files.files[0].path, specs)
+    return from_files(files.files, specs, files.name, skip_bad=skip_bad)
+
+
+def _handed_over(
+    script: CalibratorScript,
     specs: tuple[TensorSpec, ...],
     preprocess: Preprocess | None,
+    choice: Choice,
+) -> ArraySource:
+    """What a calibrator gives; the first samples alone where nothing but a limit is asked for."""
+    if preprocess is not None:
+        raise ConfigError(
+            f"a calibrator's batches are fed as they are, got preprocessing for {script}; leave it"
+            " away"
+        )
+    return script.source(specs, None if choice.every else choice.most)
+
+
+def _open_pictured(
+    source: FeedSource,
+    specs: tuple[TensorSpec, ...],
+    preprocess: Preprocess,
     skip_bad: bool,
-    limit: int | None,
+    choice: Choice,
 ) -> Feed:
-    pictures = pictures_of(path)
-    for picture in pictures:
-        is_read(picture.path)
+    """Pictures in memory, preprocessed as they are read once into a temporary file."""
+    how, said = _how(preprocess, specs)
+    ready = (a.astype(specs[0].dtype, copy=False) for a in pictured(items_of(source), how))
+    arrays = from_iterable(ready, specs)
+    return _fed(
+        arrays,
+        choice,
+        specs,
+        kind="pictures in memory",
+        skip_bad=skip_bad,
+        notes=(*said, *arrays.notes),
+        preprocess=how,
+    )
+
+
+def _how(
+    preprocess: Preprocess | None, specs: tuple[TensorSpec, ...]
+) -> tuple[Preprocess, tuple[str, ...]]:
+    """What makes the only input of pictures, and what the user should know.
+
+    Raises:
+        FeedError: several inputs, or one that pictures do not become.
+    """
     if len(specs) != 1:
         raise FeedError(
             f"images feed one input, the model has {len(specs)}:"
-            f" {', '.join(describe(s) for s in specs)}; give an .npz file with one array per input"
+            f" {', '.join(describe(s) for s in specs)}; give a folder of .npz files with one array"
+            " an input"
         )
     how, said = resolve(preprocess, specs[0])
     check_dtype(specs[0], how)
-    notes = list(said)
-    chosen = _choose(len(pictures), limit, notes)
-    if not skip_bad:
-        check_present([pictures[i] for i in chosen], path)
-    return Feed(
-        ImageSource(tuple(pictures), specs[0], how),
-        chosen,
+    return how, said
+
+
+def _open_images(
+    files: Files,
+    specs: tuple[TensorSpec, ...],
+    preprocess: Preprocess | None,
+    skip_bad: bool,
+    choice: Choice,
+) -> Feed:
+    for picture in files.files:
+        is_read(picture.path)
+    how, said = _how(preprocess, specs)
+    film = files.files[0].path if is_video(files.files[0].path) else None
+    video = None if film is None else VideoSource(film, specs[0], how)
+    if video is None and not skip_bad:
+        check_present([files.files[i] for i in choice.of(len(files.files))[0]], files.name)
+    return _fed(
+        video or ImageSource(files.files, specs[0], how),
+        choice,
+        specs,
         kind="images",
-        batch=fixed_batch(specs),
-        preprocess=how,
         skip_bad=skip_bad,
-        notes=notes,
+        notes=(*files.notes, *said),
+        preprocess=how,
+        usual=video.a_second if video else 1,
     )
 
 
@@ -368,13 +468,6 @@ def _evenly(indices: Sequence[int], most: int) -> list[int]:
     """At most so many, spread evenly over all."""
     count = min(most, len(indices))
     return [indices[place * len(indices) // count] for place in range(count)]
-
-
-def _choose(count: int, limit: int | None, notes: list[str]) -> list[int]:
-    if limit is None or limit >= count:
-        return list(range(count))
-    notes.append(f"{limit} of {count} samples are used, spread evenly over all")
-    return [i * count // limit for i in range(limit)]
 
 
 def _join(group: list[Sample]) -> Sample:

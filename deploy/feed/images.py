@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -64,27 +64,21 @@ def is_image(path: Path | str) -> bool:
     return os.path.splitext(path)[1].lower() in SUFFIXES
 
 
-def find(folder: Path) -> list[Picture]:
-    """All pictures below `folder`, sorted by the bytes of their relative path.
+def walked(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
+    """Relative paths of the wanted files below a folder, sorted by their bytes.
 
     Hidden files and folders (a leading dot) are passed over; links to folders are not followed.
 
     Raises:
-        FeedError: there is none.
+        FeedError: a folder that cannot be read.
     """
     found: list[str] = []
     for root, folders, files in os.walk(folder, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         inside = os.path.relpath(root, folder)
-        kept = (name for name in files if not name.startswith(".") and is_image(name))
+        kept = (name for name in files if not name.startswith(".") and wanted(name))
         found += [name if inside == "." else f"{inside}/{name}" for name in kept]
-    if not found:
-        raise FeedError(
-            f"{shown(str(folder))} must hold images ({', '.join(sorted(SUFFIXES))}), got none;"
-            " give another folder or a list file"
-        )
-    found.sort(key=os.fsencode)
-    return [Picture(folder / name, name) for name in found]
+    return sorted(found, key=os.fsencode)
 
 
 def read_list(path: Path) -> list[Picture]:

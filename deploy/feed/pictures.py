@@ -53,25 +53,7 @@ class ImageSource:
         return {self.spec.name: _cast(apply(pixels, self.how), self.spec.dtype)}
 
 
-def pictures_of(path: Path) -> list[images.Picture]:
-    """The pictures of a folder, of a list file, or the one that the path is.
-
-    Raises:
-        FeedError: there is none, or the list is amiss.
-    """
-    if path.is_dir():
-        return images.find(path)
-    if not path.exists():
-        raise FeedError(
-            f"{images.shown(str(path))} does not exist; give a folder of images, a list file, an"
-            " .npy or an .npz file"
-        )
-    if images.is_image(path):
-        return [images.Picture(path, path.name)]
-    return images.read_list(path)
-
-
-def check_present(pictures: list[images.Picture], path: Path) -> None:
+def check_present(pictures: list[images.Picture], where: str) -> None:
     """Refuse a list of which files are missing.
 
     Raises:
@@ -81,7 +63,7 @@ def check_present(pictures: list[images.Picture], path: Path) -> None:
     if missing:
         raise FeedError(
             f"every image must exist, {len(missing)} of {len(pictures)} in"
-            f" {images.shown(str(path))} do not: {images.summary(missing)}; paths are relative to"
+            f" {where} do not: {images.summary(missing)}; paths are relative to"
             " the list file; correct them, or skip bad ones (--skip-bad)"
         )
 

@@ -100,7 +100,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProt
     if sort_nodes(model.graph):
         notes.append("Put the nodes into the order in which they run.")
     name_nodes(model.graph)
-    model = _infer(model)  # also fills in the types of outputs
+    model = with_shapes(model)  # also fills in the types of outputs
     checks.check_valid(model)
     if widened:
         drop_casts(model.graph, Graph(model).dtypes)
@@ -111,7 +111,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProt
     if fold_batchnorm:
         notes += _fold_norms(model.graph)
     name_nodes(model.graph)
-    model = _infer(model)
+    model = with_shapes(model)
     notes += _left_float(model)
     return model, [note for note in notes if note], widened is not None
 
@@ -152,13 +152,13 @@ def _inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     constants = identities = 0
-    model = _infer(model)
+    model = with_shapes(model)
     for _ in range(_ROUNDS):
         identities += (removed := remove_identity(model.graph))
         constants += (folded := fold_constants(model))
         if not folded and not removed:
             break
-        model = _infer(model)
+        model = with_shapes(model)
     dead = drop_dead(model.graph)
     return model, [
         sentence
@@ -205,8 +205,12 @@ def _left_float(model: onnx.ModelProto) -> list[str]:
     ]
 
 
-def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Shapes and types inferred afresh; of the file's own only those that inference lacks."""
+def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Shapes and types inferred afresh; of the file's own only those that inference lacks.
+
+    Raises:
+        ModelError: they contradict each other.
+    """
     from onnx import shape_inference
 
     own = [copied(value) for value in model.graph.value_info]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from deploy.feed.choice import Limit
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.tensors import TensorSpec
@@ -16,7 +17,7 @@ def batches_of(
     images: str,
     inputs: Sequence[torch.Tensor],
     preprocess: Preprocess | None = None,
-    limit: int | None = None,
+    limit: Limit = None,
 ) -> list[tuple[torch.Tensor, ...]]:
     """Batches of the size of the example inputs, from a folder, list, image, .npy or .npz file.
 

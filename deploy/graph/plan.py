@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx
 
-from calibrators.grids import INT8, UINT8, Grid
+from calibrators.grids import FP8, INT8, UINT8, Grid
 from deploy.graph.flow import (
     CUTS,
     MOVES,
@@ -67,6 +67,9 @@ class Placement:
         parted: op types with a pair of their own between them and their tail.
         thin: a Conv on an input of the model with fewer products a value than this stays float,
             unless a MaxPool follows.
+        least_channels: a layer with fewer channels than this, in or out, stays float.
+        most_window: a Conv whose window has more places than this stays float; 0 for no limit.
+        groups: whether a Conv may have groups.
     """
 
     name: str
@@ -83,11 +86,19 @@ class Placement:
     float_behind_concat: bool = False
     parted: frozenset[str] = frozenset()
     thin: int = 0
+    least_channels: Mapping[str, int] = field(default_factory=dict)
+    most_window: int = 0
+    groups: bool = True
 
     @property
     def heavy_or_glue(self) -> frozenset[str]:
-        """Op types that can run in int8."""
+        """Op types that can leave float."""
         return self.heavy | self.glue
+
+    @property
+    def word(self) -> str:
+        """What the grid is called in reasons: "int8", whatever its zero point, or "fp8"."""
+        return INT8.name if self.grid.kind == "integer" else self.grid.name
 
 
 ONNXRUNTIME = Placement(
@@ -117,6 +128,21 @@ TENSORRT = Placement(
     # pointwise operators are fused into what is before them, and a residual Add with them
     passes=MOVES | POOLS | POINTWISE | NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
 )
+# FP8 has fewer kernels than int8. A window of over 32 places, and groups, have none that is fast
+# ("Limitations" of TensorRT's release notes, such as 10.12). ModelOpt 0.47 leaves small layers in
+# float16, which is faster there, and quantizes no ConvTranspose and no pooling in FP8
+# (onnx/quantization/graph_utils.py, find_nodes_from_convs_to_exclude; fp8.py).
+TENSORRT_FP8 = replace(
+    TENSORRT,
+    grid=FP8,
+    weights=FP8,
+    heavy=WEIGHTED - {"ConvTranspose"},
+    glue=frozenset({"Add"}),
+    least_channels={"Conv": 17, "Gemm": 16, "MatMul": 16},
+    most_window=32,
+    groups=False,
+)
+TENSORRT_ON = {one.grid.name: one for one in (TENSORRT, TENSORRT_FP8)}
 # What AMCT quantizes and on which grid; deploy.targets.ascend.layers has its further conditions,
 # which `analyse` does not know.
 ASCEND = Placement(
@@ -156,6 +182,11 @@ class Decision:
     def int8(self) -> bool:
         """Whether the node runs on integers of 8 bits, signed or not."""
         return self.precision in (INT8.name, UINT8.name)
+
+
+def word_of(decisions: Iterable[Decision]) -> str:
+    """What quantized nodes run in: "int8", whatever their zero point, or "fp8"."""
+    return FP8.name if any(d.precision == FP8.name for d in decisions) else INT8.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +301,10 @@ def _refusal(
     if node.domain not in ("", "ai.onnx"):
         return f"custom domain {node.domain}"
     if node.op_type not in placement.heavy_or_glue:
-        return f"{node.op_type} is not run in int8 on {placement.name}"
+        return f"{node.op_type} is not run in {placement.word} on {placement.name}"
     if node.name in kept:
         return kept[node.name]
-    if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node)):
+    if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node, placement)):
         return reason
     if node.op_type == "Conv" and _fed(graph, node.input[0]):
         products = math.prod(graph.initializers[node.input[1]].dims[1:])
@@ -331,7 +362,7 @@ def _pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     return False
 
 
-def _weight_refusal(graph: Graph, node: onnx.NodeProto) -> str:
+def _weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
     if node.op_type == "MatMul":
         constants = [name for name in node.input if name in graph.initializers]
         if constants and (len(constants) == 2 or node.input[1] not in graph.initializers):
@@ -349,7 +380,27 @@ def _weight_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     given = attributes(node)
     plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0
     if node.op_type == "Gemm" and (given.get("transA", 0) or not plain):
-        return "Gemm with transA, alpha or beta has no int8 kernel"
+        return f"Gemm with transA, alpha or beta has no {placement.word} kernel"
+    return _size_refusal(graph, node, placement)
+
+
+def _size_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+    """Why a layer of this form is no gain on the placement's grid; "" where it is."""
+    weight = graph.initializers.get(node.input[1])
+    if weight is None:
+        return ""
+    sizes = list(weight.dims)
+    if node.op_type == "Conv":
+        if not placement.groups and attributes(node).get("group", 1) != 1:
+            return f"a Conv with groups has no fast {placement.word} kernel"
+        if 0 < placement.most_window < math.prod(sizes[2:]):
+            return (
+                f"a window of {math.prod(sizes[2:])} places has no {placement.word} kernel, which"
+                f" takes {placement.most_window} at most"
+            )
+    channels, least = sizes[:2] if node.op_type == "Conv" else sizes[-2:], placement.least_channels
+    if min(channels, default=1) < least.get(node.op_type, 0):
+        return f"too few channels ({min(channels)}) to be faster in {placement.word} than in float"
     return ""
 
 
@@ -401,7 +452,7 @@ def _stranded(
 ) -> str:
     """Why a node that can run in int8 does not pay for what is around it; "" where it does."""
     if placement.float_behind_concat and behind_float_concat(graph, node, made):
-        return "it reads a Concat of what is not int8"
+        return f"it reads a Concat of what is not {placement.word}"
     if node.op_type in placement.heavy:
         return ""
     if placement.outputs:
@@ -409,10 +460,10 @@ def _stranded(
     else:
         comes_in = reads_int8(graph, node, made, placement.heavy)
     if not comes_in:
-        return "an input of it is not int8"
+        return f"an input of it is not {placement.word}"
     if not placement.outputs and read_in_float(graph, node, why):
         return "its input is read in float too"
-    return "" if graph.tail(node) in wanted else "nothing after it runs in int8"
+    return "" if graph.tail(node) in wanted else f"nothing after it runs in {placement.word}"
 
 
 def _made_and_wanted(

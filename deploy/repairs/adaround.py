@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.grids import INT8, Grid, rounded
 from calibrators.rounding import gram, rounded_by_output
 from deploy.calibration.choices import NO_CHOICES
 from deploy.repairs.base import Making, with_model
@@ -87,7 +88,8 @@ def _rounded(request: BuildRequest, making: Making) -> Rounded:
         most=_PATCHES,
         threads=making.threads,
     ):
-        found[layer.weight] = rounded_weight(layer, written[layer.name][1].weight, x)
+        how = written[layer.name][1]
+        found[layer.weight] = rounded_weight(layer, how.weight, x, how.grid)
         making.progress()
     return found
 
@@ -97,13 +99,16 @@ def _owned(model: onnx.ModelProto) -> tuple[Layer, ...]:
     return tuple(layer for layer in layers_of(model) if layer.alone)
 
 
-def rounded_weight(layer: Layer, scales: NDArray[np.float64], inputs: FloatArray) -> FloatArray:
-    """The layer's weight with some values moved onto the integer on their other side.
+def rounded_weight(
+    layer: Layer, scales: NDArray[np.float64], inputs: FloatArray, grid: Grid = INT8
+) -> FloatArray:
+    """The layer's weight with some values moved onto the stored value on their other side.
 
     Args:
         layer: in the float model.
         scales: of its weight, that broadcast over it.
         inputs: patches [groups, K, P].
+        grid: that stores the weight.
     """
     weight = layer.array.astype(np.float64)
     wide = np.broadcast_to(scales, weight.shape)
@@ -111,7 +116,8 @@ def rounded_weight(layer: Layer, scales: NDArray[np.float64], inputs: FloatArray
     fixed = np.abs(steps) >= np.abs(steps).max(axis=2, keepdims=True)
     if scales.size == 1:
         fixed = np.abs(steps) >= np.abs(steps).max()
-    integers = np.rint(steps)
+    nearest = rounded(steps, grid)
+    integers = nearest.copy()
     for start in range(0, steps.shape[2], _WIDEST):
         part = slice(start, start + _WIDEST)
         integers[:, :, part] = rounded_by_output(
@@ -119,8 +125,9 @@ def rounded_weight(layer: Layer, scales: NDArray[np.float64], inputs: FloatArray
             gram(inputs[:, part]),
             fixed=fixed[:, :, part],
             sweeps=_SWEEPS,
+            grid=grid,
         )
-    other = integers != np.rint(steps)
+    other = integers != nearest
     plain = _rows(layer, weight)
     end = np.abs(plain).max(axis=2, keepdims=True)  # no value may pass the one that gives the scale
     moved = np.where(other, np.clip(integers * _rows(layer, wide), -end, end), plain)

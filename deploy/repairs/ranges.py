@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.grids import GRIDS, Grid, fake_quantize
+from calibrators.grids import FP8, GRIDS, Grid, fake_quantize
 from calibrators.rounding import products_of
 from calibrators.scales import Scale
 from deploy.calibration.choices import Choices
@@ -52,9 +52,12 @@ def choose_ranges(request: BuildRequest, making: Making) -> Iterator[BuildReques
     }
     readers = _readers(request, making, observations)
     read = [observations[tensor] for tensor in dict.fromkeys(one for _, one, _ in readers)]
+    fp8 = any(grid == FP8 for _, _, grid in readers)
+    grid = FP8 if fp8 else None
     ranges = {
-        name: request.ranges.choosing(Choices(method=method)).of(read).scales
+        name: request.ranges.choosing(Choices(method=method)).of(read, symmetric=grid).scales
         for name, method in known.items()
+        if not (fp8 and method.integer)
     }
     errors = _errors(making, readers, ranges)
     chosen = {}

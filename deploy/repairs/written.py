@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.grids import FP8, INT8, Grid, rounded
 from deploy.graph.index import Graph, attributes
 from deploy.repairs.layers import Layer
 
@@ -37,22 +38,26 @@ class Written:
     Attributes:
         weight: scales to divide its weight by, shaped to broadcast over the float form.
         input: scale of its input, and the integer of a real 0.
-        low, high: least and greatest integer of the input.
+        low, high: least and greatest stored value of the input.
+        grid: whose rule rounds both.
     """
 
     weight: FloatArray
     input: float
     zero: int
-    low: int
-    high: int
+    low: float
+    high: float
+    grid: Grid = INT8
 
     def weights(self, layer: Layer) -> FloatArray:
         """What is left of a layer's weight, in ONNX layout."""
-        return np.asarray(np.rint(layer.array / self.weight) * self.weight, np.float64)
+        steps = rounded(layer.array / self.weight, self.grid)
+        return np.asarray(steps * self.weight, np.float64)
 
     def inputs(self, values: NDArray[np.floating]) -> NDArray[np.float32]:
         """What is left of input values."""
-        steps = np.rint(np.asarray(values, np.float32) / np.float32(self.input)) + self.zero
+        steps = np.asarray(values, np.float32) / np.float32(self.input)
+        steps = rounded(steps, self.grid) + np.float32(self.zero)
         clipped = np.clip(steps, self.low, self.high) - self.zero
         return np.asarray(clipped * np.float32(self.input), np.float32)
 
@@ -81,6 +86,8 @@ def written_in(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | No
 def _of_pairs(
     graph: Graph, weight: onnx.NodeProto, source: onnx.NodeProto, layer: Layer
 ) -> Written | None:
+    from onnx import TensorProto
+
     scales = _array(graph, weight.input[1]).astype(np.float64)
     rank = layer.array.ndim
     axis = int(attributes(weight).get("axis", 1)) if scales.size > 1 else -1
@@ -88,13 +95,17 @@ def _of_pairs(
     step = _array(graph, source.input[1])
     if step.size != 1:
         return None
-    limits = np.iinfo(zero.dtype)
+    fp8 = graph.constants[source.input[2]].data_type == TensorProto.FLOAT8E4M3FN
+    low, high = (
+        (FP8.qmin, FP8.qmax) if fp8 else (np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max)
+    )
     return Written(
         weight=scales.reshape([-1 if a == axis else 1 for a in range(rank)]),
         input=float(step.reshape(-1)[0]),
         zero=int(zero.reshape(-1)[0]),
-        low=int(limits.min),
-        high=int(limits.max),
+        low=float(low),
+        high=float(high),
+        grid=FP8 if fp8 else INT8,
     )
 
 

@@ -97,18 +97,20 @@ def _said_of(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
     """All sentences on one engine, the gravest first."""
     return (
         *(engine.accuracy.problems if engine.accuracy else ()),
-        *_stand_in(engine),
+        *_stand_in(engine, target),
         *engine.notes,
         *(target.notes if target else ()),
         *(engine.latency.warnings if engine.latency else ()),
     )
 
 
-def _stand_in(engine: EngineRow) -> tuple[str, ...]:
+def _stand_in(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
     """What to say of an engine that was judged without having been built."""
     if engine.reference or engine.path is not None or engine.accuracy is None:
         return ()
-    return ("not run on its device; its accuracy is that of its int8 model in ONNX Runtime",)
+    fp8 = target is not None and any(node.precision == "fp8" for node in target.nodes)
+    model = f"its {'fp8' if fp8 else 'int8'} model"
+    return (f"not run on its device; its accuracy is that of {model} in ONNX Runtime",)
 
 
 @runtime_checkable

@@ -12,9 +12,11 @@ from deploy.calibration.choices import NO_CHOICES, Choices
 if TYPE_CHECKING:
     import onnx
 
+    from calibrators.grids import Grid
     from calibrators.scales import Scale
     from deploy.calibration.observation import Observation
     from deploy.calibration.ranges import Ranges
+    from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision
     from deploy.tensors import Samples, Session
@@ -57,6 +59,20 @@ class BuildRequest:
     def chosen(self) -> Ranges:
         """The clip ranges, each by the search that was chosen for it."""
         return self.ranges.choosing(self.choices)
+
+    def ranges_of(self, target: Target, *, symmetric: Grid | None = None) -> Found:
+        """What a target demands, as chosen; it is asked once, however many builds are tried.
+
+        Args:
+            target: whose tensors.
+            symmetric: grid that the thresholds are for; None for int8.
+        """
+        subject = self.subject
+        key = "demand", target.name, id(subject.model), subject.float_nodes, subject.method.label
+        made = self.ranges.once(key, lambda: (subject, target.demand(subject)))
+        return self.chosen.of(
+            made[1], symmetric=symmetric
+        )  # with its subject, whose model keeps its id
 
     @property
     def name(self) -> str:
@@ -126,6 +142,13 @@ class Built:
     ranges: Mapping[str, Scale] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     error: str = ""
+
+    @property
+    def word(self) -> str:
+        """What its quantized nodes run in: "int8", whatever their zero point, or "fp8"."""
+        from deploy.graph.plan import word_of
+
+        return word_of(self.decisions)
 
 
 class Target(Protocol):

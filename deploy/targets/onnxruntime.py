@@ -124,7 +124,7 @@ class OnnxRuntime:
         from deploy.targets.dynamic import write_dynamic
         from deploy.targets.qdq import write_qdq
 
-        found = request.chosen.of(self.demand(request.subject))
+        found = request.ranges_of(self)
         plan = analyse(
             request.model,
             self._static,

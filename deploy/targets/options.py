@@ -121,7 +121,8 @@ def given(target: object) -> dict[str, str]:
         if value != declared.default:
             flag, _, switched_off = declared.flag.partition("/")
             off = value is False and bool(switched_off)
-            found[switched_off if off else flag] = "" if isinstance(value, bool) else str(value)
+            words = " ".join(map(str, value)) if declared.repeat else str(value)
+            found[switched_off if off else flag] = "" if isinstance(value, bool) else words
     return found
 
 

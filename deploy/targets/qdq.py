@@ -10,19 +10,22 @@ itself and what the node makes is renamed::
 
 A gate's nodes are replaced by those of its int8 form (see `deploy.graph.gates`).
 
-Source: ONNX operators QuantizeLinear-13 and DequantizeLinear-13.
+On a grid of fp8 the stored values are FLOAT8E4M3FN, which the operators know from opset 19 on.
+
+Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.grids import quantize_weight, signed, weight_scales
+from calibrators.grids import FP8, Grid, codes, quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.graph.edit import copied, drop_dead, rebuild
@@ -46,10 +49,11 @@ def write_qdq(
     """Insert the plan's pairs; `model` is left as it is.
 
     Args:
-        model: cleaned float model, opset 13 or later.
+        model: cleaned float model, opset 13 or later; 19 or later on a grid of fp8.
         plan: of `deploy.graph.plan.analyse` for the same model.
         scales: a `Scale` for each of `plan.activations`.
-        weight_bits: 8, or 7 for CPUs whose int8 kernels saturate 16-bit sums (x86 without VNNI).
+        weight_bits: 8 as the placement has them, or 7 for CPUs whose int8 kernels saturate 16-bit
+            sums (x86 without VNNI).
         storable: rounds scales to those that can be stored, before anything is quantized.
 
     Raises:
@@ -93,7 +97,8 @@ class _Writer:
         self.plan = plan
         self.scales = scales
         self.storable = storable
-        self.weight_grid = signed(weight_bits)
+        held = plan.placement.weights
+        self.weight_grid = held if weight_bits == held.bits else signed(weight_bits)
         self.nodes = {node.name: node for node in self.graph.node}
         index = Graph(model)
         self.initializers, self.makers = index.initializers, index.producer
@@ -113,10 +118,10 @@ class _Writer:
         offset = self.offsets.get(self.plan.owners.get(tensor, tensor), 0.0)
         return with_offset(scale, zero, offset)[:2]
 
-    def constant(self, name: str, array: NDArray[np.generic]) -> str:
-        """Add an initializer once, and give its name."""
+    def constant(self, name: str, array: NDArray[np.generic], grid: Grid | None = None) -> str:
+        """Add an initializer once, and give its name; stored values come with their grid."""
         if name not in self.initializers:
-            tensor = numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+            tensor = _float8(name, array) if grid == FP8 else _plain(name, array)
             self.initializers[name] = tensor
             self.graph.initializer.append(tensor)
         return name
@@ -135,9 +140,10 @@ class _Writer:
                 if chosen is None or node.name in chosen:
                     _redirect(node, name, target)
         scale, zero = self.params(name)
+        grid = self.plan.placement.grid
         constants = [
             self.constant(f"{name}/scale", np.array(scale, np.float32)),
-            self.constant(f"{name}/zero_point", np.array(zero, self.plan.placement.grid.dtype)),
+            self.constant(f"{name}/zero_point", np.array(zero, grid.dtype), grid),
         ]
         quantized = f"{name}/quantized"
         self.after[source] = [
@@ -166,7 +172,8 @@ class _Writer:
             scales = _room_for_bias(scales, bias, self._input_scale(node))
         integers = quantize_weight(array, scales, target.axis, grid=self.weight_grid)
         suffix = "" if not any(key[0] == target.name for key in self.weights) else f"/{node.name}"
-        return self._dequantized(f"{target.name}{suffix}", integers, scales, target.axis), scales
+        name = f"{target.name}{suffix}"
+        return self._dequantized(name, integers, scales, target.axis, self.weight_grid), scales
 
     def _bias(self, node: onnx.NodeProto, bias: str, weight: NDArray[np.float32]) -> str:
         array = numpy_helper.to_array(self.initializers[bias]).reshape(-1)
@@ -187,14 +194,15 @@ class _Writer:
         integers: NDArray[np.generic],
         scales: NDArray[np.float32],
         axis: int | None,
+        grid: Grid | None = None,
     ) -> str:
         """Constant integers and a DequantizeLinear on them; gives the float tensor's name."""
         zeros = np.zeros(scales.shape, integers.dtype)
         scale, zero = (scales, zeros) if axis is not None else (scales[0], zeros[0])
         inputs = [
-            self.constant(f"{name}/quantized", integers),
+            self.constant(f"{name}/quantized", integers, grid),
             self.constant(f"{name}/scale", np.array(scale, np.float32)),
-            self.constant(f"{name}/zero_point", np.array(zero, integers.dtype)),
+            self.constant(f"{name}/zero_point", np.array(zero, integers.dtype), grid),
         ]
         out = f"{name}/dequantized"
         node = _node("DequantizeLinear", inputs, out, f"{name}/DQ")
@@ -255,6 +263,16 @@ def _room_for_bias(
     if scales.size == 1:
         need = need.max(keepdims=True)
     return np.maximum(scales, need.astype(np.float32)).astype(np.float32)
+
+
+def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+
+
+def _float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
+    """A tensor of fp8; of its bytes, since numpy has no such type."""
+    kind, held = onnx.TensorProto.FLOAT8E4M3FN, codes(array, FP8)
+    return helper.make_tensor(name, kind, array.shape, held.tobytes(), raw=True)
 
 
 def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:

@@ -8,6 +8,7 @@
 
     [onnxruntime]
     made_from = "..."                what the choice depends on; equal ones are not searched again
+    precision = "int8"               grid that it was chosen for; --plan obeys it on no other
     method = "minmax"
     rounded = true                   weights rounded by output error
     float = { "/model.1/conv/Conv" = "alone in int8 it leaves 4.4 dB of output0[4:22]" }
@@ -54,12 +55,14 @@ class TargetPlan:
     Attributes:
         choices: nodes in float, methods.
         made_from: digest of all that the choice depends on; "" for one that was written by hand.
+        precision: "int8" or "fp8", what it was chosen for; "" where that is not said.
         settled: what came of it, in words.
         tried: what was tried, in words and figures.
     """
 
     choices: Choices
     made_from: str = ""
+    precision: str = ""
     settled: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
 
@@ -105,6 +108,8 @@ def _lines(plan: PlanFile) -> Iterator[str]:
     for name, target in plan.targets.items():
         table = _key(name)
         yield from ("", f"[{table}]", f"made_from = {_word(target.made_from)}")
+        if target.precision:
+            yield f"precision = {_word(target.precision)}"
         if target.settled:
             yield f"settled = {_word(target.settled)}"
         if target.choices.method is not None:
@@ -181,6 +186,7 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
             methods={str(tensor): Method.labelled(str(m)) for tensor, m in methods.items()},
         ),
         made_from=_text(path, held, "made_from"),
+        precision=_text(path, held, "precision"),
         settled=_text(path, held, "settled"),
         tried=tuple(_rows(path, held)),
     )

@@ -43,7 +43,7 @@ class Noise:
 
     Attributes:
         parts: part -> [samples] noise power over signal power.
-        accuracy: figures of the same samples; None for a sum.
+        accuracy: figures of the same samples; None for a sum, or where nobody asks for them.
     """
 
     parts: Mapping[str, Powers]
@@ -103,6 +103,8 @@ class Prober:
 
     Attributes:
         tried: how many trial models were run.
+
+    `by_task` also compares them by the figures of the task, which a limit of loss needs.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Prober:
         *,
         runs_here: bool,
         threads: int,
+        by_task: bool = True,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._progress = progress
@@ -121,6 +124,7 @@ class Prober:
         self._samples = samples
         self._kernels = runs_here
         self._threads = threads
+        self._by_task = by_task
         self._known: dict[object, Noise] = {}
         self._reference = OrtSession.open(request.model, threads=1, spin=False)
         self._wanted = [self._reference.run(sample) for sample in samples]
@@ -157,7 +161,8 @@ class Prober:
                 if self._stopped:
                     break
                 found = session.run(sample)
-                figures.add(sample, wanted, found)
+                if self._by_task:
+                    figures.add(sample, wanted, found)
                 powers.append(noise_powers(self._form, wanted, found, self._usual))
         except Calib8Error:  # a trial that cannot be built is no choice
             return Noise({"": np.array([_LOUD])})
@@ -165,7 +170,8 @@ class Prober:
             self._progress()
         labels = [part.label for part in self._form.parts]
         columns = np.array(powers).T
-        return Noise(dict(zip(labels, columns, strict=True)), accuracy=figures.result())
+        accuracy = figures.result() if self._by_task else None
+        return Noise(dict(zip(labels, columns, strict=True)), accuracy=accuracy)
 
 
 def usual_powers(form: Form, outputs: Sequence[Mapping[str, Array]]) -> list[float]:

@@ -15,15 +15,17 @@ if TYPE_CHECKING:
 _SHARE = 0.02  # of all noise: less is not why a layer is float
 
 NOISE, TIME, CONSEQUENCE, RULE = "noise", "time", "consequence", "rule"  # why a node is float
-_NOISY, _SLOWER = "alone in int8", "slower in int8"
+_NOISY, _SLOWER = "alone in ", "slower in int8"
 _BETWEEN = "to and fro would cost more than it wins"
 _DECIBEL = re.compile(r"leaves (-?(?:[0-9.]+|inf)) dB of")
 
 
-def reasons(best: Trial, units: Units, prices: Prices, found: Sensitivity | None) -> dict[str, str]:
-    """Node in float -> why, in the model's order."""
+def reasons(
+    best: Trial, units: Units, prices: Prices, found: Sensitivity | None, word: str
+) -> dict[str, str]:
+    """Node in float -> why, in the model's order; `word` is what it would run in else."""
     said = {
-        unit: _noise(unit, found) or _time(unit, prices) or _BETWEEN
+        unit: _noise(unit, found, word) or _time(unit, prices) or _BETWEEN
         for unit in units.members
         if unit in best.in_float
     }
@@ -48,7 +50,7 @@ def remaining(reason: str) -> float:
         return math.inf
 
 
-def _noise(unit: str, found: Sensitivity | None) -> str:
+def _noise(unit: str, found: Sensitivity | None, word: str) -> str:
     """What the unit, or its group, loses alone."""
     if found is None:
         return ""
@@ -57,7 +59,7 @@ def _noise(unit: str, found: Sensitivity | None) -> str:
         if unit in group and noise.worst > _SHARE * total:
             whose = "it" if len(group) == 1 else f"its group of {len(group)} layers"
             left = round(noise.db, 1) + 0.0  # never -0.0
-            return f"{_NOISY} {whose} leaves {left:.1f} dB of {noise.part}"
+            return f"{_NOISY}{word} {whose} leaves {left:.1f} dB of {noise.part}"
     return ""
 
 

@@ -133,6 +133,7 @@ class Search:
         methods: searches of ranges to choose among, the calibration's own first; None stands for
             a target's own.
         own: what that is called.
+        word: what the target's nodes run in where they left float.
         effort: how much is tried.
         weight: what noise costs beside time; 2.5 by default.
         rounded: whether weights can be rounded; None leaves it out.
@@ -145,6 +146,7 @@ class Search:
     prober: Prober
     methods: Sequence[Method | None]
     own: str = ""
+    word: str = "int8"
     effort: Effort
     weight: float = COMMON_WEIGHT
     rounded: bool | None = None
@@ -215,7 +217,7 @@ class Search:
     def _whole_in_int8(self) -> None:
         plain = replace(NO_CHOICES, rounded=self.rounded)
         choices = [plain, *(replace(plain, method=method) for method in self.methods[1:])]
-        names = ["all in int8" + self._by(one) for one in choices]
+        names = [f"all in {self.word}{self._by(one)}" for one in choices]
         self._try(names, [frozenset()] * len(names), choices)
 
     def _try_other_rounding(self, base: Trial) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.calibration.search import Method, comparable
 from deploy.errors import ConfigError
+from deploy.graph.plan import word_of
 from deploy.graph.selection import matching
 from deploy.metrics.latency import OVERHEAD_MS
 from deploy.progress import bar
@@ -122,13 +123,15 @@ def tuned(
         progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
-        ConfigError: a plan that names nodes which the model does not have.
+        ConfigError: a plan that names nodes which the model does not have, or was made for another
+            grid.
     """
     common = dict.fromkeys(matching(request.model, known.float_nodes), "the plan keeps it in float")
     digest = _made_from(target, request, wish, method_asked, repairs)
     there = known.targets.get(target.name)
     if there is not None and (wish.plan is not None or there.made_from == digest):
         _check_names(request, there)
+        _check_precision(target, request, there)
         return Tuned(plan=_with(there, common), reused=True)
     if wish.effort == 0 or wish.plan is not None:
         return Tuned(plan=TargetPlan(choices=Choices(float_nodes=common)), searched=False)
@@ -192,7 +195,8 @@ def _searched(
     progress: bool,
 ) -> tuple[TargetPlan, int]:
     floats = tuple(request.float_nodes)
-    units = units_of(request.model, target.decisions(request.model, floats))
+    decisions = target.decisions(request.model, floats)
+    units = units_of(request.model, decisions)
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
     effort = EFFORTS[wish.effort]
@@ -206,6 +210,7 @@ def _searched(
         samples,
         runs_here=here,
         threads=request.threads,
+        by_task=wish.max_loss is not None,
         progress=step,
     )
     prices = _prices(target, request, units, samples, timed=here and wish.timed)
@@ -221,6 +226,7 @@ def _searched(
         prober=prober,
         methods=methods,
         own=_OWN,
+        word=word_of(decisions),
         effort=effort,
         weight=wish.weight,
         rounded=rounded,
@@ -232,9 +238,12 @@ def _searched(
     if prices.measured:
         best, clocked = _by_the_clock(target, request, search, samples, wish)
         tried += clocked
-    why = reasons(best, units, prices, search.sensitivity)
+    why = reasons(best, units, prices, search.sensitivity, search.word)
     found = TargetPlan(
-        choices=replace(best.choices, float_nodes=why), settled=_words(best), tried=tuple(tried)
+        choices=replace(best.choices, float_nodes=why),
+        precision=search.word,
+        settled=_words(best),
+        tried=tuple(tried),
     )
     return found, prober.tried
 
@@ -301,6 +310,17 @@ def _check_names(request: BuildRequest, plan: TargetPlan) -> None:
                 f"a plan must name nodes of the model, got {name!r}; delete the line, or the file"
                 " to have it made anew"
             )
+
+
+def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) -> None:
+    """What a layer loses on one grid says nothing of another."""
+    word = word_of(target.decisions(request.model, tuple(request.float_nodes)))
+    if plan.precision not in ("", word):
+        raise ConfigError(
+            f"a plan must be made for the grid that is built, got one of {plan.precision} for"
+            f" {target.name} in {word}; build without --plan to have one made, or with"
+            f" --precision {plan.precision}"
+        )
 
 
 def _with(plan: TargetPlan, common: Mapping[str, str]) -> TargetPlan:

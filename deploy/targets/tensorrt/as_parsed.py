@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.legacy import QUANTILE
 from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
+from deploy.calibration.batches import left_out
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.subject import Subject
 from deploy.errors import ExportError
@@ -111,6 +112,8 @@ def notes(subject: Subject, found: Found, parser: str | None) -> tuple[str, ...]
     original = subject.original
     if (parser or likely_parser(original or subject.model, version_of(subject))) == CAFFE:
         said.append("Tensors are named as TensorRT's Caffe parser names them.")
+    if subject.statistic.first:
+        said.extend(left_out(subject.samples, subject.statistic.first))
     infinite = [name for name, trouble in found.troubles.items() if trouble.infinite]
     if infinite:
         said.append(

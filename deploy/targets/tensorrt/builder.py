@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,10 +21,12 @@ from calibrators.tensorrt import Callbacks
 from deploy import atomic, stamped
 from deploy.errors import BackendError, ConfigError
 from deploy.reading import read_bytes
+from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.libraries import stand_ins
 from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
+from deploy.targets.tensorrt.plugins import digests, load_plugins
 from deploy.targets.tensorrt.sdk import Sdk, load
-from deploy.targets.tensorrt.session import dims
+from deploy.targets.tensorrt.tensor_types import dims, dtype_of
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -54,6 +57,8 @@ class Settings:
             calls most layers as their node and some otherwise.
         workspace_mib: scratch memory in MiB; None leaves TensorRT's own limit.
         profiles: dynamic input -> its shapes.
+        values: input of whole numbers -> those it has, should shapes depend on them.
+        plugins: libraries of plugins that the model needs.
         timing_cache: file of tactic timings to write; makes the next build faster.
         known_timing: the file that an earlier build wrote; None where it is the same.
         verbose: keep TensorRT's verbose log too.
@@ -67,6 +72,8 @@ class Settings:
     float_layers: Mapping[str, str] = field(default_factory=dict)
     workspace_mib: int | None = None
     profiles: Mapping[str, Profile] = field(default_factory=dict)
+    values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    plugins: tuple[Path, ...] = ()
     timing_cache: Path | None = None
     known_timing: Path | None = None
     verbose: bool = False
@@ -81,27 +88,34 @@ class Engine:
     cache: bytes | None
 
 
-def build_engine(model: Path, settings: Settings, *, calibrator: Callbacks | None = None) -> Engine:
+def build_engine(
+    model: Path,
+    settings: Settings,
+    *,
+    calibrator: Callbacks | None = None,
+    cuda: Cuda | None = None,
+) -> Engine:
     """Parse and build.
 
     Args:
         model: ONNX file, float (with a calibrator) or Q/DQ.
         settings: as above.
         calibrator: of `calibrators.tensorrt.calibrator`; None for a Q/DQ model.
+        cuda: the GPU to build on; None leaves it to CUDA, which takes the first.
 
     Raises:
         BackendError: TensorRT cannot parse or build the model; its own words are in the message.
-        ConfigError: a dynamic input without a profile, or a profile that does not fit.
+        ConfigError: a dynamic input without a profile, a profile that does not fit, or a library
+            of plugins that cannot be loaded.
         CalibrationError: what went wrong while calibrating, which TensorRT itself swallows.
     """
     load()
-    import tensorrt as trt
-
-    with listening(verbose=settings.verbose) as kept:
-        trt.init_libnvinfer_plugins(process_logger(), "")
+    on_device = nullcontext() if cuda is None else cuda.current()
+    with on_device, listening(verbose=settings.verbose) as kept:
+        load_plugins(settings.plugins)
         builder = _builder(kept)
         network = builder.create_network(_network_flags(typed=settings.typed))
-        _parse(network, model)
+        _parse(network, model, kept)
         config = _config(builder, network, settings, calibrator)
         timing = _timing_cache(config, settings.known_timing or settings.timing_cache)
         plan = builder.build_serialized_network(network, config)
@@ -111,7 +125,9 @@ def build_engine(model: Path, settings: Settings, *, calibrator: Callbacks | Non
     return Engine(bytes(plan), tuple(kept.lines), cache)
 
 
-def calibrate(model: Path, settings: Settings, calibrator: Callbacks) -> bytes:
+def calibrate(
+    model: Path, settings: Settings, calibrator: Callbacks, *, cuda: Cuda | None = None
+) -> bytes:
     """Let TensorRT calibrate, in float32 alone; gives its cache, and throws the engine away.
 
     TensorRT runs the float network to see its values. TF32, which it allows by default on Ampere
@@ -121,16 +137,20 @@ def calibrate(model: Path, settings: Settings, calibrator: Callbacks) -> bytes:
         As `build_engine`.
     """
     exact = replace(settings, fp16=False, bf16=False, tf32=False, float_layers={})
-    build_engine(model, exact, calibrator=calibrator)
+    build_engine(model, exact, calibrator=calibrator, cuda=cuda)
     return calibrator.check()
 
 
 def engine_key(
     sdk: Sdk, settings: Settings, *, model_sha256: str, cache_sha256: str | None
 ) -> dict[str, Any]:
-    """All that an engine depends on, as plain JSON; a change in any part means another engine."""
+    """All that an engine depends on, as plain JSON; a change in any part means another engine.
+
+    Raises:
+        ConfigError: a library of plugins cannot be read.
+    """
     chosen = asdict(settings)
-    for name in ("timing_cache", "known_timing", "verbose"):
+    for name in ("plugins", "timing_cache", "known_timing", "verbose"):
         chosen.pop(name)
     return {
         "tensorrt": sdk.version,
@@ -138,6 +158,7 @@ def engine_key(
         "stand_ins": list(sdk.stand_ins),
         "model_sha256": model_sha256,
         "cache_sha256": cache_sha256,
+        "plugins": digests(settings.plugins),
         "settings": json.loads(json.dumps(chosen)),
     }
 
@@ -223,16 +244,14 @@ def _network_flags(*, typed: bool) -> int:
     return sum(1 << int(getattr(flags, name)) for name in wanted if hasattr(flags, name))
 
 
-def _parse(network: trt.INetworkDefinition, model: Path) -> None:
+def _parse(network: trt.INetworkDefinition, model: Path, kept: KeepingLogger) -> None:
     import tensorrt as trt
 
     parser = trt.OnnxParser(network, process_logger())
     if parser.parse_from_file(str(model)):
         return
     errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]
-    raise BackendError(
-        f"TensorRT cannot read {model.name}: {' | '.join(errors) or 'its parser says nothing'}"
-    )
+    raise BackendError(f"TensorRT cannot read {model.name}: {' | '.join(errors) or kept.words()}")
 
 
 def _config(
@@ -246,11 +265,13 @@ def _config(
     if settings.float_layers:
         _keep_float(config, network, settings)
     _leave_out(config, stand_ins())
-    profile = _profile(builder, network, settings.profiles)
+    profile = _profile(builder, network, settings)
     if profile is not None:
         config.add_optimization_profile(profile)
     if calibrator is not None:
         config.int8_calibrator = cast("trt.IInt8Calibrator", calibrator)
+        inputs = [network.get_input(index) for index in range(network.num_inputs)]
+        calibrator.expect({tensor.name: dtype_of(tensor.dtype) for tensor in inputs})
         if profile is not None:
             config.set_calibration_profile(profile)
     return config
@@ -317,10 +338,11 @@ def _leave_out(config: trt.IBuilderConfig, sources: Sequence[str]) -> None:
 
 
 def _profile(
-    builder: trt.Builder, network: trt.INetworkDefinition, profiles: Mapping[str, Profile]
+    builder: trt.Builder, network: trt.INetworkDefinition, settings: Settings
 ) -> trt.IOptimizationProfile | None:
     import tensorrt as trt
 
+    profiles, values = settings.profiles, settings.values
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     shapes = {tensor.name: dims(tensor.shape) for tensor in inputs}
     dynamic = {name: shape for name, shape in shapes.items() if -1 in shape}
@@ -330,13 +352,23 @@ def _profile(
             f"a dynamic input needs a profile, got none for {lacking[0]!r}"
             f" {list(dynamic[lacking[0]])}; give its shapes"
         )
-    if not dynamic:
+    shaping = [tensor.name for tensor in inputs if tensor.is_shape_tensor]
+    unknown = sorted(set(shaping) - set(values))
+    if unknown:
+        raise ConfigError(
+            f"an input that shapes depend on needs values, got none for {unknown[0]!r}; feed it"
+            " whole numbers, in one dimension at most"
+        )
+    if not dynamic and not shaping:
         return None
     profile = builder.create_optimization_profile()
     for name in dynamic:
         given = profiles[name]
         least, best, most = (trt.Dims(list(s)) for s in (given.least, given.best, given.most))
         profile.set_shape(name, least, best, most)
+    for name in shaping:
+        one = list(values[name])
+        profile.set_shape_input(name, one, one, one)
     return profile
 
 

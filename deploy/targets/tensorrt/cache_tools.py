@@ -13,11 +13,12 @@ from deploy.calibration import trt_cache
 from deploy.calibration.trt_cache import CalibrationCache, Entry
 from deploy.errors import CacheError, ModelError
 from deploy.reading import MOST_TEXT, read_bytes
-from deploy.targets.tensorrt.words import FP32
+from deploy.targets.tensorrt.words import FP32, INT8
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.targets.tensorrt.dla_scales import Inferred
     from deploy.targets.tensorrt.from_qdq import Plain
     from deploy.targets.tensorrt.match import EntryUse, Match
 
@@ -213,6 +214,7 @@ def cache_to_qdq(
     own_concat_scales: bool = False,
     parser: str | None = None,
     rest: str = FP32,
+    precision: str = INT8,
 ) -> tuple[onnx.ModelProto, Match]:
     """An old cache and its float model -> the Q/DQ model, and the report of the match.
 
@@ -223,19 +225,28 @@ def cache_to_qdq(
             `qdq_to_cache` are bit for bit those of `model`.
         own_concat_scales: see `deploy.targets.tensorrt.to_qdq`.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
-        rest: type of what is not int8, "fp16", "bf16" or "fp32" (`deploy.targets.tensorrt.rest`).
+        rest: type of what is not quantized, "fp16", "bf16" or "fp32"
+            (`deploy.targets.tensorrt.rest`).
+        precision: grid of the pairs, "int8" or "fp8"; the cache's thresholds stand for either.
 
     Raises:
         ModelError: the model cannot be read, or is quantized already.
         CacheError: most entries of the cache are not the model's.
-        ExportError: the model cannot be brought to the opset of a narrow rest.
+        ExportError: the model cannot be brought to the opset of a narrow rest, or of fp8.
     """
     from deploy.frontends import load
+    from deploy.graph.plan import TENSORRT_ON
     from deploy.targets.tensorrt.match import match
     from deploy.targets.tensorrt.to_qdq import to_qdq, to_typed
 
     loaded = load(model, fold_batchnorm=not keep_batchnorm)
-    matched = match(cache, loaded.model, original=original_of(model), parser=parser)
+    matched = match(
+        cache,
+        loaded.model,
+        original=original_of(model),
+        parser=parser,
+        placement=TENSORRT_ON[precision],
+    )
     if not matched.used:
         raise CacheError(
             f"a cache must fit its model, got {len(matched.entries)} entries of which none can be"
@@ -266,7 +277,7 @@ def _sizes(cache: CalibrationCache, matched: Match) -> dict[str, float]:
 def qdq_to_cache(
     model: Path, *, version: str, algorithm: str = trt_cache.ENTROPY2
 ) -> tuple[Plain, CalibrationCache]:
-    """A Q/DQ model -> its plain float model and the cache of its scales.
+    """A Q/DQ model -> its plain float model and the cache of its pairs' scales.
 
     Raises:
         ModelError: the file cannot be read.
@@ -277,6 +288,22 @@ def qdq_to_cache(
 
     plain = from_qdq(read_model(Path(model)))
     return plain, trt_cache.from_scales(plain.scales, version=version, algorithm=algorithm)
+
+
+def dla_cache(
+    plain: Plain, *, version: str, guesses: bool = True
+) -> tuple[CalibrationCache, Inferred]:
+    """The cache of a plain model with the scales that follow from those of its pairs, for DLA.
+
+    With `guesses` those too that may cut values off.
+
+    Raises:
+        ModelError: shapes in the model contradict each other.
+    """
+    from deploy.targets.tensorrt.dla_scales import inferred
+
+    found = inferred(plain.model, plain.scales, guesses=guesses)
+    return trt_cache.from_scales(found.scales, version=version), found
 
 
 def original_of(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto | None:

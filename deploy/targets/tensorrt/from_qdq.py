@@ -107,6 +107,11 @@ class _Reader:
         source, out = node.input[0], node.output[0]
         quantizer = self.makers.get(source)
         if source in self.constants:
+            if self.constants[source].dtype.kind not in "iu":
+                raise ExportError(
+                    f"a cache is for int8, got a weight stored as {self.constants[source].dtype}"
+                    f" for {out!r}; there is no cache of an fp8 model"
+                )
             self.same[out] = self._constant(out, self._times(node, self.constants[source]))
             self.weights.append(source)
         elif quantizer is None or quantizer.op_type != _Q:

@@ -101,7 +101,8 @@ def match(
         original: the model as TensorRT reads it, for the names its parser gives.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
         float_nodes: nodes to keep in float, as `analyse` takes them.
-        placement: where pairs stand: `TENSORRT`, or as the target's options change it.
+        placement: where the pairs are to stand: of `deploy.graph.plan.TENSORRT_ON`, or as the
+            target's options change it.
 
     Raises:
         CacheError: one tensor stands in the cache with two scales.
@@ -116,9 +117,12 @@ def match(
     pools = {
         t.source: owner for t, owner in zip(listed, scale_owners(listed).values(), strict=True)
     }
-    plan, wanted, chosen = _plan(model, sound, why, pools, reasons(float_nodes), placement)
+    plan, wanted, chosen = _plan(model, placement, sound, why, pools, reasons(float_nodes))
     serving = {wanted[tensor] for tensor in chosen}
-    entries = tuple(_entry(name, found.get(name), flaws.get(name), serving) for name in scales)
+    word = placement.word
+    entries = tuple(
+        _entry(name, found.get(name), flaws.get(name), serving, word) for name in scales
+    )
     entries = tuple(
         e if e.tensor else replace(e, reason=_stranger(e.name, model, original)) for e in entries
     )
@@ -128,11 +132,11 @@ def match(
 
 def _plan(
     model: onnx.ModelProto,
+    placement: Placement,
     sound: Mapping[str, np.float32],
     why: Mapping[str, str],
     pools: Mapping[str, str],
     float_nodes: Mapping[str, str],
-    placement: Placement,
 ) -> tuple[Plan, dict[str, str], dict[str, np.float32]]:
     """(plan with what is covered, tensor that wants a pair -> whose scale, scale of each pair).
 
@@ -220,6 +224,7 @@ def _entry(
     found: tuple[str, str] | None,
     flaw: str | None,
     serving: Collection[str],
+    word: str,
 ) -> EntryUse:
     if found is None:
         return EntryUse(name, None, False, "")
@@ -227,7 +232,8 @@ def _entry(
     if flaw is not None:
         return EntryUse(name, tensor, False, f"its scale is {flaw}")
     if tensor not in serving:
-        return EntryUse(name, tensor, False, "no pair of its own: no int8 node reads it directly")
+        reason = f"no pair of its own: no {word} node reads it directly"
+        return EntryUse(name, tensor, False, reason)
     return EntryUse(name, tensor, True, how)
 
 

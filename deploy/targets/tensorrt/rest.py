@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import onnx
 
 OPSETS = {FP16: 19, BF16: 22}  # the first in which scales, and convolutions, may be of that type
+FP8_OPSET = 19  # the first whose pairs may be of fp8
 _FLOAT = 1  # onnx.TensorProto
 _TYPES = {FP16: 10, BF16: 16}  # onnx.TensorProto
 _LARGEST = 65504 / 8  # what float16 holds, with room for what calibration has not seen
@@ -92,20 +93,37 @@ def typed(
     return lifted, work.kept
 
 
-def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
-    """A copy at this opset or a newer one, the types of its tensors in it."""
-    from onnx import shape_inference, version_converter
+def at_opset(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
+    """The model where it is of this opset or a newer one, else a copy that is.
+
+    Raises:
+        ExportError: it cannot be brought there.
+    """
+    from onnx import version_converter
 
     opset = opset_of(model)
-    reason = why_not_converted(model) if opset < wanted else ""
+    if opset >= wanted:
+        return model
+    reason = why_not_converted(model)
     if reason:
         raise _unliftable(opset, wanted, reason)
     try:
-        if opset < wanted:
-            model = version_converter.convert_version(model, wanted)
-        lifted: onnx.ModelProto = shape_inference.infer_shapes(model, strict_mode=True)
+        lifted: onnx.ModelProto = version_converter.convert_version(model, wanted)
     except Exception as error:  # C++ behind a binding: no error class of its own
         raise _unliftable(opset, wanted, f"onnx says: {first_line(error)}") from error
+    return lifted
+
+
+def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
+    """A copy at this opset or a newer one, the types of its tensors in it."""
+    from onnx import shape_inference
+
+    model = at_opset(model, wanted)
+    try:
+        lifted: onnx.ModelProto = shape_inference.infer_shapes(model, strict_mode=True)
+    except Exception as error:  # C++ behind a binding: no error class of its own
+        said = f"onnx says: {first_line(error)}"
+        raise _unliftable(opset_of(model), wanted, said) from error
     lifted.ir_version = max(lifted.ir_version, 9 if wanted < 21 else 10)
     return lifted
 

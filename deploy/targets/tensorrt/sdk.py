@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.errors import SdkMissingError
+from deploy.targets.tensorrt.gpus import gpu
 from deploy.targets.tensorrt.libraries import stand_ins
+
+_INSTALL = "pip install 'tensorrt>=10,<11' cuda-python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +29,18 @@ class Sdk:
     stand_ins: tuple[str, ...] = ()
 
 
-def find() -> Sdk:
-    """The TensorRT and the GPU of this machine.
+def find(device: int = 0) -> Sdk:
+    """The TensorRT of this machine, and its GPU of this number.
 
     Raises:
-        SdkMissingError: the wheel, the driver, the GPU or pycuda is missing; says which.
+        SdkMissingError: TensorRT, the driver, the GPU or CUDA's binding is missing; says which.
+        ConfigError: there are GPUs, but none of this number.
     """
     trt = load()
     return Sdk(
         version=str(trt.__version__),
         calibrators=hasattr(trt, "IInt8EntropyCalibrator2"),
-        gpu=_gpu(),
+        gpu=gpu(device).name,
         stand_ins=stand_ins(),
     )
 
@@ -61,30 +65,11 @@ def load() -> Any:
     except (ImportError, OSError) as error:
         raise SdkMissingError(
             f"an engine is built by TensorRT, which is not on this machine ({error}); on a GPU"
-            " machine: pip install tensorrt pycuda"
+            f" machine: {_INSTALL}"
         ) from error
     if not hasattr(trt, "Builder"):  # a folder of type stubs answers to the name too
         raise SdkMissingError(
             "an engine is built by TensorRT, and `tensorrt` is an empty package on this machine;"
-            " on a GPU machine: pip install tensorrt pycuda"
+            f" on a GPU machine: {_INSTALL}"
         )
     return trt
-
-
-def _gpu() -> str:
-    try:
-        import pycuda.driver as cuda
-    except (ImportError, OSError) as error:
-        raise SdkMissingError(
-            f"an engine is built on an NVIDIA GPU by way of pycuda, which cannot be loaded"
-            f" ({error}); pip install pycuda on a machine with a driver"
-        ) from error
-    try:
-        cuda.init()
-        device = cuda.Device(0)
-        major, minor = device.compute_capability()
-        return f"{device.name()} sm_{major}{minor}"
-    except cuda.Error as error:
-        raise SdkMissingError(
-            f"an engine is built on an NVIDIA GPU, got {error}; go on with a machine that has one"
-        ) from error

@@ -5,31 +5,59 @@ One inference on one stream::
     events   0 ---- H2D ---- 1 ---- compute ---- 2 ---- D2H ---- 3
     host     |-- enqueue --| (of the compute part alone)
 
+Inputs that shapes depend on lie in host memory, where TensorRT reads them when it is enqueued.
+Outputs whose shape depends on values get their memory while it runs.
+
 Source: NVIDIA/TensorRT samples/common/sampleInference.cpp and sampleReporting.cpp.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
-from deploy.errors import BackendError, SdkMissingError
+from calibrators.device_types import BITS, host_type, loaded, stored
+from deploy.errors import BackendError
 from deploy.reading import read_bytes
+from deploy.targets.tensorrt.allocator import Growing, growing
+from deploy.targets.tensorrt.cuda import Buffer, Cuda
+from deploy.targets.tensorrt.cuda_graph import CudaGraph
+from deploy.targets.tensorrt.gpus import gpu
 from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
+from deploy.targets.tensorrt.plugins import load_plugins
 from deploy.targets.tensorrt.sdk import find
+from deploy.targets.tensorrt.tensor_types import dims, dtype_of
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
     from deploy.metrics.latency import DeviceTimes
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """An input or output of an engine.
+
+    Attributes:
+        spec: as numpy sees it.
+        dtype: as TensorRT has it.
+        fed: whether it is an input.
+        hosted: whether TensorRT reads or writes it in host memory.
+    """
+
+    spec: TensorSpec
+    dtype: str
+    fed: bool
+    hosted: bool
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
 
 class TensorrtSession:
@@ -45,44 +73,47 @@ class TensorrtSession:
         self,
         engine: trt.ICudaEngine,
         context: trt.IExecutionContext,
-        primary: Any,
+        cuda: Cuda,
         *,
         cuda_graph: bool,
     ) -> None:
-        import pycuda.driver as cuda
-
         self._cuda = cuda
-        self._primary = primary
         self._engine = engine
         self._context = context
-        self._stream = cuda.Stream()
-        self._events = [cuda.Event() for _ in range(4)]
+        self._stream = cuda.stream()
+        self._events = [cuda.event() for _ in range(4)]
         self._host: dict[str, Array] = {}
-        self._device: dict[str, Any] = {}
-        self._graph = _Graph(self._stream.handle) if cuda_graph else None
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._device: dict[str, Buffer] = {}
+        self._growing: dict[str, Growing] = {}
+        self._graph = CudaGraph(self._stream.handle) if cuda_graph else None
+        self._placed: dict[str, tuple[tuple[int, ...], bytes]] | None = None
         self._enqueue_ms = 0.0
         self._kept: KeepingLogger
-        specs = [_spec(engine, index) for index in range(engine.num_io_tensors)]
-        self._inputs = [spec for is_input, spec in specs if is_input]
-        self._outputs = [spec for is_input, spec in specs if not is_input]
+        tensors = [_tensor(engine, index) for index in range(engine.num_io_tensors)]
+        self._fed = [tensor for tensor in tensors if tensor.fed]
+        self._made = [tensor for tensor in tensors if not tensor.fed]
 
     @classmethod
-    def open(cls, path: Path, *, cuda_graph: bool = False) -> TensorrtSession:
-        """Load an engine file.
+    def open(
+        cls,
+        path: Path,
+        *,
+        cuda_graph: bool = False,
+        device: int = 0,
+        plugins: Sequence[Path] = (),
+    ) -> TensorrtSession:
+        """Load an engine file on a GPU, with the plugins of these libraries.
 
         Raises:
             SdkMissingError: TensorRT, the driver or the GPU is missing.
             BackendError: the engine is of another TensorRT or GPU, or broken.
+            ConfigError: no such GPU, or a library that cannot be loaded.
         """
-        sdk = find()
-        import pycuda.driver as cuda
-        import tensorrt as trt
-
+        sdk = find(device)
+        cuda = gpu(device)
         data = read_bytes(path, what="a TensorRT engine", error=BackendError)
-        primary = cuda.Device(0).retain_primary_context()
-        with _current(primary), listening() as kept:
-            trt.init_libnvinfer_plugins(process_logger(), "")
+        with cuda.current(), listening() as kept:
+            load_plugins(plugins)
             engine = _runtime(kept).deserialize_cuda_engine(data)
             if engine is None:
                 raise BackendError(
@@ -92,156 +123,133 @@ class TensorrtSession:
             context = engine.create_execution_context()
             if context is None:
                 raise BackendError(f"TensorRT could not load {path.name}: {kept.words()}")
-            return cls(engine, context, primary, cuda_graph=cuda_graph)
+            return cls(engine, context, cuda, cuda_graph=cuda_graph)
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
-        """Specs of the inputs, in the engine's order."""
-        return self._inputs
+        """Specs of the inputs, in the engine's order; bfloat16 and float8 are float32 here."""
+        return [tensor.spec for tensor in self._fed]
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
         """Specs of the outputs, in the engine's order."""
-        return self._outputs
+        return [tensor.spec for tensor in self._made]
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """One inference: input name -> array in, output name -> array out.
 
         Raises:
-            BackendError: a missing input, a shape outside the profile, a failing kernel.
+            BackendError: a missing input, one that its type cannot hold, a shape outside the
+                profile, a failing kernel.
         """
-        with _current(self._primary), listening() as self._kept:
+        with self._cuda.current(), listening() as self._kept:
             return self._run(feed)
 
     def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        self._place(feed)
+        self._place({tensor.name: _stored(tensor, feed) for tensor in self._fed})
         start, copied, computed, end = self._events
-        start.record(self._stream)
-        for spec in self._inputs:
-            source = self._host[spec.name]
-            self._cuda.memcpy_htod_async(self._device[spec.name], source, self._stream)
-        copied.record(self._stream)
+        self._cuda.record(start, self._stream)
+        for name in (tensor.name for tensor in self._fed if not tensor.hosted):
+            address = self._device[name].address
+            self._cuda.copy_in_later(address, self._host[name], self._stream)
+        self._cuda.record(copied, self._stream)
         begin = time.perf_counter()
         self._enqueue()
         self._enqueue_ms = (time.perf_counter() - begin) * 1e3
-        computed.record(self._stream)
-        for spec in self._outputs:
-            target = self._host[spec.name]
-            self._cuda.memcpy_dtoh_async(target, self._device[spec.name], self._stream)
-        end.record(self._stream)
-        self._stream.synchronize()
-        return {spec.name: self._host[spec.name].copy() for spec in self._outputs}
+        self._cuda.record(computed, self._stream)
+        for tensor in self._made:
+            self._fetch(tensor)
+        self._cuda.record(end, self._stream)
+        self._cuda.wait(self._stream)
+        return {tensor.name: loaded(self._host[tensor.name], tensor.dtype) for tensor in self._made}
 
     def device_times(self) -> DeviceTimes:
         """Times of the last `run`, by the GPU's clock (enqueue by the host's)."""
         from deploy.metrics.latency import DeviceTimes
 
-        marks = self._events
-        with _current(self._primary):
-            spans = [float(a.time_till(b)) for a, b in pairwise(marks)]
+        with self._cuda.current():
+            spans = [self._cuda.between_ms(a, b) for a, b in pairwise(self._events)]
         h2d, compute, d2h = spans
         return DeviceTimes(h2d_ms=h2d, compute_ms=compute, d2h_ms=d2h, enqueue_ms=self._enqueue_ms)
 
-    def _place(self, feed: Mapping[str, Array]) -> None:
+    def _place(self, arrays: Mapping[str, Array]) -> None:
         """Put the inputs into pinned memory; with new shapes, make every buffer anew."""
-        arrays = {}
-        for spec in self._inputs:
-            if spec.name not in feed:
-                raise BackendError(f"every input must be fed, got none for {spec.name!r}")
-            arrays[spec.name] = np.ascontiguousarray(feed[spec.name], np.dtype(spec.dtype))
-        shapes = {name: array.shape for name, array in arrays.items()}
-        if shapes != self._shapes:
-            self._allocate(shapes)
+        hosted = {tensor.name for tensor in self._fed if tensor.hosted}
+        wanted = {n: (a.shape, a.tobytes() if n in hosted else b"") for n, a in arrays.items()}
+        if wanted != self._placed:
+            self._placed = None  # until all of it is done
+            self._allocate(arrays)
+            self._placed = wanted
         for name, array in arrays.items():
             self._host[name][...] = array
 
-    def _allocate(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _allocate(self, arrays: Mapping[str, Array]) -> None:
+        """Tell TensorRT shapes and addresses; those of the outputs follow from the inputs'."""
         import tensorrt as trt
 
-        for name, shape in shapes.items():
-            if not self._context.set_input_shape(name, trt.Dims(list(shape))):
-                raise BackendError(
-                    f"an input must be within the engine's profile, got {list(shape)} for {name!r}:"
-                    f" {self._kept.words()}"
-                )
-        for spec in [*self._inputs, *self._outputs]:
-            shape = dims(self._context.get_tensor_shape(spec.name))
-            if any(dim < 0 for dim in shape):
-                raise BackendError(
-                    f"the shape of output {spec.name!r} depends on its values, which is not"
-                    " supported here"
-                )
-            host = self._cuda.pagelocked_empty(shape, np.dtype(spec.dtype))
-            self._host[spec.name] = host
-            self._device[spec.name] = self._cuda.mem_alloc(max(host.nbytes, 1))
-            self._context.set_tensor_address(spec.name, int(self._device[spec.name]))
-        self._shapes = dict(shapes)
         if self._graph is not None:
             self._graph.forget()
+        for tensor in self._fed:
+            array = arrays[tensor.name]
+            if not self._context.set_input_shape(tensor.name, trt.Dims(list(array.shape))):
+                raise BackendError(
+                    f"an input must be within the engine's profile, got {list(array.shape)} for"
+                    f" {tensor.name!r}: {self._kept.words()}"
+                )
+            self._reserve(tensor, array.shape)
+            self._host[tensor.name][...] = array
+        for tensor in self._made:
+            shape = dims(self._context.get_tensor_shape(tensor.name))
+            if -1 in shape:
+                self._let_grow(tensor)
+            else:
+                self._reserve(tensor, shape)
+
+    def _reserve(self, tensor: _Tensor, shape: tuple[int, ...]) -> None:
+        """Memory of a known size on the host and, but for what is hosted, on the device."""
+        host = self._cuda.pinned(shape, BITS.get(tensor.dtype, tensor.dtype))
+        self._host[tensor.name] = host
+        address = int(host.ctypes.data)
+        if not tensor.hosted:
+            self._device[tensor.name] = Buffer(self._cuda, host.nbytes)
+            address = self._device[tensor.name].address
+        self._context.set_tensor_address(tensor.name, address)
+
+    def _let_grow(self, tensor: _Tensor) -> None:
+        """Memory that TensorRT asks for when it knows how much."""
+        if self._graph is not None:
+            raise BackendError(
+                "a CUDA graph must know every shape beforehand, and that of output"
+                f" {tensor.name!r} depends on values; run without the graph"
+            )
+        if tensor.name not in self._growing:
+            self._growing[tensor.name] = made = growing(self._cuda)
+            self._context.set_output_allocator(tensor.name, cast("trt.IOutputAllocator", made))
+
+    def _fetch(self, tensor: _Tensor) -> None:
+        """Have an output copied to the host."""
+        buffer: Buffer | None
+        if (grown := self._growing.get(tensor.name)) is not None:
+            dtype = BITS.get(tensor.dtype, tensor.dtype)
+            self._host[tensor.name] = self._cuda.pinned(grown.shape, dtype)
+            buffer = grown.buffer
+        else:
+            buffer = self._device.get(tensor.name)
+        host = self._host[tensor.name]
+        if buffer is not None and host.size:
+            self._cuda.copy_out_later(host, buffer.address, self._stream)
 
     def _enqueue(self) -> None:
         if self._graph is not None and self._graph.ready:
             self._graph.launch()
         elif not self._context.execute_async_v3(self._stream.handle):
+            for grown in self._growing.values():
+                if grown.error is not None:
+                    raise grown.error
             raise BackendError(f"TensorRT could not run the engine: {self._kept.words()}")
         elif self._graph is not None:  # the first run with new shapes may allocate: capture next
-            self._stream.synchronize()
+            self._cuda.wait(self._stream)
             self._graph.capture(lambda: self._context.execute_async_v3(self._stream.handle))
-
-
-@contextmanager
-def _current(context: Any) -> Iterator[None]:
-    """Make a pycuda context the thread's own for a while; pycuda aborts on one left over."""
-    context.push()
-    try:
-        yield
-    finally:
-        context.pop()
-
-
-class _Graph:
-    """One captured inference, by the driver API: pycuda has no binding for it."""
-
-    def __init__(self, stream: int) -> None:
-        try:
-            self._driver = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise SdkMissingError(f"a CUDA graph needs the driver: {error}") from error
-        self._stream = ctypes.c_void_p(stream)
-        self._exec: ctypes.c_void_p | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether a graph was captured for the shapes in force."""
-        return self._exec is not None
-
-    def forget(self) -> None:
-        """Drop the captured graph."""
-        if self._exec is not None:
-            self._driver.cuGraphExecDestroy(self._exec)
-        self._exec = None
-
-    def capture(self, enqueue: Any) -> None:
-        """Record what `enqueue` puts on the stream."""
-        graph, made = ctypes.c_void_p(), ctypes.c_void_p()
-        relaxed = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, as trtexec captures
-        self._must(self._driver.cuStreamBeginCapture_v2(self._stream, relaxed))
-        fine = enqueue()
-        self._must(self._driver.cuStreamEndCapture(self._stream, ctypes.byref(graph)))
-        if not fine:
-            raise BackendError("TensorRT could not run the engine in a CUDA graph; try without")
-        instantiate = self._driver.cuGraphInstantiateWithFlags
-        self._must(instantiate(ctypes.byref(made), graph, ctypes.c_ulonglong(0)))
-        self._driver.cuGraphDestroy(graph)
-        self._exec = made
-
-    def launch(self) -> None:
-        """Put the recorded inference on the stream."""
-        self._must(self._driver.cuGraphLaunch(self._exec, self._stream))
-
-    def _must(self, code: int) -> None:
-        if code != 0:
-            raise BackendError(f"a CUDA graph call failed with driver error {code}; try without")
 
 
 def _runtime(kept: KeepingLogger) -> trt.Runtime:
@@ -254,23 +262,25 @@ def _runtime(kept: KeepingLogger) -> trt.Runtime:
         raise BackendError(f"TensorRT could not start on this machine: {said}") from error
 
 
-def _spec(engine: trt.ICudaEngine, index: int) -> tuple[bool, TensorSpec]:
-    """(whether it is an input, spec) of one of the engine's tensors."""
+def _tensor(engine: trt.ICudaEngine, index: int) -> _Tensor:
+    """One of the engine's tensors."""
     import tensorrt as trt
 
     name = engine.get_tensor_name(index)
     shape = tuple(None if dim < 0 else dim for dim in dims(engine.get_tensor_shape(name)))
-    is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
-    return is_input, TensorSpec(name, _dtype(engine.get_tensor_dtype(name)), shape)
+    dtype = dtype_of(engine.get_tensor_dtype(name))
+    return _Tensor(
+        spec=TensorSpec(name, host_type(dtype), shape),
+        dtype=dtype,
+        fed=engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT,
+        hosted=engine.get_tensor_location(name) == trt.TensorLocation.HOST,
+    )
 
 
-def dims(shape: trt.Dims) -> tuple[int, ...]:
-    """TensorRT's shape as a tuple; -1 where it is dynamic."""
-    return tuple(int(shape[axis]) for axis in range(len(shape)))
-
-
-def _dtype(data_type: trt.DataType) -> str:
-    """Numpy name of a trt.DataType; `trt.nptype` of 8.5 fails with newer numpy."""
-    words = {"FLOAT": "float32", "HALF": "float16", "BOOL": "bool"}
-    name = str(data_type).rpartition(".")[2]
-    return words.get(name, name.lower())
+def _stored(tensor: _Tensor, feed: Mapping[str, Array]) -> Array:
+    if tensor.name not in feed:
+        raise BackendError(f"every input must be fed, got none for {tensor.name!r}")
+    try:
+        return stored(feed[tensor.name], tensor.dtype)
+    except ValueError as error:
+        raise BackendError(f"TensorRT reads {tensor.name!r} as {error}") from None

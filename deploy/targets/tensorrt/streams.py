@@ -20,6 +20,8 @@ def throughput(
     """Inferences a second of all sessions together.
 
     Latencies are not given: those of streams that share a device say nothing of one inference.
+    Each run is waited for before the next is queued, so trtexec, which queues one ahead, may show
+    more.
 
     Raises:
         ConfigError: no session or no feed.

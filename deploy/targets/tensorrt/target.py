@@ -7,24 +7,36 @@ Written always, on any machine::
     m.tensorrt.qdq.onnx  the symmetric Q/DQ model           for 8.5 to 11: explicit quantization
 
 The Q/DQ model is made from the cache, so both hold the same scales. An engine is built from the
-cache where TensorRT still has calibrators, else from the Q/DQ model.
+cache where TensorRT still has calibrators, else from the Q/DQ model. With `precision` fp8 there is
+the Q/DQ model alone, since TensorRT's calibrators and caches know int8 only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
-from deploy.errors import ConfigError, ExportError, SdkMissingError
+from deploy.errors import ConfigError, ExportError, ModelError, SdkMissingError
 from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.targets.options import check, option
 from deploy.targets.script import write_script
-from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
+from deploy.targets.tensorrt.words import (
+    BF16,
+    CACHE,
+    FLOAT,
+    FP8,
+    FP16,
+    FP32,
+    INT8,
+    QDQ,
+    TYPED,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -34,15 +46,18 @@ if TYPE_CHECKING:
     from deploy.calibration import trt_cache
     from deploy.calibration.observation import Observation
     from deploy.calibration.ranges import Ranges
+    from deploy.calibration.search import Method
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision, Placement
     from deploy.targets.tensorrt.builder import Settings
+    from deploy.targets.tensorrt.cuda import Cuda
     from deploy.targets.tensorrt.match import Match
     from deploy.targets.tensorrt.sdk import Sdk
     from deploy.tensors import Session
 
 _TIMING = "tensorrt.timing"
+_MOST_VALUES = 64  # of an input that shapes may depend on: far more than one has dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +67,7 @@ class TensorRT:
     Attributes:
         version: TensorRT that is to read the cache, "X.Y.Z"; None takes that of the calibration
             cache (`--trt-version`), or of the TensorRT that builds here.
+        precision: grid of what is quantized: "int8", or "fp8" (E4M3, GPUs from Ada and Hopper on).
         form: what the engine is built from: "cache", "qdq", or "auto".
         rest: type of what does not run in int8: "fp16", "bf16" or "fp32".
         workspace_mib: TensorRT's scratch memory; None leaves its own limit.
@@ -61,11 +77,19 @@ class TensorRT:
             with the same samples, in batches of `max_batch`; None gives it our cache.
         float_behind_concat: what reads a Concat of float tensors stays float.
         pair_behind_deconv: a ConvTranspose has a pair before its activation too.
+        device: GPU to build and run on, counted from 0.
+        plugins: libraries of plugins, loaded before a model is read or an engine is opened.
         parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
             cache; None judges from the model.
     """
 
     version: str | None = None
+    precision: str = option(
+        INT8,
+        choices=(INT8, FP8),
+        help="Grid of what is quantized; fp8 is for GPUs from Ada and Hopper on.",
+        places=True,
+    )
     form: str = option(
         "auto",
         flag="--engine-from",
@@ -73,7 +97,7 @@ class TensorRT:
         help="What the engine is built from.",
     )
     rest: str = option(
-        FP16, choices=(FP16, BF16, FP32), help="Type of what is not int8, in the engine."
+        FP16, choices=(FP16, BF16, FP32), help="Type of what is not quantized, in the engine."
     )
     workspace_mib: int | None = option(
         None, flag="--workspace", metavar="MIB", least=1, help="Scratch memory of the builder."
@@ -96,6 +120,16 @@ class TensorRT:
         help="Give a ConvTranspose a Q/DQ pair before its activation too, for a TensorRT that does"
         " not fuse the two in int8.",
         places=True,
+    )
+    device: int = option(
+        0, least=0, metavar="N", help="GPU to build and run on, counted from 0.", runs=True
+    )
+    plugins: tuple[Path, ...] = option(
+        (),
+        flag="--plugin",
+        metavar="LIBRARY",
+        help="Library of TensorRT plugins to load.",
+        runs=True,
     )
     parser: str | None = option(
         None,
@@ -128,12 +162,35 @@ class TensorRT:
                 f"an engine from the Q/DQ model has its scales in the model, got calibrator"
                 f" {self.calibrator!r}; leave it away, or build from the cache"
             )
+        if self.precision == FP8 and (self.calibrator is not None or self.form == "cache"):
+            asked = "--engine-from cache" if self.form == "cache" else "--calibrator"
+            raise ConfigError(
+                f"TensorRT's calibrators and caches are for int8, got {asked} with --precision"
+                " fp8; leave one of them away"
+            )
 
         if self.form == "cache" and (self.float_behind_concat or self.pair_behind_deconv):
             raise ConfigError(
                 "pairs are placed in the Q/DQ model, got engine form cache, where TensorRT itself"
                 " decides; leave the placement's options away, or build from the Q/DQ model"
             )
+        if self.precision == FP8 and self.pair_behind_deconv:
+            raise ConfigError(
+                "a ConvTranspose has no pair in fp8, got --pair-behind-deconv with --precision fp8;"
+                " leave one of them away"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        """Where the pairs stand."""
+        from deploy.graph.plan import TENSORRT_ON
+
+        parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
+        return replace(
+            TENSORRT_ON[self.precision],
+            float_behind_concat=self.float_behind_concat,
+            parted=parted,
+        )
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Every float tensor: TensorRT's cache lists them all."""
@@ -147,22 +204,32 @@ class TensorRT:
         """What the Q/DQ model would quantize; with a cache TensorRT itself decides."""
         from deploy.graph.plan import analyse
 
-        return analyse(model, self._placement(), float_nodes=float_nodes).decisions
-
-    def _placement(self) -> Placement:
-        """Where pairs stand."""
-        from deploy.graph.plan import TENSORRT
-
-        parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
-        return replace(TENSORRT, float_behind_concat=self.float_behind_concat, parted=parted)
+        return analyse(model, self.placement, float_nodes=float_nodes).decisions
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """The method's statistic of every float tensor; TensorRT's own methods see the file."""
         from deploy.targets.tensorrt import as_parsed
 
+        self._refuse_absent()
         as_parsed.refuse_names(subject.model)
+        self._check_methods(subject.method)
+        self._check_nodes(subject)
+        return self._observed(subject)
+
+    def _observed(self, subject: Subject) -> tuple[Observation, ...]:
+        from deploy.targets.tensorrt import as_parsed
+
         own = as_parsed.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
+
+    def _refuse_absent(self) -> None:
+        """Refuse a library or a GPU that is not there, before anything is run."""
+        from deploy.targets.tensorrt import plugins, sdk
+
+        plugins.digests(self.plugins)
+        if self.device:
+            with suppress(SdkMissingError):  # then the engine is built elsewhere
+                sdk.find(self.device)
 
     def cache_version(self) -> str | None:
         """This machine's TensorRT, where it builds engines and reads caches."""
@@ -195,31 +262,55 @@ class TensorRT:
         from deploy.targets.tensorrt.match import match
 
         version = self.version or as_parsed.version_of(request.subject)
-        found = request.chosen.of(self.demand(request.subject))
+        choices, placement = request.choices, self.placement
+        self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
+        found = request.ranges_of(self, symmetric=placement.grid if self.precision == FP8 else None)
         cache = cache_of(request.model, found, version)
-        kept, placement = request.float_nodes, self._placement()
-        matched = match(cache, request.model, float_nodes=kept, placement=placement)
+        matched = match(cache, request.model, float_nodes=request.float_nodes, placement=placement)
         return cache, matched, found, version
 
+    def _check_methods(self, *methods: Method) -> None:
+        """Refuse a search that has no meaning on the grid."""
+        strange = [method.name for method in methods if method.integer]
+        if self.precision == FP8 and strange:
+            raise ConfigError(
+                f"--precision fp8 takes a method that is defined for its grid, got {strange[0]},"
+                " which is TensorRT's for int8; take mse, lp, minmax or percentile"
+            )
+
+    def _check_nodes(self, subject: Subject) -> None:
+        """Refuse a model of which nothing would be in fp8, whose layers are small more often."""
+        decisions = self.decisions(subject.model, subject.float_nodes)
+        if self.precision == FP8 and not any(one.quantized for one in decisions):
+            raise ModelError(
+                f"at least one node of the model must be able to run in fp8, got none in"
+                f" {subject.loaded.name}; `calib8 inspect --target tensorrt --precision fp8` says"
+                " why, --precision int8 asks for less"
+            )
+
     def build(self, request: BuildRequest) -> Built:
-        """Write the three files, and the engine where TensorRT and a GPU are at hand."""
+        """Write the files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.to_qdq import to_qdq
-        from deploy.targets.tensorrt.trtexec import script, ways
+        from deploy.targets.tensorrt.trtexec import on_machine, script, ways
 
         cache, matched, found, version = self._matched(request)
         quantized = to_qdq(request.model, matched.plan, matched.scales)
         narrow, said = self._typed(request, matched, found)
         stem = request.folder / f"{request.name}.tensorrt"
-        files = {
-            FLOAT: _written(stem, ".onnx", _bytes(request.model)),
-            CACHE: _written(stem, ".cache", trt_cache.dump(cache)),
-            QDQ: _written(stem, ".qdq.onnx", _bytes(quantized)),
-        }
+        files = {}
+        if self.precision == INT8:
+            files[FLOAT] = _written(stem, ".onnx", _bytes(request.model))
+            files[CACHE] = _written(stem, ".cache", trt_cache.dump(cache))
+        files[QDQ] = _written(stem, ".qdq.onnx", _bytes(quantized))
         if narrow is not None:
             files[TYPED] = _written(stem, ".typed.onnx", _bytes(narrow))
         notes = (*_match_notes(matched), *said)
-        found_ways = ways(request, files, version, rest=self.rest)
+        found_ways = on_machine(
+            ways(request, files, version, rest=self.rest, precision=self.precision),
+            device=self.device,
+            plugins=self.plugins,
+        )
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, script(found_ways))
         engine = None
@@ -245,13 +336,16 @@ class TensorRT:
         """Load an engine on this machine's GPU."""
         from deploy.targets.tensorrt.session import TensorrtSession
 
-        return TensorrtSession.open(engine, cuda_graph=self.cuda_graph)
+        return TensorrtSession.open(
+            engine, cuda_graph=self.cuda_graph, device=self.device, plugins=self.plugins
+        )
 
     def _judged(self, files: Mapping[str, Path], version: str) -> str:
         """Role of the model whose accuracy is told: what the version runs, where a CPU can too."""
         from deploy.targets.tensorrt.versions import row
 
-        runs = self.rest == FP16 and TYPED in files and row(version).typed
+        strong = self.precision == FP8 or row(version).typed
+        runs = self.rest == FP16 and TYPED in files and strong
         return TYPED if runs else QDQ  # ONNX Runtime has no bfloat16 convolutions
 
     def _typed(
@@ -276,11 +370,17 @@ class TensorRT:
         """(engine, notes): built here, or built before from the same files on the same GPU."""
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt import builder, sdk
+        from deploy.targets.tensorrt.gpus import gpu
         from deploy.targets.tensorrt.trtexec import float_layers
         from deploy.targets.tensorrt.versions import row
 
-        here = sdk.find()
-        implicit = here.calibrators and self.form != "qdq"
+        here = sdk.find(self.device)
+        if self.precision == FP8 and not row(_plain(here.version)).fp8:
+            raise SdkMissingError(
+                f"an engine in fp8 needs TensorRT 10.2 or newer, got {here.version}; install one,"
+                " or build with --precision int8"
+            )
+        implicit = here.calibrators and self.form != "qdq" and self.precision == INT8
         if not implicit and (self.form == "cache" or self.calibrator):
             raise ConfigError(
                 f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
@@ -288,6 +388,7 @@ class TensorRT:
             )
         typed = not implicit and TYPED in files and row(_plain(here.version)).typed
         source = files[FLOAT if implicit else TYPED if typed else QDQ]
+        typed = typed or self.precision == FP8
         path = request.folder / f"{request.name}.engine"
         known = trt_cache.dump(trt_cache.relabel(cache, version=_plain(here.version)))
         from_data = self.calibrator is not None
@@ -302,42 +403,47 @@ class TensorRT:
             cache_sha256=sha256(known) if implicit else None,
         ) | {"calibrator": self.calibrator}
         about = _origin_notes(here)
+        if from_data:
+            about = (*about, *self._left_out(request, settings))
         before = builder.cached_engine(request.built_before(path.name), key)
         if before is not None:
             again = "the engine was built before from the same files, on the same GPU"
             return builder.keep_engine(path, before, key), (again, *about)
-        calibrator = None
+        cuda, calibrator = gpu(self.device), None
         if from_data:
-            known = self._calibrated(request, source, settings, here)
+            known = self._calibrated(request, source, settings, here.version, cuda)
         if implicit:
             calibrator = self._from_cache(known)
-        engine = builder.build_engine(source, settings, calibrator=calibrator)
+        engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
         notes = (*about, *_log_notes(engine.log, request.model))
         return builder.keep_engine(path, engine.plan, key), notes
 
     def _calibrated(
-        self, request: BuildRequest, source: Path, settings: Settings, here: Sdk
+        self, request: BuildRequest, source: Path, settings: Settings, version: str, cuda: Cuda
     ) -> bytes:
         """The cache that TensorRT makes on the GPU, or made before from the same data."""
         from deploy.targets.tensorrt import builder, gpu_cache
 
         name = f"{request.name}.gpu.cache"
-        made_from = self._made_from(request, here.version)
+        made_from = self._made_from(request, version)
         known = gpu_cache.fitting(request.built_before(name), made_from)
         if known is None:
-            known = builder.calibrate(source, settings, self._live(request, settings))
+            live = self._live(request, settings, cuda)
+            known = builder.calibrate(source, settings, live, cuda=cuda)
         gpu_cache.keep(request.folder / name, known, made_from)
         return known
 
     def _made_from(self, request: BuildRequest, version: str) -> dict[str, Any]:
         """All that a calibration by TensorRT on the GPU depends on."""
+        from deploy.targets.tensorrt.plugins import digests
+
         return {
             "model": request.digest,
             "images": dict(request.manifest),
             "calibrator": self.calibrator,
             "batch": self.max_batch,
             "tensorrt": version,
-        }
+        } | ({"plugins": digests(self.plugins)} if self.plugins else {})
 
     def _from_cache(self, known: bytes) -> Callbacks:
         """A calibrator that has the cache and no data: should TensorRT refuse it, that is said."""
@@ -346,28 +452,28 @@ class TensorRT:
         name = self.calibrator or "entropy2"
         return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
 
-    def _live(self, request: BuildRequest, settings: Settings) -> Callbacks:
+    def _live(self, request: BuildRequest, settings: Settings, cuda: Cuda) -> Callbacks:
         """A calibrator that feeds the request's samples to TensorRT on the GPU."""
-        from calibrators.tensorrt import CudaMemory, calibrator
-        from deploy.targets.tensorrt.batches import whole_batches
+        from calibrators.tensorrt import calibrator
+        from deploy.calibration.batches import whole, whole_batches
+        from deploy.targets.tensorrt.cuda import CudaMemory
 
-        first = _first_sample(request)
-        held = next(iter(first.values())).shape[0]
-        shapes = {name: array.shape for name, array in first.items()}
-        shapes |= {name: profile.best for name, profile in settings.profiles.items()}
-        together = max(shape[0] for shape in shapes.values()) // held
-        if len(request.feed) < together:
-            raise ConfigError(
-                f"TensorRT calibrates in whole batches, got {len(request.feed)} samples for batches"
-                f" of {together}; give more images or a smaller max_batch"
-            )
+        shapes = _calibrated_shapes(request, settings)
+        together = _together(request, shapes)
         return calibrator(
             str(self.calibrator),
             whole_batches(request.feed.samples(), together),
-            batches=len(request.feed) // together,
+            batches=whole(len(request.feed), together) // together,
             shapes=shapes,
-            memory=CudaMemory(),
+            memory=CudaMemory(cuda),
         )
+
+    def _left_out(self, request: BuildRequest, settings: Settings) -> tuple[str, ...]:
+        """What TensorRT's calibration does not see of the samples."""
+        from deploy.calibration.batches import left_out
+
+        together = _together(request, _calibrated_shapes(request, settings))
+        return left_out(len(request.feed), together)
 
     def _settings(self, request: BuildRequest, batch: int | None) -> Settings:
         """Settings tuned for the fed batch, or for `batch` where the model leaves it open."""
@@ -385,6 +491,8 @@ class TensorRT:
             bf16=self.rest == BF16,
             workspace_mib=self.workspace_mib,
             profiles=profiles_for(shapes, fed, most_batch=self.max_batch),
+            values=_values(_first_sample(request)),
+            plugins=self.plugins,
             timing_cache=request.folder / _TIMING,
             known_timing=request.built_before(_TIMING),
         )
@@ -456,6 +564,28 @@ def _match_notes(matched: Match) -> tuple[str, ...]:
 
 def _plain(version: str) -> str:
     return ".".join(version.split(".")[:3])
+
+
+def _calibrated_shapes(request: BuildRequest, settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Input -> the shape that TensorRT calibrates with."""
+    shapes = {name: array.shape for name, array in _first_sample(request).items()}
+    return shapes | {name: profile.best for name, profile in settings.profiles.items()}
+
+
+def _together(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Samples in a batch of these shapes."""
+    held = {name: array.shape for name, array in _first_sample(request).items() if array.ndim}
+    return max(shapes[name][0] // int(shape[0]) for name, shape in held.items())
+
+
+def _values(sample: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What shapes may depend on: a few whole numbers in one dimension, those of one sample."""
+    few = {
+        name: array
+        for name, array in sample.items()
+        if array.dtype.kind in "iu" and array.ndim <= 1 and array.size <= _MOST_VALUES
+    }
+    return {name: tuple(int(value) for value in array.reshape(-1)) for name, array in few.items()}
 
 
 def _first_sample(request: BuildRequest) -> Mapping[str, Any]:

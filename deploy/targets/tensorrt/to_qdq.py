@@ -9,6 +9,9 @@ quantizes them itself; so the way back (`from_qdq`) loses nothing::
                     Conv -> Relu
     w -> Q -> DQ --'            (w: the float initializer, unchanged)
 
+On the fp8 grid weights are stored as fp8 in either model: no cache is for fp8, so there is no way
+back, and TensorRT quantizes no weight to fp8 itself. The model is brought to opset 19 for it.
+
 Tensors that meet in a Concat get one scale, the largest of the group: TensorRT would otherwise
 requantize each of them. `own_concat_scales` keeps them apart.
 """
@@ -21,16 +24,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from calibrators.grids import quantize
+from calibrators.grids import INT8, quantize
 from calibrators.scales import Scale
 from deploy.graph.edit import replace_nodes
 from deploy.graph.index import Graph, attributes
 from deploy.graph.plan import TENSORRT, Plan
 from deploy.targets.qdq import write_qdq
-from deploy.targets.tensorrt.rest import storable, typed
+from deploy.targets.tensorrt.rest import FP8_OPSET, OPSETS, at_opset, storable, typed
 
 if TYPE_CHECKING:
     import onnx
+
+_FP8_IR = 9
 
 
 def to_qdq(
@@ -44,14 +49,19 @@ def to_qdq(
 
     Args:
         model: cleaned float model.
-        plan: where the pairs stand, of the TENSORRT placement.
-        scales: tensor -> float32 scale (amax / 127), for `plan.activations`.
+        plan: where the pairs stand, of a placement of `deploy.graph.plan.TENSORRT_ON`.
+        scales: tensor -> float32 scale of int8 (amax / 127), for `plan.activations`, whatever the
+            grid of the placement.
         own_concat_scales: leave the tensors of a Concat their own scales.
 
     Raises:
-        ExportError: a tensor of the plan has no scale, or one that is not positive.
+        ExportError: a tensor of the plan has no scale, or one that is not positive; fp8, and the
+            model cannot be lifted.
     """
-    quantized = write_qdq(model, plan, _ranges(model, plan, scales, own_concat_scales))
+    ranges = _ranges(model, plan, scales, own_concat_scales)
+    if _fp8(plan):
+        return _of_fp8(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
+    quantized = write_qdq(model, plan, ranges)
     _keep_float_weights(quantized, model)
     return quantized
 
@@ -65,7 +75,7 @@ def to_typed(
     largest: Mapping[str, float],
     own_concat_scales: bool = False,
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """The same with weights in int8 and what is not int8 in a narrow type.
+    """The same with weights stored on the grid and what is not on it in a narrow type.
 
     Args beyond those of `to_qdq`, and what is given back: see `deploy.targets.tensorrt.rest.typed`.
 
@@ -73,8 +83,20 @@ def to_typed(
         ExportError: as `to_qdq` and `typed`.
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
+    if _fp8(plan):  # before there is any fp8 in it, which onnx's converter need not know
+        model = at_opset(model, max(FP8_OPSET, OPSETS[rest]))
     quantized = write_qdq(model, plan, ranges, storable=partial(storable, rest=rest))
-    return typed(quantized, rest, largest)
+    return typed(_of_fp8(quantized) if _fp8(plan) else quantized, rest, largest)
+
+
+def _fp8(plan: Plan) -> bool:
+    return plan.placement.grid.kind == "float"
+
+
+def _of_fp8(quantized: onnx.ModelProto) -> onnx.ModelProto:
+    """The same, under the first version of ONNX's format that has the type."""
+    quantized.ir_version = max(quantized.ir_version, _FP8_IR)
+    return quantized
 
 
 def _ranges(
@@ -116,7 +138,7 @@ def scale_nodes(model: onnx.ModelProto) -> Iterable[tuple[str, np.float32]]:
 
 def _symmetric(scale: np.float32) -> Scale:
     """A clip range whose symmetric scale is `scale` to the bit: (s * 127) / 127 in float64."""
-    amax = float(scale) * TENSORRT.grid.qmax
+    amax = float(scale) * INT8.qmax
     return Scale(
         lo=-amax, hi=amax, amax=amax, observed_min=-amax, observed_max=amax, method="cache"
     )

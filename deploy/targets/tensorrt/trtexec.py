@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.calibration.trt_cache import version_label
 from deploy.frontends.checks import opset_of
-from deploy.targets.tensorrt.rest import OPSETS
+from deploy.targets.tensorrt.rest import FP8_OPSET, OPSETS
 from deploy.targets.tensorrt.versions import first_reading, row
-from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP16, FP32, QDQ, TYPED
+from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP8, FP16, FP32, INT8, QDQ, TYPED
 
 if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
 _LAST = "11.0.0"  # no flag of its trtexec chooses types any more
+_FP8_GPU = "on a GPU of Ada, Hopper or later, "
 _OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # that knows the type, and is meant here
 
 
@@ -42,18 +43,40 @@ class Way:
 
 
 def ways(
-    request: BuildRequest, files: Mapping[str, Path], version: str, *, rest: str = FP16
+    request: BuildRequest,
+    files: Mapping[str, Path],
+    version: str,
+    *,
+    rest: str = FP16,
+    precision: str = INT8,
 ) -> tuple[Way, ...]:
     """How the engine is built on a GPU machine with these files.
 
     A line that a TensorRT could not follow is not given, but why it cannot.
     """
     opset = opset_of(request.model)
-    strong = _strong(request, files, max(opset, OPSETS.get(rest, 0)) if TYPED in files else opset)
-    if not row(version).calibrators:
+    strong = _strong(request, files, max(opset, *_opsets(files, rest, precision)), precision)
+    if precision == FP8 or not row(version).calibrators:
         return strong
     weak = (_implicit(request, files, version, rest), *_weak(request, files, opset, rest))
     return (*weak, *strong)
+
+
+def on_machine(
+    found: Sequence[Way], *, device: int = 0, plugins: Sequence[Path] = ()
+) -> tuple[Way, ...]:
+    """The same on a GPU other than the first, and with libraries of plugins.
+
+    `--plugins` is deprecated since 8.6 and read by every trtexec, its successor by none before.
+    """
+    own = [f"--device={device}"] if device else []
+    own += [f"--plugins={path.resolve()}" for path in plugins]
+    return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in found)
+
+
+def _opsets(files: Mapping[str, Path], rest: str, precision: str) -> tuple[int, int]:
+    """What the typed model needs for its rest, and for fp8."""
+    return OPSETS.get(rest, 0) if TYPED in files else 0, FP8_OPSET if precision == FP8 else 0
 
 
 def script(found: Sequence[Way]) -> str:
@@ -92,18 +115,21 @@ def _weak(
     return (Way("qdq", _until_10(oldest), words),)
 
 
-def _strong(request: BuildRequest, files: Mapping[str, Path], opset: int) -> tuple[Way, ...]:
+def _strong(
+    request: BuildRequest, files: Mapping[str, Path], opset: int, precision: str
+) -> tuple[Way, ...]:
     """In the types of the model, which is of this opset."""
-    path = files.get(TYPED, files[QDQ])
-    since = first_reading(opset, typed=True)
+    path, fp8 = files.get(TYPED, files[QDQ]), precision == FP8
+    where = _FP8_GPU if fp8 else ""
+    since = first_reading(opset, typed=True, fp8=fp8)
     if since is None:
         why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
         return (Way("typed", why),)
-    last = Way("11", "with TensorRT 11", _line(request, path, []))
+    last = Way("11", f"{where}with TensorRT 11", _line(request, path, []))
     if version_label(since) >= version_label(_LAST):
         return (last,)
     words = _line(request, path, ["--stronglyTyped"])
-    return Way("typed", _until_10(since), words), last
+    return Way("typed", where + _until_10(since), words), last
 
 
 def _line(request: BuildRequest, model: Path, words: Sequence[str]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
-"""Words that the files of this target share: types of what is not int8, and roles of files."""
+"""Words that the files of this target share: grids, types of the rest, and roles of files."""
 
+INT8, FP8 = "int8", "fp8"
 FP16, BF16, FP32 = "fp16", "bf16", "fp32"
 FLOAT, CACHE = "float model for TensorRT", "TensorRT cache"
 QDQ, TYPED = "TensorRT Q/DQ model", "TensorRT typed model"

@@ -1,0 +1,57 @@
+"""Samples one by one -> the whole batches of one shape that TensorRT's calibrators take.
+
+TensorRT calibrates with the profile's OPT shape alone, so a smaller last batch cannot be fed. One
+rule everywhere, on the GPU, on the CPU and in C++: what does not fill a batch is left out, and how
+much that is is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from deploy.errors import ConfigError
+from deploy.tensors import Array
+
+
+def whole_batches(
+    samples: Iterable[Mapping[str, Array]], samples_a_batch: int
+) -> Iterator[dict[str, Array]]:
+    """Join every `samples_a_batch` samples along their first axis; leave out the rest."""
+    group: list[Mapping[str, Array]] = []
+    for sample in samples:
+        group.append(sample)
+        if len(group) == samples_a_batch:
+            yield {name: _joined([s[name] for s in group]) for name in group[0]}
+            group = []
+
+
+def _joined(arrays: list[Array]) -> Array:
+    """A scalar has no axis, and is the batch's as it is."""
+    return arrays[0] if len(arrays) == 1 or arrays[0].ndim == 0 else np.concatenate(arrays)
+
+
+def whole(samples: int, samples_a_batch: int) -> int:
+    """How many of the samples stand in whole batches.
+
+    Raises:
+        ConfigError: none.
+    """
+    if samples < samples_a_batch:
+        raise ConfigError(
+            f"TensorRT calibrates in whole batches, got {samples} samples for batches of"
+            f" {samples_a_batch}; give more images or a smaller batch"
+        )
+    return samples - samples % samples_a_batch
+
+
+def left_out(samples: int, samples_a_batch: int) -> tuple[str, ...]:
+    """The sentence that says how many samples are left out, where some are."""
+    seen = whole(samples, samples_a_batch)
+    if seen == samples:
+        return ()
+    return (
+        f"TensorRT calibrates in whole batches, of {samples_a_batch} samples here: the last"
+        f" {samples - seen} of {samples} samples fill none and were left out",
+    )

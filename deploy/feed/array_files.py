@@ -1,0 +1,331 @@
+"""Files of arrays: .npy, .npz, and .bin or .raw without a header; folders and lists of them.
+
+A file holds one or more samples of every input; where a model has several inputs, a folder may also
+have one folder an input, whose files go together by name::
+
+    arrays/0001.npz        arrays/image/0001.npy     samples.txt:
+    arrays/0002.npz        arrays/image/0002.npy       0001.npy 3
+    ...                    arrays/state/0001.npy       0002.npy 5
+
+A file is read when its sample is asked for; to open a folder costs its headers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from deploy.archives import array_header, check_archive
+from deploy.errors import FeedError, first_line
+from deploy.feed.arrays import ArraySource, Item, rows
+from deploy.feed.images import Picture, shown
+from deploy.feed.items import by_name
+from deploy.feed.preprocess import describe
+from deploy.inputs import is_read
+from deploy.reading import opened, refuse_irregular, size
+from deploy.tensors import Array, TensorSpec
+
+SUFFIXES = frozenset((".bin", ".npy", ".npz", ".raw"))
+LABEL_KEYS = ("labels", "label", "y")
+_MOST_ENTRIES = 1 << 12  # arrays of an .npz file: one an input
+
+Specs = tuple[TensorSpec, ...]
+
+
+def is_arrays(path: Path | str) -> bool:
+    """Whether the suffix, in any case, is one that is read as arrays."""
+    return os.path.splitext(path)[1].lower() in SUFFIXES
+
+
+def from_file(path: Path, specs: Specs) -> ArraySource:
+    """One file of arrays; memory-mapped where not compressed.
+
+    Raises:
+        FeedError: the file is damaged, holds objects, or does not fit the inputs.
+    """
+    held = read_arrays(path, specs)
+    count = rows(held.item, specs, shown(path.name))
+    if not count:
+        raise FeedError(f"{shown(path.name)} must hold samples, got none")
+    return ArraySource(
+        specs, [held.item], (count,), shown(path.name), held.labels, tuple(held.notes)
+    )
+
+
+@dataclass(slots=True)
+class Held:
+    """What a file holds.
+
+    Attributes:
+        item: the inputs by name.
+        labels: of its samples, where it has some.
+        notes: what its reader should know.
+    """
+
+    item: Item
+    labels: tuple[int, ...] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def read_arrays(path: Path, specs: Specs) -> Held:
+    """The arrays of one file, by input.
+
+    Raises:
+        FeedError: the file is damaged, holds objects, or does not fit the inputs.
+    """
+    notes: list[str] = []
+    kind = path.suffix.lower()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy's about headers written by Python 2
+            if kind == ".npz":
+                arrays = _load_npz(path, notes)
+            else:
+                arrays = {"": _load_npy(path) if kind == ".npy" else _load_raw(path, specs)}
+    except FeedError:
+        raise
+    except Exception as e:  # on hostile bytes numpy and zipfile raise a dozen kinds of error
+        raise FeedError(
+            f"{shown(str(path))} cannot be read as plain numpy arrays: {first_line(e)};"
+            " write it with numpy.save or numpy.savez"
+        ) from e
+    labels = _take_labels(arrays, specs)
+    item = by_name(arrays, specs, shown(path.name))
+    if labels is not None and len(labels) != (count := rows(item, specs, shown(path.name))):
+        raise FeedError(
+            f"{shown(path.name)} must have one label per sample, got {len(labels)} for {count}"
+        )
+    return Held(item, labels, notes)
+
+
+def from_files(files: Sequence[Picture], specs: Specs, name: str, *, skip_bad: bool) -> ArraySource:
+    """Files of all inputs, in their order; a label of the list is that of all samples of its file.
+
+    Raises:
+        FeedError: a file that does not fit the inputs; with `skip_bad` when it is its turn.
+    """
+    parts = [{"": one.path} for one in files]
+    source = _sourced(parts, [one.name for one in files], specs, name, skip_bad=skip_bad)
+    given = [one.label for one in files]
+    if None in given:
+        return source
+    ends = (0, *source.ends)
+    counts = [end - start for start, end in pairwise(ends)]
+    labels = tuple(int(v or 0) for v, n in zip(given, counts, strict=True) for _ in range(n))
+    return ArraySource(
+        specs, source.items, source.ends, name, labels, source.notes, called=source.called
+    )
+
+
+def from_folder(
+    folder: Path, files: Sequence[Picture], specs: Specs, *, skip_bad: bool
+) -> ArraySource:
+    """The files of arrays below a folder; of several inputs in one folder each, by their names.
+
+    Raises:
+        FeedError: a file that does not fit the inputs; a folder an input of other names.
+    """
+    title = shown(folder.name or str(folder))
+    tops = {one.name.partition("/")[0] for one in files if "/" in one.name}
+    if len(specs) > 1 and tops == {spec.name for spec in specs}:
+        return _side_by_side(files, specs, title, skip_bad=skip_bad)
+    return from_files(files, specs, title, skip_bad=skip_bad)
+
+
+def _side_by_side(
+    files: Sequence[Picture], specs: Specs, title: str, *, skip_bad: bool
+) -> ArraySource:
+    """One folder an input; files of one name are one item."""
+    inside: dict[str, dict[str, Path]] = {spec.name: {} for spec in specs}
+    for one in files:
+        top, _, rest = one.name.partition("/")
+        if top in inside and rest:
+            inside[top][os.path.splitext(rest)[0]] = one.path
+    stems = sorted(set.union(*(set(own) for own in inside.values())), key=os.fsencode)
+    for top, own in inside.items():
+        missing = [stem for stem in stems if stem not in own]
+        if missing:
+            raise FeedError(
+                f"every input's folder in {title} must have files of the same names, got"
+                f" {len(missing)} missing in {shown(top)}, the first {shown(missing[0])}; add them"
+            )
+    parts = [{top: own[stem] for top, own in inside.items()} for stem in stems]
+    return _sourced(parts, stems, specs, title, skip_bad=skip_bad)
+
+
+def _sourced(
+    parts: Sequence[Mapping[str, Path]],
+    called: Sequence[str],
+    specs: Specs,
+    name: str,
+    *,
+    skip_bad: bool,
+) -> ArraySource:
+    counts, notes, labels = [], set[str](), list[int]()
+    for part in parts:
+        try:
+            held = _held(part, specs)
+            count = rows(held.item, specs, " and ".join(shown(p.name) for p in part.values()))
+        except FeedError:
+            if not skip_bad:
+                raise
+            held, count = Held({}), 1  # it says so again when it is its turn
+        counts.append(count)
+        labels += held.labels or ()
+        notes |= {"compressed .npz files are unpacked into temporary files" for _ in held.notes}
+    if not sum(counts):
+        raise FeedError(f"{name} must hold samples, got none")
+    return ArraySource(
+        specs,
+        FileItems(tuple(parts), specs),
+        tuple(accumulate(counts)),
+        name,
+        tuple(labels) if len(labels) == sum(counts) else None,
+        tuple(sorted(notes)),
+        called=tuple(map(shown, called)),
+    )
+
+
+@dataclass(frozen=True)
+class FileItems:
+    """Items that are files, each read when it is asked for.
+
+    Attributes:
+        parts: of each item: input -> its file, or "" -> the file of all inputs.
+        specs: the inputs.
+    """
+
+    parts: tuple[Mapping[str, Path], ...]
+    specs: Specs
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int, /) -> Item:
+        return _held(self.parts[index], self.specs).item
+
+
+def _held(part: Mapping[str, Path], specs: Specs) -> Held:
+    for path in part.values():
+        is_read(path)
+    if "" in part:
+        return read_arrays(part[""], specs)
+    each = {spec.name: read_arrays(part[spec.name], (spec,)) for spec in specs}
+    notes = [note for one in each.values() for note in one.notes]
+    return Held({name: one.item[name] for name, one in each.items()}, notes=notes)
+
+
+def _load_raw(path: Path, specs: Specs) -> Array:
+    """Values without a header: of the input's dtype and shape, one sample after the other."""
+    if len(specs) != 1:
+        raise FeedError(
+            f"{shown(path.name)} holds the values of one input, the model has {len(specs)}; put"
+            " one folder an input, named as the input, into the folder"
+        )
+    (spec,) = specs
+    inner = tuple(d for d in spec.shape[1:] if isinstance(d, int))
+    if len(inner) != len(spec.shape) - 1:
+        raise FeedError(
+            f"{shown(path.name)} has no header, so the input must state its shape, got"
+            f" {describe(spec)}; write .npy files, which say theirs"
+        )
+    refuse_irregular(path, what="a file of values", error=FeedError)
+    dtype = np.dtype(spec.dtype).newbyteorder("<")
+    one, got = prod(inner) * dtype.itemsize, path.stat().st_size
+    if not got or got % one:
+        raise FeedError(
+            f"{shown(path.name)} must hold whole samples of the input {describe(spec)}, {one:,}"
+            f" bytes each, got {got:,} bytes; it is of another shape or dtype"
+        )
+    return np.memmap(path, dtype, "r", 0, (got // one, *inner))
+
+
+def _load_npy(path: Path) -> Array:
+    array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise ValueError("it is an .npz archive under the name .npy")
+    return array
+
+
+def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    compressed = []
+    with opened(path, what="an .npz file", error=FeedError) as raw:
+        check_archive(raw, path, what="an .npz file", error=FeedError, entries=_MOST_ENTRIES)
+        with zipfile.ZipFile(raw) as archive:
+            for info in archive.infolist():
+                key = info.filename.removesuffix(".npy")
+                if info.compress_type == zipfile.ZIP_STORED:
+                    arrays[key] = _map_entry(path, raw, info)
+                else:
+                    compressed.append(info)
+            _refuse_without_room(compressed, path)
+            for info in compressed:
+                with archive.open(info) as stream:
+                    arrays[info.filename.removesuffix(".npy")] = _unpacked(stream, info.file_size)
+    if compressed:
+        notes.append(f"{shown(path.name)} is compressed and was unpacked into temporary files")
+    return arrays
+
+
+def _refuse_without_room(entries: Sequence[zipfile.ZipInfo], path: Path) -> None:
+    """Refuse what no disk here has room for, before anything is unpacked."""
+    needed = sum(info.file_size for info in entries)
+    folder = tempfile.gettempdir()
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise FeedError(
+            f"{shown(str(path))} needs {size(needed)} of room in {folder} to be unpacked, got"
+            f" {size(free)}; write it with numpy.savez, which needs none"
+        )
+
+
+def _unpacked(stream: IO[bytes], room: int) -> Array:
+    """An entry that is compressed, as an array in a file without a name, not in memory."""
+    shape, fortran, dtype = array_header(stream, room)
+    if 0 in shape or not shape:
+        return np.frombuffer(stream.read(dtype.itemsize * prod(shape)), dtype).reshape(shape)
+    with tempfile.TemporaryFile(prefix="calib8-feed-") as file:
+        shutil.copyfileobj(stream, file, 1 << 20)
+        file.flush()
+        return np.memmap(file, dtype, "r", 0, shape, "F" if fortran else "C")
+
+
+def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
+    """Memory-map an uncompressed entry; its data begins after the local header."""
+    raw.seek(info.header_offset)
+    header = raw.read(30)
+    if len(header) < 30 or header[:4] != b"PK\x03\x04":
+        raise zipfile.BadZipFile("a local header is damaged")
+    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    raw.seek(info.header_offset + 30 + names)
+    shape, fortran, dtype = array_header(raw, info.file_size)
+    if 0 in shape or not shape:
+        return np.fromfile(raw, dtype, count=int(np.prod(shape))).reshape(shape)
+    return np.memmap(path, dtype, "r", raw.tell(), shape, "F" if fortran else "C")
+
+
+def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | None:
+    inputs = {s.name for s in specs}
+    for key in LABEL_KEYS:
+        found = arrays.get(key)
+        if found is not None and key not in inputs and found.ndim == 1:
+            del arrays[key]
+            if found.dtype.kind not in "iu" or (found.size and found.min() < 0):
+                raise FeedError(
+                    f"{key!r} must be whole numbers from 0, got {found.dtype}; number the classes"
+                    " as the model's outputs are"
+                )
+            return tuple(int(v) for v in found)
+    return None

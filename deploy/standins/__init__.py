@@ -1,0 +1,1 @@
+"""TensorRT's and CUDA's Python modules on host memory, for calibrators written against them."""

@@ -1,0 +1,889 @@
+"""TensorRT for tests: its names of one version, on host memory, ONNX Runtime inside.
+
+The names are those of the version in FAKE_TENSORRT (8.5.3.1, 10.13.0.35, 11.1.0 and what lies
+between): what a version lacks is not here either. `STORY` says what TensorRT is to do, and keeps
+what was asked of it. What the real one answers with a fault (an address that is no memory of the
+engine's device, a calibrator of another class) is an error here.
+
+Sources: NVIDIA/TensorRT python/src/infer at 8.5.3, 10.16 and 11.0, and the docstrings of the
+8.5.3.1 wheel and of tensorrt-stubs 10.13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import json
+import math
+import os
+import struct
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import fake_cuda as cuda
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+__version__ = os.environ.get("FAKE_TENSORRT", "10.13.0.35")
+VERSION = tuple(int(part) for part in __version__.split("."))
+CALIBRATORS = VERSION < (11,)
+OPSETS = ((10, 15), 24), ((10,), 20), ((9,), 19), ((8, 4), 17), ((0,), 13)
+
+
+@dataclass
+class Story:
+    """What TensorRT is to do, and what was asked of it.
+
+    Attributes:
+        parser: errors of the parser; any makes it refuse.
+        build: errors that a build logs; any makes it give None before it calibrates.
+        halfway: the same, after the first calibration batch.
+        loses: tensors that TensorRT finds no scale for.
+        sources: whether it lets tactic sources be set.
+        configs: of every build, in order.
+        networks: of every build, in order.
+        devices: of every build, in order.
+        loggers: every logger it was given.
+        runs: device of every inference.
+    """
+
+    parser: list[str] = field(default_factory=list)
+    build: list[str] = field(default_factory=list)
+    halfway: list[str] = field(default_factory=list)
+    loses: list[str] = field(default_factory=list)
+    sources: bool = True
+    configs: list[IBuilderConfig] = field(default_factory=list)
+    networks: list[INetworkDefinition] = field(default_factory=list)
+    devices: list[int] = field(default_factory=list)
+    loggers: list[Any] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+
+
+STORY = Story()
+
+
+class ILogger:
+    class Severity(enum.IntEnum):
+        INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
+
+    def __init__(self) -> None:
+        pass
+
+
+_global: list[Any] = []  # TensorRT keeps the first logger it gets
+
+
+def _say(severity: ILogger.Severity, *texts: str) -> None:
+    for text in texts:
+        _global[0].log(severity, text)
+
+
+def _error(*texts: str) -> None:
+    _say(ILogger.Severity.ERROR, *texts)
+
+
+def _takes(logger: Any) -> None:
+    if not isinstance(logger, ILogger):
+        raise TypeError("incompatible constructor arguments: a logger is wanted")
+    STORY.loggers.append(logger)
+    if not _global:
+        _global.append(logger)
+
+
+def _names(since: Sequence[tuple[tuple[int, ...], str]], gone: str = "") -> list[str]:
+    """Those of the version: each group of names from a version on, but for those gone in 11."""
+    there = [name for first, names in since if first <= VERSION for name in names.split()]
+    return [name for name in there if CALIBRATORS or name not in gone.split()]
+
+
+class _Word(enum.IntEnum):
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+def _enum(name: str, names: Sequence[str]) -> Any:
+    return _Word(name, {one: number for number, one in enumerate(names)})
+
+
+BuilderFlag = _enum(
+    "BuilderFlag",
+    _names(
+        [
+            ((8,), "FP16 INT8 DEBUG GPU_FALLBACK REFIT TF32 SPARSE_WEIGHTS"),
+            ((8,), "OBEY_PRECISION_CONSTRAINTS PREFER_PRECISION_CONSTRAINTS"),
+            ((8, 6), "VERSION_COMPATIBLE FP8"),
+            ((9,), "BF16"),
+            ((10,), "STRIP_PLAN WEIGHT_STREAMING"),
+        ],
+        gone="FP16 INT8 FP8 BF16 OBEY_PRECISION_CONSTRAINTS PREFER_PRECISION_CONSTRAINTS",
+    ),
+)
+NetworkDefinitionCreationFlag = _enum(
+    "NetworkDefinitionCreationFlag",
+    _names([((8,), "EXPLICIT_BATCH"), ((10,), "STRONGLY_TYPED")], gone="EXPLICIT_BATCH"),
+)
+DataType = _enum(
+    "DataType",
+    _names(
+        [
+            ((8,), "FLOAT HALF INT8 INT32 BOOL UINT8"),
+            ((8, 6), "FP8"),
+            ((9,), "BF16 INT64"),
+            ((10,), "INT4"),
+        ]
+    ),
+)
+float32, float16, int8, int32, bool = (
+    DataType.FLOAT, DataType.HALF, DataType.INT8, DataType.INT32, DataType.BOOL,
+)  # fmt: skip
+if VERSION >= (9,):
+    bfloat16, int64 = DataType.BF16, DataType.INT64
+MemoryPoolType = _enum("MemoryPoolType", ["WORKSPACE", "DLA_MANAGED_SRAM"])
+TacticSource = _enum(
+    "TacticSource", ["CUBLAS", "CUBLAS_LT", "CUDNN", "EDGE_MASK_CONVOLUTIONS", "JIT_CONVOLUTIONS"]
+)
+TensorIOMode = _enum("TensorIOMode", ["NONE", "INPUT", "OUTPUT"])
+TensorLocation = _enum("TensorLocation", ["DEVICE", "HOST"])
+LayerInformationFormat = _enum("LayerInformationFormat", ["ONELINE", "JSON"])
+ProfilingVerbosity = _enum("ProfilingVerbosity", ["LAYER_NAMES_ONLY", "NONE", "DETAILED"])
+DeviceType = _enum("DeviceType", ["GPU", "DLA"])
+
+
+class Dims(list):  # type: ignore[type-arg]
+    """A shape."""
+
+
+class IHostMemory(bytes):
+    """Memory of TensorRT's."""
+
+
+def init_libnvinfer_plugins(logger: Any, namespace: str) -> Any:
+    _takes(logger)
+    return True
+
+
+# Networks
+
+_TYPES = {
+    TensorProto.FLOAT: "FLOAT", TensorProto.FLOAT16: "HALF", TensorProto.INT8: "INT8",
+    TensorProto.INT32: "INT32", TensorProto.INT64: "INT64", TensorProto.BOOL: "BOOL",
+    TensorProto.UINT8: "UINT8", TensorProto.BFLOAT16: "BF16", TensorProto.FLOAT8E4M3FN: "FP8",
+}  # fmt: skip
+_BYTES = {"FLOAT": 4, "HALF": 2, "INT8": 1, "INT32": 4, "INT64": 8, "BOOL": 1, "UINT8": 1,
+          "BF16": 2, "FP8": 1}  # fmt: skip
+_WORDS = {"FLOAT": "FP32", "HALF": "FP16", "INT8": "Int8", "INT32": "Int32", "INT64": "Int64",
+          "BOOL": "Bool", "UINT8": "UInt8", "BF16": "BF16", "FP8": "FP8"}  # fmt: skip
+_SHAPES = {"Reshape": (1,), "Expand": (1,), "Tile": (1,), "ConstantOfShape": (0,), "Resize": (3,),
+           "Slice": (1, 2, 3, 4)}  # fmt: skip
+_ON_INT8 = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+
+
+def _type(elem_type: int) -> Any:
+    """A type of ONNX in this version: before 9 there is no int64, and int32 stands for it."""
+    name = _TYPES[elem_type]
+    return DataType["INT32" if name == "INT64" and VERSION < (9,) else name]
+
+
+class ITensor:
+    def __init__(self, info: onnx.ValueInfoProto, *, is_shape_tensor: Any = False) -> None:
+        kind = info.type.tensor_type
+        dims = [d.dim_value if d.HasField("dim_value") else -1 for d in kind.shape.dim]
+        self.name, self.shape, self.dtype = info.name, Dims(dims), _type(kind.elem_type)
+        self.is_shape_tensor = is_shape_tensor
+
+
+class ILayer:
+    def __init__(self, node: onnx.NodeProto) -> None:
+        self.name, self.node = node.name, node
+        self.precision: Any = None
+        self.num_outputs = len(node.output)
+
+    def get_output(self, index: int) -> Any:
+        return types.SimpleNamespace(name=self.node.output[index])
+
+
+class INetworkDefinition:
+    def __init__(self, flags: int) -> None:
+        self.flags = flags
+        self.model: onnx.ModelProto
+        self.inputs: list[ITensor] = []
+        self.layers: list[ILayer] = []
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def get_input(self, index: int) -> ITensor:
+        return self.inputs[index]
+
+    def get_layer(self, index: int) -> ILayer:
+        return self.layers[index]
+
+    def has(self, name: str) -> Any:
+        """Whether it was created with a flag."""
+        flag = getattr(NetworkDefinitionCreationFlag, name, None)
+        return flag is not None and self.flags >> int(flag) & 1 == 1
+
+    @property
+    def typed(self) -> Any:
+        return not CALIBRATORS or self.has("STRONGLY_TYPED")
+
+
+def _plugin(op: str) -> Any:
+    """Whether a loaded library has this plugin."""
+    return hasattr(ctypes.CDLL(None), f"{op}PluginCreator")
+
+
+class OnnxParser:
+    def __init__(self, network: INetworkDefinition, logger: Any) -> None:
+        _takes(logger)
+        self.network, self.errors = network, list[str]()
+
+    @property
+    def num_errors(self) -> int:
+        return len(self.errors)
+
+    def get_error(self, index: int) -> str:
+        return self.errors[index]
+
+    def parse_from_file(self, path: str) -> Any:
+        model = onnx.load(path)
+        self.errors = [*STORY.parser, *_unread(model)]
+        if not CALIBRATORS or VERSION >= (10,) or self.network.has("EXPLICIT_BATCH"):
+            self._fill(model)
+        else:
+            self.errors.append("This version of the parser only supports explicit batch")
+        return not self.errors
+
+    def _fill(self, model: onnx.ModelProto) -> None:
+        held = {tensor.name for tensor in model.graph.initializer}
+        shapes = {
+            n.input[i]
+            for n in model.graph.node
+            for i in _SHAPES.get(n.op_type, ())
+            if i < len(n.input)
+        }
+        self.network.model = model
+        self.network.layers = [ILayer(node) for node in model.graph.node]
+        self.network.inputs = [
+            ITensor(info, is_shape_tensor=info.name in shapes)
+            for info in model.graph.input
+            if info.name not in held
+        ]
+
+
+def _unread(model: onnx.ModelProto) -> list[str]:
+    """What this version's parser does not read."""
+    newest = next(opset for since, opset in OPSETS if since <= VERSION)
+    opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    errors = [f"opset {opset} is newer than {newest}"] if opset > newest else []
+    return errors + [
+        f"In node {place} with name: {node.name} and operator: {node.op_type}"
+        " (checkFallbackPluginImporter): INVALID_NODE: creator && \"Plugin not found, are the"
+        ' plugin name, version, and namespace correct?"'
+        for place, node in enumerate(model.graph.node)
+        if node.domain not in ("", "ai.onnx") and not _plugin(node.op_type)
+    ]  # fmt: skip
+
+
+# Building
+
+
+class IOptimizationProfile:
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self.values: dict[str, tuple[tuple[int, ...], ...]] = {}
+
+    def set_shape(self, input: str, min: Any, opt: Any, max: Any) -> None:
+        self.shapes[input] = (tuple(min), tuple(opt), tuple(max))
+
+    def set_shape_input(self, input: str, min: Any, opt: Any, max: Any) -> None:
+        self.values[input] = (tuple(min), tuple(opt), tuple(max))
+
+
+class ITimingCache:
+    def __init__(self, data: bytes) -> None:
+        self.data = data or b"timing"
+
+    def serialize(self) -> IHostMemory:
+        return IHostMemory(self.data)
+
+
+class IBuilderConfig:
+    def __init__(self) -> None:
+        self.chosen = {BuilderFlag.TF32}
+        self.int8_calibrator: Any = None
+        self.profiling_verbosity = ProfilingVerbosity.LAYER_NAMES_ONLY
+        self.profile: IOptimizationProfile | None = None
+        self.calibration_profile: IOptimizationProfile | None = None
+        self.sources = 0b11111
+        self.pools: dict[Any, int] = {}
+        self.timing: ITimingCache | None = None
+
+    def set_flag(self, flag: Any) -> None:
+        self.chosen.add(BuilderFlag(flag))
+
+    def clear_flag(self, flag: Any) -> None:
+        self.chosen.discard(BuilderFlag(flag))
+
+    def get_flag(self, flag: Any) -> Any:
+        return flag in self.chosen
+
+    def set_memory_pool_limit(self, pool: Any, size: int) -> None:
+        self.pools[pool] = size
+
+    def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
+        self.profile = profile
+        return 0
+
+    def set_calibration_profile(self, profile: IOptimizationProfile) -> Any:
+        self.calibration_profile = profile
+        return True
+
+    def get_tactic_sources(self) -> int:
+        return self.sources
+
+    def set_tactic_sources(self, sources: int) -> Any:
+        self.sources = sources if STORY.sources else self.sources
+        return STORY.sources
+
+    def create_timing_cache(self, data: bytes) -> ITimingCache:
+        return ITimingCache(data)
+
+    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: Any) -> Any:
+        self.timing = cache
+        return True
+
+    def get_timing_cache(self) -> ITimingCache | None:
+        return self.timing
+
+
+class Builder:
+    def __init__(self, logger: Any) -> None:
+        _takes(logger)
+        if not cuda.GPUS:
+            _error("CUDA initialization failure with error: 100")
+            raise TypeError("pybind11::init(): factory function returned nullptr")
+        self.device = cuda.current()
+
+    def create_network(self, flags: int = 0) -> INetworkDefinition:
+        return INetworkDefinition(flags)
+
+    def create_builder_config(self) -> IBuilderConfig:
+        return IBuilderConfig()
+
+    def create_optimization_profile(self) -> IOptimizationProfile:
+        return IOptimizationProfile()
+
+    def build_serialized_network(
+        self, network: INetworkDefinition, config: IBuilderConfig
+    ) -> IHostMemory | None:
+        STORY.configs.append(config)
+        STORY.networks.append(network)
+        STORY.devices.append(cuda.current())
+        wrong = [*STORY.build, *_unprofiled(network, config)]
+        scales: dict[str, float] = {}
+        if not wrong and config.int8_calibrator is not None and not _explicit(network.model):
+            scales, wrong = _calibrated(network, config)
+        if wrong:
+            _error(*wrong)
+            return None
+        return IHostMemory(_plan(network, config, scales))
+
+
+def _unprofiled(network: INetworkDefinition, config: IBuilderConfig) -> list[str]:
+    """Inputs that lack a profile, and flags that a strongly typed network forbids."""
+    profile = config.profile or IOptimizationProfile()
+    wrong = [
+        f"Network has dynamic or shape inputs, but no optimization profile: {tensor.name}"
+        for tensor in network.inputs
+        if (-1 in tensor.shape and tensor.name not in profile.shapes)
+        or (tensor.is_shape_tensor and tensor.name not in profile.values)
+    ]
+    narrow = sorted(f.name for f in config.chosen if f.name in ("FP16", "INT8", "BF16", "FP8"))
+    if network.typed and narrow:
+        wrong.append(f"API Usage Error ({narrow[0]} is set on a strongly typed network)")
+    return wrong
+
+
+def _explicit(model: onnx.ModelProto) -> Any:
+    return any(node.op_type == "DequantizeLinear" for node in model.graph.node)
+
+
+def _label() -> int:
+    major, minor, patch = VERSION[:3]
+    return (major * 100 if major >= 10 else major * 10) * 100 + minor * 100 + patch
+
+
+def _calibrated(
+    network: INetworkDefinition, config: IBuilderConfig
+) -> tuple[dict[str, float], list[str]]:
+    """(scales by the calibrator's cache or by its batches, what went wrong)."""
+    calibrator = config.int8_calibrator
+    first = f"TRT-{_label()}-{calibrator.word}"
+    known = _swallowing(calibrator.read_calibration_cache)
+    if known is not None and bytes(known).decode().splitlines()[0] == first:
+        return _read(bytes(known)), []
+    largest: dict[str, float] = {}
+    calibrator.get_batch_size()
+    names = [tensor.name for tensor in network.inputs]
+    run = _everything(network.model)
+    taken = 0
+    while addresses := _swallowing(calibrator.get_batch, names):
+        assert len(addresses) == len(names), "fewer addresses than inputs are read beyond the end"
+        feed = {
+            tensor.name: _taken(tensor, address, _calibrates_with(tensor, config))
+            for tensor, address in zip(network.inputs, addresses, strict=True)
+        }
+        for name, values in run(feed).items():
+            seen = float(np.abs(values).max(initial=0))
+            largest[name] = max(largest.get(name, 0), seen)
+        taken += 1
+        if STORY.halfway:
+            return {}, STORY.halfway
+    if not taken:
+        return {}, ["Calibration failure occurred with no scaling factors detected"]
+    scales = {n: _rounded(v, config) / 127 for n, v in largest.items() if n not in STORY.loses}
+    lines = [f"{name}: {struct.pack('>f', scale).hex()}" for name, scale in scales.items()]
+    _swallowing(
+        calibrator.write_calibration_cache, memoryview("\n".join([first, *lines, ""]).encode())
+    )
+    return scales, []
+
+
+def _swallowing(call: Any, *words: Any) -> Any:
+    """As the bindings do: an exception of Python ends nothing."""
+    try:
+        return call(*words)
+    except Exception as error:
+        print(f"[ERROR] Exception caught: {error}")
+        return None
+
+
+def _read(cache: bytes) -> dict[str, float]:
+    lines = [line.rpartition(": ") for line in cache.decode().splitlines()[1:]]
+    words = {name: bytes.fromhex(digits.rjust(8, "0")) for name, _, digits in lines}
+    return {name: struct.unpack(">f", word)[0] for name, word in words.items()}
+
+
+def _rounded(value: float, config: IBuilderConfig) -> float:
+    """A maximum as the precisions in force compute it."""
+    fp16 = getattr(BuilderFlag, "FP16", None) in config.chosen
+    if not fp16 and BuilderFlag.TF32 not in config.chosen:
+        return value
+    bits = np.float32(value).view(np.uint32) & np.uint32(0xFFFFE000)
+    return float(bits.view(np.float32))
+
+
+def _calibrates_with(tensor: ITensor, config: IBuilderConfig) -> tuple[int, ...]:
+    profile = config.calibration_profile
+    if profile is not None and tensor.name in profile.shapes:
+        return profile.shapes[tensor.name][1]
+    return tuple(tensor.shape)
+
+
+def _taken(tensor: ITensor, address: int, shape: tuple[int, ...]) -> np.ndarray:
+    """A batch, as TensorRT reads it: in the network's own type, from the device's memory."""
+    size = math.prod(shape) * _BYTES[tensor.dtype.name]
+    data = cuda.at(address, size, cuda.current())
+    return data.copy().view(_NUMPY[tensor.dtype.name]).reshape(shape)
+
+
+_NUMPY = {"FLOAT": np.float32, "HALF": np.float16, "INT8": np.int8, "INT32": np.int32,
+          "INT64": np.int64, "BOOL": np.bool_, "UINT8": np.uint8}  # fmt: skip
+
+
+def _everything(model: onnx.ModelProto) -> Any:
+    """Feed -> every float tensor, the inputs among them."""
+    watched = onnx.ModelProto()
+    watched.CopyFrom(onnx.shape_inference.infer_shapes(model))
+    infos = {info.name: info for info in watched.graph.value_info}
+    made = {output for node in model.graph.node for output in node.output} - {""}
+    known = {info.name for info in watched.graph.output}
+    watched.graph.output.extend(
+        info
+        for name, info in infos.items()
+        if name in made - known and info.type.tensor_type.elem_type == TensorProto.FLOAT
+    )
+    session = _session(watched)
+    wanted = [output.name for output in session.get_outputs() if output.type == "tensor(float)"]
+
+    def run(feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        fed = _cast(feed, session)
+        floats = {name: x for name, x in fed.items() if x.dtype == np.float32}
+        return floats | dict(zip(wanted, session.run(wanted, fed), strict=True))
+
+    return run
+
+
+def _session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    data = model.SerializeToString()
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+
+def _cast(feed: dict[str, np.ndarray], session: Any) -> dict[str, np.ndarray]:
+    """int32 to int64 where this version knows no int64."""
+    wide = {i.name for i in session.get_inputs() if i.type == "tensor(int64)"}
+    return {name: x.astype(np.int64) if name in wide else x for name, x in feed.items()}
+
+
+# Plans
+
+
+def _plan(network: INetworkDefinition, config: IBuilderConfig, scales: dict[str, float]) -> bytes:
+    for name in STORY.loses:
+        _say(
+            ILogger.Severity.WARNING,
+            f"Missing scale and zero-point for tensor {name}, expect fall back to non-int8"
+            " implementation for any layer consuming or producing given tensor",
+        )
+    profile = config.profile or IOptimizationProfile()
+    head = {
+        "version": __version__,
+        "gpu": cuda.GPUS[cuda.current()],
+        "inputs": [[t.name, t.shape, t.dtype.name, t.is_shape_tensor] for t in network.inputs],
+        "shapes": profile.shapes,
+        "layers": _layers(network, config, scales),
+        "detailed": config.profiling_verbosity == ProfilingVerbosity.DETAILED,
+    }
+    return json.dumps(head).encode() + b"\n" + network.model.SerializeToString()
+
+
+def _layers(
+    network: INetworkDefinition, config: IBuilderConfig, scales: dict[str, float]
+) -> list[dict[str, Any]]:
+    """What the engine inspector tells: one layer a node, a Relu inside the one before it."""
+    graph = network.model.graph
+    constants = {tensor.name for tensor in graph.initializer}
+    dequantized = {o for n in graph.node if n.op_type == "DequantizeLinear" for o in n.output}
+    chosen = {flag.name for flag in config.chosen}
+    rest = "HALF" if "FP16" in chosen else "BF16" if "BF16" in chosen else "FLOAT"
+    layers: list[dict[str, Any]] = []
+    for layer in network.layers:
+        node = layer.node
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            continue
+        if node.op_type == "Relu" and layers and layers[-1]["outputs"] == [node.input[0]]:
+            layers[-1]["name"] += f" + {node.name}"
+            layers[-1]["outputs"] = list(node.output)
+            continue
+        scaled = node.input[0] in scales and "INT8" in chosen and layer.precision is None
+        int8 = node.op_type in _ON_INT8 and (scaled or node.input[0] in dequantized)
+        layers.append(
+            {
+                "name": node.name,
+                "kind": {"Conv": "CaskConvolution"}.get(node.op_type, node.op_type),
+                "inputs": [name for name in node.input if name and name not in constants],
+                "outputs": list(node.output),
+                "type": "INT8" if int8 else _held_in(network, node, rest),
+            }
+        )
+    return _with_reformats(layers, graph.input[0].name)
+
+
+def _held_in(network: INetworkDefinition, node: onnx.NodeProto, rest: str) -> str:
+    """Type of a layer that is not int8: the model's own where the network is strongly typed."""
+    if not network.typed:
+        return rest
+    known = {i.name: i for i in onnx.shape_inference.infer_shapes(network.model).graph.value_info}
+    info = known.get(node.output[0])
+    return _TYPES[info.type.tensor_type.elem_type] if info is not None else "FLOAT"
+
+
+def _with_reformats(layers: list[dict[str, Any]], given: str) -> list[dict[str, Any]]:
+    """A reformat wherever a layer reads another type than the one before it wrote."""
+    types_of = {given: "FLOAT"}
+    out = []
+    for layer in layers:
+        for place, name in enumerate(layer["inputs"]):
+            if types_of.get(name, layer["type"]) != layer["type"]:
+                end = f"Input Tensor {place} to {layer['name']}"
+                copy = {"name": f"Reformatting CopyNode for {end}", "kind": "Reformat"}
+                copy |= {"inputs": [name], "outputs": [f"Reformatted {end}"]}
+                out.append(copy | {"type": layer["type"]})
+        types_of |= dict.fromkeys(layer["outputs"], layer["type"])
+        out.append(layer)
+    return out
+
+
+# Running
+
+
+class Runtime:
+    def __init__(self, logger: Any) -> None:
+        _takes(logger)
+
+    def deserialize_cuda_engine(self, plan: bytes) -> ICudaEngine | None:
+        head, _, data = plan.partition(b"\n")
+        try:
+            found = json.loads(head)
+            if found["version"] != __version__:
+                _error(f"Version tag does not match: current {__version__}, {found['version']}")
+                return None
+        except (ValueError, KeyError, TypeError):
+            _error("Magic tag does not match")
+            return None
+        if found["gpu"] != cuda.GPUS[cuda.current()]:
+            _error(f"The engine plan file is generated on an incompatible device: {found['gpu']}")
+            return None
+        return ICudaEngine(found, onnx.load_from_string(data))
+
+
+class EngineInspector:
+    def __init__(self, engine: ICudaEngine) -> None:
+        self.engine = engine
+
+    def get_engine_information(self, format: Any) -> str:
+        head = self.engine.head
+        layers: list[Any] = [layer["name"] for layer in head["layers"]]
+        if head["detailed"]:
+            layers = [_told(layer) for layer in head["layers"]]
+        bindings = [name for name, *_ in self.engine.tensors]
+        if format == LayerInformationFormat.JSON:
+            return json.dumps({"Layers": layers, "Bindings": bindings})
+        return "\n".join(map(str, layers))
+
+
+def _told(layer: dict[str, Any]) -> dict[str, Any]:
+    def tensor(name: str) -> dict[str, Any]:
+        form = f"Row major linear {_WORDS[layer['type']]} format"
+        return {
+            "Name": name, "Location": "Device", "Dimensions": [], "Format/Datatype": form,
+        }  # fmt: skip
+
+    return {
+        "Name": layer["name"],
+        "LayerType": layer["kind"],
+        "Inputs": [tensor(name) for name in layer["inputs"]],
+        "Outputs": [tensor(name) for name in layer["outputs"]],
+        "TacticValue": "0x0",
+    }
+
+
+class ICudaEngine:
+    def __init__(self, head: dict[str, Any], model: onnx.ModelProto) -> None:
+        self.head, self.model, self.device = head, model, cuda.current()
+        self.hosted = {name for name, _, _, is_shape in head["inputs"] if is_shape}
+        inputs = [
+            (name, tuple(dims), DataType[kind], True) for name, dims, kind, _ in head["inputs"]
+        ]
+        outputs = [
+            (t.name, tuple(t.shape), t.dtype, False) for t in map(ITensor, model.graph.output)
+        ]
+        self.tensors = [*inputs, *outputs]
+        self.run = _evaluator(model)
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.head["layers"])
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.tensors[index][0]
+
+    def _of(self, name: str) -> Any:
+        return next(tensor for tensor in self.tensors if tensor[0] == name)
+
+    def get_tensor_shape(self, name: str) -> Dims:
+        return Dims(self._of(name)[1])
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return self._of(name)[2]
+
+    def get_tensor_mode(self, name: str) -> Any:
+        return TensorIOMode.INPUT if self._of(name)[3] else TensorIOMode.OUTPUT
+
+    def get_tensor_location(self, name: str) -> Any:
+        return TensorLocation.HOST if name in self.hosted else TensorLocation.DEVICE
+
+    def is_shape_inference_io(self, name: str) -> Any:
+        return name in self.hosted
+
+    def create_execution_context(self) -> IExecutionContext:
+        return IExecutionContext(self)
+
+    def create_engine_inspector(self) -> EngineInspector:
+        return EngineInspector(self)
+
+
+def _evaluator(model: onnx.ModelProto) -> Any:
+    """Feed of raw arrays -> raw arrays of the outputs, bf16 and fp8 as their bits."""
+    ends = [*model.graph.input, *model.graph.output]
+    if not any(i.type.tensor_type.elem_type in _BITS for i in ends):
+        session = _session(model)
+        return lambda feed: session.run(None, _cast(feed, session))
+    from onnx.reference import ReferenceEvaluator
+
+    kinds = {i.name: helper.tensor_dtype_to_np_dtype(i.type.tensor_type.elem_type) for i in ends}
+    evaluator = ReferenceEvaluator(model)
+    return lambda feed: evaluator.run(None, {n: x.view(kinds[n]) for n, x in feed.items()})
+
+
+_BITS = {TensorProto.BFLOAT16: np.uint16, TensorProto.FLOAT8E4M3FN: np.uint8}
+_NUMPY |= {"BF16": np.uint16, "FP8": np.uint8}
+
+
+class IOutputAllocator:
+    def __init__(self) -> None:
+        pass
+
+
+class IExecutionContext:
+    def __init__(self, engine: ICudaEngine) -> None:
+        self.engine = engine
+        self.shapes = {n: s for n, s, _, is_input in engine.tensors if is_input and -1 not in s}
+        self.addresses: dict[str, int] = {}
+        self.allocators: dict[str, Any] = {}
+
+    def set_input_shape(self, name: str, shape: Any) -> Any:
+        given = tuple(shape)
+        least, _, most = self.engine.head["shapes"].get(name, (self.engine._of(name)[1],) * 3)
+        if len(given) != len(least) or any(
+            not low <= dim <= high for low, dim, high in zip(least, given, most, strict=True)
+        ):
+            _error(f"Static dimension mismatch or out of profile: {name} {list(given)}")
+            return False
+        self.shapes[name] = given
+        return True
+
+    def get_tensor_shape(self, name: str) -> Dims:
+        """With -1 where it depends on values that are not known before the run."""
+        return Dims(self.shapes[name] if name in self.shapes else self._inferred()[name])
+
+    def _inferred(self) -> dict[str, tuple[int, ...]]:
+        closed = onnx.ModelProto()
+        closed.CopyFrom(self.engine.model)
+        values = {name: self._hosted(name) for name in self.engine.hosted & self.addresses.keys()}
+        for info in closed.graph.input:
+            if info.name in self.shapes:
+                kind = info.type.tensor_type
+                new = helper.make_tensor_value_info(
+                    info.name, kind.elem_type, self.shapes[info.name]
+                )
+                info.CopyFrom(new)
+        for name, array in values.items():
+            closed.graph.initializer.append(numpy_helper.from_array(array.astype(np.int64), name))
+        kept = [info for info in closed.graph.input if info.name not in values]
+        del closed.graph.input[:]
+        closed.graph.input.extend(kept)
+        for info in closed.graph.output:
+            info.type.tensor_type.ClearField("shape")
+        inferred = onnx.shape_inference.infer_shapes(closed, data_prop=True)
+        return {info.name: tuple(ITensor(info).shape) for info in inferred.graph.output}
+
+    def _hosted(self, name: str) -> np.ndarray:
+        kind = self.engine.get_tensor_dtype(name).name
+        shape = self.shapes[name]
+        data = cuda.host(self.addresses[name], math.prod(shape) * _BYTES[kind])
+        return data.view(_NUMPY[kind]).reshape(shape).copy()
+
+    def set_tensor_address(self, name: str, memory: int) -> Any:
+        self.addresses[name] = memory
+        return True
+
+    def set_output_allocator(self, name: str, output_allocator: Any) -> Any:
+        assert output_allocator is None or isinstance(output_allocator, IOutputAllocator)
+        self.allocators[name] = output_allocator
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        lacking = [
+            n for n, _, _, is_input in self.engine.tensors if is_input if n not in self.shapes
+        ]
+        return lacking + [n for n in self.engine.hosted if n not in self.addresses]
+
+    def execute_async_v3(self, stream_handle: int) -> Any:
+        stream = cuda.thing(stream_handle)
+        lacking = [n for n, *_ in self.engine.tensors if not self._placed(n)]
+        if lacking or self.infer_shapes():
+            _error(f"Address is not set for tensor {(lacking or self.infer_shapes())[0]}")
+            return False
+        if cuda.current() != self.engine.device:
+            _error("Cask: an illegal memory access was encountered (the context of another device)")
+            return False
+        if any(self.allocators.values()):
+            if stream.captured is not None:
+                _error("operation not permitted when stream is capturing")
+                return False
+            stream.wait()
+        hosted = {name: self._hosted(name) for name in self.engine.hosted}  # read when enqueued
+        if any(self.allocators.values()):
+            try:
+                self._compute(hosted)
+            except MemoryError:
+                _error("IOutputAllocator::reallocateOutput returned nullptr")
+                return False
+        else:
+            stream.put(lambda: self._compute(hosted))
+        return True
+
+    def _placed(self, name: str) -> Any:
+        return self.addresses.get(name) or self.allocators.get(name)
+
+    def _compute(self, hosted: dict[str, np.ndarray]) -> None:
+        engine = self.engine
+        feed = dict(hosted)
+        for name, _, kind, is_input in engine.tensors:
+            if is_input and name not in hosted:
+                size = math.prod(self.shapes[name]) * _BYTES[kind.name]
+                raw = cuda.at(self.addresses[name], size, engine.device).copy()
+                feed[name] = raw.view(_NUMPY[kind.name]).reshape(self.shapes[name])
+        STORY.runs.append(engine.device)
+        outputs = [name for name, _, _, is_input in engine.tensors if not is_input]
+        for name, value in zip(outputs, engine.run(feed), strict=True):
+            self._write(name, np.ascontiguousarray(value))
+
+    def _write(self, name: str, value: np.ndarray) -> None:
+        kind = self.engine.get_tensor_dtype(name).name
+        if kind == "INT32" and value.dtype == np.int64:
+            value = value.astype(np.int32)
+        data = value.reshape(-1).view(np.uint8)
+        address = self.addresses.get(name, 0)
+        allocator = self.allocators.get(name)
+        if allocator is not None:
+            ask = getattr(allocator, "reallocate_output_async", None)
+            asked = (name, address, max(data.size, 1), 256)
+            if ask is not None and VERSION >= (10,):
+                address = ask(*asked, 0)
+            else:
+                address = allocator.reallocate_output(*asked)
+            if not address:
+                raise MemoryError
+            allocator.notify_shape(name, Dims(value.shape))
+        if data.size:
+            cuda.at(address, data.size, self.engine.device)[:] = data
+
+
+# Calibrators
+
+
+if CALIBRATORS:
+
+    class _Calibrator:
+        def __init__(self) -> None:
+            pass
+
+    class IInt8EntropyCalibrator2(_Calibrator):
+        word = "EntropyCalibration2"
+
+    class IInt8EntropyCalibrator(_Calibrator):
+        word = "EntropyCalibration"
+
+    class IInt8MinMaxCalibrator(_Calibrator):
+        word = "MinMaxCalibration"
+
+    class IInt8LegacyCalibrator(_Calibrator):
+        word = "LegacyCalibration"

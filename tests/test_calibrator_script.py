@@ -1,0 +1,616 @@
+"""Old TensorRT calibrators, driven without TensorRT: the same bytes as from the same arrays."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.errors import FeedError
+from deploy.feed.calibrator import CalibratorScript
+from deploy.feed.feed import open_feed
+from deploy.tensors import TensorSpec
+
+ROWS, BATCH = 19, 4
+
+PYCUDA = """
+    import os
+
+    import numpy as np
+    import pycuda.autoinit  # noqa: F401
+    import pycuda.driver as cuda
+    import tensorrt as trt
+
+    TRT_LOGGER = trt.Logger(trt.Logger.WARNING)
+    EXPLICIT_BATCH = 1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
+
+
+    def build_engine(network: trt.INetworkDefinition, path: str) -> trt.ICudaEngine:
+        with trt.Builder(TRT_LOGGER) as builder:
+            return builder.build_engine(network)
+
+
+    class Calibrator(trt.IInt8EntropyCalibrator2):
+        def __init__(self, images, batch, cache_file):
+            trt.IInt8EntropyCalibrator2.__init__(self)
+            self.images, self.batch, self.cache_file = images, batch, cache_file
+            self.at = 0
+            self.stream = cuda.Stream()
+            self.host = cuda.pagelocked_empty((batch, *images.shape[1:]), np.float32)
+            self.device = cuda.mem_alloc(batch * images[0].nbytes)
+
+        def get_batch_size(self):
+            return self.batch
+
+        def get_batch(self, names):
+            rows = self.images[self.at : self.at + self.batch]
+            if not len(rows):
+                return None
+            self.at += len(rows)
+            self.host[: len(rows)] = rows
+            cuda.memcpy_htod_async(self.device, self.host[: len(rows)].ravel(), self.stream)
+            self.stream.synchronize()
+            return [int(self.device)]
+
+        def read_calibration_cache(self):
+            if os.path.exists(self.cache_file):
+                with open(self.cache_file, "rb") as f:
+                    return f.read()
+
+        def write_calibration_cache(self, cache):
+            with open(self.cache_file, "wb") as f:
+                f.write(cache)
+
+
+    def make_calibrator():
+        here = os.path.dirname(os.path.abspath(__file__))
+        images = np.load(os.path.join(here, "x.npy"))
+        return Calibrator(images, 4, os.path.join(here, "calibration.cache"))
+"""
+
+CUDART = """
+    from pathlib import Path
+
+    import numpy as np
+    import tensorrt as trt
+    from cuda import cudart
+
+
+    def check(answer):
+        assert answer[0] == cudart.cudaError_t.cudaSuccess, cudart.cudaGetErrorName(answer[0])
+        return answer[1:] if len(answer) > 2 else (answer[1] if len(answer) > 1 else None)
+
+
+    class Calibrator(trt.IInt8MinMaxCalibrator):
+        def __init__(self):
+            super().__init__()
+            images = np.load(Path(__file__).parent / "x.npy")
+            self.batches = iter(np.array_split(images[:16], 4) + [images[16:]])
+            self.stream = check(cudart.cudaStreamCreate())
+            self.size = 4 * images[0].nbytes
+            self.device = check(cudart.cudaMalloc(self.size))
+
+        def get_batch_size(self):
+            return 4
+
+        def get_batch(self, names):
+            try:
+                data = np.ascontiguousarray(next(self.batches))
+            except StopIteration:
+                check(cudart.cudaFree(self.device))
+                return []
+            kind = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
+            check(
+                cudart.cudaMemcpyAsync(
+                    self.device, data.ctypes.data, data.nbytes, kind, self.stream
+                )
+            )
+            check(cudart.cudaStreamSynchronize(self.stream))
+            return [self.device]
+
+        def read_calibration_cache(self):
+            return None
+
+        def write_calibration_cache(self, cache):
+            raise AssertionError("never called")
+
+
+    make_calibrator = Calibrator
+"""
+
+CTYPES = """
+    import ctypes
+    from pathlib import Path
+
+    import tensorrt as trt
+
+    cudart = ctypes.CDLL("libcudart.so")
+    cudart.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
+    SIZE, BATCH = 3 * 16 * 16 * 4, 4
+
+
+    class Calibrator(trt.IInt8LegacyCalibrator):
+        def __init__(self):
+            trt.IInt8LegacyCalibrator.__init__(self)
+            self.file = open(Path(__file__).parent / "x.raw", "rb")
+            self.device = ctypes.c_void_p()
+            assert cudart.cudaMalloc(ctypes.byref(self.device), SIZE * BATCH) == 0
+
+        def get_batch_size(self):
+            return 1
+
+        def get_batch(self, names):
+            data = self.file.read(SIZE)
+            if len(data) < SIZE:
+                self.file.close()
+                return []
+            host = (ctypes.c_float * (SIZE // 4)).from_buffer_copy(data)
+            size = ctypes.c_size_t(SIZE)
+            assert cudart.cudaMemcpy(self.device, host, size, 1) == 0
+            return [self.device.value]
+
+        def get_quantile(self):
+            return 0.999
+
+        def get_regression_cutoff(self):
+            return 1.0
+
+        def read_histogram_cache(self, length):
+            return None
+
+
+    def make_calibrator():
+        return Calibrator()
+"""
+SCRIPTS = {
+    "pycuda": (PYCUDA, ("--method", "entropy")),
+    "cuda-python": (CUDART, ("--method", "minmax")),
+    "ctypes": (CTYPES, ("--method", "percentile", "--percent", "99.9")),
+}
+
+
+def written(text: str, folder: Path, name: str = "old.py") -> str:
+    path = folder / name
+    path.write_text(dedent(text))
+    return f"{path}:make_calibrator"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """The samples, as an .npy and as bare bytes."""
+    array = np.random.default_rng(3).standard_normal((ROWS, 3, 16, 16)).astype(np.float32)
+    array.tofile(tmp_path / "x.raw")
+    np.save(tmp_path / "x.npy", array)
+    return tmp_path / "x.npy"
+
+
+@pytest.fixture
+def calibrate(small_cnn, rows, tmp_path, run):
+    """(words) -> exit code, stdout, stderr of a calibration for TensorRT into out.cache."""
+
+    def call(*words, target="tensorrt", out="out.cache"):
+        words = ("calibrate", small_cnn, "--target", target, "-o", tmp_path / out, *words)
+        return run(*words)
+
+    return call
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_gives_the_bytes_of_the_same_arrays(name, calibrate, rows, tmp_path):
+    text, method = SCRIPTS[name]
+    assert calibrate("--images", rows, *method, out="arrays.cache")[0] == 0
+    code, out, err = calibrate("--calibrator-script", written(text, tmp_path))
+    assert code == 0, err
+    for end in ("", ".json", ".npz"):
+        own, other = (tmp_path / f"{stem}.cache{end}" for stem in ("out", "arrays"))
+        assert own.read_bytes() == other.read_bytes(), end
+    assert f"{ROWS} images" in out
+    said = "entropy, since" if name == "pycuda" else f"{method[1]}"
+    assert f"ranges are found by {said}" in out
+    if name != "ctypes":  # a batch a sample
+        assert f"fewer than {BATCH} samples for 1 of its 5 batches ({ROWS % BATCH} for" in out
+    gone = {"tensorrt", "pycuda", "cuda"} & {module.split(".")[0] for module in sys.modules}
+    assert not gone
+
+
+def test_the_scripts_own_cache_is_compared_and_left_alone(calibrate, tmp_path):
+    own = tmp_path / "calibration.cache"
+    assert calibrate("--calibrator-script", written(PYCUDA, tmp_path))[0] == 0
+    made = (tmp_path / "out.cache").read_bytes()
+    head, *lines = made.splitlines()
+    lines[1] = lines[1].rpartition(b" ")[0] + b" 3f800000"
+    old = b"\n".join([head, *lines, b"elsewhere: 3c008912", b""])
+    own.write_bytes(old)
+    code, out, _ = calibrate("--calibrator-script", written(PYCUDA, tmp_path), "--refresh")
+    assert code == 0
+    count = len(lines)
+    assert f"{count - 1} of its {count + 1} scales are equal" in out
+    assert "1 differ, by" in out and "1 are of tensors that are not in" in out
+    assert own.read_bytes() == old and (tmp_path / "out.cache").read_bytes() == made
+    own.write_bytes(b"no cache")
+    code, out, _ = calibrate("--calibrator-script", written(PYCUDA, tmp_path), "--refresh")
+    assert code == 0 and "was not compared" in out
+
+
+def test_a_build_takes_a_script_too(small_cnn, rows, tmp_path, run):
+    words = ("build", small_cnn, "--effort", 0, "--duration", 0)
+    script = ("--calibrator-script", written(CUDART, tmp_path))
+    code, out, err = run(*words, *script, "--out", tmp_path / "a")
+    assert code in (0, 3), err
+    assert "is an IInt8MinMaxCalibrator" in " ".join(out.split())
+    assert run(*words, "--images", rows, "--method", "minmax", "--out", tmp_path / "b")[0] == code
+    models = [(tmp_path / name / "small_cnn.int8.onnx").read_bytes() for name in "ab"]
+    assert models[0] == models[1]
+
+
+def test_a_method_that_is_named_stands(calibrate, rows, tmp_path):
+    assert calibrate("--images", rows, "--method", "minmax", out="arrays.cache")[0] == 0
+    script = ("--calibrator-script", written(PYCUDA, tmp_path))
+    code, out, _ = calibrate(*script, "--method", "minmax")
+    assert code == 0 and "since the calibrator" not in out
+    assert (tmp_path / "out.cache").read_bytes() == (tmp_path / "arrays.cache").read_bytes()
+
+
+def test_a_script_that_never_ends_needs_a_limit(calibrate, rows, tmp_path, monkeypatch):
+    script = written(PYCUDA.replace("return None", "self.at = 0; rows = self.images[:4]"), tmp_path)
+    monkeypatch.setattr("deploy.feed.calibrator.MOST_SAMPLES", 50)
+    code, _, err = calibrate("--calibrator-script", script)
+    assert code == 1 and "must end with None or an empty list" in err and "--limit" in err
+    code, out, err = calibrate("--calibrator-script", script, "--limit", 6)
+    assert code == 0 and "the first 6 samples" in out, err
+    code, _, err = calibrate("--calibrator-script", script, "--limit", 6, "--stride", 2)
+    assert code == 1 and "must end with None" in err
+    first = tmp_path / "first.npy"
+    np.save(first, np.load(rows)[:6])
+    assert calibrate("--images", first, "--method", "entropy", out="arrays.cache")[0] == 0
+    assert (tmp_path / "out.cache").read_bytes() == (tmp_path / "arrays.cache").read_bytes()
+
+
+COPY = "cuda.memcpy_htod_async(self.device, self.host[: len(rows)].ravel(), self.stream)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("self.at += len(rows)", "raise KeyError('no images')", "KeyError: 'no images' at"),
+        ("return [int(self.device)]", "return [int(self.device)] * 2", "one address for each"),
+        ("return [int(self.device)]", "return int(self.device)", "one address for each"),
+        ("return [int(self.device)]", "return ['device']", "got str for the input 'x' in batch 0"),
+        ("return [int(self.device)]", "return [np.zeros(2)]", "got ndarray for the input 'x'"),
+        ("return [int(self.device)]", "return [type('T', (), {'__int__': len})()]", "got T for"),
+        ("return [int(self.device)]", "return [self.host.ctypes.data]", "not freed, got address"),
+        ("return [int(self.device)]", "return [12345]", "got address 0x3039"),
+        ("return [int(self.device)]", "return [int(self.device) + 4]", "got copied"),
+        ("batch * images[0].nbytes", "images[0].nbytes", "must fit its allocation"),
+        (COPY, "pass", "got copied"),
+        ("np.load(os.path.join(here, 'x.npy'))", "None", "NoneType"),
+        ("np.float32", "np.float64", "got float64 in batch 0; convert it with"),
+        ("np.float32", "np.uint8", "got uint8 in batch 0; convert it with"),
+        (COPY, "cuda.memcpy_htod(self.device, self.host[0, 0])", "got copied 1024 bytes"),
+        (COPY, "cuda.memcpy_htod(self.device, self.host[:, ::2])", "contiguous"),
+        (COPY, "cuda.memcpy_htod(12, self.host)", "which is none of it"),
+        ("return self.batch", "return 0", "must give 1 or more, got 0"),
+        ("return self.batch", "return 3", "got copied"),
+        ("return self.batch", "return 'four'", "must give 1 or more, got 'four'"),
+        ("if not len(rows):", "if True:", "must give samples, got none"),
+        ("return Calibrator(", "return print(", "without get_batch_size"),
+        ("def make_calibrator():", "def make_calibrator(path):", "without arguments"),
+        ("return Calibrator(", "build_engine(None, '')\n    return Calibrator(", "without a GPU"),
+        ("import pycuda.driver as cuda", "import pycuda.elsewhere", "pycuda.elsewhere"),
+        ("import os", "import os, sys; sys.exit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_broken_script_is_one_sentence(old, new, told, calibrate, tmp_path):
+    text = dedent(PYCUDA).replace('"', "'")
+    assert old in text
+    broken = text.replace(old, new)
+    if new == "np.float64":
+        broken = broken.replace("batch * images[0].nbytes", "2 * batch * images[0].nbytes")
+    if new == "pass":  # the allocation itself is then looked at
+        broken = broken.replace("batch * images[0].nbytes", "images[0].nbytes")
+        told = "got an allocation of"
+    code, _, err = calibrate("--calibrator-script", written(broken, tmp_path))
+    assert code == 1 and told in err and err.startswith("calib8: error: "), err
+    assert not (tmp_path / "out.cache").exists()
+
+
+def test_a_wrong_copy_that_the_script_catches_is_told_all_the_same(calibrate, tmp_path):
+    text = dedent(PYCUDA).replace("batch * images[0].nbytes", "images[0].nbytes")
+    caught = f"try: {COPY}\n        except Exception: return None"
+    assert COPY in text
+    script = written(text.replace(COPY, caught), tmp_path)
+    code, _, err = calibrate("--calibrator-script", script)
+    assert code == 1 and "must fit its allocation" in err
+
+
+TWO = """
+    import numpy as np
+    import tensorrt as trt
+    {imports}
+
+
+    class Calibrator(trt.IInt8EntropyCalibrator):
+        def __init__(self):
+            trt.IInt8EntropyCalibrator.__init__(self)
+            rng = np.random.default_rng(8)
+            self.left = [
+                {{
+                    "ids": rng.integers(0, 5, (2, 6)).astype(np.int32),
+                    "x": rng.standard_normal((2, 4)).astype(np.float32),
+                }}
+                for _ in range(3)
+            ]
+
+        def get_batch_size(self):
+            return 2
+
+        def get_batch(self, names):
+            if not self.left:
+                return None
+            batch = self.left.pop()
+            return [self.put(name, batch[name]) for name in names]
+
+        def put(self, name, array):
+            {put}
+
+
+    def make_calibrator():
+        return Calibrator()
+"""
+PUTS = {
+    "to_device": (
+        "import pycuda.autoinit, pycuda.driver as cuda",
+        "setattr(self, name, cuda.to_device(array)); return getattr(self, name)",
+    ),
+    "a local allocation": (
+        "import pycuda.autoprimaryctx, pycuda.driver as cuda",
+        "return int(cuda.to_device(array))",
+    ),
+    "gpuarray": (
+        "from pycuda import autoinit, gpuarray",
+        "setattr(self, name, gpuarray.to_gpu(array)); return getattr(self, name).ptr",
+    ),
+    "row by row": (
+        "import pycuda.driver as cuda; cuda.init(); context = cuda.Device(0).make_context()",
+        "held = cuda.mem_alloc(array.nbytes); size = array[0].nbytes; setattr(self, name, held)"
+        "; [cuda.memcpy_htod(int(held) + i * size, row) for i, row in enumerate(array)]"
+        "; return held",
+    ),
+    "bindings": (
+        "from cuda.bindings import runtime as cudart",
+        "_, at = cudart.cudaMallocManaged(array.nbytes, 1)"
+        "; cudart.cudaMemcpy(at, array, array.nbytes, 1); return at",
+    ),
+    "pinned": (
+        "from cuda.bindings import runtime as cudart; import ctypes",
+        "_, pinned = cudart.cudaMallocHost(array.nbytes)"
+        "; ctypes.memmove(pinned, array.ctypes.data, array.nbytes)"
+        "; _, at = cudart.cudaMalloc(array.nbytes); cudart.cudaMemcpy(at, pinned, array.nbytes, 1)"
+        "; return at",
+    ),
+    "driver": (
+        "from cuda import cuda, cudart; cuda.cuInit(0)",
+        "_, at = cuda.cuMemAlloc(array.nbytes)"
+        "; cuda.cuMemcpyHtoD(at, array.ctypes.data, array.nbytes); return int(at)",
+    ),
+    "ctypes": (
+        "import ctypes; lib = ctypes.cdll.LoadLibrary('/usr/local/cuda/lib64/libcudart.so.11.0')",
+        "at = ctypes.c_void_p(); lib.cudaMalloc(ctypes.byref(at), array.nbytes)"
+        "; lib.cudaMemcpy(at, array.ctypes.data_as(ctypes.c_void_p), array.nbytes, 1)"
+        "; return at.value",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def two_inputs(tmp_path_factory) -> Path:
+    """ids int64 [n, 6] and x [n, 4] -> y [n, 3]."""
+    nodes = [
+        helper.make_node("Cast", ["ids"], ["f"], "/cast", to=TensorProto.FLOAT),
+        helper.make_node("Concat", ["f", "x"], ["both"], "/concat", axis=1),
+        helper.make_node("Gemm", ["both", "w"], ["y"], "/fc"),
+    ]
+    weight = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [
+            helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", 6]),
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4]),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    path = tmp_path_factory.mktemp("two") / "m.onnx"
+    opset = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), path)
+    return path
+
+
+def of_two(imports: str, put: str, folder: Path, name: str = "old.py") -> list[dict]:
+    """The samples of a script of two inputs."""
+    specs = [TensorSpec("ids", "int64", ("n", 6)), TensorSpec("x", "float32", ("n", 4))]
+    script = CalibratorScript(written(TWO.format(imports=imports, put=put), folder, name))
+    with open_feed(script, specs).samples() as samples:
+        return list(samples)
+
+
+def expected_of_two() -> list[dict]:
+    """The same samples, as the script makes them: the last batch first."""
+    rng = np.random.default_rng(8)
+    batches = [
+        (rng.integers(0, 5, (2, 6)), rng.standard_normal((2, 4)).astype(np.float32))
+        for _ in range(3)
+    ]
+    return [
+        {"ids": ids[row : row + 1], "x": x[row : row + 1]}
+        for ids, x in reversed(batches)
+        for row in range(2)
+    ]
+
+
+def same(samples: list[dict], others: list[dict]) -> bool:
+    return len(samples) == len(others) and all(
+        one.keys() == other.keys()
+        and all(
+            one[n].dtype == other[n].dtype and one[n].tobytes() == other[n].tobytes() for n in one
+        )
+        for one, other in zip(samples, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize("put", PUTS)
+def test_every_way_to_the_device_gives_the_same(put, tmp_path):
+    assert same(of_two(*PUTS[put], tmp_path), expected_of_two())
+
+
+@pytest.mark.parametrize(
+    ("put", "way", "told"),
+    [
+        ("bindings", "_, at = cudart.cudaMalloc(48); cudart.cudaMemcpy(at, 4096, 48, 1)",
+         "must read memory that is there"),
+        ("bindings", "_, at = cudart.cudaMalloc(48); cudart.cudaMemcpy(at, array, 4000, 1)",
+         "read beyond its array, got 4000 bytes of"),
+        ("bindings", "_, at = cudart.cudaMalloc(8); cudart.cudaMemcpyAsync(at, at, 16, 3, 0)",
+         "read beyond its allocation, got 16 bytes of 8"),
+        ("bindings", "at = 0; cudart.cudaMalloc(-1)", "an allocation is a number of bytes"),
+        ("bindings", "self.at = getattr(self, 'at', 0) or cudart.cudaMalloc(9999)[1];"
+         " cudart.cudaFree(self.at); at = self.at", "not freed"),
+        ("driver", "at = 0; cuda.cuLaunchKernel()", "cuda.cuda.cuLaunchKernel is not to be had"),
+        ("ctypes", "at = 0; lib.cudaBindTexture()", "libcudart.cudaBindTexture is not to be had"),
+        ("gpuarray", "at = 0; gpuarray.sum(array)", "pycuda.gpuarray.sum is not to be had"),
+    ],
+)  # fmt: skip
+def test_wrong_addresses_are_one_sentence(put, way, told, two_inputs, run, tmp_path):
+    if "memory that is there" in told and not Path("/proc/self/mem").exists():
+        pytest.skip("a wrong address is a crash without /proc")
+    script = written(TWO.format(imports=PUTS[put][0], put=f"{way}; return at"), tmp_path)
+    words = ("calibrate", two_inputs, "-o", tmp_path / "c", "--calibrator-script", script)
+    code, _, err = run(*words)
+    assert code == 1 and told in err, err
+
+
+IMAGES = TensorSpec("x", "float32", ("n", 3, 16, 16))
+
+
+def samples_of(source, spec: TensorSpec = IMAGES) -> tuple[list[dict], tuple[str, ...]]:
+    feed = open_feed(source, [spec])
+    with feed.samples() as samples:
+        return list(samples), feed.notes
+
+
+@pytest.mark.parametrize("fixed", [1, 4])
+@pytest.mark.parametrize("batch", ["1", "self.batch"])
+def test_a_fixed_batch_is_filled_as_from_arrays(fixed, batch, rows, tmp_path):
+    spec = TensorSpec("x", "float32", (fixed, 3, 16, 16))
+    text = PYCUDA.replace("return self.batch", f"return {batch}")
+    found, _ = samples_of(CalibratorScript(written(text, tmp_path)), spec)
+    expected, _ = samples_of(rows, spec)
+    assert same(found, expected) and len(found) == -(-ROWS // fixed)
+
+
+def test_a_script_is_asked_again_from_the_start(rows, tmp_path):
+    script = CalibratorScript(written(PYCUDA, tmp_path))
+    (first, notes), (second, again) = (samples_of(script) for _ in range(2))
+    assert same(first, second) and notes == again
+
+
+def test_what_was_copied_counts_where_the_batch_size_is_one(rows, tmp_path):
+    text = PYCUDA.replace("return self.batch", "return 1")
+    found, notes = samples_of(CalibratorScript(written(text, tmp_path)))
+    assert same(found, samples_of(rows)[0]) and any("up to 4 samples were" in n for n in notes)
+
+
+def test_an_input_of_words_is_refused(rows, tmp_path):
+    script = CalibratorScript(written(PYCUDA, tmp_path))
+    with pytest.raises(FeedError, match="plain numbers"):
+        open_feed(script, [TensorSpec("x", "object", ("n", 3, 16, 16))])
+
+
+@pytest.mark.parametrize(
+    ("batches", "told"),
+    [
+        ("[images[:4], images[4:6], images[6:10]]", "only the last batch"),
+        ("[images[:2]]", "must hold 4 samples (get_batch_size)"),
+        ("[images[:4].astype(np.float64)]", "must fit its allocation"),
+        ("[images[:4], images[4:6, :2]]", "must hold 4 samples"),
+    ],
+)
+def test_bytes_of_no_known_dtype_are_whole_batches_but_for_the_last(batches, told, rows, tmp_path):
+    old = "np.array_split(images[:16], 4) + [images[16:]]"
+    assert old in CUDART
+    script = CalibratorScript(written(CUDART.replace(old, batches), tmp_path))
+    with pytest.raises(FeedError) as error:
+        open_feed(script, [IMAGES])
+    assert told in str(error.value)
+
+
+def test_an_open_size_is_that_of_the_array_that_is_copied(small_cnn, tmp_path, run):
+    model = onnx.load(small_cnn)
+    del model.graph.node[-2:], model.graph.output[:]
+    for at, name in enumerate(("h", "w"), start=2):
+        model.graph.input[0].type.tensor_type.shape.dim[at].dim_param = name
+    model.graph.output.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, None))
+    onnx.save(model, tmp_path / "open.onnx")
+    np.save(tmp_path / "x.npy", np.ones((4, 3, 12, 20), np.float32))
+    words = ("calibrate", tmp_path / "open.onnx", "-o", tmp_path / "c", "--calibrator-script")
+    code, _, err = run(*words, written(PYCUDA, tmp_path))
+    assert code == 1 and "must leave open nothing else" in err
+    code, _, err = run(*words, written(PYCUDA.replace(".ravel()", ""), tmp_path))
+    assert code == 0, err
+
+
+def test_what_was_installed_is_in_its_place_again(rows, small_cnn, tmp_path, monkeypatch, run):
+    real, part = type(sys)("tensorrt"), type(sys)("cuda.core")
+    monkeypatch.setitem(sys.modules, "tensorrt", real)
+    monkeypatch.setitem(sys.modules, "cuda.core", part)
+    words = ("calibrate", small_cnn, "--calibrator-script", written(CUDART, tmp_path))
+    assert run(*words, "-o", tmp_path / "c")[0] == 0
+    assert sys.modules["tensorrt"] is real and sys.modules["cuda.core"] is part
+    assert "cuda.cudart" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "Missing option"),
+        (("--calibrator-script", "old.py:make", "--images", "x"), "leave one of them away"),
+        (("--calibrator-script", "old.py"), "file.py:function"),
+        (("--calibrator-script", "elsewhere.py:make"), "elsewhere.py"),
+    ],
+)
+def test_a_feed_is_one_of_two(words, told, small_cnn, run):
+    code, _, err = run("calibrate", small_cnn, *words)
+    assert code in (1, 2) and told in err
+
+
+def test_preprocessing_is_the_scripts_own(calibrate, tmp_path):
+    script = ("--calibrator-script", written(PYCUDA, tmp_path))
+    code, _, err = calibrate(*script, "--preprocess", "imagenet")
+    assert code == 1 and "batches are fed as they are" in err
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        "return torch.from_numpy(array).cuda().data_ptr()",
+        "held = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device='cuda')"
+        "; held.copy_(torch.from_numpy(array)); setattr(self, name, held); return held.data_ptr()",
+        "return int(torch.as_tensor(array).to('cuda:0').contiguous().data_ptr())",
+    ],
+)
+def test_torch_tensors_on_the_gpu_are_on_the_host(put, tmp_path):
+    pytest.importorskip("torch")
+    assert same(of_two("import torch", put, tmp_path), expected_of_two())
+
+
+def test_torch_tensors_of_another_dtype_are_refused(tmp_path):
+    pytest.importorskip("torch")
+    put = "return torch.from_numpy(array).double().cuda().data_ptr()"
+    with pytest.raises(FeedError, match="got float64 in batch 0"):
+        of_two("import torch", put, tmp_path)

@@ -1,0 +1,437 @@
+"""Every kind of feed, through the command or as Python hands it over: the same samples, or one
+sentence."""
+
+import json
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+
+from deploy.errors import ConfigError, FeedError
+from deploy.feed.choice import Choice
+from deploy.feed.feed import open_feed
+from deploy.feed.manifest import Changed
+from deploy.feed.preprocess import Preprocess
+from deploy.tensors import TensorSpec
+
+X = TensorSpec("x", "float32", ("batch", 3, 16, 16))
+STATE = TensorSpec("state", "float32", ("batch", 4))
+BATCH = np.random.default_rng(3).normal(size=(6, 3, 16, 16)).astype(np.float32)
+STATES = np.random.default_rng(4).normal(size=(6, 4)).astype(np.float32)
+UNIT = Preprocess(scale=1 / 255)
+
+
+def fed(source, *specs, **options):
+    feed = open_feed(source, specs or (X,), **options)
+    with feed.samples() as stream:
+        return feed, list(stream)
+
+
+def same(samples, batch=BATCH):
+    assert np.array_equal(np.concatenate([one["x"] for one in samples]), batch)
+
+
+def folder_of_arrays(tmp_path, kind):
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    for number, one in enumerate(BATCH):
+        path = folder / f"{number}.{kind}"
+        if kind == "npy":
+            np.save(path, one[None])
+        elif kind == "npz":
+            np.savez(path, x=one[None])
+        else:
+            one.astype("<f4").tofile(path)
+    return folder
+
+
+# ---- files of arrays ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "bin", "raw"])
+@pytest.mark.parametrize("form", ["folder", "list", "pattern", "paths"])
+def test_files_of_arrays_feed_as_one_stacked_file(kind, form, tmp_path, run, small_cnn):
+    folder = folder_of_arrays(tmp_path, kind)
+    source = folder
+    if form == "list":
+        source = tmp_path / "list.txt"
+        source.write_text("".join(f"arrays/{number}.{kind}\n" for number in range(6)))
+    if form == "pattern":
+        source = tmp_path / "*" / f"?.{kind}"
+    if form == "paths":
+        source = sorted(folder.iterdir())
+    feed, samples = fed(source)
+    same(samples)
+    np.save(tmp_path / "stacked.npy", BATCH)
+    whole = open_feed(tmp_path / "stacked.npy", [X]).manifest()
+    assert feed.manifest() == whole  # so that a calibration of the one serves the other
+    if form == "paths":
+        return
+    code, _, err = run("calibrate", small_cnn, "--images", source, "--out", tmp_path / "a.cache")
+    assert code == 0, err
+    code, _, err = run(
+        "calibrate", small_cnn, "--images", tmp_path / "stacked.npy", "--out", tmp_path / "b.cache"
+    )
+    assert code == 0, err
+    assert (tmp_path / "a.cache").read_bytes() == (tmp_path / "b.cache").read_bytes()
+
+
+def test_a_file_of_several_samples_and_labels_of_a_list(tmp_path):
+    np.save(tmp_path / "a.npy", BATCH[:4])
+    np.save(tmp_path / "b.npy", BATCH[4:])
+    (tmp_path / "list.txt").write_text("a.npy 7\nb.npy 2\n")
+    feed, samples = fed(tmp_path / "list.txt")
+    same(samples)
+    assert feed.labels == (7, 7, 7, 7, 2, 2)
+    assert feed.names[0] == "sample 0 of a.npy"
+
+
+def test_labels_inside_npz_files(tmp_path):
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    for number, one in enumerate(BATCH):
+        np.savez(folder / f"{number}.npz", x=one[None], labels=np.array([number]))
+    assert fed(folder)[0].labels == tuple(range(6))
+
+
+@pytest.mark.parametrize("form", ["npz", "a folder an input"])
+def test_several_inputs_in_a_folder(form, tmp_path):
+    folder = tmp_path / "arrays"
+    for number in range(6):
+        if form == "npz":
+            folder.mkdir(exist_ok=True)
+            np.savez(folder / f"{number}.npz", x=BATCH[number][None], state=STATES[number][None])
+        else:
+            for name, array in (("x", BATCH), ("state", STATES)):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+                np.save(folder / name / f"{number}.npy", array[number][None])
+    _, samples = fed(folder, X, STATE)
+    same(samples)
+    assert np.array_equal(np.concatenate([one["state"] for one in samples]), STATES)
+    if form != "npz":
+        (folder / "state" / "5.npy").unlink()
+        with pytest.raises(FeedError, match=r"files of the same names, got 1 missing in state"):
+            fed(folder, X, STATE)
+
+
+def test_broken_files_of_arrays_are_told_or_skipped(tmp_path, run, small_cnn):
+    folder = folder_of_arrays(tmp_path, "npy")
+    (folder / "3.npy").write_bytes(b"\x93NUMPY no")
+    with pytest.raises(FeedError, match=r"3\.npy cannot be read as plain numpy arrays"):
+        fed(folder)
+    feed, samples = fed(folder, skip_bad=True)
+    assert len(samples) == 5
+    assert "3.npy" in feed.notes[0]
+    words = "calibrate", small_cnn, "--images", folder, "--out", tmp_path / "c.cache"
+    code, _, err = run(*words)
+    assert code == 1
+    assert "3.npy" in err
+    assert run(*words, "--skip-bad")[0] == 0
+
+
+def test_a_file_that_changes_meanwhile_is_told(tmp_path):
+    np.save(tmp_path / "a.npy", BATCH[:4])
+    np.save(tmp_path / "b.npy", BATCH[4:])
+    feed = open_feed([tmp_path / "a.npy", tmp_path / "b.npy"], [X])
+    np.save(tmp_path / "a.npy", BATCH[:2])
+    with pytest.raises(Changed, match=r"a\.npy changed while calib8 ran"), feed.samples() as stream:
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    ("size", "spec", "message"),
+    [
+        (100, X, r"whole samples of the input 'x' .*, 3,072 bytes each, got 100 bytes"),
+        (0, X, "got 0 bytes"),
+        (3072, TensorSpec("x", "float32", ("n", 3, "h", 16)), "must state its shape"),
+    ],
+)
+def test_values_without_a_header_must_fit(size, spec, message, tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(size))
+    with pytest.raises(FeedError, match=message):
+        fed(tmp_path / "a.bin", spec)
+
+
+def test_images_and_arrays_together(tmp_path, pictures):
+    folder = folder_of_arrays(tmp_path, "npy")
+    shutil.copy(pictures / "00.png", folder)
+    feed, samples = fed(folder)
+    assert len(samples) == 1
+    assert "6 files of arrays among the images of arrays are not fed" in feed.notes
+    with pytest.raises(FeedError, match=r"images or of arrays, got 6 of 7 with arrays"):
+        fed(sorted(folder.iterdir()))
+
+
+# ---- images -----------------------------------------------------------------------------------
+
+
+def test_a_pattern_of_images_is_the_folder(pictures, tmp_path, run, small_cnn):
+    for name, source in (("a", pictures), ("b", pictures / "*.png")):
+        out = tmp_path / f"{name}.cache"
+        assert run("calibrate", small_cnn, "--images", source, "--out", out)[0] == 0
+    assert (tmp_path / "a.cache").read_bytes() == (tmp_path / "b.cache").read_bytes()
+    code, _, err = run(
+        "calibrate", small_cnn, "--images", pictures / "*.gif", "--out", tmp_path / "c.cache"
+    )
+    assert code == 1
+    assert "must match images or arrays, got none of 0 files" in err
+
+
+def test_coco_annotations_name_images(pictures, tmp_path, run, small_cnn):
+    shutil.copytree(pictures, tmp_path / "images")
+    listed = [{"id": n, "file_name": f"{n:02}.png"} for n in range(20)]
+    (tmp_path / "set.json").write_text(json.dumps({"images": listed, "annotations": []}))
+    assert fed(tmp_path / "set.json")[0].names == fed(pictures)[0].names
+    out = tmp_path / "a.cache"
+    assert run("calibrate", small_cnn, "--images", tmp_path / "set.json", "--out", out)[0] == 0
+    (tmp_path / "other.json").write_text("[1, 2]")
+    with pytest.raises(FeedError, match="must be COCO annotations with `images`"):
+        fed(tmp_path / "other.json")
+
+
+def test_labels_by_folder(pictures, tmp_path, run, small_cnn):
+    for number, path in enumerate(sorted(pictures.iterdir())):
+        (tmp_path / "val" / ["cat", "dog", "owl"][number % 3]).mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / "val" / ["cat", "dog", "owl"][number % 3])
+    feed = open_feed(tmp_path / "val", [X], labels_by_folder=True)
+    assert feed.labels == (0,) * 7 + (1,) * 7 + (2,) * 6
+    assert "labels by folder: 3 classes, 0 is cat" in feed.notes
+    words = "build", small_cnn, "--images", pictures, "--out", tmp_path / "o", "--labels", "folders"
+    quick = "--effort", 0, "--duration", 0, "--accept"
+    code, out, err = run(*words, *quick, "--eval-images", tmp_path / "val")
+    assert code == 0, err
+    assert "Top-1  " in out
+    code, _, err = run(*words, *quick)
+    assert code == 1
+    assert "labels by folder are of evaluation images, got none" in err
+    code, _, err = run(*words, *quick, "--eval-images", pictures)
+    assert code == 1
+    assert "a folder of one folder a class" in err
+
+
+def test_a_video_is_fed_frame_by_frame(tmp_path, run, small_cnn):
+    path = tmp_path / "clip.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 5, (32, 32))
+    for number in range(23):
+        writer.write(np.full((32, 32, 3), number * 10, np.uint8))
+    writer.release()
+    feed, samples = fed(path, preprocess=UNIT)
+    assert feed.names == tuple(f"clip.avi#{number}" for number in (0, 5, 10, 15, 20))
+    shades = [float(one["x"].mean()) * 255 for one in samples]
+    assert np.allclose(shades, [0, 50, 100, 150, 200], atol=4)
+    with feed.samples() as again:  # from the start once more
+        assert [float(one["x"].mean()) * 255 for one in again] == shades
+    out = tmp_path / "a.cache"
+    words = "calibrate", small_cnn, "--images", path, "--out", out
+    code, stdout, err = run(*words, "--stride", 2)
+    assert code == 0, err
+    assert "every 2nd of 23 samples is looked at" in stdout + err
+    (tmp_path / "broken.mp4").write_bytes(b"no video")
+    with pytest.raises(FeedError, match=r"broken\.mp4 cannot be read by this OpenCV"):
+        fed(tmp_path / "broken.mp4")
+
+
+# ---- which of them ----------------------------------------------------------------------------
+
+
+def test_a_lot_is_drawn_by_its_seed(pictures, tmp_path, run, small_cnn):
+    drawn = [open_feed(pictures, [X], limit=Choice(sample=6, seed=s)).names for s in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 6
+    assert list(drawn[0]) == sorted(drawn[0])
+    words = "calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "a.cache", "--force"
+    code, out, err = run(*words, "--sample", 6, "--sample-seed", 1)
+    assert code == 0, err
+    assert "6 of 20 samples are used, drawn by lot (seed 1)" in out + err
+    code, _, err = run(*words, "--sample-seed", 1)
+    assert code == 1
+    assert "--sample-seed is of --sample" in err
+    code, _, err = run(*words, "--sample", 3, "--limit", 3)
+    assert code == 1
+    assert "spread evenly or drawn by lot, got limit 3 and sample 3" in err
+
+
+def test_every_so_manieth(pictures):
+    feed = open_feed(pictures, [X], limit=Choice(every=3))
+    assert feed.names == tuple(f"{n:02}.png" for n in range(0, 20, 3))
+    assert "every 3rd of 20 samples is looked at" in feed.notes
+
+
+# ---- loader.py:function -----------------------------------------------------------------------
+
+LOADERS = {
+    "arrays": "def feed():\n    return [a for a in data]",
+    "generator": "def feed():\n    for a in data:\n        yield a, 3",
+    "mapping": "def feed():\n    return {'x': data}",
+    "reader": (
+        "class Reader:\n"
+        "    def __init__(self):\n        self.left = list(data)\n"
+        "    def get_next(self):\n"
+        "        return {'x': self.left.pop(0)[None]} if self.left else None\n"
+        "def feed():\n    return Reader()"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_of_the_users(kind, tmp_path, run, small_cnn):
+    np.save(tmp_path / "stacked.npy", BATCH)
+    script = tmp_path / "loader.py"
+    data = f"import numpy as np\ndata = np.load({str(tmp_path / 'stacked.npy')!r})\n"
+    script.write_text(data + LOADERS[kind] + "\n")
+    for name, source in (("a", f"{script}:feed"), ("b", tmp_path / "stacked.npy")):
+        out = tmp_path / f"{name}.cache"
+        code, _, err = run("calibrate", small_cnn, "--images", source, "--out", out)
+        assert code == 0, err
+    assert (tmp_path / "a.cache").read_bytes() == (tmp_path / "b.cache").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('no disk')", "got ValueError: no disk"),
+        ("return None", "must return a feed, got None"),
+        ("return 5", "something to iterate over, got int"),
+        ("yield 1 / 0", "got ZeroDivisionError"),
+        ("return iter([])", "must give samples, got none"),
+    ],
+)
+def test_a_loader_that_fails_is_one_sentence(body, message, tmp_path, run, small_cnn):
+    (tmp_path / "loader.py").write_text(f"def feed():\n    {body}\n")
+    code, _, err = run(
+        "calibrate", small_cnn, "--images", f"{tmp_path}/loader.py:feed", "--out", tmp_path / "c"
+    )
+    assert code == 1
+    assert message in err
+
+
+# ---- what Python hands over -------------------------------------------------------------------
+
+
+class Tensor:
+    """What a framework's tensor can do."""
+
+    def __init__(self, array, needs_grad=False):
+        self.array, self.needs_grad, self.shape = array, needs_grad, array.shape
+
+    def __array__(self, dtype=None, copy=None):
+        if self.needs_grad:
+            raise RuntimeError("call detach first")
+        return self.array
+
+    def detach(self):
+        return Tensor(self.array)
+
+    def cpu(self):
+        return self
+
+
+class Dataset:
+    def __iter__(self):
+        return ({"x": one.tolist(), "label": 3} for one in BATCH)
+
+
+class OwnReader:
+    def __init__(self):
+        self.left = list(BATCH)
+
+    def get_next(self):
+        return {"x": self.left.pop(0)[None]} if self.left else None
+
+
+LABELS = np.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("source", "left"),
+    [
+        pytest.param(BATCH, "", id="an array"),
+        pytest.param(Tensor(BATCH, needs_grad=True), "", id="a tensor"),
+        pytest.param({"x": BATCH}, "", id="stacked by name"),
+        pytest.param([(BATCH[:4], LABELS[:4]), (BATCH[4:], LABELS[4:])], "number 2", id="loader"),
+        pytest.param([[Tensor(one[None])] for one in BATCH], "", id="a loader of one tensor"),
+        pytest.param(({"x": b[None], "y": 1} for b in BATCH), "'y'", id="mappings with a label"),
+        pytest.param([({"x": b[None]}, 1) for b in BATCH], "number 2", id="(mapping, label)"),
+        pytest.param(lambda: iter(BATCH), "", id="a function"),
+        pytest.param(OwnReader(), "", id="get_next"),
+        pytest.param(OwnReader, "", id="a class of readers"),
+    ],
+)
+def test_what_python_hands_over(source, left):
+    feed, samples = fed(source)
+    same(samples)
+    said = [note for note in feed.notes if note.startswith("left out of the items")]
+    assert (f"as no input has it: {left}" in said[0]) if left else not said
+
+
+def test_lists_of_numbers_are_arrays():
+    _, samples = fed([[0.5, 1.0, 1.5, 2.0]], TensorSpec("x", "float64", ("n", 4)))
+    assert samples[0]["x"].tolist() == [[0.5, 1.0, 1.5, 2.0]]
+
+
+def test_a_dataset_of_plain_lists_names_its_dtype():
+    with pytest.raises(FeedError, match=r"float64 .*convert it with \.astype\('float32'\)"):
+        fed(Dataset())
+
+
+def test_several_inputs_by_their_order():
+    feed, samples = fed([(BATCH, STATES, LABELS)], X, STATE)
+    same(samples)
+    assert np.array_equal(np.concatenate([one["state"] for one in samples]), STATES)
+    assert any("number 3" in note for note in feed.notes)
+
+
+class Trt:
+    def get_batch(self, names):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (5, "something to iterate over, got int"),
+        (None, "something to iterate over, got NoneType"),
+        (b"bytes", "something to iterate over, got bytes"),
+        (Trt(), "got the TensorRT calibrator Trt, which gives addresses"),
+        (lambda: 5, "something to iterate over, got int"),
+        ([(BATCH, BATCH)], "must tell its inputs from what is beside them"),
+        ([{"y": BATCH}], r"must name the inputs \['x'\], got \['y'\]"),
+        ([object()], "must be an array of numbers, .* got object"),
+        ([()], "must be an array of numbers|must hold the inputs"),
+    ],
+)
+def test_what_is_not_understood_is_named_by_its_type(source, message):
+    with pytest.raises(FeedError, match=message):
+        fed(source)
+
+
+# ---- pictures in memory -----------------------------------------------------------------------
+
+PICTURES = np.random.default_rng(9).integers(0, 256, (5, 16, 16, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(PICTURES, id="stacked"),
+        pytest.param(list(PICTURES), id="listed"),
+        pytest.param([(one, 3) for one in PICTURES], id="with a label"),
+        pytest.param([{"image": one, "label": 3} for one in PICTURES], id="rows of a dataset"),
+    ],
+)
+def test_pictures_in_memory_are_preprocessed_as_files(source, tmp_path):
+    for number, one in enumerate(PICTURES):
+        cv2.imwrite(str(tmp_path / f"{number}.png"), one[:, :, ::-1])
+    how = Preprocess(scale=1 / 255, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    _, files = fed(tmp_path, preprocess=how)
+    feed, samples = fed(source, preprocess=how)
+    same(samples, np.concatenate([one["x"] for one in files]))
+    assert feed.manifest()["preprocess"] == feed.preprocess.to_json()
+
+
+def test_pictures_in_memory_of_wrong_channels_are_told():
+    with pytest.raises(FeedError, match=r"1 or 3 channels, last.*transpose\(1, 2, 0\)"):
+        fed([PICTURES[0].transpose(2, 0, 1)], preprocess=UNIT)
+    with pytest.raises(ConfigError, match="files of arrays are fed as they are"):
+        fed(["a.npy"], preprocess=UNIT)  # files of arrays have their values already

@@ -1,0 +1,273 @@
+"""Engines on a fake GPU: every kind of input and output, by each of CUDA's bindings."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from deploy.errors import BackendError, ConfigError, SdkMissingError
+from deploy.targets.tensorrt.builder import Profile, Settings, build_engine
+from deploy.targets.tensorrt.cuda import Buffer, CudaMemory
+from deploy.targets.tensorrt.gpus import gpu
+from deploy.targets.tensorrt.session import TensorrtSession
+
+BINDINGS = ("cuda-python", "cudart", "pycuda")
+EIGHT, TEN = "8.5.3.1", "10.13.0.35"
+FLOATS = Settings(int8=False, fp16=False)
+
+
+@pytest.fixture(params=BINDINGS)
+def machine(request, tensorrt):
+    """A TensorRT 10 with two GPUs, by one binding."""
+    return tensorrt(TEN, request.param)
+
+
+def info(name: str, kind: int, shape) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def saved(path: Path, nodes, inputs, outputs, opset: int = 17) -> Path:
+    graph = helper.make_graph(nodes, "g", inputs, outputs)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("plugins", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
+    return path
+
+
+def opened(model: Path, settings: Settings = FLOATS, **options) -> TensorrtSession:
+    path = model.with_suffix(".engine")
+    path.write_bytes(build_engine(model, settings).plan)
+    return TensorrtSession.open(path, **options)
+
+
+def relu(path: Path, kind: int = TensorProto.FLOAT, opset: int = 17) -> Path:
+    node = helper.make_node("Relu", ["x"], ["y"])
+    return saved(path, [node], [info("x", kind, ["n", 3])], [info("y", kind, ["n", 3])], opset)
+
+
+WIDE = Settings(int8=False, fp16=False, profiles={"x": Profile((1, 3), (2, 3), (4, 3))})
+
+
+def test_a_run_gives_what_the_network_gives(machine, tmp_path):
+    session = opened(relu(tmp_path / "m.onnx"), WIDE)
+    for rows in (2, 4, 1):
+        x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
+        np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
+    times = session.device_times()
+    assert min(times.h2d_ms, times.compute_ms, times.d2h_ms, times.enqueue_ms) >= 0
+    with pytest.raises(BackendError, match=r"within the engine's profile, got \[5, 3\] for 'x': S"):
+        session.run({"x": np.zeros((5, 3), np.float32)})
+    with pytest.raises(BackendError, match="none for 'x'"):
+        session.run({"z": x})
+    np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
+
+
+def test_memory_is_given_back(machine, tmp_path):
+    cuda = sys.modules["fake_cuda"]
+    session = opened(relu(tmp_path / "m.onnx"), WIDE)
+    for rows in (2, 4, 1, 2):
+        session.run({"x": np.zeros((rows, 3), np.float32)})
+    gc.collect()
+    assert cuda.allocated() == 2
+    del session
+    gc.collect()
+    assert cuda.allocated() == 0
+
+
+def test_an_output_may_have_a_shape_that_depends_on_values(machine, tmp_path):
+    nodes = [helper.make_node("NonZero", ["x"], ["where"]), helper.make_node("Relu", ["x"], ["y"])]
+    ends = [info("where", TensorProto.INT64, [2, None]), info("y", TensorProto.FLOAT, ["n", 3])]
+    model = saved(tmp_path / "m.onnx", nodes, [info("x", TensorProto.FLOAT, ["n", 3])], ends)
+    session = opened(model, WIDE)
+    assert session.outputs[0].shape == (2, None)
+    for fill in (1, 0, 1):
+        x = np.full((2, 3), fill, np.float32)
+        x[0, 0] = 0
+        made = session.run({"x": x})
+        np.testing.assert_array_equal(made["where"], np.nonzero(x))
+        np.testing.assert_array_equal(made["y"], x)
+    session = opened(model, WIDE, cuda_graph=True)
+    with pytest.raises(BackendError, match="output 'where' depends on values; run without"):
+        session.run({"x": x})
+
+
+def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypatch):
+    node = helper.make_node("NonZero", ["x"], ["where"])
+    model = saved(
+        tmp_path / "m.onnx",
+        [node],
+        [info("x", TensorProto.FLOAT, [4])],
+        [info("where", TensorProto.INT64, [1, None])],
+    )
+    session = opened(model)
+
+    def refuses(cuda, size):
+        raise BackendError("out of memory")
+
+    x = {"x": np.ones(4, np.float32)}
+    monkeypatch.setattr("deploy.targets.tensorrt.allocator.Buffer", refuses)
+    with pytest.raises(BackendError, match=r"^out of memory$"):
+        session.run(x)
+
+
+def test_what_shapes_depend_on_is_read_in_host_memory(machine, tmp_path):
+    node = helper.make_node("Expand", ["x", "shape"], ["y"])
+    model = saved(
+        tmp_path / "m.onnx",
+        [node],
+        [info("x", TensorProto.FLOAT, [1, 3]), info("shape", TensorProto.INT64, [2])],
+        [info("y", TensorProto.FLOAT, [None, None])],
+    )
+    with pytest.raises(ConfigError, match="none for 'shape'"):
+        build_engine(model, FLOATS)
+    session = opened(model, Settings(int8=False, fp16=False, values={"shape": (2, 3)}))
+    x = np.float32([[1, 2, 3]])
+    for rows in (2, 5, 2):
+        made = session.run({"x": x, "shape": np.array([rows, 3])})
+        np.testing.assert_array_equal(made["y"], np.repeat(x, rows, 0))
+
+
+def test_scalars_go_in_and_out(machine, tmp_path):
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+        helper.make_node("Mul", ["sum", "by"], ["y"]),
+    ]
+    model = saved(
+        tmp_path / "m.onnx",
+        nodes,
+        [info("x", TensorProto.FLOAT, [3]), info("by", TensorProto.FLOAT, [])],
+        [info("y", TensorProto.FLOAT, [])],
+    )
+    made = opened(model).run({"x": np.float32([1, 2, 3]), "by": np.float32(2)})
+    assert made["y"].shape == () and made["y"] == 12
+
+
+KINDS = {
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "float8": TensorProto.FLOAT8E4M3FN,
+    "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8,
+    "int32": TensorProto.INT32,
+    "int64": TensorProto.INT64,
+    "bool": TensorProto.BOOL,
+}
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_every_type_of_whole_bytes_goes_in_and_out(tensorrt, tmp_path, dtype):
+    tensorrt(TEN)
+    node = helper.make_node("Identity", ["x"], ["y"])
+    kind = KINDS[dtype]
+    model = saved(
+        tmp_path / "m.onnx", [node], [info("x", kind, [4])], [info("y", kind, [4])], opset=19
+    )
+    session = opened(model)
+    plain = "float32" if dtype in ("bfloat16", "float8") else dtype
+    assert session.inputs[0].dtype == session.outputs[0].dtype == plain
+    x = np.array([1, 0, 3, 0]).astype(plain)
+    made = session.run({"x": x})["y"]
+    assert made.dtype == plain
+    np.testing.assert_array_equal(made, x)
+
+
+def test_a_type_of_half_bytes_is_refused(tensorrt):
+    from deploy.targets.tensorrt.tensor_types import dtype_of
+
+    trt = tensorrt(TEN)
+    with pytest.raises(BackendError, match="whole bytes, got INT4"):
+        dtype_of(trt.DataType.INT4)
+
+
+@pytest.mark.parametrize("version", [EIGHT, TEN])
+def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, version):
+    tensorrt(version)
+    node = helper.make_node("Identity", ["x"], ["y"])
+    ends = [info(name, TensorProto.INT64, [2]) for name in "xy"]
+    session = opened(saved(tmp_path / "m.onnx", [node], ends[:1], ends[1:]))
+    assert session.inputs[0].dtype == ("int32" if version == EIGHT else "int64")
+    for dtype in (np.int64, np.int32, np.uint8):
+        np.testing.assert_array_equal(session.run({"x": np.array([3, 4], dtype)})["y"], [3, 4])
+    if version == EIGHT:
+        with pytest.raises(BackendError, match=r"reads 'x' as int32 .*, got 4294967296"):
+            session.run({"x": np.array([1 << 32, 0])})
+    with pytest.raises(BackendError, match=r"reads 'x' as int.*, got float32"):
+        session.run({"x": np.zeros(2, np.float32)})
+
+
+def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
+    model, path = relu(tmp_path / "m.onnx"), tmp_path / "m.engine"
+    path.write_bytes(build_engine(model, WIDE, cuda=gpu(1)).plan)
+    x = np.ones((1, 3), np.float32)
+    assert TensorrtSession.open(path, device=1).run({"x": x})["y"].sum() == 3
+    assert machine.STORY.devices == [1] == machine.STORY.runs
+    assert sys.modules["fake_cuda"].current() == 0
+    with pytest.raises(BackendError, match=r"on Fake H200 sm_90: .*incompatible device: Fake L4"):
+        TensorrtSession.open(path)
+    with pytest.raises(ConfigError, match=r"one of the 2 GPUs .* from 0, got 2"):
+        TensorrtSession.open(path, device=2)
+
+
+def test_a_graph_is_captured_and_launched(machine, tmp_path):
+    session = opened(relu(tmp_path / "m.onnx"), WIDE, cuda_graph=True)
+    for rows in (2, 2, 2, 3, 3):
+        x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
+        np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
+
+
+def test_a_calibrators_memory_is_reused_and_grows(machine):
+    cuda = sys.modules["fake_cuda"]
+    memory = CudaMemory(gpu(1))
+    first = memory.put("x", np.arange(4, dtype=np.float32))
+    assert memory.put("x", np.arange(2, dtype=np.float32)) == first
+    np.testing.assert_array_equal(cuda.at(first, 8, 1).view(np.float32), [0, 1])
+    large = memory.put("x", np.arange(9, dtype=np.float32))
+    np.testing.assert_array_equal(cuda.at(large, 36, 1).view(np.float32), np.arange(9))
+    assert cuda.allocated() == 1
+    memory.free()
+    assert cuda.allocated() == 0
+
+
+def test_what_cuda_refuses_is_said_in_its_words(machine):
+    device = gpu()
+    with pytest.raises(BackendError, match=r"device not ready.*; `nvidia-smi` shows"):
+        too_early(device)
+
+
+def too_early(device) -> None:
+    with device.current():
+        device.between_ms(device.event(), device.event())
+
+
+def test_without_a_binding_or_a_gpu_both_ways_are_named(tensorrt, tmp_path):
+    tensorrt(TEN, "")
+    with pytest.raises(SdkMissingError, match=r"cuda-python: .*; pycuda: .*: pip install cuda-py"):
+        gpu()
+    for binding in BINDINGS:
+        tensorrt(TEN, binding)
+        sys.modules["fake_cuda"].GPUS.clear()
+        with pytest.raises(SdkMissingError, match="no CUDA-capable device is detected"):
+            gpu()
+
+
+def test_a_binding_that_does_not_start_leaves_it_to_the_other(tensorrt, monkeypatch):
+    tensorrt(TEN, "pycuda")
+    cuda = sys.modules["fake_cuda"]
+    broken = cuda.cuda_python()
+    runtime = broken["cuda.bindings.runtime"]
+    runtime.cudaGetDeviceCount = lambda: (cuda.Code.cudaErrorInvalidValue, None)
+    for name, module in broken.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert type(gpu()).__name__ == "Pycuda"
+
+
+def test_a_buffer_has_a_byte_at_least(machine):
+    device = gpu()
+    with device.current():
+        assert Buffer(device, 0).size == 1
+        assert device.pinned((0, 3), "float32").shape == (0, 3)
