@@ -102,7 +102,7 @@ def inspect(
         tensors=tuple(backend.wanted(loaded.model, kept)),
         inputs=loaded.inputs,
         outputs=loaded.outputs,
-        notes=loaded.notes,
+        notes=(*loaded.cut, *loaded.notes),
     )
 
 

@@ -101,7 +101,7 @@ def measured(
     engines = {
         name: one.session if one.on_device else None
         for name, one in timed.items()
-        if name != "FP32"
+        if name != "FP32" and loaded.behind is None  # else its outputs are others
     }
     inside = look_inside(loaded, sound, engines, over)
     candidates = candidates_of(sound, engines, failed)

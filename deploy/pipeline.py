@@ -210,7 +210,7 @@ def _calibrated(
         seconds=time.perf_counter() - started,
         runs=runs,
         notes=notes,
-        warnings=_warnings(outliers, each_once(wanted), feed),
+        warnings=(*loaded.cut, *_warnings(outliers, each_once(wanted), feed)),
         cache=policy.path,
         repairs=tuple(told(tried)),
     )

@@ -14,7 +14,7 @@ from deploy.frontends import load
 F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
 ENGINES = {
     "onnxruntime": ["net.int8.onnx"],
-    "tensorrt": ["net.tensorrt.onnx", "net.tensorrt.qdq.onnx"],
+    "tensorrt": ["net.tensorrt.onnx", "net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx"],
     "ascend": ["net_fake_quant_model.onnx"],
 }
 

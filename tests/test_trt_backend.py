@@ -19,7 +19,7 @@ from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
 from deploy.pipeline import CachePolicy, Tuning, build
-from deploy.targets.tensorrt import builder, gpus, sdk
+from deploy.targets.tensorrt import builder, gpus, sdk, session
 from deploy.targets.tensorrt.builder import (
     Engine,
     Profile,
@@ -170,6 +170,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Settings, bytes | No
         made.append((path.name, settings, known))
         return Engine(b"plan", (), known)
 
+    monkeypatch.setattr(session, "find", no_engine)  # built, never opened
     monkeypatch.setattr(sdk, "find", lambda device=0: here)
     monkeypatch.setattr(gpus, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", engine)

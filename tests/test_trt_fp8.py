@@ -17,7 +17,7 @@ from calibrators.histogram import Histogram
 from calibrators.mse import errors
 from calibrators.rounding import gram, output_error, rounded_by_output
 from deploy.calibration.search import Method
-from deploy.errors import ConfigError, ExportError
+from deploy.errors import ConfigError, ExportError, SdkMissingError
 from deploy.frontends import load
 from deploy.graph.index import Graph
 from deploy.graph.plan import TENSORRT_FP8, analyse
@@ -25,12 +25,10 @@ from deploy.ort import OrtSession
 from deploy.pipeline import Tuning, build
 from deploy.repairs.layers import layers_of
 from deploy.repairs.written import all_written
-from deploy.targets.tensorrt import builder, sdk
-from deploy.targets.tensorrt.builder import Engine
+from deploy.targets.tensorrt import builder
 from deploy.targets.tensorrt.from_qdq import from_qdq
-from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.target import TensorRT
-from deploy.targets.tensorrt.versions import first_reading
+from deploy.targets.tensorrt.versions import Needs
 
 FLOAT, FLOAT8 = TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN
 RNG = np.random.default_rng(8)
@@ -325,8 +323,8 @@ def test_the_report_says_fp8_its_figures_and_the_lines_for_those_who_can(
 
 
 def test_tensorrt_has_fp8_convolutions_from_10_2_on(built):
-    assert first_reading(19, typed=True, fp8=True) == "10.2.0"
-    assert first_reading(24, typed=True, fp8=True) == "10.15.0"
+    assert Needs(19).first_reading(typed=True, fp8=True) == "10.2.0"
+    assert Needs(24).first_reading(typed=True, fp8=True) == "10.15.0"
     script = (built / "net_trtexec.sh").read_text("utf-8")
     assert "with TensorRT 10 from 10.2 on" in script and "cache)" not in script
 
@@ -472,20 +470,22 @@ def test_a_model_that_cannot_be_brought_to_opset_19_says_so(images, tmp_path):
 # -- the engine ------------------------------------------------------------------------------------
 
 
-def on(monkeypatch, version: str) -> list[tuple[str, builder.Settings]]:
-    """A machine with this TensorRT and a GPU, as far as the target asks; lists what it builds."""
-    made = []
+def on(tensorrt, monkeypatch, version: str) -> list[tuple[str, builder.Settings]]:
+    """A machine with this TensorRT and a GPU; lists what it builds."""
+    tensorrt(version)
+    made, build_engine = [], builder.build_engine
 
-    def engine(path, asked, *, calibrator=None):
+    def engine(path, asked, *, calibrator=None, cuda=None):
         made.append((path.name, asked))
         assert calibrator is None
-        return Engine(b"plan", (), None)
+        return build_engine(path, asked, calibrator=calibrator, cuda=cuda)
 
-    monkeypatch.setattr(
-        sdk, "find", lambda device=0: Sdk(version, calibrators=True, gpu="Some GPU sm_90")
-    )
     monkeypatch.setattr(builder, "build_engine", engine)
     return made
+
+
+def absent():
+    raise SdkMissingError("no GPU in this test")
 
 
 def notes_of(net, images, out, **options) -> str:
@@ -501,16 +501,18 @@ def notes_of(net, images, out, **options) -> str:
     [("fp16", "net.tensorrt.typed.onnx"), ("fp32", "net.tensorrt.qdq.onnx")],
 )
 def test_an_engine_is_built_strongly_typed_and_without_a_calibrator(
-    monkeypatch, net, images, tmp_path, rest, source
+    tensorrt, monkeypatch, net, images, tmp_path, rest, source
 ):
-    made = on(monkeypatch, "10.13.0.35")
+    made = on(tensorrt, monkeypatch, "10.13.0.35")
     notes_of(net, images, tmp_path, rest=rest)
     ((name, asked),) = made
     assert name == source and asked.typed
 
 
-def test_an_older_tensorrt_gets_no_engine_and_the_reason(monkeypatch, net, images, tmp_path):
-    made = on(monkeypatch, "10.0.1.6")
+def test_an_older_tensorrt_gets_no_engine_and_the_reason(
+    tensorrt, monkeypatch, net, images, tmp_path
+):
+    made = on(tensorrt, monkeypatch, "10.0.1.6")
     assert "needs TensorRT 10.2 or newer, got 10.0.1.6" in notes_of(net, images, tmp_path)
     assert not made
 

@@ -19,7 +19,7 @@ from deploy.ort import OrtSession
 from deploy.pipeline import Tuning, build
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt.rest import OPSETS, storable, typed
-from deploy.targets.tensorrt.versions import ROWS, first_reading, row
+from deploy.targets.tensorrt.versions import ROWS, Needs, row, unread
 
 HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 UNIT = Preprocess(size=(16, 16))
@@ -209,19 +209,6 @@ def test_the_command_chooses_the_type(capsys, small_cnn, pictures, tmp_path):
     assert "TensorRT 10 from 10.15 on" in text  # bfloat16 is of opset 22
 
 
-def test_a_version_is_not_told_to_read_what_it_cannot(capsys, small_cnn, pictures, tmp_path):
-    newer = onnx.version_converter.convert_version(onnx.load(small_cnn), 18)
-    onnx.save(newer, tmp_path / "newer.onnx")
-    out = tmp_path / "out"
-    main(["build", str(tmp_path / "newer.onnx"), "--images", str(pictures), "--size", "16x16",
-          "--duration", "0", "--effort", "0", "--target", "tensorrt", "--trt-version", "8.5.3",
-          "--out", str(out)])  # fmt: skip
-    text = (out / "report.md").read_text()
-    assert "TensorRT 8.5.3 reads opset 17 at most, got 18" in text
-    assert "from 9.0 to 10" in text and "calib=" not in text
-    assert "cache)" not in (out / "newer_trtexec.sh").read_text()
-
-
 def test_the_script_runs_each_line_from_any_folder(capsys, small_cnn, pictures, tmp_path):
     """A stand-in program named trtexec, which finds the files where it is called."""
     tool = tmp_path / "bin" / "trtexec"
@@ -248,9 +235,12 @@ def test_the_script_runs_each_line_from_any_folder(capsys, small_cnn, pictures, 
 
 
 def test_the_table_of_versions():
-    assert [first_reading(o) for o in (13, 17, 18, 20, 21, 25)] == [
-        "8.0.0", "8.4.0", "9.0.0", "10.0.0", "10.15.0", None,
+    assert [Needs(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)] == [
+        "8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", None,
     ]  # fmt: skip
-    assert first_reading(13, typed=True) == "10.0.0"
+    assert Needs(13).first_reading(typed=True) == "10.0.0"
+    assert Needs(17, frozenset({"LayerNormalization", "Conv"})).first_reading() == "8.6.0"
+    assert Needs(13, frozenset({"Mish"})).unmet("9.3.0") == "it does not read Mish"
+    assert "LayerNormalization" in unread("8.5.3") and not unread("10.15.0")
     assert row("8.6.1").opset == 17 and not row("11.2.0").calibrators
     assert row("7.2.2") is ROWS[0]

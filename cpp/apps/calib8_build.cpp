@@ -11,6 +11,7 @@
 #include "calib8/files.hpp"
 #include "calib8/fingerprint.hpp"
 #include "calib8/trt/builder.hpp"
+#include "calib8/trt/cuda.hpp"
 #include "calib8/trt/runner.hpp"
 #include "feed_options.hpp"
 
@@ -32,10 +33,12 @@ constexpr const char* kHelp =
     "  --require-cache       fail where the cache does not fit\n"
     "  --trust-cache         use a cache that has no fingerprint\n"
     "  --calibrator NAME     entropy2 (default), entropy, minmax or legacy\n"
+    "  --rest TYPE           fp16 (default) or fp32: what does not run in int8; until TensorRT 10\n"
     "  --batch N             batch for a model that leaves it open (default 1)\n"
     "  --size HxW            height and width for a model that leaves them open\n"
+    "  --device N            the GPU, from 0 (default 0)\n"
     "  --json FILE           the report, in the form of Python's calib8\n"
-    "  --duration S          seconds of measuring (default 3)\n";
+    "  --duration S          seconds of measuring (default 3); 0: ten runs, not warmed up\n";
 
 struct Plan {
   std::string model;
@@ -45,6 +48,8 @@ struct Plan {
   std::string calibrator;
   bool require_cache = false;
   bool trust_cache = false;
+  std::optional<int> device;
+  std::set<std::string> given;  // what was said of calibrating and precision
   FeedOptions feed;
   trt::BuildOptions build;
   trt::MeasureOptions measure;
@@ -66,9 +71,27 @@ Size parse_size(const std::string& text) {
   return {std::stoi(parsed.dims[0]), std::stoi(parsed.dims[1])};
 }
 
+bool parse_rest(const std::string& text) {
+  if (text == "fp16" || text == "fp32") return text == "fp16";
+  throw ConfigError("--rest must be fp16 or fp32, got '" + text + "'");
+}
+
+// Those of the words that count only where TensorRT calibrates.
+std::set<std::string> calibration_words(const Arguments& arguments) {
+  std::set<std::string> given;
+  if (arguments.positional().size() > 1) given.insert("IMAGES");
+  for (const char* name : {"preprocess", "options", "limit", "cache", "calibrator"}) {
+    if (arguments.option(name)) given.insert(std::string("--") + name);
+  }
+  for (const char* name : {"skip-bad", "require-cache", "trust-cache"}) {
+    if (arguments.flag(name)) given.insert(std::string("--") + name);
+  }
+  return given;
+}
+
 Plan plan_of(const std::vector<std::string>& words) {
-  std::set<std::string> options = apps::kFeedOptions;
-  options.insert({"out", "cache", "calibrator", "batch", "size", "json", "duration"});
+  std::set<std::string> options{"preprocess", "options", "limit", "out",    "cache", "calibrator",
+                                "rest",       "batch",   "size",  "device", "json",  "duration"};
   const Arguments arguments(words, options, {"skip-bad", "require-cache", "trust-cache"});
   const std::vector<std::string>& given = arguments.positional();
   if (given.empty() || given.size() > 2) arguments.expect({"MODEL.onnx", "[IMAGES]"});
@@ -81,9 +104,19 @@ Plan plan_of(const std::vector<std::string>& words) {
   plan.require_cache = arguments.flag("require-cache");
   plan.trust_cache = arguments.flag("trust-cache");
   plan.feed = apps::feed_options(arguments);
-  plan.build.batch = arguments.number("batch", 1).value_or(1);
+  plan.given = calibration_words(arguments);
+  plan.device = arguments.number("device", 0);
+  plan.build.batch = arguments.number("batch", 1);
+  if (const auto rest = arguments.option("rest")) {
+    plan.build.fp16 = parse_rest(*rest);
+#if NV_TENSORRT_MAJOR >= 11
+    throw ConfigError("--rest is for TensorRT until 10, " + trt::version() +
+                      " takes the types of the model's own nodes; leave it away");
+#endif
+  }
   if (const auto size = arguments.option("size")) plan.build.size = parse_size(*size);
   plan.measure.duration_s = arguments.number("duration", 0).value_or(3);
+  if (plan.measure.duration_s == 0) plan.measure.warmup_ms = 0;
   plan.json = arguments.option("json").value_or("");
   return plan;
 }
@@ -131,32 +164,29 @@ std::optional<std::string> reason_to_calibrate(const Plan& plan, const Fingerpri
   return reason;
 }
 
+// The cache, by TensorRT where the options know none, and the engine built by it.
 template <class Calibrator>
-std::string build_with(trt::Builder& builder, const trt::CalibratorOptions& options,
-                       std::string& cache) {
-  Calibrator calibrator(options);
-  try {
-    std::string engine = builder.build(calibrator);
-    cache = calibrator.check();
-    return engine;
-  } catch (const BackendError&) {
-    if (!options.cache) calibrator.check();  // what a callback threw is the better reason
-    throw;
+std::string build_with(trt::Builder& builder, trt::CalibratorOptions options) {
+  if (!options.cache) {
+    Calibrator calibrator(options);
+    options.cache = builder.calibrate(calibrator);
   }
+  Calibrator calibrator(options);
+  return builder.build(calibrator);
 }
 
 std::string build_calibrated(const Plan& plan, trt::Builder& builder,
-                             const trt::CalibratorOptions& options, std::string& cache) {
+                             const trt::CalibratorOptions& options) {
   if (plan.calibrator == "entropy") {
-    return build_with<trt::Int8EntropyCalibrator>(builder, options, cache);
+    return build_with<trt::Int8EntropyCalibrator>(builder, options);
   }
   if (plan.calibrator == "minmax") {
-    return build_with<trt::Int8MinMaxCalibrator>(builder, options, cache);
+    return build_with<trt::Int8MinMaxCalibrator>(builder, options);
   }
   if (plan.calibrator == "legacy") {
-    return build_with<trt::Int8LegacyCalibrator>(builder, options, cache);
+    return build_with<trt::Int8LegacyCalibrator>(builder, options);
   }
-  return build_with<trt::Int8EntropyCalibrator2>(builder, options, cache);
+  return build_with<trt::Int8EntropyCalibrator2>(builder, options);
 }
 
 std::string calibrated_engine(const Plan& plan, trt::Builder& builder, Calibrated& told) {
@@ -165,21 +195,23 @@ std::string calibrated_engine(const Plan& plan, trt::Builder& builder, Calibrate
                       " folder or a list file");
   }
   algorithm_of(plan.calibrator);
-  const TensorSpec spec = builder.input();
-  const auto feed = std::make_shared<Feed>(plan.images, spec, plan.feed);
+  const TensorSpec spec = builder.calibration_input();
+  const auto feed = std::make_shared<Feed>(
+      Feed(plan.images, spec, plan.feed).whole_batches());
   Fingerprint fingerprint;
   fingerprint.model = Sha256().update(files::read(plan.model)).hex();
   set_feed(fingerprint, feed->manifest());
-  fingerprint.rule = "tensorrt, first batch of " + std::to_string(feed->batch());
+  fingerprint.rule = "tensorrt, whole batches of " + std::to_string(feed->batch());
   fingerprint.versions = Json{{"tensorrt", trt::version()}}.dump();
   fingerprint.method = plan.calibrator;
   const auto reason = reason_to_calibrate(plan, fingerprint);
-  std::optional<std::string> known;
-  if (!reason) known = files::read(plan.cache);
-  std::string cache;
-  std::string engine = build_calibrated(plan, builder, {feed, spec.name, known}, cache);
-  const bool reused = known && cache == *known;
-  if (!reused) save_calibration(plan.cache, cache, fingerprint);
+  // at once, not after the hours that an engine may take: a build that fails then costs no cache
+  const auto keep = [&](const std::string& cache) {
+    save_calibration(plan.cache, cache, fingerprint);
+  };
+  trt::CalibratorOptions options{feed, spec.name, {}, keep};
+  if (!reason) options.cache = files::read(plan.cache);
+  std::string engine = build_calibrated(plan, builder, options);
   const Json manifest = Json::parse(feed->manifest());
   told.feed = {{"source", plan.images},
                {"samples", feed->count()},
@@ -187,9 +219,8 @@ std::string calibrated_engine(const Plan& plan, trt::Builder& builder, Calibrate
                {"skipped", feed->skipped()},
                {"digest", manifest["sha256"]}};
   told.calibration = {{"method", plan.calibrator},
-                      {"reused", reused},
-                      {"reason", reason.value_or(reused ? "the cache fits"
-                                                        : "TensorRT refused the cache")},
+                      {"reused", !reason},
+                      {"reason", reason.value_or("the cache fits")},
                       {"cache", plan.cache}};
   for (const std::string& note : feed->notes()) told.notes.push_back(note);
   return engine;
@@ -228,15 +259,22 @@ Json report_of(const Plan& plan, const TensorSpec& spec, const Calibrated& told,
   return report;
 }
 
+std::string explicit_engine(const Plan& plan, trt::Builder& builder, Calibrated& told) {
+  std::string unused;
+  for (const std::string& word : plan.given) unused += (unused.empty() ? "" : ", ") + word;
+  told.notes.push_back("int8 by the model's own Q/DQ nodes, not calibrated here" +
+                       (unused.empty() ? "" : "; without effect: " + unused));
+  return builder.build();
+}
+
 void run(const Plan& plan) {
+  if (plan.device) trt::use_device(*plan.device);
   trt::Logger logger;
   Calibrated told;
   trt::Builder builder(plan.model, logger, plan.build);
   const TensorSpec spec = builder.input();
-  const bool explicit_int8 = builder.has_qdq();
-  const std::string engine =
-      explicit_int8 ? builder.build() : calibrated_engine(plan, builder, told);
-  if (explicit_int8) told.notes.push_back("int8 by the model's own Q/DQ nodes, not calibrated here");
+  const std::string engine = builder.has_qdq() ? explicit_engine(plan, builder, told)
+                                               : calibrated_engine(plan, builder, told);
   files::write(plan.engine, engine);
   trt::Runner runner(engine, logger);
   const Latency latency = runner.measure(plan.measure);

@@ -5,11 +5,12 @@
 
 namespace calib8 {
 
-CalibrationJob::CalibrationJob(std::shared_ptr<const Feed> feed, std::string input, Upload upload,
-                               std::optional<std::string> known)
-    : feed_(std::move(feed)),
+CalibrationJob::CalibrationJob(const Feed& feed, std::string input, Upload upload,
+                               std::optional<std::string> known, Keep keep)
+    : feed_(known ? feed : feed.whole_batches()),
       input_(std::move(input)),
       upload_(std::move(upload)),
+      keep_(std::move(keep)),
       known_(std::move(known)) {}
 
 bool CalibrationJob::next(void* bindings[], const char* const names[],
@@ -26,14 +27,14 @@ bool CalibrationJob::next(void* bindings[], const char* const names[],
 
 bool CalibrationJob::next_address(void* bindings[], const char* const names[],
                                   std::int32_t count) {
-  if (ended_) return false;
+  if (ended_ || known_) return false;
   if (count != 1 || input_ != names[0]) {
     throw CalibrationError("images feed the one input " + text::repr(input_) + ", TensorRT asks for " +
                            std::to_string(count) + " from " +
                            (count > 0 ? text::repr(names[0]) : std::string("none")) +
                            "; give a model with one input");
   }
-  if (!stream_) stream_ = feed_->samples();
+  if (!stream_) stream_ = feed_.samples();
   const std::optional<Sample> sample = stream_->next();
   if (!sample) {
     ended_ = true;
@@ -45,37 +46,46 @@ bool CalibrationJob::next_address(void* bindings[], const char* const names[],
 }
 
 const void* CalibrationJob::read(std::size_t& length) noexcept {
-  length = known_ ? known_->size() : 0;
-  return known_ ? known_->data() : nullptr;
+  const std::optional<std::string>& cache = written_ ? written_ : known_;  // a second build has it
+  length = cache ? cache->size() : 0;
+  return cache ? cache->data() : nullptr;
 }
 
 void CalibrationJob::write(const void* data, std::size_t length) noexcept {
   try {  // a copy: the memory is TensorRT's and is gone after the call
     written_ = std::string(static_cast<const char*>(data), length);
+    if (keep_ && !known_ && !error_ && trouble().empty()) keep_(*written_);
   } catch (...) {
     if (!error_) error_ = std::current_exception();
   }
 }
 
 std::string CalibrationJob::check() const {
+  rethrow();
+  const std::string wrong = trouble();
+  if (!wrong.empty()) throw CalibrationError(wrong);
+  return written_ ? *written_ : *known_;
+}
+
+void CalibrationJob::rethrow() const {
   if (error_) std::rethrow_exception(error_);
-  if (asked_ == 0 && known_) return written_.value_or(*known_);
-  if (taken_ == 0 && known_) {
-    throw CalibrationError(
-        "TensorRT must take the known cache, but refused it and asked for batches, of which there"
-        " are none; its first line must name this version and calibrator");
+}
+
+std::string CalibrationJob::trouble() const {
+  if (known_) {
+    return begun() ? "TensorRT must take the known cache, but refused it and asked for batches, of"
+                     " which there are none; its first line must name this version and calibrator;"
+                     " delete it to calibrate anew"
+                   : "";
   }
-  if (taken_ != feed_->size()) {
-    throw CalibrationError("TensorRT must see every batch, got " + std::to_string(taken_) + " of " +
-                           std::to_string(feed_->size()) +
-                           "; its scales are not usable; see TensorRT's log above for why it"
-                           " stopped");
+  if (taken_ != feed_.size()) {
+    return "TensorRT must see every batch, got " + std::to_string(taken_) + " of " +
+           std::to_string(feed_.size()) + "; its scales are not usable";
   }
   if (!written_ || written_->empty()) {
-    throw CalibrationError("TensorRT took " + std::to_string(taken_) +
-                           " batches but wrote no calibration cache; see its log above");
+    return "TensorRT took " + std::to_string(taken_) + " batches but wrote no calibration cache";
   }
-  return *written_;
+  return "";
 }
 
 }  // namespace calib8

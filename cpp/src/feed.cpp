@@ -71,6 +71,12 @@ int batch_of(const TensorSpec& spec, const FeedOptions& options) {
   return static_cast<int>(own);
 }
 
+std::string no_whole_batch(std::size_t count, int batch) {
+  return "TensorRT calibrates in whole batches, got " + std::to_string(count) +
+         " samples for batches of " + std::to_string(batch) +
+         "; give more images or a smaller batch";
+}
+
 Sample join(const std::vector<std::vector<float>>& group, const Preprocess& how) {
   Sample sample;
   const bool planes = how.layout != Layout::kNhwc;
@@ -126,7 +132,7 @@ struct Feed::State {
     }
   }
 
-  void produce(const Stream<Sample>::Put& put) {
+  void produce(const Stream<Sample>::Put& put, bool whole) {
     std::vector<std::vector<float>> group;
     std::vector<std::vector<float>> first;
     const auto wanted = static_cast<std::size_t>(batch);
@@ -143,7 +149,8 @@ struct Feed::State {
       throw FeedError("at least one sample must be good, all " + std::to_string(pictures.size()) +
                       " were skipped: " + skipped.begin()->second);
     }
-    if (group.empty()) return;
+    if (whole && count() < wanted) throw FeedError(no_whole_batch(count(), batch));
+    if (group.empty() || whole) return;
     for (std::size_t k = 0; group.size() < wanted; ++k) group.push_back(first[k % first.size()]);
     put(join(group, how));
   }
@@ -155,7 +162,7 @@ Feed::Feed(const fs::path& source, const TensorSpec& spec, const FeedOptions& op
   Resolved resolved = resolve(options.preprocess, spec);
   if (spec.dtype != "float32") {
     throw FeedError("images become float32, the input is " + spec.describe() +
-                    "; feed it arrays from an .npy file");
+                    "; feed it arrays from an .npy file, by Python's calib8");
   }
   state_->notes = std::move(resolved.notes);
   state_->how = std::move(resolved.how);
@@ -165,20 +172,28 @@ Feed::Feed(const fs::path& source, const TensorSpec& spec, const FeedOptions& op
   if (!options.skip_bad) check_present(state_->pictures, source);
 }
 
-Feed::~Feed() = default;
-Feed::Feed(Feed&&) noexcept = default;
-Feed& Feed::operator=(Feed&&) noexcept = default;
-
 std::unique_ptr<Stream<Sample>> Feed::samples() const {
   return std::make_unique<Stream<Sample>>(
-      [state = state_](const Stream<Sample>::Put& put) { state->produce(put); });
+      [state = state_, whole = whole_](const Stream<Sample>::Put& put) {
+        state->produce(put, whole);
+      });
+}
+
+Feed Feed::whole_batches() const {
+  if (count() < static_cast<std::size_t>(batch())) {
+    throw ConfigError(no_whole_batch(count(), batch()));
+  }
+  Feed whole;
+  whole.state_ = state_;
+  whole.whole_ = true;
+  return whole;
 }
 
 std::size_t Feed::count() const { return state_->count(); }
 
 std::size_t Feed::size() const {
   const auto batch = static_cast<std::size_t>(state_->batch);
-  return (count() + batch - 1) / batch;
+  return (count() + (whole_ ? 0 : batch - 1)) / batch;
 }
 
 int Feed::batch() const { return state_->batch; }
@@ -220,8 +235,13 @@ std::vector<std::string> Feed::notes() const {
     if (bad.size() > 3) list += " (and " + std::to_string(bad.size() - 3) + " more)";
     notes.push_back(list);
   }
-  const std::size_t filler = size() * static_cast<std::size_t>(state_->batch) - count();
-  if (filler > 0) {
+  const std::size_t held = size() * static_cast<std::size_t>(state_->batch);
+  if (whole_ && held < count()) {
+    notes.push_back("TensorRT calibrates in whole batches, of " + std::to_string(state_->batch) +
+                    " samples here: the last " + std::to_string(count() - held) + " of " +
+                    std::to_string(count()) + " samples fill none and were left out");
+  } else if (!whole_ && held > count()) {
+    const std::size_t filler = held - count();
     notes.push_back("the model's batch is " + std::to_string(state_->batch) +
                     ": the last one was filled with the first " + std::to_string(filler) +
                     " sample" + (filler > 1 ? "s" : "") + " again");

@@ -38,22 +38,78 @@ struct Engine {
   }
 };
 
-std::shared_ptr<const Feed> feed_of(const Folder& folder) {
-  return std::make_shared<Feed>(folder.path(), kSpec, FeedOptions{});
-}
+Feed feed_of(const Folder& folder) { return Feed(folder.path(), kSpec, {}); }
 
 }  // namespace
 
-TEST_CASE("all batches are taken and the written cache comes out") {
+TEST_CASE("all whole batches are taken and the written cache comes out") {
   const Folder folder;
   for (int k = 0; k < 5; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
   Engine engine;
   CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt);
   CHECK(job.batch() == 2);
   engine.calibrate(job, "image");
-  CHECK(engine.seen.size() == 3);
+  CHECK(engine.seen.size() == 2);
   CHECK(engine.seen[0] != engine.seen[1]);
   CHECK(job.check() == kCache);
+  CHECK(feed_of(folder).whole_batches().notes().back() ==
+        "TensorRT calibrates in whole batches, of 2 samples here: the last 1"
+                              " of 5 samples fill none and were left out");
+}
+
+TEST_CASE("fewer images than a batch are told before TensorRT starts") {
+  const Folder folder;
+  folder.picture("a.png", 16, 20, 1);
+  Engine engine;
+  const Feed feed = feed_of(folder);
+  CHECK_THROWS_WITH(CalibrationJob(feed, "image", engine.upload(), std::nullopt),
+                    Catch::Contains("got 1 samples for batches of 2"));
+  CHECK(CalibrationJob(feed, "image", engine.upload(), kCache).check() == kCache);
+}
+
+TEST_CASE("bad images that leave no whole batch are told after the build") {
+  const Folder folder;
+  folder.picture("a.png", 16, 20, 1);
+  folder.write("b.png", "no picture");
+  Engine engine;
+  FeedOptions options;
+  options.skip_bad = true;
+  CalibrationJob job(Feed(folder.path(), kSpec, options), "image", engine.upload(), std::nullopt);
+  engine.calibrate(job, "image");
+  CHECK_THROWS_WITH(job.check(), Catch::Contains("got 1 samples for batches of 2"));
+}
+
+TEST_CASE("a new cache is kept at once, and is there for a second build") {
+  const Folder folder;
+  for (int k = 0; k < 4; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
+  Engine engine;
+  std::string kept;
+  const auto keep = [&kept](const std::string& cache) { kept = cache; };
+  CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt, keep);
+  engine.calibrate(job, "image");
+  CHECK(kept == kCache);
+  std::size_t length = 0;
+  const void* again = job.read(length);
+  CHECK(std::string(static_cast<const char*>(again), length) == kCache);
+  kept.clear();
+  CalibrationJob early(feed_of(folder), "image", engine.upload(), std::nullopt, keep);
+  engine.calibrate(early, "image", 1);
+  CHECK(kept.empty());
+  const auto full = [](const std::string&) { throw ExportError("no space left"); };
+  CalibrationJob unkept(feed_of(folder), "image", engine.upload(), std::nullopt, full);
+  engine.calibrate(unkept, "image");
+  CHECK_THROWS_WITH(unkept.check(), "no space left");
+}
+
+TEST_CASE("a known cache that TensorRT refuses is told, and no batch is given in its place") {
+  const Folder folder;
+  for (int k = 0; k < 4; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
+  Engine engine;
+  CalibrationJob job(feed_of(folder), "image", engine.upload(), kCache);
+  const char* name = "image";
+  void* binding = nullptr;
+  CHECK_FALSE(job.next(&binding, &name, 1));
+  CHECK_THROWS_WITH(job.check(), Catch::Contains("refused it and asked for batches"));
 }
 
 TEST_CASE("a known cache is handed over and no image is read") {
@@ -73,6 +129,7 @@ TEST_CASE("what goes wrong inside a callback is thrown after the build") {
   Engine engine;
   SECTION("a bad image") {
     folder.write("c.png", "no picture");
+    folder.picture("d.png", 16, 20, 1);
     CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt);
     engine.calibrate(job, "image");
     CHECK_THROWS_WITH(job.check(), Catch::Contains("image c.png cannot be decoded"));
@@ -95,12 +152,13 @@ TEST_CASE("a calibration that stops early or writes nothing is told") {
   for (int k = 0; k < 5; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
   Engine engine;
   CalibrationJob early(feed_of(folder), "image", engine.upload(), std::nullopt);
-  engine.calibrate(early, "image", 2);
-  CHECK_THROWS_WITH(early.check(), Catch::Contains("every batch, got 2 of 3"));
+  engine.calibrate(early, "image", 1);
+  CHECK_THROWS_WITH(early.check(), Catch::Contains("every batch, got 1 of 2"));
   CalibrationJob silent(feed_of(folder), "image", engine.upload(), std::nullopt);
   const char* name = "image";
   void* binding = nullptr;
   while (silent.next(&binding, &name, 1)) continue;
+  CHECK(silent.begun());
   CHECK_THROWS_WITH(silent.check(), Catch::Contains("wrote no calibration cache"));
 }
 

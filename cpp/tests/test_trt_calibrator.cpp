@@ -68,6 +68,9 @@ TEST_CASE("the four calibrators are what TensorRT takes them for") {
   CHECK(legacy.getRegressionCutoff() == 1.0);
 }
 
+static_assert(!std::is_move_constructible_v<trt::Int8EntropyCalibrator2>,
+              "TensorRT holds a calibrator's address");
+
 TEST_CASE("batches go to the device, and a device that is missing is told after the build") {
   const Folder folder;
   for (const char* name : {"a.png", "b.png", "c.png"}) folder.picture(name, 16, 20, 9);
@@ -81,7 +84,7 @@ TEST_CASE("batches go to the device, and a device that is missing is told after 
   int batches = 0;
   while (seen_by_tensorrt.getBatch(&binding, &name, 1)) ++batches;
   if (has_gpu()) {
-    CHECK(batches == 2);
+    CHECK(batches == 1);  // the third picture makes no whole batch
     seen_by_tensorrt.writeCalibrationCache(kCache.data(), kCache.size());
     CHECK(calibrator.check() == kCache);
   } else {

@@ -32,7 +32,7 @@ class Calibrated:
         seconds: of observing and searching.
         runs: variant of the model -> inferences.
         notes: what the reader of the cache should know.
-        warnings: what is odd about the images.
+        warnings: what is no part of the model that was observed; what is odd about the images.
         cache: where it is kept.
         repairs: what was tried on the model before it was observed, in sentences.
     """

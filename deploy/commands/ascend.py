@@ -175,7 +175,7 @@ def auto(
         found.ranges.observed,
         evaluation,
         folder=out,
-        name=found.loaded.name,
+        loaded=found.loaded,
         budget=Budget(max_loss=max_loss, threads=images.threads),
         say=say,
     )

@@ -242,10 +242,9 @@ def to_qdq(
 )
 @click.option(
     "--trt-version",
-    default=DEFAULT_TRT_VERSION,
-    show_default=True,
     metavar="X.Y.Z",
-    help="TensorRT that is to read the cache.",
+    help="TensorRT that is to read the cache.  [default: the TensorRT that builds here, else"
+    f" {DEFAULT_TRT_VERSION}]",
 )
 @click.option(
     "--dla",
@@ -258,7 +257,7 @@ def to_qdq(
     help="With --dla, infer no scale that may cut values off; its layers run in float16.",
 )
 def from_qdq(
-    model: Path, out: tuple[Path, Path], trt_version: str, dla: bool, no_guesses: bool
+    model: Path, out: tuple[Path, Path], trt_version: str | None, dla: bool, no_guesses: bool
 ) -> None:
     """Take the pairs out of MODEL.QDQ.ONNX: the float model, and a cache for DLA and TensorRT 8.
 
@@ -267,15 +266,16 @@ def from_qdq(
     """
     from deploy.atomic import write_bytes
     from deploy.calibration.trt_cache import dump
-    from deploy.targets.tensorrt import cache_tools
+    from deploy.targets.tensorrt import cache_tools, sdk
     from deploy.targets.tensorrt.naming import trt_tensors
 
     if not dla:
         given.refuse_without("--dla", given.typed("no_guesses"))
-    plain, made = cache_tools.qdq_to_cache(model, version=trt_version)
+    version = trt_version or sdk.cache_reader() or DEFAULT_TRT_VERSION
+    plain, made = cache_tools.qdq_to_cache(model, version=version)
     found = None
     if dla:
-        made, found = cache_tools.dla_cache(plain, version=trt_version, guesses=not no_guesses)
+        made, found = cache_tools.dla_cache(plain, version=version, guesses=not no_guesses)
     write_bytes(out[0], plain.model.SerializeToString(deterministic=True))
     write_bytes(out[1], dump(made))
     say(f"{out[0]}: the float model")

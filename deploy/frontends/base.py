@@ -13,6 +13,8 @@ from deploy.tensors import TensorSpec
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.frontends.plugins import Behind
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -32,6 +34,8 @@ class LoadedModel:
         widened: whether the original computes in float16 what `model` computes in float32.
         renamed: whether nodes of the original share names, which ONNX Runtime does not load.
         stamp: of the file's bytes, None for a model given in memory.
+        behind: nodes that ONNX Runtime does not know and all that reads of them, which are no part
+            of `model`; None where there are none.
     """
 
     model: onnx.ModelProto
@@ -44,6 +48,22 @@ class LoadedModel:
     widened: bool = False
     renamed: bool = False
     stamp: Stamp | None = None
+    behind: Behind | None = None
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """A sentence on what is no part of `model`; none where all of it is."""
+        if self.behind is None:
+            return ()
+        return (self.behind.sentence(spec.name for spec in self.outputs),)
+
+    def whole(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """What was made of `self.model`, with the nodes that ONNX Runtime does not know put back.
+
+        Raises:
+            ExportError: they mean something else in the opset of `model`.
+        """
+        return model if self.behind is None else self.behind.back(model)
 
 
 # (path, or "path.py:factory", or a model in memory; fold_batchnorm) -> LoadedModel

@@ -20,6 +20,7 @@ OLDEST_OPSET = 7
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
+_QUANTIZED_DOMAINS = ("onnx.brevitas", "qonnx.custom_op.general", "finn.custom_op.general")
 _QUANTIZED_ENDS = ("Integer", "IntegerToFloat", "FloatBias")
 
 
@@ -56,7 +57,7 @@ def check_opset(model: onnx.ModelProto) -> None:
 def check_float(model: onnx.ModelProto) -> None:
     """Refuse models that hold int8 nodes already, by the first such node."""
     for node in all_nodes(model.graph):
-        if _is_quantized(node.op_type):
+        if _is_quantized(node.op_type) or node.domain in _QUANTIZED_DOMAINS:
             raise ModelError(
                 "the model must be a float32 one, got one that is quantized already "
                 f"({node.op_type} '{node.name}'); give the model it was made from"

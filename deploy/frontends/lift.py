@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from deploy.errors import first_line
@@ -35,25 +36,43 @@ _SAME_SINCE = {
 }
 
 
-def lift(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str | None]:
+# From 13 on: operators that got another form, or meaning, in the opset that is told.
+_OTHER_FORM = {
+    "DFT": 20, "GridSample": 20, "GroupNormalization": 21, "RoiAlign": 16, "Split": 18,
+    **dict.fromkeys(
+        ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
+         "ReduceMin", "ReduceProd", "ReduceSumSquare"), 18,
+    ),
+}  # fmt: skip
+
+
+def lift(
+    model: onnx.ModelProto, behind: Sequence[onnx.NodeProto] = ()
+) -> tuple[onnx.ModelProto, str | None]:
     """The model at opset 13 or newer where that can be done, and a note on what happened.
 
     Onnx's converter does it where it can. It does not go into subgraphs and knows no custom
     domain: then, and where it fails, the number alone is raised if every operator in the model
     means the same in opset 13; else the opset stays, and weights get one scale per tensor.
+
+    Args:
+        model: the model.
+        behind: nodes that were cut off it and will be put back as they are.
     """
     opset = opset_of(model)
     if opset >= TARGET_OPSET:
         return model, None
     done = f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
-    reason = why_not_converted(model)
-    if not reason:
+    fixed = other_form(behind, opset, TARGET_OPSET)
+    reason = "" if fixed else why_not_converted(model)
+    if not (reason or fixed):
         try:
             return _converted(model), done
         except Exception as error:  # C++ behind a binding: no error class of its own
             reason = f"onnx's version converter says: {first_line(error)}"
-    changed = _changed_meaning(model)
+    changed = fixed or other_form(model.graph.node, opset, TARGET_OPSET)
     if changed:
+        reason = reason or "nodes that onnxruntime does not know keep what is behind them as it is"
         return model, (
             f"Left at opset {opset}, so weights get one scale per tensor: {reason}, and "
             f"{', '.join(changed)} changed on the way to opset {TARGET_OPSET}."
@@ -85,24 +104,31 @@ def _converted(model: onnx.ModelProto) -> onnx.ModelProto:
     return lifted
 
 
-def _changed_meaning(model: onnx.ModelProto) -> list[str]:
-    """Operators of the default domain that opset 13 may define in another way."""
+def other_form(nodes: Iterable[onnx.NodeProto], own: int, opset: int) -> list[str]:
+    """Operators of the default domain in these nodes that may be another thing in a newer opset."""
     from onnx import defs
 
-    opset = opset_of(model)
     same_meaning = set(_SAME_MEANING.split())
 
     def same(op_type: str) -> bool:
-        if op_type in same_meaning or opset >= _SAME_SINCE.get(op_type, TARGET_OPSET):
+        if own < _OTHER_FORM.get(op_type, 0) <= opset:
+            return False
+        if op_type in same_meaning or own >= _SAME_SINCE.get(op_type, TARGET_OPSET):
             return True
         try:
-            old = defs.get_schema(op_type, opset, "").since_version
+            old = defs.get_schema(op_type, own, "").since_version
             return old == defs.get_schema(op_type, TARGET_OPSET, "").since_version
         except defs.SchemaError:
-            return False
+            return not defs.has(op_type)  # not ONNX's at all
 
-    used = {n.op_type for n in all_nodes(model.graph) if n.domain in ("", "ai.onnx")}
+    whole = (inner for node in nodes for inner in (node, *_inside(node)))
+    used = {node.op_type for node in whole if node.domain in ("", "ai.onnx")}
     return sorted(op_type for op_type in used if not same(op_type))
+
+
+def _inside(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    for body in subgraphs(node):
+        yield from all_nodes(body)
 
 
 def _set_opset(model: onnx.ModelProto, version: int) -> None:

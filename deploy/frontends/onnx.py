@@ -13,6 +13,7 @@ from deploy.frontends.digest import model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.half import drop_casts, widen
 from deploy.frontends.lift import lift
+from deploy.frontends.plugins import Behind, cut
 from deploy.frontends.reader import Stamp, read_stamped, refuse_external
 from deploy.graph.edit import copied, drop_dead, free_inputs, name_nodes, sort_nodes
 from deploy.graph.index import Graph, all_nodes, subgraphs
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _ROUNDS = 8  # folding a Shape makes new constants; real models are done after two rounds
 _OLDEST_IR = 7  # the one that came with opset 13; IR 3 still wants weights among the inputs
-_ORT_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
@@ -40,7 +40,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         _check(model)
         digest = model_digest(model)
         shared = _shared_names(model.graph)
-        model, notes, widened = _clean(model, fold_batchnorm)
+        model, notes, widened, behind = _clean(model, fold_batchnorm)
         _check_cleaned(model)
     except ModelError as error:  # a name in a broken model may hold line breaks and worse
         raise ModelError(_printable(str(error))) from error.__cause__
@@ -49,7 +49,17 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     if shared:
         notes.insert(0, f"Renamed {_count(shared, 'node')} whose name another node has.")
     return LoadedModel(
-        model, path, name, digest, tuple(notes), inputs, outputs, widened, bool(shared), stamp
+        model,
+        path,
+        name,
+        digest,
+        tuple(notes),
+        inputs,
+        outputs,
+        widened,
+        bool(shared),
+        stamp,
+        behind,
     )
 
 
@@ -84,8 +94,10 @@ def _check_cleaned(model: onnx.ModelProto) -> None:
     _check_runs(model)
 
 
-def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProto, list[str], bool]:
-    """The cleaned model, what was done to it in the order it was done, whether it was float16."""
+def _clean(
+    model: onnx.ModelProto, fold_batchnorm: bool
+) -> tuple[onnx.ModelProto, list[str], bool, Behind | None]:
+    """The cleaned model, what was done to it in its order, if it was float16, what was cut off."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     notes: list[str | None] = [_free_inputs(model.graph)]
     _open_sizes(model.graph)
@@ -94,7 +106,9 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProt
         notes.append(note)
         checks.check_float(model)
     checks.check_ends(model)
-    _check_domains(model)
+    behind = cut(model, with_shapes)
+    if behind is not None:
+        model = with_shapes(model)  # the types of its new outputs
     widened = widen(model)
     notes.append(widened)
     if sort_nodes(model.graph):
@@ -104,7 +118,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProt
     checks.check_valid(model)
     if widened:
         drop_casts(model.graph, Graph(model).dtypes)
-    model, lifted = lift(model)
+    model, lifted = lift(model, behind.nodes if behind is not None else ())
     notes.append(lifted)
     model, done = _fold(model)
     notes += done
@@ -113,7 +127,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> tuple[onnx.ModelProt
     name_nodes(model.graph)
     model = with_shapes(model)
     notes += _left_float(model)
-    return model, [note for note in notes if note], widened is not None
+    return model, [note for note in notes if note], widened is not None, behind
 
 
 def _free_inputs(graph: onnx.GraphProto) -> str | None:
@@ -192,7 +206,7 @@ def _left_float(model: onnx.ModelProto) -> list[str]:
     control = [n.op_type for n in model.graph.node if any(True for _ in subgraphs(n))]
     recurrent = [n.op_type for n in model.graph.node if n.op_type in _RECURRENT]
     custom = [
-        f"{n.domain}.{n.op_type}" for n in model.graph.node if n.domain not in _ORT_DOMAINS[:2]
+        f"{n.domain}.{n.op_type}" for n in model.graph.node if n.domain not in ("", "ai.onnx")
     ]
     return [
         f"Left in float: {', '.join(f'{types.count(t)} {t}' for t in sorted(set(types)))} ({why})."
@@ -226,17 +240,6 @@ def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     made -= {value.name for value in inferred.graph.output}
     inferred.graph.value_info.extend(v for v in own if v.name in made and v.name not in known)
     return inferred
-
-
-def _check_domains(model: onnx.ModelProto) -> None:
-    """Refuse operators that neither ONNX nor ONNX Runtime knows."""
-    for node in all_nodes(model.graph):
-        if node.domain not in _ORT_DOMAINS and not node.domain.startswith("com.microsoft"):
-            raise ModelError(
-                f"onnxruntime must know every operator, got {node.op_type} of the domain "
-                f"'{node.domain}' ('{node.name or next(iter(node.output), '')}'); export the "
-                "model with standard ONNX operators"
-            )
 
 
 def _check_runs(model: onnx.ModelProto) -> None:

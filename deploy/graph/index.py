@@ -95,7 +95,7 @@ class Graph:
         graph = model.graph
         self.nodes = list(graph.node if nodes is None else nodes)
         self.initializers = {t.name: t for t in graph.initializer}
-        self.constants = {**self.initializers, **_constant_nodes(self.nodes)}
+        self.constants = {**self.initializers, **constant_nodes(self.nodes)}
         self.inputs = [value.name for value in fed_inputs(graph)]
         self.outputs = {o.name for o in graph.output}
         self.producer = {name: n for n in self.nodes for name in n.output if name}
@@ -168,7 +168,7 @@ class Graph:
         return len(others) == 1 and others[0] in self.initializers
 
 
-def _constant_nodes(nodes: list[onnx.NodeProto]) -> dict[str, onnx.TensorProto]:
+def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProto]:
     """Output of each Constant node -> its tensor; those given as numbers or strings left out."""
     return {
         node.output[0]: attribute.t

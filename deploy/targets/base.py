@@ -94,6 +94,20 @@ class BuildRequest:
         """sha256 of the model's graph and weights."""
         return self.subject.loaded.digest
 
+    def whole(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """What was made of the model, with the nodes put back that ONNX Runtime does not know.
+
+        Raises:
+            ExportError: they mean something else in the opset of `model`.
+        """
+        return self.subject.loaded.whole(model)
+
+    @property
+    def kept(self) -> tuple[Decision, ...]:
+        """These nodes, and those behind them."""
+        behind = self.subject.loaded.behind
+        return () if behind is None else behind.decisions
+
     def built_before(self, name: str) -> Path:
         """Where an earlier build would have put this file."""
         return (self.earlier or self.folder) / name

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy import atomic
+from deploy.errors import ExportError
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 
@@ -108,7 +109,17 @@ class OnnxRuntime:
         )
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
-        """The method's statistic of every tensor that needs a scale."""
+        """The method's statistic of every tensor that needs a scale.
+
+        Raises:
+            ExportError: ONNX Runtime does not know a node of the model.
+        """
+        if subject.loaded.behind is not None:
+            raise ExportError(
+                "onnxruntime must know every operator, got"
+                f" {subject.loaded.behind.stranger}; build with --target tensorrt or ascend, whose"
+                " files keep it, or export the model with standard ONNX operators"
+            )
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:

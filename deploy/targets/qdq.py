@@ -18,6 +18,7 @@ Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from onnx import helper, numpy_helper
 from calibrators.grids import FP8, Grid, codes, quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
+from deploy.frontends.checks import opset_of
+from deploy.frontends.lift import TARGET_OPSET
 from deploy.graph.edit import copied, drop_dead, rebuild
 from deploy.graph.gates import Gate
 from deploy.graph.index import Graph
@@ -49,7 +52,8 @@ def write_qdq(
     """Insert the plan's pairs; `model` is left as it is.
 
     Args:
-        model: cleaned float model, opset 13 or later; 19 or later on a grid of fp8.
+        model: cleaned float model, opset 19 or later on a grid of fp8; before opset 13 weights get
+            one scale each.
         plan: of `deploy.graph.plan.analyse` for the same model.
         scales: a `Scale` for each of `plan.activations`.
         weight_bits: 8 as the placement has them, or 7 for CPUs whose int8 kernels saturate 16-bit
@@ -68,8 +72,9 @@ def write_qdq(
         )
     out = copied(model)
     writer = _Writer(out, plan, scales, weight_bits, storable)
+    per_channel = opset_of(model) >= TARGET_OPSET
     for weight in plan.weights:
-        writer.weight(weight)
+        writer.weight(weight if per_channel else replace(weight, axis=None))
     for pair in plan.pairs:
         writer.pair(pair)
     for gate in plan.gates:

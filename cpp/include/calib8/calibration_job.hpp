@@ -23,10 +23,13 @@ class CalibrationJob {
  public:
   // Copies a sample to where TensorRT reads it; gives that address. May throw.
   using Upload = std::function<void*(const Sample&)>;
+  // Takes the new cache as soon as TensorRT has it, which is long before the engine is. May throw.
+  using Keep = std::function<void(const std::string&)>;
 
-  // `known` is the text of a cache that fits; without one TensorRT calibrates anew.
-  CalibrationJob(std::shared_ptr<const Feed> feed, std::string input, Upload upload,
-                 std::optional<std::string> known);
+  // `known` is the text of a cache that fits: TensorRT then gets no batches. Without one it
+  // calibrates with the feed's whole batches; throws ConfigError where the feed has none.
+  CalibrationJob(const Feed& feed, std::string input, Upload upload,
+                 std::optional<std::string> known, Keep keep = nullptr);
 
   // The bodies of getBatch, readCalibrationCache and writeCalibrationCache.
   bool next(void* bindings[], const char* const names[], std::int32_t count) noexcept;
@@ -34,17 +37,24 @@ class CalibrationJob {
   void write(const void* data, std::size_t length) noexcept;
 
   // After the build: the cache in force, known or new. Throws what a callback threw, or
-  // CalibrationError: TensorRT took fewer batches than the feed has, or wrote no cache.
+  // CalibrationError: what trouble() says.
   std::string check() const;
+  // Throws what a callback threw, if one did.
+  void rethrow() const;
+  // What went wrong between TensorRT and this job, in one sentence; "" if nothing.
+  std::string trouble() const;
+  // Whether TensorRT asked for a batch.
+  bool begun() const { return asked_ > 0; }
 
-  int batch() const { return feed_->batch(); }
+  int batch() const { return feed_.batch(); }
 
  private:
   bool next_address(void* bindings[], const char* const names[], std::int32_t count);
 
-  std::shared_ptr<const Feed> feed_;
+  Feed feed_;
   std::string input_;
   Upload upload_;
+  Keep keep_;
   std::optional<std::string> known_;
   std::optional<std::string> written_;
   std::unique_ptr<Stream<Sample>> stream_;

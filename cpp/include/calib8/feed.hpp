@@ -28,17 +28,19 @@ struct FeedOptions {
   std::optional<int> batch;              // none: what the input fixes, or 1
 };
 
+// A copy is of the same feed.
 class Feed {
  public:
   // Throws FeedError: nothing to feed, or it does not fit the input; ConfigError: wrong options.
   Feed(const std::filesystem::path& source, const TensorSpec& spec, const FeedOptions& options);
-  ~Feed();
-  Feed(Feed&&) noexcept;
-  Feed& operator=(Feed&&) noexcept;
 
   // A stream of samples in the feed's order. It outlives the feed safely.
   // next() throws FeedError on a bad sample, unless skip_bad; or where all were bad.
   std::unique_ptr<Stream<Sample>> samples() const;
+
+  // The same images for a calibration: an incomplete last batch is left out, as TensorRT has it.
+  // Throws ConfigError: there is no whole batch.
+  Feed whole_batches() const;
 
   std::size_t size() const;   // samples the stream gives; known bad ones are not counted
   std::size_t count() const;  // images fed; known bad ones are not counted
@@ -54,7 +56,9 @@ class Feed {
 
  private:
   struct State;
+  Feed() = default;
   std::shared_ptr<State> state_;
+  bool whole_ = false;
 };
 
 }  // namespace calib8

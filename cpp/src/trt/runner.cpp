@@ -1,11 +1,16 @@
 #include "calib8/trt/runner.hpp"
 
 #include <chrono>
+#include <cstring>
+#include <exception>
+#include <memory>
 #include <vector>
 
 #include "calib8/errors.hpp"
 #include "calib8/text.hpp"
 #include "calib8/trt/cuda.hpp"
+#include "dims.hpp"
+#include "plugins.hpp"
 
 namespace calib8::trt {
 namespace {
@@ -29,80 +34,108 @@ std::size_t bytes_of(nvinfer1::DataType type) {
                      std::to_string(static_cast<int>(type)) + "; build it with plain types");
 }
 
-// One input or output: host and device memory of one size.
-struct Binding {
+// One input or output: pinned host memory and device memory. An output whose size depends on the
+// data is allocated while the engine runs; what it throws is kept, since TensorRT takes no
+// exception.
+struct Binding : nvinfer1::IOutputAllocator {
+  void* reallocateOutput(char const* /*tensor*/, void* /*current*/, std::uint64_t size,
+                         std::uint64_t /*alignment*/) noexcept override {
+    try {
+      host.reserve(size);
+      return device.reserve(size);
+    } catch (...) {
+      error = std::current_exception();
+      return nullptr;
+    }
+  }
+  void notifyShape(char const* /*tensor*/, nvinfer1::Dims const& dims) noexcept override {
+    bytes = volume(dims) * value_bytes;
+  }
+
   std::string name;
   bool input = false;
-  std::vector<char> host;
+  std::size_t value_bytes = 0;
+  std::size_t bytes = 0;
+  HostBuffer host;
   DeviceBuffer device;
+  std::exception_ptr error;
 };
 
 }  // namespace
 
 struct Runner::State {
-  State(std::string_view plan, Logger& logger) {
+  State(std::string_view plan, Logger& log) : logger(log) {
+    const std::string no_plugins = load_plugins(log);
     const Clock::time_point start = Clock::now();
     runtime.reset(nvinfer1::createInferRuntime(logger));
     if (runtime) engine.reset(runtime->deserializeCudaEngine(plan.data(), plan.size()));
     if (engine) context.reset(engine->createExecutionContext());
-    if (!context) {
-      throw BackendError("TensorRT cannot load the engine: " + logger.last_error());
-    }
+    if (!context) refuse("cannot load the engine", no_plugins);
     for (std::int32_t k = 0; k < engine->getNbIOTensors(); ++k) bind(engine->getIOTensorName(k));
     load_ms = ms_since(start);
   }
 
+  [[noreturn]] void refuse(const std::string& what, const std::string& more = "") const {
+    throw BackendError("TensorRT " + what + ": " + logger.last_error() + more);
+  }
+
   void bind(const char* name) {
-    Binding binding;
+    if (engine->isShapeInferenceIO(name)) {
+      throw BackendError("the values of " + text::repr(name) +
+                         " are a shape, which calib8-build does not hand over; run the engine with"
+                         " Python's calib8");
+    }
+    bindings.push_back(std::make_unique<Binding>());
+    Binding& binding = *bindings.back();
     binding.name = name;
     binding.input = engine->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT;
+    binding.value_bytes = bytes_of(engine->getTensorDataType(name));
     if (binding.input) set_shape(name);
     const nvinfer1::Dims dims = context->getTensorShape(name);
-    std::size_t bytes = bytes_of(engine->getTensorDataType(name));
-    for (std::int32_t k = 0; k < dims.nbDims; ++k) {
-      if (dims.d[k] < 0) {
-        throw BackendError("the output " + text::repr(name) +
-                           " has a size that depends on the data; run it with Python's calib8");
-      }
-      bytes *= static_cast<std::size_t>(dims.d[k]);
+    if (has_open(dims)) {
+      if (!context->setOutputAllocator(name, &binding)) refuse("refused to allocate " + binding.name);
+      return;
     }
-    binding.host.resize(bytes);
-    if (!context->setTensorAddress(name, binding.device.reserve(bytes))) {
-      throw BackendError("TensorRT refused the buffer of " + text::repr(name));
+    binding.bytes = volume(dims) * binding.value_bytes;
+    std::memset(binding.host.reserve(binding.bytes), 0, binding.bytes);
+    if (!context->setTensorAddress(name, binding.device.reserve(binding.bytes))) {
+      refuse("refused the buffer of " + text::repr(name));
     }
-    bindings.push_back(std::move(binding));
   }
 
   // An open dimension takes the first profile's OPT shape.
   void set_shape(const char* name) const {
-    const nvinfer1::Dims own = engine->getTensorShape(name);
-    bool open = false;
-    for (std::int32_t k = 0; k < own.nbDims; ++k) open = open || own.d[k] < 0;
-    if (!open) return;
+    if (!has_open(engine->getTensorShape(name))) return;
     const nvinfer1::Dims best =
         engine->getProfileShape(name, 0, nvinfer1::OptProfileSelector::kOPT);
-    if (!context->setInputShape(name, best)) {
-      throw BackendError("TensorRT refused the shape of " + text::repr(name));
-    }
+    if (!context->setInputShape(name, best)) refuse("refused the shape of " + text::repr(name));
   }
 
-  void copy(bool inputs) {
-    for (Binding& binding : bindings) {
-      if (binding.input != inputs) continue;
-      void* from = inputs ? binding.host.data() : binding.device.get();
-      void* to = inputs ? binding.device.get() : binding.host.data();
+  void copy(bool inputs) const {
+    for (const auto& binding : bindings) {
+      if (binding->input != inputs) continue;
+      void* from = inputs ? binding->host.get() : binding->device.get();
+      void* to = inputs ? binding->device.get() : binding->host.get();
       const cudaMemcpyKind kind = inputs ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-      check(cudaMemcpyAsync(to, from, binding.host.size(), kind, stream.get()),
-            "copy " + text::repr(binding.name));
+      check(cudaMemcpyAsync(to, from, binding->bytes, kind, stream.get()),
+            "copy " + text::repr(binding->name));
     }
   }
 
-  DeviceTimes run() {
+  void enqueue() const {
+    if (context->enqueueV3(stream.get())) return;
+    for (const auto& binding : bindings) {
+      if (binding->error) std::rethrow_exception(binding->error);
+    }
+    refuse("refused to run the engine");
+  }
+
+  DeviceTimes run() const {
     events[0].record(stream);
     copy(true);
     events[1].record(stream);
     const Clock::time_point start = Clock::now();
-    if (!context->enqueueV3(stream.get())) throw BackendError("TensorRT refused to run the engine");
+    enqueue();
     const double enqueue_ms = ms_since(start);
     events[2].record(stream);
     copy(false);
@@ -112,14 +145,15 @@ struct Runner::State {
             enqueue_ms};
   }
 
+  Logger& logger;
   double load_ms = 0;
-  // in this order: each is freed before what it came from
+  // in this order: each is freed before what it came from or holds on to
   std::unique_ptr<nvinfer1::IRuntime> runtime;
   std::unique_ptr<nvinfer1::ICudaEngine> engine;
-  std::unique_ptr<nvinfer1::IExecutionContext> context;
   CudaStream stream;
   CudaEvent events[4];
-  std::vector<Binding> bindings;
+  std::vector<std::unique_ptr<Binding>> bindings;  // the context holds their addresses
+  std::unique_ptr<nvinfer1::IExecutionContext> context;
 };
 
 Runner::Runner(std::string_view engine, Logger& logger)

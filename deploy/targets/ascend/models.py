@@ -13,6 +13,7 @@ from deploy.targets.ascend.config_types import QuantConfig
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.frontends import LoadedModel
     from deploy.targets.ascend.quant_layer import QuantLayer
     from deploy.targets.ascend.record import LayerRecord
 
@@ -23,9 +24,18 @@ def write_models(
     config: QuantConfig,
     records: Mapping[str, LayerRecord],
     folder: Path,
-    name: str,
+    loaded: LoadedModel,
 ) -> dict[str, Path]:
     """Config, record and the three models; everything is made before anything is written.
+
+    Args:
+        model: the float model.
+        layers: those in int8.
+        config: what says so.
+        records: their scales.
+        folder: where to write.
+        loaded: what `model` was made of; names the files, and keeps the nodes that ONNX Runtime
+            does not know for the models that it does not run.
 
     Returns:
         Role -> path.
@@ -34,8 +44,8 @@ def write_models(
         ExportError: a file cannot be written.
     """
     return {
-        role: atomic.write_bytes(folder / f"{name}_{ending}", data)
-        for role, ending, data in list(_contents(model, layers, config, records))
+        role: atomic.write_bytes(folder / f"{loaded.name}_{ending}", data)
+        for role, ending, data in list(_contents(model, layers, config, records, loaded))
     }
 
 
@@ -44,6 +54,7 @@ def _contents(
     layers: Mapping[str, QuantLayer],
     config: QuantConfig,
     records: Mapping[str, LayerRecord],
+    loaded: LoadedModel,
 ) -> Iterator[tuple[str, str, bytes]]:
     from deploy.targets.ascend.amct_qdq import amct_qdq_model
     from deploy.targets.ascend.deploy_model import deploy_model
@@ -52,9 +63,10 @@ def _contents(
 
     yield "quant config", "quant.json", write_config(config).encode()
     yield "record", "record.txt", write_record(records).encode()
-    for role, ending, writer in (
-        ("deploy model", "deploy_model.onnx", deploy_model),
-        ("fake-quant model", "fake_quant_model.onnx", fake_quant_model),
-        ("Q/DQ model", "amct_qdq.onnx", amct_qdq_model),
+    deploy, fake = deploy_model(model, layers), fake_quant_model(model, layers)
+    for role, ending, made in (
+        ("deploy model", "deploy_model.onnx", loaded.whole(deploy)),
+        ("fake-quant model", "fake_quant_model.onnx", fake),
+        ("Q/DQ model", "amct_qdq.onnx", loaded.whole(amct_qdq_model(model, layers))),
     ):
-        yield role, ending, writer(model, layers).SerializeToString(deterministic=True)
+        yield role, ending, made.SerializeToString(deterministic=True)

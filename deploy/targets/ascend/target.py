@@ -210,7 +210,7 @@ class Ascend:
 
         plan, found, layers, config = self._quantized(request)
         files = write_models(
-            plan.model, layers, config, found.records, request.folder, request.name
+            plan.model, layers, config, found.records, request.folder, request.subject.loaded
         )
         notes = [*_calibration_notes(found, plan), _verified(plan.model, layers, request)]
         if self.aipp or self.first_layer_int8:
@@ -221,7 +221,10 @@ class Ascend:
             engine=engine,
             runnable=files["fake-quant model"],
             files=files,
-            decisions=_decisions(plan.model, plan.graph, found.records, request.float_nodes),
+            decisions=(
+                *_decisions(plan.model, plan.graph, found.records, request.float_nodes),
+                *request.kept,
+            ),
             method=_searches(plan.config),
             ranges=found.ranges,
             notes=(*notes, *more),

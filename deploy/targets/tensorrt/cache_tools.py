@@ -261,10 +261,10 @@ def cache_to_qdq(
         )
     written = loaded.model, matched.plan, matched.scales
     if rest == FP32:
-        return to_qdq(*written, own_concat_scales=own_concat_scales), matched
+        return loaded.whole(to_qdq(*written, own_concat_scales=own_concat_scales)), matched
     largest = _sizes(cache, matched)
     made, _ = to_typed(*written, rest=rest, largest=largest, own_concat_scales=own_concat_scales)
-    return made, matched
+    return loaded.whole(made), matched
 
 
 def _sizes(cache: CalibrationCache, matched: Match) -> dict[str, float]:

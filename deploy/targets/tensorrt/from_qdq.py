@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from deploy.errors import ExportError
 from deploy.frontends import checks
+from deploy.frontends.plugins import check_part_valid
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph, attributes, reads
 
@@ -54,7 +55,7 @@ def from_qdq(quantized: onnx.ModelProto) -> Plain:
         ExportError: nothing to take out, or something that a calibration cache cannot say.
     """
     checks.check_names(quantized)
-    checks.check_valid(quantized)
+    check_part_valid(quantized)
     return _Reader(copied(quantized)).run()
 
 

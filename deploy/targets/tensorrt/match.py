@@ -240,7 +240,9 @@ def _entry(
 def _stranger(name: str, model: onnx.ModelProto, original: onnx.ModelProto | None) -> str:
     """Why an entry belongs to no activation of the model."""
     if original is not None and any(name in node.output for node in original.graph.node):
-        return "in the file, but not after folding (BatchNormalization, constants)"
+        return (
+            "in the file, but not after folding (BatchNormalization, constants), or behind a plugin"
+        )
     constants = Graph(model).initializers
     if name in constants or name.removesuffix("_output") in constants:
         return "a constant of the model; TensorRT reads its range from its values"

@@ -5,6 +5,7 @@ Written always, on any machine::
     m.tensorrt.onnx      the cleaned float model          } together for 8.5 to 10.16 (and DLA):
     m.tensorrt.cache     its calibration cache            } implicit quantization
     m.tensorrt.qdq.onnx  the symmetric Q/DQ model           for 8.5 to 11: explicit quantization
+    m.tensorrt.part.onnx what of that ONNX Runtime runs, where it does not know all operators
 
 The Q/DQ model is made from the cache, so both hold the same scales. An engine is built from the
 cache where TensorRT still has calibrators, else from the Q/DQ model. With `precision` fp8 there is
@@ -34,6 +35,7 @@ from deploy.targets.tensorrt.words import (
     FP16,
     FP32,
     INT8,
+    PART,
     QDQ,
     TYPED,
 )
@@ -145,6 +147,7 @@ class TensorRT:
         ".tensorrt.cache",
         ".tensorrt.qdq.onnx",
         ".tensorrt.typed.onnx",
+        ".tensorrt.part.onnx",
         "_trtexec.sh",
         ".engine",
         ".engine.json",
@@ -293,21 +296,32 @@ class TensorRT:
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt.to_qdq import to_qdq
         from deploy.targets.tensorrt.trtexec import on_machine, script, ways
+        from deploy.targets.tensorrt.versions import Needs
 
         cache, matched, found, version = self._matched(request)
-        quantized = to_qdq(request.model, matched.plan, matched.scales)
+        models = {FLOAT: request.model} if self.precision == INT8 else {}
+        models[QDQ] = to_qdq(request.model, matched.plan, matched.scales)
         narrow, said = self._typed(request, matched, found)
+        if narrow is not None:
+            models[TYPED] = narrow
+        judged = self._judged(models, version)
+        part = models[judged] if request.kept else None
+        whole = {role: request.whole(model) for role, model in models.items()}
+        models, lowered = self._readable(whole, version)
         stem = request.folder / f"{request.name}.tensorrt"
         files = {}
         if self.precision == INT8:
-            files[FLOAT] = _written(stem, ".onnx", _bytes(request.model))
+            files[FLOAT] = _written(stem, ".onnx", _bytes(models[FLOAT]))
             files[CACHE] = _written(stem, ".cache", trt_cache.dump(cache))
-        files[QDQ] = _written(stem, ".qdq.onnx", _bytes(quantized))
+        files[QDQ] = _written(stem, ".qdq.onnx", _bytes(models[QDQ]))
         if narrow is not None:
-            files[TYPED] = _written(stem, ".typed.onnx", _bytes(narrow))
-        notes = (*_match_notes(matched), *said)
+            files[TYPED] = _written(stem, ".typed.onnx", _bytes(models[TYPED]))
+        if part is not None:  # all of it that ONNX Runtime runs
+            files[PART] = _written(stem, ".part.onnx", _bytes(part))
+        notes = (*_match_notes(matched), *said, *lowered)
+        needs = {role: Needs.of(model) for role, model in models.items()}
         found_ways = on_machine(
-            ways(request, files, version, rest=self.rest, precision=self.precision),
+            ways(request, files, needs, version, rest=self.rest, precision=self.precision),
             device=self.device,
             plugins=self.plugins,
         )
@@ -324,9 +338,9 @@ class TensorRT:
         return Built(
             target=self.name,
             engine=engine,
-            runnable=files[self._judged(files, version)],
+            runnable=files[judged if part is None else PART],
             files=files,
-            decisions=matched.plan.decisions,
+            decisions=(*matched.plan.decisions, *request.kept),
             method=request.chosen.chosen_by,
             ranges=_held(request.model, found, version),
             notes=notes,
@@ -340,12 +354,28 @@ class TensorRT:
             engine, cuda_graph=self.cuda_graph, device=self.device, plugins=self.plugins
         )
 
-    def _judged(self, files: Mapping[str, Path], version: str) -> str:
+    def _readable(
+        self, models: Mapping[str, onnx.ModelProto], version: str
+    ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
+        """(role -> the model as its TensorRT reads it, sentences on what that took)."""
+        from deploy.targets.tensorrt.readable import of_files, of_typed, readable
+
+        oldest = of_files(version, self.cache_version())
+        made, said = {}, []
+        for role, model in models.items():
+            fp8 = self.precision == FP8
+            strong = role == TYPED or fp8
+            wanted = of_typed(oldest, self.rest, fp8=fp8) if strong else oldest
+            made[role], sentence = readable(model, wanted)
+            said.append(sentence)
+        return made, tuple(dict.fromkeys(filter(None, said)))
+
+    def _judged(self, models: Mapping[str, onnx.ModelProto], version: str) -> str:
         """Role of the model whose accuracy is told: what the version runs, where a CPU can too."""
         from deploy.targets.tensorrt.versions import row
 
         strong = self.precision == FP8 or row(version).typed
-        runs = self.rest == FP16 and TYPED in files and strong
+        runs = self.rest == FP16 and TYPED in models and strong
         return TYPED if runs else QDQ  # ONNX Runtime has no bfloat16 convolutions
 
     def _typed(
@@ -359,6 +389,7 @@ class TensorRT:
         written = request.model, matched.plan, matched.scales
         try:
             model, kept = to_typed(*written, rest=self.rest, largest=_sizes(found))
+            request.whole(model)  # must be of its opset
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
         said = (f"{name} stays in float32: {why}" for name, why in kept.items())

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.calibration.trt_cache import version_label
-from deploy.frontends.checks import opset_of
-from deploy.targets.tensorrt.rest import FP8_OPSET, OPSETS
-from deploy.targets.tensorrt.versions import first_reading, row
+from deploy.targets.tensorrt.versions import Needs, row
 from deploy.targets.tensorrt.words import BF16, CACHE, FLOAT, FP8, FP16, FP32, INT8, QDQ, TYPED
 
 if TYPE_CHECKING:
@@ -45,6 +43,7 @@ class Way:
 def ways(
     request: BuildRequest,
     files: Mapping[str, Path],
+    needs: Mapping[str, Needs],
     version: str,
     *,
     rest: str = FP16,
@@ -53,13 +52,20 @@ def ways(
     """How the engine is built on a GPU machine with these files.
 
     A line that a TensorRT could not follow is not given, but why it cannot.
+
+    Args:
+        request: what was built.
+        files: role -> path.
+        needs: role of a model -> what its parser must know.
+        version: TensorRT that the cache is for, "X.Y.Z".
+        rest: type of what is not int8.
+        precision: int8 or fp8.
     """
-    opset = opset_of(request.model)
-    strong = _strong(request, files, max(opset, *_opsets(files, rest, precision)), precision)
+    strong = _strong(request, files, needs, precision)
     if precision == FP8 or not row(version).calibrators:
         return strong
-    weak = (_implicit(request, files, version, rest), *_weak(request, files, opset, rest))
-    return (*weak, *strong)
+    weak = _weak(request, files, needs[QDQ], rest)
+    return (_implicit(request, files, needs[FLOAT], version, rest), *weak, *strong)
 
 
 def on_machine(
@@ -74,11 +80,6 @@ def on_machine(
     return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in found)
 
 
-def _opsets(files: Mapping[str, Path], rest: str, precision: str) -> tuple[int, int]:
-    """What the typed model needs for its rest, and for fp8."""
-    return OPSETS.get(rest, 0) if TYPED in files else 0, FP8_OPSET if precision == FP8 else 0
-
-
 def script(found: Sequence[Way]) -> str:
     """What a shell script does that goes the way which its argument names."""
     usable = [way for way in found if way.words]
@@ -90,24 +91,23 @@ def script(found: Sequence[Way]) -> str:
     )
 
 
-def _implicit(request: BuildRequest, files: Mapping[str, Path], version: str, rest: str) -> Way:
+def _implicit(
+    request: BuildRequest, files: Mapping[str, Path], needs: Needs, version: str, rest: str
+) -> Way:
     """From the float model and the cache."""
-    opset, most = opset_of(request.model), row(version).opset
-    if opset > most:
-        why = (
-            f"TensorRT {version} reads opset {most} at most, got {opset}: export with an older one"
-        )
-        return Way("cache", why)
+    unmet = needs.unmet(version)
+    if unmet:
+        return Way("cache", f"TensorRT {version} cannot read {files[FLOAT].name}: {unmet}")
     types = ["--int8", *_float_types(rest), f"--calib={files[CACHE].name}"]
     words = _line(request, files[FLOAT], [*types, *_precision_words(request, rest)])
     return Way("cache", f"on a GPU machine with TensorRT {version}", words)
 
 
 def _weak(
-    request: BuildRequest, files: Mapping[str, Path], opset: int, rest: str
+    request: BuildRequest, files: Mapping[str, Path], needs: Needs, rest: str
 ) -> tuple[Way, ...]:
     """From the Q/DQ model, in the types that TensorRT chooses."""
-    since = first_reading(opset)
+    since = needs.first_reading()
     if since is None or version_label(since) >= version_label(_LAST):
         return ()
     oldest = max(since, _OLDEST[rest], key=version_label)
@@ -116,13 +116,14 @@ def _weak(
 
 
 def _strong(
-    request: BuildRequest, files: Mapping[str, Path], opset: int, precision: str
+    request: BuildRequest, files: Mapping[str, Path], needs: Mapping[str, Needs], precision: str
 ) -> tuple[Way, ...]:
-    """In the types of the model, which is of this opset."""
-    path, fp8 = files.get(TYPED, files[QDQ]), precision == FP8
-    where = _FP8_GPU if fp8 else ""
-    since = first_reading(opset, typed=True, fp8=fp8)
+    """In the types of the model."""
+    role, fp8 = TYPED if TYPED in files else QDQ, precision == FP8
+    path, where = files[role], _FP8_GPU if fp8 else ""
+    since = needs[role].first_reading(typed=True, fp8=fp8)
     if since is None:
+        opset = needs[role].opset
         why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
         return (Way("typed", why),)
     last = Way("11", f"{where}with TensorRT 11", _line(request, path, []))

@@ -1,9 +1,11 @@
 // TensorRT's int8 calibrators (up to TensorRT 10.16), fed with images:
 //
-//   calib8::trt::Int8EntropyCalibrator2 calibrator({feed, "image", known_cache});
+//   calib8::trt::Int8EntropyCalibrator2 calibrator({feed, "image"});
+//   std::string cache = builder.calibrate(calibrator);     // calib8::trt::Builder, or, by hand:
+//
 //   config->setInt8Calibrator(&calibrator);
 //   ... build ...
-//   std::string cache = calibrator.check();     // throws what went wrong in a callback
+//   std::string cache = calibrator.check();                // throws what went wrong in a callback
 //
 // TensorRT 11 has no calibrators: build from the model with Q/DQ nodes instead.
 #pragma once
@@ -26,10 +28,11 @@
 namespace calib8::trt {
 
 struct CalibratorOptions {
-  std::shared_ptr<const Feed> feed;   // batches of the shape that TensorRT calibrates with
-  std::string input;                  // name of the network's input
-  std::optional<std::string> cache;   // the text of a cache that fits; none: calibrate
-  double quantile = 0.999999;         // of the legacy calibrator only
+  std::shared_ptr<const Feed> feed;       // batches of the shape that TensorRT calibrates with
+  std::string input;                      // name of the network's input
+  std::optional<std::string> cache = {};  // the text of a cache that fits; none: calibrate
+  CalibrationJob::Keep keep = nullptr;    // takes a new cache before the engine is built
+  double quantile = 0.999999;             // of the legacy calibrator only
   double regression_cutoff = 1.0;
 };
 
@@ -38,8 +41,13 @@ template <class Base>
 class Calibrator : public Base {
  public:
   explicit Calibrator(const CalibratorOptions& options)
-      : job_(options.feed, options.input,
-             [this](const Sample& sample) { return upload(sample); }, options.cache) {}
+      : job_(*options.feed, options.input,
+             [this](const Sample& sample) { return upload(sample); }, options.cache,
+             options.keep) {}
+  // TensorRT and the job hold its address.
+  Calibrator(Calibrator&&) = delete;
+  Calibrator& operator=(Calibrator&&) = delete;
+  ~Calibrator() override = default;
 
   // With explicit batch dimensions the batch is part of the shape; TensorRT multiplies by this.
   std::int32_t getBatchSize() const noexcept override { return 1; }
@@ -58,6 +66,7 @@ class Calibrator : public Base {
 
   // After the build: the cache in force. Throws what a callback threw, or CalibrationError.
   std::string check() const { return job_.check(); }
+  const CalibrationJob& job() const { return job_; }
 
  private:
   void* upload(const Sample& sample) {

@@ -18,16 +18,36 @@ inline void check(cudaError_t code, const std::string& action) {
   }
 }
 
-// Device memory that grows where it must.
-class DeviceBuffer {
+// Makes the GPU of this number, from 0, the one of this thread.
+inline void use_device(int number) {
+  check(cudaSetDevice(number), "use GPU " + std::to_string(number));
+}
+
+// Where a buffer lies: on the GPU, or in host memory that copies to it go from without a detour.
+struct OnDevice {
+  static constexpr const char* kWhere = " bytes on the GPU";
+  static cudaError_t reserve(void** memory, std::size_t bytes) { return cudaMalloc(memory, bytes); }
+  void operator()(void* memory) const { cudaFree(memory); }
+};
+struct Pinned {
+  static constexpr const char* kWhere = " bytes of pinned host memory";
+  static cudaError_t reserve(void** memory, std::size_t bytes) {
+    return cudaMallocHost(memory, bytes);
+  }
+  void operator()(void* memory) const { cudaFreeHost(memory); }
+};
+
+// Memory that grows where it must.
+template <class Where>
+class Buffer {
  public:
   // At least `bytes` bytes; what was there is lost where it grows.
   void* reserve(std::size_t bytes) {
     if (bytes > size_ || !memory_) {
       memory_.reset();
       void* fresh = nullptr;
-      check(cudaMalloc(&fresh, bytes > 0 ? bytes : 1),
-            "reserve " + std::to_string(bytes) + " bytes on the GPU");
+      check(Where::reserve(&fresh, bytes > 0 ? bytes : 1),
+            "reserve " + std::to_string(bytes) + Where::kWhere);
       memory_.reset(fresh);
       size_ = bytes;
     }
@@ -37,12 +57,12 @@ class DeviceBuffer {
   void* get() const { return memory_.get(); }
 
  private:
-  struct Free {
-    void operator()(void* memory) const { cudaFree(memory); }
-  };
-  std::unique_ptr<void, Free> memory_;
+  std::unique_ptr<void, Where> memory_;
   std::size_t size_ = 0;
 };
+
+using DeviceBuffer = Buffer<OnDevice>;
+using HostBuffer = Buffer<Pinned>;
 
 class CudaStream {
  public:

@@ -18,12 +18,13 @@ struct MeasureOptions {
 
 class Runner {
  public:
-  // Loads the engine and reserves its inputs and outputs. Throws BackendError.
+  // Loads the engine, with TensorRT's plugins, and reserves its inputs and outputs; one whose size
+  // depends on the data is reserved as it runs. Throws BackendError with TensorRT's words.
   Runner(std::string_view engine, Logger& logger);
   ~Runner();
   Runner(Runner&&) noexcept;
 
-  // One inference on zeros-filled inputs. Throws BackendError.
+  // One inference on inputs of zeros. Throws BackendError.
   DeviceTimes run();
 
   // Warm-up, then as many inferences as the options ask for. Throws BackendError.
