@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from deploy.targets.tensorrt import builder, sdk
 from deploy.targets.tensorrt.builder import Settings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
 from deploy.targets.tensorrt.cuda import CudaMemory
+from deploy.targets.tensorrt.driver import device_of
 from deploy.targets.tensorrt.gpus import gpu
 from deploy.targets.tensorrt.log import missing_tensors, sort_missing
 from deploy.targets.tensorrt.session import TensorrtSession
@@ -145,13 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def machine(here: sdk.Sdk) -> str:
     """TensorRT, GPU and driver, and what TensorRT does without."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        driver = said.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        driver = "unknown"
-    text = f"TensorRT {here.version} on {here.gpu}, driver {driver}"
+    text = device_of(here, gpu(0)).words
     return f"{text}, no tactics of {', '.join(here.stand_ins)}" if here.stand_ins else text
 
 

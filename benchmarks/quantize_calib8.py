@@ -65,7 +65,8 @@ def main() -> int:
     except Calib8Error as error:
         print(error)
         return 1
-    engine = next((row.path for row in report.engines if not row.reference and row.path), None)
+    int8 = (row for row in report.engines if not (row.reference or row.baseline))
+    engine = next((row.path for row in int8 if row.path), None)
     if given.target in RUNS_AS:
         engine = str(next(iter(given.out.glob(RUNS_AS[given.target]))))
     (given.out / "engine").write_text(str(Path(engine or given.model).resolve()))

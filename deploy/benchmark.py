@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from shlex import quote
@@ -18,10 +19,12 @@ from deploy.feed.preprocess import Preprocess
 from deploy.machine import memory_bytes, this_machine
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
+from deploy.metrics.ran import devices_of, layers_of
 from deploy.openvino import OpenvinoSession
 from deploy.progress import bar
 from deploy.reading import read_bytes, size
 from deploy.report import EngineRow, Report
+from deploy.report.ran import ran_part
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.streams import throughput
 from deploy.tensors import Array, Session, TensorSpec
@@ -126,6 +129,7 @@ def bench(
             threads=sessions[label].threads,
             latency=latencies[label],
             accuracy=judged.get(label),
+            ran=ran_part(layers_of(sessions[label])),
             notes=(
                 *_streams(path, runtimes[label], streams, feeds, threads, warmup_ms, duration_s),
                 *_by_output(judged.get(label)),
@@ -134,7 +138,8 @@ def bench(
         for label, path in paths.items()
     )
     title = f"Latency of {' and '.join(dict.fromkeys(path.name for path in paths.values()))}"
-    return Report(title=title, engines=rows, machine=this_machine())
+    machine = replace(this_machine(), devices=devices_of(sessions))
+    return Report(title=title, engines=rows, machine=machine)
 
 
 def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:

@@ -25,6 +25,30 @@ _PACKAGES = ("numpy", "onnx", "onnxruntime", "opencv-python-headless")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """An accelerator that something was measured on; "" where the system does not tell.
+
+    Attributes:
+        name: as its driver gives it.
+        runtime: what ran on it, with its version: "TensorRT 10.13.0.35".
+        driver: version of the driver.
+        cuda: the newest CUDA that the driver has.
+    """
+
+    name: str
+    runtime: str = ""
+    driver: str = ""
+    cuda: str = ""
+
+    @property
+    def words(self) -> str:
+        """All that is known, in one line."""
+        known = (("driver", self.driver), ("CUDA", self.cuda))
+        versions = (f"{what} {version}" for what, version in known if version)
+        return ", ".join(filter(None, (self.name, *versions, self.runtime)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """CPU, cores, system and versions.
 
@@ -34,7 +58,7 @@ class Machine:
         int8: the int8 dot-product instruction sets found, of `INT8_FLAGS`.
         os: system, release and architecture.
         versions: package name -> version of what was measured with.
-        devices: accelerators, where a session used one.
+        devices: accelerators that a session ran on.
     """
 
     cpu: str
@@ -42,7 +66,7 @@ class Machine:
     int8: tuple[str, ...]
     os: str
     versions: dict[str, str]
-    devices: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON types."""

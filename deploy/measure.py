@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError, SdkMissingError
 from deploy.graph.saturation import Bounds, bounds
-from deploy.judge import candidates_of, evaluation_of, float_model, judge, look_inside
+from deploy.judge import Candidate, candidates_of, evaluation_of, float_model, judge, look_inside
+from deploy.machine import Device
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
-from deploy.metrics.latency import Latency, measure
+from deploy.metrics.latency import DeviceSession, Latency, measure
 from deploy.metrics.precision import GroundTruth
+from deploy.metrics.ran import devices_of, layers_of
 from deploy.metrics.tasks import Metric
 from deploy.ort import OrtSession
 from deploy.report import EngineRow
+from deploy.report.ran import ran_part
 from deploy.targets.base import Built, Target
 from deploy.tensors import Samples, Session
 
@@ -31,10 +36,11 @@ class Figures:
     """What was measured.
 
     Attributes:
-        engines: the float model first, then one row a target.
+        engines: the float model first, then each target's: its baselines before its own.
         layers: target -> its inner tensors against the float model's.
-        failed: target -> why its engine could not be run, as a sentence.
+        failed: target or baseline -> why its engine could not be run, as a sentence.
         notes: sentences on how the figures came about.
+        devices: accelerators that engines ran on.
         decodes: images read for the evaluation alone.
         reference_runs: inferences of the float model for the accuracy figures.
         engine_runs: target -> inferences for the same.
@@ -44,6 +50,7 @@ class Figures:
     layers: Mapping[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
     decodes: int = 0
     reference_runs: int = 0
     engine_runs: Mapping[str, int] = field(default_factory=dict)
@@ -88,13 +95,13 @@ def measured(
     timed: dict[str, _Timed] = {"FP32": _timed(lambda: OrtSession.open(original, threads=threads))}
     failed: dict[str, str] = {}
     for target, result in zip(targets, built, strict=True):
-        try:
-            engine = _engine(target, result, threads)
-        except BackendError as error:
-            failed[result.target] = str(error)
-            continue
-        if engine is not None:
-            timed[result.target] = engine
+        for label, path in _engines_of(result).items():
+            try:
+                timed[label] = _timed(partial(target.open, path, threads=threads))
+            except SdkMissingError:
+                continue  # built for another machine
+            except BackendError as error:
+                failed[label] = str(error)
     if duration_s <= 0:  # those that ONNX Runtime runs were opened to be timed alone
         timed = {name: one.closed() for name, one in timed.items()}
     sound = [result for result in built if result.target not in failed]
@@ -104,7 +111,7 @@ def measured(
         if name != "FP32" and loaded.behind is None  # else its outputs are others
     }
     inside = look_inside(loaded, sound, engines, over)
-    candidates = candidates_of(sound, engines, failed)
+    candidates = candidates_of(sound, engines, failed) | _alone(engines, sound)
     judged = judge(original, candidates, over, inside, threads=threads, progress=progress)
     failed |= judged.failed
     sessions = {
@@ -120,8 +127,9 @@ def measured(
         for name, found in inside.layers.items()
         if name not in failed
     }
+    devices = devices_of(sessions)
     first = EngineRow(
-        label="FP32",
+        label="FP32 on the CPU" if devices else "FP32",
         reference=True,
         path=str(loaded.source) if loaded.source else None,
         size_bytes=len(original),
@@ -129,24 +137,14 @@ def measured(
         threads=threads,
         latency=latency.get("FP32"),
     )
-    rows = [
-        EngineRow(
-            label=result.word if len(built) == 1 else result.target,
-            target=result.target,
-            path=str(result.engine) if result.engine else None,
-            size_bytes=result.engine.stat().st_size if result.engine else None,
-            load_ms=timed[result.target].load_ms if result.target in timed else None,
-            threads=threads,
-            latency=latency.get(result.target),
-            accuracy=judged.accuracy.get(result.target),
-        )
-        for result in built
-    ]
+    seen = _Seen(timed, sessions, latency, judged.accuracy, failed, threads)
+    rows = [row for result in built for row in _rows(result, seen, alone=len(built) == 1)]
     return Figures(
         engines=(first, *rows),
         layers=layers,
         failed=failed,
         notes=_notes(judged.accuracy, evaluation),
+        devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
         reference_runs=judged.reference_runs,
         engine_runs=judged.engine_runs,
@@ -171,6 +169,39 @@ class _Timed:
         return self if self.on_device else replace(self, session=None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was found of the engines, by their names."""
+
+    timed: Mapping[str, _Timed]
+    sessions: Mapping[str, Session]
+    latency: Mapping[str, Latency]
+    accuracy: Mapping[str, Accuracy]
+    failed: Mapping[str, str]
+    threads: int
+
+
+def _rows(built: Built, seen: _Seen, *, alone: bool) -> Iterator[EngineRow]:
+    """The row of a target's engine, after those of its baselines."""
+    paths: dict[str, Path | None] = {**built.baselines, built.target: built.engine}
+    for name, path in paths.items():
+        own = name == built.target
+        layers = layers_of(seen.sessions.get(name))
+        yield EngineRow(
+            label=built.word if own and alone else name,
+            baseline=not own,
+            target=built.target,
+            path=str(path) if path else None,
+            size_bytes=path.stat().st_size if path else None,
+            load_ms=seen.timed[name].load_ms if name in seen.timed else None,
+            threads=seen.threads,
+            latency=seen.latency.get(name),
+            accuracy=seen.accuracy.get(name),
+            ran=ran_part(layers, built.decisions if own else ()),
+            notes=(seen.failed[name],) if name in seen.failed and not own else (),
+        )
+
+
 def _timed(make: Callable[[], Session]) -> _Timed:
     start = time.perf_counter()
     session = make()
@@ -190,24 +221,31 @@ def _clamped(limits: Mapping[str, Bounds], ranges: Mapping[str, Scale]) -> set[s
     }
 
 
-def _engine(target: Target, built: Built, threads: int) -> _Timed | None:
-    """The engine; None where there is none, or it was built for another machine."""
-    path = built.engine
-    if path is None:
-        return None
-    try:
-        return _timed(lambda: target.open(path, threads=threads))
-    except SdkMissingError:
-        return None
+def _engines_of(built: Built) -> dict[str, Path]:
+    """Name -> engine: the baselines by their labels, the target's own by the target's name."""
+    own = {} if built.engine is None else {built.target: built.engine}
+    return {**built.baselines, **own}
+
+
+def _alone(engines: Mapping[str, Session | None], built: Sequence[Built]) -> dict[str, Candidate]:
+    """The baselines, which are judged as the engines of a device."""
+    labels = {label for result in built for label in result.baselines}
+    found = {label: engines.get(label) for label in labels}
+    return {n: Candidate(session, alone=True) for n, session in found.items() if session}
 
 
 def _latencies(
     sessions: Mapping[str, Session], calibration: Samples, duration_s: float, progress: bool
 ) -> dict[str, Latency]:
+    """Times of all sessions; a device's in rounds of their own, as it would cool down meanwhile."""
     if duration_s <= 0:
         return {}
     feeds = calibration.first(_FEEDS)
-    return measure(sessions, feeds, duration_s=duration_s, progress=progress)
+    device = {name: one for name, one in sessions.items() if isinstance(one, DeviceSession)}
+    host = {name: one for name, one in sessions.items() if name not in device}
+    groups = [group for group in (host, device) if group]
+    found = [measure(one, feeds, duration_s=duration_s, progress=progress) for one in groups]
+    return {name: latency for each in found for name, latency in each.items()}
 
 
 def _notes(accuracy: Mapping[str, Accuracy], evaluation: Samples | None) -> tuple[str, ...]:

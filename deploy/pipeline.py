@@ -319,7 +319,14 @@ def build(
             progress=progress,
         )
         results = _built(
-            built_for, calibrated, stage, workers, plans, repairs=asked, progress=progress
+            built_for,
+            calibrated,
+            stage,
+            workers,
+            plans,
+            repairs=asked,
+            against=loaded.model if duration_s > 0 else None,
+            progress=progress,
         )
         figures = measured(
             calibrated.loaded,
@@ -544,14 +551,18 @@ def _built(
     plans: Mapping[str, Tuned],
     *,
     repairs: Sequence[str],
+    against: onnx.ModelProto | None,
     progress: bool,
 ) -> list[Built]:
     """One result a target; a failed one is its sentence.
 
+    Args beyond those of `build`:
+        against: the model without repairs, where speed is measured.
+
     Raises:
         Calib8Error: the one target that was asked for failed, or all did.
     """
-    request = _request(calibrated, stage, threads)
+    request = replace(_request(calibrated, stage, threads), against=against)
     results: list[Built] = []
     errors: list[Calib8Error] = []
     for target in targets:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+import deploy.report.speed as speed
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 from deploy import atomic, manifest
@@ -36,7 +37,7 @@ from deploy.report import (
     to_json,
     to_markdown,
 )
-from deploy.report.verdict import Gates, verdict
+from deploy.report.verdict import Gates, Verdict, verdict
 from deploy.report.words import PLAN
 from deploy.stamped import sha256
 from deploy.targets.base import Built
@@ -161,7 +162,7 @@ def gather(
             for result in built
         ),
         engines=_judged(figures, built, gates or Gates(), stage),
-        machine=this_machine(),
+        machine=replace(this_machine(), devices=figures.devices),
         files=(*_files(common, stage), report_page),
         work=_work(calibrated, figures),
         notes=(
@@ -182,39 +183,43 @@ def _title(name: str, built: Sequence[Built]) -> str:
 def _judged(
     figures: Figures, built: Sequence[Built], gates: Gates, stage: Stage
 ) -> tuple[EngineRow, ...]:
-    """The engines' rows, each with its verdict; the float model and what failed have none."""
-    reference, *rows = figures.engines
-    rows = [replace(row, path=_final(row.path, stage)) for row in rows]
+    """The engines' rows, each with its verdict; float engines and what failed have none."""
+    reference, *others = figures.engines
+    rows = [replace(row, path=_final(row.path, stage)) for row in others]
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
     failed = figures.failed
     judged = (
         replace(
             row,
-            verdict=verdict(
-                accuracy=row.accuracy,
-                speed_up=_speed_up(row, reference),
-                slower_ms=_slower_ms(row, reference),
-                int8=int8[row.target],
-                gates=gates,
-            ),
+            verdict=_verdict(row, figures.engines, int8=int8[row.target], gates=gates),
         )
-        if row.target in int8 and row.target not in failed
+        if row.target in int8 and row.target not in failed and not row.baseline
         else row
         for row in rows
     )
     return reference, *judged
 
 
-def _speed_up(row: EngineRow, reference: EngineRow) -> float | None:
-    if row.latency is None or reference.latency is None:
-        return None
-    return reference.latency.latency.median / row.latency.latency.median
+def _verdict(row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates) -> Verdict:
+    """Of one engine, its speed held against that of the first of its rivals."""
+    rival = next(iter(speed.rivals(engines, row)), None)
+    if rival is None:
+        return verdict(
+            accuracy=row.accuracy, speed_up=None, int8=int8, gates=gates, rival=_rival_of(row)
+        )
+    return verdict(
+        accuracy=row.accuracy,
+        speed_up=speed.speed_up(rival, row),
+        slower_ms=math.inf if row.on_device else speed.slower_ms(rival, row),
+        int8=int8,
+        gates=gates,
+        rival="FP32" if rival.reference else rival.label,
+    )
 
 
-def _slower_ms(row: EngineRow, reference: EngineRow) -> float:
-    if row.latency is None or reference.latency is None:
-        return math.inf
-    return row.latency.latency.median - reference.latency.latency.median
+def _rival_of(row: EngineRow) -> str:
+    """In words, what an engine without rivals would be held against."""
+    return "a float engine on its device" if row.on_device else "FP32"
 
 
 def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:

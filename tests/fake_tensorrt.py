@@ -663,7 +663,10 @@ def _told(layer: dict[str, Any]) -> dict[str, Any]:
             "Name": name, "Location": "Device", "Dimensions": [], "Format/Datatype": form,
         }  # fmt: skip
 
+    nodes = "" if layer["kind"] == "Reformat" else layer["name"]
+    noted = "".join(f"[ONNX Layer: {name}]" for name in nodes.split(" + ") if name)
     return {
+        **({"Metadata": noted} if VERSION >= (8, 6) else {}),
         "Name": layer["name"],
         "LayerType": layer["kind"],
         "Inputs": [tensor(name) for name in layer["inputs"]],

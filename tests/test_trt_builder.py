@@ -70,6 +70,7 @@ class Fake:
     def module(self) -> types.ModuleType:
         made: Any = types.ModuleType("tensorrt")
         made.BuilderFlag, made.TacticSource = BuilderFlag, TacticSource
+        made.ProfilingVerbosity = types.SimpleNamespace(DETAILED=2)
         made.ILogger = type("ILogger", (), {"Severity": Severity})
         made.NetworkDefinitionCreationFlag = type("Flags", (), {})
         made.init_libnvinfer_plugins = lambda logger, _: self.loggers.append(logger)

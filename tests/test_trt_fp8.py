@@ -17,7 +17,7 @@ from calibrators.histogram import Histogram
 from calibrators.mse import errors
 from calibrators.rounding import gram, output_error, rounded_by_output
 from deploy.calibration.search import Method
-from deploy.errors import ConfigError, ExportError, SdkMissingError
+from deploy.errors import ConfigError, ExportError
 from deploy.frontends import load
 from deploy.graph.index import Graph
 from deploy.graph.plan import TENSORRT_FP8, analyse
@@ -482,10 +482,6 @@ def on(tensorrt, monkeypatch, version: str) -> list[tuple[str, builder.Settings]
 
     monkeypatch.setattr(builder, "build_engine", engine)
     return made
-
-
-def absent():
-    raise SdkMissingError("no GPU in this test")
 
 
 def notes_of(net, images, out, **options) -> str:

@@ -177,7 +177,8 @@ def test_the_whole_check_runs_with_a_fake_tensorrt(
     code = gpu_check.main(["--limit", "20", "--out", str(tmp_path)])
     said = capsys.readouterr().out
     rows = {line.split("|")[1].strip(): line for line in said.splitlines() if line[:2] == "| "}
-    assert code == 1 and "TensorRT 8.5.3.1 on Fake H200 sm_90" in said
+    assert code == 1 and said.startswith("Fake H200 sm_90, ")
+    assert "CUDA 13.0, TensorRT 8.5.3.1; fashion.onnx" in said
     assert rows.keys() >= {"fp32", "fp16", *CLASSES, "Q/DQ", gpu_check.GRAPH}
     assert all(row.count("|") == 16 and row.split("|")[-2].strip() for row in rows.values())
     assert "| minmax | 25 of 28 | 0.0000% |" in rows["minmax"]  # Relus bound three of ours

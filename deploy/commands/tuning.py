@@ -91,7 +91,8 @@ def _options() -> list[Callable[[Command], Command]]:
             "--min-speedup",
             section=sections.SEARCH,
             type=Real(min=0),
-            help="Least speed over FP32; a slower engine is unusable.",
+            help="Least speed over FP32, on a GPU over its runtime's own FP16; a slower engine is"
+            " unusable.",
         ),
         sections.option(
             "--accept",

@@ -43,7 +43,8 @@ def read_build(folder: Path) -> Explanation:
     model, feed = report.part("model"), report.part("feed")
     how = feed.part("preprocess") if feed else None
     notes = report.texts("notes")
-    engines = {e.text("target"): e for e in report.rows("engines") if not e.flag("reference")}
+    int8 = [e for e in report.rows("engines") if not (e.flag("reference") or e.flag("baseline"))]
+    engines = {e.text("target"): e for e in int8}
     return Explanation(
         title=report.text("title"),
         report=str(path),

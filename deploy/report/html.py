@@ -8,6 +8,7 @@ from html import escape
 import deploy.report.figures as figures
 import deploy.report.markup as markup
 import deploy.report.sections as sections
+import deploy.report.speed as speed
 import deploy.report.truth as truth
 from deploy.report.figures import encodable
 from deploy.report.model import Findings
@@ -18,7 +19,6 @@ from deploy.report.table import (
     engine_lines,
     failures,
     shrink,
-    speed_up,
     top1,
 )
 from deploy.report.words import calibration_words, group_words, work_words
@@ -35,6 +35,7 @@ def to_html(report: Findings) -> str:
         _setup(report),
         sections.search(report),
         sections.nodes(report),
+        sections.ran(report),
         sections.tensors(report),
         sections.layers(report),
         _machine(report),
@@ -55,6 +56,8 @@ def _head(report: Findings) -> Iterator[str]:
     if report.model:
         words = [report.model.path, *report.model.inputs]
         yield f'<p class="sub">{" &middot; ".join(map(escape, words))}</p>'
+    for device in report.machine.devices if report.machine else ():
+        yield f'<p class="sub">{escape(device.words)}</p>'
     judged = [(e.label, e.verdict) for e in report.engines if e.verdict]
     if judged:
         yield markup.verdicts(judged)
@@ -82,11 +85,13 @@ def _tiles(report: Findings) -> Iterator[str]:
 
 def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
     """The first engine in three figures, then what each target covers."""
-    engine = next((engine for engine in report.engines if not engine.reference), None)
+    int8 = (engine for engine in report.engines if not (engine.reference or engine.baseline))
+    engine = next(int8, None)
     if engine is not None:
-        factor, smaller = speed_up(report, engine), shrink(report, engine)
-        if factor is not None:
-            yield figures.ratio(factor), f"speed of the float model, {engine.label}"
+        smaller = shrink(report, engine)
+        for rival in speed.rivals(report.engines, engine):
+            whose = "the float model" if rival.reference else rival.label
+            yield figures.ratio(speed.speed_up(rival, engine)), f"speed of {whose}, {engine.label}"
         if smaller is not None:
             yield figures.ratio(smaller), f"smaller on disk, {engine.label}"
         share = top1(report, engine)
@@ -114,9 +119,10 @@ def _engines(report: Findings) -> Iterator[str]:
     if not lines:
         return
     yield "<h2>Engines</h2>"
-    figure = latency_figure(report.engines)
-    if figure:
-        yield f"<figure>{figure}<figcaption>{_FIGURE_WORDS}</figcaption></figure>"
+    for on_device in (False, True):  # on an axis of their own
+        figure = latency_figure(report.engines, on_device=on_device)
+        if figure:
+            yield f"<figure>{figure}<figcaption>{_FIGURE_WORDS}</figcaption></figure>"
     heads = ["", *(engine.label for engine in report.engines), ""]
     yield markup.table(heads, ([line.label, *line.cells, line.change] for line in lines), "engines")
 
@@ -185,7 +191,7 @@ def _machine(report: Findings) -> Iterator[str]:
             [
                 ("CPU", f"{machine.cpu}, {figures.count(machine.cores, 'core')}"),
                 ("int8 instructions", ", ".join(machine.int8) or "none found"),
-                *(("Device", device) for device in machine.devices),
+                *(("Device", device.words) for device in machine.devices),
                 ("System", machine.os),
                 ("Versions", ", ".join(f"{k} {v}" for k, v in machine.versions.items())),
             ]

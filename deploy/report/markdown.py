@@ -10,6 +10,7 @@ import deploy.report.truth as truth
 from deploy.report.figures import encodable
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
+from deploy.report.ran import RAN_HEADS, ran_words
 from deploy.report.table import (
     coverage,
     covered,
@@ -37,6 +38,7 @@ def to_markdown(report: Findings) -> str:
         _outputs(report),
         _search(report),
         _coverage(report),
+        _ran(report),
         _tensors(report),
         _where(report),
         _notes(report),
@@ -47,7 +49,9 @@ def to_markdown(report: Findings) -> str:
 
 def _head(report: Findings) -> Iterator[str]:
     yield f"# {_escape(report.title)}"
-    facts = [
+    devices = report.machine.devices if report.machine else ()
+    facts = [f"Device: {_escape(device.words)}" for device in devices]
+    facts += [
         f"Verdict on {_escape(e.label)}: {_escape(e.verdict.words)}"
         for e in report.engines
         if e.verdict
@@ -133,6 +137,17 @@ def _coverage(report: Findings) -> Iterator[str]:
         )
 
 
+def _ran(report: Findings) -> Iterator[str]:
+    """The plan beside what each engine runs."""
+    for engine in report.engines:
+        words = ran_words(engine.ran) if engine.ran else ""
+        if engine.ran and words:
+            yield f"## In the engine of {_escape(engine.target)}"
+            yield f"{_escape(words)}."
+            if engine.ran.otherwise:
+                yield _table(RAN_HEADS, engine.ran.otherwise)
+
+
 def _covered(targets: Sequence[TargetPart]) -> str:
     return _table(
         ["target", "nodes", "operators", "ranges by", "options"],
@@ -173,7 +188,7 @@ def _where(report: Findings) -> Iterator[str]:
                 f"{_escape(machine.cpu)}, {figures.count(machine.cores, 'core')},"
                 f" {_escape(', '.join(machine.int8) or 'no int8 dot product')}",
                 _escape(machine.os),
-                *(_escape(device) for device in machine.devices),
+                *(_escape(device.words) for device in machine.devices),
                 _escape(", ".join(f"{k} {v}" for k, v in machine.versions.items())),
             ]
         )

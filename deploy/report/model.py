@@ -87,8 +87,8 @@ class Findings:
         return tuple(dict.fromkeys((*self.notes, *said)))
 
     def target_of(self, engine: EngineRow) -> TargetPart | None:
-        """What is known of the target that an engine was built for."""
-        if engine.reference:
+        """What is known of the target that an engine was built for; of a float one nothing."""
+        if engine.reference or engine.baseline:
             return None
         return next((target for target in self.targets if target.name == engine.target), None)
 

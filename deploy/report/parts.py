@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from calibrators.scales import Scale
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency
+from deploy.report.ran import RanPart
 from deploy.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -134,13 +135,17 @@ class EngineRow:
     Attributes:
         label: head of its column: "FP32", "int8", or the target's name where there are several.
         reference: True for the float model that the others are compared with.
+        baseline: True for a float engine that was built beside its target's own, to hold its speed
+            against.
         size_bytes: file and external data together.
         load_ms: time from the file to a session ready to run.
-        verdict: what is thought of it; None for the float model.
+        verdict: what is thought of it; None for the float model and for baselines.
+        ran: what it is made of; None where its runtime does not tell.
     """
 
     label: str
     reference: bool = False
+    baseline: bool = False
     target: str = "onnxruntime"
     path: str | None = None
     size_bytes: int | None = None
@@ -149,7 +154,13 @@ class EngineRow:
     latency: Latency | None = None
     accuracy: Accuracy | None = None
     verdict: Verdict | None = None
+    ran: RanPart | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether an accelerator's clock timed it."""
+        return self.latency is not None and self.latency.gpu_compute is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

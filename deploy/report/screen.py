@@ -8,6 +8,7 @@ import deploy.report.figures as figures
 from deploy.report.margin import MARGIN, columns, entry
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
+from deploy.report.ran import lost_groups, ran_words
 from deploy.report.table import (
     FloatGroup,
     common_method,
@@ -61,6 +62,8 @@ def _verdicts(report: Findings) -> Iterator[str]:
 
 
 def _how(report: Findings) -> Iterator[str]:
+    for device in report.machine.devices if report.machine else ():
+        yield from entry("Device", device.words)
     if report.feed:
         skipped = f", {len(report.feed.skipped)} skipped" if report.feed.skipped else ""
         samples = figures.count(report.feed.samples, "sample")
@@ -71,6 +74,7 @@ def _how(report: Findings) -> Iterator[str]:
     yield from _searched(report)
     yield from _coverage(report)
     yield from _float(report)
+    yield from _ran(report)
 
 
 def _cost(report: Findings) -> Iterator[str]:
@@ -130,6 +134,17 @@ def _float(report: Findings) -> Iterator[str]:
         rest = {(g.op, name) for g in groups[_MOST_GROUPS:] for name in g.names}
         more = figures.count(len(rest), "more float node")
         yield from entry("", f"and {more}; the report has all")
+
+
+def _ran(report: Findings) -> Iterator[str]:
+    """The plan beside what the engines run, and what of it they do not."""
+    for engine in report.engines:
+        words = ran_words(engine.ran) if engine.ran else ""
+        if engine.ran and words:
+            yield from entry("Engine", words)
+            for precision, op, nodes in list(lost_groups(engine.ran))[:_MOST_GROUPS]:
+                where = nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes"
+                yield from entry(f"  {precision}", f"{op} ({where}): planned in {engine.ran.grid}")
 
 
 def _places(group: FloatGroup, *, alone: bool) -> str:

@@ -11,6 +11,7 @@ import deploy.report.markup as markup
 from deploy.report.figures import encodable
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
+from deploy.report.ran import RAN_HEADS, ran_words
 from deploy.report.svg import range_bar
 from deploy.report.table import coverage, covered, float_groups, quantized_operators
 from deploy.report.words import TRIAL_HEADS, plan_name, search_words, trial_row
@@ -59,6 +60,18 @@ def _float(targets: Sequence[TargetPart], *, alone: bool) -> Iterator[str]:
         rows.append([escape(group.op), names, escape(group.reason), *([] if alone else [on])])
     if rows:
         yield markup.raw_table(heads if alone else [*heads, "on"], rows, "words")
+
+
+def ran(report: Findings) -> Iterator[str]:
+    """The plan beside what each engine runs."""
+    for engine in report.engines:
+        words = ran_words(engine.ran) if engine.ran else ""
+        if engine.ran and words:
+            yield f"<h2>In the engine of {escape(engine.target)}</h2>"
+            yield f"<p>{escape(words)}.</p>"
+            rows = engine.ran.otherwise
+            if rows:
+                yield markup.foldable(markup.table(RAN_HEADS, rows, "words"), len(rows))
 
 
 def tensors(report: Findings) -> Iterator[str]:

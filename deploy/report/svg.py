@@ -30,13 +30,16 @@ _COLOURS = 4  # classes c0..c3 of the page's style
 _BAR_WIDTH, _BAR_HEIGHT = 190, 16
 
 
-def latency_figure(engines: Sequence[EngineRow]) -> str:
-    """Distribution of every measured iteration, median marked; empty without samples.
+def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> str:
+    """Distribution of every measured iteration, of engines on the CPU or of those on a device.
+
+    Medians are marked; empty without samples.
 
     The axis ends a little over the slowest engine's 99th percentile, or at `_WIDEST` times its
     median if that is less, and says how many iterations lie beyond.
     """
-    drawn = [(i, e) for i, e in enumerate(engines) if e.latency and e.latency.samples_ms]
+    shown = [(i, e) for i, e in enumerate(engines) if e.on_device == on_device]
+    drawn = [(i, e) for i, e in shown if e.latency and e.latency.samples_ms]
     if not drawn:
         return ""
     samples = [np.asarray(e.latency.samples_ms, np.float64) for _, e in drawn if e.latency]

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import deploy.report.figures as figures
+import deploy.report.speed as speed
 import deploy.report.truth as truth
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency
 from deploy.report.model import Findings
 from deploy.report.parts import EngineRow, TargetPart
+from deploy.report.ran import RanPart, quantized_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ class FloatGroup:
 
 
 def engine_lines(report: Findings) -> tuple[Line, ...]:
-    """Size, latency, throughput, load and accuracy; lines that nothing fills are left out."""
-    lines = (*_size(report), *_latency(report), *_accuracy(report))
+    """Size, latency, layers and accuracy; lines that nothing fills are left out."""
+    lines = (*_size(report), *_latency(report), *_ran(report), *_accuracy(report))
     return tuple(line for line in lines if set(line.cells) - {figures.NONE})
 
 
@@ -109,25 +111,12 @@ def common_method(report: Findings) -> str:
     return used.pop() if len(used) == 1 else ""
 
 
-def speed_up(report: Findings, engine: EngineRow) -> float | None:
-    """The float model's median latency over the engine's.
-
-    None where either was not measured, and where one ran on a GPU and the other did not: that
-    would tell the devices apart, not the models.
-    """
-    reference = report.reference
-    if engine.reference or reference is None or not (reference.latency and engine.latency):
-        return None
-    before, after = reference.latency, engine.latency
-    if (before.gpu_compute is None) != (after.gpu_compute is None):
-        return None
-    return before.latency.median / after.latency.median
-
-
 def shrink(report: Findings, engine: EngineRow) -> float | None:
-    """The float model's size over the engine's."""
+    """The float model's size over the engine's; None of a float engine."""
     reference = report.reference
-    if engine.reference or reference is None or not (reference.size_bytes and engine.size_bytes):
+    if engine.reference or engine.baseline or reference is None:
+        return None
+    if not (reference.size_bytes and engine.size_bytes):
         return None
     return reference.size_bytes / engine.size_bytes
 
@@ -158,21 +147,32 @@ def _size_or_failure(report: Findings, engine: EngineRow) -> str:
 
 
 def _latency(report: Findings) -> Iterator[Line]:
-    factor = [speed_up(report, engine) for engine in report.engines]
-
     def line(label: str, get: Callable[[Latency], str], change: str = "") -> Line:
         cells = (get(e.latency) if e.latency else figures.NONE for e in report.engines)
         return Line(label, tuple(cells), change)
 
     ms = figures.milliseconds
-    yield line("Latency p50", lambda x: ms(x.latency.p50), _change(factor, _faster))
+    yield line("Latency p50", lambda x: ms(x.latency.p50), _faster(report))
     yield line("Latency p90", lambda x: ms(x.latency.p90))
     yield line("Latency p95", lambda x: ms(x.latency.p95))
     yield line("Latency p99", lambda x: ms(x.latency.p99))
     yield line("Latency mean", lambda x: ms(x.latency.mean))
     yield line("Variation", lambda x: f"{x.latency.cv_percent:.3g} %")
-    yield line("GPU compute", lambda x: ms(x.gpu_compute.median) if x.gpu_compute else figures.NONE)
+    yield line("Enqueue", lambda x: ms(x.enqueue.median if x.enqueue else None))
+    yield line("H2D", lambda x: ms(x.h2d.median if x.h2d else None))
+    yield line("GPU compute", lambda x: ms(x.gpu_compute.median if x.gpu_compute else None))
+    yield line("D2H", lambda x: ms(x.d2h.median if x.d2h else None))
     yield line("Throughput", lambda x: figures.rate(x.throughput_qps))
+
+
+def _ran(report: Findings) -> Iterator[Line]:
+    """What the engines are made of, where their runtime tells."""
+
+    def line(label: str, get: Callable[[RanPart], str]) -> Line:
+        return Line(label, tuple(get(e.ran) if e.ran else figures.NONE for e in report.engines))
+
+    yield line("Quantized layers", quantized_layers)
+    yield line("Reformats", lambda part: str(part.reformats))
 
 
 def _accuracy(report: Findings) -> Iterator[Line]:
@@ -230,7 +230,16 @@ def _change(factors: list[float | None], words: Callable[[float], str]) -> str:
     return words(known[0]) if len(known) == 1 else ""
 
 
-def _faster(factor: float) -> str:
-    return (
-        f"{figures.ratio(factor)} faster" if factor >= 1 else f"{figures.ratio(1 / factor)} slower"
-    )
+def _faster(report: Findings) -> str:
+    """The one engine that may be held against float ones: how much faster it is than each."""
+    held = [(e, found) for e in report.engines if (found := speed.rivals(report.engines, e))]
+    if len(held) != 1:
+        return ""
+    ((engine, found),) = held
+    words = []
+    for rival in found:
+        factor = speed.speed_up(rival, engine)
+        how = "faster" if factor >= 1 else "slower"
+        than = "" if rival.reference else f" than {rival.label}"
+        words.append(f"{figures.ratio(factor if factor >= 1 else 1 / factor)} {how}{than}")
+    return ", ".join(words)

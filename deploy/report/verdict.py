@@ -32,7 +32,7 @@ class Gates:
 
     Attributes:
         max_loss: of accuracy, or of the share of the task, 0 to 1; None leaves it to the verdict.
-        min_speedup: over FP32; None demands nothing.
+        min_speedup: over what `deploy.report.speed.rivals` names; None demands nothing.
         accept: an unusable engine does not fail the command.
     """
 
@@ -66,19 +66,22 @@ def verdict(
     int8: bool,
     gates: Gates,
     slower_ms: float = math.inf,
+    rival: str = "FP32",
 ) -> Verdict:
     """Judge one engine.
 
     Args:
         accuracy: against the float model; None where it was not measured.
-        speed_up: over the float model, by the median; None where it was not measured.
+        speed_up: over its rival, by the median; None where one of them was not measured.
         int8: whether any of its nodes left float.
         gates: what the user demands.
-        slower_ms: than the float model, by the median; infinite where it was not measured.
+        slower_ms: than its rival, by the median; infinite where it was not measured, or without
+            what the runtime itself takes.
+        rival: the float engine that its speed is held against, in words.
     """
     found = [*_of_accuracy(accuracy, gates)]
     if int8 or gates.min_speedup is not None:  # float beside float differs by chance alone
-        found += _of_speed(speed_up, slower_ms, gates)
+        found += _of_speed(speed_up, slower_ms, gates, rival)
     if not int8:
         why = "int8 wins nothing here that is worth its loss, so the float model was written"
         found.append((FLOAT, why))
@@ -151,15 +154,17 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
         )
 
 
-def _of_speed(ratio: float | None, slower_ms: float, gates: Gates) -> Iterator[tuple[str, str]]:
+def _of_speed(
+    ratio: float | None, slower_ms: float, gates: Gates, rival: str
+) -> Iterator[tuple[str, str]]:
     if ratio is None:
         if gates.min_speedup is not None:
             yield (
                 DOUBTFUL,
-                f"its speed, {gates.min_speedup:g} times FP32's at least, is not measured",
+                f"its speed, {gates.min_speedup:g} times that of {rival} at least, is not measured",
             )
         return
-    words = f"{ratio:.2f} times as fast as FP32"
+    words = f"{ratio:.2f} times as fast as {rival}"
     if gates.min_speedup is not None:
         yield (GOOD if ratio >= gates.min_speedup else UNUSABLE), words
     else:

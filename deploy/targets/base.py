@@ -35,6 +35,8 @@ class BuildRequest:
         threads: for what is run while building; the files do not depend on it.
         manifest: what the feed is made of, preprocessing included.
         choices: what was settled for the target beyond what the user asked for.
+        against: the cleaned float model without repairs, for float engines that the speed of what
+            is built is held against; None where no speed is measured.
     """
 
     subject: Subject
@@ -45,6 +47,7 @@ class BuildRequest:
     earlier: Path | None = None
     threads: int = 1
     choices: Choices = NO_CHOICES
+    against: onnx.ModelProto | None = None
 
     def choosing(self, choices: Choices) -> BuildRequest:
         """The same, with other choices."""
@@ -137,7 +140,9 @@ class Built:
         engine: the file that runs on the target; None where the SDK or device is missing.
         runnable: a model of the same numerics that ONNX Runtime runs, for accuracy and, where it
             is the engine itself, for latency; None where there is none.
-        files: role -> path of every file written, the engine included.
+        baselines: label -> float engine of the same runtime and device, that the engine's speed is
+            held against; the one that counts last.
+        files: role -> path of every file written, the engines included.
         decisions: every node, its precision or why it is float.
         options: flags of this target that were given -> their values in words.
         method: what chose the ranges in these files.
@@ -149,6 +154,7 @@ class Built:
     target: str
     engine: Path | None = None
     runnable: Path | None = None
+    baselines: Mapping[str, Path] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)

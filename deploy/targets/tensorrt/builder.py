@@ -158,6 +158,7 @@ def engine_key(
         "stand_ins": list(sdk.stand_ins),
         "model_sha256": model_sha256,
         "cache_sha256": cache_sha256,
+        "layers": "detailed",
         "plugins": digests(settings.plugins),
         "settings": json.loads(json.dumps(chosen)),
     }
@@ -286,6 +287,7 @@ def _configure(config: trt.IBuilderConfig, settings: Settings) -> None:
             config.set_flag(getattr(trt.BuilderFlag, name))
     if not settings.tf32:  # on by default
         config.clear_flag(trt.BuilderFlag.TF32)
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for the engine's inspector
     if settings.workspace_mib is not None:
         pool = trt.MemoryPoolType.WORKSPACE
         config.set_memory_pool_limit(pool, settings.workspace_mib << 20)

@@ -30,7 +30,7 @@ class Stream:
 
 
 class Cuda(Protocol):
-    """One GPU. All but `current` and `name` is called while it is current; addresses are numbers.
+    """One GPU. All methods but `current` are called while it is; addresses are numbers.
 
     Raises:
         BackendError: CUDA refused a call; in its own words.
@@ -39,6 +39,11 @@ class Cuda(Protocol):
     @property
     def name(self) -> str:
         """The device's name and compute capability, as "NVIDIA H200 sm_90"."""
+        ...
+
+    @property
+    def newest(self) -> str:
+        """The newest CUDA that the driver has, as "12.4"."""
         ...
 
     def current(self) -> AbstractContextManager[None]:
@@ -88,6 +93,12 @@ class Cuda(Protocol):
     def between_ms(self, first: Any, last: Any) -> float:
         """Milliseconds between two recorded moments, by the GPU's clock."""
         ...
+
+
+def version_words(number: int) -> str:
+    """A version of CUDA as CUDA counts it: 12040 is "12.4"."""
+    major, rest = divmod(number, 1000)
+    return f"{major}.{rest // 10}"
 
 
 class Buffer:

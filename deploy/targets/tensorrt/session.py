@@ -26,7 +26,9 @@ from deploy.reading import read_bytes
 from deploy.targets.tensorrt.allocator import Growing, growing
 from deploy.targets.tensorrt.cuda import Buffer, Cuda
 from deploy.targets.tensorrt.cuda_graph import CudaGraph
+from deploy.targets.tensorrt.driver import device_of
 from deploy.targets.tensorrt.gpus import gpu
+from deploy.targets.tensorrt.inspector import layers_of
 from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
 from deploy.targets.tensorrt.plugins import load_plugins
 from deploy.targets.tensorrt.sdk import find
@@ -36,7 +38,9 @@ from deploy.tensors import Array, TensorSpec
 if TYPE_CHECKING:
     import tensorrt as trt
 
+    from deploy.machine import Device
     from deploy.metrics.latency import DeviceTimes
+    from deploy.metrics.ran import RanLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class TensorrtSession:
 
     Attributes:
         threads: host threads that an inference takes.
+        device: the GPU, its driver and TensorRT.
     """
 
     threads = 1
@@ -75,8 +80,10 @@ class TensorrtSession:
         context: trt.IExecutionContext,
         cuda: Cuda,
         *,
+        device: Device,
         cuda_graph: bool,
     ) -> None:
+        self.device = device
         self._cuda = cuda
         self._engine = engine
         self._context = context
@@ -123,7 +130,8 @@ class TensorrtSession:
             context = engine.create_execution_context()
             if context is None:
                 raise BackendError(f"TensorRT could not load {path.name}: {kept.words()}")
-            return cls(engine, context, cuda, cuda_graph=cuda_graph)
+            about = device_of(sdk, cuda)
+            return cls(engine, context, cuda, device=about, cuda_graph=cuda_graph)
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
@@ -171,6 +179,11 @@ class TensorrtSession:
             spans = [self._cuda.between_ms(a, b) for a, b in pairwise(self._events)]
         h2d, compute, d2h = spans
         return DeviceTimes(h2d_ms=h2d, compute_ms=compute, d2h_ms=d2h, enqueue_ms=self._enqueue_ms)
+
+    def layers(self) -> tuple[RanLayer, ...]:
+        """What the engine is made of; nothing where it was built without a word on it."""
+        with self._cuda.current(), listening():
+            return layers_of(self._engine, self._context)
 
     def _place(self, arrays: Mapping[str, Array]) -> None:
         """Put the inputs into pinned memory; with new shapes, make every buffer anew."""

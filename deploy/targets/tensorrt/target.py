@@ -36,6 +36,7 @@ from deploy.targets.tensorrt.words import (
     FP32,
     INT8,
     PART,
+    PLAIN,
     QDQ,
     TYPED,
 )
@@ -52,12 +53,14 @@ if TYPE_CHECKING:
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision, Placement
+    from deploy.targets.tensorrt.baselines import Baselines
     from deploy.targets.tensorrt.builder import Settings
     from deploy.targets.tensorrt.cuda import Cuda
     from deploy.targets.tensorrt.match import Match
     from deploy.targets.tensorrt.sdk import Sdk
     from deploy.tensors import Session
 
+NO_BASELINES = "none"
 _TIMING = "tensorrt.timing"
 _MOST_VALUES = 64  # of an input that shapes may depend on: far more than one has dimensions
 
@@ -79,6 +82,8 @@ class TensorRT:
             with the same samples, in batches of `max_batch`; None gives it our cache.
         float_behind_concat: what reads a Concat of float tensors stays float.
         pair_behind_deconv: a ConvTranspose has a pair before its activation too.
+        baselines: float engines that are built beside it where speed is measured: "fp32,fp16",
+            one of them, or "none".
         device: GPU to build and run on, counted from 0.
         plugins: libraries of plugins, loaded before a model is read or an engine is opened.
         parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
@@ -123,6 +128,11 @@ class TensorRT:
         " not fuse the two in int8.",
         places=True,
     )
+    baselines: str = option(
+        f"{FP32},{FP16}",
+        choices=(f"{FP32},{FP16}", FP32, FP16, NO_BASELINES),
+        help="TensorRT's own float engines to build beside it and hold its speed against.",
+    )
     device: int = option(
         0, least=0, metavar="N", help="GPU to build and run on, counted from 0.", runs=True
     )
@@ -151,6 +161,12 @@ class TensorRT:
         "_trtexec.sh",
         ".engine",
         ".engine.json",
+        ".fp32.engine",
+        ".fp32.engine.json",
+        ".tensorrt.fp32.onnx",
+        ".tensorrt.fp16.onnx",
+        ".fp16.engine",
+        ".fp16.engine.json",
         ".gpu.cache",
         ".gpu.cache.json",
     )
@@ -294,6 +310,7 @@ class TensorRT:
     def build(self, request: BuildRequest) -> Built:
         """Write the files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
+        from deploy.targets.tensorrt.baselines import Baselines
         from deploy.targets.tensorrt.to_qdq import to_qdq
         from deploy.targets.tensorrt.trtexec import on_machine, script, ways
         from deploy.targets.tensorrt.versions import Needs
@@ -328,10 +345,12 @@ class TensorRT:
         path = request.folder / f"{request.name}_trtexec.sh"
         files["script of trtexec"] = write_script(path, script(found_ways))
         engine = None
+        beside = Baselines()
         try:
             engine, said = self._engine(request, files, cache)
             files["TensorRT engine"] = engine
-            notes += said
+            beside = self._beside(request, files, found, version)
+            notes += (*said, *beside.notes)
         except SdkMissingError as error:
             sentences = (way.sentence for way in found_ways)
             notes += (f"no engine was built: {error}", *sentences)
@@ -339,7 +358,8 @@ class TensorRT:
             target=self.name,
             engine=engine,
             runnable=files[judged if part is None else PART],
-            files=files,
+            baselines=beside.engines,
+            files={**files, **beside.files},
             decisions=(*matched.plan.decisions, *request.kept),
             method=request.chosen.chosen_by,
             ranges=_held(request.model, found, version),
@@ -411,20 +431,19 @@ class TensorRT:
                 f"an engine in fp8 needs TensorRT 10.2 or newer, got {here.version}; install one,"
                 " or build with --precision int8"
             )
-        implicit = here.calibrators and self.form != "qdq" and self.precision == INT8
+        implicit = self._implicit(here)
         if not implicit and (self.form == "cache" or self.calibrator):
             raise ConfigError(
                 f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
                 f" form {self.form}; build from the Q/DQ model (form qdq)"
             )
-        typed = not implicit and TYPED in files and row(_plain(here.version)).typed
+        typed = self._by_type(here, files)
         source = files[FLOAT if implicit else TYPED if typed else QDQ]
         typed = typed or self.precision == FP8
         path = request.folder / f"{request.name}.engine"
         known = trt_cache.dump(trt_cache.relabel(cache, version=_plain(here.version)))
         from_data = self.calibrator is not None
-        settings = self._settings(request, self.max_batch if from_data else None)
-        settings = replace(settings, typed=typed)
+        settings = replace(self._settings(request), typed=typed)
         if implicit:  # in the Q/DQ model they have no pair
             settings = replace(settings, float_layers=float_layers(request))
         key = builder.engine_key(
@@ -448,6 +467,48 @@ class TensorRT:
         engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
         notes = (*about, *_log_notes(engine.log, request.model))
         return builder.keep_engine(path, engine.plan, key), notes
+
+    def _implicit(self, here: Sdk) -> bool:
+        """Whether the engine is built from the cache."""
+        return here.calibrators and self.form != "qdq" and self.precision == INT8
+
+    def _by_type(self, here: Sdk, files: Mapping[str, Path]) -> bool:
+        """Whether the engine runs every layer in the type that the model gives it."""
+        from deploy.targets.tensorrt.versions import row
+
+        return not self._implicit(here) and TYPED in files and row(_plain(here.version)).typed
+
+    def _beside(
+        self, request: BuildRequest, files: Mapping[str, Path], found: Found, version: str
+    ) -> Baselines:
+        """Float engines to hold the engine against, where speed is measured."""
+        from deploy.targets.tensorrt import baselines, sdk
+        from deploy.targets.tensorrt.gpus import gpu
+
+        if self.baselines == NO_BASELINES:
+            return baselines.Baselines()
+        if request.against is None:
+            said = f"no {self.baselines} engine was built to compare with: no speed is measured"
+            asked = self.baselines != TensorRT.baselines
+            return baselines.Baselines(notes=(said,) if asked else ())
+        here = sdk.find(self.device)
+        own = {}
+        if FLOAT not in files or request.against is not request.model:  # repairs spoil it
+            stem = request.folder / f"{request.name}.tensorrt"
+            models, _ = self._readable({PLAIN: request.whole(request.against)}, version)
+            own[PLAIN] = _written(stem, f".{FP32}.onnx", _bytes(models[PLAIN]))
+        made = baselines.build(
+            self.baselines.split(","),
+            request,
+            here,
+            gpu(self.device),
+            self._settings(request),
+            against=request.against,
+            model=own[PLAIN] if own else files[FLOAT],
+            by_type=self._by_type(here, files) or not here.calibrators,
+            largest=_sizes(found),
+        )
+        return replace(made, files={**own, **made.files})
 
     def _calibrated(
         self, request: BuildRequest, source: Path, settings: Settings, version: str, cuda: Cuda
@@ -506,16 +567,17 @@ class TensorRT:
         together = _together(request, _calibrated_shapes(request, settings))
         return left_out(len(request.feed), together)
 
-    def _settings(self, request: BuildRequest, batch: int | None) -> Settings:
-        """Settings tuned for the fed batch, or for `batch` where the model leaves it open."""
+    def _settings(self, request: BuildRequest) -> Settings:
+        """Settings tuned for the fed batch, or for the largest where TensorRT calibrates in it."""
         from deploy.graph.index import dims, fed_inputs
         from deploy.targets.tensorrt.builder import Settings, profiles_for
 
         shapes = {i.name: dims(i) or () for i in fed_inputs(request.model.graph)}
         fed = {name: array.shape for name, array in _first_sample(request).items()}
-        if batch is not None:
+        if self.calibrator is not None:
             fed = {
-                n: s if isinstance(shapes[n][0], int) else (batch, *s[1:]) for n, s in fed.items()
+                n: s if isinstance(shapes[n][0], int) else (self.max_batch, *s[1:])
+                for n, s in fed.items()
             }
         return Settings(
             fp16=self.rest == FP16,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from deploy.errors import BackendError, SdkMissingError
-from deploy.targets.tensorrt.cuda import REFUSED, WAY_OUT, Stream
+from deploy.targets.tensorrt.cuda import REFUSED, WAY_OUT, Stream, version_words
 from deploy.tensors import Array
 
 
@@ -78,6 +78,7 @@ class CudaPython:
         about = _must(self._rt.cudaGetDeviceProperties(number))
         name = about.name.decode() if isinstance(about.name, bytes) else about.name
         self.name = f"{name.rstrip(chr(0))} sm_{about.major}{about.minor}"
+        self.newest = version_words(int(_must(self._rt.cudaDriverGetVersion())))
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deploy.errors import BackendError, SdkMissingError
-from deploy.targets.tensorrt.cuda import REFUSED, WAY_OUT, Stream
+from deploy.targets.tensorrt.cuda import REFUSED, WAY_OUT, Stream, version_words
 from deploy.tensors import Array
 
 
@@ -43,6 +43,7 @@ class Pycuda:
         device = cuda.Device(number)
         major, minor = device.compute_capability()
         self.name = f"{device.name()} sm_{major}{minor}"
+        self.newest = version_words(cuda.get_driver_version())
         self._context = device.retain_primary_context()
         self._held: dict[int, Any] = {}
 

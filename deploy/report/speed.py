@@ -1,0 +1,39 @@
+"""What an engine's speed is held against: a float engine of the same runtime and device.
+
+A float model on the CPU tells nothing of int8 on a GPU, and its time is in no ratio with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deploy.report.parts import EngineRow
+
+
+def rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, ...]:
+    """The measured float engines that an engine may be held against, the one that counts first.
+
+    Those that were built beside it, the narrowest type first, since it is what one would use but
+    for int8; else the float model, where it ran on the same kind of device.
+    """
+    if engine.reference or engine.baseline or engine.latency is None:
+        return ()
+    known = [each for each in engines if each.latency is not None]
+    own = [each for each in known if each.baseline and each.target == engine.target]
+    alike = [each for each in known if each.reference and each.on_device == engine.on_device]
+    return tuple(reversed(own)) or tuple(alike)
+
+
+def speed_up(rival: EngineRow, engine: EngineRow) -> float:
+    """The rival's median latency over the engine's; both were measured."""
+    return _median(rival) / _median(engine)
+
+
+def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
+    """How much longer the engine takes than its rival, by the median, in ms."""
+    return _median(engine) - _median(rival)
+
+
+def _median(engine: EngineRow) -> float:
+    assert engine.latency is not None
+    return engine.latency.latency.median

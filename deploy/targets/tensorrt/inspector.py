@@ -1,0 +1,93 @@
+"""The layers of a TensorRT engine, out of the JSON of its engine inspector.
+
+An engine that was built with detailed profiling verbosity tells of each layer its name, its kind,
+the format and type of what it reads and, since 8.6, the nodes of the ONNX model that it runs::
+
+    {"Layers": [{"Name": "/a/Conv + /a/Relu", "LayerType": "CaskConvolution",
+                 "Inputs": [{"Name": "x", "Format/Datatype": "Row major Int8 format"}], ...,
+                 "Metadata": "[ONNX Layer: /a/Conv][ONNX Layer: /a/Relu]"}, ...]}
+
+Any other engine tells names alone, of which nothing is made here. What a layer computes in is taken
+from what it reads first, as NVIDIA's Engine Explorer takes it.
+
+Sources: IEngineInspector in NvInferRuntime.h of 8.5 to 11.1; trex/layer.py and trex/activations.py
+of NVIDIA/TensorRT's trt-engine-explorer, for the words of formats and types.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from deploy.metrics.ran import RanLayer
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+_NODE = re.compile(r"\[ONNX Layer: (.+?)\](?=\[|[\x1e\x1f]|\s*$)")
+_FUSED = re.compile(r" \+ | \|\| |, |\bPWN\(|[()]")
+_IDLE = frozenset({"Constant", "NoOp"})  # kinds that compute nothing
+_REFORMAT = "Reformat"
+# Words of a type, in lower case, in what TensorRT says of a tensor.
+_TYPES = {
+    "int8": "int8",
+    "fp8": "fp8",
+    "e4m3": "fp8",
+    "fp16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "int32": "int32",
+    "int64": "int64",
+    "uint8": "uint8",
+    "bool": "bool",
+}
+
+
+def layers_of(engine: trt.ICudaEngine, context: trt.IExecutionContext) -> tuple[RanLayer, ...]:
+    """The layers of a loaded engine; none where it tells no more than their names."""
+    import tensorrt as trt
+
+    inspector = engine.create_engine_inspector()
+    inspector.execution_context = context
+    return read(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+
+
+def read(text: str) -> tuple[RanLayer, ...]:
+    """The layers in the inspector's JSON; those that compute nothing are left out."""
+    try:
+        document = json.loads(text)
+    except ValueError:  # an engine without a word on its layers
+        return ()
+    listed = document.get("Layers", []) if isinstance(document, dict) else []
+    told = [layer for layer in listed if isinstance(layer, dict)]
+    return tuple(_layer(layer) for layer in told if layer.get("LayerType") not in _IDLE)
+
+
+def _layer(layer: Mapping[str, Any]) -> RanLayer:
+    name, kind = str(layer.get("Name", "")), str(layer.get("LayerType", ""))
+    return RanLayer(
+        name=name,
+        kind=kind,
+        precision=_precision(layer),
+        nodes=_nodes(name, str(layer.get("Metadata", ""))),
+        reformat=kind == _REFORMAT,
+    )
+
+
+def _precision(layer: Mapping[str, Any]) -> str:
+    """Type of the first input, or of the first output of a layer that reads nothing."""
+    tensors = [*(layer.get("Inputs") or []), *(layer.get("Outputs") or [])]
+    said = str(tensors[0].get("Format/Datatype", "")) if tensors else ""
+    words = re.findall(r"[a-z0-9]+", said.lower())
+    return next((_TYPES[word] for word in words if word in _TYPES), "")
+
+
+def _nodes(name: str, metadata: str) -> tuple[str, ...]:
+    """Nodes by what the parser noted of them, or else by what the layer's name is joined from."""
+    found = _NODE.findall(metadata) or filter(None, map(str.strip, _FUSED.split(name)))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,414 @@
+"""The report of engines on a GPU, by the fake TensorRT: what int8 is held against, and its head."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import deploy.measure as timing
+from deploy.errors import BackendError, SdkMissingError
+from deploy.graph.plan import Decision
+from deploy.metrics.latency import DeviceTimes
+from deploy.metrics.ran import RanLayer
+from deploy.report.ran import ran_part, ran_words
+from deploy.targets.tensorrt import builder, driver, sdk
+from deploy.targets.tensorrt.inspector import read
+from deploy.targets.tensorrt.session import TensorrtSession
+
+EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
+COMPUTE_MS = {"int8": 1.0, "float16": 2.0, "float32": 4.0}
+COPY_MS = {"h2d_ms": 0.3, "d2h_ms": 0.2}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A GPU that takes as long as an engine's narrowest type, and half a millisecond to copy.
+
+    Nothing is warmed up, for speed.
+    """
+
+    def times(self):
+        kinds = {layer.precision for layer in self.layers()}
+        compute = next((ms for kind, ms in COMPUTE_MS.items() if kind in kinds), 8.0)
+        return DeviceTimes(compute_ms=compute, enqueue_ms=0.125, **COPY_MS)
+
+    monkeypatch.setattr(TensorrtSession, "device_times", times)
+    monkeypatch.setattr(timing, "measure", partial(timing.measure, warmup_ms=0))
+
+
+@pytest.fixture
+def build(run, small_cnn, pictures, tmp_path, clock):
+    """(options) -> what a timed build for TensorRT into tmp_path/out wrote and said."""
+
+    def call(*options, target="tensorrt", model=small_cnn, images=pictures):
+        words = ["build", model, "--images", images, "--preprocess", "unit", "--effort", 0]
+        words += ["--target", target, "--out", tmp_path / "out", "--method", "minmax"]
+        words += ["--limit", 8, "--threads", 1]
+        words += [] if "--duration" in options else ["--duration", "0.01"]
+        code, said, err = run(*words, *options)
+        assert code in (0, 3), err
+        pages = {kind: (tmp_path / f"out/report.{kind}").read_text() for kind in ("md", "html")}
+        report = json.loads((tmp_path / "out/report.json").read_text())
+        rows = {row["label"]: row for row in report["engines"]}
+        return SimpleNamespace(code=code, said=said, report=report, rows=rows, **pages)
+
+    return call
+
+
+def flags(config):
+    return {flag.name for flag in config.chosen}
+
+
+def notes(made):
+    return " / ".join(made.report["targets"][-1].get("notes", []))
+
+
+def line(made, label):
+    """Cells of a line of the engines' table."""
+    (found,) = (row for row in made.md.splitlines() if row.startswith(f"| {label} |"))
+    return [cell.strip() for cell in found.strip("|").split("|")][1:]
+
+
+# -- float engines beside the int8 one -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [EIGHT, TEN])
+def test_float_engines_are_built_by_flags_as_trtexec_builds_them(tensorrt, build, version):
+    trt = tensorrt(version)
+    made = build()
+    assert list(made.rows) == ["FP32 on the CPU", "TensorRT FP32", "TensorRT FP16", "int8"]
+    assert [row["baseline"] for row in made.rows.values()] == [False, True, True, False]
+    assert ["verdict" in row for row in made.rows.values()] == [False, False, False, True]
+    assert all("accuracy" in row for row in list(made.rows.values())[1:])
+    assert "\n- int8: the engine belongs to" in made.md
+    int8, fp32, fp16 = map(flags, trt.STORY.configs)
+    assert (int8, fp32, fp16) == ({"INT8", "FP16", "TF32"}, {"TF32"}, {"FP16", "TF32"})
+    assert all(c.int8_calibrator is None for c in trt.STORY.configs[1:])
+    same = {tuple(c.profile.shapes.items()) for c in trt.STORY.configs}
+    assert len(same) == 1  # of the same inputs
+    build()
+    assert len(trt.STORY.configs) == 3  # all three are used again
+
+
+def test_each_engine_knows_the_timings_of_those_before(tensorrt, build, tmp_path, monkeypatch):
+    trt = tensorrt(TEN)
+    more = lambda cache: trt.IHostMemory(cache.data + b"+")  # noqa: E731
+    monkeypatch.setattr(trt.ITimingCache, "serialize", more)
+    build()
+    assert (tmp_path / "out/tensorrt.timing").read_bytes() == b"timing+++"
+
+
+@pytest.mark.parametrize(("version", "options"), [(ELEVEN, ()), (TEN, ("--engine-from", "qdq"))])
+def test_float16_is_typed_where_the_int8_engine_is(tensorrt, build, tmp_path, version, options):
+    trt = tensorrt(version)
+    build(*options)
+    int8, fp32, fp16 = trt.STORY.networks
+    assert int8.typed and fp16.typed and fp32.typed == (version == ELEVEN)
+    types = [{t.data_type for t in n.model.graph.initializer} for n in (fp32, fp16)]
+    assert 10 in types[1] and 10 not in types[0]  # float16
+    operators = {node.op_type for node in fp16.model.graph.node}
+    assert "Cast" in operators and "QuantizeLinear" not in operators
+    assert (tmp_path / "out/small_cnn.tensorrt.fp16.onnx").is_file()
+
+
+@pytest.mark.parametrize("version", [TEN, ELEVEN])
+def test_float_engines_are_of_the_model_without_repairs(tensorrt, build, tmp_path, version):
+    trt = tensorrt(version)
+    made = build("--repair", "adaround")
+    assert any("weight rounding" in note and "kept" in note for note in notes(made).split(" / "))
+    (output,) = made.rows["TensorRT FP32"]["accuracy"]["outputs"]
+    assert float(output["sqnr_db"]) > 100
+    plain = (tmp_path / "out/small_cnn.tensorrt.fp32.onnx").read_bytes()
+    assert plain != (tmp_path / "out/small_cnn.tensorrt.onnx").read_bytes()
+    assert trt.STORY.networks[1].model.SerializeToString() == plain
+    narrow = made.rows["TensorRT FP16"]["accuracy"]["outputs"][0]
+    assert float(narrow["sqnr_db"]) > 50  # of float16 alone
+
+
+def test_fp8_is_held_against_the_same_float_engines(tensorrt, build, tmp_path):
+    trt = tensorrt(TEN)
+    folder = Path(__file__).parents[1] / "datasets/fashion"
+    words = "--precision", "fp8"
+    made = build(*words, model=folder / "fashion.onnx", images=folder / "calib.txt")
+    assert list(made.rows)[1:] == ["TensorRT FP32", "TensorRT FP16", "fp8"]
+    assert "faster than TensorRT FP16" in made.said
+    assert "planned nodes in fp8" in made.said or "planned node in fp8" in made.said
+    fp32, fp16 = (n.model for n in trt.STORY.networks[1:])
+    assert not any(n.op_type == "QuantizeLinear" for m in (fp32, fp16) for n in m.graph.node)
+    assert (tmp_path / "out/fashion.tensorrt.fp32.onnx").is_file()
+
+
+@pytest.mark.parametrize(
+    ("asked", "labels"),
+    [("none", []), ("fp16", ["TensorRT FP16"]), ("fp32", ["TensorRT FP32"])],
+)
+def test_float_engines_can_be_left_out(tensorrt, build, tmp_path, asked, labels):
+    trt = tensorrt(TEN)
+    made = build("--baselines", asked)
+    assert list(made.rows)[1:-1] == labels and len(trt.STORY.configs) == 1 + len(labels)
+    assert len(list(tmp_path.glob("out/*.engine"))) == 1 + len(labels)
+    assert ("faster than" in made.said) == bool(labels)
+
+
+def test_without_timing_there_is_nothing_to_hold_against(tensorrt, build):
+    trt = tensorrt(TEN)
+    made = build("--duration", "0")
+    assert len(trt.STORY.configs) == 1 and list(made.rows) == ["FP32 on the CPU", "int8"]
+    assert "to compare with" not in notes(made)
+    made = build("--duration", "0", "--baselines", "fp16")
+    assert "no fp16 engine was built to compare with: no speed is measured" in notes(made)
+
+
+def test_a_float_engine_that_fails_is_a_note_and_the_other_counts(tensorrt, build, monkeypatch):
+    tensorrt(TEN)
+    whole = builder.build_engine
+
+    def fails(model, settings, **options):
+        if not settings.int8 and settings.fp16:
+            raise BackendError("no tactic was found")
+        return whole(model, settings, **options)
+
+    monkeypatch.setattr(builder, "build_engine", fails)
+    made = build()
+    assert "TensorRT FP16, which was not built: no tactic was found" in notes(made)
+    assert "3.00 times as fast as TensorRT FP32" in made.md
+    assert line(made, "Latency p50")[-1] == "3.00x faster than TensorRT FP32"
+
+
+def test_a_float_engine_that_cannot_be_opened_is_a_note(tensorrt, build, monkeypatch):
+    tensorrt(TEN)
+    whole = TensorrtSession.open
+
+    def fails(path, **options):
+        if path.name.endswith(".fp16.engine"):
+            raise BackendError("out of memory")
+        return whole(path, **options)
+
+    monkeypatch.setattr(TensorrtSession, "open", fails)
+    made = build()
+    assert made.rows["TensorRT FP16"]["notes"] == ["out of memory"]
+    assert "latency" not in made.rows["TensorRT FP16"] and "latency" in made.rows["int8"]
+    assert not made.report["targets"][0]["error"] and made.code == 0
+
+
+# -- like against like -----------------------------------------------------------------------------
+
+
+def test_speed_is_held_against_tensorrt_and_never_the_cpu(tensorrt, build):
+    tensorrt(TEN)
+    made = build()
+    change = "1.67x faster than TensorRT FP16, 3.00x faster than TensorRT FP32"
+    assert line(made, "Latency p50")[-1] == change and change in made.said and change in made.html
+    assert "1.67x</b><span>speed of TensorRT FP16, int8" in made.html
+    assert made.html.count("<figure>") == 2  # an axis for the CPU, one for the GPU
+    assert "as fast as FP32" not in made.md + made.html + made.said
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "code", "said"),
+    [
+        (1.5, (), 0, "1.67 times as fast as TensorRT FP16"),
+        (2, (), 3, "1.67 times as fast as TensorRT FP16"),
+        (2, ("--baselines", "fp32"), 0, "3.00 times as fast as TensorRT FP32"),
+        (2, ("--baselines", "none"), 0, "2 times that of a float engine on its device at least"),
+    ],
+)
+def test_a_demanded_speed_is_over_float16_of_the_same_gpu(
+    tensorrt, build, asked, options, code, said
+):
+    tensorrt(TEN)
+    made = build("--min-speedup", asked, "--max-loss", 1, *options)
+    reasons = made.rows["int8"]["verdict"]["reasons"]
+    assert made.code == code and (said in made.md or any(said in reason for reason in reasons))
+
+
+def test_on_a_gpu_the_runtime_itself_takes_no_time(tensorrt, build, monkeypatch):
+    tensorrt(TEN)
+    for times in (COMPUTE_MS, COPY_MS):
+        for key in times:
+            monkeypatch.setitem(times, key, 0.01)
+    monkeypatch.setitem(COMPUTE_MS, "int8", 0.02)  # 0.01 ms slower, which the CPU's clock forgives
+    (reason,) = build().rows["int8"]["verdict"]["reasons"]
+    assert reason == "0.75 times as fast as TensorRT FP16"
+
+
+def test_a_target_of_the_cpu_keeps_its_ratio_beside_one_of_the_gpu(tensorrt, build):
+    tensorrt(TEN)
+    made = build("--min-speedup", "1000", "--accept", target="onnxruntime,tensorrt")
+    assert any("as fast as FP32" in r for r in made.rows["onnxruntime"]["verdict"]["reasons"])
+    assert any("as TensorRT FP16" in r for r in made.rows["tensorrt"]["verdict"]["reasons"])
+    assert line(made, "Latency p50")[-1] == ""  # several ratios: each verdict tells its own
+
+
+def test_gpu_and_cpu_do_not_wait_for_each_other(tensorrt, build, monkeypatch):
+    tensorrt(TEN)
+    rounds, whole = [], timing.measure
+    monkeypatch.setattr(
+        timing, "measure", lambda s, *a, **k: rounds.append(list(s)) or whole(s, *a, **k)
+    )
+    build()
+    assert rounds == [["FP32"], ["TensorRT FP32", "TensorRT FP16", "tensorrt"]]
+
+
+# -- stages, and the report's head ----------------------------------------------------------------
+
+
+def test_the_stages_stand_in_every_form(tensorrt, build):
+    tensorrt(TEN)
+    made = build()
+    stages = {"Enqueue": "0.125 ms", "H2D": "0.300 ms", "D2H": "0.200 ms"}
+    for label, value in stages.items():
+        assert line(made, label)[:4] == ["-", value, value, value]
+        assert f"<td>{label}</td>" in made.html and f"\n{label} " in made.said
+    assert line(made, "GPU compute")[:4] == ["-", "4.00 ms", "2.00 ms", "1.00 ms"]
+    latency = made.rows["int8"]["latency"]
+    assert (latency["h2d"]["median"], latency["enqueue"]["median"]) == (0.3, 0.125)
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """nvidia-smi, for those who ask for the driver."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n[ $1 = --query-gpu=driver_version ] && echo 550.54.15\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    driver.driver_version.cache_clear()
+    yield
+    driver.driver_version.cache_clear()
+
+
+def test_the_head_names_gpu_driver_cuda_and_tensorrt(smi, tensorrt, build, run, tmp_path):
+    tensorrt(TEN)
+    made = build("--baselines", "none")
+    (device,) = made.report["machine"]["devices"]
+    assert device["driver"] == "550.54.15" and device["runtime"] == f"TensorRT {TEN}"
+    words = f"Fake H200 sm_90, driver 550.54.15, CUDA 13.0, TensorRT {TEN}"
+    heads = made.said.index("Device"), made.md.index("Device: "), made.html.index(words)
+    tables = made.said.index("Latency"), made.md.index("## "), made.html.index("<table")
+    assert all(head < table for head, table in zip(heads, tables, strict=True))
+    assert words in made.said and words in made.md.replace("\\", "")
+    code, said, _ = run("bench", tmp_path / "out/small_cnn.engine", "--duration", 0, "--warmup", 0)
+    assert code == 0 and words in said and "H2D" in said and "Machine" in said
+
+
+def test_the_engines_beside_are_of_the_same_gpu(tensorrt, build, tmp_path):
+    trt = tensorrt(TEN)
+    made = build("--device", 1)
+    key = json.loads((tmp_path / "out/small_cnn.fp16.engine.json").read_text())
+    assert key["gpu"] == "Fake L4 sm_90"
+    assert trt.STORY.devices == [1, 1, 1] and set(trt.STORY.runs) == {1}
+    assert made.report["machine"]["devices"][0]["name"] == "Fake L4 sm_90"
+
+
+def test_a_driver_that_nobody_tells_is_not_made_up(tensorrt, build, tmp_path, monkeypatch):
+    tensorrt(TEN, "cuda-python")
+    driver.driver_version.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert f"Fake H200 sm_90, CUDA 13.0, TensorRT {TEN}" in build("--duration", "0").said
+    driver.driver_version.cache_clear()
+
+
+def test_without_a_gpu_there_is_no_word_of_one(build, monkeypatch):
+    def missing(*_):
+        raise SdkMissingError("no GPU in this test")
+
+    monkeypatch.setattr(sdk, "find", missing)
+    made = build()
+    assert list(made.rows) == ["FP32", "int8"] and made.report["machine"]["devices"] == []
+    for word in ("Device", "H2D", "Reformats", "In the engine", "TensorRT FP16", "faster"):
+        assert word not in made.md and word not in made.said
+
+
+# -- what really runs in int8 ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])
+def test_the_plan_stands_beside_what_the_engine_runs(tensorrt, build, version):
+    tensorrt(version)
+    made = build()
+    ran = made.rows["int8"]["ran"]
+    assert (ran["planned"], ran["precisions"]["int8"]) == (8, 4)
+    assert {row["node"]: row["ran"] for row in ran["lost"]} == {
+        "Add_a": "float16", "Relu_r2": "float16",
+    }  # fmt: skip
+    assert "planned" not in made.rows["TensorRT FP16"]["ran"]
+    words = f"6 of 8 planned nodes in int8; {ran['reformats']} reformats"
+    assert all(words in page for page in (made.said, made.md, made.html))
+    assert "Add (Add_a): planned in int8" in made.said and "| Add\\_a | Add | int8 |" in made.md
+    assert "<td>Add_a</td><td>Add</td><td>int8</td><td>float16</td>" in made.html
+    assert line(made, "Quantized layers")[1:4] == [
+        f"0 of {made.rows['TensorRT FP32']['ran']['layers']}",
+        f"0 of {made.rows['TensorRT FP16']['ran']['layers']}",
+        f"4 of {ran['layers']}",
+    ]
+    assert line(made, "Reformats")[3] == str(ran["reformats"]) != "0"
+
+
+def test_an_engine_that_tells_names_alone_is_not_judged(tensorrt, build, run, tmp_path):
+    tensorrt(TEN)
+    build("--duration", "0")
+    path = tmp_path / "out/small_cnn.engine"
+    said = run("bench", path, "--duration", 0, "--warmup", 0)[1]
+    assert "Quantized layers" in said and "4 of 7" in said
+    path.write_bytes(path.read_bytes().replace(b'"detailed": true', b'"detailed": false', 1))
+    said = run("bench", path, "--duration", 0, "--warmup", 0)[1]
+    assert "GPU compute" in said and "Quantized layers" not in said
+
+
+def layer(name, kind, form, **more):
+    tensors = [{"Name": "x", "Format/Datatype": form}] if form else []
+    return {"Name": name, "LayerType": kind, "Inputs": tensors, "Outputs": [], **more}
+
+
+def test_the_inspectors_words_are_read():
+    layers = read(json.dumps({"Layers": [
+        layer("w + Q_1 + /a/Conv + /b/Add", "CaskConvolution",
+              "Thirty-two wide channel vectorized row major Int8 format"),
+        layer("c || d + e", "CaskConvolution", "Channel major FP16 format where channel % 8 == 0."),
+        layer("PWN(PWN(s), m)", "PointWiseV2", "Row major linear BFloat16 format"),
+        layer("__myl_Fc", "fusion", "Half", Metadata="[ONNX Layer: g[0]/MatMul][ONNX Layer: h]"),
+        layer("i", "gemm", "FP8", Metadata="[ONNX Layer: i]\u001e[ONNX Layer: j]"),
+        layer("Reformatting CopyNode for x", "Reformat", "Row major linear FP32", Metadata=""),
+        layer("n", "NoOp", "Float"), layer("k", "Constant", ""),
+        layer("u", "Shuffle", "Row major linear UInt8 format"), layer("p", "PluginV2", "Unknown"),
+    ], "Bindings": ["x"]}))  # fmt: skip
+    told = [(one.precision, one.nodes, one.reformat) for one in layers]
+    assert told == [
+        ("int8", ("w", "Q_1", "/a/Conv", "/b/Add"), False),
+        ("float16", ("c", "d", "e"), False),
+        ("bfloat16", ("s", "m"), False),
+        ("float16", ("g[0]/MatMul", "h"), False),
+        ("fp8", ("i", "j"), False),
+        ("float32", ("Reformatting CopyNode for x",), True),
+        ("uint8", ("u",), False),
+        ("", ("p",), False),
+    ]
+    assert read('{"Layers": ["a", "b"]}') == read("no JSON") == read("[]") == ()
+
+
+def test_nodes_are_told_apart_by_what_became_of_them():
+    plan = [Decision("a", "Conv", "int8"), Decision("r", "Relu", "int8"),
+            Decision("b", "Add", "int8"), Decision("p", "MaxPool", "float32", "why"),
+            Decision("s", "Softmax", "float32", "why")]  # fmt: skip
+    layers = [
+        RanLayer(name="a", precision="int8", nodes=("a",)),
+        RanLayer(name="b", precision="float16", nodes=("b",)),
+        RanLayer(name="p", precision="int8", nodes=("p",)),
+        RanLayer(name="s", precision="float32", nodes=("s",)),
+        RanLayer(name="copy", precision="float32", reformat=True),
+    ]
+    part = ran_part(layers, plan)
+    assert (part.as_planned, part.planned, part.unnamed) == (1, 3, ("r",))
+    assert [row.node for row in part.lost] == ["b"] and [row.node for row in part.gained] == ["p"]
+    assert part.layers == 4 and part.reformats == 1
+    assert ran_words(part) == (
+        "1 of 3 planned nodes in int8, 1 that no layer names, 1 more that the plan left in float;"
+        " 1 reformat"
+    )
+    assert ran_part((), plan) is None and ran_words(ran_part(layers)) == ""
