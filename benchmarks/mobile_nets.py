@@ -1,8 +1,8 @@
-"""ShuffleNet v2 x0.5 and MobileNetV3-small as torchvision exports them, with random weights.
+"""ShuffleNet v2 x0.5, MobileNetV3-small and ResNet-18 as torchvision exports them, random weights.
 
-Only their speed is of interest, which the weights do not change, so PyTorch is not needed: the
-graphs are written operator by operator, batch norms folded (arXiv:1807.11164, table 5;
-arXiv:1905.02244, table 2).
+Only their speed is of interest, or their graph, which the weights do not change, so PyTorch is not
+needed: the graphs are written operator by operator, batch norms folded (arXiv:1807.11164, table 5;
+arXiv:1905.02244, table 2; arXiv:1512.03385, table 1).
 """
 
 from __future__ import annotations
@@ -160,6 +160,22 @@ def _squeezed(g: _Graph, x: str, channels: int) -> str:
     gate = g.add("Relu", g.conv(gate, (channels, few, 1)))[0]
     gate = g.add("HardSigmoid", g.conv(gate, (few, channels, 1)), alpha=1 / 6, beta=0.5)[0]
     return g.add("Mul", gate, x)[0]
+
+
+def resnet18() -> onnx.ModelProto:
+    """ResNet-18."""
+    g = _Graph()
+    x = g.add("Relu", g.conv("input", (3, 64, 7), stride=2))[0]
+    x = g.add("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])[0]
+    before = 64
+    for after in (64, 128, 256, 512):
+        for stride in (1 if after == before else 2, 1):
+            skip = x if stride == 1 else g.conv(x, (before, after, 1), stride=stride)
+            x = g.add("Relu", g.conv(x, (before, after, 3), stride=stride))[0]
+            x = g.add("Relu", g.add("Add", g.conv(x, (after, after, 3)), skip)[0])[0]
+            before = after
+    x = g.add("Flatten", g.add("GlobalAveragePool", x)[0])[0]
+    return g.model(g.gemm(x, 512, 1000), "resnet18")
 
 
 def written(make: Callable[[], onnx.ModelProto]) -> Callable[[], Path]:

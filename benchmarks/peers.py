@@ -26,13 +26,22 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "calib8": (),
     "ort": ("onnxruntime==1.31.1", "onnx", "sympy"),
     "nncf": ("nncf==3.4.0", "onnx", "openvino==2026.4.1", "onnxruntime==1.31.1"),
+    "modelopt": (
+        *("torch==2.13.0", "onnx==1.21.0", "onnxruntime==1.24.4", "onnx-graphsurgeon==0.6.1"),
+        *("onnxconverter-common==1.16.0", "onnxscript==0.7.2", "onnxslim==0.1.98", "lief==1.0.0"),
+        *("polygraphy==0.53.6", "ml_dtypes", "cppimport", "scipy", "tqdm", "pydantic", "omegaconf"),
+        *("PyYAML", "rich", "safetensors", "regex", "pulp", "ninja", "nvidia-ml-py"),
+    ),
 }
+# tool -> what is installed without all that it asks for: CUDA's ONNX Runtime and cupy run on a GPU
+ALONE: Mapping[str, tuple[str, ...]] = {"modelopt": ("nvidia-modelopt==0.47.0",)}
 # tool -> the environment and script it shares with its neighbour, and its options
 TOOLS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "calib8": ("calib8", ()),
     "ort": ("ort", ()),  # Conv, Gemm and MatMul alone
     "ort-all": ("ort", ("--ops",)),  # whatever the quantizer knows, its own default
     "nncf": ("nncf", ()),
+    "modelopt": ("modelopt", ()),  # for TensorRT alone: it quantizes on a signed grid
 }
 
 
@@ -61,15 +70,19 @@ def python_of(tool: str, folder: Path) -> str:
         return sys.executable
     home = folder / tool
     python, whole = home / "bin" / "python", home / "installed.txt"
-    wanted = "\n".join(PACKAGES[tool])
+    wanted = "\n".join((*PACKAGES[tool], *ALONE.get(tool, ())))
     if whole.is_file() and whole.read_text() == wanted:
         return str(python)
     venv.create(home, with_pip=True, clear=True)
-    command = [str(python), "-m", "pip", "install", "--quiet", *PACKAGES[tool]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise RuntimeError(f"pip could not install {wanted!r}: {(said or ['it said nothing'])[-1]}")
+    for packages in (PACKAGES[tool], ("--no-deps", *ALONE.get(tool, ()))):
+        if packages == ("--no-deps",):
+            continue
+        command = [str(python), "-m", "pip", "install", "--quiet", *packages]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            why = (said or ["it said nothing"])[-1]
+            raise RuntimeError(f"pip could not install {packages!r}: {why}")
     whole.write_text(wanted)
     return str(python)
 

@@ -1,6 +1,7 @@
 """One calib8 build with its defaults, in a process of its own.
 
     python benchmarks/quantize_calib8.py MODEL SAMPLES OUT [--target T] [--method M] [--threads N]
+                                         [--effort N]
 
 SAMPLES holds one .npz a sample, as peers.py writes them. The engine's path is left in OUT/engine.
 """
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from deploy.errors import Calib8Error
 from deploy.pipeline import build
+from deploy.tuning.tune import Tuning
 
 # The model that says what another target computes, where ONNX Runtime is to run it.
 RUNS_AS = {"tensorrt": "*.qdq.onnx", "ascend": "*_fake_quant_model.onnx"}
@@ -47,6 +49,7 @@ def main() -> int:
     parser.add_argument("--target", default="onnxruntime")
     parser.add_argument("--method", default=None)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--effort", type=int, default=None)
     given = parser.parse_args()
     try:
         report = build(
@@ -57,6 +60,7 @@ def main() -> int:
             method=given.method,
             threads=given.threads,
             duration_s=0.5,  # time may decide what stays float
+            tuning=None if given.effort is None else Tuning(effort=given.effort),
         )
     except Calib8Error as error:
         print(error)

@@ -33,6 +33,7 @@ from trial import Row, Trial, table  # noqa: E402
 
 from deploy.errors import Calib8Error  # noqa: E402
 
+CPU_TOOLS = [tool for tool in peers.TOOLS if tool != "modelopt"]
 HEAD = ["model", "tool", "int8", "task figure FP32 -> int8", "worst dB", "speed-up", "CPU s"]
 
 
@@ -73,7 +74,7 @@ def main() -> int:
     every = cases()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[[], *every], default=[])
-    parser.add_argument("--tools", nargs="+", choices=[*peers.TOOLS], default=[*peers.TOOLS])
+    parser.add_argument("--tools", nargs="+", choices=[*peers.TOOLS], default=CPU_TOOLS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--duration", type=float, default=3.0, help="seconds a model is timed")
     parser.add_argument("--out", type=Path, default=None, help="folder to keep everything in")

@@ -122,6 +122,8 @@ BUILD = ("build", "m.onnx", "--images", "p")
          TensorRT(form="cache", rest="fp32", workspace_mib=64, max_batch=4)),
         ("--target tensorrt --rest bf16 --cuda-graph --calibrator minmax --parser caffe",
          TensorRT(rest="bf16", cuda_graph=True, calibrator="minmax", parser="caffe")),
+        ("--target tensorrt --float-behind-concat --pair-behind-deconv",
+         TensorRT(float_behind_concat=True, pair_behind_deconv=True)),
         ("--target ascend --soc Ascend310P3 --ascend-config q.cfg --exact-ifmr",
          Ascend(soc="Ascend310P3", config=Path("q.cfg"), exact=True)),
         ("--target ascend --aipp --source-color bgr --atc-flag=--log=error --atc-flag=--x=1",

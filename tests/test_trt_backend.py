@@ -121,7 +121,7 @@ def test_the_qdq_model_and_the_cache_hold_the_same_scales(built: Path, model: Pa
     quantized = onnx.load(built / "net.tensorrt.qdq.onnx")
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
     made = dict(scale_nodes(quantized))
-    assert set(made) == {"x", "ar", "mp", "f"}
+    assert set(made) == {"x", "ar", "body", "mp", "c", "f"}
     assert all(cache.scales()[name] == scale for name, scale in made.items())
     whole = parse((built / "net.cache").read_bytes(), origin="the calibration's own")
     assert whole.scales()["mp"] == made["mp"]  # a pool's output has the scale of its input
@@ -321,7 +321,7 @@ def test_missing_scales_are_sorted_into_harmless_and_harmful() -> None:
     found = missing_tensors(lines)
     assert found == list(dict.fromkeys(names))
     judged = sort_missing(found, load(residual()).model)
-    assert {item.tensor for item in judged if item.harmful} == {"x", "ar", "f"}
+    assert {item.tensor for item in judged if item.harmful} == {"x", "ar", "f", "p"}
     assert [item.harmful for item in judged] == sorted((i.harmful for i in judged), reverse=True)
     why = {item.tensor: item.reason for item in judged}
     assert "constant" in why["fb_output"]

@@ -97,7 +97,11 @@ def test_a_small_efficientnet_gets_every_scale_but_its_logits(efficient, run, tm
     same = {"se1": "se2", "c4": "a4", "both": "small", "pool": "a2", "c5": "a5"}
     assert all(dla[name] == dla[other] for name, other in same.items())
     assert dla["c4"] == full["a4"] and dla["se1"] == full["se2"]
-    assert dla["mean"] == dla["flat"] == full["flat"] and "guesses" in said
+    assert (
+        dla["mean"] == full["mean"] == full["a5"]
+        and dla["flat"] == full["flat"]
+        and "guesses" in said
+    )
     bounds = ("se4", "a1.s", "sum", "c3", "a4", "se3")
     assert all(dla[name] >= np.float32(0.999) * full[name] for name in bounds)
     assert dla["se4"] == dla["a1.s"] == np.float32(1 / 127)
@@ -110,7 +114,7 @@ def test_the_demo_gets_every_scale_but_its_logits(run, tmp_path):
     )
     missing = set(full) - set(dla)
     assert len(missing) == 1 and said.rstrip().endswith(next(iter(missing)))
-    assert len(pairs) < len(dla) and "guesses" in said
+    assert len(pairs) < len(dla) and "guesses" not in said
     equal = sum(dla[name] == full[name] for name in dla)
     assert equal >= 0.7 * len(dla)
 
@@ -123,7 +127,7 @@ def test_without_the_option_the_pairs_alone_are_written(efficient, run, tmp_path
     assert code == 0 and "--dla infers them" in said
     code, said, _ = run(*command, "--dla", "--no-guesses")
     assert code == 0 and "guesses" not in said
-    assert all(f" {name}" in said.splitlines()[-1] for name in ("c2", "c5", "a5", "logits"))
+    assert all(f" {name}" in said.splitlines()[-1] for name in ("c1", "c2", "a2", "logits"))
     code, _, err = run(*command, "--no-guesses")
     assert code == 1 and "--no-guesses goes with --dla" in err
 

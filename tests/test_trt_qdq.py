@@ -157,8 +157,8 @@ def pairs(model: onnx.ModelProto) -> set[str]:
 def test_pairs_stand_where_tensorrt_wants_them() -> None:
     model = residual()
     quantized, _ = cache_to_qdq(model, cache_of(model))
-    # inputs of Conv and Gemm, and the skip branch of the Add; nothing between a Conv and its Relu
-    assert pairs(quantized) == {"x", "stem_relu", "a_relu", "body", "both", "flat"}
+    # inputs of Conv, pool and Gemm, and the Add's skip branch; nothing between a Conv and its Relu
+    assert pairs(quantized) == {"x", "stem_relu", "a_relu", "body", "both", "last_relu", "flat"}
     add = next(node for node in quantized.graph.node if node.op_type == "Add")
     makers = {out: n for n in quantized.graph.node for out in n.output}
     assert [makers[name].op_type for name in add.input] == ["Conv", "DequantizeLinear"]
@@ -191,9 +191,10 @@ def test_every_entry_and_tensor_is_accounted_for() -> None:
     assert "layer number" in why["(Unnamed Layer* 9) [Shuffle]_output"]
     assert "folding" in why["stem_out"]
     gaps = {tensor.tensor: tensor.reason for tensor in matched.tensors if not tensor.covered}
-    assert set(gaps) == {"both", "stem_relu"}
+    assert set(gaps) == {"both", "stem_relu", "last_relu"}
     assert "zero" in gaps["stem_relu"]
     assert "no entry" in gaps["both"]
+    assert "stays float" in gaps["last_relu"]  # the pool behind the Conv that reads `both`
 
 
 def test_renamed_tensors_are_found_by_position_only_between_two_that_match() -> None:

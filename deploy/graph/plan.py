@@ -22,6 +22,20 @@ from dataclasses import dataclass, field, replace
 import onnx
 
 from calibrators.grids import FP8, INT8, UINT8, Grid
+from deploy.graph.flow import (
+    CUTS,
+    MOVES,
+    NORM,
+    POINTWISE,
+    POOLS,
+    behind_float_concat,
+    has_number,
+    inputs_read,
+    is_pool,
+    read_in_float,
+    reads_int8,
+    with_concats,
+)
 from deploy.graph.gates import GATE, Gate, collapsed, gates
 from deploy.graph.index import Graph, attributes
 
@@ -30,13 +44,7 @@ FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})  # where int8 is the gain
 _FLOAT = onnx.TensorProto.FLOAT
-MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
-_CUTS = frozenset({"Pad", "Slice"})
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
-_POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool"})
-_POINTWISE = frozenset(
-    {"Relu", "Clip", "Sigmoid", "Mul", "LeakyRelu", "PRelu", "HardSigmoid", "HardSwish", "Tanh"}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +63,8 @@ class Placement:
         per_tensor: op types whose weights get one scale for the whole tensor.
         numbers: an Add or Mul of a tensor and one number is glue too, the number held in int8.
         passes: op types that stay float between an int8 node and glue without parting them.
+        float_behind_concat: what reads a Concat stays float unless int8 nodes make all its inputs.
+        parted: op types with a pair of their own between them and their tail.
         thin: a Conv on an input of the model with fewer products a value than this stays float,
             unless a MaxPool follows.
         least_channels: a layer with fewer channels than this, in or out, stays float.
@@ -73,6 +83,8 @@ class Placement:
     per_tensor: frozenset[str] = frozenset()
     numbers: bool = False
     passes: frozenset[str] = frozenset()
+    float_behind_concat: bool = False
+    parted: frozenset[str] = frozenset()
     thin: int = 0
     least_channels: Mapping[str, int] = field(default_factory=dict)
     most_window: int = 0
@@ -94,10 +106,10 @@ ONNXRUNTIME = Placement(
     grid=UINT8,
     heavy=frozenset({"Conv", "Gemm", "MatMul"}),
     glue=MOVES
-    | _CUTS
-    | _POOLS
+    | CUTS
+    | POOLS
     | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", GATE},
-    keeps_scale=MOVES | _CUTS | {"MaxPool", "Resize", "Split"},
+    keeps_scale=MOVES | CUTS | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,
     numbers=True,
@@ -109,12 +121,12 @@ TENSORRT = Placement(
     name="tensorrt",
     grid=INT8,
     heavy=WEIGHTED,
-    glue=frozenset({"Add"}),
+    glue=POOLS | {"Add", "ReduceMean"},
     keeps_scale=MOVES | {"MaxPool", "Resize", "Split"},
     outputs=False,
     bias=False,
     # pointwise operators are fused into what is before them, and a residual Add with them
-    passes=MOVES | _POOLS | _POINTWISE | {"Concat", "Split"},
+    passes=MOVES | POOLS | POINTWISE | NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
 )
 # FP8 has fewer kernels than int8. A window of over 32 places, and groups, have none that is fast
 # ("Limitations" of TensorRT's release notes, such as 10.12). ModelOpt 0.47 leaves small layers in
@@ -264,7 +276,7 @@ def analyse(
         decisions=_decisions(model.graph.node, graph, placement, why, stands_in),
         pairs=pairs,
         gates=tuple(gate for gate in found if not why[gate.name]),
-        numbers=tuple(n.name for n in chosen if _has_number(graph, n)),
+        numbers=tuple(n.name for n in chosen if has_number(graph, n)),
         pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
         weights=tuple(w for n in chosen for w in _weights(graph, placement, n)),
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
@@ -298,12 +310,14 @@ def _refusal(
         products = math.prod(graph.initializers[node.input[1]].dims[1:])
         if products < placement.thin and not _pooled(graph, placement, node):
             return f"the first Conv has only {products} products a value, and is faster in float"
-    if _has_number(graph, node):
+    if has_number(graph, node):
         varying = graph.data_inputs(node)
         if not (placement.numbers and varying and graph.number_beside(varying[0], node)):
             return "one of its operands is constant"
     if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
         return reason
+    if node.op_type == "ReduceMean" and not is_pool(graph, node):
+        return "it is the mean over other axes than a picture's"
     tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
     for tensor in tensors:
         if not graph.is_float(tensor):
@@ -320,10 +334,6 @@ def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     if attributes(node).get("mode", b"constant") != b"constant" or not zeros:
         return "it pads with something else than 0"
     return "" if graph.tail(node) == node.output[0] else "an activation follows it"
-
-
-def _has_number(graph: Graph, node: onnx.NodeProto) -> bool:
-    return node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input)
 
 
 def _fed(graph: Graph, tensor: str) -> bool:
@@ -427,13 +437,33 @@ def _drop_glue(
         changed = False
         made, wanted = _made_and_wanted(graph, placement, why)
         for node in graph.nodes:
-            if why[node.name] or node.op_type in placement.heavy:
-                continue
-            if not all(name in made for name in graph.data_inputs(node)):
-                why[node.name] = f"an input of it is not {placement.word}"
-            elif graph.tail(node) not in wanted:
-                why[node.name] = f"nothing after it runs in {placement.word}"
-            changed = changed or bool(why[node.name])
+            if not why[node.name]:
+                why[node.name] = _stranded(graph, placement, node, why, made, wanted)
+                changed = changed or bool(why[node.name])
+
+
+def _stranded(
+    graph: Graph,
+    placement: Placement,
+    node: onnx.NodeProto,
+    why: Mapping[str, str],
+    made: set[str],
+    wanted: set[str],
+) -> str:
+    """Why a node that can run in int8 does not pay for what is around it; "" where it does."""
+    if placement.float_behind_concat and behind_float_concat(graph, node, made):
+        return f"it reads a Concat of what is not {placement.word}"
+    if node.op_type in placement.heavy:
+        return ""
+    if placement.outputs:
+        comes_in = all(name in made for name in graph.data_inputs(node))
+    else:
+        comes_in = reads_int8(graph, node, made, placement.heavy)
+    if not comes_in:
+        return f"an input of it is not {placement.word}"
+    if not placement.outputs and read_in_float(graph, node, why):
+        return "its input is read in float too"
+    return "" if graph.tail(node) in wanted else f"nothing after it runs in {placement.word}"
 
 
 def _made_and_wanted(
@@ -459,7 +489,7 @@ def _made_and_wanted(
 
 def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str]) -> None:
     """Let float nodes between hand on what is made, forwards, and what is wanted, backwards."""
-    between = [node for node in graph.nodes if node.op_type in placement.passes]
+    between = [node for node in graph.nodes if _passes_on(graph, placement, node)]
     for node in between:
         if all(name in made for name in graph.data_inputs(node)):
             made.update(node.output)
@@ -468,44 +498,36 @@ def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str
             wanted.update(graph.data_inputs(node))
 
 
+def _passes_on(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+    """Whether a node hands int8 on while it stays float itself; an Add of a constant does too."""
+    shift = node.op_type == "Add" and has_number(graph, node)
+    return node.op_type in placement.passes or (shift and bool(placement.passes))
+
+
 def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> tuple[Pair, ...]:
     readers: dict[str, list[str]] = {}
     wanted = {name for node in chosen for name in graph.data_inputs(node)}
     for node in chosen:
         names = graph.data_inputs(node)
-        if not placement.outputs and node.op_type in placement.glue:
-            names = _skip_branches(graph, node, placement)
+        if not placement.outputs:
+            names = inputs_read(graph, node, placement.heavy)
         for name in names:
             readers.setdefault(name, []).append(node.name)
+        if node.op_type in placement.parted:
+            after = graph.readers.get(node.output[0], [])
+            readers.setdefault(node.output[0], []).extend(n.name for n in after)
         if placement.outputs:
             ends = list(node.output) if node.op_type == "Split" else [graph.tail(node)]
             # the int8 kernels of Gemm and MatMul can write float, which loses nothing
             needed = node.op_type not in {"Gemm", "MatMul"} or ends[0] in wanted
             for name in ends if needed else []:
                 readers.setdefault(name, [])
+    if not placement.outputs:
+        with_concats(graph, readers)
     order = [*graph.inputs, *(o for n in graph.nodes for o in n.output)]
     rank = {name: position for position, name in enumerate(order)}
     names = sorted(readers, key=lambda name: rank[name])
     return tuple(Pair(n, None if placement.outputs else tuple(readers[n])) for n in names)
-
-
-def _skip_branches(graph: Graph, node: onnx.NodeProto, placement: Placement) -> list[str]:
-    """Inputs of a residual Add that do not come straight from a heavy node fused with the Add."""
-    names = graph.data_inputs(node)
-    fused = [
-        name
-        for name in names
-        if len(graph.readers[name]) == 1 and _made_by_heavy(graph, name, placement)
-    ]
-    return [name for name in names if name not in fused[-1:]]
-
-
-def _made_by_heavy(graph: Graph, tensor: str, placement: Placement) -> bool:
-    """Whether a heavy node makes a tensor, with pointwise operators behind it."""
-    maker = graph.producer.get(tensor)
-    while maker is not None and maker.op_type in placement.passes & _POINTWISE:
-        maker = graph.producer.get(maker.input[0])
-    return maker is not None and maker.op_type in placement.heavy
 
 
 def _weights(graph: Graph, placement: Placement, node: onnx.NodeProto) -> list[WeightTarget]:
@@ -558,7 +580,7 @@ def never_negative(model: onnx.ModelProto) -> frozenset[str]:
     graph = Graph(model)
     names: set[str] = set()
     for node in graph.nodes:
-        passed = node.op_type in MOVES | _POOLS and node.input[0] in names
+        passed = node.op_type in MOVES | POOLS and node.input[0] in names
         if node.op_type in ops or passed or (node.op_type == "Clip" and graph.holds_zero(node)):
             names.update(node.output)
     return frozenset(names)

@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.frontends import checks
+from deploy.graph.flow import MOVES
 from deploy.graph.gates import gates
 from deploy.graph.index import Graph, attributes
-from deploy.graph.plan import MOVES
 from deploy.graph.saturation import bounds
 from deploy.targets.tensorrt.naming import POOLS
 

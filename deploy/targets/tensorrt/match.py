@@ -101,7 +101,8 @@ def match(
         original: the model as TensorRT reads it, for the names its parser gives.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
         float_nodes: nodes to keep in float, as `analyse` takes them.
-        placement: where the pairs are to stand, of `deploy.graph.plan.TENSORRT_ON`.
+        placement: where the pairs are to stand: of `deploy.graph.plan.TENSORRT_ON`, or as the
+            target's options change it.
 
     Raises:
         CacheError: one tensor stands in the cache with two scales.

@@ -29,8 +29,8 @@ from deploy.errors import ExportError, first_line
 from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import why_not_converted
 from deploy.graph.edit import rebuild
+from deploy.graph.flow import MOVES
 from deploy.graph.index import Graph
-from deploy.graph.plan import MOVES
 from deploy.targets.tensorrt.words import BF16, FP16, FP32
 
 if TYPE_CHECKING:

@@ -80,6 +80,8 @@ class TensorRT:
         cuda_graph: run the engine from a captured CUDA graph.
         calibrator: "entropy2", "entropy", "minmax" or "legacy" lets TensorRT calibrate on the GPU
             with the same samples, in batches of `max_batch`; None gives it our cache.
+        float_behind_concat: what reads a Concat of float tensors stays float.
+        pair_behind_deconv: a ConvTranspose has a pair before its activation too.
         baselines: float engines that are built beside it where speed is measured: "fp32,fp16",
             one of them, or "none".
         device: GPU to build and run on, counted from 0.
@@ -113,6 +115,18 @@ class TensorRT:
         None,
         choices=("entropy2", "entropy", "minmax", "legacy"),
         help="Let TensorRT itself calibrate on the GPU, with the same images.",
+    )
+    float_behind_concat: bool = option(
+        False,
+        help="Leave in float what reads a Concat of float tensors: TensorRT would quantize each of"
+        " them by itself.",
+        places=True,
+    )
+    pair_behind_deconv: bool = option(
+        False,
+        help="Give a ConvTranspose a Q/DQ pair before its activation too, for a TensorRT that does"
+        " not fuse the two in int8.",
+        places=True,
     )
     baselines: str = option(
         f"{FP32},{FP16}",
@@ -174,12 +188,28 @@ class TensorRT:
                 " fp8; leave one of them away"
             )
 
+        if self.form == "cache" and (self.float_behind_concat or self.pair_behind_deconv):
+            raise ConfigError(
+                "pairs are placed in the Q/DQ model, got engine form cache, where TensorRT itself"
+                " decides; leave the placement's options away, or build from the Q/DQ model"
+            )
+        if self.precision == FP8 and self.pair_behind_deconv:
+            raise ConfigError(
+                "a ConvTranspose has no pair in fp8, got --pair-behind-deconv with --precision fp8;"
+                " leave one of them away"
+            )
+
     @property
     def placement(self) -> Placement:
         """Where the pairs stand."""
         from deploy.graph.plan import TENSORRT_ON
 
-        return TENSORRT_ON[self.precision]
+        parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
+        return replace(
+            TENSORRT_ON[self.precision],
+            float_behind_concat=self.float_behind_concat,
+            parted=parted,
+        )
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Every float tensor: TensorRT's cache lists them all."""
