@@ -187,10 +187,10 @@ class Callbacks:
         return read
 
     def _read(self, name: str, array: Array) -> Array:
-        """An array as TensorRT calibrates with: float32 also where the network's own input is
-        narrower, whole numbers in its own type where they fit.
+        """An array as TensorRT calibrates with.
 
-        Source: Polygraphy's calibrator, which gives floating inputs as float32 alone.
+        float32 also where the network's own input is narrower, whole numbers in its own type where
+        they fit. Source: Polygraphy's calibrator, which gives floating inputs as float32 alone.
         """
         plain = "int32" if array.dtype == np.int32 else "float32"
         own = self._types.get(name, plain)
