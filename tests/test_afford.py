@@ -107,7 +107,7 @@ def test_an_archive_is_unpacked_into_a_file_and_only_where_there_is_room(monkeyp
     with feed.samples() as samples:
         assert np.array_equal(np.concatenate([sample["x"] for sample in samples]), values)
     free = SimpleNamespace(free=90)
-    monkeypatch.setattr("deploy.feed.arrays.shutil.disk_usage", lambda path: free)
+    monkeypatch.setattr("deploy.feed.array_files.shutil.disk_usage", lambda path: free)
     with pytest.raises(FeedError, match=r"of room in .* to be unpacked, got 90 B"):
         open_feed(tmp_path / "x.npz", [spec])
 

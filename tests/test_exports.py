@@ -109,8 +109,8 @@ def test_an_inspection_fits_a_screen_and_tells_every_node(small_cnn):
     found = deploy.inspect(small_cnn, target="tensorrt")
     assert {node.name for node in found.nodes if node.op == "Gemm"} == {"Gemm_logits"}
     assert found.tensors and "tensors need a scale" in repr(found)
-    assert "MaxPool is not run in int8 on tensorrt" in repr(found)
-    assert "MaxPool_p" not in repr(found) and "MaxPool_p" in found.text(everything=True)
+    assert "Flatten is not run in int8 on tensorrt" in repr(found)
+    assert "Flatten_f" not in repr(found) and "Flatten_f" in found.text(everything=True)
 
 
 def test_the_documented_examples_run(small_cnn, pictures, tmp_path, monkeypatch, capsys):

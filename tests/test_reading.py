@@ -218,6 +218,7 @@ ELSEWHERE = {
     "deploy.results": "what was built a moment ago",
     "deploy.staging": "its own files, as it moves them",
     "deploy.standins.sources": "the memory of this very process",
+    "deploy.targets.tensorrt.baselines": "what was built a moment ago",
     "deploy.targets.tensorrt.target": "what was built a moment ago",
     "deploy.tuning.kernels": "ONNX Runtime's trace in a temporary folder",
 }
