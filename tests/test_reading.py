@@ -219,7 +219,7 @@ ELSEWHERE = {
     "deploy.staging": "its own files, as it moves them",
     "deploy.standins.sources": "the memory of this very process",
     "deploy.targets.tensorrt.baselines": "what was built a moment ago",
-    "deploy.targets.tensorrt.target": "what was built a moment ago",
+    "deploy.targets.tensorrt.engines": "what was built a moment ago",
     "deploy.tuning.kernels": "ONNX Runtime's trace in a temporary folder",
 }
 DOORS = {"read_bytes", "read_text", "fromfile", "memmap"}

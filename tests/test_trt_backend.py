@@ -19,7 +19,7 @@ from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
 from deploy.pipeline import CachePolicy, Tuning, build
-from deploy.targets.tensorrt import builder, gpus, sdk, session
+from deploy.targets.tensorrt import builder, engines, live, sdk, session
 from deploy.targets.tensorrt.builder import (
     Engine,
     Profile,
@@ -172,9 +172,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Settings, bytes | No
 
     monkeypatch.setattr(session, "find", no_engine)  # built, never opened
     monkeypatch.setattr(sdk, "find", lambda device=0: here)
-    monkeypatch.setattr(gpus, "gpu", lambda device: None)
+    monkeypatch.setattr(engines, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", engine)
-    monkeypatch.setattr(TensorRT, "_from_cache", lambda self, known: Known(known))
+    monkeypatch.setattr(engines, "from_cache", lambda asked, known: Known(known))
     return made
 
 
@@ -250,7 +250,7 @@ def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
         return cache
 
     monkeypatch.setattr(builder, "calibrate", calibrates)
-    monkeypatch.setattr(TensorRT, "_live", lambda self, request, settings, cuda: None)
+    monkeypatch.setattr(live, "_live", lambda asked, request, settings, cuda: None)
     for rest in ("fp16", "fp32"):  # other settings of the engine, the same calibration
         backend = TensorRT(calibrator="entropy2", max_batch=2, rest=rest)
         built_on(model, tmp_path / "out", backend)
@@ -339,7 +339,7 @@ def test_the_log_keeps_errors_apart() -> None:
 
 
 def test_warnings_become_notes() -> None:
-    from deploy.targets.tensorrt.target import _log_notes
+    from deploy.targets.tensorrt.engines import _log_notes
 
     lines = [LOG.format(name) for name in ("x", "fb_output", "y")]
     notes = _log_notes(lines, load(residual()).model)

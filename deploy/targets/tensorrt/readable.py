@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from deploy.calibration.trt_cache import version_label
 from deploy.errors import ExportError
 from deploy.frontends.checks import opset_of
 from deploy.graph.lowering import lowered
+from deploy.targets.tensorrt import sdk
+from deploy.targets.tensorrt.asked import Asked
 from deploy.targets.tensorrt.rest import OPSETS
 from deploy.targets.tensorrt.versions import Needs, row, unread
+from deploy.targets.tensorrt.words import FP8, TYPED
 
 if TYPE_CHECKING:
     import onnx
@@ -45,3 +49,18 @@ def of_typed(version: str, rest: str, *, fp8: bool = False) -> str:
     """The first TensorRT from this one on that has networks of this type."""
     first = Needs(OPSETS.get(rest, 0)).first_reading(typed=True, fp8=fp8)
     return version if first is None else max(version, first, key=version_label)
+
+
+def all_readable(
+    asked: Asked, models: Mapping[str, onnx.ModelProto], version: str
+) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
+    """(role -> the model as its TensorRT reads it, sentences on what that took)."""
+    oldest = of_files(version, sdk.cache_reader())
+    made, said = {}, []
+    for role, model in models.items():
+        fp8 = asked.precision == FP8
+        strong = role == TYPED or fp8
+        wanted = of_typed(oldest, asked.rest, fp8=fp8) if strong else oldest
+        made[role], sentence = readable(model, wanted)
+        said.append(sentence)
+    return made, tuple(dict.fromkeys(filter(None, said)))

@@ -1,0 +1,138 @@
+"""The options of the TensorRT target, and which of them contradict each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.errors import ConfigError
+from deploy.targets.options import check, option
+from deploy.targets.tensorrt.words import ALL_BASELINES, BF16, FP8, FP16, FP32, INT8, NO_BASELINES
+
+if TYPE_CHECKING:
+    from deploy.graph.plan import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What an engine is asked to be: the options of the target.
+
+    Attributes:
+        version: TensorRT that is to read the cache, "X.Y.Z"; None takes that of the calibration
+            cache (`--trt-version`), or of the TensorRT that builds here.
+        precision: grid of what is quantized: "int8", or "fp8" (E4M3, GPUs from Ada and Hopper on).
+        form: what the engine is built from: "cache", "qdq", or "auto".
+        rest: type of what does not run in int8: "fp16", "bf16" or "fp32".
+        workspace_mib: TensorRT's scratch memory; None leaves its own limit.
+        max_batch: largest batch of an engine whose batch is dynamic.
+        cuda_graph: run the engine from a captured CUDA graph.
+        calibrator: "entropy2", "entropy", "minmax" or "legacy" lets TensorRT calibrate on the GPU
+            with the same samples, in batches of `max_batch`; None gives it our cache.
+        float_behind_concat: what reads a Concat of float tensors stays float.
+        pair_behind_deconv: a ConvTranspose has a pair before its activation too.
+        baselines: float engines that are built beside it where speed is measured: "fp32,fp16",
+            one of them, or "none".
+        device: GPU to build and run on, counted from 0.
+        plugins: libraries of plugins, loaded before a model is read or an engine is opened.
+        parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
+            cache; None judges from the model.
+    """
+
+    version: str | None = None
+    precision: str = option(
+        INT8,
+        choices=(INT8, FP8),
+        help="Grid of what is quantized; fp8 is for GPUs from Ada and Hopper on.",
+        places=True,
+    )
+    form: str = option(
+        "auto",
+        flag="--engine-from",
+        choices=("auto", "cache", "qdq"),
+        help="What the engine is built from.",
+    )
+    rest: str = option(
+        FP16, choices=(FP16, BF16, FP32), help="Type of what is not quantized, in the engine."
+    )
+    workspace_mib: int | None = option(
+        None, flag="--workspace", metavar="MIB", least=1, help="Scratch memory of the builder."
+    )
+    max_batch: int = option(8, least=1, help="Largest batch of a dynamic engine.")
+    cuda_graph: bool = option(False, help="Run the engine from a captured CUDA graph.", runs=True)
+    calibrator: str | None = option(
+        None,
+        choices=("entropy2", "entropy", "minmax", "legacy"),
+        help="Let TensorRT itself calibrate on the GPU, with the same images.",
+    )
+    float_behind_concat: bool = option(
+        False,
+        help="Leave in float what reads a Concat of float tensors: TensorRT would quantize each of"
+        " them by itself.",
+        places=True,
+    )
+    pair_behind_deconv: bool = option(
+        False,
+        help="Give a ConvTranspose a Q/DQ pair before its activation too, for a TensorRT that does"
+        " not fuse the two in int8.",
+        places=True,
+    )
+    baselines: str = option(
+        ALL_BASELINES,
+        choices=(ALL_BASELINES, FP32, FP16, NO_BASELINES),
+        help="TensorRT's own float engines to build beside it and hold its speed against.",
+    )
+    device: int = option(
+        0, least=0, metavar="N", help="GPU to build and run on, counted from 0.", runs=True
+    )
+    plugins: tuple[Path, ...] = option(
+        (),
+        flag="--plugin",
+        metavar="LIBRARY",
+        help="Library of TensorRT plugins to load.",
+        runs=True,
+    )
+    parser: str | None = option(
+        None,
+        choices=("onnx", "caffe"),
+        help="TensorRT's parser that names the tensors of its calibration cache; judged from the"
+        " model by default.",
+        observes=True,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.calibrator is not None and self.form == "qdq":
+            raise ConfigError(
+                f"an engine from the Q/DQ model has its scales in the model, got calibrator"
+                f" {self.calibrator!r}; leave it away, or build from the cache"
+            )
+        if self.precision == FP8 and (self.calibrator is not None or self.form == "cache"):
+            asked = "--engine-from cache" if self.form == "cache" else "--calibrator"
+            raise ConfigError(
+                f"TensorRT's calibrators and caches are for int8, got {asked} with --precision"
+                " fp8; leave one of them away"
+            )
+
+        if self.form == "cache" and (self.float_behind_concat or self.pair_behind_deconv):
+            raise ConfigError(
+                "pairs are placed in the Q/DQ model, got engine form cache, where TensorRT itself"
+                " decides; leave the placement's options away, or build from the Q/DQ model"
+            )
+        if self.precision == FP8 and self.pair_behind_deconv:
+            raise ConfigError(
+                "a ConvTranspose has no pair in fp8, got --pair-behind-deconv with --precision fp8;"
+                " leave one of them away"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        """Where the pairs stand."""
+        from deploy.graph.plan import TENSORRT_ON
+
+        parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
+        return replace(
+            TENSORRT_ON[self.precision],
+            float_behind_concat=self.float_behind_concat,
+            parted=parted,
+        )

@@ -1,0 +1,85 @@
+"""Calibrations by TensorRT itself, on the GPU, with the samples of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from calibrators.tensorrt import Callbacks, HostMemory, calibrator
+from deploy.calibration.batches import left_out, whole, whole_batches
+from deploy.targets.base import BuildRequest
+from deploy.targets.tensorrt import builder, gpu_cache
+from deploy.targets.tensorrt.asked import Asked
+from deploy.targets.tensorrt.builder import Settings
+from deploy.targets.tensorrt.cuda import Cuda, CudaMemory
+from deploy.targets.tensorrt.plugins import digests
+from deploy.targets.tensorrt.settings import first_sample
+
+
+def calibrated(
+    asked: Asked,
+    request: BuildRequest,
+    source: Path,
+    settings: Settings,
+    version: str,
+    cuda: Cuda,
+) -> bytes:
+    """The cache that TensorRT makes on the GPU, or made before from the same data."""
+    name = f"{request.name}.gpu.cache"
+    origin = _made_from(asked, request, version)
+    known = gpu_cache.fitting(request.built_before(name), origin)
+    if known is None:
+        known = builder.calibrate(
+            source, settings, _live(asked, request, settings, cuda), cuda=cuda
+        )
+    gpu_cache.keep(request.folder / name, known, origin)
+    return known
+
+
+def _made_from(asked: Asked, request: BuildRequest, version: str) -> dict[str, Any]:
+    """All that a calibration by TensorRT on the GPU depends on."""
+    return {
+        "model": request.digest,
+        "images": dict(request.manifest),
+        "calibrator": asked.calibrator,
+        "batch": asked.max_batch,
+        "tensorrt": version,
+    } | ({"plugins": digests(asked.plugins)} if asked.plugins else {})
+
+
+def from_cache(asked: Asked, known: bytes) -> Callbacks:
+    """A calibrator that has the cache and no data: should TensorRT refuse it, that is said."""
+    name = asked.calibrator or "entropy2"
+    return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
+
+
+def _live(asked: Asked, request: BuildRequest, settings: Settings, cuda: Cuda) -> Callbacks:
+    """A calibrator that feeds the request's samples to TensorRT on the GPU."""
+    shapes = _calibrated_shapes(request, settings)
+    together = _together(request, shapes)
+    return calibrator(
+        str(asked.calibrator),
+        whole_batches(request.feed.samples(), together),
+        batches=whole(len(request.feed), together) // together,
+        shapes=shapes,
+        memory=CudaMemory(cuda),
+    )
+
+
+def unseen(request: BuildRequest, settings: Settings) -> tuple[str, ...]:
+    """What TensorRT's calibration does not see of the samples."""
+    together = _together(request, _calibrated_shapes(request, settings))
+    return left_out(len(request.feed), together)
+
+
+def _calibrated_shapes(request: BuildRequest, settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Input -> the shape that TensorRT calibrates with."""
+    shapes = {name: array.shape for name, array in first_sample(request).items()}
+    return shapes | {name: profile.best for name, profile in settings.profiles.items()}
+
+
+def _together(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Samples in a batch of these shapes."""
+    held = {name: array.shape for name, array in first_sample(request).items() if array.ndim}
+    return max(shapes[name][0] // int(shape[0]) for name, shape in held.items())
