@@ -163,6 +163,7 @@ def _calibrated(
         given=given,
         samples=len(feed),
         batch=feed.batch,
+        filled=feed.filled,
         method=method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD),
         float_nodes=matching(loaded.model, float_nodes),
         trt_version=policy.trt_version or _builds_here(targets) or version_in(policy),

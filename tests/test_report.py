@@ -566,3 +566,16 @@ def test_nan_of_one_output_is_not_hidden_by_another(order):
     ][:: order[0]]
     engine = EngineRow(label="int8", accuracy=Accuracy(samples=1, outputs=tuple(outputs)))
     assert to_screen(Report(engines=(engine,))).count("NaN") == 3
+
+
+def test_the_first_screen_says_how_pictures_are_prepared(run, small_cnn, pictures, tmp_path):
+    words = "build", small_cnn, "--images", pictures, "--out", tmp_path / "o", "--effort", 0
+    code, out, err = run(*words, "--duration", 0, "--preprocess", "imagenet", "--accept")
+    assert code == 0, err
+    told = (
+        "imagenet: rgb 16x16, short-side (area), pixels / 255, mean 0.485 0.456 0.406, std 0.229"
+        " 0.224 0.225, nchw"
+    )
+    assert told in " ".join(out.split())
+    code, out, _ = run(*words, "--duration", 0, "--force", "--refresh", "--mean", "0.3", "--accept")
+    assert "pictures    rgb 16x16, stretch (linear), pixels / 255, mean 0.3, std 1, nchw" in out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import onnx
 import pytest
 
 from calibrators.statistics import HistogramOf
@@ -22,6 +23,36 @@ def test_the_rest_is_left_out_and_said():
     assert "the last 1 of 7 samples" in left_out(7, 3)[0]
     with pytest.raises(ConfigError, match="got 2 samples for batches of 3"):
         whole(2, 3)
+
+
+def test_a_batch_that_the_model_fixes_and_images_do_not_fill_is_left_out():
+    assert whole(3, 1, filled=1) == 2
+    assert whole(5, 2, filled=1) == 4
+    assert "the last 1 of 3 samples" in left_out(3, 1, filled=1)[0]
+    with pytest.raises(ConfigError, match="got 0 samples for batches of 1"):
+        whole(1, 1, filled=1)
+
+
+@pytest.fixture
+def fixed(small_cnn, tmp_path):
+    """The model with a batch of 8."""
+    model = onnx.load(small_cnn)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 8
+    onnx.save(model, tmp_path / "fixed.onnx")
+    return tmp_path / "fixed.onnx"
+
+
+def test_a_fixed_batch_calibrates_as_the_same_batch_that_is_asked_for(
+    fixed, calibrate, run, listed, tmp_path
+):
+    scales = calibrate(20, "--batch-size", 8)[3]
+    words = "calibrate", fixed, "--images", listed(20), "--preprocess", "unit"
+    own = "--target", "tensorrt", "--method", "entropy-tensorrt"
+    code, out, err = run(*words, *own, "--batch-size", 8, "-o", tmp_path / "own.cache")
+    assert code == 0, err
+    assert "the last 1 of 3 samples fill none and were left out" in " ".join(out.split())
+    assert (tmp_path / "own.cache").read_bytes() == scales
 
 
 @pytest.fixture

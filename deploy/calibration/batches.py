@@ -32,23 +32,29 @@ def _joined(arrays: list[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 or arrays[0].ndim == 0 else np.concatenate(arrays)
 
 
-def whole(samples: int, samples_a_batch: int) -> int:
+def whole(samples: int, samples_a_batch: int, *, filled: int = 0) -> int:
     """How many of the samples stand in whole batches.
+
+    Args:
+        samples: of the feed.
+        samples_a_batch: that make a batch.
+        filled: of the samples, those at the end that a model's fixed batch filled up.
 
     Raises:
         ConfigError: none.
     """
-    if samples < samples_a_batch:
+    there = samples - filled
+    if there < samples_a_batch:
         raise ConfigError(
-            f"TensorRT calibrates in whole batches, got {samples} samples for batches of"
+            f"TensorRT calibrates in whole batches, got {there} samples for batches of"
             f" {samples_a_batch}; give more images or a smaller batch"
         )
-    return samples - samples % samples_a_batch
+    return there - there % samples_a_batch
 
 
-def left_out(samples: int, samples_a_batch: int) -> tuple[str, ...]:
+def left_out(samples: int, samples_a_batch: int, *, filled: int = 0) -> tuple[str, ...]:
     """The sentence that says how many samples are left out, where some are."""
-    seen = whole(samples, samples_a_batch)
+    seen = whole(samples, samples_a_batch, filled=filled)
     if seen == samples:
         return ()
     return (

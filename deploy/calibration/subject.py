@@ -31,6 +31,7 @@ class Subject:
         loaded: the cleaned model.
         samples: how many the feed gives.
         batch: images in each of them.
+        filled: how many of them, at the end, hold images again to fill that batch.
         method: the search that the user chose.
         float_nodes: names of the nodes that the user keeps in float.
         trt_version: TensorRT that is to read the calibration cache, "X.Y.Z"; None for no wish.
@@ -42,6 +43,7 @@ class Subject:
     loaded: LoadedModel
     samples: int
     batch: int = 1
+    filled: int = 0
     method: Method = field(default_factory=Method.of)
     float_nodes: tuple[str, ...] = ()
     trt_version: str | None = None
@@ -109,7 +111,7 @@ class Subject:
         if not wanted.first:
             return wanted
         first = -(-wanted.first // self.batch)
-        seen = whole(self.samples, first)
+        seen = whole(self.samples, first, filled=self.filled)
         return replace(wanted, first=first, most=seen if seen < self.samples else 0)
 
     @cached_property

@@ -96,6 +96,11 @@ class Feed:
         return len(self._chosen) - len(self._skipped)
 
     @property
+    def filled(self) -> int:
+        """How many samples, at the end, hold images again to fill the model's batch."""
+        return 1 if self.count % self.batch else 0
+
+    @property
     def labels(self) -> tuple[int, ...] | None:
         """One class number per image or row, without the skipped ones; None where not given."""
         labels, bad = self._source.labels, len(self._skipped)

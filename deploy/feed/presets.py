@@ -48,3 +48,28 @@ def preset(name: str) -> Preprocess:
             f" {did_you_mean(name, PRESETS, 'there are ' + ', '.join(sorted(PRESETS)))}"
         )
     return PRESETS[name]
+
+
+def in_words(how: Preprocess) -> str:
+    """What is done to a picture, its preset first where it is one's, as on a report's first screen.
+
+    Args:
+        how: resolved.
+    """
+    known = [name for name, one in PRESETS.items() if _same(one, how)]
+    size = "x".join(map(str, how.size or ()))
+    factor = f"/ {1 / how.scale:g}" if how.scale != 1 else "as they are"
+    return (
+        f"{f'{known[0]}: ' if known else ''}{how.color} {size}, {how.resize} ({how.interpolation}),"
+        f" pixels {factor}, mean {_listed(how.mean)}, std {_listed(how.std)}, {how.layout}"
+    )
+
+
+def _same(one: Preprocess, how: Preprocess) -> bool:
+    """Whether a preset, completed from the model's input, is this."""
+    own = {"size": how.size, "layout": how.layout, "default_size": how.default_size}
+    return dataclasses.replace(one, color=one.color or how.color, **own) == how
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:g}" for value in values)

@@ -33,11 +33,12 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedPart:
-    """What was fed: where from, how many, prepared how, what was left out."""
+    """What was fed: where from, how many, prepared how (in words too), what was left out."""
 
     source: str
     samples: int
     preprocess: Mapping[str, object] = field(default_factory=dict)
+    prepared: str = ""
     skipped: tuple[str, ...] = ()
     digest: str | None = None
 

@@ -68,6 +68,8 @@ def _how(report: Findings) -> Iterator[str]:
         skipped = f", {len(report.feed.skipped)} skipped" if report.feed.skipped else ""
         samples = figures.count(report.feed.samples, "sample")
         yield from entry("Feed", f"{samples} from {report.feed.source}{skipped}")
+        if report.feed.prepared:
+            yield from entry("  pictures", report.feed.prepared)
     if report.calibration:
         yield from entry("Calibration", calibration_words(report))
     yield from _failures(report)

@@ -113,7 +113,7 @@ def notes(subject: Subject, found: Found, parser: str | None) -> tuple[str, ...]
     if (parser or likely_parser(original or subject.model, version_of(subject))) == CAFFE:
         said.append("Tensors are named as TensorRT's Caffe parser names them.")
     if subject.statistic.first:
-        said.extend(left_out(subject.samples, subject.statistic.first))
+        said.extend(left_out(subject.samples, subject.statistic.first, filled=subject.filled))
     infinite = [name for name, trouble in found.troubles.items() if trouble.infinite]
     if infinite:
         said.append(

@@ -58,10 +58,11 @@ def _live(asked: Asked, request: BuildRequest, settings: Settings, cuda: Cuda) -
     """A calibrator that feeds the request's samples to TensorRT on the GPU."""
     shapes = _calibrated_shapes(request, settings)
     together = _together(request, shapes)
+    seen = whole(len(request.feed), together, filled=request.subject.filled)
     return calibrator(
         str(asked.calibrator),
         whole_batches(request.feed.samples(), together),
-        batches=whole(len(request.feed), together) // together,
+        batches=seen // together,
         shapes=shapes,
         memory=CudaMemory(cuda),
     )
@@ -70,7 +71,7 @@ def _live(asked: Asked, request: BuildRequest, settings: Settings, cuda: Cuda) -
 def unseen(request: BuildRequest, settings: Settings) -> tuple[str, ...]:
     """What TensorRT's calibration does not see of the samples."""
     together = _together(request, _calibrated_shapes(request, settings))
-    return left_out(len(request.feed), together)
+    return left_out(len(request.feed), together, filled=request.subject.filled)
 
 
 def _calibrated_shapes(request: BuildRequest, settings: Settings) -> dict[str, tuple[int, ...]]:
