@@ -11,9 +11,8 @@ from deploy.errors import ExportError, ModelError
 from deploy.frontends import load
 from deploy.frontends.checks import check_valid
 from deploy.ort import OrtSession
-from deploy.targets.tensorrt import builder, gpus, sdk
+from deploy.targets.tensorrt import builder, engines, sdk
 from deploy.targets.tensorrt.session import TensorrtSession
-from deploy.targets.tensorrt.target import TensorRT
 from deploy.tensors import TensorSpec
 
 F32, F16, I32, I64 = (
@@ -253,9 +252,9 @@ class Whole:
 def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, monkeypatch):
     here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
     monkeypatch.setattr(sdk, "find", lambda device=0: here)
-    monkeypatch.setattr(gpus, "gpu", lambda device: None)
+    monkeypatch.setattr(engines, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", lambda *a, **k: builder.Engine(b"plan", (), b""))
-    monkeypatch.setattr(TensorRT, "_from_cache", lambda self, known: None)
+    monkeypatch.setattr(engines, "from_cache", lambda asked, known: None)
     monkeypatch.setattr(TensorrtSession, "open", lambda *a, **k: Whole())
     code, _, report, err = build(detector(), "--target", "tensorrt", "--duration", 0.05)
     assert code == 0, err
