@@ -67,8 +67,14 @@ def in_words(how: Preprocess) -> str:
 
 def _same(one: Preprocess, how: Preprocess) -> bool:
     """Whether a preset, completed from the model's input, is this."""
-    own = {"size": how.size, "layout": how.layout, "default_size": how.default_size}
-    return dataclasses.replace(one, color=one.color or how.color, **own) == how
+    completed = dataclasses.replace(
+        one,
+        size=how.size,
+        default_size=how.default_size,
+        layout=how.layout,
+        color=one.color or how.color,
+    )
+    return completed == how
 
 
 def _listed(values: tuple[float, ...]) -> str:
