@@ -18,6 +18,7 @@ from deploy.reading import read_bytes, read_json
 from deploy.stamped import sha256
 
 NAME = "manifest.json"
+SETTINGS = "calib8.toml"  # the options of a build
 PAGES = ("report.json", "report.md", "report.html")  # of a build
 SCHEMA = "calib8-manifest/1"
 _OURS = "calib8-"  # begins the schema of a report and of a manifest

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibrators.searches import DEFAULT_METHOD
-from deploy import manifest
+from deploy import atomic, manifest
 from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import NO_CHOICES
@@ -238,6 +238,7 @@ def build(
     tuning: Tuning | None = None,
     gates: Gates | None = None,
     repairs: Sequence[str] | None = None,
+    settings: str | None = None,
     progress: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
@@ -257,6 +258,7 @@ def build(
         gates: what is demanded of the engines; their verdicts say whether it is met.
         repairs: names of `deploy.repairs.REPAIRS`, `all` or `none`, to be tried and kept where
             they help; None tries those of `deploy.repairs.DEFAULT` where there is a search.
+        settings: text of `calib8.toml`, which is written beside the rest; None writes none.
 
     Raises:
         As `calibrate`; and what the targets raised where none could be built.
@@ -278,6 +280,7 @@ def build(
     plan_name = f"{loaded.name}.plan.toml"
     if not policy.force:
         fresh = [plan_name] if policy.refresh else []  # else it is read, and must be a plan
+        fresh += [] if settings is None else [manifest.SETTINGS]
         manifest.refuse_foreign(folder, [*written_by(built_for, loaded.name), *fresh])
     evaluation = None
     if eval_images is not None:  # opened first: a wrong path is told before anything is run
@@ -344,6 +347,8 @@ def build(
         report = write_report(
             calibrated, results, figures, stage, plans=plans, plan=plan, gates=gates or Gates()
         )
+        if settings is not None:
+            atomic.write_text(stage.inside / manifest.SETTINGS, settings)
         own = (*(path.name for path in store.files(cache_path)), plan_name)
         publish(calibrated, built_for, stage, replacing=None if policy.force else own)
     return report

@@ -43,7 +43,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.manifest",
         "deploy.staging deploy.stamped",
         "deploy.tensors deploy.atomic deploy.progress deploy.machine deploy.usercode"
-        " deploy.standins",
+        " deploy.standins deploy.toml",
         "deploy.archives deploy.reading",
         "deploy.inputs deploy.terminal deploy.locks",
         "deploy.version deploy.errors",

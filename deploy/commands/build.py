@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import sections
+from deploy.commands.config import ConfiguredCommand, config_option, settings
 from deploy.commands.feeding import fed
 from deploy.commands.model import model_from, model_options
 from deploy.commands.numbers import Real
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from deploy.targets import Target
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=ConfiguredCommand)
 @click.argument("model", type=click.Path(path_type=Path))
 @sections.option(
     "--out",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     help="Repairs to try, kept where they help: equalize, absorb, smooth, ranges, adaround, bias,"
     " all or none; a comma list, may be repeated. Default: adaround, none with --effort 0.",
 )
+@config_option
 @target_options(lambda option: True)
 @model_options
 @feed_options
@@ -111,6 +113,7 @@ def build(
       calib8 build model.onnx --images list.txt --target onnxruntime,tensorrt
       calib8 build model.onnx --images photos/ --target ascend --soc Ascend310P3
       calib8 build net.py:make --input 1x3x224x224 --images photos/
+      calib8 build --config build/calib8.toml --target tensorrt
     """  # noqa: D301 (click reads the backspace)
     from deploy.commands.labels import read_labels
     from deploy.pipeline import build as run
@@ -137,6 +140,7 @@ def build(
         tuning=tuning.wish,
         gates=tuning.gates,
         repairs=repairs or None,
+        settings=settings(),
         progress=True,
     )
     say_lines(to_screen(report, verbose=calibration.verbose))

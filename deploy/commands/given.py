@@ -1,4 +1,4 @@
-"""Which options the user typed, so that one that would be ignored is refused instead."""
+"""Which options the user gave, typed or in a file, so that one without effect is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse_without(flag: str, flags: list[str]) -> None:
 
 def _given() -> list[click.Option]:
     context = click.get_current_context()
-    untyped = (None, ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+    untyped = (None, ParameterSource.DEFAULT)
     return [
         option
         for option in context.command.get_params(context)

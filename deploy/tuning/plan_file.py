@@ -20,31 +20,20 @@ again.
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy import atomic
+from deploy import atomic, toml
 from deploy.calibration.choices import Choices
 from deploy.calibration.search import Method
 from deploy.errors import ConfigError
-from deploy.reading import read_text
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SCHEMA = "calib8-plan/1"
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # as `tuned` writes it
 TIMED = "timed: "  # before the words of what was timed beside the float model
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
-_MOST_DOTS = 64
 _ROUNDED = 0.06  # dB between a figure of one decimal and the same of two
 
 
@@ -102,38 +91,31 @@ def write_plan(path: Path, plan: PlanFile) -> Path:
 def _lines(plan: PlanFile) -> Iterator[str]:
     yield "# What calib8 chose, and why. A build obeys this file where it finds it in its folder,"
     yield "# or gets it with --plan; what you change in it is obeyed too."
-    yield f"schema = {_word(SCHEMA)}"
-    yield f"model = {_word(plan.model)}"
-    yield f"float = [{', '.join(map(_word, plan.float_nodes))}]  # on every target"
+    yield f"schema = {toml.word(SCHEMA)}"
+    yield f"model = {toml.word(plan.model)}"
+    yield f"float = [{', '.join(map(toml.word, plan.float_nodes))}]  # on every target"
     for name, target in plan.targets.items():
-        table = _key(name)
-        yield from ("", f"[{table}]", f"made_from = {_word(target.made_from)}")
+        table = toml.key(name)
+        yield from ("", f"[{table}]", f"made_from = {toml.word(target.made_from)}")
         if target.precision:
-            yield f"precision = {_word(target.precision)}"
+            yield f"precision = {toml.word(target.precision)}"
         if target.settled:
-            yield f"settled = {_word(target.settled)}"
+            yield f"settled = {toml.word(target.settled)}"
         if target.choices.method is not None:
-            yield f"method = {_word(target.choices.method.label)}"
+            yield f"method = {toml.word(target.choices.method.label)}"
         if target.choices.rounded is not None:
             yield f"rounded = {str(target.choices.rounded).lower()}"
         yield from ("", f"[{table}.float]")
-        yield from (f"{_key(n)} = {_word(why)}" for n, why in target.choices.float_nodes.items())
+        yield from _pairs(target.choices.float_nodes)
         yield from ("", f"[{table}.methods]")
-        yield from (f"{_key(t)} = {_word(m.label)}" for t, m in target.choices.methods.items())
+        yield from _pairs({t: method.label for t, method in target.choices.methods.items()})
         for trial in target.tried:
             yield from ("", f"[[{table}.tried]]")
-            yield from (f"{_key(key)} = {_word(value)}" for key, value in trial.items())
+            yield from _pairs(trial)
 
 
-def _word(value: str | float) -> str:
-    """A string of TOML, which is one of JSON, or a number."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(float(value))
-
-
-def _key(name: str) -> str:
-    return name if _BARE.fullmatch(name) else _word(name)
+def _pairs(table: Mapping[str, str | float]) -> Iterator[str]:
+    return (f"{toml.key(name)} = {toml.word(value)}" for name, value in table.items())
 
 
 def read_plan(path: Path) -> PlanFile:
@@ -143,16 +125,10 @@ def read_plan(path: Path) -> PlanFile:
         ConfigError: it cannot be read, or is no plan.
     """
     what = "a TOML file that calib8 wrote as a plan"
-    text = read_text(path, what=what, error=ConfigError, own=True)
-    if _tangled(text):
-        raise ConfigError(f"{path} must be {what}, got keys of over {_MOST_DOTS} dots; build again")
-    try:
-        data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} must be {what}, got: {error}; build again without it") from error
+    data = toml.read(path, what=what, way_out="build again without it")
     if data.get("schema") != SCHEMA:
         raise ConfigError(
-            f"a plan must begin with schema = {_word(SCHEMA)}, got {path} with"
+            f"a plan must begin with schema = {toml.word(SCHEMA)}, got {path} with"
             f" {data.get('schema')!r}; build again without it to have one made"
         )
     known = {"schema", "model", "float"}
@@ -162,15 +138,6 @@ def read_plan(path: Path) -> PlanFile:
         float_nodes=tuple(_texts(path, data, "float")),
         targets={name: _target(path, name, table) for name, table in tables.items()},
     )
-
-
-def _tangled(text: str) -> bool:
-    """Whether a line has a dotted key of a depth that takes Python's reader of TOML minutes.
-
-    Strings that go over several lines, which calib8 does not write, could hide one.
-    """
-    plain = _QUOTED.sub("k", text)
-    return '"""' in text or any(line.count(".") > _MOST_DOTS for line in plain.split("\n"))
 
 
 def _target(path: Path, name: str, table: object) -> TargetPlan:
