@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.inspect:inspect",
         "What would be quantized in a model and why not; what a cache holds.",
     ),
+    "doctor": ("deploy.commands.doctor:doctor", "What is here, and what to install for more."),
     "trace": ("deploy.commands.trace:trace", "The graph of a PyTorch model, as table or code."),
     "profile": (
         "deploy.commands.profile:profile",

@@ -27,6 +27,13 @@ _DROP_A_CLIP = ("ReluQuantRewrite", "ClipQuantRewrite")
 _LOG_FATAL = 4  # what matters arrives as an exception; the rest is noise on a user's screen
 
 
+def runtime() -> str:
+    """The ONNX Runtime of this environment, in words."""
+    import onnxruntime
+
+    return f"ONNX Runtime {onnxruntime.__version__}"
+
+
 class OrtSession:
     """An ONNX model ready to run; made by `open`."""
 

@@ -377,6 +377,9 @@ class Toy:
             decisions=self.decisions(request.model), notes=(f"{self.steps} steps, {self.tag}",),
         )  # fmt: skip
 
+    def at_hand(self):
+        return "toys"
+
     def open(self, engine, *, threads=None):
         self.opened.append(self)
         return OrtSession.open(engine.read_bytes(), threads=threads)

@@ -233,6 +233,14 @@ class Target(Protocol):
         """
         ...
 
+    def at_hand(self) -> str:
+        """What builds and runs engines on this machine, in words.
+
+        Raises:
+            SdkMissingError: it is missing; says what, and how to get it.
+        """
+        ...
+
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         """Load a built engine.
 

@@ -179,6 +179,12 @@ class OnnxRuntime:
             )
         return tuple(notes)
 
+    def at_hand(self) -> str:
+        """ONNX Runtime, which is always here."""
+        from deploy.ort import runtime
+
+        return runtime()
+
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         """Load an engine with ONNX Runtime on the CPU."""
         from deploy.ort import OrtSession

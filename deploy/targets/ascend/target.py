@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from deploy.tensors import Session
 
 _ATC_SECONDS = 3600
+_NO_ATC = "`atc` (CANN) is not on the PATH"
 _VERIFIED = 2  # samples on which the deploy model is run in integers
 
 
@@ -230,6 +231,13 @@ class Ascend:
             notes=(*notes, *more),
         )
 
+    def at_hand(self) -> str:
+        """CANN's atc, which builds; an NPU runs what it builds, elsewhere."""
+        found = which("atc")
+        if found is None:
+            raise SdkMissingError(_NO_ATC)
+        return f"{found} builds the .om, which CANN runs on the NPU"
+
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         """Refuse: an .om runs on the NPU only.
 
@@ -312,7 +320,7 @@ class Ascend:
         if options.soc is None:
             return None, [f"No .om: name the chip with --soc. The command: {shell(command)}"]
         if which("atc") is None:
-            return None, [f"No .om: `atc` (CANN) is not on the PATH. The command: {shell(command)}"]
+            return None, [f"No .om: {_NO_ATC}. The command: {shell(command)}"]
         engine = run_atc(command, request.folder / f"{request.name}.om")
         files["int8 engine"] = engine
         return engine, []

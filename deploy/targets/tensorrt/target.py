@@ -238,6 +238,13 @@ class TensorRT(Asked):
             notes=notes,
         )
 
+    def at_hand(self) -> str:
+        """TensorRT and its GPU."""
+        from deploy.targets.tensorrt import sdk
+
+        here = sdk.find(self.device)
+        return f"TensorRT {here.version} on {here.gpu}"
+
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         """Load an engine on this machine's GPU."""
         from deploy.targets.tensorrt.session import TensorrtSession
