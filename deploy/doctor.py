@@ -43,7 +43,8 @@ def _itself() -> Iterator[Finding]:
     machine = this_machine()
     system = f"Python {platform.python_version()}, {machine.os}"
     yield Finding("calib8", True, f"{__version__}, {system}")
-    yield Finding("packages", True, ", ".join(f"{n} {v}" for n, v in machine.versions.items()))
+    others = {n: v for n, v in machine.versions.items() if n not in ("calib8", "python")}
+    yield Finding("packages", True, ", ".join(f"{n} {v}" for n, v in others.items()))
     int8 = ", ".join(machine.int8)
     words = f"{machine.cpu}, {machine.cores} cores"
     lacking = (

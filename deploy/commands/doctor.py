@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from deploy.terminal import say
+from deploy.terminal import say, say_lines
 
 
 @click.command()
@@ -21,7 +21,7 @@ def doctor(as_json: bool) -> None:
         import json
         from dataclasses import asdict
 
-        say(json.dumps([asdict(one) for one in found], indent=1))
+        say_lines(json.dumps([asdict(one) for one in found], indent=1))
         return
     width = max(len(one.what) for one in found)
     for one in found:

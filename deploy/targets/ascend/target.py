@@ -235,7 +235,7 @@ class Ascend:
         """CANN's atc, which builds; an NPU runs what it builds, elsewhere."""
         found = which("atc")
         if found is None:
-            raise SdkMissingError(_NO_ATC)
+            raise SdkMissingError(f"{_NO_ATC}; install CANN's toolkit, source its set_env.sh")
         return f"{found} builds the .om, which CANN runs on the NPU"
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
