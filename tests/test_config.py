@@ -1,5 +1,7 @@
 """`build --config`: a build leaves its options as TOML, which repeats it; flags stand before."""
 
+import os
+import shutil
 import sys
 
 import pytest
@@ -14,7 +16,7 @@ QUICK = "--effort", 0, "--duration", 0, "--accept"
 
 def files_of(folder):
     """Name -> bytes, but for what tells the time."""
-    timed = "report.", "manifest.json", "calib8.toml"
+    timed = "report.", "manifest.json"
     return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(timed)}
 
 
@@ -34,7 +36,7 @@ def test_a_build_leaves_its_options(built, small_cnn, pictures):
     table = tomllib.loads((built / "calib8.toml").read_text("utf-8"))
     assert table == {
         "build": {
-            "model": str(small_cnn), "images": str(pictures), "out": "o", "rest": "fp32",
+            "model": str(small_cnn), "images": str(pictures), "rest": "fp32",
             "target": ["tensorrt,ascend"], "keep-float": ["Conv_c1", "op:Gemm"], "mean": "0.4",
             "limit": 12, "effort": 0, "duration": 0.0, "accept": True,
         }
@@ -43,7 +45,7 @@ def test_a_build_leaves_its_options(built, small_cnn, pictures):
 
 def test_the_file_repeats_the_same_bytes(built, run):
     before = files_of(built)
-    code, _, err = run("build", "--config", "o/calib8.toml", "--out", "again")
+    code, _, err = run("build", "--config", "o/calib8.toml", "--out", "again", "--threads", 3)
     assert code == 0, err
     again = files_of(built.parent / "again")
     assert again == before
@@ -66,7 +68,7 @@ def test_what_is_typed_stands_before_the_file(built, run):
     )
     assert code == 0, err
     table = tomllib.loads((built.parent / "p" / "calib8.toml").read_text("utf-8"))["build"]
-    assert (table["target"], table["limit"], table["out"]) == (["onnxruntime"], 5, "p")
+    assert (table["target"], table["limit"]) == (["onnxruntime"], 5)
     assert "5 samples" in out
 
 
@@ -92,6 +94,32 @@ def test_a_wrong_file_is_told(text, message, run, tmp_path, monkeypatch):
     assert code in (1, 2) and message in err.replace("\n", " ")
     code, _, err = run("build", "--config", "none.toml")
     assert code == 1 and "none.toml" in err
+
+
+def test_a_file_of_ones_own_builds_where_build_does(
+    run, small_cnn, pictures, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(
+        f"[build]\nmodel = '{small_cnn}'\nimages = '{pictures}'\nkeep-float = 'Conv_c1'\n"
+        "effort = 0\nduration = 0\naccept = true\nthreads = 1\n"
+    )
+    code, _, err = run("build", "--config", "mine.toml")
+    assert code == 0, err
+    table = tomllib.loads((tmp_path / "build" / "calib8.toml").read_text("utf-8"))["build"]
+    assert table["keep-float"] == ["Conv_c1"] and "threads" not in table
+
+
+def test_a_name_that_is_no_text_is_left_to_be_typed(run, small_cnn, pictures, tmp_path):
+    folder = tmp_path / os.fsdecode(b"im\xffages")
+    shutil.copytree(pictures, folder)
+    code, _, err = run("build", small_cnn, "--images", folder, "--out", tmp_path / "o", *QUICK)
+    assert code == 0, err
+    file = tmp_path / "o" / "calib8.toml"
+    assert "# images has a name that is no text: it must be typed" in file.read_text("utf-8")
+    code, _, err = run("build", "--config", file)
+    assert code == 2 and "'--images'" in err
+    assert run("build", "--config", file, "--images", folder)[0] == 0
 
 
 def test_a_calib8_toml_of_the_users_is_not_replaced(run, small_cnn, pictures, tmp_path):

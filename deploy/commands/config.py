@@ -18,10 +18,11 @@ import click
 
 from deploy.commands.sections import GENERAL, SectionedCommand, option
 from deploy.errors import ConfigError, did_you_mean
-from deploy.manifest import SETTINGS
+from deploy.manifest import NAME, SETTINGS
 
 _HEAD = "# The options of a build: calib8 {} --config {}"
 _APART = frozenset(("config", "force", "help"))  # of one run alone
+_UNSAID = frozenset(("out", "threads", "verbose"))  # what is built does not depend on them
 _META = "calib8.asked"
 
 config_option = option(
@@ -47,7 +48,7 @@ class ConfiguredCommand(SectionedCommand):
         typed = _given(self.make_parser(ctx).parse_args(list(args))[0])
         file = typed.get("config")
         held = {} if file is None else _held(self, Path(str(file)))
-        ctx.default_map = held
+        ctx.default_map = held if file is None else _beside(Path(str(file))) | held
         ctx.meta[_META] = {**held, **typed}
         return super().parse_args(ctx, args)
 
@@ -56,6 +57,11 @@ def settings() -> str:
     """The options of the running command, as a file that `--config` reads."""
     context = click.get_current_context()
     return "\n".join(_lines(context.command, context.meta[_META])) + "\n"
+
+
+def _beside(file: Path) -> dict[str, Any]:
+    """The folder of a build's own file is where it is built again."""
+    return {"out": str(file.parent)} if (file.parent / NAME).exists() else {}
 
 
 def _given(words: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,16 +77,27 @@ def _lines(command: click.Command, asked: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield f"[{command.name}]"
     for flag, param in _options(command).items():
-        if param.name not in asked or flag in _APART:
+        if param.name not in asked or flag in _APART | _UNSAID:
             continue
         value = asked[param.name]
-        if isinstance(value, list | tuple):
-            said = f"[{', '.join(toml.word(str(one)) for one in value)}]"
-        elif isinstance(value, bool):
-            said = str(value).lower()
+        if _is_text(value):
+            yield f"{toml.key(flag)} = {_said(param, value)}"
         else:
-            said = toml.word(_number(param, value))
-        yield f"{toml.key(flag)} = {said}"
+            yield f"# {flag} has a name that is no text: it must be typed"
+
+
+def _said(param: click.Parameter, value: Any) -> str:
+    from deploy import toml
+
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml.word(str(one)) for one in value)}]"
+    return str(value).lower() if isinstance(value, bool) else toml.word(_number(param, value))
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a file of UTF-8 can hold it, as it cannot hold every name of a file."""
+    words = value if isinstance(value, list | tuple) else [value]
+    return not any(0xD800 <= ord(c) <= 0xDFFF for word in words for c in str(word))
 
 
 def _number(param: click.Parameter, value: Any) -> str | float:
