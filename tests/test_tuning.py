@@ -100,9 +100,9 @@ class Ran:
 
     @property
     def files(self):
-        """What was built, without reports, the calibration and what holds paths."""
-        skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz")
-        return {p.name: p.read_bytes() for p in self.out.iterdir() if p.suffix not in skipped}
+        """What was built, without reports, options, the calibration and what holds paths."""
+        skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz", "calib8.toml")
+        return {p.name: p.read_bytes() for p in self.out.iterdir() if not p.name.endswith(skipped)}
 
 
 def ran(*words, out):
