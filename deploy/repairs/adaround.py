@@ -129,9 +129,20 @@ def rounded_weight(
         )
     other = integers != nearest
     plain = _rows(layer, weight)
-    end = np.abs(plain).max(axis=2, keepdims=True)  # no value may pass the one that gives the scale
-    moved = np.where(other, np.clip(integers * _rows(layer, wide), -end, end), plain)
+    moved = np.where(other, np.clip(integers * _rows(layer, wide), *_ends(plain)), plain)
     return layer.from_channels(moved.reshape(layer.by_channel.shape))
+
+
+def _ends(plain: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The least and the greatest that a value of each channel may become, [..., 1].
+
+    None may pass the one that gives the scale, nor reach it on the other side, since the sign of
+    the extreme decides AMCT's scale too.
+    """
+    end = np.abs(plain).max(axis=2, keepdims=True)
+    below = np.nextafter(end.astype(np.float32), np.float32(0)).astype(np.float64)
+    low = np.where(plain.min(axis=2, keepdims=True) == -end, end, below)
+    return -low, np.where(plain.max(axis=2, keepdims=True) == end, end, below)
 
 
 def _rows(layer: Layer, weight: NDArray[np.float64]) -> NDArray[np.float64]:
