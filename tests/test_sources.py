@@ -227,6 +227,10 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, run, small_cnn):
     code, stdout, err = run(*words, "--stride", 2)
     assert code == 0, err
     assert "every 2nd of 23 samples is looked at" in stdout + err
+    for line in ("clip.avi\nclip.avi\n", "clip.avi 3\n"):
+        (tmp_path / "list.txt").write_text(line)
+        with pytest.raises(FeedError, match="a video is fed alone and without a label"):
+            fed(tmp_path / "list.txt")
     (tmp_path / "broken.mp4").write_bytes(b"no video")
     with pytest.raises(FeedError, match=r"broken\.mp4 cannot be read by this OpenCV"):
         fed(tmp_path / "broken.mp4")

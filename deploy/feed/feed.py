@@ -21,6 +21,7 @@ from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.choice import Choice, Limit, choice_of
 from deploy.feed.files import Files, files_of, labelled, listed
+from deploy.feed.images import shown
 from deploy.feed.loaders import called, items_of, pictured
 from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
@@ -453,8 +454,7 @@ def _open_images(
     for picture in files.files:
         is_read(picture.path)
     how, said = _how(preprocess, specs)
-    film = files.files[0].path if is_video(files.files[0].path) else None
-    video = None if film is None else VideoSource(film, specs[0], how)
+    video = _video(files, specs[0], how)
     if video is None and not skip_bad:
         check_present([files.files[i] for i in choice.of(len(files.files))[0]], files.name)
     return _fed(
@@ -467,6 +467,23 @@ def _open_images(
         preprocess=how,
         usual=video.a_second if video else 1,
     )
+
+
+def _video(files: Files, spec: TensorSpec, how: Preprocess) -> VideoSource | None:
+    """The only file, where it is a video.
+
+    Raises:
+        FeedError: one of several is, or it has a label.
+    """
+    films = [one for one in files.files if is_video(one.path)]
+    if not films:
+        return None
+    if len(files.files) > 1 or films[0].label is not None:
+        raise FeedError(
+            f"a video is fed alone and without a label, got {shown(films[0].name)} in"
+            f" {files.name}; give it by itself, or its frames as images"
+        )
+    return VideoSource(films[0].path, spec, how)
 
 
 def _evenly(indices: Sequence[int], most: int) -> list[int]:
