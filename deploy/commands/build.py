@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import sections
+from deploy.commands import completion, sections
 from deploy.commands.config import ConfiguredCommand, config_option, settings
 from deploy.commands.feeding import fed
 from deploy.commands.model import model_from, model_options
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     section=sections.CALIBRATION,
     multiple=True,
     metavar="NAMES",
+    shell_complete=completion.among(completion.repairs),
     help="Repairs to try, kept where they help: equalize, absorb, smooth, ranges, adaround, bias,"
     " all or none; a comma list, may be repeated. Default: adaround, none with --effort 0.",
 )

@@ -47,7 +47,7 @@ class ConfiguredCommand(SectionedCommand):
         """
         typed = _given(self.make_parser(ctx).parse_args(list(args))[0])
         file = typed.get("config")
-        held = {} if file is None else _held(self, Path(str(file)))
+        held = {} if file is None else options_in(self, Path(str(file)))
         ctx.default_map = held if file is None else _beside(Path(str(file))) | held
         ctx.meta[_META] = {**held, **typed}
         return super().parse_args(ctx, args)
@@ -114,7 +114,12 @@ def _options(command: click.Command) -> dict[str, click.Parameter]:
     return {max(one.opts, key=len).lstrip("-"): one for one in shown}
 
 
-def _held(command: click.Command, path: Path) -> dict[str, Any]:
+def options_in(command: click.Command, path: Path) -> dict[str, Any]:
+    """Parameter -> value, of the options of a command in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has what is no option or no value of one.
+    """
     from deploy import toml
 
     what = "a TOML file of the options of a command"

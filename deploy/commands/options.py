@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from deploy.calibration import DEFAULT_TRT_VERSION
-from deploy.commands import sections
+from deploy.commands import completion, sections
 from deploy.commands.methods import method_options
 from deploy.commands.numbers import THREADS
 from deploy.errors import ConfigError
@@ -119,10 +119,26 @@ PREPROCESS = (
 )
 
 
+_NAMES = {
+    "preset": completion.presets,
+    "resize": completion.resizes,
+    "interpolation": completion.interpolations,
+    "color": completion.colors,
+    "layout": completion.layouts,
+}
+
+
 def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
     for flag, name, text in reversed(PREPROCESS):
-        command = sections.option(flag, name, section=sections.IMAGES, help=text)(command)
+        names = _NAMES.get(name)
+        command = sections.option(
+            flag,
+            name,
+            section=sections.IMAGES,
+            help=text,
+            shell_complete=None if names is None else completion.among(names),
+        )(command)
     return command
 
 

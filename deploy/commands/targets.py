@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from deploy.commands import sections
+from deploy.commands.completion import among
 from deploy.commands.numbers import Real
 from deploy.errors import ConfigError
 from deploy.targets import TARGETS, Target, named
@@ -38,6 +39,7 @@ def target_options(wanted: Callable[[Option], bool]) -> Callable[[Command], Comm
             default=("onnxruntime",),
             show_default=True,
             callback=_names,
+            shell_complete=among(lambda: TARGETS),
             help=f"Any of {', '.join(TARGETS)}, by commas or repeated: one calibration serves all.",
         )(own_options(wanted)(gathered))
 

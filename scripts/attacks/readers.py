@@ -218,6 +218,26 @@ def _plan(folder: Path) -> Callable[[Path], Callable[[], object]]:
     return lambda path: lambda: [one.taken for one in read_plan(path).targets.values()]
 
 
+_SETTINGS = """# The options of a build: calib8 build --config calib8.toml
+
+[build]
+model = "net.onnx"
+images = "photos/"
+target = ["onnxruntime,ascend", "tensorrt"]
+keep-float = ["/model.22/*", "op:Sigmoid"]
+limit = 12
+duration = 0.5
+accept = true
+"""
+
+
+def _settings(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    from deploy.commands.build import build
+    from deploy.commands.config import options_in
+
+    return lambda path: lambda: options_in(build, path)
+
+
 def _model(folder: Path) -> Callable[[Path], Callable[[], object]]:
     from deploy.frontends import load
 
@@ -273,6 +293,7 @@ READERS: dict[str, Reader] = {
         Reader(name="statistics", suffix=".npz", seeds=_of_build("*.cache.npz"),
                open=_judged(".npz"), mutate=changed_zip, cases=2000),
         Reader(name="plan", suffix=".toml", seeds=_of_build("*.plan.toml"), open=_plan),
+        Reader(name="settings", suffix=".toml", seeds=_texts(_SETTINGS), open=_settings),
         Reader(name="report", suffix=".json", seeds=_of_build("report.json"),
                open=lambda folder: lambda path: ["explain", str(path)], cases=5000),
         Reader(name="list", suffix=".txt", open=_listed,
