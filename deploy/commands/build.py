@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import completion, sections
+from deploy.commands import sections
+from deploy.commands.completion import among_those_of
 from deploy.commands.config import ConfiguredCommand, config_option, settings
 from deploy.commands.feeding import fed
 from deploy.commands.model import model_from, model_options
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     section=sections.CALIBRATION,
     multiple=True,
     metavar="NAMES",
-    shell_complete=completion.among(completion.repairs),
+    shell_complete=among_those_of("deploy.repairs", "REPAIRS", "all", "none"),
     help="Repairs to try, kept where they help: equalize, absorb, smooth, ranges, adaround, bias,"
     " all or none; a comma list, may be repeated. Default: adaround, none with --effort 0.",
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 
 import click
 from click.shell_completion import CompletionItem
@@ -19,6 +20,11 @@ def among(names: Callable[[], Iterable[str]]) -> Completer:
     return partial(_completed, names)
 
 
+def among_those_of(module: str, attribute: str, *more: str) -> Completer:
+    """Complete one of the names that a module holds, or of `more`."""
+    return among(lambda: (*getattr(import_module(module), attribute), *more))
+
+
 def _completed(
     names: Callable[[], Iterable[str]], _: click.Context, __: click.Parameter, typed: str
 ) -> list[CompletionItem]:
@@ -26,45 +32,3 @@ def _completed(
     chosen = before.split(",")
     left = (name for name in names() if name.startswith(begun) and name not in chosen)
     return [CompletionItem(f"{before}{comma}{name}") for name in left]
-
-
-def presets() -> Iterable[str]:
-    """Of `--preprocess`."""
-    from deploy.feed.presets import PRESETS
-
-    return PRESETS
-
-
-def resizes() -> Iterable[str]:
-    """Of `--resize`."""
-    from deploy.feed.preprocess import RESIZES
-
-    return RESIZES
-
-
-def interpolations() -> Iterable[str]:
-    """Of `--interpolation`."""
-    from deploy.feed.preprocess import INTERPOLATIONS
-
-    return INTERPOLATIONS
-
-
-def colors() -> Iterable[str]:
-    """Of `--color`."""
-    from deploy.feed.preprocess import COLORS
-
-    return COLORS
-
-
-def layouts() -> Iterable[str]:
-    """Of `--layout`."""
-    from deploy.feed.preprocess import LAYOUTS
-
-    return LAYOUTS
-
-
-def repairs() -> Iterable[str]:
-    """Of `--repair`."""
-    from deploy.repairs import REPAIRS
-
-    return (*REPAIRS, "all", "none")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from deploy.calibration import DEFAULT_TRT_VERSION
-from deploy.commands import completion, sections
+from deploy.commands import sections
+from deploy.commands.completion import among_those_of
 from deploy.commands.methods import method_options
 from deploy.commands.numbers import THREADS
 from deploy.errors import ConfigError
@@ -120,24 +121,23 @@ PREPROCESS = (
 
 
 _NAMES = {
-    "preset": completion.presets,
-    "resize": completion.resizes,
-    "interpolation": completion.interpolations,
-    "color": completion.colors,
-    "layout": completion.layouts,
+    "preset": among_those_of("deploy.feed.presets", "PRESETS"),
+    "resize": among_those_of("deploy.feed.preprocess", "RESIZES"),
+    "interpolation": among_those_of("deploy.feed.preprocess", "INTERPOLATIONS"),
+    "color": among_those_of("deploy.feed.preprocess", "COLORS"),
+    "layout": among_those_of("deploy.feed.preprocess", "LAYOUTS"),
 }
 
 
 def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
     for flag, name, text in reversed(PREPROCESS):
-        names = _NAMES.get(name)
         command = sections.option(
             flag,
             name,
             section=sections.IMAGES,
             help=text,
-            shell_complete=None if names is None else completion.among(names),
+            shell_complete=_NAMES.get(name),
         )(command)
     return command
 
@@ -181,7 +181,6 @@ def limit_from(words: dict[str, Any]) -> Limit:
     Raises:
         ConfigError: a seed without a lot; or as `Choice`.
     """
-    from deploy.errors import ConfigError
     from deploy.feed.choice import Choice
 
     seed, sample = words.pop("sample_seed"), words.pop("sample")

@@ -18,7 +18,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -123,9 +123,7 @@ def from_files(files: Sequence[Picture], specs: Specs, name: str, *, skip_bad: b
     ends = (0, *source.ends)
     counts = [end - start for start, end in pairwise(ends)]
     labels = tuple(int(v or 0) for v, n in zip(given, counts, strict=True) for _ in range(n))
-    return ArraySource(
-        specs, source.items, source.ends, name, labels, source.notes, called=source.called
-    )
+    return replace(source, labels=labels)
 
 
 def from_folder(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import atomic
 from deploy.errors import BackendError, ExportError
 from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest
@@ -22,6 +21,7 @@ from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.rest import typed
 from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.words import FLOAT_TYPED, FP16, FP32
+from deploy.targets.tensorrt.written import written
 
 if TYPE_CHECKING:
     import onnx
@@ -83,8 +83,8 @@ def build(
 def _typed(request: BuildRequest, against: onnx.ModelProto, largest: Mapping[str, float]) -> Path:
     """The float model in float16, but for what is too large for it."""
     narrow, _ = typed(against, FP16, largest)
-    path = request.folder / f"{request.name}.tensorrt.{FP16}.onnx"
-    return atomic.write_bytes(path, request.whole(narrow).SerializeToString(deterministic=True))
+    stem = request.folder / f"{request.name}.tensorrt"
+    return written(stem, f".{FP16}.onnx", request.whole(narrow))
 
 
 def _engine(

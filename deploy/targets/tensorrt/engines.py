@@ -50,7 +50,7 @@ def engine_of(
 ) -> tuple[Path, tuple[str, ...]]:
     """(engine, notes): built here, or built before from the same files on the same GPU."""
     here = sdk.find(asked.device)
-    if asked.precision == FP8 and not row(_plain(here.version)).fp8:
+    if asked.precision == FP8 and not row(here.release).fp8:
         raise SdkMissingError(
             f"an engine in fp8 needs TensorRT 10.2 or newer, got {here.version}; install one,"
             " or build with --precision int8"
@@ -65,7 +65,7 @@ def engine_of(
     source = files[FLOAT if implicit else TYPED if typed else QDQ]
     typed = typed or asked.precision == FP8
     path = request.folder / f"{request.name}.engine"
-    known = trt_cache.dump(trt_cache.relabel(cache, version=_plain(here.version)))
+    known = trt_cache.dump(trt_cache.relabel(cache, version=here.release))
     from_data = asked.calibrator is not None
     settings = replace(settings_of(asked, request), typed=typed)
     if implicit:  # in the Q/DQ model they have no pair
@@ -100,7 +100,7 @@ def _implicit(asked: Asked, here: Sdk) -> bool:
 
 def _by_type(asked: Asked, here: Sdk, files: Mapping[str, Path]) -> bool:
     """Whether the engine runs every layer in the type that the model gives it."""
-    return not _implicit(asked, here) and TYPED in files and row(_plain(here.version)).typed
+    return not _implicit(asked, here) and TYPED in files and row(here.release).typed
 
 
 def beside_it(
@@ -108,11 +108,11 @@ def beside_it(
 ) -> Baselines:
     """Float engines to hold the engine against, where speed is measured."""
     if asked.baselines == NO_BASELINES:
-        return baselines.Baselines()
+        return Baselines()
     if request.against is None:
         said = f"no {asked.baselines} engine was built to compare with: no speed is measured"
         chosen = asked.baselines != ALL_BASELINES
-        return baselines.Baselines(notes=(said,) if chosen else ())
+        return Baselines(notes=(said,) if chosen else ())
     here = sdk.find(asked.device)
     own = {}
     if FLOAT not in files or request.against is not request.model:  # repairs spoil it
@@ -155,7 +155,3 @@ def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
             f"TensorRT warned of {harmless} more tensors without a scale; none of them costs int8"
         )
     return tuple(harmful)
-
-
-def _plain(version: str) -> str:
-    return ".".join(version.split(".")[:3])

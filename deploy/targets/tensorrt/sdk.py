@@ -28,6 +28,11 @@ class Sdk:
     gpu: str
     stand_ins: tuple[str, ...] = ()
 
+    @property
+    def release(self) -> str:
+        """The version as X.Y.Z, without its build."""
+        return ".".join(self.version.split(".")[:3])
+
 
 def find(device: int = 0) -> Sdk:
     """The TensorRT of this machine, and its GPU of this number.
@@ -51,7 +56,7 @@ def cache_reader() -> str | None:
         here = find()
     except SdkMissingError:
         return None
-    return ".".join(here.version.split(".")[:3]) if here.calibrators else None
+    return here.release if here.calibrators else None
 
 
 def load() -> Any:
