@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from deploy.errors import BackendError
+from deploy.feed.looks import Looks
 from deploy.feed.parallel import Sample, in_order
 from deploy.frontends.again import file_of
 from deploy.frontends.reader import parse_model
@@ -22,6 +23,7 @@ from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, Tensor
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
+from deploy.metrics.tasks.examples import Example
 from deploy.ort import OrtSession
 from deploy.progress import bar
 from deploy.targets.base import Built
@@ -134,12 +136,19 @@ def candidates_of(
 
 @dataclass(slots=True)
 class Judged:
-    """What the evaluation pass gives."""
+    """What the evaluation pass gives.
+
+    Attributes:
+        examples: candidate -> a few samples where it and the float model differ most.
+        looks: number of each of them -> its name and picture, uint8 [h, w, 3].
+    """
 
     accuracy: dict[str, Accuracy] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     reference_runs: int = 0
     engine_runs: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, tuple[Example, ...]] = field(default_factory=dict)
+    looks: Mapping[int, tuple[str, Array]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -186,6 +195,8 @@ def judge(
                 attempt(name, sample, ran)
         return ran
 
+    looks = Looks(over.feed)
+
     def take(_: int, ran: _Ran) -> None:
         found.reference_runs += 1
         for name, one in candidates.items():
@@ -194,6 +205,7 @@ def judge(
             if name in ran.outputs:
                 found.engine_runs[name] += 1
                 figures[name].add(ran.sample, ran.reference, ran.outputs[name], count=over.count)
+        looks.add(ran.sample, {n for figure in figures.values() for n in figure.watched})
         step()
 
     with bar("comparing", over.samples, shown=progress) as step, over.feed.samples() as samples:
@@ -201,6 +213,8 @@ def judge(
     for name, figure in figures.items():
         if name not in found.failed:
             found.accuracy[name] = figure.result()
+            found.examples[name] = figure.shown()
+    found.looks = looks.of(one.number for own in found.examples.values() for one in own)
     return found
 
 

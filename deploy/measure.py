@@ -18,11 +18,12 @@ from deploy.metrics.latency import DeviceSession, Latency, measure
 from deploy.metrics.precision import GroundTruth
 from deploy.metrics.ran import devices_of, layers_of
 from deploy.metrics.tasks import Metric
+from deploy.metrics.tasks.examples import Example
 from deploy.ort import OrtSession
 from deploy.report import EngineRow
 from deploy.report.ran import ran_part
 from deploy.targets.base import Built, Target
-from deploy.tensors import Samples, Session
+from deploy.tensors import Array, Samples, Session
 
 if TYPE_CHECKING:
     from calibrators.scales import Scale
@@ -44,6 +45,8 @@ class Figures:
         decodes: images read for the evaluation alone.
         reference_runs: inferences of the float model for the accuracy figures.
         engine_runs: target -> inferences for the same.
+        examples: target -> a few samples where it and the float model differ most.
+        looks: number of each of them -> its name and picture, uint8 [h, w, 3].
     """
 
     engines: tuple[EngineRow, ...]
@@ -54,6 +57,8 @@ class Figures:
     decodes: int = 0
     reference_runs: int = 0
     engine_runs: Mapping[str, int] = field(default_factory=dict)
+    examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
+    looks: Mapping[int, tuple[str, Array]] = field(default_factory=dict)
 
 
 def measured(
@@ -148,6 +153,8 @@ def measured(
         decodes=0 if evaluation is None else evaluation.decodes,
         reference_runs=judged.reference_runs,
         engine_runs=judged.engine_runs,
+        examples=judged.examples,
+        looks=judged.looks,
     )
 
 

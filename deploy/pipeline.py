@@ -48,6 +48,7 @@ from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Preprocess
+from deploy.feed.views import SHOWN
 from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
@@ -155,6 +156,7 @@ def _calibrated(
 
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     feed.remember(*remember)
+    feed.show(SHOWN if stage is not None else 0, remember[1])
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)

@@ -38,6 +38,7 @@ from deploy.report import (
     to_json,
     to_markdown,
 )
+from deploy.report.shown import example_rows, pictures_part
 from deploy.report.verdict import Gates, Verdict, verdict
 from deploy.report.words import PLAN
 from deploy.stamped import sha256
@@ -157,6 +158,7 @@ def gather(
             prepared=in_words(feed.preprocess) if feed.preprocess else "",
             skipped=feed.skipped,
             digest=fed.get("sha256"),
+            pictures=pictures_part(feed.views(), feed.preprocess),
         ),
         calibration=_calibration(calibrated, built),
         targets=tuple(
@@ -187,7 +189,7 @@ def _judged(
 ) -> tuple[EngineRow, ...]:
     """The engines' rows, each with its verdict; float engines and what failed have none."""
     reference, *others = figures.engines
-    rows = [replace(row, path=_final(row.path, stage)) for row in others]
+    rows = [_with_examples(replace(row, path=_final(row.path, stage)), figures) for row in others]
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
     failed = figures.failed
     judged = (
@@ -200,6 +202,12 @@ def _judged(
         for row in rows
     )
     return reference, *judged
+
+
+def _with_examples(row: EngineRow, figures: Figures) -> EngineRow:
+    """The row of an int8 engine with samples to look at."""
+    own = () if row.baseline else figures.examples.get(row.target, ())
+    return replace(row, examples=example_rows(own, figures.looks))
 
 
 def _verdict(row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates) -> Verdict:

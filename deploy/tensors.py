@@ -66,6 +66,11 @@ class Samples(Protocol):
         ...
 
     @property
+    def names(self) -> Sequence[str]:
+        """One name per image or row, as far as it is known which are bad."""
+        ...
+
+    @property
     def decodes(self) -> int:
         """How many images or rows were read to be run, so far."""
         ...
@@ -76,6 +81,10 @@ class Samples(Protocol):
 
     def first(self, most: int) -> Sequence[Mapping[str, Array]]:
         """The first few samples, at most so many; they are kept, so that asking costs nothing."""
+        ...
+
+    def picture(self, sample: Mapping[str, Array]) -> Array | None:
+        """What the model sees of one sample, uint8 [H, W, 3]; None where it is no picture."""
         ...
 
     def spread(self, most: int) -> Any:

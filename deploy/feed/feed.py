@@ -8,7 +8,7 @@ Python has: arrays, paths, loaders and datasets that give them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -20,6 +20,7 @@ from deploy.feed.array_files import from_file, from_files, from_folder
 from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.choice import Choice, Limit, choice_of
+from deploy.feed.denormalise import picture_in
 from deploy.feed.files import Files, files_of, labelled, listed
 from deploy.feed.images import shown
 from deploy.feed.loaders import called, items_of, pictured
@@ -29,6 +30,7 @@ from deploy.feed.preprocess import Preprocess, describe, resolve
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
 from deploy.feed.video import VideoSource, is_video
+from deploy.feed.views import View, Views
 from deploy.inputs import is_read
 from deploy.tensors import Array, TensorSpec
 
@@ -81,6 +83,7 @@ class Feed:
         self._seen = Seen()
         self._kept: dict[int, Sample] = {}  # the first few, so that nobody reads them again
         self._spool = Spool(frozenset())
+        self._views = Views(preprocess)
         self._good: tuple[int, tuple[int, ...]] = (-1, ())  # bad ones known, labels without them
         self.decodes = 0
         self.batch = batch
@@ -152,6 +155,34 @@ class Feed:
         """Keep samples on disk as they are read: the first ones, and those that `spread` gives."""
         early = self._chosen[: first * self.batch]
         self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread * self.batch))))
+
+    def show(self, most: int, among: int) -> None:
+        """Keep small pictures of so many samples, as they are read, for `views`.
+
+        Args:
+            most: how many.
+            among: of those that `spread` would give, which are read anyhow.
+        """
+        near = _evenly(self._chosen, max(most, among * self.batch))
+        self._views = Views(self.preprocess, _evenly(near, most))
+
+    def views(self) -> list[View]:
+        """Pictures of the samples that `show` named; those that nobody has read are read now.
+
+        Raises:
+            FeedError: as `samples`.
+        """
+        for _ in self._singles(only=self._views.missing):
+            pass
+        return self._views.found()
+
+    def picture(self, sample: Mapping[str, Array]) -> Array | None:
+        """What the model sees of one sample, uint8 [H, W, 3]; None where it is no picture.
+
+        Args:
+            sample: arrays with a batch of 1.
+        """
+        return picture_in(sample, self.preprocess)
 
     def first(self, most: int) -> list[Sample]:
         """The first samples, at most `most` and `KEPT`; read once, whoever else reads them.
@@ -267,9 +298,11 @@ class Feed:
             return dict(self._kept[index])
         if (known := self._spool.get(index)) is not None:
             return known
-        sample = self._load(index).decode()
+        raw = self._load(index)
+        sample = raw.decode()
         self.decodes += 1
         self._spool.add(index, sample)
+        self._views.add(index, self._source.sample_name(index), raw, sample)
         if len(self._kept) < KEPT * self.batch:
             self._kept[index] = sample
         return dict(sample)

@@ -34,10 +34,13 @@ class Raw:
     Attributes:
         digest: sha256 of the file's bytes, or of the arrays'; 32 bytes.
         decode: makes the sample, {input: array}, of these very bytes.
+        picture: gives the picture in them before it is preprocessed, uint8 [H, W, 3], blue, green,
+            red; None where there is none.
     """
 
     digest: bytes
     decode: Callable[[], dict[str, Array]]
+    picture: Callable[[], Array] | None = None
 
 
 class Seen:

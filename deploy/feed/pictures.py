@@ -45,7 +45,11 @@ class ImageSource:
             FeedError: the file cannot be read; (when decoding) it is no whole picture.
         """
         data = images.read(self.pictures[index])
-        return Raw(bytes_digest(data), lambda: self._decoded(index, data))
+        return Raw(
+            bytes_digest(data),
+            lambda: self._decoded(index, data),
+            lambda: images.decode(data, self.pictures[index].name, grey=False),
+        )
 
     def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
         grey = self.how.color == "grey"

@@ -77,7 +77,7 @@ class VideoSource:
         """
         pixels = self._frame(index)
         digest = sample_digest({"": pixels})
-        return Raw(digest, lambda: {self._spec.name: self._made(pixels)})
+        return Raw(digest, lambda: {self._spec.name: self._made(pixels)}, lambda: pixels)
 
     def _made(self, pixels: Array) -> Array:
         cv2 = images.opencv()

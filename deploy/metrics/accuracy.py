@@ -19,6 +19,7 @@ from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import batch_length
 from deploy.metrics.running import OutputAccuracy, RunningError, cosine, output_json, sqnr_db
 from deploy.metrics.tasks import Metric, TaskFigure
+from deploy.metrics.tasks.examples import Example
 from deploy.metrics.truth import PartAccuracy, Truth, part_json, task_json
 from deploy.tensors import Array, Session
 
@@ -160,6 +161,15 @@ class Comparison:
             error.add(left[name], right[name], batch)
         self._top1.add(left[self._names[0]], right[self._names[0]], batch)
         self._truth.add(inputs, left, right, batch)
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """Numbers, from 0, of samples whose pictures may be asked for in the end."""
+        return self._truth.watched
+
+    def shown(self) -> tuple[Example, ...]:
+        """A few samples where both models differ most, the most first."""
+        return self._truth.shown()
 
     def result(self) -> Accuracy:
         """The figures.

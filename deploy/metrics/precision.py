@@ -19,7 +19,14 @@ from deploy.errors import FeedError
 from deploy.metrics.coco import Objects
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.boxes import Decoder
-from deploy.metrics.tasks.detections import Detections, Floats, overlaps, suppressed
+from deploy.metrics.tasks.detections import (
+    NOTHING,
+    Detections,
+    Floats,
+    in_pixels,
+    overlaps,
+    suppressed,
+)
 
 IOUS = np.linspace(0.5, 0.95, 10)
 _RECALLS = np.linspace(0, 1, 101)
@@ -156,10 +163,7 @@ class PrecisionTally:
         size = image_size(inputs) or (1, 1)
         for counts, outputs in ((self.reference, reference), (self.candidate, candidate)):
             found = self.decoder.boxes(inputs, outputs)
-            if found is None:
-                none = np.zeros(0)
-                found = Detections(np.zeros((0, 4)), none, none.astype(np.int64))
-            found = suppressed(_in_pixels(found, size), iou=_SUPPRESS)
+            found = suppressed(in_pixels(NOTHING if found is None else found, size), iou=_SUPPRESS)
             counts.add(found, own.boxes, classes, own.crowds)
 
     def _classes(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -187,12 +191,3 @@ class PrecisionTally:
             candidate_50=other_50,
             objects=self.reference.objects,
         )
-
-
-def _in_pixels(found: Detections, size: tuple[int, int]) -> Detections:
-    """Boxes of shares of the picture become pixels."""
-    if not len(found.boxes) or found.boxes.max() > 2:
-        return found
-    height, width = size
-    scale = np.array([width, height, width, height], np.float64)
-    return Detections(found.boxes * scale, found.scores, found.classes)

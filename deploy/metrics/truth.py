@@ -19,6 +19,8 @@ from deploy.metrics.rows import Outputs, split
 from deploy.metrics.running import OutputAccuracy, RunningError, number
 from deploy.metrics.tasks import Metric, Tally, TaskFigure
 from deploy.metrics.tasks.boxes import Boxes
+from deploy.metrics.tasks.examples import Example
+from deploy.metrics.tasks.task import Showing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class Truth:
         self._form = form
         self._errors: dict[Part, RunningError] = {}
         self._tally: Tally | None = None
+        self._own: Tally | None = None  # the task's, which shows samples, whoever counts
         if form is not None:
             self._begin(form)
 
@@ -120,6 +123,18 @@ class Truth:
         self._settle()
         return None if self._tally is None else self._tally.result()
 
+    @property
+    def watched(self) -> frozenset[int]:
+        """Numbers, from 0, of samples whose pictures may be asked for in the end."""
+        if self._form is None:
+            return frozenset(range(sum(one[3] for one in self._waiting)))
+        return self._own.watched if isinstance(self._own, Showing) else frozenset()
+
+    def shown(self) -> tuple[Example, ...]:
+        """A few samples where both models differ most, where the task knows how to tell."""
+        self._settle()
+        return self._own.shown() if isinstance(self._own, Showing) else ()
+
     def precision(self) -> MeanPrecision | None:
         """Mean average precision of both models, where objects are known."""
         self._settle()
@@ -138,9 +153,8 @@ class Truth:
     def _begin(self, form: Form) -> None:
         rows = [part for part in form.parts if part.axis is not None]
         self._errors = {part: RunningError(part.label) for part in rows}
-        self._tally = self._metric
-        if self._tally is None and form.task is not None:
-            self._tally = form.task.tally()
+        self._own = None if form.task is None else form.task.tally()
+        self._tally = self._own if self._metric is None else self._metric
         if self._objects is not None:
             if not isinstance(form.task, Boxes) or not form.task.decoder.placed:
                 raise FeedError(
@@ -153,7 +167,8 @@ class Truth:
         assert self._form is not None
         for part, error in self._errors.items():
             error.add(part.of(left[part.output]), part.of(right[part.output]), batch)
-        tallies = [one for one in (self._tally, self._precision) if one is not None]
+        counting = (self._metric, self._own, self._precision)
+        tallies = [one for one in counting if one is not None]
         if tallies:
             fed, own, others = split(inputs, batch), split(left, batch), split(right, batch)
             for sample in zip(fed, own, others, strict=True):

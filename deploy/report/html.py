@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+import deploy.report.drawn as drawn
 import deploy.report.figures as figures
 import deploy.report.markup as markup
+import deploy.report.pictures as pictures
 import deploy.report.sections as sections
 import deploy.report.speed as speed
 import deploy.report.truth as truth
+from deploy.report.drawn import DRAWN_STYLE
 from deploy.report.figures import encodable
 from deploy.report.model import Findings
+from deploy.report.pictures import PICTURE_STYLE
 from deploy.report.style import STYLE
 from deploy.report.svg import latency_figure
 from deploy.report.table import (
@@ -31,8 +35,10 @@ def to_html(report: Findings) -> str:
         _tiles(report),
         _engines(report),
         _outputs(report),
+        drawn.examples(report.engines),
         _remarks(report),
         _setup(report),
+        pictures.views(report.feed.pictures if report.feed else None),
         sections.search(report),
         sections.nodes(report),
         sections.ran(report),
@@ -46,7 +52,7 @@ def to_html(report: Findings) -> str:
     return encodable(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(report.title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<title>{escape(report.title)}</title>\n<style>{STYLE}{PICTURE_STYLE}{DRAWN_STYLE}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 

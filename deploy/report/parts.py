@@ -10,6 +10,7 @@ from calibrators.scales import Scale
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency
 from deploy.report.ran import RanPart
+from deploy.report.shown import ExampleRow, PicturesPart
 from deploy.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class FeedPart:
     prepared: str = ""
     skipped: tuple[str, ...] = ()
     digest: str | None = None
+    pictures: PicturesPart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,7 @@ class EngineRow:
         load_ms: time from the file to a session ready to run.
         verdict: what is thought of it; None for the float model and for baselines.
         ran: what it is made of; None where its runtime does not tell.
+        examples: samples where it and the float model differ most.
     """
 
     label: str
@@ -157,6 +160,7 @@ class EngineRow:
     verdict: Verdict | None = None
     ran: RanPart | None = None
     notes: tuple[str, ...] = ()
+    examples: tuple[ExampleRow, ...] = ()
 
     @property
     def on_device(self) -> bool:

@@ -9,17 +9,20 @@ the same for every candidate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 import deploy.metrics.tasks.anchors as anchors
 import deploy.metrics.tasks.ended as ended
 import deploy.metrics.tasks.maps as maps
 import deploy.metrics.tasks.yolo as yolo
 from deploy.metrics.parts import Part
-from deploy.metrics.rows import Outputs
-from deploy.metrics.tasks.detections import Detections, matched, suppressed
+from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.tasks.detections import NOTHING, Detections, in_pixels, matched, suppressed
+from deploy.metrics.tasks.examples import BoxExample, Foremost
 from deploy.metrics.tasks.task import Seen, TaskFigure
 
 _ENOUGH = ((0.25, 20), (0.15, 5), (0.05, 5))  # threshold, boxes of FP32 that it takes
@@ -102,34 +105,80 @@ class BoxTally:
     counts: dict[float, list[int]] = field(
         default_factory=lambda: {threshold: [0, 0, 0] for threshold, _ in _ENOUGH}
     )
+    examples: dict[float, Foremost[BoxExample]] = field(
+        default_factory=lambda: {threshold: Foremost() for threshold, _ in _ENOUGH}
+    )
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample."""
         self.samples += 1
         left = self.decoder.boxes(inputs, reference)
         right = self.decoder.boxes(inputs, candidate)
-        left, right = (None if one is None else suppressed(one) for one in (left, right))
-        both = [0] * len(self.counts)
-        if left is not None and right is not None:
-            both = matched(left, right, tuple(self.counts))
-        for (threshold, count), kept in zip(self.counts.items(), both, strict=True):
-            count[0] += 0 if left is None else int((left.scores > threshold).sum())
-            count[1] += 0 if right is None else int((right.scores > threshold).sum())
-            count[2] += kept
+        left, right = (NOTHING if one is None else suppressed(one) for one in (left, right))
+        both = matched(left, right, tuple(self.counts))
+        size = image_size(inputs) if self.decoder.placed else None
+        for (threshold, count), pairs in zip(self.counts.items(), both, strict=True):
+            own, others = left.above(threshold), right.above(threshold)
+            count[0] += len(own.scores)
+            count[1] += len(others.scores)
+            count[2] += len(pairs)
+            if size is not None:
+                example = _example(self.samples - 1, size, threshold, own, others, pairs)
+                differs = len(example.lost.scores) + len(example.new.scores)
+                self.examples[threshold].offer(example, differs=differs, says=len(pairs))
+
+    @property
+    def threshold(self) -> float | None:
+        """The highest with boxes of FP32 enough; None without any such."""
+        enough = (threshold for threshold, most in _ENOUGH if self.counts[threshold][0] >= most)
+        return next(enough, None)
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """As of a tally."""
+        return frozenset().union(*(one.numbers for one in self.examples.values()))
+
+    def shown(self) -> tuple[BoxExample, ...]:
+        """Samples at the threshold of the figure."""
+        at = self.threshold
+        return () if at is None else self.examples[at].result()
 
     def result(self) -> TaskFigure | None:
-        """The figure at the highest threshold with boxes enough; None without any such."""
-        for threshold, enough in _ENOUGH:
-            own, others, kept = self.counts[threshold]
-            if own >= enough:
-                return TaskFigure(
-                    task="boxes",
-                    figure="boxes kept",
-                    value=2 * kept / (own + others),
-                    count=f"{kept} of {own}",
-                    words=f"{kept} of {own} boxes of FP32 kept, {others - kept} new"
-                    f" (score above {threshold:g})",
-                    samples=self.samples,
-                    form=self.decoder.form,
-                )
-        return None
+        """The figure at the threshold."""
+        if self.threshold is None:
+            return None
+        own, others, kept = self.counts[self.threshold]
+        return TaskFigure(
+            task="boxes",
+            figure="boxes kept",
+            value=2 * kept / (own + others),
+            count=f"{kept} of {own}",
+            words=f"{kept} of {own} boxes of FP32 kept, {others - kept} new"
+            f" (score above {self.threshold:g})",
+            samples=self.samples,
+            form=self.decoder.form,
+        )
+
+
+def _example(
+    number: int,
+    size: tuple[int, int],
+    threshold: float,
+    own: Detections,
+    others: Detections,
+    pairs: Sequence[tuple[int, int]],
+) -> BoxExample:
+    """One sample's boxes, told apart."""
+    rows, columns = (np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1))
+    lost = np.setdiff1d(np.arange(len(own.scores)), rows)
+    new = np.setdiff1d(np.arange(len(others.scores)), columns)
+    own, others = in_pixels(own, size), in_pixels(others, size)
+    return BoxExample(
+        number=number,
+        size=size,
+        threshold=threshold,
+        kept=own.at(rows),
+        found=others.at(columns),
+        lost=own.at(lost),
+        new=others.at(new),
+    )

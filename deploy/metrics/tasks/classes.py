@@ -15,10 +15,12 @@ import numpy as np
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs
+from deploy.metrics.tasks.examples import ClassExample, Foremost
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
 _FEW = 32  # numbers that no embedding makes do with
+_LEAST = 1e-12  # another class is a difference, even of two equal values
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class ClassTally:
     compared: int = 0
     first: int = 0
     five: int = 0
+    examples: Foremost[ClassExample] = field(default_factory=Foremost)
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample."""
@@ -98,6 +101,29 @@ class ClassTally:
             ranked = np.argsort(-right, kind="stable")[:5]
             self.first += int(ranked[0] == wanted)
             self.five += int(wanted in ranked)
+            self._offer(name, left, right, int(ranked[0]))
+
+    def _offer(self, name: str, left: Array, right: Array, other: int) -> None:
+        """A sample whose class changes; the surer FP32 was, the more it differs."""
+        own = int(left.argmax())
+        if other != own:
+            example = ClassExample(
+                number=self.samples - 1,
+                output=name,
+                reference=(own, float(left[own])),
+                candidate=(other, float(right[other])),
+            )
+            sure = float(left[own] - left[other])
+            self.examples.offer(example, differs=max(sure, _LEAST), says=0)
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """As of a tally."""
+        return self.examples.numbers
+
+    def shown(self) -> tuple[ClassExample, ...]:
+        """Samples that change their class."""
+        return self.examples.result()
 
     def result(self) -> TaskFigure | None:
         """Top-1 agreement; top-5 in words where there are classes enough to tell."""

@@ -36,9 +36,16 @@ class Detections:
         best = good[np.argsort(-scores[good], kind="stable")][:_MOST]
         return cls(boxes[best], scores[best], classes[best])
 
+    def above(self, threshold: float) -> Detections:
+        """Those of a greater score."""
+        return self.at(self.scores > threshold)
+
     def at(self, keep: NDArray[np.bool_] | NDArray[np.int64]) -> Detections:
         """Some of them."""
         return Detections(self.boxes[keep], self.scores[keep], self.classes[keep])
+
+
+NOTHING = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
 
 
 def by_score(boxes: Floats, scores: Floats) -> Detections:
@@ -83,11 +90,12 @@ def suppressed(found: Detections, iou: float = IOU) -> Detections:
 
 def matched(
     reference: Detections, candidate: Detections, thresholds: Sequence[float] = (LOWEST,)
-) -> list[int]:
-    """How many of the reference's boxes the candidate has too, at each threshold of the score.
+) -> list[list[tuple[int, int]]]:
+    """Which of the reference's boxes the candidate has too, at each threshold of the score.
 
-    Boxes match by class and IoU above `IOU`; each of the candidate stands for one, and the
-    reference's best scores choose first.
+    The numbers of both, counted among those above the threshold. Boxes match by class and IoU
+    above `IOU`; each of the candidate stands for one, and the reference's best scores choose
+    first.
     """
     iou = overlaps(reference.boxes, candidate.boxes)
     iou[reference.classes[:, None] != candidate.classes[None, :]] = 0
@@ -96,12 +104,21 @@ def matched(
     ]
 
 
-def _pairs(iou: Floats) -> int:
-    """Rows of [n, m] that find a column of their own, in order."""
-    count = 0
-    for row in np.flatnonzero(iou.max(axis=1, initial=0) > IOU):
+def in_pixels(found: Detections, size: tuple[int, int]) -> Detections:
+    """Boxes of shares of the picture become pixels of one of `size` (height, width)."""
+    if not len(found.boxes) or found.boxes.max() > 2:
+        return found
+    height, width = size
+    scale = np.array([width, height, width, height], np.float64)
+    return Detections(found.boxes * scale, found.scores, found.classes)
+
+
+def _pairs(iou: Floats) -> list[tuple[int, int]]:
+    """(row, column) of [n, m] for rows that find a column of their own, in order."""
+    found = []
+    for row in np.flatnonzero(iou.max(axis=1, initial=0) > IOU).tolist():
         best = int(iou[row].argmax())
         if iou[row, best] > IOU:
             iou[:, best] = 0
-            count += 1
-    return count
+            found.append((row, best))
+    return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs
+from deploy.metrics.tasks.examples import Example
 from deploy.tensors import Array
 
 
@@ -47,6 +48,20 @@ class Tally(Protocol):
 
     def result(self) -> TaskFigure | None:
         """The figure; None where the float model said nothing to be compared with."""
+        ...
+
+
+@runtime_checkable
+class Showing(Protocol):
+    """A tally that keeps a few samples to be looked at."""
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """Numbers, from 0, of the samples that may still be among those to be shown."""
+        ...
+
+    def shown(self) -> tuple[Example, ...]:
+        """The samples, those where both models differ most first."""
         ...
 
 

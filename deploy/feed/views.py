@@ -1,0 +1,81 @@
+"""A few samples of a feed as pictures: what was given, and what the model is fed of it.
+
+They are made as the samples go by, so that nothing is decoded for them again; two small pictures a
+sample are kept, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from deploy.errors import FeedError
+from deploy.feed.denormalise import picture_in, small
+from deploy.feed.manifest import Raw
+from deploy.feed.preprocess import Preprocess
+from deploy.tensors import Array
+
+SHOWN = 5  # samples of a feed that a report shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class View:
+    """One sample.
+
+    Attributes:
+        name: of the file, or of the sample.
+        fed: what the model is fed, uint8 [h, w, 3], red, green, blue, no side over `SIDE`.
+        given: the picture before it was preprocessed, likewise; None where there was none.
+        size: (height, width) in pixels of `fed` before it was made smaller.
+        given_size: of `given`.
+    """
+
+    name: str
+    fed: Array
+    given: Array | None
+    size: tuple[int, int]
+    given_size: tuple[int, int] | None = None
+
+
+class Views:
+    """The pictures of samples that are asked for."""
+
+    def __init__(self, how: Preprocess | None, wanted: Collection[int] = ()) -> None:
+        """Args: how: the feed's preprocessing; wanted: indices of the samples."""
+        self.wanted = frozenset(wanted)
+        self._how = how
+        self._found: dict[int, View | None] = {}
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Samples that have not gone by."""
+        return self.wanted - self._found.keys()
+
+    def add(self, index: int, name: str, raw: Raw, sample: Mapping[str, Array]) -> None:
+        """A sample that goes by."""
+        if index not in self.wanted or index in self._found:
+            return
+        self._found[index] = None
+        fed = picture_in(sample, self._how)
+        if fed is not None:
+            given = _given(raw)
+            self._found[index] = View(
+                name=name,
+                fed=small(fed),
+                given=None if given is None else small(given),
+                size=(fed.shape[0], fed.shape[1]),
+                given_size=None if given is None else (given.shape[0], given.shape[1]),
+            )
+
+    def found(self) -> list[View]:
+        """Those that are pictures, in the feed's order."""
+        return [view for _, view in sorted(self._found.items()) if view is not None]
+
+
+def _given(raw: Raw) -> Array | None:
+    """The picture itself, red, green, blue; what can be fed but not be shown has none."""
+    try:
+        pixels = None if raw.picture is None else raw.picture()
+    except FeedError:
+        return None
+    return None if pixels is None else pixels[:, :, ::-1]
