@@ -15,7 +15,7 @@ from deploy.feed.manifest import Raw
 from deploy.feed.preprocess import Preprocess
 from deploy.tensors import Array
 
-SHOWN = 5  # samples of a feed that a report shows
+SHOWN = 4  # samples of a feed that a report shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

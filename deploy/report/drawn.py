@@ -17,43 +17,40 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from deploy.report.figures import encodable
-from deploy.report.parts import EngineRow
+from deploy.report.look_style import LONG
+from deploy.report.markup import breakable
+from deploy.report.model import Findings
 from deploy.report.pictures import image
+from deploy.report.section import Section
 from deploy.report.shown import Box, BoxRow, ClassRow
 
-_LONG = 300  # units of a drawing's longer side, about as many pixels on a screen
 _MOST = 100  # boxes of a kind in one drawing, the best by score
 
-DRAWN_STYLE = f"""
-.drawn {{ display: flex; flex-wrap: wrap; gap: .5rem; margin: 0 0 1.2rem; break-inside: avoid; }}
-.drawn svg {{ width: {_LONG}px; max-width: 100%; height: auto; }}
-.drawn p {{ flex-basis: 100%; margin: 0; font-size: .84rem; color: var(--soft);
-  overflow-wrap: anywhere; }}
-svg.boxes rect {{ fill: none; stroke-width: 2; }}
-svg.boxes text {{ font-size: 10px; fill: #fff; paint-order: stroke; stroke: #000;
-  stroke-width: 2.5px; }}
-svg.boxes .kept {{ stroke: #2fd6a5; fill-opacity: 1; }}
-svg.boxes .lost {{ stroke: #ff4d4d; stroke-dasharray: 7 4; }}
-svg.boxes .new {{ stroke: #ffb020; stroke-dasharray: 2 3; }}
-"""
 
-
-def examples(engines: Sequence[EngineRow]) -> Iterator[str]:
-    """The sections, one an engine that has examples."""
+def examples(report: Findings) -> Iterator[Section]:
+    """The sections, one an engine that has examples; that of the first stands open."""
     standing: set[int] = set()  # samples whose picture the page has already
-    for engine in engines:
+    for engine in report.engines:
         boxes = [row for row in engine.examples if isinstance(row, BoxRow)]
         changed = [row for row in engine.examples if isinstance(row, ClassRow)]
         if boxes:
-            yield f"<h2>Boxes of FP32 and {escape(encodable(engine.label))}</h2>"
-            yield f'<p class="sub">{_BOX_WORDS.format(boxes[0].threshold)}</p>'
-            for row in boxes:
-                yield _pair(row, engine.label, drawn=row.number in standing)
-                standing.add(row.number)
+            folded = bool(standing)
+            title = f"Boxes of FP32 and {engine.label}"
+            yield Section(title=title, html=_pairs(boxes, engine.label, standing), folded=folded)
         if changed:
-            label = escape(encodable(engine.label))
-            yield f"<h2>Samples of another class in {label}</h2>"
-            yield f'<div class="views">{"".join(_changed(row, label) for row in changed)}</div>'
+            shown = "".join(_changed(row, engine.label) for row in changed)
+            title = f"Samples of another class in {engine.label}"
+            yield Section(title=title, html=f'<div class="views">{shown}</div>')
+
+
+def _pairs(rows: Sequence[BoxRow], label: str, standing: set[int]) -> str:
+    """All drawings of one engine; `standing` gets the samples whose picture the page has then."""
+    pairs = []
+    for row in rows:
+        pairs.append(_pair(row, label, drawn=row.number in standing))
+        standing.add(row.number)
+    words = _BOX_WORDS.format(rows[0].threshold)
+    return f'<p class="sub">{words}</p><div class="pairs">{"".join(pairs)}</div>'
 
 
 _BOX_WORDS = (
@@ -72,7 +69,7 @@ def _pair(row: BoxRow, label: str, *, drawn: bool) -> str:
     return (
         f'<div class="drawn">{_drawing(row, own, f"FP32, {name}", drawn=drawn)}'
         f"{_drawing(row, others, f'{engine}, {name}', drawn=True)}"
-        f"<p>{name}: {escape(_counts(row))}</p></div>"
+        f"<p>{breakable(encodable(row.name))}: {escape(_counts(row))}</p></div>"
     )
 
 
@@ -88,7 +85,7 @@ def _drawing(
     row: BoxRow, groups: Sequence[tuple[Sequence[Box], str]], title: str, *, drawn: bool
 ) -> str:
     """Boxes over the picture, which is named where it stands first and used from there on."""
-    scale = _LONG / max(row.size)
+    scale = LONG / max(row.size)
     width, height = row.size[1] * scale, row.size[0] * scale
     under = f'<use href="#look-{row.number}"/>'
     if not drawn:
@@ -117,9 +114,10 @@ def _box(box: Box, kind: str, width: float, height: float) -> str:
 
 
 def _changed(row: ClassRow, label: str) -> str:
-    name, output = escape(encodable(row.name)), escape(encodable(row.output))
     (own, sure), (other, less) = row.reference, row.candidate
+    words = f"{row.output}: FP32 class {own} ({sure:.3g}), {label} class {other} ({less:.3g})"
+    name = encodable(row.name)
     return (
-        f"<div>{image(row.picture, name)}<p>{name}<br>{output}: FP32 class {own} ({sure:.3g}),"
-        f" {label} class {other} ({less:.3g})</p></div>"
+        f"<div>{image(row.picture, escape(name))}<p>{breakable(name)}<br>"
+        f"{escape(encodable(words))}</p></div>"
     )
