@@ -24,6 +24,7 @@ from deploy import atomic, manifest
 from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import NO_CHOICES
+from deploy.calibration.expected import odd
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
@@ -213,7 +214,7 @@ def _calibrated(
         seconds=time.perf_counter() - started,
         runs=runs,
         notes=notes,
-        warnings=(*loaded.cut, *_warnings(outliers, each_once(wanted), feed)),
+        warnings=(*loaded.cut, *odd(subject, feed), *_warnings(outliers, each_once(wanted), feed)),
         cache=policy.path,
         repairs=tuple(told(tried)),
     )

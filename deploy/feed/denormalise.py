@@ -30,7 +30,7 @@ def pixels_of(values: Array, how: Preprocess | None) -> Array | None:
     Returns:
         uint8 [H, W, 3], red, green, blue; None for an array that is no picture.
     """
-    layout = _layout(values) if how is None else how.layout
+    layout = layout_of(values) if how is None else how.layout
     if layout is None or values.ndim != 4 or len(values) != 1 or not values.size:
         return None
     placed = values[0].transpose(1, 2, 0) if layout == "nchw" else values[0]
@@ -75,7 +75,7 @@ def how_shown(how: Preprocess | None) -> str:
     )
 
 
-def _layout(values: Array) -> str | None:
+def layout_of(values: Array) -> str | None:
     """Where the channels of an array stand; None where none of its dimensions holds 1 or 3."""
     if values.ndim != 4:
         return None

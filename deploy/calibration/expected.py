@@ -1,0 +1,248 @@
+"""Whether what a model is fed is what it learned from, as far as its first layer tells.
+
+Wrong preprocessing breaks nothing: the float model errs, int8 errs alike, and every figure between
+the two looks fine. What can be told without labels:
+
+* samples that hold one value alone, and pictures of nearly one colour;
+* a BatchNormalization at the input or behind the first Conv holds mean m and variance s2 of each
+  channel in training. Of what it gets here, mean m' and variance v, the distance is that of two
+  normal distributions (Kullback-Leibler), the median of the channels:
+
+      d = (v / s2 + (m' - m)^2 / s2 - 1 - ln(v / s2)) / 2
+
+  Ten times the spread, or a mean ten deviations off, is another unit. Short of that, other images
+  than those of the training explain much, so pictures are taken to the mean and std of the usual
+  presets as well, and one is told where it fits (d below 0.1) and what is fed does not (d above
+  0.3 and ten times as far);
+* a first Conv without one, but with a bias: where what it makes of its input is thousands of times
+  the bias, or next to nothing beside it, the input has another unit than that of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploy.calibration.subject import Subject
+from deploy.errors import BackendError
+from deploy.feed.denormalise import layout_of
+from deploy.feed.feed import Feed
+from deploy.feed.preprocess import Preprocess
+from deploy.feed.presets import PRESETS
+from deploy.frontends.again import graph_of
+from deploy.graph.first import FirstLayer, Floats, first_layer
+from deploy.ort import OrtSession
+from deploy.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx
+
+SAMPLES = 8  # that are looked at
+_FLAT = 16  # of 255: pictures whose pixels all lie within so few
+_ANOTHER_UNIT = 10.0  # times the training's spread, or deviations that a mean is off
+_FAINT = 1 / 32  # of the training's spread
+_FAR, _NEAR, _TIMES = 0.3, 0.1, 10.0  # distances: not fitting, fitting, and apart
+_OVER_BIAS, _UNDER_BIAS = 30.0, 0.02  # docs/feeds.md has what real models have
+_PIXELS = 64.0  # a largest value from which whole numbers are pixels
+_USUAL = ("raw", "unit", "minus-one-to-one", "imagenet")  # presets of different mean and std
+_DEAD = 1e-6  # of the usual variance: a channel with less tells nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """Mean and variance of each channel."""
+
+    mean: Floats
+    variance: Floats
+
+
+def odd(subject: Subject, feed: Feed) -> list[str]:
+    """`oddities` of a feed's first samples, which are kept and so are not read twice.
+
+    Raises:
+        FeedError: a sample that cannot be fed.
+        ModelError: the model's file changed since it was loaded.
+    """
+    return oddities(feed.first(SAMPLES), feed.preprocess, _as_given(subject))
+
+
+def _as_given(subject: Subject) -> onnx.ModelProto:
+    """The model as its file has it, where it has one: cleaning folds BatchNormalizations away."""
+    given = subject.given
+    if given is None or isinstance(given, str | Path):
+        onnx_file = given is not None and Path(given).suffix.lower() == ".onnx"
+        return graph_of(Path(str(given)), subject.loaded) if onnx_file else subject.model
+    return given
+
+
+def oddities(
+    samples: Sequence[Mapping[str, Array]], how: Preprocess | None, model: onnx.ModelProto
+) -> list[str]:
+    """What is odd about the first input that is a picture, in a sentence; none where nothing is.
+
+    Args:
+        samples: the first few, {input: array}.
+        how: the feed's preprocessing; None for arrays.
+        model: as its file has it, BatchNormalizations and all.
+    """
+    name = _picture_input(samples)
+    if name is None:
+        return []
+    values = [sample[name] for sample in samples]
+    said = _flat(values, how)
+    layer = None if said else first_layer(model, name)
+    if layer is not None:
+        try:
+            said = _by_layer(layer, name, values, how)
+        except BackendError:  # what cannot be run by itself tells nothing
+            return []
+    return [said] if said else []
+
+
+def _picture_input(samples: Sequence[Mapping[str, Array]]) -> str | None:
+    """Name of the first input that is a picture, of 1 or 3 channels."""
+    first = samples[0] if samples else {}
+    return next((name for name, array in first.items() if layout_of(array) is not None), None)
+
+
+def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
+    """What to say of samples without anything in them."""
+    ends = [(float(one.min()), float(one.max())) for one in values]
+    if all(low == high for low, high in ends):
+        return (
+            f"each of the first {len(ends)} samples that are fed holds one value alone, such as"
+            f" {ends[0][0]:g}; check the images and how they were made"
+        )
+    low, high = min(one[0] for one in ends), max(one[1] for one in ends)
+    if how is None or (high - low) * min(how.std) / how.scale >= _FLAT:
+        return ""
+    return (
+        f"the pixels of the first {len(ends)} images differ by less than {_FLAT} of 255, nearly one"
+        " colour; of 16-bit pictures the upper byte alone is read, so spread their values first"
+    )
+
+
+def _by_layer(layer: FirstLayer, name: str, values: Sequence[Array], how: Preprocess | None) -> str:
+    session = OrtSession.open(layer.model, threads=1, spin=False)
+
+    def through(arrays: Iterable[Array]) -> _Moments:
+        return _moments(session.run({name: one})[layer.tensor] for one in arrays)
+
+    if layer.mean is not None and layer.variance is not None:
+        training = _Moments(layer.mean, layer.variance)
+        said = _beside_training(training, through, values, how)
+    else:
+        said = _beside_bias(layer, through(values), values)
+    remedy = "--preprocess, --scale, --mean and --std" if how else "how the arrays were made"
+    return f"{said} ({layer.node or layer.tensor}); check {remedy}" if said else ""
+
+
+def _beside_training(
+    training: _Moments,
+    through: Callable[[Iterable[Array]], _Moments],
+    values: Sequence[Array],
+    how: Preprocess | None,
+) -> str:
+    """What a BatchNormalization tells."""
+    here = through(values)
+    fed = _distance(here, training)
+    for words, turned in _otherwise(values, how) if fed > _FAR else ():
+        other = _distance(through(turned), training)
+        if other < min(_NEAR, fed / _TIMES):
+            return (
+                f"what the model is fed is not what it learned from, {words} would be, as its first"
+                " BatchNormalization tells"
+            )
+    alive = training.variance > _DEAD * np.median(training.variance)
+    deviation = np.sqrt(training.variance[alive])
+    off = float(np.median(np.abs(here.mean - training.mean)[alive] / deviation))
+    spread = float(np.median(np.sqrt(here.variance[alive]) / deviation))
+    if _FAINT < spread < _ANOTHER_UNIT and off < _ANOTHER_UNIT:
+        return ""
+    return (
+        "what the model is fed has another unit than what it learned from: at its first"
+        f" BatchNormalization the values spread {spread:.2g} times as far as in training, their"
+        f" mean {off:.2g} deviations off"
+    )
+
+
+def _beside_bias(layer: FirstLayer, here: _Moments, values: Sequence[Array]) -> str:
+    """What a Conv's bias tells; "" where it has none to speak of."""
+    assert layer.bias is not None
+    usual = float(np.sqrt(np.mean(np.square(layer.bias))))
+    made = float(np.sqrt(np.mean(here.variance)))
+    if usual == 0 or not np.isfinite(made):
+        return ""
+    ratio = made / usual
+    if ratio < _UNDER_BIAS:
+        return (
+            "what the model is fed hardly reaches it: its first Conv makes values of it that"
+            f" vary by {ratio:.2g} times the Conv's own bias"
+        )
+    if ratio > _OVER_BIAS and all(map(_whole_pixels, values)):
+        return (
+            "what the model is fed are pixels of 0 to 255 as they are, of which its first Conv"
+            f" makes {ratio:.2g} times its own bias, as one does that learned from smaller values"
+        )
+    return ""
+
+
+def _whole_pixels(array: Array) -> bool:
+    low, high = float(array.min()), float(array.max())
+    return low >= 0 and _PIXELS <= high <= 255 and bool(np.array_equal(array, np.rint(array)))
+
+
+def _otherwise(
+    values: Sequence[Array], how: Preprocess | None
+) -> Iterator[tuple[str, Iterator[Array]]]:
+    """Pictures as the usual presets would have normalised them, and their mean and std in words."""
+    for name in _USUAL if how is not None else ():
+        other = PRESETS[name]
+        assert how is not None
+        if {len(other.mean), len(other.std)} <= {1, how.channels}:
+            words = (
+                f"pixels / 255 with mean {_listed(other.mean, other.scale)} and std"
+                f" {_listed(other.std, other.scale)}"
+            )
+            yield words, (_normalised(one, how, other) for one in values)
+
+
+def _listed(values: Sequence[float], scale: float) -> str:
+    """In units of pixels / 255, as --mean and --std take them."""
+    return " ".join(f"{value / scale / 255:.4g}" for value in values)
+
+
+def _normalised(array: Array, how: Preprocess, other: Preprocess) -> Array:
+    shape = (1, -1, 1, 1) if how.layout == "nchw" else (1, 1, 1, -1)
+
+    def each(numbers: Sequence[float]) -> Floats:
+        return np.asarray(numbers, np.float64).reshape(shape)
+
+    pixels = (array * each(how.std) + each(how.mean)) / how.scale
+    found: Array = ((pixels * other.scale - each(other.mean)) / each(other.std)).astype(array.dtype)
+    return found
+
+
+def _moments(arrays: Iterable[Array]) -> _Moments:
+    """Of [1, C, ...] arrays together."""
+    count, total, squares = 0, np.zeros(1), np.zeros(1)
+    for array in arrays:
+        rows = np.moveaxis(array.astype(np.float64), 1, 0).reshape(array.shape[1], -1)
+        count += rows.shape[1]
+        total = total + rows.sum(axis=1)
+        squares = squares + np.square(rows).sum(axis=1)
+    mean = total / count
+    return _Moments(mean, np.maximum(squares / count - np.square(mean), 0))
+
+
+def _distance(here: _Moments, training: _Moments) -> float:
+    """Median over the channels of the distance of two normal distributions."""
+    alive = training.variance > _DEAD * np.median(training.variance)
+    known = training.variance[alive]
+    ratio = np.maximum(here.variance[alive] / known, 1e-12)
+    off = np.square(here.mean[alive] - training.mean[alive]) / known
+    return float(np.median(ratio + off - 1 - np.log(ratio)) / 2)
