@@ -73,6 +73,55 @@ def save_pictures(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def detector(tmp_path_factory) -> Path:
+    """A tiny detector: x [1, 3, 32, 32] -> boxes in pixels and two scores, y [1, 6, 20]."""
+    from deploy.metrics.tasks.grid import Grid
+
+    path, side, grid = (
+        tmp_path_factory.mktemp("detector") / "tiny.onnx",
+        32,
+        Grid((8, 16), 1, False),
+    )
+    made = np.random.default_rng(4)
+    cells, strides = grid.cells((side, side))
+    centres = ((cells + 0.5) * strides[:, None]).T
+    sides = np.stack([strides, strides]) * 1.5
+    spread = np.array([1, 1, 1, 1, 4, 4]).reshape(6, 1, 1, 1)
+    held = {
+        "w8": made.normal(size=(6, 3, 8, 8)) * spread * 0.06,
+        "w16": made.normal(size=(6, 3, 16, 16)) * spread * 0.03,
+        "bias": np.array([0, 0, 0, 0, -4, -4]),
+        "places": np.concatenate([centres, sides])[None],
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w8", "bias"], ["c8"], name="eight", strides=[8, 8]),
+        helper.make_node("Conv", ["x", "w16", "bias"], ["c16"], name="sixteen", strides=[16, 16]),
+        helper.make_node("Reshape", ["c8", "flat"], ["r8"], name="r8"),
+        helper.make_node("Reshape", ["c16", "flat"], ["r16"], name="r16"),
+        helper.make_node("Concat", ["r8", "r16"], ["all"], name="all", axis=2),
+        helper.make_node("Split", ["all", "cut"], ["moves", "logits"], name="cut", axis=1),
+        helper.make_node("Add", ["moves", "places"], ["boxes"], name="boxes"),
+        helper.make_node("Sigmoid", ["logits"], ["scores"], name="scores"),
+        helper.make_node("Concat", ["boxes", "scores"], ["y"], name="y", axis=1),
+    ]
+    tensors = [numpy_helper.from_array(v.astype(np.float32), k) for k, v in held.items()]
+    tensors += [
+        numpy_helper.from_array(np.array(v, np.int64), k)
+        for k, v in {"flat": [1, 6, -1], "cut": [4, 2]}.items()
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "tiny",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, side, side])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 6, 20])],
+        tensors,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    onnx.save(model, path)
+    return path
+
+
 @pytest.fixture
 def run(capfd):
     """(words of the command) -> exit code, stdout, stderr: never a fault, one sentence at most."""

@@ -163,7 +163,7 @@ def of_three() -> Report:
 class Page(HTMLParser):
     """Every tag, attribute and text of a page; refuses tags that do not close in order."""
 
-    VOID = frozenset({"meta", "line", "rect", "path", "br", "wbr"})
+    VOID = frozenset({"meta", "img", "line", "rect", "path", "br", "wbr"})
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -550,4 +550,10 @@ def test_the_demo_is_good_and_the_same_with_wrong_preprocessing_is_not(fashion, 
     wrong = ran(model, *fashion, out=tmp_path / "wrong")
     assert wrong.code == 3 and "Verdict       unusable" in wrong.said
     text = " ".join(wrong.said.split())
-    assert "the float model itself is wrong on its own images" in text
+    assert "the float model itself is wrong on its own images: top-1" in text
+    assert "of 10 classes, chance is 10 %; check --preprocess, --mean, --std" in text
+    page = (tmp_path / "wrong" / "report.html").read_text()
+    assert "chance is 10 %" in page and "verdict unusable" in page
+    told = (tmp_path / "wrong" / "report.json").read_text()
+    assert "chance is 10 %" in told and '"level": "unusable"' in told
+    assert ran(model, *fashion, "--accept", out=tmp_path / "wrong").code == 0

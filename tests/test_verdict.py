@@ -93,6 +93,9 @@ def test_a_loss_that_is_no_number_is_more_than_is_allowed():
         (0.146, 10, 400, GOOD),
         (0.0875, 10, 19, GOOD),  # too few to tell
         (0.02, 1000, 400, GOOD),
+        (0.0, 1000, 20, UNUSABLE),
+        (0.5, 2, 36, UNUSABLE),  # guessing reaches 75 % once in a thousand times
+        (0.8, 2, 20, GOOD),  # and 83 % of so few, which tell nothing
     ],
 )
 def test_a_float_model_that_guesses_was_fed_something_else(right, classes, samples, level):
@@ -100,7 +103,9 @@ def test_a_float_model_that_guesses_was_fed_something_else(right, classes, sampl
         accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)
     )
     assert found.level == level
-    assert ("check the preprocessing" in found.words) == (level == UNUSABLE)
+    assert ("chance is" in found.words and "check --preprocess" in found.words) == (
+        level == UNUSABLE
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.graph.edit import copied, name_nodes
 from deploy.graph.index import Graph
 
 if TYPE_CHECKING:
@@ -114,14 +115,13 @@ def _part(
         return None
     given = [value for value in model.graph.input if value.name == name]
     body = helper.make_graph(way, "first", given, [ValueInfoProto(name=tensor)], constants)
+    name_nodes(body)  # two of one name are not loaded
     return helper.make_model(
         body, opset_imports=model.opset_import, ir_version=max(model.ir_version, 7)
     )
 
 
 def _named(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    from deploy.graph.edit import copied
-
     own = copied(tensor)
     own.name = name
     return own

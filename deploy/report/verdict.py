@@ -131,7 +131,11 @@ def _level(lost: float, most: float | None, limits: tuple[float, float]) -> str:
 
 
 def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
-    """A float model that is no better than guessing was fed something else than it learned."""
+    """A float model that is no better than guessing was fed something else than it learned.
+
+    Better is what guessing reaches once in a thousand times: three deviations of the binomial
+    distribution over chance. Where a fair model would not either, the samples are too few to tell.
+    """
     right, classes = accuracy.top1_reference, accuracy.classes
     if not classes or accuracy.samples < _ENOUGH:
         return
@@ -145,12 +149,13 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
             )
         return
     chance = 1 / classes
-    spread = math.sqrt(chance * (1 - chance) / accuracy.samples)
-    if right <= chance + 3 * spread:
+    spread = 3 * math.sqrt(chance * (1 - chance) / accuracy.samples)
+    if spread <= (1 - chance) / 2 and right <= chance + spread:
         yield (
             UNUSABLE,
-            f"the float model itself is wrong on its own images: {100 * right:.2f} % of"
-            f" {classes} classes; check the preprocessing and the labels",
+            f"the float model itself is wrong on its own images: top-1 {100 * right:.2f} % of"
+            f" {classes} classes, chance is {100 * chance:.3g} %; check --preprocess, --mean,"
+            " --std, --color and the labels",
         )
 
 
