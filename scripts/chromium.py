@@ -108,13 +108,15 @@ class Page:
         while not self._loaded:
             self._told(self._next())
 
-    def value(self, expression: str) -> Any:
-        """What an expression of JavaScript gives, as plain values.
+    def value(self, expression: str, *, wait: bool = False) -> Any:
+        """What an expression of JavaScript gives, as plain values; `wait`: what it promises.
 
         Raises:
             Silent: it threw.
         """
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=wait
+        )
         if "exceptionDetails" in answer:
             raise Silent(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
