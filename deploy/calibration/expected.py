@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deploy.calibration.subject import Subject
 from deploy.errors import BackendError
@@ -97,7 +98,8 @@ def oddities(
     layer = None if said else first_layer(model, name)
     if layer is not None:
         try:
-            said = _by_layer(layer, name, values, how)
+            with np.errstate(all="ignore"):  # what overflows is not finite, and tells nothing
+                said = _by_layer(layer, name, values, how)
         except BackendError:  # what cannot be run by itself tells nothing
             return []
     return [said] if said else []
@@ -106,7 +108,8 @@ def oddities(
 def _picture_input(samples: Sequence[Mapping[str, Array]]) -> str | None:
     """Name of the first input that is a picture, of 1 or 3 channels."""
     first = samples[0] if samples else {}
-    return next((name for name, array in first.items() if layout_of(array) is not None), None)
+    known = (name for name, array in first.items() if layout_of(array) is not None)
+    return next((name for name in known if all(one[name].size for one in samples)), None)
 
 
 def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
@@ -118,7 +121,7 @@ def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
             f" {ends[0][0]:g}; check the images and how they were made"
         )
     low, high = min(one[0] for one in ends), max(one[1] for one in ends)
-    if how is None or (high - low) * min(how.std) / how.scale >= _FLAT:
+    if how is None or (high - low) * max(how.std) / how.scale >= _FLAT:
         return ""
     return (
         f"the pixels of the first {len(ends)} images differ by less than {_FLAT} of 255, nearly one"
@@ -149,6 +152,8 @@ def _beside_training(
 ) -> str:
     """What a BatchNormalization tells."""
     here = through(values)
+    if here.mean.shape != training.mean.shape or not (training.variance > 0).any():
+        return ""
     fed = _distance(here, training)
     for words, turned in _otherwise(values, how) if fed > _FAR else ():
         other = _distance(through(turned), training)
@@ -157,16 +162,16 @@ def _beside_training(
                 f"what the model is fed is not what it learned from, {words} would be, as its first"
                 " BatchNormalization tells"
             )
-    alive = training.variance > _DEAD * np.median(training.variance)
+    alive = _alive(training)
     deviation = np.sqrt(training.variance[alive])
     off = float(np.median(np.abs(here.mean - training.mean)[alive] / deviation))
     spread = float(np.median(np.sqrt(here.variance[alive]) / deviation))
-    if _FAINT < spread < _ANOTHER_UNIT and off < _ANOTHER_UNIT:
+    if not np.isfinite(off + spread) or (_FAINT < spread < _ANOTHER_UNIT and off < _ANOTHER_UNIT):
         return ""
     return (
         "what the model is fed has another unit than what it learned from: at its first"
-        f" BatchNormalization the values spread {spread:.2g} times as far as in training, their"
-        f" mean {off:.2g} deviations off"
+        f" BatchNormalization the values spread {_round(spread)} times as far as in training, their"
+        f" mean {_round(off)} deviations off"
     )
 
 
@@ -181,12 +186,12 @@ def _beside_bias(layer: FirstLayer, here: _Moments, values: Sequence[Array]) -> 
     if ratio < _UNDER_BIAS:
         return (
             "what the model is fed hardly reaches it: its first Conv makes values of it that"
-            f" vary by {ratio:.2g} times the Conv's own bias"
+            f" vary by {_round(ratio)} times the Conv's own bias"
         )
     if ratio > _OVER_BIAS and all(map(_whole_pixels, values)):
         return (
-            "what the model is fed are pixels of 0 to 255 as they are, of which its first Conv"
-            f" makes {ratio:.2g} times its own bias, as one does that learned from smaller values"
+            "what the model is fed are pixels of 0 to 255 as they are; its first Conv makes"
+            f" {_round(ratio)} times its own bias of them, as one that learned from smaller values"
         )
     return ""
 
@@ -200,9 +205,9 @@ def _otherwise(
     values: Sequence[Array], how: Preprocess | None
 ) -> Iterator[tuple[str, Iterator[Array]]]:
     """Pictures as the usual presets would have normalised them, and their mean and std in words."""
-    for name in _USUAL if how is not None else ():
-        other = PRESETS[name]
-        assert how is not None
+    if how is None or not all(np.issubdtype(one.dtype, np.floating) for one in values):
+        return
+    for other in (PRESETS[name] for name in _USUAL):
         if {len(other.mean), len(other.std)} <= {1, how.channels}:
             words = (
                 f"pixels / 255 with mean {_listed(other.mean, other.scale)} and std"
@@ -235,13 +240,24 @@ def _moments(arrays: Iterable[Array]) -> _Moments:
         count += rows.shape[1]
         total = total + rows.sum(axis=1)
         squares = squares + np.square(rows).sum(axis=1)
-    mean = total / count
-    return _Moments(mean, np.maximum(squares / count - np.square(mean), 0))
+    mean = total / max(count, 1)
+    return _Moments(mean, np.maximum(squares / max(count, 1) - np.square(mean), 0))
+
+
+def _alive(training: _Moments) -> NDArray[np.bool_]:
+    """The channels in which there was something in training."""
+    known = training.variance > 0
+    found: NDArray[np.bool_] = training.variance > _DEAD * np.median(training.variance[known])
+    return found
+
+
+def _round(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _distance(here: _Moments, training: _Moments) -> float:
     """Median over the channels of the distance of two normal distributions."""
-    alive = training.variance > _DEAD * np.median(training.variance)
+    alive = _alive(training)
     known = training.variance[alive]
     ratio = np.maximum(here.variance[alive] / known, 1e-12)
     off = np.square(here.mean[alive] - training.mean[alive]) / known

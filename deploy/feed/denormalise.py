@@ -41,7 +41,8 @@ def pixels_of(values: Array, how: Preprocess | None) -> Array | None:
     pixels = np.clip(np.rint(np.nan_to_num(found)), 0, 255).astype(np.uint8)
     if pixels.shape[2] == 1:
         return np.repeat(pixels, 3, axis=2)
-    return pixels[:, :, ::-1] if how is not None and how.color == "bgr" else pixels
+    turned: Array = pixels[:, :, ::-1] if how is not None and how.color == "bgr" else pixels
+    return turned
 
 
 def picture_in(sample: Mapping[str, Array], how: Preprocess | None) -> Array | None:

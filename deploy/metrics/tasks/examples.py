@@ -54,7 +54,7 @@ class ClassExample:
 
 
 Example = BoxExample | ClassExample
-E = TypeVar("E", BoxExample, ClassExample)
+E = TypeVar("E", bound=Example)
 
 
 @dataclass(slots=True)
@@ -80,7 +80,8 @@ class Foremost(Generic[E]):
         """Those that differ, the most first, and at least one that agrees where there is one."""
         room = MOST - 1 if self.agreeing else MOST
         first = self.differing[:room]
-        return tuple(example for _, _, example in (*first, *self.agreeing[: MOST - len(first)]))
+        rest = self.agreeing[: MOST - len(first)]
+        return tuple(example for _, _, example in [*first, *rest])
 
 
 def _insert(row: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> None:
