@@ -38,7 +38,7 @@ from deploy.report import (
     to_json,
     to_markdown,
 )
-from deploy.report.shown import example_rows, pictures_part
+from deploy.report.shown import box_rows, class_rows, pictures_part
 from deploy.report.verdict import Gates, Verdict, verdict
 from deploy.report.words import PLAN
 from deploy.stamped import sha256
@@ -207,7 +207,8 @@ def _judged(
 def _with_examples(row: EngineRow, figures: Figures) -> EngineRow:
     """The row of an int8 engine with samples to look at."""
     own = () if row.baseline else figures.examples.get(row.target, ())
-    return replace(row, examples=example_rows(own, figures.looks))
+    looks = figures.looks
+    return replace(row, boxes=box_rows(own, looks), changed=class_rows(own, looks))
 
 
 def _verdict(row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates) -> Verdict:

@@ -170,7 +170,8 @@ class Page:
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
             self.faults.append(str(params["args"]))
         elif method == "Network.requestWillBeSent":
-            self.fetched.append(params["request"]["url"])
+            url = params["request"]["url"]  # of pictures inside the page it is what they hold
+            self.fetched += [] if url.startswith("data:") else [url]
 
 
 @contextmanager

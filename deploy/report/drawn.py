@@ -22,17 +22,17 @@ from deploy.report.markup import breakable
 from deploy.report.model import Findings
 from deploy.report.pictures import image
 from deploy.report.section import Section
-from deploy.report.shown import Box, BoxRow, ClassRow
+from deploy.report.shown import Box, Boxes, BoxRow, ClassRow
 
 _MOST = 100  # boxes of a kind in one drawing, the best by score
 
 
 def examples(report: Findings) -> Iterator[Section]:
-    """The sections, one an engine that has examples; that of the first stands open."""
+    """The sections, one an engine that has such samples; boxes of the first stand open."""
     standing: set[int] = set()  # samples whose picture the page has already
     for engine in report.engines:
-        boxes = [row for row in engine.examples if isinstance(row, BoxRow)]
-        changed = [row for row in engine.examples if isinstance(row, ClassRow)]
+        boxes = [row for row in engine.boxes if row.boxes is not None]
+        changed = [row for row in engine.changed if row.picture is not None]
         if boxes:
             folded = bool(standing)
             title = f"Boxes of FP32 and {engine.label}"
@@ -47,8 +47,9 @@ def _pairs(rows: Sequence[BoxRow], label: str, standing: set[int]) -> str:
     """All drawings of one engine; `standing` gets the samples whose picture the page has then."""
     pairs = []
     for row in rows:
-        pairs.append(_pair(row, label, drawn=row.number in standing))
-        standing.add(row.number)
+        if row.boxes is not None:
+            pairs.append(_pair(row, row.boxes, label, drawn=row.boxes.number in standing))
+            standing.add(row.boxes.number)
     words = _BOX_WORDS.format(rows[0].threshold)
     return f'<p class="sub">{words}</p><div class="pairs">{"".join(pairs)}</div>'
 
@@ -60,29 +61,28 @@ _BOX_WORDS = (
 )
 
 
-def _pair(row: BoxRow, label: str, *, drawn: bool) -> str:
+def _pair(row: BoxRow, boxes: Boxes, label: str, *, drawn: bool) -> str:
     """FP32's boxes and the engine's, side by side."""
-    own = [(row.kept, "kept"), (row.lost, "lost")]
-    others = [(row.found, "kept"), (row.new, "new")]
-    name = escape(encodable(row.name))
+    own = [(boxes.kept, "kept"), (boxes.lost, "lost")]
+    others = [(boxes.found, "kept"), (boxes.new, "new")]
+    name = escape(encodable(row.sample))
     engine = escape(encodable(label))
     return (
-        f'<div class="drawn">{_drawing(row, own, f"FP32, {name}", drawn=drawn)}'
-        f"{_drawing(row, others, f'{engine}, {name}', drawn=True)}"
-        f"<p>{breakable(encodable(row.name))}: {escape(_counts(row))}</p></div>"
+        f'<div class="drawn">{_drawing(boxes, own, f"FP32, {name}", drawn=drawn)}'
+        f"{_drawing(boxes, others, f'{engine}, {name}', drawn=True)}"
+        f"<p>{breakable(encodable(row.sample))}: {escape(_counts(row))}</p></div>"
     )
 
 
 def _counts(row: BoxRow) -> str:
-    found = len(row.kept) + len(row.lost)
-    words = f"{len(row.kept)} of {found} boxes kept, {len(row.new)} new"
-    if max(len(row.kept), len(row.lost), len(row.new)) > _MOST:
+    words = f"{row.kept} of {row.kept + row.lost} boxes kept, {row.new} new"
+    if max(row.kept, row.lost, row.new) > _MOST:
         words += f"; the best {_MOST} of a kind are drawn"
     return words
 
 
 def _drawing(
-    row: BoxRow, groups: Sequence[tuple[Sequence[Box], str]], title: str, *, drawn: bool
+    row: Boxes, groups: Sequence[tuple[Sequence[Box], str]], title: str, *, drawn: bool
 ) -> str:
     """Boxes over the picture, which is named where it stands first and used from there on."""
     scale = LONG / max(row.size)
@@ -114,10 +114,10 @@ def _box(box: Box, kind: str, width: float, height: float) -> str:
 
 
 def _changed(row: ClassRow, label: str) -> str:
-    (own, sure), (other, less) = row.reference, row.candidate
-    words = f"{row.output}: FP32 class {own} ({sure:.3g}), {label} class {other} ({less:.3g})"
-    name = encodable(row.name)
-    return (
-        f"<div>{image(row.picture, escape(name))}<p>{breakable(name)}<br>"
-        f"{escape(encodable(words))}</p></div>"
+    words = (
+        f"{row.output}: FP32 class {row.fp32} ({row.fp32_value:.3g}),"
+        f" {label} class {row.engine} ({row.engine_value:.3g})"
     )
+    name = encodable(row.sample)
+    picture = "" if row.picture is None else image(row.picture, escape(name))
+    return f"<div>{picture}<p>{breakable(name)}<br>{escape(encodable(words))}</p></div>"

@@ -22,6 +22,7 @@ from deploy.report.parts import (
     TargetPart,
     WorkPart,
 )
+from deploy.report.shown import DRAWN
 from deploy.report.verdict import UNUSABLE
 
 SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers stand in their target
@@ -132,7 +133,8 @@ def _plain(value: object) -> object:
     if isinstance(value, _Jsonable):
         return _plain(value.to_json())
     if is_dataclass(value) and not isinstance(value, type):
-        held = {f.name: getattr(value, f.name) for f in fields(value)}
+        kept = [f for f in fields(value) if f.metadata != DRAWN]
+        held = {f.name: getattr(value, f.name) for f in kept}
         return {key: _plain(item) for key, item in held.items() if item not in (None, (), {})}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

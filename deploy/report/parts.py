@@ -10,7 +10,7 @@ from calibrators.scales import Scale
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency
 from deploy.report.ran import RanPart
-from deploy.report.shown import ExampleRow, PicturesPart
+from deploy.report.shown import BoxRow, ClassRow, PicturesPart
 from deploy.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class EngineRow:
         load_ms: time from the file to a session ready to run.
         verdict: what is thought of it; None for the float model and for baselines.
         ran: what it is made of; None where its runtime does not tell.
-        examples: samples where it and the float model differ most.
+        boxes: samples where its boxes and the float model's differ most, and one where they agree.
+        changed: samples that it gives to another class, those first of which FP32 was surest.
     """
 
     label: str
@@ -160,7 +161,8 @@ class EngineRow:
     verdict: Verdict | None = None
     ran: RanPart | None = None
     notes: tuple[str, ...] = ()
-    examples: tuple[ExampleRow, ...] = ()
+    boxes: tuple[BoxRow, ...] = ()
+    changed: tuple[ClassRow, ...] = ()
 
     @property
     def on_device(self) -> bool:

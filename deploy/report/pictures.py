@@ -17,12 +17,12 @@ from deploy.report.shown import ViewRow
 def views(report: Findings) -> Iterator[Section]:
     """The section; none without pictures."""
     part = report.feed.pictures if report.feed else None
-    if part is None:
+    if part is None or not part.views:
         return
-    both = any(row.given is not None for row in part.rows)
+    both = any(row.given is not None for row in part.views)
     left = "Left the file, right " if both else ""
     words = left + part.how if both else _capital(part.how)
-    shown = f'<div class="views">{"".join(map(_view, part.rows))}</div>'
+    shown = f'<div class="views">{"".join(map(_view, part.views))}</div>'
     html = f'<p class="sub">{escape(words)}.</p>{shown}'
     yield Section(title="What the model sees", html=html, folded=False)
 

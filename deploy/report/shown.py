@@ -1,21 +1,23 @@
 """What of a run can be looked at: pictures of the feed, and samples where two models differ.
 
-Only the page shows pictures; JSON has their names and counts, and how they came about.
+Only the page shows pictures; JSON has names and counts, and how the pictures came about.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deploy.feed.denormalise import how_shown
 from deploy.feed.images import shown
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.views import View
 from deploy.metrics.tasks.detections import Detections
-from deploy.metrics.tasks.examples import BoxExample, Example
+from deploy.metrics.tasks.examples import BoxExample, ClassExample, Example
 from deploy.report.raster import Raster, raster
 from deploy.tensors import Array
+
+DRAWN = {"drawn": True}  # mark of a field that the page alone shows: JSON leaves it out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +39,11 @@ class ViewRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturesPart:
-    """A few samples of the feed; `how` says how the fed ones came about."""
+    """A few samples of the feed: how their pictures came about, their names, and themselves."""
 
     how: str
-    rows: tuple[ViewRow, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Names, and how their pictures came about."""
-        return {"how": self.how, "samples": [row.name for row in self.rows]}
+    samples: tuple[str, ...]
+    views: tuple[ViewRow, ...] = field(default=(), metadata=DRAWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,53 +56,50 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoxRow:
-    """One sample's boxes of the float model and of an engine.
+class Boxes:
+    """One sample's boxes of the float model and of an engine, and what they are drawn over.
 
     Attributes:
-        name, number: of the sample; numbers are from 0.
+        number: of the sample, from 0.
         picture: as the model sees it.
         size: (height, width) of the model's input.
-        threshold: of the score.
         kept: boxes of the float model that the engine finds too.
         found: the engine's own boxes for them.
         lost, new: boxes of the float model alone, and of the engine alone.
     """
 
-    name: str
     number: int
     picture: Raster
     size: tuple[int, int]
-    threshold: float
     kept: tuple[Box, ...] = ()
     found: tuple[Box, ...] = ()
     lost: tuple[Box, ...] = ()
     new: tuple[Box, ...] = ()
 
-    def to_json(self) -> dict[str, object]:
-        """The counts."""
-        counts = {"kept": len(self.kept), "lost": len(self.lost), "new": len(self.new)}
-        return {"sample": self.name, "threshold": self.threshold, **counts}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxRow:
+    """One sample: how many boxes above a threshold of the score are kept, lost and new."""
+
+    sample: str
+    threshold: float
+    kept: int
+    lost: int
+    new: int
+    boxes: Boxes | None = field(default=None, metadata=DRAWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassRow:
-    """One sample that an engine gives to another class: (class, value) of both models."""
+    """One sample that an engine gives to another class: class and value of both models."""
 
-    name: str
-    number: int
-    picture: Raster
+    sample: str
     output: str
-    reference: tuple[int, float]
-    candidate: tuple[int, float]
-
-    def to_json(self) -> dict[str, object]:
-        """Both classes."""
-        own, other = self.reference[0], self.candidate[0]
-        return {"sample": self.name, "output": self.output, "fp32": own, "engine": other}
-
-
-ExampleRow = BoxRow | ClassRow
+    fp32: int
+    fp32_value: float
+    engine: int
+    engine_value: float
+    picture: Raster | None = field(default=None, metadata=DRAWN)
 
 
 def pictures_part(views: Iterable[View], how: Preprocess | None) -> PicturesPart | None:
@@ -118,42 +114,60 @@ def pictures_part(views: Iterable[View], how: Preprocess | None) -> PicturesPart
         )
         for view in views
     )
-    return PicturesPart(how=how_shown(how), rows=rows) if rows else None
+    if not rows:
+        return None
+    return PicturesPart(how=how_shown(how), samples=tuple(row.name for row in rows), views=rows)
 
 
-def example_rows(
+def box_rows(
     examples: Sequence[Example], looks: Mapping[int, tuple[str, Array]]
-) -> tuple[ExampleRow, ...]:
-    """Rows of those examples whose picture is known.
+) -> tuple[BoxRow, ...]:
+    """Rows of those examples of boxes whose picture is known.
 
     Args:
         examples: of one engine.
         looks: number of a sample -> its name and picture, uint8 [h, w, 3].
     """
-    return tuple(_row(one, *looks[one.number]) for one in examples if one.number in looks)
+    known = (one for one in examples if isinstance(one, BoxExample) and one.number in looks)
+    return tuple(_box_row(one, *looks[one.number]) for one in known)
 
 
-def _row(example: Example, name: str, picture: Array) -> ExampleRow:
-    own = raster(picture)
-    if not isinstance(example, BoxExample):
-        return ClassRow(
-            name=shown(name),
-            number=example.number,
-            picture=own,
-            output=example.output,
-            reference=example.reference,
-            candidate=example.candidate,
+def class_rows(
+    examples: Sequence[Example], looks: Mapping[int, tuple[str, Array]]
+) -> tuple[ClassRow, ...]:
+    """The same of samples that change their class."""
+    return tuple(
+        ClassRow(
+            sample=shown(looks[one.number][0]),
+            output=one.output,
+            fp32=one.reference[0],
+            fp32_value=one.reference[1],
+            engine=one.candidate[0],
+            engine_value=one.candidate[1],
+            picture=raster(looks[one.number][1]),
         )
-    return BoxRow(
-        name=shown(name),
+        for one in examples
+        if isinstance(one, ClassExample) and one.number in looks
+    )
+
+
+def _box_row(example: BoxExample, name: str, picture: Array) -> BoxRow:
+    drawn = Boxes(
         number=example.number,
-        picture=own,
+        picture=raster(picture),
         size=example.size,
-        threshold=example.threshold,
         kept=_boxes(example.kept, example.size),
         found=_boxes(example.found, example.size),
         lost=_boxes(example.lost, example.size),
         new=_boxes(example.new, example.size),
+    )
+    return BoxRow(
+        sample=shown(name),
+        threshold=example.threshold,
+        kept=len(drawn.kept),
+        lost=len(drawn.lost),
+        new=len(drawn.new),
+        boxes=drawn,
     )
 
 
