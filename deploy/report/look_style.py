@@ -14,9 +14,9 @@ LOOKS = f"""
 .views img + img {{ margin-left: 8px; }}
 .views .tiny {{ image-rendering: pixelated; }}
 .pairs {{ display: flex; flex-wrap: wrap; gap: 1rem; }}
-.drawn {{ display: flex; flex-wrap: wrap; gap: 6px; max-width: {2 * LONG + 6}px;
+.drawn {{ display: flex; flex-wrap: wrap; gap: 6px; width: {2 * LONG + 6}px; max-width: 100%;
   break-inside: avoid; }}
-.drawn svg {{ width: {LONG}px; max-width: 100%; height: auto; }}
+.drawn svg {{ width: calc(50% - 3px); height: auto; }}
 .drawn p {{ flex-basis: 100%; }}
 svg.boxes rect {{ fill: none; stroke-width: 2; }}
 svg.boxes text {{ font-size: 10px; fill: #fff; paint-order: stroke; stroke: #000;
@@ -24,6 +24,5 @@ svg.boxes text {{ font-size: 10px; fill: #fff; paint-order: stroke; stroke: #000
 svg.boxes .kept {{ stroke: #2fd6a5; }}
 svg.boxes .lost {{ stroke: #ff4d4d; stroke-dasharray: 7 4; }}
 svg.boxes .new {{ stroke: #ffb020; stroke-dasharray: 2 3; }}
-@media print {{ .views img {{ width: 24mm; height: 24mm; }} .drawn svg {{ width: 42mm; }}
-  .drawn {{ max-width: 88mm; }} }}
+@media print {{ .views img {{ width: 24mm; height: 24mm; }} .drawn {{ width: 88mm; }} }}
 """
