@@ -17,10 +17,11 @@ import click
 
 import deploy
 from deploy.cli import COMMANDS, cli
-from deploy.commands.sections import section_of
+from deploy.commands.sections import place, section_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # pages that are a file of the checkout, whose links to docs/ are links between pages here
+INDEX = "reference/cli/index.md"
 TAKEN = {"changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 
 
@@ -28,7 +29,7 @@ def pages() -> dict[str, str]:
     """Path below docs/ -> Markdown."""
     found = {f"reference/cli/{name}.md": _command_page(name) for name in COMMANDS}
     taken = {path: _linked((ROOT / source).read_text("utf-8")) for path, source in TAKEN.items()}
-    return {"reference/cli.md": _command_list(), "reference/api.md": _names()} | found | taken
+    return {INDEX: _command_list(), "reference/api.md": _names()} | found | taken
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -37,26 +38,27 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, text in pages().items():
         files.append(File.generated(config, path, content=text))
-    _put_below(config["nav"], "Commands", [f"reference/cli/{name}.md" for name in COMMANDS])
+    _put_below(config["nav"], [{name: f"reference/cli/{name}.md"} for name in COMMANDS])
     return files
 
 
-def _put_below(nav: list[Any], title: str, paths: list[str]) -> None:
+def _put_below(nav: list[Any], entries: list[dict[str, str]]) -> None:
+    """Hang entries below that of the list of commands, wherever in the menu it stands."""
     for entry in nav:
         for name, below in entry.items() if isinstance(entry, dict) else ():
-            if name == title:
-                entry[name] = [below, *({Path(path).stem: path} for path in paths)]
+            if below == INDEX:
+                entry[name] = [below, *entries]
             elif isinstance(below, list):
-                _put_below(below, title, paths)
+                _put_below(below, entries)
 
 
 def _command_list() -> str:
-    rows = [f"| [`{name}`](cli/{name}.md) | {what} |" for name, (_, what) in COMMANDS.items()]
+    rows = [f"| [`{name}`]({name}.md) | {what} |" for name, (_, what) in COMMANDS.items()]
     return "\n".join(
         [
             "# Commands\n",
             "What `calib8 COMMAND --help` says, made from the commands themselves. Exit codes are"
-            " told in [What int8 loses](../accuracy.md#the-verdict).\n",
+            " told in [What int8 loses](../../accuracy.md#the-verdict).\n",
             "| command | |",
             "| --- | --- |",
             *rows,
@@ -65,7 +67,7 @@ def _command_list() -> str:
 
 
 def _command_page(name: str) -> str:
-    context = click.Context(cli, info_name="calib8")
+    context = click.Context(cli, info_name="calib8", **cli.context_settings)
     command = cli.get_command(context, name)
     assert command is not None
     return "\n\n".join(_told(command, click.Context(command, context, name), 1))
@@ -82,10 +84,10 @@ def _told(command: click.Command, context: click.Context, level: int) -> Iterato
         record = param.get_help_record(context)
         if record is not None and isinstance(param, click.Option):
             sections.setdefault(section_of(param), []).append(_option(*record))
-    for title, options in sections.items():
+    for title in sorted(sections, key=place):
         if len(sections) > 1:
             yield f"{'#' * (level + 1)} {title}"
-        yield "\n\n".join(options)
+        yield "\n\n".join(sections[title])
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             below = command.get_command(context, name)
@@ -111,16 +113,21 @@ def _prose(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_<>\[\]])", r"\\\1", text)
+    return re.sub(r"([\\`*_\[\]])", r"\\\1", text).replace("<", "&lt;")
 
 
 def _names() -> str:
-    """Every public name, by the module that it comes from, for mkdocstrings."""
+    """Every public name, by the module that it comes from, for mkdocstrings.
+
+    Of a target only its options are for users; what it does with them is called by the pipeline.
+    """
     told = ["# Python", "All of these are names of `deploy`, and of `calib8`."]
-    for name in deploy.__all__:
-        value = getattr(deploy, name)
+    targets = set(deploy.TARGETS.values())
+    for value in (getattr(deploy, name) for name in deploy.__all__):
         if callable(value):
-            told.append(f"::: {value.__module__}.{value.__qualname__}")
+            bare = "\n    options:\n      members: false" if value in targets else ""
+            told.append(f"::: {value.__module__}.{value.__qualname__}{bare}")
+    told.append(f"`TARGETS` has the targets by name: {', '.join(deploy.TARGETS)}.")
     return "\n\n".join(told)
 
 

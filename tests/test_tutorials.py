@@ -1,9 +1,9 @@
 """The pages of docs/ that show commands: each command is run, and what the page shows is compared.
 
 A ```console block has commands behind `$ ` (a line that ends in a backslash goes on) and, below
-each, lines that it prints; `...` stands for any others, or for the rest of a line. Times, sizes and speeds are masked, figures
-with a decimal point may differ by a twentieth. A ```python block is run, or is a file where it has
-a title. All run in one folder a page, in order, with `datasets/` in it.
+each, lines that it prints; `...` stands for any others, or for the rest of a line. Times, sizes and
+speeds are masked, figures with a decimal point may differ by a twentieth. A ```python block is run,
+or is a file where it has a title. All run in one folder a page, in order, with `datasets/` in it.
 """
 
 from __future__ import annotations
