@@ -10,7 +10,11 @@ import click
 import pytest
 
 import deploy
+from calibrators.searches import SEARCHES
 from deploy.cli import COMMANDS, cli
+from deploy.feed.presets import PRESETS
+from deploy.targets import TARGETS
+from deploy.targets.options import options_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,6 +68,19 @@ def test_the_menu_has_every_page_once(made):
     pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} | set(made)
     commands = {f"reference/cli/{name}.md" for name in COMMANDS}  # put there by the hook
     assert sorted(menu) == sorted(pages - commands)
+
+
+def test_every_preset_method_and_target_option_is_in_its_table():
+    pages = {page.stem: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
+    tables = {"preprocessing": PRESETS, "methods": SEARCHES, "onnxruntime": flags("onnxruntime")}
+    for page, names in tables.items():
+        rows = [line for line in pages[page].splitlines() if line.startswith("| `")]
+        missing = [name for name in names if not any(f"`{name}" in row for row in rows)]
+        assert not missing, f"docs/**/{page}.md has no row of {missing}"
+
+
+def flags(target: str) -> list[str]:
+    return [option.flag for option in options_of(TARGETS[target])]
 
 
 def test_links_between_pages_lead_somewhere(made):
