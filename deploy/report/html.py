@@ -14,6 +14,7 @@ from deploy.report.figures import encodable
 from deploy.report.model import Findings
 from deploy.report.style import STYLE
 from deploy.report.svg import latency_figure
+from deploy.report.sweep import sweep_section
 from deploy.report.table import (
     covered,
     engine_lines,
@@ -21,6 +22,7 @@ from deploy.report.table import (
     shrink,
     top1,
 )
+from deploy.report.timed import kernel_section
 from deploy.report.words import calibration_words, group_words, work_words
 
 
@@ -30,6 +32,8 @@ def to_html(report: Findings) -> str:
         _head(report),
         _tiles(report),
         _engines(report),
+        sweep_section(report.engines),
+        kernel_section(report.engines),
         _outputs(report),
         _remarks(report),
         _setup(report),
@@ -129,7 +133,7 @@ def _engines(report: Findings) -> Iterator[str]:
 
 _FIGURE_WORDS = (
     "Latency of every measured iteration; engines ran in turn, so noise of the machine falls on all"
-    " of them. Each curve is scaled to its own peak; the line is the median."
+    " of them. Each curve is scaled to its own peak; the line is p50."
 )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
+from deploy.metrics.kernels import Kernel
 from deploy.metrics.latency import Latency
 from deploy.report.ran import RanPart
 from deploy.report.verdict import Verdict
@@ -129,6 +130,19 @@ class TensorRow:
     sqnr_db: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """An engine at one batch: the first dimension of its inputs, and what was measured."""
+
+    batch: int
+    latency: Latency
+
+    @property
+    def items_qps(self) -> float:
+        """Items a second."""
+        return self.batch * self.latency.throughput_qps
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
     """One model or engine that was measured.
@@ -140,6 +154,8 @@ class EngineRow:
             against.
         size_bytes: file and external data together.
         load_ms: time from the file to a session ready to run.
+        sweep: what was measured at each batch, the smallest first, which `latency` is of.
+        kernels: what each takes, the slowest first.
         verdict: what is thought of it; None for the float model and for baselines.
         ran: what it is made of; None where its runtime does not tell.
     """
@@ -153,6 +169,8 @@ class EngineRow:
     load_ms: float | None = None
     threads: int | None = None
     latency: Latency | None = None
+    sweep: tuple[BatchRow, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
     accuracy: Accuracy | None = None
     verdict: Verdict | None = None
     ran: RanPart | None = None

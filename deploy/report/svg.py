@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deploy.report.figures as figures
+from deploy.metrics.latency import percentile
 from deploy.report.parts import EngineRow, TensorRow
 
 Float64Array = NDArray[np.float64]
@@ -24,7 +25,7 @@ Float64Array = NDArray[np.float64]
 _WIDTH, _HEIGHT = 760, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 12, 12, 46, 34
 _BINS = 90
-_WIDEST = 2.5  # times the median, so that a long tail does not squeeze the rest
+_WIDEST = 2.5  # times p50, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
 
 _BAR_WIDTH, _BAR_HEIGHT = 190, 16
@@ -33,10 +34,10 @@ _BAR_WIDTH, _BAR_HEIGHT = 190, 16
 def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> str:
     """Distribution of every measured iteration, of engines on the CPU or of those on a device.
 
-    Medians are marked; empty without samples.
+    Each p50 is marked; empty without samples.
 
     The axis ends a little over the slowest engine's 99th percentile, or at `_WIDEST` times its
-    median if that is less, and says how many iterations lie beyond.
+    p50 if that is less, and says how many iterations lie beyond.
     """
     shown = [(i, e) for i, e in enumerate(engines) if e.on_device == on_device]
     drawn = [(i, e) for i, e in shown if e.latency and e.latency.samples_ms]
@@ -49,7 +50,7 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     for row, ((index, engine), values) in enumerate(zip(drawn, samples, strict=True)):
         colour = f"c{index % _COLOURS}"
         parts.append(_histogram(values, lo, hi, colour))
-        line, name = _median(engine.label, values, lo, hi, colour, row)
+        line, name = _marked(engine.label, values, lo, hi, colour, row)
         parts.append(line)
         names.append(name)  # drawn last, over every line
     parts += names
@@ -89,7 +90,7 @@ def _svg(width: int, height: int, label: str, body: str, kind: str) -> str:
 
 def _axis_ends(samples: Sequence[Float64Array]) -> tuple[float, float]:
     lo = min(float(values.min()) for values in samples)
-    hi = max(min(np.quantile(v, 0.99), _WIDEST * np.median(v)) for v in samples)
+    hi = max(min(np.quantile(v, 0.99), _WIDEST * _p50_of(v)) for v in samples)
     margin = 0.06 * (hi - lo) or 0.05 * hi or 1.0
     return max(0.0, lo - margin), float(hi + margin)
 
@@ -137,12 +138,16 @@ def _histogram(values: Float64Array, lo: float, hi: float, colour: str) -> str:
     return f'<path class="area {colour}" d="{"".join(points)}"/>'
 
 
-def _median(
+def _p50_of(values: Float64Array) -> float:
+    return percentile(np.sort(values), 50)
+
+
+def _marked(
     label: str, values: Float64Array, lo: float, hi: float, colour: str, row: int
 ) -> tuple[str, str]:
-    """A line at the median, and its label, which reads away from the nearer edge."""
-    median = float(np.median(values))
-    x = _x(min(median, hi), lo, hi)
+    """A line at p50, and its label, which reads away from the nearer edge."""
+    p50 = _p50_of(values)
+    x = _x(min(p50, hi), lo, hi)
     left = x > _WIDTH * 0.6
     y = 14 + 16 * (row % 2)
     line = (
@@ -151,6 +156,6 @@ def _median(
     )
     name = (
         f'<text class="name {colour}{" left" if left else ""}" x="{x - 6 if left else x + 6:.1f}"'
-        f' y="{y}">{escape(label)} {figures.milliseconds(median)}</text>'
+        f' y="{y}">{escape(label)} {figures.milliseconds(p50)}</text>'
     )
     return line, name

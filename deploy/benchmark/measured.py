@@ -1,0 +1,282 @@
+"""Latency of one or two model files, side by side: by batch, in streams and by kernel too.
+
+::
+
+    files -> sessions -> inputs of each batch -> rounds (deploy.metrics.latency) -> Report
+                                              -> streams, kernels: of the smallest batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import deploy.report.figures as figures
+from deploy.benchmark.engines import (
+    Opens,
+    in_both,
+    labelled,
+    model_size,
+    open_timed,
+    runtime_of,
+)
+from deploy.benchmark.inputs import (
+    FEEDS,
+    Shapes,
+    random_feeds,
+    refuse_fixed_batch,
+    remembered,
+    stacked,
+)
+from deploy.errors import BackendError, ConfigError
+from deploy.feed.choice import Limit
+from deploy.feed.feed import KEPT, Feed, FeedSource, open_feed
+from deploy.feed.preprocess import Preprocess
+from deploy.machine import this_machine, usable_cores
+from deploy.metrics.accuracy import Accuracy, Comparison
+from deploy.metrics.kernels import kernels_of, refuse_untimed
+from deploy.metrics.latency import Latency, measure
+from deploy.metrics.ran import OnDevice, devices_of, layers_of
+from deploy.progress import bar
+from deploy.report import EngineRow, Report
+from deploy.report.parts import BatchRow
+from deploy.report.ran import ran_part
+from deploy.targets import Target
+from deploy.targets.tensorrt.streams import throughput
+from deploy.tensors import Array, Session, TensorSpec
+
+Inputs = Sequence[Mapping[str, Array]]
+
+
+def bench(
+    engine: Path | str,
+    *,
+    against: Path | str | None = None,
+    threads: int | None = None,
+    warmup_ms: float = 200,
+    duration_s: float = 3,
+    shapes: Shapes | None = None,
+    seed: int = 0,
+    targets: Sequence[Target] = (),
+    streams: int = 1,
+    batches: Sequence[int] = (),
+    profile: bool = False,
+    runtime: str = "onnxruntime",
+    images: FeedSource | None = None,
+    preprocess: Preprocess | None = None,
+    limit: Limit = None,
+    skip_bad: bool = False,
+    progress: bool = False,
+) -> Report:
+    """Measure an engine, and another beside it, each on the target whose suffix it has.
+
+    Args:
+        engine: an ONNX file, which runs on the CPU, or an engine of a target, such as TensorRT's.
+        against: file to compare with; it must have the engine's inputs.
+        threads: threads inside one operator on the CPU; None takes every core.
+        warmup_ms: time thrown away first, per model.
+        duration_s: time measured, per model on average.
+        shapes: input name -> dimensions, for inputs whose shape the model leaves open; those that
+            are not named are taken from the build beside the engine, where there is one.
+        seed: of the random inputs.
+        targets: targets with options of their own; the others have their defaults.
+        streams: measure the throughput of so many sessions at once too.
+        batches: measure at each of these first dimensions; what else is told is of the smallest.
+        profile: tell too what each kernel takes, in runs of their own.
+        runtime: "openvino" runs the engine there too, beside ONNX Runtime.
+        images: run on these, as `deploy.pipeline.build` takes them, and compare the outputs of
+            the second session with those of the first; None makes up random inputs.
+        preprocess: how images become inputs; None takes it from the engine's input.
+        limit: use at most so many images, or a `Choice` of them.
+        skip_bad: go on without unreadable images.
+        progress: draw a bar on stderr where this takes over two seconds.
+
+    Raises:
+        BackendError: a file that its runtime cannot load or run.
+        ConfigError: inputs that differ, a shape that does not fit, or a target or a number of
+            threads that no engine makes use of; a second engine beside a second runtime; batches
+            of a model that fixes its own, or a profile where the runtime tells none.
+        SdkMissingError: the runtime is not installed.
+        FeedError: images that do not fit.
+    """
+    paths = labelled(Path(engine), Path(against) if against is not None else None)
+    runtimes: dict[str, Opens] = {label: runtime_of(path, targets) for label, path in paths.items()}
+    if runtime == "openvino":
+        paths, runtimes = in_both(paths, runtimes)
+    for target in targets:
+        if target not in runtimes.values():
+            raise ConfigError(
+                f"an option of {target.name} must have an engine of it to run"
+                f" ({', '.join(target.engines)}), got {' and '.join(paths)}"
+            )
+    opened = {
+        label: open_timed(path, runtimes[label], threads=threads) for label, path in paths.items()
+    }
+    sessions = {label: session for label, (session, _) in opened.items()}
+    _check(paths, sessions, threads=threads, batches=batches, profile=profile)
+    specs = _shared_inputs(sessions)
+    judged: dict[str, Accuracy] = {}
+    notes: tuple[str, ...] = ()
+    if images is None:
+        known = remembered(paths.values(), specs)
+        taken = {name: dims for name, dims in known.items() if name not in (shapes or {})}
+        notes = tuple(map(_recalled, taken, taken.values()))
+        feeds = _random(specs, {**taken, **(shapes or {})}, seed)
+    else:
+        feed = open_feed(images, specs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+        feeds = _real(feed)
+        judged = _judged(sessions, feed, progress=progress)
+    asked: list[int | None] = [*sorted(set(batches))] or [None]
+    found = {
+        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s, progress)
+        for batch in asked
+    }
+    first = next(iter(found))
+    used = feeds(first)
+    kernels = {
+        label: kernels_of(
+            path,
+            sessions[label],
+            used,
+            again=partial(runtimes[label].open, path, threads=threads),
+            duration_ms=1e3 * duration_s,
+            p50_ms=found[first][label].host.p50,
+        )
+        for label, path in (paths.items() if profile else ())
+    }
+    rows = tuple(
+        EngineRow(
+            label=label,
+            reference=len(paths) > 1 and label == next(iter(paths)),
+            path=str(path),
+            size_bytes=model_size(path),
+            load_ms=opened[label][1],
+            threads=sessions[label].threads,
+            latency=found[first][label],
+            sweep=tuple(BatchRow(b, each[label]) for b, each in found.items() if b is not None),
+            kernels=kernels.get(label, ()),
+            accuracy=judged.get(label),
+            ran=ran_part(layers_of(sessions[label])),
+            notes=(
+                *_streams(path, runtimes[label], streams, used, threads, warmup_ms, duration_s),
+                *_by_output(judged.get(label)),
+            ),
+        )
+        for label, path in paths.items()
+    )
+    title = f"Latency of {' and '.join(dict.fromkeys(path.name for path in paths.values()))}"
+    machine = replace(this_machine(), devices=devices_of(sessions))
+    return Report(title=title, engines=rows, machine=machine, notes=notes)
+
+
+def _check(
+    paths: Mapping[str, Path],
+    sessions: Mapping[str, Session],
+    *,
+    threads: int | None,
+    batches: Sequence[int],
+    profile: bool,
+) -> None:
+    """Refuse what the sessions make nothing of."""
+    if threads is not None and all(s.threads != threads for s in sessions.values()):
+        raise ConfigError(
+            f"threads are those of engines that run on the CPU, got {' and '.join(paths)}; leave"
+            " --threads away"
+        )
+    for label, session in sessions.items():
+        if batches:
+            refuse_fixed_batch(session.inputs)
+        if profile:
+            refuse_untimed(paths[label], session)
+
+
+def _random(
+    specs: Sequence[TensorSpec], shapes: Shapes, seed: int
+) -> Callable[[int | None], Inputs]:
+    return lambda batch: random_feeds(specs, shapes=shapes, batch=batch, seed=seed)
+
+
+def _real(feed: Feed) -> Callable[[int | None], Inputs]:
+    """The first images, alone or stacked."""
+    return lambda batch: feed.first(FEEDS) if batch is None else stacked(feed.first(KEPT), batch)
+
+
+def _recalled(name: str, dims: Sequence[int]) -> str:
+    return (
+        f"input {name!r} is open: {'x'.join(map(str, dims))}, as the build beside it was calibrated"
+        " with; --shape gives another"
+    )
+
+
+def _measured(
+    sessions: Mapping[str, Session],
+    feeds: Inputs,
+    batch: int | None,
+    warmup_ms: float,
+    duration_s: float,
+    progress: bool,
+) -> dict[str, Latency]:
+    try:
+        return measure(
+            sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
+        )
+    except BackendError as error:
+        if batch is None:
+            raise
+        raise BackendError(f"with a batch of {batch}: {error}") from error
+
+
+def _streams(
+    path: Path,
+    target: Opens,
+    count: int,
+    feeds: Inputs,
+    threads: int | None,
+    warmup_ms: float,
+    duration_s: float,
+) -> tuple[str, ...]:
+    """The throughput of `count` sessions at once, as a note; on a CPU they share its cores."""
+    if count <= 1:
+        return ()
+    each = threads or max(usable_cores() // count, 1)
+    sessions = [target.open(path, threads=each) for _ in range(count)]
+    rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
+    whose = "" if isinstance(sessions[0], OnDevice) else f", {figures.count(each, 'thread')} each"
+    return (f"{count} streams at once{whose}: {rate:,.0f} inferences a second",)
+
+
+def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
+    """The inputs that all sessions have, as the first one describes them."""
+    wanted = {label: {spec.name: spec.dtype for spec in s.inputs} for label, s in sessions.items()}
+    first, last = next(iter(wanted)), next(reversed(wanted))
+    if wanted[first] != wanted[last]:
+        raise ConfigError(
+            f"models measured side by side must have the same inputs,"
+            f" got {wanted[first]} and {wanted[last]}"
+        )
+    return sessions[first].inputs
+
+
+def _judged(sessions: Mapping[str, Session], feed: Feed, *, progress: bool) -> dict[str, Accuracy]:
+    """How far the second session's outputs are from the first one's."""
+    if len(sessions) < 2:
+        return {}
+    left, right = sessions.values()
+    comparison = Comparison(left, right)
+    with bar("comparing", len(feed), shown=progress) as step, feed.samples() as samples:
+        for sample in samples:
+            comparison.add(sample, left.run(sample), right.run(sample), count=feed.count)
+            step()
+    return {list(sessions)[-1]: comparison.result()}
+
+
+def _by_output(accuracy: Accuracy | None) -> tuple[str, ...]:
+    """Each output's figures as a note; of one alone the table tells."""
+    if accuracy is None or len(accuracy.outputs) < 2:
+        return ()
+    return tuple(
+        f"output {one.name!r}: {one.sqnr_db:.1f} dB, cosine {one.cosine_mean:.5f}"
+        for one in accuracy.outputs
+    )
