@@ -8,21 +8,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import deploy.report.figures as figures
-from deploy.benchmark.engines import (
-    Opens,
-    in_both,
-    labelled,
-    model_size,
-    open_timed,
-    runtime_of,
-)
-from deploy.benchmark.inputs import (
+from deploy.errors import BackendError, ConfigError
+from deploy.feed.choice import Limit
+from deploy.feed.feed import KEPT, Feed, FeedSource, open_feed
+from deploy.feed.preprocess import Preprocess
+from deploy.machine import this_machine, usable_cores
+from deploy.metrics.accuracy import Accuracy, Comparison
+from deploy.metrics.inputs import (
     FEEDS,
     Shapes,
     random_feeds,
@@ -30,24 +30,29 @@ from deploy.benchmark.inputs import (
     remembered,
     stacked,
 )
-from deploy.errors import BackendError, ConfigError
-from deploy.feed.choice import Limit
-from deploy.feed.feed import KEPT, Feed, FeedSource, open_feed
-from deploy.feed.preprocess import Preprocess
-from deploy.machine import this_machine, usable_cores
-from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.kernels import kernels_of, refuse_untimed
-from deploy.metrics.latency import Latency, measure
+from deploy.metrics.latency import Feeds, Latency, measure
 from deploy.metrics.ran import OnDevice, devices_of, layers_of
+from deploy.openvino import OpenvinoSession
 from deploy.progress import bar
+from deploy.reading import read_bytes
 from deploy.report import EngineRow, Report
 from deploy.report.parts import BatchRow
 from deploy.report.ran import ran_part
-from deploy.targets import Target
+from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.streams import throughput
-from deploy.tensors import Array, Session, TensorSpec
+from deploy.tensors import Session, TensorSpec
 
-Inputs = Sequence[Mapping[str, Array]]
+
+class Opens(Protocol):
+    """A target, or a runtime that is none."""
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """A session of an engine's file."""
+        ...
+
+
+_LOAD_BUDGET_MS = 200
 
 
 def bench(
@@ -101,10 +106,10 @@ def bench(
         SdkMissingError: the runtime is not installed.
         FeedError: images that do not fit.
     """
-    paths = labelled(Path(engine), Path(against) if against is not None else None)
-    runtimes: dict[str, Opens] = {label: runtime_of(path, targets) for label, path in paths.items()}
+    paths = _paths(Path(engine), Path(against) if against is not None else None)
+    runtimes: dict[str, Opens] = {label: _runtime(path, targets) for label, path in paths.items()}
     if runtime == "openvino":
-        paths, runtimes = in_both(paths, runtimes)
+        paths, runtimes = _both(paths, runtimes)
     for target in targets:
         if target not in runtimes.values():
             raise ConfigError(
@@ -171,6 +176,33 @@ def bench(
     return Report(title=title, engines=rows, machine=machine, notes=notes)
 
 
+def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
+    """Load an engine; gives the session and the best of up to three load times in ms.
+
+    An engine that loads slowly is loaded once, as a second and third time would cost too much.
+
+    Raises:
+        BackendError: the target's runtime cannot load it.
+    """
+    import onnxruntime  # noqa: F401 (its own start-up is no part of a model's load time)
+
+    taken: list[float] = []
+    while len(taken) < 3 and sum(taken) < _LOAD_BUDGET_MS:
+        start = time.perf_counter()
+        session = target.open(path, threads=threads)
+        taken.append((time.perf_counter() - start) * 1e3)
+    return session, min(taken)
+
+
+def _runtime(path: Path, targets: Sequence[Target]) -> Target:
+    """The target whose engines have this suffix; of any other file ONNX Runtime tells its fault."""
+    own = {target.name: target for target in targets}
+    for name, kind in TARGETS.items():
+        if path.suffix in kind.engines:
+            return own[name] if name in own else kind()
+    return OnnxRuntime()
+
+
 def _check(
     paths: Mapping[str, Path],
     sessions: Mapping[str, Session],
@@ -194,11 +226,11 @@ def _check(
 
 def _random(
     specs: Sequence[TensorSpec], shapes: Shapes, seed: int
-) -> Callable[[int | None], Inputs]:
+) -> Callable[[int | None], Feeds]:
     return lambda batch: random_feeds(specs, shapes=shapes, batch=batch, seed=seed)
 
 
-def _real(feed: Feed) -> Callable[[int | None], Inputs]:
+def _real(feed: Feed) -> Callable[[int | None], Feeds]:
     """The first images, alone or stacked."""
     return lambda batch: feed.first(FEEDS) if batch is None else stacked(feed.first(KEPT), batch)
 
@@ -212,7 +244,7 @@ def _recalled(name: str, dims: Sequence[int]) -> str:
 
 def _measured(
     sessions: Mapping[str, Session],
-    feeds: Inputs,
+    feeds: Feeds,
     batch: int | None,
     warmup_ms: float,
     duration_s: float,
@@ -232,7 +264,7 @@ def _streams(
     path: Path,
     target: Opens,
     count: int,
-    feeds: Inputs,
+    feeds: Feeds,
     threads: int | None,
     warmup_ms: float,
     duration_s: float,
@@ -245,6 +277,45 @@ def _streams(
     rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
     whose = "" if isinstance(sessions[0], OnDevice) else f", {figures.count(each, 'thread')} each"
     return (f"{count} streams at once{whose}: {rate:,.0f} inferences a second",)
+
+
+def model_size(path: Path) -> int:
+    """Bytes of an ONNX file and of the external data that it names.
+
+    A file in ONNX Runtime's own format names none.
+
+    Raises:
+        ConfigError: the file is not there.
+    """
+    import onnx
+    from onnx.external_data_helper import uses_external_data
+
+    data = read_bytes(path, what="a model", error=ConfigError)
+    total = len(data)
+    try:
+        model = onnx.load_model_from_string(data)
+    except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
+        return total
+    beside = {
+        entry.value
+        for tensor in model.graph.initializer
+        if uses_external_data(tensor)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    files = (path.parent / name for name in beside)
+    return total + sum(int(file.stat().st_size) for file in files if file.is_file())
+
+
+def _paths(engine: Path, against: Path | None) -> dict[str, Path]:
+    """Label -> path, the one compared with first; labels are file names, or paths where alike."""
+    if against is None:
+        return {engine.name: engine}
+    if engine.name != against.name:
+        return {against.name: against, engine.name: engine}
+    if engine == against:
+        raise ConfigError(f"--against needs another model than the engine, got {engine} twice")
+    return {str(against): against, str(engine): engine}
 
 
 def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
@@ -280,3 +351,32 @@ def _by_output(accuracy: Accuracy | None) -> tuple[str, ...]:
         f"output {one.name!r}: {one.sqnr_db:.1f} dB, cosine {one.cosine_mean:.5f}"
         for one in accuracy.outputs
     )
+
+
+def _both(
+    paths: Mapping[str, Path], runtimes: Mapping[str, Opens]
+) -> tuple[dict[str, Path], dict[str, Opens]]:
+    """One engine in ONNX Runtime and in OpenVINO.
+
+    Raises:
+        ConfigError: there is a second engine, or it is no ONNX model.
+    """
+    (label, path), *others = paths.items()
+    if others:
+        raise ConfigError(
+            f"two runtimes take one engine, got {' and '.join(paths)}; leave --against away, or"
+            " --runtime"
+        )
+    if not isinstance(runtimes[label], OnnxRuntime):
+        raise ConfigError(
+            f"OpenVINO reads ONNX models, got {path}; name the .onnx file, or leave --runtime away"
+        )
+    here, there = f"{label} in ONNX Runtime", f"{label} in OpenVINO"
+    return {here: path, there: path}, {here: runtimes[label], there: _Openvino()}
+
+
+class _Openvino:
+    """What opens a model there."""
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        return OpenvinoSession.open(engine, threads=threads)
