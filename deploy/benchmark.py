@@ -160,7 +160,7 @@ def bench(
             load_ms=opened[label][1],
             threads=sessions[label].threads,
             latency=found[first][label],
-            sweep=tuple(BatchRow(b, each[label]) for b, each in found.items() if b is not None),
+            sweep=tuple(_at(b, each[label]) for b, each in found.items() if b is not None),
             kernels=kernels.get(label, ()),
             accuracy=judged.get(label),
             ran=ran_part(layers_of(sessions[label])),
@@ -258,6 +258,11 @@ def _measured(
         if batch is None:
             raise
         raise BackendError(f"with a batch of {batch}: {error}") from error
+
+
+def _at(batch: int, found: Latency) -> BatchRow:
+    p50_s = max(found.host.p50, 1e-6) / 1e3
+    return BatchRow(batch=batch, items_qps=batch / p50_s, latency=found)
 
 
 def _streams(

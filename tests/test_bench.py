@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -76,6 +75,9 @@ def test_each_batch_is_measured_and_the_smallest_is_the_headline(told, tmp_path,
     ] * 2
     assert [feeds[0]["x"] for feeds in shapes_run] == [(1, 3), (2, 3), (4, 3)]
     assert first["latency"] == first["sweep"][0]["latency"]
+    for row in first["sweep"]:
+        p50 = row["latency"]["host"]["p50"]
+        assert row["items_qps"] == pytest.approx(1e3 * row["batch"] / p50)
     assert re.search(r"^Batch +1 +1$", out, re.MULTILINE)
     assert re.search(
         r"^Batches +a.onnx +b.onnx +batch$|^Batches +a.onnx  b.onnx", out, re.MULTILINE
@@ -128,9 +130,7 @@ def test_what_is_no_batch_is_a_usage_error(run, tmp_path, batch):
 
 def swept(label, *rates):
     found = measure({"x": Still()}, [{}], warmup_ms=0, duration_s=0)["x"]
-    rows = [
-        BatchRow(2**n, replace(found, throughput_qps=rate / 2**n)) for n, rate in enumerate(rates)
-    ]
+    rows = [BatchRow(batch=2**n, items_qps=r, latency=found) for n, r in enumerate(rates)]
     return EngineRow(label=label, latency=rows[0].latency, sweep=tuple(rows))
 
 
@@ -151,6 +151,8 @@ def test_every_form_has_the_batches_and_marks_the_best_of_each():
     (figure,) = re.findall(r"<svg[^>]*><title>Throughput by batch.*?</svg>", page, re.DOTALL)
     assert figure.count("<circle") == 6 and figure.count('r="6"') == 2
     assert "a&lt;b, batch 2: 300 /s" in figure and "a<b" not in figure
+    names = [float(y) for y in re.findall(r'<text class="name[^>]* y="([\d.]+)"', figure)]
+    assert len(names) == 2 and names[1] - names[0] >= 15  # none over another
 
 
 def test_one_batch_alone_is_not_drawn():

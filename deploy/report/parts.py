@@ -130,17 +130,19 @@ class TensorRow:
     sqnr_db: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """An engine at one batch: the first dimension of its inputs, and what was measured."""
+    """An engine at one batch.
+
+    Attributes:
+        batch: first dimension of its inputs.
+        items_qps: items a second: the batch over the host's p50.
+        latency: what was measured.
+    """
 
     batch: int
+    items_qps: float
     latency: Latency
-
-    @property
-    def items_qps(self) -> float:
-        """Items a second."""
-        return self.batch * self.latency.throughput_qps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

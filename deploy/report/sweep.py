@@ -11,7 +11,8 @@ import deploy.report.markup as markup
 from deploy.report.parts import BatchRow, EngineRow
 
 _WIDTH, _HEIGHT = 760, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 16, 120, 24, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 16, 170, 24, 34
+_ROW, _LETTERS = 15, 22  # between names, and of one
 _COLOURS = 4  # classes c0..c3 of the page's style
 
 
@@ -22,7 +23,7 @@ def sweep_section(engines: Sequence[EngineRow]) -> Iterator[str]:
         yield "<h2>Batches</h2>"
         figure = sweep_figure(engines)
         if figure:
-            words = "Items a second by batch; the larger point is the best."
+            words = "Items a second, the batch over p50; the larger point is the best."
             yield f"<figure>{figure}<figcaption>{words}</figcaption></figure>"
         yield markup.table(heads, rows)
 
@@ -30,7 +31,7 @@ def sweep_section(engines: Sequence[EngineRow]) -> Iterator[str]:
 def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows: one row a batch, p50 and throughput of every engine; the best is marked.
 
-    Throughput is in items a second, batch times inferences.
+    Throughput is in items a second.
     """
     swept = [engine for engine in engines if engine.sweep]
     rows = [
@@ -46,10 +47,16 @@ def sweep_figure(engines: Sequence[EngineRow]) -> str:
     if not swept:
         return ""
     most = max(row.items_qps for _, engine in swept for row in engine.sweep)
-    batches = [row.batch for row in swept[0][1].sweep]
-    body = [*_axis(batches)]
-    for index, engine in swept:
-        body += _line(engine, f"c{index % _COLOURS}", most)
+    body = [*_axis([row.batch for row in swept[0][1].sweep])]
+    lowest = -math.inf
+    for index, engine in sorted(swept, key=lambda one: -one[1].sweep[-1].items_qps):
+        colour = f"c{index % _COLOURS}"
+        body += _line(engine, colour, most)
+        lowest = max(_y(engine.sweep[-1], most) + 4, lowest + _ROW)
+        body.append(
+            f'<text class="name {colour}" x="{_WIDTH - _RIGHT + 10}" y="{lowest:.1f}">'
+            f"{escape(engine.label[:_LETTERS])}</text>"
+        )
     return (
         f'<svg class="wide" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
         f' role="img"><title>Throughput by batch</title>{"".join(body)}</svg>'
@@ -72,6 +79,11 @@ def _x(batch: int, batches: Sequence[int]) -> float:
     return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (math.log2(batch) - low) / (high - low)
 
 
+def _y(row: BatchRow, most: float) -> float:
+    floor = _HEIGHT - _BOTTOM
+    return floor - (floor - _TOP) * row.items_qps / most
+
+
 def _axis(batches: Sequence[int]) -> Iterator[str]:
     floor = _HEIGHT - _BOTTOM
     yield f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{floor}" y2="{floor}"/>'
@@ -83,13 +95,9 @@ def _axis(batches: Sequence[int]) -> Iterator[str]:
 
 
 def _line(engine: EngineRow, colour: str, most: float) -> Iterator[str]:
-    """The engine's points joined, the best one larger, and its name behind the last."""
-    floor = _HEIGHT - _BOTTOM
+    """The engine's points joined, the best one larger."""
     batches = [row.batch for row in engine.sweep]
-    points = [
-        (_x(row.batch, batches), floor - (floor - _TOP) * row.items_qps / most)
-        for row in engine.sweep
-    ]
+    points = [(_x(row.batch, batches), _y(row, most)) for row in engine.sweep]
     path = "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
     yield f'<path class="{colour}" d="M{path}" fill="none" stroke-width="2"/>'
     best = _best(engine)
@@ -100,8 +108,3 @@ def _line(engine: EngineRow, colour: str, most: float) -> Iterator[str]:
             f'<circle class="area {colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
             f"<title>{escape(said)}</title></circle>"
         )
-    x, y = points[-1]
-    yield (
-        f'<text class="name {colour}" x="{x + 10:.1f}" y="{y + 4:.1f}">'
-        f"{escape(engine.label[:18])}</text>"
-    )
