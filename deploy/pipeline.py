@@ -156,8 +156,7 @@ def _calibrated(
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
     feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    feed.remember(*remember)
-    feed.show(SHOWN if stage is not None else 0, remember[1])
+    feed.remember(*remember, SHOWN)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)

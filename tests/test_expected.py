@@ -137,7 +137,7 @@ def test_without_bias_and_norm_nothing_is_said():
 def test_samples_of_one_value_are_told(how):
     flat = [{"x": np.full((1, 3, 16, 16), value, np.float32)} for value in (0.5, -1)]
     (said,) = oddities(flat, how, network())
-    assert "each of the first 2 samples that are fed holds one value alone, such as 0.5" in said
+    assert "each of 2 samples that were looked at holds one value alone, such as 0.5" in said
     assert oddities([*flat, *fed(HALF)], how, network(norm=False)) == []
 
 

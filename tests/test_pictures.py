@@ -111,7 +111,7 @@ def test_a_picture_is_encoded_in_the_shorter_way_and_the_same_each_time():
 def test_views_are_taken_as_samples_go_by_and_nothing_is_decoded_for_them(pictures):
     how = Preprocess(size=(16, 16))
     feed = open_feed(str(pictures), SPEC, preprocess=how)
-    feed.show(4, among=0)
+    feed.remember(0, shown=4)
     for _ in feed.samples():
         pass
     assert feed.decodes == 20
@@ -122,7 +122,7 @@ def test_views_are_taken_as_samples_go_by_and_nothing_is_decoded_for_them(pictur
     first = cv2.imread(str(pictures / "00.png"))[:, :, ::-1]
     np.testing.assert_array_equal(views[0].given, first)
     late = open_feed(str(pictures), SPEC, preprocess=how)
-    late.show(4, among=0)
+    late.remember(0, shown=4)
     assert [v.fed.tolist() for v in late.views()] == [v.fed.tolist() for v in views]
     assert late.decodes == 4
 
@@ -132,7 +132,7 @@ def test_bad_images_are_not_shown(pictures, tmp_path):
     for name in ("b", "c"):
         (tmp_path / f"{name}.png").write_bytes((pictures / "01.png").read_bytes())
     feed = open_feed(str(tmp_path), SPEC, preprocess=Preprocess(size=(16, 16)), skip_bad=True)
-    feed.show(4, among=0)
+    feed.remember(0, shown=4)
     assert [view.name for view in feed.views()] == ["b.png", "c.png"]
 
 
@@ -173,7 +173,7 @@ def test_arrays_are_shown_stretched_and_it_is_said(run, small_cnn, tmp_path):
 
 def test_names_of_pictures_are_escaped(pictures):
     feed = open_feed(str(pictures), SPEC, preprocess=Preprocess(size=(16, 16)), limit=1)
-    feed.show(1, among=0)
+    feed.remember(0, shown=1)
     (view,) = feed.views()
     object.__setattr__(view, "name", HOSTILE)
     part = pictures_part([view], feed.preprocess)

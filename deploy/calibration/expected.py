@@ -34,6 +34,7 @@ from deploy.feed.denormalise import layout_of
 from deploy.feed.feed import Feed
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.presets import PRESETS
+from deploy.feed.views import SHOWN
 from deploy.frontends.again import graph_of
 from deploy.graph.first import FirstLayer, Floats, first_layer
 from deploy.ort import OrtSession
@@ -42,7 +43,6 @@ from deploy.tensors import Array
 if TYPE_CHECKING:
     import onnx
 
-SAMPLES = 8  # that are looked at
 _FLAT = 16  # of 255: pictures whose pixels all lie within so few
 _ANOTHER_UNIT = 10.0  # times the training's spread, or deviations that a mean is off
 _FAINT = 1 / 32  # of the training's spread
@@ -62,13 +62,14 @@ class _Moments:
 
 
 def odd(subject: Subject, feed: Feed) -> list[str]:
-    """`oddities` of a feed's first samples, which are kept and so are not read twice.
+    """`oddities` of those samples of a feed that a report shows, so that no more are read.
 
     Raises:
         FeedError: a sample that cannot be fed.
         ModelError: the model's file changed since it was loaded.
     """
-    return oddities(feed.first(SAMPLES), feed.preprocess, _as_given(subject))
+    seen = list(feed.spread(max(1, SHOWN // feed.batch)))
+    return oddities(seen, feed.preprocess, _as_given(subject))
 
 
 def _as_given(subject: Subject) -> onnx.ModelProto:
@@ -86,7 +87,7 @@ def oddities(
     """What is odd about the first input that is a picture, in a sentence; none where nothing is.
 
     Args:
-        samples: the first few, {input: array}.
+        samples: a few, {input: array}.
         how: the feed's preprocessing; None for arrays.
         model: as its file has it, BatchNormalizations and all.
     """
@@ -117,15 +118,16 @@ def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
     ends = [(float(one.min()), float(one.max())) for one in values]
     if all(low == high for low, high in ends):
         return (
-            f"each of the first {len(ends)} samples that are fed holds one value alone, such as"
+            f"each of {len(ends)} samples that were looked at holds one value alone, such as"
             f" {ends[0][0]:g}; check the images and how they were made"
         )
     low, high = min(one[0] for one in ends), max(one[1] for one in ends)
     if how is None or (high - low) * max(how.std) / how.scale >= _FLAT:
         return ""
     return (
-        f"the pixels of the first {len(ends)} images differ by less than {_FLAT} of 255, nearly one"
-        " colour; of 16-bit pictures the upper byte alone is read, so spread their values first"
+        f"the pixels of {len(ends)} images that were looked at differ by less than {_FLAT} of 255,"
+        " nearly one colour; of 16-bit pictures the upper byte alone is read, so spread their"
+        " values first"
     )
 
 

@@ -151,23 +151,21 @@ class Feed:
         """
         return Stream(self._batches)
 
-    def remember(self, first: int, spread: int = 0) -> None:
-        """Keep samples on disk as they are read: the first ones, and those that `spread` gives."""
-        early = self._chosen[: first * self.batch]
-        self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread * self.batch))))
-
-    def show(self, most: int, among: int) -> None:
-        """Keep small pictures of so many samples, as they are read, for `views`.
+    def remember(self, first: int, spread: int = 0, shown: int = 0) -> None:
+        """Keep samples on disk as they are read: the first ones, and those that `spread` gives.
 
         Args:
-            most: how many.
-            among: of those that `spread` would give, which are read anyhow.
+            first: how many at the beginning.
+            spread: how many all over the feed.
+            shown: how many more all over the feed, with small pictures of them for `views`.
         """
-        near = _evenly(self._chosen, max(most, among * self.batch))
-        self._views = Views(self.preprocess, _evenly(near, most))
+        early = self._chosen[: first * self.batch]
+        seen = _evenly(self._chosen, shown)
+        self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread * self.batch), *seen)))
+        self._views = Views(self.preprocess, seen)
 
     def views(self) -> list[View]:
-        """Pictures of the samples that `show` named; those that nobody has read are read now.
+        """Pictures of the samples to be shown; those that nobody has read are read now.
 
         Raises:
             FeedError: as `samples`.
