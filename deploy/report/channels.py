@@ -6,7 +6,7 @@ channel whose largest |w| is a hundredth of the weight's has one step of the gri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,14 +27,18 @@ _NAMED = 3  # channels of a weight that are named
 def weight_rows(weights: Sequence[StoredWeight]) -> tuple[WeightRow, ...]:
     """One row a weight, in the model's order; the `STRIPS` worst with what is drawn of them."""
     rows = [_row(one) for one in weights]
-    worst = sorted(range(len(rows)), key=lambda place: worst_weight(rows[place]))[:STRIPS]
+    worst = sorted(range(len(rows)), key=lambda place: _worst(rows[place]))[:STRIPS]
     for place in worst:
         rows[place] = replace(rows[place], strip=_strip(weights[place].amax))
     return tuple(rows)
 
 
-def worst_weight(row: WeightRow) -> tuple[float, float]:
-    """To sort by: whose channel uses least of its grid, then whose channels lie furthest apart."""
+def worst_weights(rows: Iterable[WeightRow]) -> list[WeightRow]:
+    """First those whose channel uses least of its grid, then whose channels lie furthest apart."""
+    return sorted(rows, key=_worst)
+
+
+def _worst(row: WeightRow) -> tuple[float, float]:
     return row.used, -row.ratio
 
 

@@ -17,6 +17,7 @@ from deploy.calibration.search import Method, comparable
 from deploy.graph.saturation import Bounds
 from deploy.report.bars import histogram_part
 from deploy.report.parts import RangeRow, TensorRow, tensor_rows
+from deploy.report.worst import worst_first
 
 if TYPE_CHECKING:
     from calibrators.statistics import Recorder
@@ -46,19 +47,12 @@ def clip_rows(
         if isinstance(recorder, Histogram)
     }
     rows = tensor_rows(built.ranges, clipped=clipped, layers=layers)
-    drawn = {
-        row.name for row in sorted(filter(lambda r: r.name in seen, rows), key=worst_first)[:WORST]
-    }
+    losing = sorted((row for row in rows if row.name in seen), key=lambda row: -(row.clipped or 0))
+    drawn = {row.name for row in worst_first(losing)[:WORST]}
     return tuple(
         _drawn(row, *seen[row.name], calibrated, built) if row.name in drawn else row
         for row in rows
     )
-
-
-def worst_first(row: TensorRow) -> tuple[float, float]:
-    """To sort by: what is noisiest inside the engine, then what loses most values."""
-    noise = math.inf if row.sqnr_db is None else row.sqnr_db
-    return -math.inf if math.isnan(noise) else noise, -(row.clipped or 0.0)
 
 
 def clipped_share(histogram: Histogram, scale: Scale, seen: Bounds = _EVERYWHERE) -> float:

@@ -17,6 +17,7 @@ import deploy.report.speed as speed
 import deploy.report.truth as truth
 from deploy.report.curves import LATENCY_WORDS, latency_figure
 from deploy.report.figures import encodable
+from deploy.report.histograms import histograms
 from deploy.report.model import Findings
 from deploy.report.script import POLICY, SCRIPT
 from deploy.report.section import Section, contents, written
@@ -28,6 +29,7 @@ from deploy.report.table import (
     shrink,
     top1,
 )
+from deploy.report.weights import weights
 from deploy.report.words import calibration_words, group_words, work_words
 
 
@@ -37,6 +39,7 @@ def to_html(report: Findings) -> str:
         _engines,
         _outputs,
         sections.worst,
+        histograms,
         _remarks,
         _setup,
         sections.search,
@@ -44,6 +47,7 @@ def to_html(report: Findings) -> str:
         sections.ran,
         sections.tensors,
         sections.layers,
+        weights,
         _machine,
         _files,
         _work,

@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import deploy.report.figures as figures
 import deploy.report.truth as truth
+from deploy.report.channels import worst_weights
 from deploy.report.figures import encodable
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
@@ -21,13 +22,17 @@ from deploy.report.table import (
 )
 from deploy.report.words import (
     TRIAL_HEADS,
+    WEIGHT_HEADS,
     calibration_words,
     group_words,
     plan_name,
     search_words,
     trial_row,
+    weight_row,
     work_words,
 )
+
+_WEIGHTS = 8  # weights of a target that are told
 
 
 def to_markdown(report: Findings) -> str:
@@ -40,6 +45,7 @@ def to_markdown(report: Findings) -> str:
         _coverage(report),
         _ran(report),
         _tensors(report),
+        _weights(report),
         _where(report),
         _notes(report),
         _work(report),
@@ -177,6 +183,18 @@ def _ranges(target: TargetPart) -> str:
             for row in target.tensors
         ),
     )
+
+
+def _weights(report: Findings) -> Iterator[str]:
+    """The worst weights of each target."""
+    for target in report.targets:
+        if target.weights:
+            whose = f" of {_escape(target.name)}" if len(report.targets) > 1 else ""
+            yield f"## Weights{whose}"
+            worst = worst_weights(target.weights)
+            yield _table(WEIGHT_HEADS, map(weight_row, worst[:_WEIGHTS]))
+            if len(worst) > _WEIGHTS:
+                yield f"and {len(worst) - _WEIGHTS} more, whose channels lie less far apart."
 
 
 def _where(report: Findings) -> Iterator[str]:
