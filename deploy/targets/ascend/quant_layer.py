@@ -86,7 +86,7 @@ def stored_of(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
 def _stored_rows(weight: NDArray[np.int8], layer: Layer) -> NDArray[np.int8]:
     """Integers in the deploy model's layout -> output channels first."""
     if layer.kind == "ConvTranspose":
-        return channels_first(weight, layer.group)
+        return np.asarray(channels_first(weight, layer.group), np.int8)
     return weight.T if layer.kind in ("Gemm", "MatMul") else weight
 
 
