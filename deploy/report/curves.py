@@ -35,6 +35,7 @@ _ACROSS = 1000  # units of the inner drawing's width
 _BINS = 90
 _WIDEST = 2.5  # times the p50, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
+_ROOM = 5  # labels of ticks that a narrow screen has room for
 _LEVELS = 2  # heights of the letters, for lines that lie near each other
 
 
@@ -96,11 +97,12 @@ def _share(value: float, lo: float, hi: float) -> float:
 
 
 def _axis(lo: float, hi: float) -> str:
-    """The floor and its ticks; every second label may be left out where there is no room."""
+    """The floor and its ticks; of many every second label is left out where there is no room."""
     parts = [f'<line class="axis" x1="0" x2="100%" y1="{_FLOOR}" y2="{_FLOOR}"/>']
-    for place, (value, text) in enumerate(_ticks(lo, hi)):
+    ticks = list(_ticks(lo, hi))
+    for place, (value, text) in enumerate(ticks):
         x = f"{100 * _share(value, lo, hi):.2f}%"
-        kind = "tick odd" if place % 2 else "tick"
+        kind = "tick odd" if place % 2 and len(ticks) > _ROOM else "tick"
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_FLOOR}"/>')
         parts.append(f'<text class="{kind}" x="{x}" y="{_FLOOR + 15}">{text}</text>')
     return "".join(parts)
@@ -114,8 +116,8 @@ def _unit(beyond: int) -> str:
 
 
 def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
-    """Round values inside the axis, 5 to 10 of them, with the decimals their step needs."""
-    raw = (hi - lo) / 7
+    """Round values inside the axis, 3 to 8 of them, with the decimals their step needs."""
+    raw = (hi - lo) / 8
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))

@@ -147,7 +147,7 @@ def _outputs(report: Findings) -> Iterator[Section]:
     judged = [(e.label, e.accuracy) for e in report.engines if e.accuracy]
     if not judged:
         return
-    samples = figures.count(judged[0][1].samples, "sample")
+    over = figures.count(judged[0][1].samples, "sample")
     rows = (
         [
             label,
@@ -168,10 +168,11 @@ def _outputs(report: Findings) -> Iterator[Section]:
         if truth.parted(accuracy)
         for part in accuracy.parts
     ]
-    html = [markup.bullets(said, "notes")] if said else []
+    html = [f'<p class="sub">Over {over}, against the float model.</p>']
+    html += [markup.bullets(said, "notes")] if said else []
     html += [markup.table(["engine", *truth.PART_HEADS], parts)] if parts else []
     html += [markup.table(heads, rows)]
-    yield Section(title=f"Accuracy over {samples}", html="\n".join(html), folded=False)
+    yield Section(title="Accuracy", html="\n".join(html), folded=False)
 
 
 def _setup(report: Findings) -> Iterator[Section]:

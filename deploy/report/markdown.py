@@ -9,6 +9,7 @@ import deploy.report.figures as figures
 import deploy.report.truth as truth
 from deploy.report.channels import worst_weights
 from deploy.report.figures import encodable
+from deploy.report.floats import float_groups
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.ran import RAN_HEADS, ran_words
@@ -17,7 +18,6 @@ from deploy.report.table import (
     covered,
     engine_lines,
     failures,
-    float_groups,
     quantized_operators,
 )
 from deploy.report.words import (
@@ -31,6 +31,7 @@ from deploy.report.words import (
     weight_row,
     work_words,
 )
+from deploy.report.worst import worst_first
 
 _WEIGHTS = 8  # weights of a target that are told
 
@@ -180,7 +181,7 @@ def _ranges(target: TargetPart) -> str:
                 figures.percent(row.clipped),
                 figures.decibels(row.sqnr_db),
             ]
-            for row in target.tensors
+            for row in worst_first(target.tensors)
         ),
     )
 

@@ -68,7 +68,7 @@ def raw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str) ->
     Every cell says its column, since a narrow screen shows a row as a card without heads. On paper
     a long one is cut.
     """
-    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    head = "".join(f'<th scope="col">{breakable(text)}</th>' for text in heads)
     lines = [f"<tr>{''.join(_cells(heads, row))}</tr>" for row in rows]
     body = "\n".join(lines)
     return (

@@ -11,7 +11,7 @@ import hashlib
 
 from deploy.report.style import PRINTED, STYLE
 
-_FILTERED = 8  # rows above which a table gets a box
+_FILTERED = 12  # rows above which a table gets a box
 
 SCRIPT = f"""
 "use strict";

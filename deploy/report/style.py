@@ -14,7 +14,7 @@ _SCREEN = """
   --good: #08684f; --good-card: #e3f5ef; --warn: #7d5200; --warn-card: #fff3d6;
   --bad: #a3211a; --bad-card: #fdeae8; --plain: #44566a; --plain-card: #eaeff4;
   --c0: #5f7489; --c1: #0b8a6f; --c2: #b5541c; --c3: #5b55c0; }
-@media (prefers-color-scheme: dark) { :root {
+@media screen and (prefers-color-scheme: dark) { :root {
   --page: #12171d; --card: #1b222b; --ink: #e4eaf0; --soft: #97a5b4; --line: #2d3742;
   --good: #5ed9bb; --good-card: #11302a; --warn: #f0c163; --warn-card: #2f2713;
   --bad: #ff9d94; --bad-card: #3a1c1a; --plain: #b6c5d4; --plain-card: #222c37;
@@ -91,6 +91,9 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; overflow-wrap:
 th { text-align: right; color: var(--soft); font-weight: 600; white-space: nowrap; }
 td { text-align: right; font-variant-numeric: tabular-nums; }
 th, td { padding: .34rem .6rem; border-bottom: 1px solid var(--line); vertical-align: middle; }
+table.figures td:nth-child(n + 3), table.tensors td:nth-child(n + 3), table.trials td,
+table.engines td:not(:last-child) { white-space: nowrap; }
+table.trials td:last-child, table.engines td:first-child { white-space: normal; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 table.tensors th:nth-child(2) { text-align: left; }
 table.engines th:last-child, table.engines td:last-child, table.words th, table.words td {
@@ -121,15 +124,16 @@ _NARROW = """
   svg .odd { display: none; }
   dl { grid-template-columns: minmax(0, 1fr); gap: 0; } dd { margin-bottom: .4rem; }
   .scroll { overflow-x: visible; }
-  table, tbody { display: block; }
+  table, tbody { display: block; } table td { white-space: normal !important; }
   thead tr { display: flex; flex-wrap: wrap; gap: 0 .9rem; }
   thead th { padding: .1rem 0; border: 0; }
+  thead tr:has(button)::before { content: "sort by"; color: var(--soft); }
   table.engines thead, th:not(:has(button)) { display: none; }
   tbody tr { display: flex; flex-wrap: wrap; gap: .15rem 1.1rem; padding: .5rem 0;
     border-bottom: 1px solid var(--line); }
   tbody tr[hidden] { display: none; }
   tbody td, table.words tbody td { display: block; padding: 0; border: 0; text-align: left;
-    overflow-wrap: anywhere; max-width: 100%; }
+    overflow-wrap: anywhere; max-width: 100%; min-width: 4.6rem; }
   tbody td:first-child { flex: 1 0 100%; font-weight: 600; }
   tbody td:empty { display: none; }
   td[data-head]:not(:first-child)::before { content: attr(data-head); display: block;
@@ -140,8 +144,8 @@ _NARROW = """
 _PRINT = f"""
 @page {{ size: A4; margin: 11mm; }}
 @media print {{
-  :root {{ color-scheme: light; }}
-  body {{ font-size: 8.5pt; line-height: 1.35; print-color-adjust: exact;
+  :root {{ color-scheme: light; font-size: 8.5pt; }}
+  body {{ font-size: 1rem; line-height: 1.35; print-color-adjust: exact;
     -webkit-print-color-adjust: exact; }}
   main {{ max-width: none; padding: 0; }}
   h1 {{ font-size: 14pt; }} h2 {{ font-size: 10.5pt; break-after: avoid; }}
