@@ -139,7 +139,7 @@ def test_each_target_tells_the_weights_of_its_files(run, small_cnn, pictures, tm
         int8 -= {n["name"] for n in target["nodes"] if n["precision"] == "float32"}
         assert set(weights) == int8
     text, page = (tmp_path / name for name in ("report.md", "report.html"))
-    assert text.read_text().count("| weight | channels | scales | grid used |") == 3
+    assert text.read_text().count("| weight | channels | scales | dead | used |") == 3
     assert page.read_text().count("largest |w| of 10 channels") == 3
 
 

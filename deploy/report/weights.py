@@ -21,11 +21,11 @@ from deploy.report.section import Section
 from deploy.report.svg import drawing
 from deploy.report.words import WEIGHT_HEADS, weight_row
 
-_WIDTH, _HEIGHT = 190, 26
+_WIDTH, _HEIGHT = 120, 26
 _DECADES = 4  # below the largest that a strip shows
 _WORDS = (
     "Largest |w| of each output channel: the least, the median and the largest of them, the ratio"
-    " of the largest to the least, and the channels that lie lowest. Grid used: of its steps, by"
+    " of the largest to the least, and the channel that lies lowest. Used: of the grid's steps, by"
     " the lowest channel; few where all share one scale, all where each has its own and no bias"
     " wants a wider one. Dead channels, below a millionth of the largest, are in no other figure."
 )

@@ -16,13 +16,13 @@ WEIGHT_HEADS = (
     "weight",
     "channels",
     "scales",
-    "grid used",
+    "dead",
+    "used",
     "ratio",
     "least",
     "median",
     "largest",
     "worst",
-    "dead",
 )
 
 
@@ -81,11 +81,11 @@ def weight_row(row: WeightRow) -> list[str]:
         row.node,
         str(row.channels),
         str(row.scales),
-        f"{100 * row.used:.3g} %",
-        f"{row.ratio:,.3g}" if row.ratio < 1000 else f"{row.ratio:,.0f}",
-        *map(figures.real, (row.least, row.median, row.largest)),
-        ", ".join(map(str, row.worst)),
         str(row.dead) if row.dead else "",
+        f"{100 * row.used:.3g} %",
+        f"{row.ratio:.3g}",
+        *map(figures.real, (row.least, row.median, row.largest)),
+        *map(str, row.worst[:1] or ("",)),
     ]
 
 
