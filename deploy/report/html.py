@@ -16,12 +16,10 @@ import deploy.report.sections as sections
 import deploy.report.speed as speed
 import deploy.report.truth as truth
 from deploy.report.curves import LATENCY_WORDS, latency_figure
-from deploy.report.figures import encodable
 from deploy.report.histograms import histograms
 from deploy.report.model import Findings
-from deploy.report.script import POLICY, SCRIPT
+from deploy.report.page import page
 from deploy.report.section import Section, contents, written
-from deploy.report.style import STYLE
 from deploy.report.table import (
     covered,
     engine_lines,
@@ -54,13 +52,7 @@ def to_html(report: Findings) -> str:
     )
     shown = [section for block in blocks for section in block(report)]
     body = "\n".join((*_head(report), *_tiles(report), contents(shown), *written(shown)))
-    return encodable(
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(report.title)}</title>\n<style>{STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
-    )
+    return page(report.title, body)
 
 
 def _head(report: Findings) -> Iterator[str]:
