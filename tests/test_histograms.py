@@ -118,6 +118,13 @@ def test_bars_end_with_the_values_and_a_far_line_is_told_alone():
     assert float(bars[1]) == lines(drawn, "zero")[0]
 
 
+def test_what_lies_between_the_range_and_zero_is_kept():
+    part = HistogramPart(start=0.5, width=0.5, counts=(9, 9, 9))
+    drawn = histogram(row(observed_min=0.5, observed_max=2.0, lo=1.0, hi=1.5), part)
+    assert re.search(r'class="cut" d="([^"]*)"', drawn)[1].count("M") == 1
+    assert re.search(r'class="kept" d="([^"]*)"', drawn)[1].count("M") == 2
+
+
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (-math.inf, 1.0), (5.0, 5.0)])
 def test_odd_ranges_are_drawn_or_left_out(ends):
     lo, hi = ends

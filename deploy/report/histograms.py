@@ -26,8 +26,8 @@ _SIDE = 6  # room beside the axis
 _ROOM = 0.3  # of what was seen: a clip line further out than this is told, not drawn
 _WORDS = (
     "Bars: how often values were seen, by the logarithm. Dashed: the ends of the range that is"
-    " kept; bars of another colour lie beyond. Marks on top: what other searches find in the same"
-    " histogram. Each drawing has its own scales."
+    " kept; bars of another colour lie beyond, and count as clipped where a reader looks. Marks on"
+    " top: what other searches find in the same histogram. Each drawing has its own scales."
 )
 
 
@@ -126,7 +126,8 @@ def _pieces(row: TensorRow, left: float, right: float) -> Iterator[tuple[str, fl
     if left >= right:  # all its values are equal
         yield "kept" if row.lo <= right <= row.hi else "cut", right, right
         return
-    lo, hi = (min(max(end, left), right) for end in (row.lo, row.hi))
+    held = min(row.lo, 0.0), max(row.hi, 0.0)  # every grid holds 0
+    lo, hi = (min(max(end, left), right) for end in held)
     pieces = (("cut", left, lo), ("kept", lo, hi), ("cut", hi, right))
     yield from (piece for piece in pieces if piece[1] < piece[2])
 
