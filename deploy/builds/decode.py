@@ -53,7 +53,7 @@ def _of(kind: Any, value: object, place: str, path: Path) -> Any:
     return _plain(kind, value, place, path)
 
 
-def _dataclass(kind: type[Any], value: object, place: str, path: Path) -> Any:
+def _dataclass(kind: Any, value: object, place: str, path: Path) -> Any:
     if not isinstance(value, dict):
         _refuse("an object", value, place, path)
     held = {}

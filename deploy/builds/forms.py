@@ -115,9 +115,9 @@ def _differences(found: Builds) -> Iterator[str]:
 
 def _sections(found: Builds) -> Iterator[Section]:
     rows = [[one.build, *_cells(one)] for one in found.engines]
-    table = markup.table(["build", *_HEADS], rows)
+    table = markup.table(["build", *_HEADS], rows, "builds")
     yield Section(title="Engines", html=table, rows=len(rows), folded=False)
-    lines = [[line.name, *line.values] for line in found.differences]
+    lines = [[d.name, *(value or figures.NONE for value in d.values)] for d in found.differences]
     if lines:
         table = markup.table(["", *found.names], lines, "words")
         yield Section(title="They differ in", html=table, rows=len(lines), folded=False)
