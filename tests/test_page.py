@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import hashlib
+import json
 import math
 import re
 from html import unescape
@@ -168,3 +169,11 @@ def test_the_verdict_is_the_first_thing_under_the_title():
     assert after.startswith(
         '<div class="verdicts"><p class="verdict unusable"><b>unusable</b> q: 0'
     )
+
+
+def test_the_json_beside_a_page_keeps_the_models_order(small_cnn, pictures, run, tmp_path):
+    words = "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
+    code, _, err = run("build", small_cnn, "--images", pictures, *words)
+    assert code == 0, err
+    (target,) = json.loads((tmp_path / "o" / "report.json").read_text())["targets"]
+    assert target["tensors"][0]["name"] == "x"
