@@ -18,6 +18,7 @@ import deploy.report.sections as sections
 import deploy.report.speed as speed
 import deploy.report.truth as truth
 from deploy.report.curves import LATENCY_WORDS, latency_figure
+from deploy.report.histograms import histograms
 from deploy.report.model import Findings
 from deploy.report.page import page
 from deploy.report.section import Section, contents, written
@@ -30,6 +31,7 @@ from deploy.report.table import (
     top1,
 )
 from deploy.report.timed import kernel_section
+from deploy.report.weights import weights
 from deploy.report.words import calibration_words, group_words, work_words
 
 
@@ -42,6 +44,7 @@ def to_html(report: Findings) -> str:
         _outputs,
         drawn.examples,
         sections.worst,
+        histograms,
         pictures.views,
         _remarks,
         _setup,
@@ -50,6 +53,7 @@ def to_html(report: Findings) -> str:
         sections.ran,
         sections.tensors,
         sections.layers,
+        weights,
         _machine,
         _files,
         _work,
