@@ -68,7 +68,7 @@ def _pair(row: BoxRow, boxes: Boxes, label: str, *, drawn: bool) -> str:
     name = escape(encodable(row.sample))
     engine = escape(encodable(label))
     return (
-        f'<div class="drawn">{_drawing(boxes, own, f"FP32, {name}", drawn=drawn)}'
+        f'<div class="beside">{_drawing(boxes, own, f"FP32, {name}", drawn=drawn)}'
         f"{_drawing(boxes, others, f'{engine}, {name}', drawn=True)}"
         f"<p>{breakable(encodable(row.sample))}: {escape(_counts(row))}</p></div>"
     )
