@@ -397,6 +397,12 @@ def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
             f"The input of {len(found.dead)} layers was zero on every sample, so their scale says"
             f" nothing: {', '.join(found.dead[:3])}."
         )
+    if found.faint:
+        yield (
+            f"The input of {len(found.faint)} layers is so small (under 1.2e-7 a code) that AMCT's"
+            " searches give it scale 1, which rounds all of it to zero:"
+            f" {', '.join(found.faint[:3])}; --keep-float keeps them in float."
+        )
     if used < plan.samples:
         yield (
             f"batch_num {used} of the configuration: {used} of {plan.samples} samples were used."
