@@ -1,9 +1,10 @@
 """The protobuf messages of Ascend's text files, as tables that become descriptors on first use.
 
 Three files: AMCT's simplified configuration (.cfg), its record (scale_offset_record) and ATC's
-AIPP and compression options; whole, so that what calib8 does not write is read too. Field names and numbers are AMCT's and GE's, so that their own tools
-parse what is written here. Sources: hicann/amct calibration_config and scale_offset_record;
-hicann/ge insert_op.proto; ATC's --compression_optimize_conf page.
+AIPP and compression options; whole, so that what calib8 does not write is read too. Field names and
+numbers are AMCT's and GE's, so that their own tools parse what is written here. Sources:
+hicann/amct calibration_config and scale_offset_record; hicann/ge insert_op.proto; ATC's
+--compression_optimize_conf page.
 """
 
 from __future__ import annotations
