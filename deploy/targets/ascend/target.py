@@ -14,7 +14,7 @@ is not covered here: `open` says so.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
+from deploy.targets.ascend.cann import DEFAULT, PARSERS
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 from deploy.targets.script import write_script
@@ -57,6 +58,7 @@ class Ascend:
         source_color: order of the pictures that the .om gets, "rgb" or "bgr".
         first_layer_int8: let AIPP and the first convolution run fused in int8.
         atc_flags: further flags of atc, '--name=value'.
+        cann: version of CANN, a key of `deploy.targets.ascend.cann.PARSERS`.
         exact: keep every activation in memory and search IFMR on them, as AMCT does.
     """
 
@@ -87,9 +89,15 @@ class Ascend:
     atc_flags: tuple[str, ...] = option(
         (), flag="--atc-flag", metavar="--NAME=VALUE", help="A further flag of atc."
     )
+    cann: str = option(
+        DEFAULT,
+        choices=tuple(PARSERS),
+        help="CANN whose atc is to read the models: they are written in an opset that it knows.",
+    )
     name: str = "ascend"
     engines: ClassVar[tuple[str, ...]] = (".om",)
     writes: ClassVar[tuple[str, ...]] = (
+        "_config.json",
         "_quant.json",
         "_record.txt",
         "_deploy_model.onnx",
@@ -98,6 +106,7 @@ class Ascend:
         "_aipp.cfg",
         "_compression.cfg",
         "_atc.sh",
+        "_README.txt",
         ".om",
     )
     runs_here: ClassVar[bool] = False
@@ -211,12 +220,20 @@ class Ascend:
 
         plan, found, layers, config = self._quantized(request)
         files = write_models(
-            plan.model, layers, config, found.records, request.folder, request.subject.loaded
+            plan.model,
+            layers,
+            config,
+            found.records,
+            request.folder,
+            request.subject,
+            cann=self.cann,
         )
         notes = [*_calibration_notes(found, plan), _verified(plan.model, layers, request)]
+        host: list[str] = []
         if self.aipp or self.first_layer_int8:
-            notes += self._write_aipp(request, files)
+            host = self._write_aipp(request, files)
         engine, more = self._om(request, files)
+        self._write_readme(request, files, host)
         return Built(
             target=self.name,
             engine=engine,
@@ -228,7 +245,7 @@ class Ascend:
             ),
             method=_searches(plan.config),
             ranges=found.ranges,
-            notes=(*notes, *more),
+            notes=(*notes, *host, *more),
         )
 
     def at_hand(self) -> str:
@@ -300,6 +317,17 @@ class Ascend:
             text = write_compression_options(first_layer=True)
             files["compression options"] = atomic.write_text(path, text)
         return list(made.host)
+
+    def _write_readme(
+        self, request: BuildRequest, files: dict[str, Path], host: Sequence[str]
+    ) -> None:
+        from deploy.targets.ascend.atc import outside
+        from deploy.targets.ascend.readme import readme
+
+        notes = [*host, *outside(self.atc_flags)]
+        text = readme(request.name, files, self._atc(), cann=self.cann, notes=notes)
+        path = request.folder / f"{request.name}_README.txt"
+        files["what to do with them"] = atomic.write_text(path, text)
 
     def _om(self, request: BuildRequest, files: dict[str, Path]) -> tuple[Path | None, list[str]]:
         """The .om, or the command that makes it."""
