@@ -53,6 +53,7 @@ from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
+from deploy.targets.ascend.source import Source
 from deploy.targets.ascend.verify import verify
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
@@ -291,7 +292,7 @@ def test_qdq_model_is_near_the_fake_quant_model(small):
 
 def aipp_of(how, pixels, **options):
     """AIPP's arithmetic on an RGB picture [H, W, 3], from the text it was written as."""
-    text = write_aipp(how, **options).text
+    text = write_aipp(how, Source(**options)).text
     fields = parse_text("InsertNewOps", text, "aipp").aipp_op[0]
     image = pixels[..., ::-1] if fields.rbuv_swap_switch else pixels
     out = np.empty(image.shape, np.float32)
@@ -318,7 +319,7 @@ def test_aipp_computes_the_preprocessing(color):
 
 def test_aipp_crops_the_centre_and_tells_the_host():
     how = Preprocess(size=(224, 224), color="rgb", layout="nchw", resize="short-side")
-    made = write_aipp(how, source_size=(256, 320))
+    made = write_aipp(how, Source(size=(256, 320)))
     fields = parse_text("InsertNewOps", made.text, "aipp").aipp_op[0]
     assert (fields.load_start_pos_h, fields.load_start_pos_w, fields.crop_size_w) == (16, 48, 224)
     assert any("cannot resize" in sentence for sentence in made.host)
@@ -332,13 +333,13 @@ def test_aipp_crops_the_centre_and_tells_the_host():
         ({"mean": (2.0,)}, {}, "0 to 255"),
         ({"scale": 1e-9}, {}, "float16|0 to 255"),
         ({"size": (1, 1)}, {}, "sides"),
-        ({}, {"source_size": (100, 300)}, "does not enlarge"),
+        ({}, {"size": (100, 300)}, "does not enlarge"),
     ],
 )
 def test_what_aipp_cannot_say(changes, options, match):
     how = Preprocess(**{"size": (224, 224), "color": "rgb", "layout": "nchw", **changes})
     with pytest.raises(ExportError, match=match):
-        write_aipp(how, **options)
+        write_aipp(how, Source(**options))
 
 
 def test_atc_command():
