@@ -49,7 +49,7 @@ def write_aipp(
     Raises:
         ExportError: AIPP cannot express the arithmetic, the layout or the crop.
     """
-    if how.size is None or how.color is None:
+    if how.size is None or None in how.size or how.color is None:
         raise ExportError("AIPP needs the input's size and color, got a preprocessing without")
     if how.layout == "nhwc":
         raise ExportError("AIPP feeds NCHW models, got layout nhwc; preprocess on the host")
@@ -73,21 +73,20 @@ def write_aipp(
 
 def _place(message: object, how: Preprocess, source: tuple[int, int] | None) -> list[str]:
     """Sizes and crop; gives what is left to the host."""
-    assert how.size is not None
-    height, width = source or how.size
+    height, width = source or how.box
     for word, side in (("width", width), ("height", height)):
         if not _SIDES[0] <= side <= _SIDES[1]:
             raise ExportError(f"AIPP takes sides of {_SIDES[0]} to {_SIDES[1]}, got {word} {side}")
     fields = {"src_image_size_w": width, "src_image_size_h": height}
-    if source is not None and source != how.size:
-        top, left = (height - how.size[0]) // 2, (width - how.size[1]) // 2
+    if source is not None and source != how.box:
+        top, left = (height - how.box[0]) // 2, (width - how.box[1]) // 2
         if top < 0 or left < 0:
             raise ExportError(
                 f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
-                f" of {how.size[0]}x{how.size[1]}"
+                f" of {how.box[0]}x{how.box[1]}"
             )
         fields |= {"crop": True, "load_start_pos_w": left, "load_start_pos_h": top}
-        fields |= {"crop_size_w": how.size[1], "crop_size_h": how.size[0]}
+        fields |= {"crop_size_w": how.box[1], "crop_size_h": how.box[0]}
     for name, value in fields.items():
         setattr(message, name, value)
     step = {
