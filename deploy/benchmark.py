@@ -13,9 +13,12 @@ from typing import Protocol
 import numpy as np
 
 from deploy.errors import ConfigError
+from deploy.feed.carried import Carried
 from deploy.feed.choice import Limit
-from deploy.feed.feed import Feed, FeedSource, open_feed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.feed import Feed, FeedSource, as_read, open_feed
+from deploy.feed.preprocess import Asked
+from deploy.frontends.metadata import carried_of
+from deploy.frontends.reader import model_bytes, parse_model
 from deploy.machine import memory_bytes, this_machine
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
@@ -57,7 +60,7 @@ def bench(
     streams: int = 1,
     runtime: str = "onnxruntime",
     images: FeedSource | None = None,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     limit: Limit = None,
     skip_bad: bool = False,
     progress: bool = False,
@@ -77,7 +80,8 @@ def bench(
         runtime: "openvino" runs the engine there too, beside ONNX Runtime.
         images: run on these, as `deploy.pipeline.build` takes them, and compare the outputs of
             the second session with those of the first; None makes up random inputs.
-        preprocess: how images become inputs; None takes it from the engine's input.
+        preprocess: how images become inputs, or some options of it; the rest is what the models'
+            metadata says, else what their input tells.
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         progress: draw a bar on stderr where this takes over two seconds.
@@ -109,13 +113,22 @@ def bench(
             " --threads away"
         )
     judged: dict[str, Accuracy] = {}
+    notes: tuple[str, ...] = ()
     if images is None:
         feeds = _shared_feeds(sessions, shapes or {}, seed)
     else:
         specs = _shared_inputs(sessions)
-        feed = open_feed(images, specs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+        feed = open_feed(
+            images,
+            specs,
+            preprocess=preprocess,
+            carried=next(filter(None, map(_carried, paths.values())), None),
+            skip_bad=skip_bad,
+            limit=limit,
+        )
         feeds = [dict(sample) for sample in feed.first(_FEEDS)]
         judged = _judged(sessions, feed, progress=progress)
+        notes = as_read(feed)
     latencies = measure(
         sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
     )
@@ -139,7 +152,7 @@ def bench(
     )
     title = f"Latency of {' and '.join(dict.fromkeys(path.name for path in paths.values()))}"
     machine = replace(this_machine(), devices=devices_of(sessions))
-    return Report(title=title, engines=rows, machine=machine)
+    return Report(title=title, engines=rows, machine=machine, notes=notes)
 
 
 def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
@@ -158,6 +171,13 @@ def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tupl
         session = target.open(path, threads=threads)
         taken.append((time.perf_counter() - start) * 1e3)
     return session, min(taken)
+
+
+def _carried(path: Path) -> Carried | None:
+    """What an ONNX model carries of how pictures become its input; None of another engine."""
+    if path.suffix.lower() != ".onnx":
+        return None
+    return carried_of(parse_model(model_bytes(path), str(path)), path)
 
 
 def _runtime(path: Path, targets: Sequence[Target]) -> Target:

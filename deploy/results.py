@@ -17,7 +17,7 @@ from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 from deploy import atomic, manifest
 from deploy.calibration.versions import of_feed
-from deploy.feed.presets import in_words
+from deploy.feed.feed import prepared
 from deploy.graph.saturation import Bounds
 from deploy.machine import this_machine
 from deploy.report import (
@@ -154,7 +154,7 @@ def gather(
             source=calibrated.images,
             samples=feed.count,
             preprocess=fed.get("preprocess") or {},
-            prepared=in_words(feed.preprocess) if feed.preprocess else "",
+            prepared=prepared(feed),
             skipped=feed.skipped,
             digest=fed.get("sha256"),
         ),

@@ -168,7 +168,11 @@ def auto(
     evaluation = found.feed
     if eval_images:
         evaluation = open_feed(
-            eval_images, found.loaded.inputs, preprocess=images.preprocess, skip_bad=images.skip_bad
+            eval_images,
+            found.loaded.inputs,
+            preprocess=images.preprocess,
+            carried=found.loaded.carried,
+            skip_bad=images.skip_bad,
         )
     result, written = auto_calibrate(
         target.plan(found.subject),

@@ -20,7 +20,7 @@ from deploy.commands.options import (
 
 if TYPE_CHECKING:
     from deploy.feed.choice import Limit
-    from deploy.feed.preprocess import Preprocess
+    from deploy.feed.preprocess import Asked
 
 Command = Callable[..., None]
 
@@ -32,7 +32,7 @@ class Inputs:
     source: str | None
     limit: Limit
     skip_bad: bool
-    preprocess: Preprocess | None
+    preprocess: Asked
 
 
 def input_options(purpose: str) -> Callable[[Command], Command]:

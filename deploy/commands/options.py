@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deploy.calibration.reuse import CachePolicy
     from deploy.calibration.search import Method
     from deploy.feed.choice import Limit
-    from deploy.feed.preprocess import Preprocess
+    from deploy.feed.preprocess import Asked, Sides
     from deploy.targets import Target
 
 SOURCES = (
@@ -48,7 +48,7 @@ class ImageOptions:
     script: str
     limit: Limit
     skip_bad: bool
-    preprocess: Preprocess | None
+    preprocess: Asked
     threads: int
 
 
@@ -107,7 +107,12 @@ def refuse_both_ways(policy: CachePolicy) -> None:
 
 PREPROCESS = (
     ("--preprocess", "preset", "Preset: how images become inputs, such as imagenet or unit."),
-    ("--size", "size", "Input size as HxW; the default is the model's."),
+    (
+        "--size",
+        "size",
+        "Input size as HxW; 48x* and native leave sides to each image. The default is the model's.",
+    ),
+    ("--multiple", "multiple", "Round what --size leaves to the image to multiples of so many."),
     ("--resize", "resize", "Way to the size: stretch, letterbox, short-side or fit-height."),
     ("--short-side", "short_side", "Short side in pixels before the centre crop."),
     ("--interpolation", "interpolation", "OpenCV's: nearest, linear, cubic, area or lanczos."),
@@ -359,8 +364,10 @@ def _with(
     return command
 
 
-def preprocess_from(words: dict[str, str | None]) -> Preprocess | None:
+def preprocess_from(words: dict[str, str | None]) -> Asked:
     """The preprocessing of a preset and the options that override it; None if none was given.
+
+    Options without a preset are given alone: the rest is the model's own.
 
     Raises:
         ConfigError: an unknown preset, or a word that is not a value of its option.
@@ -370,28 +377,35 @@ def preprocess_from(words: dict[str, str | None]) -> Preprocess | None:
     from deploy.feed.preprocess import Preprocess, with_options
     from deploy.feed.presets import preset
 
-    base = preset(words["preset"]) if words["preset"] else Preprocess()
     given: dict[str, object] = {
         key: words[key] for key in ("resize", "interpolation", "color", "layout") if words[key]
     }
     if words["size"]:
         given["size"] = size(words["size"])
-    if words["short_side"]:
-        given["short_side"] = _whole("--short-side", words["short_side"])
+    for key in ("short_side", "multiple"):
+        if text := words[key]:
+            given[key] = _whole(f"--{key.replace('_', '-')}", text)
     if words["scale"]:
         given["scale"] = _number("--scale", words["scale"])
     for key in ("mean", "std", "pad"):
         if text := words[key]:
             given[key] = tuple(_number(f"--{key}", part) for part in text.split(","))
-    return with_options(base, given)
+    if words["preset"]:
+        return with_options(preset(words["preset"]), given)
+    with_options(Preprocess(), given)  # what breaks a rule is told before a model is read
+    return given
 
 
-def size(text: str) -> tuple[int, int]:
-    """`HxW` as (height, width)."""
-    parts = text.lower().split("x")
+def size(text: str) -> Sides:
+    """`HxW` as (height, width); `*` and `native` as None."""
+    parts = ["*", "*"] if text.lower() == "native" else text.lower().split("x")
     if len(parts) != 2:
-        raise ConfigError(f"a size reads HxW, such as 224x224, got {text!r}")
-    return _whole("--size", parts[0]), _whole("--size", parts[1])
+        raise ConfigError(
+            f"a size reads HxW, such as 224x224, 48x* or native, got {text!r}; * leaves a side to"
+            " each image"
+        )
+    height, width = (None if part == "*" else _whole("--size", part) for part in parts)
+    return height, width
 
 
 def _whole(flag: str, text: str) -> int:

@@ -80,4 +80,6 @@ class PlacedObjects(Sequence[Objects]):
     def _placed(self, name: str) -> Objects:
         found, how = self._annotations.of(name), self._feed.preprocess
         assert how is not None
-        return replace(found, boxes=placed(found.boxes, found.size, how), size=sized(how, found.size).box)
+        return replace(
+            found, boxes=placed(found.boxes, found.size, how), size=sized(how, found.size).box
+        )

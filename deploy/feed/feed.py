@@ -19,13 +19,15 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import from_file, from_files, from_folder
 from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
 from deploy.feed.calibrator import CalibratorScript
+from deploy.feed.carried import Carried, Settled, settled
 from deploy.feed.choice import Choice, Limit, choice_of
 from deploy.feed.files import Files, files_of, labelled, listed
 from deploy.feed.images import shown
 from deploy.feed.loaders import called, items_of, pictured
 from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
-from deploy.feed.preprocess import Preprocess, describe, resolve
+from deploy.feed.preprocess import Asked, Preprocess, describe
+from deploy.feed.presets import in_words
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
 from deploy.feed.video import VideoSource, is_video
@@ -58,6 +60,7 @@ class Feed:
     Attributes:
         notes: what the user should know about how the feed was read.
         preprocess: the complete preprocessing, None for arrays.
+        origin: what said so, where it was the model; else empty.
         batch: size of the first dimension of every sample: 1, or what the model fixes.
         decodes: how many images or rows were read to be run, so far.
     """
@@ -72,6 +75,7 @@ class Feed:
         preprocess: Preprocess | None,
         skip_bad: bool,
         notes: Sequence[str],
+        origin: str = "",
     ) -> None:
         self._source = source
         self._chosen = tuple(chosen)
@@ -85,6 +89,7 @@ class Feed:
         self.decodes = 0
         self.batch = batch
         self.preprocess = preprocess
+        self.origin = origin
         self._notes = tuple(notes)
 
     def __len__(self) -> int:
@@ -296,7 +301,8 @@ def open_feed(
     source: FeedSource,
     specs: Sequence[TensorSpec],
     *,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
+    carried: Carried | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
     labels_by_folder: bool = False,
@@ -306,8 +312,9 @@ def open_feed(
     Args:
         source: as the module says.
         specs: the model's inputs.
-        preprocess: how images, of files or in memory, become inputs; None takes it from the input
-            and says so.
+        preprocess: how images, of files or in memory, become inputs, or some options of it; the
+            rest is what the model carries, else what its input tells, and said.
+        carried: what the model carries of that, `LoadedModel.carried`.
         skip_bad: go on without unreadable images and arrays with NaN, telling them in `notes`.
         limit: use at most so many, spread evenly over all, of a calibrator the first ones; or a
             `Choice` of them.
@@ -329,12 +336,12 @@ def open_feed(
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
         files = labelled(files)
     if files is not None and not files.arrays:
-        return _open_images(files, inputs, preprocess, skip_bad, choice)
+        return _open_images(files, inputs, preprocess, carried, skip_bad, choice)
     if isinstance(source, CalibratorScript):
         arrays = _handed_over(source, inputs, preprocess, choice)
         return _fed(arrays, choice, inputs, kind="arrays", skip_bad=skip_bad, notes=arrays.notes)
     if files is None and preprocess is not None:
-        return _open_pictured(source, inputs, preprocess, skip_bad, choice)
+        return _open_pictured(source, inputs, preprocess, carried, skip_bad, choice)
     if preprocess is not None:
         raise ConfigError(
             "files of arrays are fed as they are, got preprocessing for them; leave it away, or"
@@ -352,7 +359,7 @@ def _fed(
     kind: str,
     skip_bad: bool,
     notes: Sequence[str],
-    preprocess: Preprocess | None = None,
+    settled: Settled | None = None,
     usual: int = 1,
 ) -> Feed:
     chosen, said = choice.of(len(source), usual=usual)
@@ -361,9 +368,10 @@ def _fed(
         chosen,
         kind=kind,
         batch=fixed_batch(specs),
-        preprocess=preprocess,
+        preprocess=settled.how if settled else None,
         skip_bad=skip_bad,
-        notes=(*notes, *said),
+        notes=(*notes, *(settled.notes if settled else ()), *said),
+        origin=settled.origin if settled else "",
     )
 
 
@@ -391,7 +399,7 @@ def _arrays(
 def _handed_over(
     script: CalibratorScript,
     specs: tuple[TensorSpec, ...],
-    preprocess: Preprocess | None,
+    preprocess: Asked,
     choice: Choice,
 ) -> ArraySource:
     """What a calibrator gives; the first samples alone where nothing but a limit is asked for."""
@@ -406,13 +414,14 @@ def _handed_over(
 def _open_pictured(
     source: FeedSource,
     specs: tuple[TensorSpec, ...],
-    preprocess: Preprocess,
+    preprocess: Asked,
+    carried: Carried | None,
     skip_bad: bool,
     choice: Choice,
 ) -> Feed:
     """Pictures in memory, preprocessed as they are read once into a temporary file."""
-    how, said = _how(preprocess, specs)
-    ready = (a.astype(specs[0].dtype, copy=False) for a in pictured(items_of(source), how))
+    found = _how(preprocess, carried, specs)
+    ready = (a.astype(specs[0].dtype, copy=False) for a in pictured(items_of(source), found.how))
     arrays = from_iterable(ready, specs)
     return _fed(
         arrays,
@@ -420,14 +429,12 @@ def _open_pictured(
         specs,
         kind="pictures in memory",
         skip_bad=skip_bad,
-        notes=(*said, *arrays.notes),
-        preprocess=how,
+        notes=arrays.notes,
+        settled=found,
     )
 
 
-def _how(
-    preprocess: Preprocess | None, specs: tuple[TensorSpec, ...]
-) -> tuple[Preprocess, tuple[str, ...]]:
+def _how(preprocess: Asked, carried: Carried | None, specs: tuple[TensorSpec, ...]) -> Settled:
     """What makes the only input of pictures, and what the user should know.
 
     Raises:
@@ -439,32 +446,33 @@ def _how(
             f" {', '.join(describe(s) for s in specs)}; give a folder of .npz files with one array"
             " an input"
         )
-    how, said = resolve(preprocess, specs[0])
-    check_dtype(specs[0], how)
-    return how, said
+    found = settled(preprocess, carried, specs[0])
+    check_dtype(specs[0], found.how)
+    return found
 
 
 def _open_images(
     files: Files,
     specs: tuple[TensorSpec, ...],
-    preprocess: Preprocess | None,
+    preprocess: Asked,
+    carried: Carried | None,
     skip_bad: bool,
     choice: Choice,
 ) -> Feed:
     for picture in files.files:
         is_read(picture.path)
-    how, said = _how(preprocess, specs)
-    video = _video(files, specs[0], how)
+    found = _how(preprocess, carried, specs)
+    video = _video(files, specs[0], found.how)
     if video is None and not skip_bad:
         check_present([files.files[i] for i in choice.of(len(files.files))[0]], files.name)
     return _fed(
-        video or ImageSource(files.files, specs[0], how),
+        video or ImageSource(files.files, specs[0], found.how),
         choice,
         specs,
         kind="images",
         skip_bad=skip_bad,
-        notes=(*files.notes, *said),
-        preprocess=how,
+        notes=files.notes,
+        settled=found,
         usual=video.a_second if video else 1,
     )
 
@@ -486,6 +494,19 @@ def _video(files: Files, spec: TensorSpec, how: Preprocess) -> VideoSource | Non
     return VideoSource(films[0].path, spec, how)
 
 
+def prepared(feed: Feed) -> str:
+    """How pictures become inputs, and what said so where it was the model; empty for arrays."""
+    if feed.preprocess is None:
+        return ""
+    return f"{in_words(feed.preprocess)}{f'; from {feed.origin}' if feed.origin else ''}"
+
+
+def as_read(feed: Feed) -> tuple[str, ...]:
+    """`prepared` and the notes, where no report has a place of its own for them."""
+    how = prepared(feed)
+    return (*((f"pictures: {how}",) if how else ()), *feed.notes)
+
+
 def _evenly(indices: Sequence[int], most: int) -> list[int]:
     """At most so many, spread evenly over all."""
     count = min(most, len(indices))
@@ -504,4 +525,4 @@ def _join(group: list[Sample]) -> Sample:
     return joined
 
 
-__all__ = ["Feed", "FeedSource", "Sample", "open_feed"]
+__all__ = ["Feed", "FeedSource", "Sample", "as_read", "open_feed", "prepared"]
