@@ -14,7 +14,7 @@ from typing import Any
 from deploy.errors import ConfigError
 from deploy.feed.preprocess import Preprocess, Size
 from deploy.frontends.metadata import timm
-from deploy.frontends.metadata.values import Found, Said, numbers, shown, table, whole, word
+from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, table, word
 
 FILE = "preprocessor_config.json"
 # Pillow's: nearest, lanczos, bilinear, bicubic, box, hamming
@@ -62,7 +62,11 @@ def _normalised(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
     return replace(
         how,
         color="bgr" if _flag(data, "do_flip_channel_order", False) else "rgb",
-        scale=1.0 if not scaled else 1 / 255 if factor is None else numbers(factor, "factor")[0],
+        scale=1.0
+        if not scaled
+        else 1 / 255
+        if factor is None
+        else single(factor, "rescale_factor"),
         mean=numbers(data.get("image_mean"), "image_mean") if normal else (0.0,),
         std=numbers(data.get("image_std"), "image_std") if normal else (1.0,),
     )
@@ -70,16 +74,16 @@ def _normalised(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
 
 def _placed(data: Mapping[str, Any], kind: str) -> Preprocess:
     """How a picture gets to its size."""
-    resample = whole(data.get("resample", 2), "resample")[0]
+    resample = single(data.get("resample", 2), "resample")
     size, crop = data.get("size"), _flag(data, "do_center_crop", False)
-    if not _flag(data, "do_resize", True) or not 0 <= resample < len(_RESAMPLE):
-        raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample}")
-    how = Preprocess(interpolation=_RESAMPLE[resample])
+    if not _flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
+        raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample:g}")
+    how = Preprocess(interpolation=_RESAMPLE[int(resample)])
     sides = size if isinstance(size, dict) else {"height": size, "width": size}
     if set(sides) == {"height", "width"} and not crop:
         return replace(how, default_size=_both(sides, "size"))
     if set(sides) == {"shortest_edge"}:
-        short = whole(sides["shortest_edge"], "shortest_edge")[0]
+        short = int(single(sides["shortest_edge"], "shortest_edge"))
         if crop:
             cropped = _both(data.get("crop_size"), "crop_size")
             return replace(how, resize="short-side", short_side=short, default_size=cropped)
@@ -95,7 +99,7 @@ def _of_convnext(how: Preprocess, side: int, share: object) -> Preprocess:
     """`ConvNextImageProcessor`: from 384 on stretched, below it cropped by a share."""
     if side >= 384:
         return replace(how, default_size=(side, side))
-    part = 224 / 256 if share is None else numbers(share, "crop_pct")[0]
+    part = 224 / 256 if share is None else single(share, "crop_pct")
     if not 0 < part <= 1:
         raise ConfigError(f"its crop_pct must be a share up to 1, got {part:g}")
     return replace(how, resize="short-side", short_side=int(side / part), default_size=(side, side))
@@ -104,8 +108,7 @@ def _of_convnext(how: Preprocess, side: int, share: object) -> Preprocess:
 def _both(value: object, name: str) -> Size:
     """(height, width) of a mapping, or of one number."""
     sides = value if isinstance(value, dict) else {"height": value, "width": value}
-    height, width = (whole(sides.get(key), name)[0] for key in ("height", "width"))
-    return height, width
+    return int(single(sides.get("height"), name)), int(single(sides.get("width"), name))
 
 
 def _flag(data: Mapping[str, Any], name: str, default: bool) -> bool:

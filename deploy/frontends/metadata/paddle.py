@@ -1,8 +1,9 @@
 """Paddle's models: PaddleOCR's recognisers by their metadata, PaddleDetection's by `infer_cfg.yml`.
 
 Source: RapidOCR puts the characters of a text recogniser into the metadata as "character"; its
-pictures are read as `RecResizeImg` of PaddleOCR does. (Layout models have their classes there:
-told apart by the input's height.) `ppdet/engine/export_utils.py` writes the operators of
+pictures are read as `RecResizeImg` of PaddleOCR does, 48 pixels high where the model leaves that
+open, as it is from PP-OCRv3 on. (Layout models have the names of their classes there: words, not
+characters.) `ppdet/engine/export_utils.py` writes the operators of
 `deploy/python/preprocess.py` into the `Preprocess` of `infer_cfg.yml`, by PyYAML's `dump`, whose
 form is read here and nothing else of YAML.
 """
@@ -15,11 +16,12 @@ from dataclasses import replace
 from deploy.errors import ConfigError
 from deploy.feed.preprocess import INTERPOLATIONS, Preprocess
 from deploy.feed.presets import preset
-from deploy.frontends.metadata.values import Found, Said, numbers, shown, whole
+from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, whole
 
 FILE = "infer_cfg.yml"
 _SECTION = "Preprocess"
 _HEIGHTS = (32, 48)  # of a text line, in PaddleOCR's recognisers
+_FEWEST = 10  # characters of a script: the digits
 _MOST_LINES = 200
 _KEYS = {
     "Resize": {"target_size", "keep_ratio", "interp"},
@@ -30,14 +32,17 @@ _OPENCV = dict(enumerate(INTERPOLATIONS))  # OpenCV's numbers of them, in its or
 
 
 def read_characters(found: Found) -> Said | None:
-    """Lines of text, where the model has characters and an input as high as a line."""
-    if "character" not in found.properties or len(found.shape) != 4:
+    """Lines of text, where the model has characters and an input of their shape; else None."""
+    entries = found.properties.get("character", "").splitlines()
+    single = sum(len(entry) <= 1 for entry in entries)
+    if len(entries) < _FEWEST or single < 0.9 * len(entries) or len(found.shape) != 4:
         return None
     _, channels, height, width = found.shape
-    if channels != 3 or height not in _HEIGHTS or (width is not None and width < 2 * height):
+    height = _HEIGHTS[-1] if height is None else height
+    width = 320 if width is None else width
+    if channels != 3 or height not in _HEIGHTS or width < 2 * height:
         return None
-    size = (height, 320 if width is None else width)
-    return Said(replace(preset("ppocr-rec"), default_size=size))
+    return Said(replace(preset("ppocr-rec"), default_size=(height, width)))
 
 
 def read(found: Found) -> Said | None:
@@ -62,13 +67,15 @@ def read(found: Found) -> Said | None:
 
 def _resized(step: dict[str, object]) -> Preprocess:
     size = whole(step.get("target_size"), "target_size")
-    kind = whole(step.get("interp", 1), "interp")[0]
+    kind = single(step.get("interp", 1), "interp")
     if step.get("keep_ratio", True) is not False or len(size) > 2 or kind not in _OPENCV:
         raise ConfigError(
             "its Resize must have a target_size and keep_ratio false, got keep_ratio"
             f" {shown(step.get('keep_ratio', True))}"
         )
-    return Preprocess(default_size=(size[0], size[-1]), interpolation=_OPENCV[kind], color="rgb")
+    return Preprocess(
+        default_size=(size[0], size[-1]), interpolation=_OPENCV[int(kind)], color="rgb"
+    )
 
 
 def _normalised(how: Preprocess, step: dict[str, object] | None) -> Preprocess:

@@ -14,7 +14,7 @@ from typing import Any
 
 from deploy.errors import ConfigError
 from deploy.feed.preprocess import Preprocess
-from deploy.frontends.metadata.values import Found, Said, numbers, shown, table, whole, word
+from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, table, whole, word
 
 FILE = "config.json"
 # Pillow smooths when it shrinks, as OpenCV's area does and its linear and cubic do not
@@ -59,7 +59,7 @@ def how_of(data: Mapping[str, Any]) -> Preprocess:
     if max(map(abs, mean)) > 1 or max(std) > 1:
         raise ConfigError(f"its mean and std must be those of pixels / 255, got {shown(mean)}")
     depth, side = _input(data.get("input_size"))
-    share = 0.875 if data.get("crop_pct") is None else numbers(data["crop_pct"], "crop_pct")[0]
+    share = 0.875 if data.get("crop_pct") is None else single(data["crop_pct"], "crop_pct")
     mode, kind = data.get("crop_mode") or "center", word(data.get("interpolation") or "bicubic")
     squashed = mode == "squash" and share == 1
     if kind not in INTERPOLATIONS or not 0 < share <= 1 or not (mode == "center" or squashed):

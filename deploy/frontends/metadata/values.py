@@ -102,6 +102,18 @@ def whole(value: object, name: str) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
+def single(value: object, name: str) -> float:
+    """One number.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    found = numbers(value, name)
+    if len(found) > 1:
+        raise ConfigError(f"its {name} must be one number, got {shown(value)}")
+    return found[0]
+
+
 def word(value: object) -> str:
     """A version or a name where it is a plain one, else nothing."""
     return value if isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,32}", value) else ""
