@@ -48,6 +48,7 @@ from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Asked
+from deploy.feed.raw import RawFiles
 from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
@@ -91,8 +92,8 @@ def calibrate(
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not.
-        images: folder, list file, image, .npy, .npz, a `CalibratorScript`, or an iterable of
-            arrays or {input: array} dicts.
+        images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
+            iterable of arrays or {input: array} dicts.
         targets: names of `TARGETS`, or targets with options of their own.
         method: name of a search, or a `Method` with parameters; None is the default one.
         preprocess: how images become inputs, or some options of it by name; the rest is what the
@@ -207,7 +208,7 @@ def _calibrated(
     return Calibrated(
         subject=subject,
         images=str(images)
-        if isinstance(images, str | Path | CalibratorScript)
+        if isinstance(images, str | Path | CalibratorScript | RawFiles)
         else "arrays in memory",
         feed=feed,
         ranges=ranges,

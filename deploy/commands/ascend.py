@@ -166,9 +166,9 @@ def auto(
     if verbose:
         say(found.cost)
     evaluation = found.feed
-    if eval_images:
+    if held := images.alike(eval_images):
         evaluation = open_feed(
-            eval_images,
+            held,
             found.loaded.inputs,
             preprocess=images.preprocess,
             carried=found.loaded.carried,

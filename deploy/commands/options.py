@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deploy.calibration.search import Method
     from deploy.feed.choice import Limit
     from deploy.feed.preprocess import Asked, Sides
+    from deploy.feed.raw import RawFiles
     from deploy.targets import Target
 
 SOURCES = (
@@ -36,7 +37,7 @@ class ImageOptions:
     """What `image_options` and `feed_options` gather from the command line.
 
     Attributes:
-        source: of the images; "" where a script feeds.
+        source: of the images, with the form of raw files where it is said; "" where a script feeds.
         script: `file.py:function` of a TensorRT calibrator; "" where images do.
         limit: which samples are used.
         skip_bad: whether to go on without unreadable images.
@@ -44,12 +45,18 @@ class ImageOptions:
         threads: worker threads.
     """
 
-    source: str
+    source: str | RawFiles
     script: str
     limit: Limit
     skip_bad: bool
     preprocess: Asked
     threads: int
+
+    def alike(self, path: str | None) -> str | RawFiles | None:
+        """Images of another option, as `deploy.feed.raw.alike`."""
+        from deploy.feed.raw import alike
+
+        return path if path is None or isinstance(self.source, str) else alike(self.source, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +139,52 @@ _NAMES = {
     "color": among_those_of("deploy.feed.preprocess", "COLORS"),
     "layout": among_those_of("deploy.feed.preprocess", "LAYOUTS"),
 }
+
+
+_RAW = (
+    sections.option(
+        "--raw-shape",
+        section=sections.IMAGES,
+        metavar="DIMS",
+        help="Shape of a sample in .bin and .raw files, such as 1x3x224x224; of pictures 480x640x3."
+        "  [default: the input's]",
+    ),
+    sections.option(
+        "--raw-dtype",
+        section=sections.IMAGES,
+        metavar="NAME",
+        shell_complete=among_those_of("deploy.feed.raw", "DTYPES"),
+        help="Their dtype, little-endian, such as float16; uint8 are pictures, unless the input is"
+        " of uint8 and no preprocessing is asked for.  [default: the input's]",
+    ),
+)
+
+
+def raw_options(command: Command) -> Command:
+    """Add the form of files without a header; `raw_from` gathers it."""
+    for option in reversed(_RAW):
+        command = option(command)
+    return command
+
+
+def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
+    """Take the words of `raw_options` out of a command's; the source in the form that they say.
+
+    Raises:
+        ConfigError: as `RawFiles`, or a shape that does not read as one.
+    """
+    shape, dtype = words.pop("raw_shape"), words.pop("raw_dtype")
+    if shape is None and dtype is None:
+        return source
+    if not source:
+        raise ConfigError(
+            "--raw-shape and --raw-dtype are of the files of --images, which was not given; leave"
+            " them away"
+        )
+    from deploy.feed.raw import RawFiles
+
+    sides = None if shape is None else tuple(_whole("--raw-shape", s) for s in shape.split("x"))
+    return RawFiles(source, shape=sides, dtype=dtype)
 
 
 def preprocess_options(command: Command) -> Command:
@@ -232,7 +285,7 @@ def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[.
         source, script = words.pop("images"), words.pop("calibrator_script", None)
         _refuse_feeds(source, script)
         images = ImageOptions(
-            source=source or "",
+            source=raw_from(words, source or ""),
             script=script or "",
             limit=limit_from(words),
             skip_bad=words.pop("skip_bad"),
@@ -251,6 +304,7 @@ def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[.
         ),
         *((calibrator_script_option,) if scripts else ()),
         preprocess_options,
+        raw_options,
         limit_options,
         skip_bad_option,
         sections.option(

@@ -12,6 +12,7 @@ from deploy.explanation.written import beside, is_file, read_build
 from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Asked, Preprocess, with_options
+from deploy.feed.raw import RawFiles
 from deploy.frontends import LoadedModel, load
 from deploy.machine import default_threads
 from deploy.repairs import REPAIRS
@@ -124,7 +125,10 @@ def _preprocess(found: Explanation, images: FeedSource) -> Preprocess | None:
     Raises:
         ConfigError: what the report has is no preprocessing.
     """
-    arrays = not isinstance(images, str | Path) or Path(images).suffix.lower() in _ARRAYS
+    if isinstance(images, RawFiles):
+        arrays = images.dtype != "uint8"
+    else:
+        arrays = not isinstance(images, str | Path) or Path(images).suffix.lower() in _ARRAYS
     if arrays or not found.preprocess:
         return None
     try:

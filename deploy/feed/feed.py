@@ -28,6 +28,7 @@ from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
 from deploy.feed.preprocess import Asked, Preprocess, describe
 from deploy.feed.presets import in_words
+from deploy.feed.raw import RawFiles, as_arrays, as_pictures, refuse_others
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
 from deploy.feed.video import VideoSource, is_video
@@ -36,7 +37,13 @@ from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
 KEPT = 8  # samples that stay in memory: for shapes, latency runs, figures of inner tensors
-FeedSource = str | os.PathLike[str] | CalibratorScript | Iterable[Any] | Callable[[], Any]
+_AS_THEY_ARE = (
+    "files of arrays are fed as they are, got preprocessing for them; leave it away, or feed images"
+    " (of raw files, --raw-dtype uint8 says that they are)"
+)
+FeedSource = (
+    str | os.PathLike[str] | RawFiles | CalibratorScript | Iterable[Any] | Callable[[], Any]
+)
 
 
 class Source(Protocol):
@@ -330,11 +337,13 @@ def open_feed(
     choice = choice_of(limit)
     if isinstance(source, str | os.PathLike) and (given := called(str(source))) is not None:
         source = cast("FeedSource", given)
-    files = _files(source)
+    files = _files(source.path if isinstance(source, RawFiles) else source)
     if labels_by_folder:
         if files is None:
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
         files = labelled(files)
+    if isinstance(source, RawFiles) and files is not None:
+        return _open_raw(source, files, inputs, preprocess, carried, skip_bad, choice)
     if files is not None and not files.arrays:
         return _open_images(files, inputs, preprocess, carried, skip_bad, choice)
     if isinstance(source, CalibratorScript):
@@ -343,10 +352,7 @@ def open_feed(
     if files is None and preprocess is not None:
         return _open_pictured(source, inputs, preprocess, carried, skip_bad, choice)
     if preprocess is not None:
-        raise ConfigError(
-            "files of arrays are fed as they are, got preprocessing for them; leave it away, or"
-            " feed images"
-        )
+        raise ConfigError(_AS_THEY_ARE)
     arrays = _arrays(source, files, inputs, skip_bad)
     return _fed(arrays, choice, inputs, kind="arrays", skip_bad=skip_bad, notes=arrays.notes)
 
@@ -394,6 +400,42 @@ def _arrays(
         is_read(files.files[0].path)
         return from_file(files.files[0].path, specs)
     return from_files(files.files, specs, files.name, skip_bad=skip_bad)
+
+
+def _open_raw(
+    raw: RawFiles,
+    files: Files,
+    specs: tuple[TensorSpec, ...],
+    preprocess: Asked,
+    carried: Carried | None,
+    skip_bad: bool,
+    choice: Choice,
+) -> Feed:
+    """Files without a header, whose shape and dtype are said."""
+    refuse_others(files)
+    if len(specs) != 1:
+        raise ConfigError(
+            f"a raw shape and dtype are of one input, the model has {len(specs)}; write .npy files,"
+            " which say theirs"
+        )
+    (spec,) = specs
+    held = _arrays(raw.path, files, (raw.held(spec),), skip_bad)
+    if not raw.pictures(spec, asked=preprocess is not None):
+        if preprocess is not None:
+            raise ConfigError(_AS_THEY_ARE)
+        return _fed(
+            as_arrays(held, spec), choice, specs, kind="arrays", skip_bad=skip_bad, notes=held.notes
+        )
+    found = _how(preprocess, carried, specs)
+    return _fed(
+        as_pictures(held, spec, found.how),
+        choice,
+        specs,
+        kind="raw pictures",
+        skip_bad=skip_bad,
+        notes=held.notes,
+        settled=found,
+    )
 
 
 def _handed_over(

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from deploy.feed.choice import Limit
-from deploy.feed.feed import open_feed
+from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Asked
 from deploy.tensors import TensorSpec
 
 
 def batches_of(
-    images: str,
+    images: FeedSource,
     inputs: Sequence[torch.Tensor],
     preprocess: Asked = None,
     limit: Limit = None,
