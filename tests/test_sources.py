@@ -347,6 +347,52 @@ class OwnReader:
         return {"x": self.left.pop(0)[None]} if self.left else None
 
 
+class Batched:
+    """As a dataset of TensorFlow's iterates: tensors with `numpy`, (inputs, labels)."""
+
+    def __iter__(self):
+        return iter([(Tensor(BATCH[:4]), LABELS[:4]), (Tensor(BATCH[4:]), LABELS[4:])])
+
+
+class Rows:
+    """As a dataset of Hugging Face: rows by number, and names of columns."""
+
+    column_names = ("x", "label")
+
+    def __len__(self):
+        return len(BATCH)
+
+    def __getitem__(self, row):
+        return {"x": BATCH[row], "label": row}
+
+    def __iter__(self):
+        return (self[row] for row in range(len(self)))
+
+
+class FeedDicts:
+    """As a loader of polygraphy's: a feed_dict an iteration."""
+
+    def __getitem__(self, index):
+        if index >= len(BATCH):
+            raise IndexError
+        return {"x": BATCH[index][None]}
+
+    def __iter__(self):
+        return map(self.__getitem__, range(len(BATCH)))
+
+
+def torch_loader(*, labels):
+    """PyTorch's own loader over tensors, of three samples a batch."""
+    torch = pytest.importorskip("torch")
+    tensors = [torch.from_numpy(BATCH), *([torch.arange(6)] if labels else [])]
+    data = torch.utils.data.TensorDataset(*tensors)
+    return torch.utils.data.DataLoader(data, batch_size=3)
+
+
+def yielding():
+    yield from BATCH
+
+
 LABELS = np.arange(6)
 
 
@@ -363,13 +409,29 @@ LABELS = np.arange(6)
         pytest.param(lambda: iter(BATCH), "", id="a function"),
         pytest.param(OwnReader(), "", id="get_next"),
         pytest.param(OwnReader, "", id="a class of readers"),
+        pytest.param(yielding, "", id="a function that yields"),
+        pytest.param(lambda: {"x": BATCH}, "", id="a function that gives a mapping"),
+        pytest.param(Batched(), "number 2", id="a dataset of TensorFlow's"),
+        pytest.param(Rows(), "'label'", id="a dataset of Hugging Face's"),
+        pytest.param(FeedDicts(), "", id="a loader of polygraphy's"),
+        pytest.param(lambda: torch_loader(labels=True), "number 2", id="a torch DataLoader"),
+        pytest.param(lambda: torch_loader(labels=False), "", id="a torch DataLoader of [x]"),
     ],
 )
 def test_what_python_hands_over(source, left):
     feed, samples = fed(source)
     same(samples)
+    assert not any(note.startswith("no preprocessing") for note in feed.notes)
     said = [note for note in feed.notes if note.startswith("left out of the items")]
     assert (f"as no input has it: {left}" in said[0]) if left else not said
+
+
+def test_arrays_of_different_widths_from_python():
+    given = [BATCH[:2, :, :, :width] for width in (5, 16, 9)]
+    _, samples = fed(given, TensorSpec("x", "float32", ("n", 3, 16, "w")))
+    assert [one["x"].shape[3] for one in samples] == [5, 5, 16, 16, 9, 9]
+    with pytest.raises(FeedError, match=r"one shape, .*; export the model with an open batch"):
+        fed(given[1:], TensorSpec("x", "float32", (4, 3, 16, "w")))
 
 
 def test_lists_of_numbers_are_arrays():
@@ -425,6 +487,8 @@ PICTURES = np.random.default_rng(9).integers(0, 256, (5, 16, 16, 3), np.uint8)
         pytest.param(list(PICTURES), id="listed"),
         pytest.param([(one, 3) for one in PICTURES], id="with a label"),
         pytest.param([{"image": one, "label": 3} for one in PICTURES], id="rows of a dataset"),
+        pytest.param(lambda: iter(PICTURES), id="a function"),
+        pytest.param([Tensor(one) for one in PICTURES], id="tensors"),
     ],
 )
 def test_pictures_in_memory_are_preprocessed_as_files(source, tmp_path):

@@ -561,7 +561,8 @@ def _join(group: list[Sample]) -> Sample:
         shapes = {s[name].shape for s in group}
         if len(shapes) > 1:
             raise FeedError(
-                f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r}"
+                f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r};"
+                " export the model with an open batch, or give all one size"
             )
         joined[name] = first if not first.shape else np.concatenate([s[name] for s in group])
     return joined
