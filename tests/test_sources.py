@@ -381,14 +381,6 @@ class FeedDicts:
         return map(self.__getitem__, range(len(BATCH)))
 
 
-def torch_loader(*, labels):
-    """PyTorch's own loader over tensors, of three samples a batch."""
-    torch = pytest.importorskip("torch")
-    tensors = [torch.from_numpy(BATCH), *([torch.arange(6)] if labels else [])]
-    data = torch.utils.data.TensorDataset(*tensors)
-    return torch.utils.data.DataLoader(data, batch_size=3)
-
-
 def yielding():
     yield from BATCH
 
@@ -414,8 +406,6 @@ LABELS = np.arange(6)
         pytest.param(Batched(), "number 2", id="a dataset of TensorFlow's"),
         pytest.param(Rows(), "'label'", id="a dataset of Hugging Face's"),
         pytest.param(FeedDicts(), "", id="a loader of polygraphy's"),
-        pytest.param(lambda: torch_loader(labels=True), "number 2", id="a torch DataLoader"),
-        pytest.param(lambda: torch_loader(labels=False), "", id="a torch DataLoader of [x]"),
     ],
 )
 def test_what_python_hands_over(source, left):
