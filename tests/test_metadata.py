@@ -241,7 +241,11 @@ def test_what_is_asked_stands_before_what_is_carried():
     )
     same = Preprocess(size=(320, 320), resize="letterbox", pad=(114,), scale=1, std=(255,))
     assert settled(same, said, spec).notes == ()  # however it is written
-    assert settled({}, None, TensorSpec("x", "float32", (1, 3, 8, 8))).how.size == (8, 8)
+    assert settled("imagenet", said, spec).how == other.how
+    with pytest.raises(ConfigError, match=r"or options by name .*, got int"):
+        settled(5, None, spec)
+    bare = settled({}, None, TensorSpec("x", "float32", (1, 3, 8, 8)))
+    assert bare.notes[0].startswith("no preprocessing was given")
 
 
 def test_a_size_that_is_not_the_inputs():

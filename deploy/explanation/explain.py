@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
 
 def _asked(preprocess: Asked, known: Preprocess | None) -> Asked:
     """What is asked, on what is known of the build."""
-    if known is None or isinstance(preprocess, Preprocess):
+    if known is None or not isinstance(preprocess, Mapping | None):
         return preprocess
     return with_options(known, preprocess or {})
 

@@ -7,11 +7,12 @@ them differ, it is said.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.preprocess import Asked, Preprocess, by, resolve, with_options
+from deploy.feed.presets import preset
 from deploy.tensors import TensorSpec
 
 
@@ -52,17 +53,34 @@ def settled(asked: Asked, carried: Carried | None, spec: TensorSpec) -> Settled:
         ConfigError, FeedError: as `with_options` and `resolve`.
     """
     theirs, notes = _understood(carried, spec)
+    if isinstance(asked, str):
+        asked = preset(asked)
     if isinstance(asked, Preprocess):
         how, said = resolve(asked, spec)
         return Settled(how, notes=(*_differing(how, theirs, carried), *said))
-    options = {name: value for name, value in (asked or {}).items() if value is not None}
+    options = {name: value for name, value in _named(asked) if value is not None}
     if theirs is None or carried is None:
-        base = with_options(Preprocess(), options) if asked is not None else None
-        how, said = resolve(base, spec)
+        how, said = resolve(with_options(Preprocess(), options) if options else None, spec)
         return Settled(how, notes=(*notes, *said))
     how, _ = resolve(with_options(_without(theirs, options), options), spec)
     but = f", but for {enumerated(list(options))}" if options else ""
     return Settled(how, origin=f"{carried.source}{but}", notes=notes)
+
+
+def _named(asked: object) -> Iterable[tuple[str, object]]:
+    """Options by name.
+
+    Raises:
+        ConfigError: it is no mapping of them.
+    """
+    if asked is None:
+        return ()
+    if not isinstance(asked, Mapping):
+        raise ConfigError(
+            "preprocessing is a Preprocess, a preset's name, or options by name such as"
+            f" {{'size': (224, 224)}}, got {type(asked).__name__}"
+        )
+    return asked.items()
 
 
 def _understood(

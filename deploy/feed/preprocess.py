@@ -137,9 +137,9 @@ class Preprocess:
         return with_options(cls(), data)
 
 
-Asked = Preprocess | Mapping[str, object] | None
-"""What functions that open a feed take: all of it; options by name, of which the rest is the
-model's own; or nothing."""
+Asked = Preprocess | str | Mapping[str, object] | None
+"""What functions that open a feed take: all of it; a preset's name; options by name, of which the
+rest is the model's own; or nothing."""
 
 
 def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
