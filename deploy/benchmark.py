@@ -15,8 +15,9 @@ import numpy as np
 from deploy.errors import ConfigError
 from deploy.feed.carried import Carried
 from deploy.feed.choice import Limit
-from deploy.feed.feed import Feed, FeedSource, as_read, open_feed
+from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Asked
+from deploy.feed.told import as_read
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.reader import model_bytes, parse_model
 from deploy.machine import memory_bytes, this_machine

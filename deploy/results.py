@@ -17,7 +17,7 @@ from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 from deploy import atomic, manifest
 from deploy.calibration.versions import of_feed
-from deploy.feed.feed import prepared
+from deploy.feed.told import prepared
 from deploy.graph.saturation import Bounds
 from deploy.machine import this_machine
 from deploy.report import (

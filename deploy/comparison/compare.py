@@ -11,8 +11,9 @@ from deploy.comparison.parting import Layer, Parting
 from deploy.comparison.sums import Figures, Sums
 from deploy.errors import ConfigError
 from deploy.feed.choice import Limit
-from deploy.feed.feed import FeedSource, as_read, open_feed
+from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Asked
+from deploy.feed.told import as_read
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.reader import read_model
 from deploy.graph.edit import with_outputs

@@ -27,7 +27,6 @@ from deploy.feed.loaders import called, items_of, pictured
 from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
 from deploy.feed.preprocess import Asked, Preprocess, describe
-from deploy.feed.presets import in_words
 from deploy.feed.raw import RawFiles, as_arrays, as_pictures, refuse_others
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
@@ -536,19 +535,6 @@ def _video(files: Files, spec: TensorSpec, how: Preprocess) -> VideoSource | Non
     return VideoSource(films[0].path, spec, how)
 
 
-def prepared(feed: Feed) -> str:
-    """How pictures become inputs, and what said so where it was the model; empty for arrays."""
-    if feed.preprocess is None:
-        return ""
-    return f"{in_words(feed.preprocess)}{f'; from {feed.origin}' if feed.origin else ''}"
-
-
-def as_read(feed: Feed) -> tuple[str, ...]:
-    """`prepared` and the notes, where no report has a place of its own for them."""
-    how = prepared(feed)
-    return (*((f"pictures: {how}",) if how else ()), *feed.notes)
-
-
 def _evenly(indices: Sequence[int], most: int) -> list[int]:
     """At most so many, spread evenly over all."""
     count = min(most, len(indices))
@@ -568,4 +554,4 @@ def _join(group: list[Sample]) -> Sample:
     return joined
 
 
-__all__ = ["Feed", "FeedSource", "Sample", "as_read", "open_feed", "prepared"]
+__all__ = ["Feed", "FeedSource", "Sample", "open_feed"]

@@ -57,7 +57,8 @@ class RawFiles:
     def __post_init__(self) -> None:
         shape = self.shape
         if shape is not None and not (
-            1 <= len(shape) <= _MOST_DIMS and all(0 < side < 1 << 31 for side in shape)
+            1 <= len(shape) <= _MOST_DIMS
+            and all(isinstance(side, int) and 0 < side < 1 << 31 for side in shape)
         ):
             raise ConfigError(
                 f"a raw shape must be of 1 to {_MOST_DIMS} sides from 1, got {list(shape)}; give"
