@@ -350,11 +350,12 @@ def test_the_first_screen_says_where_the_preset_came_from(yolo, pictures, tmp_pa
     assert {one.key for one in built.metadata_props} >= set(YOLO)
 
 
-def test_bench_compare_and_explain_follow_it_too(yolo, pictures, tmp_path, run):
+def test_the_other_commands_follow_it_too(yolo, pictures, tmp_path, run):
     out = tmp_path / "o"
     assert run("build", yolo, "--images", pictures, *QUICK, "--out", out)[0] == 0
     engine = out / "yolo.int8.onnx"
-    for words in (("bench", engine, "--duration", 0), ("compare", yolo, engine)):
+    cache = "calibrate", yolo, "--out", tmp_path / "c.cache"
+    for words in (cache, ("bench", engine, "--duration", 0), ("compare", yolo, engine)):
         code, said, err = run(*words, "--images", pictures)
         assert code == 0, err
         assert "from the model's metadata (Ultralytics" in " ".join(said.split())
