@@ -17,9 +17,13 @@ from typing import Protocol
 
 import deploy.report.figures as figures
 from deploy.errors import BackendError, ConfigError
+from deploy.feed.carried import Carried
 from deploy.feed.choice import Limit
 from deploy.feed.feed import KEPT, Feed, FeedSource, open_feed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Asked
+from deploy.feed.told import as_read
+from deploy.frontends.metadata import carried_of
+from deploy.frontends.reader import model_bytes, parse_model
 from deploy.machine import this_machine, usable_cores
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.inputs import (
@@ -70,7 +74,7 @@ def bench(
     profile: bool = False,
     runtime: str = "onnxruntime",
     images: FeedSource | None = None,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     limit: Limit = None,
     skip_bad: bool = False,
     progress: bool = False,
@@ -93,7 +97,8 @@ def bench(
         runtime: "openvino" runs the engine there too, beside ONNX Runtime.
         images: run on these, as `deploy.pipeline.build` takes them, and compare the outputs of
             the second session with those of the first; None makes up random inputs.
-        preprocess: how images become inputs; None takes it from the engine's input.
+        preprocess: how images become inputs, or some options of it; the rest is what the models'
+            metadata says, else what their input tells.
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         progress: draw a bar on stderr where this takes over two seconds.
@@ -130,9 +135,17 @@ def bench(
         notes = tuple(map(_recalled, taken, taken.values()))
         feeds = _random(specs, {**taken, **(shapes or {})}, seed)
     else:
-        feed = open_feed(images, specs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+        feed = open_feed(
+            images,
+            specs,
+            preprocess=preprocess,
+            carried=next(filter(None, map(_carried, paths.values())), None),
+            skip_bad=skip_bad,
+            limit=limit,
+        )
         feeds = _real(feed)
         judged = _judged(sessions, feed, progress=progress)
+        notes = as_read(feed)
     asked: list[int | None] = [*sorted(set(batches))] or [None]
     found = {
         batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s, progress)
@@ -192,6 +205,13 @@ def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tupl
         session = target.open(path, threads=threads)
         taken.append((time.perf_counter() - start) * 1e3)
     return session, min(taken)
+
+
+def _carried(path: Path) -> Carried | None:
+    """What an ONNX model carries of how pictures become its input; None of another engine."""
+    if path.suffix.lower() != ".onnx":
+        return None
+    return carried_of(parse_model(model_bytes(path), str(path)), path)
 
 
 def _runtime(path: Path, targets: Sequence[Target]) -> Target:

@@ -47,7 +47,8 @@ from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.manifest import Changed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Asked
+from deploy.feed.raw import RawFiles
 from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
@@ -79,7 +80,7 @@ def calibrate(
     *,
     targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
@@ -91,11 +92,12 @@ def calibrate(
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not.
-        images: folder, list file, image, .npy, .npz, a `CalibratorScript`, or an iterable of
-            arrays or {input: array} dicts.
+        images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
+            iterable of arrays or {input: array} dicts.
         targets: names of `TARGETS`, or targets with options of their own.
         method: name of a search, or a `Method` with parameters; None is the default one.
-        preprocess: how images become inputs; None takes it from the model's input.
+        preprocess: how images become inputs, or some options of it by name; the rest is what the
+            model's metadata says, else what its input tells.
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: go on without unreadable images.
         limit: use at most so many images, or a `Choice` of them.
@@ -132,7 +134,7 @@ def _calibrated(
     *,
     targets: Sequence[Target],
     method: str | Method | None,
-    preprocess: Preprocess | None,
+    preprocess: Asked,
     policy: CachePolicy,
     skip_bad: bool,
     limit: Limit,
@@ -153,7 +155,14 @@ def _calibrated(
     """
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
-    feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    feed = open_feed(
+        images,
+        loaded.inputs,
+        preprocess=preprocess,
+        carried=loaded.carried,
+        skip_bad=skip_bad,
+        limit=limit,
+    )
     feed.remember(*remember)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
@@ -199,7 +208,7 @@ def _calibrated(
     return Calibrated(
         subject=subject,
         images=str(images)
-        if isinstance(images, str | Path | CalibratorScript)
+        if isinstance(images, str | Path | CalibratorScript | RawFiles)
         else "arrays in memory",
         feed=feed,
         ranges=ranges,
@@ -225,7 +234,7 @@ def build(
     out: Path | str = "build",
     targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
     labels: Sequence[int] | Annotations | str | None = None,
@@ -288,6 +297,7 @@ def build(
             eval_images,
             loaded.inputs,
             preprocess=preprocess,
+            carried=loaded.carried,
             skip_bad=skip_bad,
             labels_by_folder=labels == BY_FOLDER,
         )

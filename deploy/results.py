@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import deploy.report.speed as speed
 from deploy import atomic, manifest
 from deploy.calibration.versions import of_feed
-from deploy.feed.presets import in_words
+from deploy.feed.told import prepared
 from deploy.machine import this_machine
 from deploy.report import (
     CalibrationPart,
@@ -149,7 +149,7 @@ def gather(
             source=calibrated.images,
             samples=feed.count,
             preprocess=fed.get("preprocess") or {},
-            prepared=in_words(feed.preprocess) if feed.preprocess else "",
+            prepared=prepared(feed),
             skipped=feed.skipped,
             digest=fed.get("sha256"),
         ),

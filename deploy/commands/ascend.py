@@ -178,9 +178,13 @@ def auto(
     if verbose:
         say(found.cost)
     evaluation = found.feed
-    if eval_images:
+    if held := images.alike(eval_images):
         evaluation = open_feed(
-            eval_images, found.loaded.inputs, preprocess=images.preprocess, skip_bad=images.skip_bad
+            held,
+            found.loaded.inputs,
+            preprocess=images.preprocess,
+            carried=found.loaded.carried,
+            skip_bad=images.skip_bad,
         )
     searches = {CONFIGURED: target.plan(found.subject)}
     if strategy == "gain":

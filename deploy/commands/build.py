@@ -131,7 +131,7 @@ def build(
         method=method,
         preprocess=images.preprocess,
         cache=replace(calibration.cache, path=cache),
-        eval_images=eval_images,
+        eval_images=images.alike(eval_images),
         labels=read_labels(labels) if labels else None,
         metric=metric,
         skip_bad=images.skip_bad,

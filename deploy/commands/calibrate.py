@@ -68,6 +68,7 @@ def calibrate(
     statistics (.npz), with which another --method needs no second run. `build` with the same
     targets takes it with --cache.
     """  # noqa: D301 (click reads the backspace)
+    from deploy.feed.told import as_read
     from deploy.pipeline import calibrate as run
 
     calibration.refuse_ignored(targets)
@@ -96,7 +97,7 @@ def calibrate(
         say(found.cost)
     for name, why in found.found.reasons.items():
         say(f"no scale for {name}: it {why}")
-    for note in (*found.warnings, *found.notes, *found.feed.notes, *compared(source, path)):
+    for note in (*found.warnings, *found.notes, *as_read(found.feed), *compared(source, path)):
         say(note)
     for name, why in found.failed.items():
         say(f"{name} failed: {why}", err=True)

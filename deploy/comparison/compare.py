@@ -12,7 +12,9 @@ from deploy.comparison.sums import Figures, Sums
 from deploy.errors import ConfigError
 from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Asked
+from deploy.feed.told import as_read
+from deploy.frontends.metadata import carried_of
 from deploy.frontends.reader import read_model
 from deploy.graph.edit import with_outputs
 from deploy.metrics.accuracy import OutputAccuracy
@@ -34,7 +36,7 @@ def compare(
     images: FeedSource,
     *,
     runtime: str = "onnxruntime",
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     limit: Limit = None,
     skip_bad: bool = False,
     min_sqnr_db: float = MIN_SQNR_DB,
@@ -49,7 +51,8 @@ def compare(
         second: the other model; None is the first one again.
         images: as `deploy.pipeline.build` takes them.
         runtime: of the second model, a name of `RUNTIMES`.
-        preprocess: how images become inputs; None takes it from the first model's input.
+        preprocess: how images become inputs, or some options of it; the rest is what the first
+            model's metadata says, else what its input tells.
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         min_sqnr_db: SQNR below which two tensors have parted.
@@ -75,7 +78,14 @@ def compare(
     theirs = ours if second is None else read_model(second)
     whole = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
-    feed = open_feed(images, whole.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    feed = open_feed(
+        images,
+        whole.inputs,
+        preprocess=preprocess,
+        carried=carried_of(ours, Path(first)),
+        skip_bad=skip_bad,
+        limit=limit,
+    )
     outputs = [value.name for value in ours.graph.output]
     pairs = _pairs(ours, theirs, outputs)
     if not pairs:
@@ -102,7 +112,7 @@ def compare(
         outputs=tuple(rows[name] for name in outputs if name in rows),
         cut=apart,
         looked=(len(figures), len(pairs)),
-        notes=tuple(notes),
+        notes=(*as_read(feed), *notes),
     )
 
 
