@@ -21,7 +21,7 @@ from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
 from deploy.metrics.ran import devices_of, layers_of
 from deploy.openvino import OpenvinoSession
-from deploy.progress import bar
+from deploy.progress import on_request, phase
 from deploy.reading import read_bytes, size
 from deploy.report import EngineRow, Report
 from deploy.report.ran import ran_part
@@ -44,6 +44,7 @@ _FEEDS = 4  # different inputs, used in turn
 _LOAD_BUDGET_MS = 200
 
 
+@on_request
 def bench(
     engine: Path | str,
     *,
@@ -80,7 +81,7 @@ def bench(
         preprocess: how images become inputs; None takes it from the engine's input.
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
-        progress: draw a bar on stderr where this takes over two seconds.
+        progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
         BackendError: a file that its runtime cannot load or run.
@@ -115,10 +116,8 @@ def bench(
         specs = _shared_inputs(sessions)
         feed = open_feed(images, specs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
         feeds = [dict(sample) for sample in feed.first(_FEEDS)]
-        judged = _judged(sessions, feed, progress=progress)
-    latencies = measure(
-        sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
-    )
+        judged = _judged(sessions, feed)
+    latencies = measure(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
     rows = tuple(
         EngineRow(
             label=label,
@@ -142,6 +141,7 @@ def bench(
     return Report(title=title, engines=rows, machine=machine)
 
 
+@phase("loading")
 def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
     """Load an engine; gives the session and the best of up to three load times in ms.
 
@@ -282,13 +282,13 @@ def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
     return sessions[first].inputs
 
 
-def _judged(sessions: Mapping[str, Session], feed: Feed, *, progress: bool) -> dict[str, Accuracy]:
+def _judged(sessions: Mapping[str, Session], feed: Feed) -> dict[str, Accuracy]:
     """How far the second session's outputs are from the first one's."""
     if len(sessions) < 2:
         return {}
     left, right = sessions.values()
     comparison = Comparison(left, right)
-    with bar("comparing", len(feed), shown=progress) as step, feed.samples() as samples:
+    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             comparison.add(sample, left.run(sample), right.run(sample), count=feed.count)
             step()

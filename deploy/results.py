@@ -20,6 +20,7 @@ from deploy.calibration.versions import of_feed
 from deploy.feed.presets import in_words
 from deploy.graph.saturation import Bounds
 from deploy.machine import this_machine
+from deploy.progress import phase
 from deploy.report import (
     CalibrationPart,
     EngineRow,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 _EVERYWHERE: Bounds = (-math.inf, math.inf)
 
 
+@phase("report")
 def write_report(
     calibrated: Calibrated,
     built: Sequence[Built],
@@ -76,6 +78,7 @@ def write_report(
     return report
 
 
+@phase("report")
 def publish(
     calibrated: Calibrated,
     targets: Sequence[Target],

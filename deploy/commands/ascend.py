@@ -16,8 +16,8 @@ from deploy.commands.options import (
     refresh_option,
     refuse_both_ways,
     require_cache_option,
-    verbose_option,
 )
+from deploy.commands.output import quietable, told, verbose_option
 from deploy.terminal import say
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def ascend() -> None:
 
 
 @ascend.command(short_help="The default configuration of a model, to be edited.")
+@told
 @click.argument("model", type=FILE)
 @click.option(
     "-o", "--out", type=FILE, required=True, help="File to write: quant.json, or a simplified .cfg."
@@ -79,6 +80,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
+@told
 @click.argument("path", type=FILE, metavar="FILE")
 @click.option("--model", type=FILE, help="The float model that it is for.")
 def check(path: Path, model: Path | None) -> None:
@@ -93,6 +95,7 @@ def check(path: Path, model: Path | None) -> None:
     cls=sections.SectionedCommand,
     short_help="Leave the worst layers in float until a loss budget holds.",
 )
+@quietable()
 @click.argument("model", type=FILE)
 @sections.option(
     "-o",
@@ -161,7 +164,6 @@ def auto(
         limit=images.limit,
         threads=images.threads,
         float_nodes=keep_float,
-        progress=True,
     )
     if verbose:
         say(found.cost)

@@ -17,6 +17,7 @@ from deploy.commands.options import (
     calibration_options,
     feed_options,
 )
+from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
 from deploy.terminal import say
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=sections.SectionedCommand)
+@quietable()
 @click.argument("model", type=click.Path(path_type=Path))
 @sections.option(
     "-o",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 @model_options
 @feed_options
 @calibration_options
+@json_option
 def calibrate(
     model: Path,
     out: Path | None,
@@ -53,6 +56,7 @@ def calibrate(
     weights: Path | None,
     images: ImageOptions,
     calibration: CalibrationOptions,
+    json_path: Path | None,
 ) -> None:
     """Calibrate MODEL on images and write the calibration cache.
 
@@ -84,7 +88,6 @@ def calibrate(
         limit=images.limit,
         threads=images.threads,
         float_nodes=calibration.keep_float,
-        progress=True,
     )
     how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
     say(f"{path}: {how} ({found.reason})")
@@ -99,6 +102,7 @@ def calibrate(
     for note in (*found.warnings, *found.notes, *found.feed.notes, *compared(source, path)):
         say(note)
     for name, why in found.failed.items():
-        say(f"{name} failed: {why}", err=True)
+        say(f"calib8: {name} failed: {why}", err=True)
+    put_json(json_path, found.to_json())
     if found.failed:
         click.get_current_context().exit(1)

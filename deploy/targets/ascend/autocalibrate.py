@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy import atomic
 from deploy.calibration.observation import Observed
+from deploy.progress import phase
 from deploy.targets.ascend.auto import Judge, Searched, rank, search
 from deploy.targets.ascend.calibrate import RecordPlan
 from deploy.targets.ascend.layers import LayerGraph
@@ -66,7 +67,7 @@ def auto_calibrate(
     model, graph = plan.model, plan.graph
     found = plan.record(observed)
     layers = quantize_layers(model, graph, found.records)
-    with evaluation.samples() as samples:
+    with phase("ranking the layers"), evaluation.samples() as samples:
         ranking = rank(model, layers, islice(samples, _RANKED))
     judge = make_judge(model, graph, evaluation, budget or Budget(), say)
     result = search(found.records, ranking, plan.config, judge)
@@ -93,8 +94,11 @@ def make_judge(
             return True, 0.0
         made = fake_quant_model(model, quantize_layers(model, graph, records))
         candidate = OrtSession.open(made, threads=budget.threads)
-        with evaluation.samples() as samples:
-            figures = compare(reference, candidate, samples, labels=evaluation.labels)
+        what = f"{len(records)} layers in int8"
+        with phase(what, len(evaluation), "samples") as step, evaluation.samples() as samples:
+            figures = compare(
+                reference, candidate, samples, labels=evaluation.labels, progress=step
+            )
         if figures.top1_reference is not None and figures.top1_candidate is not None:
             loss = figures.top1_reference - figures.top1_candidate
         else:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
+from deploy.progress import phase
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 from deploy.targets.script import write_script
@@ -335,6 +336,7 @@ def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
     return replace(config, layers=layers)
 
 
+@phase("atc")
 def run_atc(command: list[str], engine: Path) -> Path:
     """Run atc in the folder of `engine`, which it writes.
 
