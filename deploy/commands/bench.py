@@ -151,7 +151,7 @@ def bench(
         limit=inputs.limit,
         skip_bad=inputs.skip_bad,
     )
-    put_json(json_path, to_json(report))
+    put_json(json_path, lambda: to_json(report))
     if html_path is not None:
         write_text(html_path, to_html(report))
     say_lines(to_screen(report))

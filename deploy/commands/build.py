@@ -153,7 +153,7 @@ def build(
     say_lines(to_screen(report, verbose=calibration.verbose))
     for sentence in grave(report) if textless() else ():
         say(f"calib8: {sentence}", err=True)
-    put_json(json_path, to_json(report))
+    put_json(json_path, lambda: to_json(report))
     if report.failed:
         click.get_current_context().exit(1)
     if report.unusable and not tuning.gates.accept:

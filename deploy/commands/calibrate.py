@@ -103,6 +103,6 @@ def calibrate(
         say(note)
     for name, why in found.failed.items():
         say(f"calib8: {name} failed: {why}", err=True)
-    put_json(json_path, found.to_json())
+    put_json(json_path, found.to_json)
     if found.failed:
         click.get_current_context().exit(1)

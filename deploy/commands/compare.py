@@ -81,5 +81,5 @@ def compare(
         every=every,
         threads=images.threads,
     )
-    put_json(json_path, found.to_json())
+    put_json(json_path, found.to_json)
     say_lines(repr(found))

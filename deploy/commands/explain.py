@@ -81,5 +81,5 @@ def explain(
         skip_bad=inputs.skip_bad,
         threads=threads,
     )
-    put_json(json_path, to_json(found))
+    put_json(json_path, lambda: to_json(found))
     say_lines(to_screen(found, everything=everything))

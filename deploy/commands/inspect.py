@@ -64,7 +64,7 @@ def inspect(
     found = [judge(loaded, target=target, float_nodes=keep_float) for target in targets]
     for judged in found:
         say_lines(judged.text(everything=everything))
-    put_json(json_path, [judged.to_json() for judged in found])
+    put_json(json_path, lambda: [judged.to_json() for judged in found])
 
 
 def _inspect_cache(path: Path) -> None:

@@ -79,7 +79,7 @@ def quietable(*files: str) -> Callable[[Command], Command]:
     return added
 
 
-def put_json(path: Path | None, data: object) -> None:
+def put_json(path: Path | None, make: Callable[[], object]) -> None:
     """Write what `--json` asks for; nothing where it was not given.
 
     Raises:
@@ -91,7 +91,7 @@ def put_json(path: Path | None, data: object) -> None:
 
     from deploy.atomic import write_text
 
-    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(make(), indent=1, allow_nan=False) + "\n"
     if path == _SCREEN:
         say_data(text)
     else:
