@@ -21,7 +21,7 @@ from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
 from deploy.metrics.ran import devices_of, layers_of
 from deploy.openvino import OpenvinoSession
-from deploy.progress import on_request, phase
+from deploy.progress import lasting, on_request, phase
 from deploy.reading import read_bytes, size
 from deploy.report import EngineRow, Report
 from deploy.report.ran import ran_part
@@ -182,7 +182,8 @@ def _streams(
     if count <= 1:
         return ()
     sessions = [target.open(path, threads=threads) for _ in range(count)]
-    rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
+    with lasting("streams", warmup_ms / 1000 + duration_s):
+        rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
     return (f"{count} streams at once: {rate:,.0f} inferences a second",)
 
 

@@ -9,7 +9,8 @@
 
 A terminal gets one line that is drawn over and taken away at the end; a file or a pipe gets plain
 lines, one of each phase that lasts and one now and then. A thread tells, so that a single long call
-is told of too; it ends with the run, however that ends. Phases are begun and ended by the thread
+is told of too, unless it holds Python itself, as ONNX's checker does (for seconds, of a model of
+hundreds of MiB); it ends with the run, however that ends. Phases are begun and ended by the thread
 that the run is in; steps are made by any.
 """
 

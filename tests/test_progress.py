@@ -307,15 +307,38 @@ def test_an_interrupt_is_one_sentence_behind_the_line(
     assert not tellers()
 
 
-def test_a_build_tells_of_all_that_it_does(small_cnn, pictures, tmp_path, monkeypatch, capfd):
-    seen = []
+@pytest.fixture
+def seen(monkeypatch):
+    """The phases that were begun, with their numbers."""
+    found = []
     enter = Teller.enter
 
     def noted(self, one):
         enter(self, one)
-        seen.append(f"{one.number}{one.what}")
+        found.append(f"{one.number}{one.what}")
 
     monkeypatch.setattr(Teller, "enter", noted)
+    return found
+
+
+def test_other_commands_tell_of_all_that_they_do(small_cnn, pictures, tmp_path, seen, capfd):
+    feed = ("--images", pictures, "--size", "16x16", "--limit", 4)
+    short = ("--duration", 0.001, "--warmup", 0)
+    copy = tmp_path / "other.onnx"
+    copy.write_bytes(small_cnn.read_bytes())
+    assert ended("bench", copy, "--against", small_cnn, *feed, *short, "--streams", 2) == 0
+    assert {"loading", "accuracy", "latency", "streams"} <= set(seen)
+    assert ended("compare", small_cnn, copy, *feed) == 0 and "comparing" in seen
+    assert ended("ascend", "auto", small_cnn, *feed, "--out", tmp_path / "auto") == 0
+    assert {"model", "calibration", "ranking the layers", "4 layers in int8"} <= set(seen)
+    words = (*QUICK, "--target", "onnxruntime,tensorrt", "--out", tmp_path / "out")
+    assert ended("build", small_cnn, "--images", pictures, *words) == 0
+    seen.clear()
+    assert ended("explain", tmp_path / "out", *feed[:2]) == 0
+    assert {"onnxruntime", "tensorrt", "running images"} <= set(seen)
+
+
+def test_a_build_tells_of_all_that_it_does(small_cnn, pictures, tmp_path, seen, capfd):
     words = ("--size", "16x16", "--limit", 6, "--duration", 0.001, "--out", tmp_path / "out")
     targets = ("--target", "onnxruntime,ascend")
     assert ended("build", small_cnn, "--images", pictures, *words, *targets, "--accept") == 0
@@ -325,7 +348,7 @@ def test_a_build_tells_of_all_that_it_does(small_cnn, pictures, tmp_path, monkey
         "6/7 latency", "7/7 report",
     ]  # fmt: skip
     assert {"model", "opening the samples", "observing", "onnxruntime", "ascend", "weights",
-            "trials", "observing without the judges", "timing kernels",
+            "trials", "ranges", "observing without the judges", "timing kernels",
             "loading the engines"} <= set(seen)  # fmt: skip
     seen.clear()
     assert ended("build", small_cnn, "--images", pictures, *words, *targets, "--accept") == 0
@@ -344,6 +367,17 @@ def test_quiet_builds_in_silence(small_cnn, pictures, tmp_path, capfd, at_once):
     words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c")
     assert ended("calibrate", small_cnn, "--images", pictures, *words, "-q") == 0
     assert capfd.readouterr() == ("", "") and (tmp_path / "c").exists()
+    words = ("--size", "16x16", "--limit", 4, "--out", tmp_path / "auto")
+    assert ended("ascend", "auto", small_cnn, "--images", pictures, *words, "--quiet") == 0
+    assert capfd.readouterr() == ("", "") and list((tmp_path / "auto").glob("*.json"))
+
+
+def test_warnings_are_said_all_the_same(small_cnn, pictures, tmp_path, run, monkeypatch):
+    monkeypatch.setattr("deploy.pipeline._warnings", lambda *_: ("a picture stands out",))
+    words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c", "-q")
+    assert run("calibrate", small_cnn, "--images", pictures, *words) == (
+        0, "", "a picture stands out\n",
+    )  # fmt: skip
 
 
 def test_what_is_grave_is_said_all_the_same(small_cnn, pictures, tmp_path, run):

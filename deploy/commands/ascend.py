@@ -18,7 +18,7 @@ from deploy.commands.options import (
     require_cache_option,
 )
 from deploy.commands.output import quietable, told, verbose_option
-from deploy.terminal import say
+from deploy.terminal import say, textless
 
 if TYPE_CHECKING:
     import onnx
@@ -183,7 +183,8 @@ def auto(
     )
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
     if result.records is None:
-        say("No layer can stay in int8 within this budget; no model was written.")
+        sentence = "No layer can stay in int8 within this budget; no model was written."
+        say(sentence, err=textless())
     else:
         say(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
     for path in written:

@@ -19,7 +19,7 @@ from deploy.commands.options import (
 )
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
-from deploy.terminal import say
+from deploy.terminal import say, textless
 
 if TYPE_CHECKING:
     from deploy.targets import Target
@@ -99,7 +99,9 @@ def calibrate(
         say(found.cost)
     for name, why in found.found.reasons.items():
         say(f"no scale for {name}: it {why}")
-    for note in (*found.warnings, *found.notes, *found.feed.notes, *compared(source, path)):
+    for warning in found.warnings:
+        say(warning, err=textless())
+    for note in (*found.notes, *found.feed.notes, *compared(source, path)):
         say(note)
     for name, why in found.failed.items():
         say(f"calib8: {name} failed: {why}", err=True)

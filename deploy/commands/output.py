@@ -38,7 +38,7 @@ _quiet_option = sections.option(
     "--quiet",
     section=sections.GENERAL,
     is_flag=True,
-    help="No progress and no text: errors alone, and what is written.",
+    help="No progress and no text: errors and warnings alone, beside what is written.",
 )
 
 

@@ -262,7 +262,6 @@ def _prices(
     return counted(request.model, units, samples[0])
 
 
-@phase("timing splits")
 def _by_the_clock(
     target: Target,
     request: BuildRequest,
