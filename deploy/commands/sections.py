@@ -54,7 +54,7 @@ class SectionedCommand(click.Command):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
                 rows.setdefault(section_of(param), []).append(record)
-        for title in sorted(rows, key=_place):
+        for title in sorted(rows, key=place):
             with formatter.section(title):
                 formatter.write_dl(rows[title])
 
@@ -78,7 +78,8 @@ def retired(
     )
 
 
-def _place(title: str) -> int:
+def place(title: str) -> int:
+    """Where a section stands in the help, for sorting."""
     if title in _LAST:
         return len(_FIRST) + 1 + _LAST.index(title)
     return _FIRST.index(title) if title in _FIRST else len(_FIRST)

@@ -8,6 +8,7 @@ from urllib.parse import quote
 import deploy.report.figures as figures
 import deploy.report.truth as truth
 from deploy.report.figures import encodable
+from deploy.report.floats import float_groups
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.ran import RAN_HEADS, ran_words
@@ -16,7 +17,6 @@ from deploy.report.table import (
     covered,
     engine_lines,
     failures,
-    float_groups,
     quantized_operators,
 )
 from deploy.report.words import (
@@ -28,6 +28,7 @@ from deploy.report.words import (
     trial_row,
     work_words,
 )
+from deploy.report.worst import worst_first
 
 
 def to_markdown(report: Findings) -> str:
@@ -174,7 +175,7 @@ def _ranges(target: TargetPart) -> str:
                 figures.percent(row.clipped),
                 figures.decibels(row.sqnr_db),
             ]
-            for row in target.tensors
+            for row in worst_first(target.tensors)
         ),
     )
 

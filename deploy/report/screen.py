@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import deploy.report.figures as figures
+from deploy.report.floats import FloatGroup, float_groups
 from deploy.report.margin import MARGIN, columns, entry
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.ran import lost_groups, ran_words
 from deploy.report.table import (
-    FloatGroup,
     common_method,
     coverage,
     covered,
     engine_lines,
     failures,
-    float_groups,
     quantized_operators,
 )
 from deploy.report.verdict import DOUBTFUL, UNUSABLE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import deploy.report.figures as figures
@@ -25,36 +25,6 @@ class Line:
     change: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FloatGroup:
-    """Float nodes that share an operator and a reason, on one target or on several.
-
-    Attributes:
-        op: the operator.
-        precision: which float.
-        reason: why they are not quantized.
-        nodes: target -> the names of its nodes.
-    """
-
-    op: str
-    precision: str
-    reason: str
-    nodes: Mapping[str, tuple[str, ...]]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The nodes of all targets, each once."""
-        return tuple(dict.fromkeys(name for names in self.nodes.values() for name in names))
-
-    @property
-    def places(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-        """(nodes, targets): targets that keep the same nodes float stand together."""
-        found: dict[tuple[str, ...], list[str]] = {}
-        for target, names in self.nodes.items():
-            found.setdefault(names, []).append(target)
-        return tuple((names, tuple(targets)) for names, targets in found.items())
-
-
 def engine_lines(report: Findings) -> tuple[Line, ...]:
     """Size, latency, layers and accuracy; lines that nothing fills are left out."""
     lines = (*_size(report), *_latency(report), *_ran(report), *_accuracy(report))
@@ -69,21 +39,6 @@ def coverage(target: TargetPart) -> str:
     (first, number), *others = sorted(counts.items(), key=lambda item: -item[1])
     more = "".join(f", {count} {precision}" for precision, count in others)
     return f"{number} of {figures.count(len(target.nodes), 'node')} {first}{more}"
-
-
-def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
-    """Float nodes of all targets by operator and reason, the largest group first."""
-    groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-    for target in targets:
-        for node in target.nodes:
-            if not node.quantized:
-                places = groups.setdefault((node.op, node.precision, node.reason), {})
-                places.setdefault(target.name, []).append(node.name)
-    found = [
-        FloatGroup(*key, {target: tuple(names) for target, names in places.items()})
-        for key, places in groups.items()
-    ]
-    return tuple(sorted(found, key=lambda group: -len(group.names)))
 
 
 def quantized_operators(target: TargetPart, most: int | None = None) -> str:
