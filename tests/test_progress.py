@@ -328,6 +328,8 @@ def test_other_commands_tell_of_all_that_they_do(small_cnn, pictures, tmp_path, 
     copy.write_bytes(small_cnn.read_bytes())
     assert ended("bench", copy, "--against", small_cnn, *feed, *short, "--streams", 2) == 0
     assert {"loading", "accuracy", "latency", "streams"} <= set(seen)
+    assert ended("bench", copy, *short, "--batch", "1,2", "--profile") == 0
+    assert {"batch 1", "batch 2", "kernels"} <= set(seen)
     assert ended("compare", small_cnn, copy, *feed) == 0 and "comparing" in seen
     assert ended("ascend", "auto", small_cnn, *feed, "--out", tmp_path / "auto") == 0
     assert {"model", "calibration", "ranking the layers", "4 layers in int8"} <= set(seen)

@@ -10,6 +10,7 @@ import pytest
 
 from calibrators.scales import Scale, Scales
 from deploy import build
+from deploy.errors import ConfigError
 from deploy.machine import this_machine
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency, Timing
@@ -402,6 +403,19 @@ def test_a_cache_that_was_reused_in_part_says_so():
 def test_a_report_at_a_prompt_is_its_screen():
     assert repr(full()) == to_screen(full()).rstrip("\n")
     assert len(repr(full(HOSTILE)).splitlines()) < 60
+
+
+def test_an_engine_is_found_by_its_target_or_its_label():
+    rows = [
+        EngineRow(label="FP32", reference=True),
+        EngineRow(label="FP16", target="tensorrt", baseline=True),
+        EngineRow(label="int8", target="tensorrt"),
+    ]
+    report = Report(engines=tuple(rows))
+    assert [report.engine(name) for name in ("FP32", "FP16", "int8")] == rows
+    assert report.engine("tensorrt") is rows[2]
+    with pytest.raises(ConfigError, match="one of tensorrt, FP32, FP16, int8, got 'ascend'"):
+        report.engine("ascend")
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own():

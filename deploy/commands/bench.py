@@ -10,6 +10,7 @@ from deploy.commands import given as given_flags
 from deploy.commands import sections
 from deploy.commands.inputs import Inputs, input_options
 from deploy.commands.numbers import THREADS, Real
+from deploy.commands.numbers import batches as batches_of
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import Given, made, own_options
 from deploy.errors import ConfigError
@@ -69,7 +70,7 @@ from deploy.terminal import say_lines
     multiple=True,
     metavar="NAME:DIMS",
     help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be repeated."
-    " An open batch alone is taken as 1.",
+    " An open batch alone is taken as 1.  [default: what the build beside ENGINE calibrated with]",
 )
 @sections.option(
     "--seed",
@@ -87,7 +88,24 @@ from deploy.terminal import say_lines
     default=1,
     show_default=True,
     metavar="N",
-    help="Measure the throughput of N sessions at once too, each on a stream of its own.",
+    help="Measure the throughput of N sessions at once too, each on a stream of its own; on a CPU"
+    " they share its cores.",
+)
+@sections.option(
+    "--batch",
+    "batches",
+    section=sections.MEASURING,
+    callback=batches_of,
+    metavar="N,N,...",
+    help="Measure at each of these batches, such as 1,2,4,8, of a model that leaves its batch open;"
+    " what else is told is of the smallest.",
+)
+@sections.option(
+    "--profile",
+    section=sections.MEASURING,
+    is_flag=True,
+    help="Tell what each kernel takes too, the slowest first, and of two models what each kind"
+    " takes; in runs of their own.",
 )
 @json_option
 @sections.option(
@@ -111,6 +129,8 @@ def bench(
     seed: int,
     given: Given,
     streams: int,
+    batches: tuple[int, ...],
+    profile: bool,
     inputs: Inputs,
     json_path: Path | None,
     html_path: Path | None,
@@ -124,6 +144,8 @@ def bench(
     Examples:
       calib8 bench build/model.int8.onnx --against model.onnx
       calib8 bench build/model.int8.onnx --runtime openvino --images held/
+      calib8 bench build/model.int8.onnx --batch 1,2,4,8 --html batches.html
+      calib8 bench build/model.int8.onnx --against model.onnx --profile
       calib8 bench model.onnx --shape images:1x3x640x640 --threads 1 --html latency.html
     """  # noqa: D301 (click reads the backspace)
     from deploy.atomic import write_text
@@ -145,16 +167,18 @@ def bench(
         seed=seed,
         targets=[made(target, fields) for target, fields in given.items()],
         streams=streams,
+        batches=batches,
+        profile=profile,
         runtime=runtime,
         images=inputs.source,
         preprocess=inputs.preprocess,
         limit=inputs.limit,
         skip_bad=inputs.skip_bad,
     )
-    put_json(json_path, lambda: to_json(report))
     if html_path is not None:
         write_text(html_path, to_html(report))
     say_lines(to_screen(report))
+    put_json(json_path, lambda: to_json(report))
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:

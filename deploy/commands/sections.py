@@ -17,12 +17,17 @@ _FIRST = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS)
 _LAST = (MEASURING, GENERAL)
 
 
+_NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> how a value is shown
+
+
 class SectionOption(click.Option):
     """A click option that stands in a section of the help."""
 
     def __init__(self, *words: Any, section: str, **rest: Any) -> None:
         super().__init__(*words, **rest)
         self.section = section
+        if self.metavar is None and not self.is_flag and self.type.name.split()[0] in _NUMBERS:
+            self.metavar = _NUMBERS[self.type.name.split()[0]]  # click's INTEGER RANGE says less
 
 
 option = partial(click.option, cls=SectionOption)

@@ -19,6 +19,7 @@ from deploy.report.curves import LATENCY_WORDS, latency_figure
 from deploy.report.model import Findings
 from deploy.report.page import page
 from deploy.report.section import Section, contents, written
+from deploy.report.sweep import sweep_section
 from deploy.report.table import (
     covered,
     engine_lines,
@@ -26,6 +27,7 @@ from deploy.report.table import (
     shrink,
     top1,
 )
+from deploy.report.timed import kernel_section
 from deploy.report.words import calibration_words, group_words, work_words
 
 
@@ -33,6 +35,8 @@ def to_html(report: Findings) -> str:
     """A whole page; every name and sentence is escaped."""
     blocks = (
         _engines,
+        sweep_section,
+        kernel_section,
         _outputs,
         sections.worst,
         _remarks,

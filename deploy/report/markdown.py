@@ -12,6 +12,7 @@ from deploy.report.floats import float_groups
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.ran import RAN_HEADS, ran_words
+from deploy.report.sweep import sweep_table
 from deploy.report.table import (
     coverage,
     covered,
@@ -19,6 +20,7 @@ from deploy.report.table import (
     failures,
     quantized_operators,
 )
+from deploy.report.timed import KERNEL_HEADS, kernel_rows, timed_engines
 from deploy.report.words import (
     TRIAL_HEADS,
     calibration_words,
@@ -36,6 +38,8 @@ def to_markdown(report: Findings) -> str:
     parts = (
         _head(report),
         _engines(report),
+        _swept(report),
+        _kernels(report),
         _outputs(report),
         _search(report),
         _coverage(report),
@@ -81,6 +85,19 @@ def _engines(report: Findings) -> Iterator[str]:
         yield "## Engines"
         heads = ["", *(engine.label for engine in report.engines), ""]
         yield _table(heads, ([line.label, *line.cells, line.change] for line in lines))
+
+
+def _swept(report: Findings) -> Iterator[str]:
+    heads, rows = sweep_table(report.engines)
+    if rows:
+        yield "## Batches"
+        yield _table(heads, rows)
+
+
+def _kernels(report: Findings) -> Iterator[str]:
+    for engine in timed_engines(report.engines):
+        yield f"## Kernels of {_escape(engine.label)}"
+        yield _table(KERNEL_HEADS, kernel_rows(engine))
 
 
 def _outputs(report: Findings) -> Iterator[str]:

@@ -25,12 +25,12 @@ def rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, 
 
 
 def speed_up(rival: EngineRow, engine: EngineRow) -> float:
-    """The rival's p50 over the engine's, as the table shows both; both were measured."""
+    """The rival's p50 over the engine's, as both stand in the report; both were measured."""
     return _p50(rival) / _p50(engine)
 
 
 def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
-    """How much longer the engine takes than its rival, by the p50, in ms."""
+    """How much longer the engine takes than its rival, by p50, in ms."""
     return _p50(engine) - _p50(rival)
 
 

@@ -107,16 +107,19 @@ def _latency(report: Findings) -> Iterator[Line]:
         return Line(label, tuple(cells), change)
 
     ms = figures.milliseconds
+    if any(engine.sweep for engine in report.engines):
+        batches = (str(e.sweep[0].batch) if e.sweep else figures.NONE for e in report.engines)
+        yield Line("Batch", tuple(batches))
     yield line("Latency p50", lambda x: ms(x.latency.p50), _faster(report))
     yield line("Latency p90", lambda x: ms(x.latency.p90))
     yield line("Latency p95", lambda x: ms(x.latency.p95))
     yield line("Latency p99", lambda x: ms(x.latency.p99))
     yield line("Latency mean", lambda x: ms(x.latency.mean))
     yield line("Variation", lambda x: f"{x.latency.cv_percent:.3g} %")
-    yield line("Enqueue", lambda x: ms(x.enqueue.median if x.enqueue else None))
-    yield line("H2D", lambda x: ms(x.h2d.median if x.h2d else None))
-    yield line("GPU compute", lambda x: ms(x.gpu_compute.median if x.gpu_compute else None))
-    yield line("D2H", lambda x: ms(x.d2h.median if x.d2h else None))
+    yield line("Enqueue", lambda x: ms(x.enqueue.p50 if x.enqueue else None))
+    yield line("H2D", lambda x: ms(x.h2d.p50 if x.h2d else None))
+    yield line("GPU compute", lambda x: ms(x.gpu_compute.p50 if x.gpu_compute else None))
+    yield line("D2H", lambda x: ms(x.d2h.p50 if x.d2h else None))
     yield line("Throughput", lambda x: figures.rate(x.throughput_qps))
 
 

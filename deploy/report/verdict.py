@@ -72,10 +72,10 @@ def verdict(
 
     Args:
         accuracy: against the float model; None where it was not measured.
-        speed_up: over its rival, by the p50; None where one of them was not measured.
+        speed_up: over its rival, by p50; None where one of them was not measured.
         int8: whether any of its nodes left float.
         gates: what the user demands.
-        slower_ms: than its rival, by the p50; infinite where it was not measured, or without
+        slower_ms: than its rival, by p50; infinite where it was not measured, or without
             what the runtime itself takes.
         rival: the float engine that its speed is held against, in words.
     """
