@@ -209,6 +209,7 @@ class Ascend:
             BackendError: `atc` is here and failed.
         """
         from deploy.targets.ascend.models import write_models
+        from deploy.targets.ascend.quant_layer import stored_of
 
         plan, found, layers, config = self._quantized(request)
         files = write_models(
@@ -229,6 +230,7 @@ class Ascend:
             ),
             method=_searches(plan.config),
             ranges=found.ranges,
+            weights=stored_of(layers),
             notes=(*notes, *more),
         )
 
