@@ -38,7 +38,7 @@ from deploy.metrics.kernels import kernels_of, refuse_untimed
 from deploy.metrics.latency import Feeds, Latency, measure
 from deploy.metrics.ran import OnDevice, devices_of, layers_of
 from deploy.openvino import OpenvinoSession
-from deploy.progress import bar
+from deploy.progress import lasting, on_request, phase
 from deploy.reading import read_bytes
 from deploy.report import EngineRow, Report
 from deploy.report.parts import BatchRow
@@ -59,6 +59,7 @@ class Opens(Protocol):
 _LOAD_BUDGET_MS = 200
 
 
+@on_request
 def bench(
     engine: Path | str,
     *,
@@ -101,7 +102,7 @@ def bench(
             metadata says, else what their input tells.
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
-        progress: draw a bar on stderr where this takes over two seconds.
+        progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
         BackendError: a file that its runtime cannot load or run.
@@ -144,12 +145,11 @@ def bench(
             limit=limit,
         )
         feeds = _real(feed)
-        judged = _judged(sessions, feed, progress=progress)
+        judged = _judged(sessions, feed)
         notes = as_read(feed)
     asked: list[int | None] = [*sorted(set(batches))] or [None]
     found = {
-        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s, progress)
-        for batch in asked
+        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s) for batch in asked
     }
     first = next(iter(found))
     used = feeds(first)
@@ -189,6 +189,7 @@ def bench(
     return Report(title=title, engines=rows, machine=machine, notes=notes)
 
 
+@phase("loading")
 def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
     """Load an engine; gives the session and the best of up to three load times in ms.
 
@@ -268,12 +269,10 @@ def _measured(
     batch: int | None,
     warmup_ms: float,
     duration_s: float,
-    progress: bool,
 ) -> dict[str, Latency]:
     try:
-        return measure(
-            sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
-        )
+        with phase("measuring" if batch is None else f"batch {batch}"):
+            return measure(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
     except BackendError as error:
         if batch is None:
             raise
@@ -299,7 +298,8 @@ def _streams(
         return ()
     each = threads or max(usable_cores() // count, 1)
     sessions = [target.open(path, threads=each) for _ in range(count)]
-    rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
+    with lasting("streams", warmup_ms / 1000 + duration_s):
+        rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
     whose = "" if isinstance(sessions[0], OnDevice) else f", {figures.count(each, 'thread')} each"
     return (f"{count} streams at once{whose}: {rate:,.0f} inferences a second",)
 
@@ -355,13 +355,13 @@ def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
     return sessions[first].inputs
 
 
-def _judged(sessions: Mapping[str, Session], feed: Feed, *, progress: bool) -> dict[str, Accuracy]:
+def _judged(sessions: Mapping[str, Session], feed: Feed) -> dict[str, Accuracy]:
     """How far the second session's outputs are from the first one's."""
     if len(sessions) < 2:
         return {}
     left, right = sessions.values()
     comparison = Comparison(left, right)
-    with bar("comparing", len(feed), shown=progress) as step, feed.samples() as samples:
+    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             comparison.add(sample, left.run(sample), right.run(sample), count=feed.count)
             step()

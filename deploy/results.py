@@ -15,6 +15,7 @@ from deploy import atomic, manifest
 from deploy.calibration.versions import of_feed
 from deploy.feed.told import prepared
 from deploy.machine import this_machine
+from deploy.progress import phase
 from deploy.report import (
     CalibrationPart,
     EngineRow,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from deploy.tuning.tune import Tuned
 
 
+@phase("report")
 def write_report(
     calibrated: Calibrated,
     built: Sequence[Built],
@@ -70,6 +72,7 @@ def write_report(
     return report
 
 
+@phase("report")
 def publish(
     calibrated: Calibrated,
     targets: Sequence[Target],

@@ -16,9 +16,9 @@ from deploy.commands.options import (
     refresh_option,
     refuse_both_ways,
     require_cache_option,
-    verbose_option,
 )
-from deploy.terminal import say
+from deploy.commands.output import quietable, told, verbose_option
+from deploy.terminal import say, textless
 
 if TYPE_CHECKING:
     import onnx
@@ -41,6 +41,7 @@ def ascend() -> None:
 
 
 @ascend.command(short_help="The default configuration of a model, to be edited.")
+@told
 @click.argument("model", type=FILE)
 @click.option(
     "-o", "--out", type=FILE, required=True, help="File to write: quant.json, or a simplified .cfg."
@@ -79,6 +80,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
+@told
 @click.argument("path", type=FILE, metavar="FILE")
 @click.option("--model", type=FILE, help="The float model that it is for.")
 def check(path: Path, model: Path | None) -> None:
@@ -93,6 +95,7 @@ def check(path: Path, model: Path | None) -> None:
     cls=sections.SectionedCommand,
     short_help="Leave the worst layers in float until a loss budget holds.",
 )
+@quietable()
 @click.argument("model", type=FILE)
 @sections.option(
     "-o",
@@ -173,7 +176,6 @@ def auto(
         limit=images.limit,
         threads=images.threads,
         float_nodes=keep_float,
-        progress=True,
     )
     if verbose:
         say(found.cost)
@@ -201,7 +203,8 @@ def auto(
     )
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
     if result.records is None:
-        say("No layer can stay in int8 within this budget; no model was written.")
+        sentence = "No layer can stay in int8 within this budget; no model was written."
+        say(sentence, err=textless())
     else:
         say(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
     for path in written:

@@ -8,12 +8,14 @@ import click
 
 from deploy.commands import given, sections
 from deploy.commands.options import preprocess_options, raw_options
+from deploy.commands.output import quietable
 from deploy.terminal import say, say_lines
 
 QDQ = "Quantization"  # with --qdq alone
 
 
 @click.command(cls=sections.SectionedCommand)
+@quietable()
 @click.argument("model")
 @sections.option(
     "--input",

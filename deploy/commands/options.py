@@ -14,6 +14,7 @@ from deploy.commands import sections
 from deploy.commands.completion import among_those_of
 from deploy.commands.methods import method_options
 from deploy.commands.numbers import THREADS
+from deploy.commands.output import verbose_option
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -353,12 +354,6 @@ refresh_option = sections.option(
     section=sections.CACHE,
     is_flag=True,
     help="Calibrate even where the cache fits.",
-)
-verbose_option = sections.option(
-    "--verbose",
-    section=sections.GENERAL,
-    is_flag=True,
-    help="Print what was counted: images decoded, inferences run.",
 )
 
 

@@ -20,7 +20,7 @@ from deploy.graph.edit import with_outputs
 from deploy.metrics.accuracy import OutputAccuracy
 from deploy.metrics.layerwise import shared_by_name
 from deploy.ort import OrtSession
-from deploy.progress import bar
+from deploy.progress import on_request, phase
 from deploy.tensors import Samples
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ RUNTIMES = ("onnxruntime", "openvino")
 MIN_SQNR_DB = 20.0
 
 
+@on_request
 def compare(
     first: Path,
     second: Path | None,
@@ -59,7 +60,7 @@ def compare(
         every: in another runtime, look at every tensor; else, where the outputs part, at as many
             as it takes to find two neighbours of which the first agrees and the second does not.
         threads: of an inference; None takes every core.
-        progress: draw a bar on stderr where this takes over two seconds.
+        progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
         ConfigError: nothing to compare: one model in one runtime, inputs that differ, or no tensor
@@ -97,10 +98,10 @@ def compare(
     notes: list[str] = []
     if apart:
         figures, notes = by_cuts(
-            ours, theirs, pairs, feed, threads, progress, min_sqnr_db=min_sqnr_db, every=every
+            ours, theirs, pairs, feed, threads, min_sqnr_db=min_sqnr_db, every=every
         )
     else:
-        figures = _taps(ours, theirs, pairs, feed, threads, progress)
+        figures = _taps(ours, theirs, pairs, feed, threads)
     makers = {name: node for node in ours.graph.node for name in node.output}
     rows = {name: _layer(name, makers, found) for name, found in figures.items()}
     return Parting(
@@ -130,13 +131,12 @@ def _taps(
     pairs: Mapping[str, str],
     feed: Samples,
     threads: int | None,
-    progress: bool,
 ) -> Figures:
     """All tensors in one walk over the samples; those of one sample are in memory at a time."""
     left = OrtSession.open(with_outputs(first, pairs), threads=threads)
     right = OrtSession.open(with_outputs(second, pairs.values()), threads=threads)
     figures = Sums(pairs)
-    with bar("comparing", len(feed), shown=progress) as step, feed.samples() as samples:
+    with phase("comparing", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             figures.add(sample, left.run(sample), right.run(sample))
             step()

@@ -16,11 +16,13 @@ from deploy.feed.preprocess import Asked, Preprocess, with_options
 from deploy.feed.raw import RawFiles
 from deploy.frontends import LoadedModel, load
 from deploy.machine import default_threads
+from deploy.progress import on_request, phase
 from deploy.repairs import REPAIRS
 
 _ARRAYS = {".npy", ".npz"}
 
 
+@on_request
 def explain(
     folder: Path | str,
     *,
@@ -45,7 +47,7 @@ def explain(
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         threads: samples that are run at a time; the result does not depend on it.
-        progress: draw a bar on stderr where this takes over two seconds.
+        progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
         ConfigError: no build, a report or plan that is broken, a target that it does not have.
@@ -70,15 +72,15 @@ def explain(
             note = "no file of it can be run in ONNX Runtime"
             told.append(one.on(Held(samples=0, notes=(note,))))
             continue
-        held = held_of(
-            loaded,
-            beside(one.runnable, Path(found.report)),
-            [] if _remade(one) else [layer.name for layer in one.layers],
-            feed,
-            native=one.native,
-            threads=threads or default_threads(),
-            progress=progress,
-        )
+        with phase(one.name):
+            held = held_of(
+                loaded,
+                beside(one.runnable, Path(found.report)),
+                [] if _remade(one) else [layer.name for layer in one.layers],
+                feed,
+                native=one.native,
+                threads=threads or default_threads(),
+            )
         told.append(one.on(held))
     return replace(found, targets=tuple(told))
 

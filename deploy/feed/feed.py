@@ -32,6 +32,7 @@ from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
 from deploy.feed.video import VideoSource, is_video
 from deploy.inputs import is_read
+from deploy.progress import phase
 from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
@@ -200,9 +201,11 @@ class Feed:
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
         """
-        for index in self._chosen:
-            if index not in self._seen:
+        unread = [index for index in self._chosen if index not in self._seen]
+        with phase("hashing", len(unread), "samples") as step:
+            for index in unread:
                 self._hash(index)
+                step()
         digests = self._seen.of(self._chosen)
         ordered = combined(digests)
         return {
@@ -303,6 +306,7 @@ class Feed:
             yield _join(group + [first[i % len(first)] for i in range(missing)])
 
 
+@phase("opening the samples")
 def open_feed(
     source: FeedSource,
     specs: Sequence[TensorSpec],
