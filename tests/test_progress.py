@@ -331,8 +331,10 @@ def test_other_commands_tell_of_all_that_they_do(small_cnn, pictures, tmp_path, 
     assert ended("bench", copy, *short, "--batch", "1,2", "--profile") == 0
     assert {"batch 1", "batch 2", "kernels"} <= set(seen)
     assert ended("compare", small_cnn, copy, *feed) == 0 and "comparing" in seen
-    assert ended("ascend", "auto", small_cnn, *feed, "--out", tmp_path / "auto") == 0
+    auto = ("ascend", "auto", small_cnn, *feed, "--out", tmp_path / "auto")
+    assert ended(*auto, "--strategy", "binary-search") == 0
     assert {"model", "calibration", "ranking the layers", "4 layers in int8"} <= set(seen)
+    assert ended(*auto) == 0 and {"choosing images", "trying layers"} <= set(seen)
     words = (*QUICK, "--target", "onnxruntime,tensorrt", "--out", tmp_path / "out")
     assert ended("build", small_cnn, "--images", pictures, *words) == 0
     seen.clear()
@@ -474,7 +476,8 @@ def test_a_reader_that_has_enough_ends_it_quietly(small_cnn):
         stdout=write, stderr=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
     os.close(write)
-    assert (done.returncode, done.stderr) == (1, b"")
+    said = [line for line in done.stderr.splitlines() if not line.startswith(b"calib8: working: ")]
+    assert (done.returncode, said) == (1, [])  # on a busy machine it may tell that it works
 
 
 def test_letters_that_stderr_cannot_show_are_no_fault(monkeypatch):
