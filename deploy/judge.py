@@ -25,7 +25,7 @@ from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
 from deploy.metrics.tasks.examples import Example
 from deploy.ort import OrtSession
-from deploy.progress import bar
+from deploy.progress import phase
 from deploy.targets.base import Built
 from deploy.tensors import Array, Samples, Session
 
@@ -56,6 +56,7 @@ class Inside:
     reference: tuple[Mapping[str, Array], ...] = ()
 
 
+@phase("layers")
 def look_inside(
     loaded: LoadedModel,
     built: Sequence[Built],
@@ -167,7 +168,6 @@ def judge(
     inside: Inside,
     *,
     threads: int,
-    progress: bool,
 ) -> Judged:
     """One pass over the evaluation samples through the `original` model and every candidate."""
     found = Judged()
@@ -208,8 +208,9 @@ def judge(
         looks.add(ran.sample, {n for figure in figures.values() for n in figure.watched})
         step()
 
-    with bar("comparing", over.samples, shown=progress) as step, over.feed.samples() as samples:
-        in_order(itertools.islice(samples, over.samples), work, take, threads=threads)
+    most = over.samples
+    with phase("accuracy", most, "samples") as step, over.feed.samples() as samples:
+        in_order(itertools.islice(samples, most), work, take, threads=threads)
     for name, figure in figures.items():
         if name not in found.failed:
             found.accuracy[name] = figure.result()

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import deploy.report.speed as speed
 from deploy import atomic, manifest
 from deploy.calibration.versions import of_feed
-from deploy.feed.presets import in_words
+from deploy.feed.told import prepared
 from deploy.machine import this_machine
+from deploy.progress import phase
 from deploy.report import (
     CalibrationPart,
     EngineRow,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from deploy.tuning.tune import Tuned
 
 
+@phase("report")
 def write_report(
     calibrated: Calibrated,
     built: Sequence[Built],
@@ -71,6 +73,7 @@ def write_report(
     return report
 
 
+@phase("report")
 def publish(
     calibrated: Calibrated,
     targets: Sequence[Target],
@@ -150,7 +153,7 @@ def gather(
             source=calibrated.images,
             samples=feed.count,
             preprocess=fed.get("preprocess") or {},
-            prepared=in_words(feed.preprocess) if feed.preprocess else "",
+            prepared=prepared(feed),
             skipped=feed.skipped,
             digest=fed.get("sha256"),
             pictures=pictures_part(feed.views(), feed.preprocess),

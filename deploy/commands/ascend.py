@@ -16,9 +16,9 @@ from deploy.commands.options import (
     refresh_option,
     refuse_both_ways,
     require_cache_option,
-    verbose_option,
 )
-from deploy.terminal import say
+from deploy.commands.output import quietable, told, verbose_option
+from deploy.terminal import say, textless
 
 if TYPE_CHECKING:
     import onnx
@@ -41,6 +41,7 @@ def ascend() -> None:
 
 
 @ascend.command(short_help="The default configuration of a model, to be edited.")
+@told
 @click.argument("model", type=FILE)
 @click.option(
     "-o", "--out", type=FILE, required=True, help="File to write: quant.json, or a simplified .cfg."
@@ -79,6 +80,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
+@told
 @click.argument("path", type=FILE, metavar="FILE")
 @click.option("--model", type=FILE, help="The float model that it is for.")
 def check(path: Path, model: Path | None) -> None:
@@ -93,6 +95,7 @@ def check(path: Path, model: Path | None) -> None:
     cls=sections.SectionedCommand,
     short_help="Leave the worst layers in float until a loss budget holds.",
 )
+@quietable()
 @click.argument("model", type=FILE)
 @sections.option(
     "-o",
@@ -123,6 +126,15 @@ def check(path: Path, model: Path | None) -> None:
     show_default=True,
     help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",
 )
+@sections.option(
+    "--strategy",
+    section=sections.CALIBRATION,
+    type=click.Choice(["gain", "binary-search"]),
+    default="gain",
+    show_default=True,
+    help="How layers are picked: by what the outputs gain, another search of its range being tried"
+    " before float; or by AMCT's ranking of layers alone, of which a prefix goes to float.",
+)
 @image_options
 @keep_float_option
 @require_cache_option
@@ -134,20 +146,23 @@ def auto(
     ascend_config: Path | None,
     eval_images: str | None,
     max_loss: float,
+    strategy: str,
     images: ImageOptions,
     keep_float: tuple[str, ...],
     require_cache: bool,
     refresh: bool,
     verbose: bool,
 ) -> None:
-    """Rank MODEL's layers, roll the worst back to float, write ranking, history and config."""
+    """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.feed.feed import open_feed
     from deploy.pipeline import calibrate
-    from deploy.targets.ascend.autocalibrate import Budget, auto_calibrate
+    from deploy.targets.ascend.autocalibrate import auto_calibrate
+    from deploy.targets.ascend.losses import Budget
     from deploy.targets.ascend.target import Ascend
+    from deploy.targets.ascend.variants import CONFIGURED, Choosing, plans
 
-    target = Ascend(config=ascend_config)
+    target = (Choosing if strategy == "gain" else Ascend)(config=ascend_config)
     path = out / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
     refuse_both_ways(policy)
@@ -161,27 +176,35 @@ def auto(
         limit=images.limit,
         threads=images.threads,
         float_nodes=keep_float,
-        progress=True,
     )
     if verbose:
         say(found.cost)
     evaluation = found.feed
-    if eval_images:
+    if held := images.alike(eval_images):
         evaluation = open_feed(
-            eval_images, found.loaded.inputs, preprocess=images.preprocess, skip_bad=images.skip_bad
+            held,
+            found.loaded.inputs,
+            preprocess=images.preprocess,
+            carried=found.loaded.carried,
+            skip_bad=images.skip_bad,
         )
+    searches = {CONFIGURED: target.plan(found.subject)}
+    if strategy == "gain":
+        searches = plans(target, found.subject)
     result, written = auto_calibrate(
-        target.plan(found.subject),
+        searches,
         found.ranges.observed,
         evaluation,
         folder=out,
-        loaded=found.loaded,
+        subject=found.subject,
         budget=Budget(max_loss=max_loss, threads=images.threads),
+        strategy=strategy,
         say=say,
     )
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
     if result.records is None:
-        say("No layer can stay in int8 within this budget; no model was written.")
+        sentence = "No layer can stay in int8 within this budget; no model was written."
+        say(sentence, err=textless())
     else:
         say(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
     for path in written:

@@ -12,6 +12,15 @@ from deploy.errors import ConfigError
 from deploy.targets.ascend.proto import message_class, print_text
 
 CHIP = "<chip>"  # stands in the command where the chip is not known
+
+# Names that --soc_version takes, for their spelling alone: newer ones pass as they are typed.
+# Source: hicann/ge, docs of atc and its tests.
+CHIPS = (
+    *("Ascend310", "Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4"),
+    *("Ascend310P1", "Ascend310P3", "Ascend310P5", "Ascend310P7"),
+    *("Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA"),
+    *("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1"),
+)
 _DYNAMIC = ("dynamic_batch_size", "dynamic_image_size", "dynamic_dims", "dynamic_shape")
 _REFUSED = {
     "precision_mode": ("force_fp32", "must_keep_origin_dtype"),
@@ -45,15 +54,28 @@ class AtcOptions:
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.soc is not None and not re.fullmatch(r"Ascend\d{3}[\w-]{0,20}", self.soc):
-            raise ConfigError(
-                f"a chip is named like Ascend310P3 (Ascend + the name npu-smi shows), got"
-                f" {self.soc!r}"
-            )
+        if self.soc is not None:
+            object.__setattr__(self, "soc", chip(self.soc))
         names = [check_flag(flag) for flag in self.extra]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"an atc flag is given once, got --{twice} twice; leave one out")
+
+
+def chip(typed: str) -> str:
+    """A chip as atc spells it, from the same with or without 'Ascend', capitals or not.
+
+    Raises:
+        ConfigError: no name of a chip: three figures, then what tells its variant.
+    """
+    match = re.fullmatch(r"(?:ascend)?(\d{3}[\w-]{0,20})", typed, re.IGNORECASE | re.ASCII)
+    if not match:
+        raise ConfigError(
+            f"a chip is named like Ascend310P3 (Ascend + the name npu-smi shows), got {typed!r}"
+        )
+    name = f"Ascend{match[1]}"
+    spelt = {known.lower(): known for known in CHIPS}
+    return spelt.get(name.lower(), name)
 
 
 def check_flag(flag: str) -> str:
@@ -120,6 +142,16 @@ def atc_command(
     if compression is not None:
         command += ["--enable_small_channel=1", f"--compression_optimize_conf={compression}"]
     return [*command, *options.extra]
+
+
+def outside(flags: Sequence[str]) -> list[str]:
+    """What to say of files that the flags name, which do not travel with the folder."""
+    return [
+        f"the flag {flag} names a file outside this folder; take it along, and set its path in the"
+        " atc script"
+        for flag in flags
+        if Path(flag.partition("=")[2]).is_file()
+    ]
 
 
 def whole_path(flag: str) -> str:

@@ -59,12 +59,14 @@ class Recorded:
         ranges: tensor -> the clip range of the layers that read it.
         kept_bytes: activations that exact IFMR held.
         dead: layers whose input was zero throughout; their scale is 1 and means nothing.
+        faint: layers whose input is so small that AMCT's scale, 1, rounds all of it to zero.
     """
 
     records: dict[str, LayerRecord]
     ranges: dict[str, Scale] = field(default_factory=dict)
     kept_bytes: int = 0
     dead: tuple[str, ...] = ()
+    faint: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +174,16 @@ class RecordPlan:
         recorders = {o.key: observed.of(o) for o in self.activations.values()}
         kept = sum(r.nbytes for r in recorders.values() if isinstance(r, Exact))
         dead = tuple(n for n in records if _dead(observed.of(self.activations[n])))
+        faint = tuple(
+            name
+            for name, one in records.items()
+            if name not in dead and _faint(one, observed.of(self.activations[name]))
+        )
         ranges = {
             o.tensor: _range(records[name], observed.of(o), self.config.layers[name])
             for name, o in self.activations.items()
         }
-        return Recorded(records=records, ranges=ranges, kept_bytes=kept, dead=dead)
+        return Recorded(records=records, ranges=ranges, kept_bytes=kept, dead=dead, faint=faint)
 
     def factors(self, observed: Observed) -> Factors:
         """DMQ factors of the layers that are balanced, from the first batch."""
@@ -323,6 +330,13 @@ def _searched(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScal
 def _dead(recorder: Recorder) -> bool:
     assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
     return recorder.dead
+
+
+def _faint(record: LayerRecord, recorder: Recorder) -> bool:
+    """Whether every value that was seen is rounded to zero."""
+    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
+    assert record.scale_d is not None
+    return max(map(abs, recorder.extremes)) < 0.5 * float(record.scale_d)
 
 
 def _range(record: LayerRecord, recorder: Recorder, entry: LayerConfig) -> Scale:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,21 +51,26 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
     Raises:
         ConfigError, ModelError: what is wrong with it.
     """
-    from deploy.targets.ascend.record import check_record, read_record
+    from deploy.targets.ascend.mapping import is_mapping
+    from deploy.targets.ascend.record import check_record, others, read_record
 
     if path.suffix == ".onnx":
         return check_deploy(path)
     text = read_text(path, what=_WHAT, error=ConfigError)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
+        if is_mapping(text):
+            return "a fusion mapping, by which CANN's accuracy comparison pairs nodes"
         config = read_config(text, str(path))
         config = settled(config, graph) if graph else config
         return f"a sound quant config, {len(config.enabled())} layers in int8"
-    if text.lstrip().startswith("record"):
-        records = read_record(text, str(path))
+    key = _first_key(text)
+    if key in ("record", "prune_record"):
+        records, more = read_record(text, str(path)), others(text, str(path))
         if graph is not None:
             check_record(records, graph)
-        return f"a sound record of {len(records)} layers"
-    if text.lstrip().startswith("aipp_op"):
+        beside = f"; beside them, which calib8 does not deploy: {', '.join(more)}" if more else ""
+        return f"a sound record of {len(records)} layers{beside}"
+    if key in ("aipp_op", "multi_shape_op"):
         parse_text("InsertNewOps", text, str(path))
         return "a sound AIPP configuration"
     if graph is not None:
@@ -72,6 +78,14 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
         return f"a sound simplified configuration, {len(config.enabled())} layers in int8"
     parse_text("AMCTConfig", text, str(path))
     return "a simplified configuration that parses; --model checks its layers"
+
+
+def _first_key(text: str) -> str:
+    """The first key of protobuf text, behind comments; "" where there is none."""
+    said = (line.partition("#")[0].strip() for line in text.splitlines())
+    first = next((line for line in said if line), "")
+    found = re.match(r"\w+", first)
+    return found[0] if found else ""
 
 
 def check_deploy(path: Path) -> str:

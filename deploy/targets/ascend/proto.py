@@ -1,9 +1,10 @@
 """The protobuf messages of Ascend's text files, as tables that become descriptors on first use.
 
 Three files: AMCT's simplified configuration (.cfg), its record (scale_offset_record) and ATC's
-AIPP and compression options. Field names and numbers are AMCT's and GE's, so that their own tools
-parse what is written here. Sources: hicann/amct calibration_config and scale_offset_record;
-hicann/ge insert_op.proto; ATC's --compression_optimize_conf page.
+AIPP and compression options; whole, so that what calib8 does not write is read too. Field names and
+numbers are AMCT's and GE's, so that their own tools parse what is written here. Sources:
+hicann/amct calibration_config and scale_offset_record; hicann/ge insert_op.proto; ATC's
+--compression_optimize_conf page.
 """
 
 from __future__ import annotations
@@ -53,7 +54,26 @@ ENUMS: dict[str, dict[str, int]] = {
         "XRGB8888_U8": 2,
         "RGB888_U8": 3,
         "YUV400_U8": 4,
+        "NC1HWC0DI_FP16": 5,
+        "NC1HWC0DI_S8": 6,
+        "ARGB8888_U8": 7,
+        "YUYV_U8": 8,
+        "YUV422SP_U8": 9,
+        "AYUV444_U8": 10,
+        "RAW10": 11,
+        "RAW12": 12,
+        "RAW16": 13,
+        "RAW24": 14,
+        "RGB16": 15,
+        "RGB20": 16,
+        "RGB24": 17,
+        "RGB8_IR": 18,
+        "RGB16_IR": 19,
+        "RGB24_IR": 20,
     },
+    "MultiShapeMode": {"batch": 0, "resolution": 1},
+    # AMCT's UNDEFINED, 0, which it never writes, would clash with InputFormat's
+    "AttrType": {"FLOAT": 1, "INT": 2, "STRING": 3, "FLOATS": 4, "INTS": 5, "STRINGS": 6},
 }
 
 _CALIBRATION: tuple[Field, ...] = (
@@ -103,8 +123,31 @@ MESSAGES: dict[str, tuple[Field, ...]] = {
         *_one("bool", asymmetric=2),
         *_one("DataType", dst_type=10),
     ),
-    "ScaleOffsetRecord": _many("MapFiledEntry", record=1),
-    "MapFiledEntry": (*_one("string", key=1), *_one("SingleLayerRecord", value=2)),
+    "ScaleOffsetRecord": (
+        *_many("MapFiledEntry", record=1),
+        *_many("PruneRecord", prune_record=2),
+    ),
+    "MapFiledEntry": (
+        *_one("string", key=1),
+        *_one("SingleLayerRecord", value=2),
+        *_one("SingleLayerKVCacheRecord", kv_cache_value=3),
+    ),
+    "SingleLayerKVCacheRecord": (*_many("float", scale=1), *_many("int32", offset=2)),
+    "PruneRecord": (
+        *_many("PruneNode", producer=1, consumer=2),
+        *_one("PruneNode", selective_prune=3),
+    ),
+    "PruneNode": (*_one("string", name=1), *_many("AttrProto", attr=2)),
+    "AttrProto": (
+        *_one("string", name=1),
+        *_one("AttrType", type=2),
+        *_one("float", f=3),
+        *_one("int64", i=4),
+        *_one("bytes", s=5),
+        *_many("float", floats=6),
+        *_many("int64", ints=7),
+        *_many("bytes", strings=8),
+    ),
     "SingleLayerRecord": (
         *_one("float", scale_d=1),
         *_one("int32", offset_d=2),
@@ -114,24 +157,49 @@ MESSAGES: dict[str, tuple[Field, ...]] = {
         *_many("float", tensor_balance_factor=6),
         *_one("bool", skip_fusion=9, is_tensor_quantize=100),
         *_one("string", dst_type=10, act_type=11, wts_type=12, fakequant_precision_mode=13),
+        *_one("float", scale_h=21),
+        *_one("int32", offset_h=22),
+        *_many("float", scale_r=23),
+        *_many("int32", offset_r=24),
         *_one("string", op_data_type=101),
     ),
-    "InsertNewOps": _many("AippOpParams", aipp_op=1),
+    "InsertNewOps": (
+        *_many("AippOpParams", aipp_op=1),
+        *_many("MultiShapeOpParams", multi_shape_op=2),
+    ),
     "AippOpParams": (
         *_one("AippMode", aipp_mode=1),
-        *_one("uint32", related_input_rank=2),
-        *_one("int32", mean_chn_0=10, mean_chn_1=11, mean_chn_2=12),
-        *_one("float", min_chn_0=13, min_chn_1=14, min_chn_2=15),
+        *_one("uint32", related_input_rank=2, max_src_image_size=4),
+        *_many("uint32", input_edge_idx=3),
+        *_one("bool", support_rotation=5),
+        *_one("string", related_input_name=6),
+        *_one("int32", mean_chn_0=10, mean_chn_1=11, mean_chn_2=12, mean_chn_3=19),
+        *_one("float", min_chn_0=13, min_chn_1=14, min_chn_2=15, min_chn_3=20),
         *_many("float", var_reci_chn_0=16, var_reci_chn_1=17, var_reci_chn_2=18),
+        *_many("float", var_reci_chn_3=21),
+        *_many("int32", matrix_r0c0=30, matrix_r0c1=31, matrix_r0c2=32),
+        *_many("int32", matrix_r1c0=33, matrix_r1c1=34, matrix_r1c2=35),
+        *_many("int32", matrix_r2c0=36, matrix_r2c1=37, matrix_r2c2=38),
+        *_many("int32", output_bias_0=39, output_bias_1=40, output_bias_2=41),
+        *_many("int32", input_bias_0=42, input_bias_1=43, input_bias_2=44),
+        *_one("uint32", raw_rgbir_to_f16_n=45),
         *_one("InputFormat", input_format=51),
         *_one("bool", csc_switch=52, rbuv_swap_switch=54, ax_swap_switch=55),
+        *_one("float", cpadding_value=53),
+        *_one("bool", single_line_mode=56),
         *_one("int32", src_image_size_w=57, src_image_size_h=58),
-        *_one("bool", crop=59, padding=67),
+        *_one("bool", crop=59, resize=64, padding=67),
         *_one("int32", load_start_pos_w=60, load_start_pos_h=61),
         *_one("int32", crop_size_w=62, crop_size_h=63),
+        *_one("int32", resize_output_w=65, resize_output_h=66),
         *_one("int32", left_padding_size=68, right_padding_size=69),
         *_one("int32", top_padding_size=70, bottom_padding_size=71),
         *_one("float", padding_value=72),
+    ),
+    "MultiShapeOpParams": (
+        *_one("MultiShapeMode", mode=1),
+        *_one("uint32", related_input_rank=2),
+        *_many("uint32", batch_list=11),
     ),
     "CompressionOptions": (
         *_one("bool", enable_first_layer_quantization=1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
         ConfigError: text that does not parse, an unknown or missing field, an illegal value.
     """
     message: Any = parse_text("ScaleOffsetRecord", text, what)
-    if not message.record:
+    if not message.record and not message.prune_record:
         raise ConfigError(f"{what} must hold at least one layer, got none; calibrate first")
     records: dict[str, LayerRecord] = {}
     for entry in message.record:
@@ -73,11 +73,40 @@ def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
             )
         if entry.key in records:
             raise ConfigError(f"{what} must hold each layer once, got {entry.key!r} again")
+        if entry.HasField("kv_cache_value") and not entry.HasField("value"):
+            continue
         try:
             records[entry.key] = _layer(entry.value)
         except ConfigError as error:
             raise ConfigError(f"{error} (layer {entry.key!r} of {what})") from None
     return records
+
+
+def others(text: str, what: str = "the record") -> tuple[str, ...]:
+    """What a record holds beside layers that calib8 deploys, in words, checked as far as AMCT does.
+
+    Raises:
+        ConfigError: as `read_record`.
+    """
+    message: Any = parse_text("ScaleOffsetRecord", text, what)
+    caches = [entry for entry in message.record if entry.HasField("kv_cache_value")]
+    recurrent = [entry for entry in message.record if entry.value.HasField("scale_h")]
+    for entry in caches:
+        value = entry.kv_cache_value
+        if len(value.scale) != len(value.offset):
+            raise ConfigError(
+                f"scale and offset of a KV cache must be as many, got {len(value.scale)} and"
+                f" {len(value.offset)} in {entry.key!r} of {what}"
+            )
+        _check_scales(value.scale)
+    for entry in recurrent:
+        _check_scales([entry.value.scale_h, *entry.value.scale_r])
+    counted = {
+        "KV cache": len(caches),
+        "recurrent layer": len(recurrent),
+        "pruning": len(message.prune_record),
+    }
+    return tuple(f"{count} x {kind}" for kind, count in counted.items() if count)
 
 
 def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
@@ -124,9 +153,7 @@ def _layer(value: Any) -> LayerRecord:
         raise ConfigError(f"offset_w must be 0, got {next(o for o in value.offset_w if o)}")
     if value.HasField("scale_d") != value.HasField("offset_d"):
         raise ConfigError("scale_d and offset_d must come together, got one of them")
-    for scale in [*scale_w.tolist(), *([value.scale_d] if value.HasField("scale_d") else [])]:
-        if not (math.isfinite(scale) and _SMALLEST <= scale <= 1 / _SMALLEST):
-            raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
+    _check_scales([*scale_w.tolist(), *([value.scale_d] if value.HasField("scale_d") else [])])
     _check_kinds(value)
     low, high = ascend_range(8)
     if not low <= value.offset_d <= high:
@@ -141,6 +168,12 @@ def _layer(value: Any) -> LayerRecord:
         factors=factors,
         weighted=value.wts_type != "" or scale_w.size != 1 or scale_w[0] != 1,
     )
+
+
+def _check_scales(scales: Iterable[float]) -> None:
+    for scale in scales:
+        if not (math.isfinite(scale) and _SMALLEST <= scale <= 1 / _SMALLEST):
+            raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
 
 
 def _check_kinds(value: Any) -> None:

@@ -14,7 +14,7 @@ is not covered here: `open` says so.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
+from deploy.progress import phase
+from deploy.targets.ascend.cann import DEFAULT, PARSERS
+from deploy.targets.ascend.source import COLORS, STANDARDS, Source, read_size
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 from deploy.targets.script import write_script
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from deploy.calibration.subject import Subject
     from deploy.feed.preprocess import Preprocess
     from deploy.graph.plan import Decision
+    from deploy.targets.ascend.aipp import Aipp
     from deploy.targets.ascend.atc import AtcOptions
     from deploy.targets.ascend.calibrate import Recorded, RecordPlan
     from deploy.targets.ascend.config_types import QuantConfig
@@ -54,9 +58,13 @@ class Ascend:
         config: AMCT's simplified configuration (.cfg) or quant config JSON; None is AMCT's
             default over all samples of the feed.
         aipp: put the preprocessing into the .om where AIPP can express it.
-        source_color: order of the pictures that the .om gets, "rgb" or "bgr".
+        source_color: of the pictures that the .om gets: "rgb", "bgr", "nv12" or "nv21".
+        source_size: "HxW" of these pictures, where AIPP is to crop the centre.
+        csc: standard of nv12 and nv21, one of `deploy.targets.ascend.source.STANDARDS`.
+        dynamic_aipp: the program on the device sets AIPP's parameters.
         first_layer_int8: let AIPP and the first convolution run fused in int8.
         atc_flags: further flags of atc, '--name=value'.
+        cann: version of CANN, a key of `deploy.targets.ascend.cann.PARSERS`.
         exact: keep every activation in memory and search IFMR on them, as AMCT does.
     """
 
@@ -79,7 +87,18 @@ class Ascend:
     )
     aipp: bool = option(False, flag="--aipp/--no-aipp", help="Preprocessing inside the .om (AIPP).")
     source_color: str = option(
-        "rgb", choices=("rgb", "bgr"), help="Order of the pictures that the .om with AIPP gets."
+        "rgb",
+        choices=COLORS,
+        help="Pictures that the .om with AIPP gets: packed, or YUV420SP of a camera or DVPP.",
+    )
+    source_size: str | None = option(
+        None, metavar="HxW", help="Their size, where AIPP is to crop the centre."
+    )
+    csc: str | None = option(
+        None, choices=STANDARDS, help="Standard of nv12 and nv21; without it bt601-narrow."
+    )
+    dynamic_aipp: bool = option(
+        False, help="AIPP whose parameters the program on the device sets at every inference."
     )
     first_layer_int8: bool = option(
         False, help="AIPP and the first convolution fused in int8; brings --aipp."
@@ -87,9 +106,15 @@ class Ascend:
     atc_flags: tuple[str, ...] = option(
         (), flag="--atc-flag", metavar="--NAME=VALUE", help="A further flag of atc."
     )
+    cann: str = option(
+        DEFAULT,
+        choices=tuple(PARSERS),
+        help="CANN whose atc is to read the models: they are written in an opset that it knows.",
+    )
     name: str = "ascend"
     engines: ClassVar[tuple[str, ...]] = (".om",)
     writes: ClassVar[tuple[str, ...]] = (
+        "_config.json",
         "_quant.json",
         "_record.txt",
         "_deploy_model.onnx",
@@ -98,6 +123,7 @@ class Ascend:
         "_aipp.cfg",
         "_compression.cfg",
         "_atc.sh",
+        "_README.txt",
         ".om",
     )
     runs_here: ClassVar[bool] = False
@@ -112,17 +138,44 @@ class Ascend:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.source_color != "rgb" and not (self.aipp or self.first_layer_int8):
-            raise ConfigError(
-                f"a source_color is that of an .om with AIPP, got {self.source_color!r} without"
-                " aipp; give --aipp too"
-            )
+        self._source()
         self._atc()  # a wrong chip or flag is told before anything is calibrated
 
     def _atc(self) -> AtcOptions:
         from deploy.targets.ascend.atc import AtcOptions
 
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
+
+    def _source(self) -> Source:
+        """The pictures that the .om gets.
+
+        Raises:
+            ConfigError: told without AIPP, or a standard of pictures that are not YUV.
+        """
+        told = {
+            "source_color": self.source_color != "rgb" and self.source_color,
+            "source_size": self.source_size,
+            "csc": self.csc,
+            "dynamic_aipp": self.dynamic_aipp,
+        }
+        alone = [name for name, value in told.items() if value]
+        if alone and not (self.aipp or self.first_layer_int8):
+            raise ConfigError(
+                f"a {alone[0]} is that of an .om with AIPP, got {told[alone[0]]!r} without aipp;"
+                " give --aipp too"
+            )
+        made = Source(
+            color=self.source_color,
+            size=None if self.source_size is None else read_size(self.source_size),
+            standard=self.csc or "bt601-narrow",
+            dynamic=self.dynamic_aipp,
+        )
+        if self.csc is not None and not made.yuv:
+            raise ConfigError(
+                f"a csc is that of YUV pictures, got {self.csc} with source color"
+                f" {self.source_color}; give --source-color nv12 or nv21, or leave --csc out"
+            )
+        return made
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Inputs of the layers; what is observed of them says `demand`."""
@@ -212,12 +265,20 @@ class Ascend:
 
         plan, found, layers, config = self._quantized(request)
         files = write_models(
-            plan.model, layers, config, found.records, request.folder, request.subject.loaded
+            plan.model,
+            layers,
+            config,
+            found.records,
+            request.folder,
+            request.subject,
+            cann=self.cann,
         )
         notes = [*_calibration_notes(found, plan), _verified(plan.model, layers, request)]
+        host: list[str] = []
         if self.aipp or self.first_layer_int8:
-            notes += self._write_aipp(request, files)
+            host = self._write_aipp(request, files)
         engine, more = self._om(request, files)
+        self._write_readme(request, files, host)
         return Built(
             target=self.name,
             engine=engine,
@@ -230,7 +291,7 @@ class Ascend:
             method=_searches(plan.config),
             ranges=found.ranges,
             weights=stored_of(layers),
-            notes=(*notes, *more),
+            notes=(*notes, *host, *more),
         )
 
     def at_hand(self) -> str:
@@ -291,8 +352,9 @@ class Ascend:
         if not given:
             return ["No AIPP file: the calibration was fed arrays, not pictures."]
         how: Preprocess = Preprocess.from_json(given)
+        source = self._source()
         try:
-            made = write_aipp(how, source_color=self.source_color)
+            made = write_aipp(how, source)
         except ExportError as error:
             return [f"No AIPP file: {error}."]
         path = request.folder / f"{request.name}_aipp.cfg"
@@ -301,7 +363,18 @@ class Ascend:
             path = request.folder / f"{request.name}_compression.cfg"
             text = write_compression_options(first_layer=True)
             files["compression options"] = atomic.write_text(path, text)
-        return list(made.host)
+        return [*made.host, *_judged(made, how, source, request)]
+
+    def _write_readme(
+        self, request: BuildRequest, files: dict[str, Path], host: Sequence[str]
+    ) -> None:
+        from deploy.targets.ascend.atc import outside
+        from deploy.targets.ascend.readme import readme
+
+        notes = [*host, *outside(self.atc_flags)]
+        text = readme(request.name, files, self._atc(), cann=self.cann, notes=notes)
+        path = request.folder / f"{request.name}_README.txt"
+        files["what to do with them"] = atomic.write_text(path, text)
 
     def _om(self, request: BuildRequest, files: dict[str, Path]) -> tuple[Path | None, list[str]]:
         """The .om, or the command that makes it."""
@@ -328,6 +401,20 @@ class Ascend:
         return engine, []
 
 
+def _judged(made: Aipp, how: Preprocess, source: Source, request: BuildRequest) -> Iterator[str]:
+    """A sentence on how AIPP's input compares with the calibration's."""
+    from deploy.targets.ascend.aipp_run import judged
+
+    samples = request.feed.first(_VERIFIED)
+    errors = [judged(made, how, source, sample) for sample in samples]
+    known = [error for error in errors if error is not None]
+    if known:
+        yield (
+            f"AIPP's arithmetic on {len(known)} samples: the .om's input is {max(known):.2g} of"
+            " full scale from the calibration's, on average over a picture."
+        )
+
+
 def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
     """The config with these layers disabled."""
     layers = {
@@ -337,6 +424,7 @@ def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
     return replace(config, layers=layers)
 
 
+@phase("atc")
 def run_atc(command: list[str], engine: Path) -> Path:
     """Run atc in the folder of `engine`, which it writes.
 
@@ -398,6 +486,12 @@ def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
         yield (
             f"The input of {len(found.dead)} layers was zero on every sample, so their scale says"
             f" nothing: {', '.join(found.dead[:3])}."
+        )
+    if found.faint:
+        yield (
+            f"The input of {len(found.faint)} layers is so small (under 1.2e-7 a code) that AMCT's"
+            " searches give it scale 1, which rounds all of it to zero:"
+            f" {', '.join(found.faint[:3])}; --keep-float keeps them in float."
         )
     if used < plan.samples:
         yield (
