@@ -70,15 +70,15 @@ class ByGain:
     def run(self) -> dict[str, str]:
         """Layer in int8 -> its search; empty where only float holds the budget."""
         now = self._begin()
-        holds, goal = self._judged(now)
-        if not holds:
-            self._gains(list(self.chosen), now)
+        holds, loss = self._judged()
         while not holds and self.chosen:
+            now = self._look()
+            goal = min(self.budget * now / loss, _LESS * now)
             while now > goal and self.chosen:
                 now = self._step(now)
-            holds, goal = self._judged(now)
+            holds, loss = self._judged()
         if holds and len(self.chosen) < len(self._layers):
-            self._give_back(goal)
+            self._give_back(now * self.budget / loss if loss > 0 else now)
         return self.chosen
 
     @property
@@ -92,6 +92,15 @@ class ByGain:
         best = min(range(len(found)), key=found.__getitem__)
         self.chosen = dict.fromkeys(self._layers, list(self.variants)[best])
         return found[best]
+
+    def _look(self) -> float:
+        """Choose the few images by what is lost now, which tells most; gives the loss on them."""
+        self.losses.narrow(self.records)
+        self._known = {}
+        (now,) = self._tried([self.chosen])
+        if not self.ranking:
+            self._gains(list(self.chosen), now)
+        return now
 
     def _step(self, now: float) -> float:
         """Take the best step of the layers that gained most; gives the loss after it."""
@@ -132,16 +141,15 @@ class ByGain:
             best = min(range(len(found)), key=found.__getitem__)
             if found[best] <= goal:
                 self.chosen = forms[best]
-        if self.chosen != sound and not self._judged(goal)[0]:
+        if self.chosen != sound and not self._judged()[0]:
             self.chosen = sound
 
-    def _judged(self, now: float) -> tuple[bool, float]:
-        """Whether the budget holds on all images, and the loss on a few that should make it."""
+    def _judged(self) -> tuple[bool, float]:
+        """Whether the budget holds on all images, and the loss."""
         holds, loss = self.losses.judge(self.records)
         rolled = {name: name not in self.chosen for name in self._layers}
         self.history.append({"roll_back_config": rolled, "metric_eval": [bool(holds), float(loss)]})
-        share = now / loss if loss > 0 and now > 0 else 1.0
-        return holds, min(self.budget * share, now if holds else _LESS * now)
+        return holds, loss
 
     def _without(self, name: str) -> dict[str, str]:
         return {one: how for one, how in self.chosen.items() if one != name}
