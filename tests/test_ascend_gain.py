@@ -179,3 +179,15 @@ def test_a_config_names_the_search_of_every_layer(small_cnn):
     assert made.layers[first].activation.act_algo == "hfmg"
     assert made.layers[second].activation.search_range == (1.0, 1.3)
     assert config_of(config, dict.fromkeys(config.layers, CONFIGURED)) == config
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 9, 20, 64])
+def test_a_few_images_stand_for_all(count):
+    from deploy.targets.ascend.losses import _shares
+
+    lost = [1.0 / (1 + place) for place in range(count)]
+    shares = _shares(lost)
+    assert sum(shares.values()) == pytest.approx(count)
+    assert all(shares[place] == 1 for place in range(min(count, 8)))  # the worst, for themselves
+    guess = sum(share * lost[place] for place, share in shares.items()) / count
+    assert guess == pytest.approx(sum(lost) / count, rel=0.02)

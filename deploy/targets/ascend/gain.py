@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.variants import Records
 
-_CLOSE = 6  # layers that are looked at again before a step
-_SWAPPED = 3  # of which other searches are tried too
+_CLOSE = 5  # layers that are looked at again before a step
+_SWAPPED = 2  # of which other searches are tried too
 _LESS = 0.97  # of the loss on a few images, where all of them say that the budget does not hold
 _AS_GOOD = 1.1  # another search may leave so much more than float does, and the layer stays int8
 _WORTH = 0.03  # share of the loss: a step that takes less is none, and all layers are ranked anew

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 _LOOKED_AT = 64  # images among which the few are chosen
-_FEW = 12  # half of them those that lose most, the rest spread evenly
+_WORST, _SPREAD = 8, 24  # those that lose most, and of the others some from all over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ class Losses:
         evaluation: images to judge on, with `labels` or without.
         budget: what may be lost.
         say: told of every judgement on all images.
-        few: (sample, the float model's outputs) of the images that `of` looks at.
+        few: (sample, the float model's outputs, for how many images it stands) of those that `of`
+            looks at.
     """
 
     model: onnx.ModelProto
@@ -59,7 +60,7 @@ class Losses:
     evaluation: Feed
     budget: Budget
     say: Callable[[str], None]
-    few: list[tuple[Sample, Mapping[str, Array]]] = field(default_factory=list)
+    few: list[tuple[Sample, Mapping[str, Array], float]] = field(default_factory=list)
 
     def judge(self, records: Records) -> tuple[bool, float]:
         """(the budget holds, loss) on all images: of top-1 with labels, else of mean cosine."""
@@ -92,14 +93,11 @@ class Losses:
                 _loss(reference.run(sample), session.run(sample))
                 for sample in self.evaluation.spread(_LOOKED_AT)
             ]
-        worst = sorted(range(len(lost)), key=lambda place: (-lost[place], place))[: _FEW // 2]
-        rest = [place for place in range(len(lost)) if place not in worst]
-        spread = np.linspace(0, max(len(rest) - 1, 0), min(len(rest), _FEW - len(worst)))
-        chosen = {*worst, *(rest[round(at)] for at in spread)}
+        shares = _shares(lost)
         self.few = [
-            (sample, reference.run(sample))
+            (sample, reference.run(sample), shares[place])
             for place, sample in enumerate(self.evaluation.spread(_LOOKED_AT))
-            if place in chosen
+            if place in shares
         ]
 
     def of(self, forms: Sequence[Records]) -> list[float]:
@@ -114,12 +112,21 @@ class Losses:
         if not records:
             return 0.0
         session = OrtSession.open(self._form(records), threads=1, spin=False)
-        found = [_loss(wanted, session.run(sample)) for sample, wanted in self.few]
+        found = [_loss(wanted, session.run(sample)) for sample, wanted, _ in self.few]
         step()
-        return float(np.mean(found))
+        return float(np.average(found, weights=[share for *_, share in self.few]))
 
     def _form(self, records: Records) -> onnx.ModelProto:
         return fake_quant_model(self.model, quantize_layers(self.model, self.graph, records))
+
+
+def _shares(lost: Sequence[float]) -> dict[int, float]:
+    """Place of an image -> for how many it stands: the worst for themselves, the others for all."""
+    places = sorted(range(len(lost)), key=lambda place: (-lost[place], place))
+    worst, rest = places[:_WORST], sorted(places[_WORST:])
+    count = min(len(rest), _SPREAD)
+    chosen = {rest[round(at)] for at in np.linspace(0, max(len(rest) - 1, 0), count)}
+    return dict.fromkeys(worst, 1.0) | dict.fromkeys(sorted(chosen), len(rest) / max(count, 1))
 
 
 def _loss(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> float:
