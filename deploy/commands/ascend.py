@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.deployed import convert_pairs, deploy_scales
 from deploy.commands.numbers import Real
 from deploy.commands.options import (
     ImageOptions,
@@ -37,7 +38,13 @@ def ascend() -> None:
       calib8 ascend config model.onnx -o quant.json
       calib8 ascend check model_record.txt --model model.onnx
       calib8 ascend auto model.onnx --images photos/ --max-loss 0.02
+      calib8 ascend deploy model.onnx edited_record.txt -o build/
+      calib8 ascend convert net.qdq.onnx -o build/ --images photos/
     """  # noqa: D301 (click reads the backspace)
+
+
+ascend.add_command(deploy_scales)
+ascend.add_command(convert_pairs)
 
 
 @ascend.command(short_help="The default configuration of a model, to be edited.")

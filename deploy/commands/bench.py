@@ -8,7 +8,7 @@ import click
 
 from deploy.commands import given as given_flags
 from deploy.commands import sections
-from deploy.commands.inputs import Inputs, input_options
+from deploy.commands.inputs import Inputs, input_options, shape, shape_option
 from deploy.commands.numbers import THREADS, Real
 from deploy.commands.targets import Given, made, own_options
 from deploy.errors import ConfigError
@@ -60,15 +60,7 @@ from deploy.terminal import say_lines
     metavar="S",
     help="Time measured, in seconds, for each model; 10 runs at the least.",
 )
-@sections.option(
-    "--shape",
-    "shapes",
-    section=sections.MODEL,
-    multiple=True,
-    metavar="NAME:DIMS",
-    help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be repeated."
-    " An open batch alone is taken as 1.",
-)
+@shape_option
 @sections.option(
     "--seed",
     section=sections.MEASURING,
@@ -148,7 +140,7 @@ def bench(
         threads=threads,
         warmup_ms=warmup,
         duration_s=duration,
-        shapes=dict(map(_shape, shapes)),
+        shapes=dict(map(shape, shapes)),
         seed=seed,
         targets=[made(target, fields) for target, fields in given.items()],
         streams=streams,
@@ -164,14 +156,3 @@ def bench(
     if html_path is not None:
         write_text(html_path, to_html(report))
     say_lines(to_screen(report))
-
-
-def _shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """Split "name:1x3x224x224" into name and dimensions; the name may itself hold colons."""
-    name, _, dims = text.rpartition(":")
-    parts = dims.replace(",", "x").split("x")
-    if not name or not all(part.isdecimal() for part in parts):
-        raise click.BadParameter(
-            f"must look like name:1x3x224x224, got {text!r}", param_hint="--shape"
-        )
-    return name, tuple(map(int, parts))

@@ -1,4 +1,4 @@
-"""The files that every Ascend build leaves: config, record, and the three models."""
+"""The files of an Ascend deployment: config, record, and the three models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def write_models(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
-    config: QuantConfig,
+    config: QuantConfig | None,
     records: Mapping[str, LayerRecord],
     folder: Path,
     loaded: LoadedModel,
@@ -31,7 +31,7 @@ def write_models(
     Args:
         model: the float model.
         layers: those in int8.
-        config: what says so.
+        config: what says so; None writes none.
         records: their scales.
         folder: where to write.
         loaded: what `model` was made of; names the files, and keeps the nodes that ONNX Runtime
@@ -52,7 +52,7 @@ def write_models(
 def _contents(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
-    config: QuantConfig,
+    config: QuantConfig | None,
     records: Mapping[str, LayerRecord],
     loaded: LoadedModel,
 ) -> Iterator[tuple[str, str, bytes]]:
@@ -61,7 +61,8 @@ def _contents(
     from deploy.targets.ascend.fake_quant import fake_quant_model
     from deploy.targets.ascend.record import write_record
 
-    yield "quant config", "quant.json", write_config(config).encode()
+    if config is not None:
+        yield "quant config", "quant.json", write_config(config).encode()
     yield "record", "record.txt", write_record(records).encode()
     deploy, fake = deploy_model(model, layers), fake_quant_model(model, layers)
     for role, ending, made in (

@@ -54,23 +54,36 @@ def quantize_layers(
         ConfigError: the record does not fit the model.
         ExportError: a scale or a bias outside what the hardware takes; all such layers are named.
     """
+    made, troubles = quantize_fitting(model, graph, records)
+    if troubles:
+        said = [f"{name}: {why}" for name, why in troubles.items()]
+        raise ExportError(
+            f"{len(troubles)} layer(s) do not fit Ascend's int8 path, got "
+            + "; ".join(said[:5])
+            + "; put them under skip_layers of the configuration, or take them out of the record"
+        )
+    return made
+
+
+def quantize_fitting(
+    model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
+) -> tuple[dict[str, QuantLayer], dict[str, str]]:
+    """Integers of the layers that the hardware takes as they are recorded, and why not of others.
+
+    Raises:
+        ConfigError: the record does not fit the model.
+    """
     check_record(records, graph)
     index = Graph(model)
-    made, troubles = {}, []
+    made, troubles = {}, {}
     for name, layer in graph.layers.items():
         if name not in records:
             continue
         try:
             made[name] = _quantize(layer, records[name], index)
         except ExportError as error:
-            troubles.append(f"{name}: {error}")
-    if troubles:
-        raise ExportError(
-            f"{len(troubles)} layer(s) do not fit Ascend's int8 path, got "
-            + "; ".join(troubles[:5])
-            + "; put them under skip_layers of the configuration"
-        )
-    return made
+            troubles[name] = str(error)
+    return made, troubles
 
 
 def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
+from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 from deploy.targets.script import write_script
@@ -128,7 +129,7 @@ class Ascend:
         """Inputs of the layers; what is observed of them says `demand`."""
         from deploy.targets.ascend.files import read_any_config
 
-        _, graph = _prepared(model)
+        _, graph = prepared(model)
         if self.config is not None:
             read_any_config(self.config, graph)  # a broken one is told before calibration
         layers = (layer for name, layer in graph.layers.items() if name not in float_nodes)
@@ -138,7 +139,7 @@ class Ascend:
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
     ) -> tuple[Decision, ...]:
         """The layers that AMCT quantizes by default, and why the others stay float."""
-        named, graph = _prepared(model)
+        named, graph = prepared(model)
         return _decisions(named, graph, [name for name in graph.layers if name not in float_nodes])
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
@@ -207,13 +208,38 @@ class Ascend:
             ExportError: a layer is outside what the hardware takes.
             BackendError: `atc` is here and failed.
         """
+        plan, found, layers, config = self._quantized(request)
+        recipe = Recipe(
+            model=plan.model,
+            graph=plan.graph,
+            records=found.records,
+            layers=layers,
+            config=config,
+            method=_searches(plan.config),
+            ranges=found.ranges,
+            why=request.float_nodes,
+            notes=tuple(_calibration_notes(found, plan)),
+        )
+        return self.files(recipe, request)
+
+    def files(self, recipe: Recipe, request: BuildRequest) -> Built:
+        """Write the files of a recipe; the rest as `build`, which makes one of what was observed.
+
+        Args:
+            recipe: the layers and their scales.
+            request: where to write, and samples to try what is written on.
+        """
         from deploy.targets.ascend.models import write_models
 
-        plan, found, layers, config = self._quantized(request)
         files = write_models(
-            plan.model, layers, config, found.records, request.folder, request.subject.loaded
+            recipe.model,
+            recipe.layers,
+            recipe.config,
+            recipe.records,
+            request.folder,
+            request.subject.loaded,
         )
-        notes = [*_calibration_notes(found, plan), _verified(plan.model, layers, request)]
+        notes = [*recipe.notes, _verified(recipe.model, recipe.layers, request)]
         if self.aipp or self.first_layer_int8:
             notes += self._write_aipp(request, files)
         engine, more = self._om(request, files)
@@ -223,11 +249,11 @@ class Ascend:
             runnable=files["fake-quant model"],
             files=files,
             decisions=(
-                *_decisions(plan.model, plan.graph, found.records, request.float_nodes),
+                *_decisions(recipe.model, recipe.graph, recipe.records, recipe.why),
                 *request.kept,
             ),
-            method=_searches(plan.config),
-            ranges=found.ranges,
+            method=recipe.method,
+            ranges=recipe.ranges,
             notes=(*notes, *more),
         )
 
@@ -254,10 +280,10 @@ class Ascend:
         from deploy.calibration.subject import FOLDED
         from deploy.targets.ascend.calibrate import RecordPlan
 
-        model, graph = _prepared(subject.model)
+        model, graph = prepared(subject.model)
         config, base = self._config(graph, subject), FOLDED
         if not config.do_fusion or config.skip_fusion_layers:
-            model, graph = _unfused(subject, config)
+            model, graph = unfused(subject, config)
             config = self._config(graph, subject)
             base = f"unfused {', '.join(config.skip_fusion_layers) if config.do_fusion else 'all'}"
         return RecordPlan(
@@ -360,24 +386,25 @@ def run_atc(command: list[str], engine: Path) -> Path:
     return engine
 
 
-def _prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
+def prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
+    """The model, each node with a name of its own, and its layers."""
     from deploy.targets.ascend.layers import find_layers, name_nodes
 
     named = name_nodes(model)
     return named, find_layers(named)
 
 
-def _unfused(subject: Subject, config: QuantConfig) -> tuple[onnx.ModelProto, LayerGraph]:
+def unfused(subject: Subject, config: QuantConfig) -> tuple[onnx.ModelProto, LayerGraph]:
     """The model with the BatchNormalizations that the config wants apart from their Conv."""
     from deploy.frontends.affine import NORM, fold_affine
 
-    model, graph = _prepared(subject.unfolded.model)
+    model, graph = prepared(subject.unfolded.model)
     if not config.do_fusion:
         return model, graph
-    ends = {graph.layers[name].output for name in config.skip_fusion_layers}
+    ends = {n.output[0] for n in model.graph.node if n.name in config.skip_fusion_layers}
     apart = {n.name for n in model.graph.node if n.op_type == NORM and n.input[0] in ends}
     fold_affine(model.graph, apart=apart)
-    return _prepared(model)
+    return prepared(model)
 
 
 def _searches(config: QuantConfig) -> str:

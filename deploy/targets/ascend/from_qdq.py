@@ -1,0 +1,328 @@
+"""A Q/DQ model, trained or calibrated by any tool, as a recipe: AMCT's `convert_qat_model`.
+
+::
+
+    Conv --> x --> Q --> DQ --> Conv     becomes     Conv --> x ------------> Conv, in the record
+                         '---> Add                           '--> Clip --> Add
+
+An int8 layer saturates its input by itself. Where a pair stands for a Relu or Clip that the
+quantizer took out (its codes begin at 0, and what it reads may be negative), its float readers,
+such as the Add above, get a Clip in its place; else they read the float tensor, rounded no more.
+Integers of weights stay what they are: the float weight is integer times scale, and its scale is in
+the record. BatchNormalization behind a layer stays, since folding it would change these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploy.errors import ExportError, ModelError
+from deploy.graph.edit import copied, free_inputs, name_nodes, rebuild, rename_reads, unused
+from deploy.graph.flow import MOVES, POOLS
+from deploy.graph.index import Graph, all_nodes, reads
+from deploy.targets.ascend.layers import TYPES
+from deploy.targets.ascend.pairs import DQ, Grid, Q, Taken, grid_of, taken_over
+from deploy.targets.ascend.recipe import Recipe
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.frontends import LoadedModel
+    from deploy.targets.ascend.layers import LayerGraph
+    from deploy.targets.ascend.quant_layer import QuantLayer
+    from deploy.targets.ascend.record import LayerRecord
+
+_OLDEST = 11  # Clip has its limits as inputs from here on
+_POSITIVE = frozenset({"Relu", "Sigmoid", "Softmax", "HardSigmoid"})
+_ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # of such without a sign
+_TOLD = 3  # names in a sentence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What `from_qdq` gives.
+
+    Attributes:
+        loaded: the float model, cleaned; it came from no file.
+        recipe: its layers and their scales.
+    """
+
+    loaded: LoadedModel
+    recipe: Recipe
+
+
+def from_qdq(quantized: onnx.ModelProto, path: Path) -> Converted:
+    """Take the pairs out, and what they say into records; `quantized` is left as it is.
+
+    Args:
+        quantized: a model with QuantizeLinear and DequantizeLinear nodes.
+        path: where it came from.
+
+    Raises:
+        ModelError: it is no valid model, or in integer operators, or in pairs that cannot be taken
+            out of it.
+        ExportError: Ascend can take over none of its layers.
+    """
+    from deploy.frontends import load
+
+    model = _named(quantized)
+    taken, why = taken_over(Graph(model))
+    while True:
+        plain = _without_pairs(model, taken)
+        loaded = replace(load(plain, fold_batchnorm=False), name=path.stem)
+        graph, layers, rounded, unfit = _quantized(loaded.model, taken)
+        if len(layers) == len(taken):
+            break
+        why |= {n: unfit[n] for n in taken if n in unfit}
+        taken = {name: taken[name] for name in layers}  # the others read as float what they read
+        if not taken:
+            break
+    if not layers:
+        said = "; ".join(f"{name}: {reason}" for name, reason in list(why.items())[:_TOLD])
+        raise ExportError(
+            f"a Q/DQ model must have a layer whose pairs Ascend can take over, got none in {path}"
+            f" ({said or 'no layer of a type that it has'}); give the float model to calib8 build"
+        )
+    recipe = Recipe(
+        model=loaded.model,
+        graph=graph,
+        records={name: one.record for name, one in layers.items()},
+        layers=layers,
+        method="the Q/DQ model's own scales",
+        why={name: why.get(name, "its pairs are gone") for name in graph.layers},
+        notes=tuple(_notes(path, graph, layers, rounded)),
+    )
+    return Converted(loaded=loaded, recipe=recipe)
+
+
+def _named(quantized: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy with its functions inlined and a name for each node."""
+    from deploy.frontends import checks
+    from deploy.frontends.fold import remove_identity
+    from deploy.frontends.onnx import inlined
+    from deploy.frontends.plugins import check_part_valid
+
+    checks.check_names(quantized)
+    opset = checks.opset_of(quantized)
+    if opset < _OLDEST:
+        raise ModelError(
+            f"a Q/DQ model must use ONNX opset {_OLDEST} or newer, got {opset}; export it again"
+        )
+    check_part_valid(quantized)
+    model = copied(quantized)
+    if model.functions:
+        model, _ = inlined(model)
+    free_inputs(model.graph)
+    if not any(node.op_type in (Q, DQ) for node in model.graph.node):
+        raise ModelError(
+            "a Q/DQ model must hold QuantizeLinear and DequantizeLinear nodes, got none; calib8"
+            " build --target ascend quantizes a float model"
+        )
+    remove_identity(model.graph)
+    name_nodes(model.graph)
+    return model
+
+
+def _quantized(
+    model: onnx.ModelProto, taken: Mapping[str, Taken]
+) -> tuple[LayerGraph, dict[str, QuantLayer], list[str], dict[str, str]]:
+    """Layers, integers of those taken that fit, which were rounded anew, why others do not fit."""
+    from deploy.targets.ascend.layers import find_layers
+    from deploy.targets.ascend.quant_layer import quantize_fitting
+
+    graph = find_layers(model)
+    index = Graph(model)
+    records, rounded, unfit = {}, [], {}
+    for name, layer in graph.layers.items():
+        one = taken.get(name)
+        if one is None:
+            continue
+        if layer.symmetric_only and one.offset_d:
+            unfit[name] = f"a 3-D convolution takes no activation offset, got {one.offset_d}"
+            continue
+        records[name], anew = _record(one, layer.name, graph, index)
+        rounded += [name] if anew else []
+    layers, outside = quantize_fitting(model, graph, records)
+    return graph, layers, [name for name in rounded if name in layers], unfit | outside
+
+
+def _record(one: Taken, name: str, graph: LayerGraph, index: Graph) -> tuple[LayerRecord, bool]:
+    """The record of a layer, and whether its weight must be rounded to a scale of its own."""
+    from calibrators.amct.arq import arq
+    from deploy.targets.ascend.quant_layer import array_of, rows_of
+    from deploy.targets.ascend.record import LayerRecord
+
+    layer, scales = graph.layers[name], one.scale_w
+    if not layer.channel_wise and np.all(scales == scales[0]):
+        scales = scales[:1]
+    anew = not layer.channel_wise and scales.size > 1
+    if anew:
+        scales, _ = arq(rows_of(array_of(index, layer.weight), layer), channel_wise=False)
+    record = LayerRecord(
+        scale_d=one.scale_d, offset_d=one.offset_d, scale_w=scales, weighted=bool(layer.weight)
+    )
+    return record, anew
+
+
+def _notes(
+    path: Path, graph: LayerGraph, layers: Mapping[str, QuantLayer], rounded: Collection[str]
+) -> list[str]:
+    total = len(graph.layers) + len(graph.refused)
+    notes = [
+        f"Scales: those of {path}, for {len(layers)} of {total} layers that Ascend could run in"
+        " int8; nothing was calibrated. What stands between int8 layers is rounded no more."
+    ]
+    if rounded:
+        notes.append(
+            "Ascend has one scale for a whole matrix, the model has one a channel in"
+            f" {len(rounded)}: these weights were rounded again"
+            f" ({', '.join(list(rounded)[:_TOLD])}); all others keep their integers."
+        )
+    return notes
+
+
+def _without_pairs(model: onnx.ModelProto, taken: Collection[str]) -> onnx.ModelProto:
+    """A float copy; `taken` are the layers that saturate their input by themselves."""
+    from deploy.frontends.fold import fold_constants
+
+    out = copied(model)
+    _Stripper(out, taken).run()
+    fold_constants(out)
+    left = next((node for node in all_nodes(out.graph) if node.op_type in (Q, DQ)), None)
+    if left is not None:
+        raise ModelError(
+            "QuantizeLinear and DequantizeLinear of ONNX's own domain must stand in pairs on float"
+            f" tensors of the main graph, got {left.op_type} {left.name!r}; export the model so,"
+            " with float inputs and outputs"
+        )
+    return out
+
+
+class _Stripper:
+    """One model whose pairs on activations are taken out."""
+
+    def __init__(self, model: onnx.ModelProto, taken: Collection[str]) -> None:
+        self.graph, self.index, self.taken = model.graph, Graph(model), taken
+        self.fixed = set(self.index.constants)  # what is known before anything is fed
+        self.positive: set[str] = set()  # tensors that cannot be negative
+        self.float_of: dict[str, str] = {}  # output of a pair -> what the pair reads
+        self.renamed: dict[str, str] = {}  # what a node makes -> the name that it now gets
+        self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}
+
+    def run(self) -> None:
+        """Rewire every reader of a pair, then drop the pairs."""
+        nodes: list[onnx.NodeProto] = []
+        gone: set[str] = set()
+        for node in self.graph.node:
+            if all(name in self.fixed for name in reads(node)):
+                self.fixed.update(node.output)
+            elif node.op_type == Q:
+                gone.add(node.output[0])
+                self._refuse_integers(node)
+                continue
+            elif node.op_type == DQ and node.input[0] in gone:
+                nodes += self._pair(node)
+                continue
+            elif self._cannot_be_negative(node):
+                self.positive.update(node.output)
+            nodes.append(node)
+        rename_reads(nodes, self.float_of)
+        self._name_weights()
+        rename_reads(nodes, self.renamed)
+        for node in nodes:
+            for place, name in enumerate(node.output):
+                node.output[place] = self.renamed.get(name, name)
+        rebuild(self.graph, nodes)
+
+    def _name_weights(self) -> None:
+        """Call a weight and bias that were quantized after their layer, not after their pair."""
+        for node in self.index.nodes:
+            if node.op_type not in TYPES:
+                continue
+            for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
+                made = name in self.fixed and name not in self.index.constants
+                if made and self.index.only_reader(name) is not None:
+                    self.renamed[name] = self._own(f"{node.name}.{word}")
+
+    def _pair(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """What stands for a pair: nothing, a Clip, or what keeps the name of an output."""
+        from onnx import helper
+
+        read, made = self.index.producer[node.input[0]].input[0], node.output[0]
+        source = self.float_of.get(read, read)
+        grid = grid_of(node, self.index)
+        limits = self._lost(grid, source) if isinstance(grid, Grid) else None
+        if isinstance(grid, Grid) and (grid.zero == -128).all():
+            self.positive.add(made)
+        readers = self.index.readers.get(made, [])
+        int8 = [n for n in readers if n.name in self.taken and n.input[0] == made]
+        kept = made in self.index.outputs
+        if limits is None and kept and self._may_be_called(source):
+            self.renamed[source] = made
+            return []
+        if limits is None and kept:
+            return [helper.make_node("Identity", [source], [made], name=f"{node.name}/float")]
+        if limits is None or (len(int8) == len(readers) and not kept):
+            self.float_of[made] = source
+            return []
+        for reader in int8:
+            reader.input[0] = source
+        clipped = made if kept else self._own(f"{source}/clipped")
+        self.float_of[made] = clipped
+        low, high = (self._number(f"{clipped}/{word}", value) for word, value in limits.items())
+        return [helper.make_node("Clip", [source, low, high], [clipped], name=f"{node.name}/clip")]
+
+    def _may_be_called(self, source: str) -> bool:
+        """Whether a tensor may get the name of an output."""
+        return (
+            source in self.index.producer
+            and source not in self.index.outputs
+            and source not in self.renamed
+            and source not in self.index.captured
+        )
+
+    def _lost(self, grid: Grid, source: str) -> dict[str, float] | None:
+        """Limits that the pair holds and that nothing before it does; None where they are held."""
+        if source in self.positive or grid.scale.size > 1 or (grid.zero != -128).any():
+            return None
+        return {"least": 0.0, "most": 255 * float(grid.scale.reshape(-1)[0])}
+
+    def _own(self, wanted: str) -> str:
+        """A name that no tensor has."""
+        name = unused(wanted, self.names)
+        self.names.add(name)
+        return name
+
+    def _number(self, wanted: str, value: float) -> str:
+        from onnx import numpy_helper
+
+        name = self._own(wanted)
+        self.graph.initializer.append(numpy_helper.from_array(np.float32(value), name))
+        return name
+
+    def _cannot_be_negative(self, node: onnx.NodeProto) -> bool:
+        if node.op_type in _POSITIVE:
+            return True
+        if node.op_type == "Clip":
+            return self.index.holds_zero(node)
+        if node.op_type in MOVES | POOLS:
+            return node.input[0] in self.positive
+        known = self.positive
+        return node.op_type in _ADDING and all(n in known for n in self.index.data_inputs(node))
+
+    def _refuse_integers(self, node: onnx.NodeProto) -> None:
+        """Refuse codes that something else than a DequantizeLinear reads."""
+        made = node.output[0]
+        others = [n.op_type for n in self.index.readers.get(made, []) if n.op_type != DQ]
+        if made in self.index.outputs:
+            others.append("the user, as an output")
+        if others:
+            raise ModelError(
+                "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, got"
+                f" {made!r} read by {others[0]}; export it in the Q/DQ form"
+            )
