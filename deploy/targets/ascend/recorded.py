@@ -1,8 +1,8 @@
 """Scales that were found before: AMCT's record, or a TensorRT calibration cache, as a recipe.
 
-A record's weights scales are those of a form of the model: with each BatchNormalization folded into
-the Conv before it, but for the layers that the record (skip_fusion) or the configuration
-(do_fusion, skip_fusion_layers) names. The model is read in that form.
+Scales of weights are those of a form of the model: with each BatchNormalization folded into the
+layer before it, but where the record (skip_fusion), the configuration (do_fusion,
+skip_fusion_layers) or the scales themselves say otherwise. The model is read in that form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from calibrators.amct.arq import arq
 from deploy.errors import CacheError, ConfigError
+from deploy.graph.index import Graph
 from deploy.reading import read_text
 from deploy.targets.ascend.config_types import QuantConfig
 from deploy.targets.ascend.recipe import Recipe
@@ -50,13 +54,18 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
             f"a record to deploy must hold a layer with its scales, got {', '.join(beside)} alone"
             f" in {path}; give the record of a calibration"
         )
-    model, graph, settled = _formed(subject, records, config)
+    model, graph, settled, bare = _formed(subject, records, config)
     layers = quantize_layers(model, graph, records)
     lacking = tuple(name for name in graph.layers if name not in records)
     if settled is not None:
         _refuse_disabled(records, settled)
         settled = without(settled, lacking)
     notes = [f"Scales: {path}, as it stands; nothing was calibrated."]
+    if bare:
+        notes.append(
+            "By its scales the record is of weights that nothing was folded into, so that what"
+            f" follows stays apart: {', '.join(bare)}."
+        )
     if beside:
         notes.append(f"Beside them the record holds, and was not deployed: {', '.join(beside)}.")
     return Recipe(
@@ -131,8 +140,8 @@ def from_cache(subject: Subject, path: Path) -> Recipe:
 
 def _formed(
     subject: Subject, records: Mapping[str, LayerRecord], path: Path | None
-) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None]:
-    """The model as it was when the record was made, its layers, and the configuration."""
+) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, tuple[str, ...]]:
+    """The model as it was when the record was made, its layers, the configuration, and `_bare`."""
     from deploy.targets.ascend.files import read_any_config
     from deploy.targets.ascend.target import prepared, unfused
 
@@ -140,10 +149,53 @@ def _formed(
     config = None if path is None else read_any_config(path, graph)
     fused = config or QuantConfig()
     apart = (*fused.skip_fusion_layers, *(n for n, one in records.items() if one.skip_fusion))
-    if not fused.do_fusion or apart:
-        model, graph = unfused(subject, replace(fused, skip_fusion_layers=apart))
+    bare = _bare(subject, records) if fused.do_fusion else ()
+    if not fused.do_fusion or apart or bare:
+        fused = replace(fused, skip_fusion_layers=apart)
+        model, graph = unfused(subject, fused, bare=bare)
         config = None if path is None else read_any_config(path, graph)
-    return model, graph, config
+    return model, graph, config, bare
+
+
+def _bare(subject: Subject, records: Mapping[str, LayerRecord]) -> tuple[str, ...]:
+    """Layers whose scales are nearer to those of the weights before anything was folded into them.
+
+    AMCT folds a BatchNormalization into a Conv alone, calib8 into ConvTranspose and Gemm too, and
+    constant Muls and Adds into all three; the scales tell who made the record.
+    """
+    from deploy.targets.ascend.target import prepared
+
+    ways = [_Weights(*prepared(model)) for model in (subject.model, subject.unfolded.model)]
+    found = []
+    for name, record in records.items():
+        folded, plain = (way.apart_from(name, record) for way in ways)
+        if folded is not None and plain is not None and plain < folded:
+            found.append(name)
+    return tuple(found)
+
+
+class _Weights:
+    """The weights of one form of a model."""
+
+    def __init__(self, model: onnx.ModelProto, graph: LayerGraph) -> None:
+        self.index, self.layers = Graph(model), graph.layers
+
+    def apart_from(self, name: str, record: LayerRecord) -> float | None:
+        """How far, in octaves, a record's scales are from ARQ's; None where they cannot be."""
+        from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
+
+        layer = self.layers.get(name)
+        if layer is None or not layer.weight:
+            return None
+        weight = array_of(self.index, layer.weight)
+        try:
+            rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
+        except ValueError:  # factors of another number of channels
+            return None
+        scales, _ = arq(rows, channel_wise=record.scale_w.size > 1)
+        if scales.size != record.scale_w.size:
+            return None
+        return float(np.abs(np.log2(record.scale_w / scales)).mean())
 
 
 def _refuse_disabled(records: Mapping[str, LayerRecord], config: QuantConfig) -> None:

@@ -394,15 +394,29 @@ def prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     return named, find_layers(named)
 
 
-def unfused(subject: Subject, config: QuantConfig) -> tuple[onnx.ModelProto, LayerGraph]:
-    """The model with the BatchNormalizations that the config wants apart from their Conv."""
+def unfused(
+    subject: Subject, config: QuantConfig, *, bare: Collection[str] = ()
+) -> tuple[onnx.ModelProto, LayerGraph]:
+    """The model with the BatchNormalizations that the config wants apart from their Conv.
+
+    Args:
+        subject: the model.
+        config: its do_fusion and skip_fusion_layers.
+        bare: layers of which nothing behind becomes a part.
+    """
     from deploy.frontends.affine import NORM, fold_affine
 
     model, graph = prepared(subject.unfolded.model)
     if not config.do_fusion:
         return model, graph
-    ends = {n.output[0] for n in model.graph.node if n.name in config.skip_fusion_layers}
-    apart = {n.name for n in model.graph.node if n.op_type == NORM and n.input[0] in ends}
+    names = {*config.skip_fusion_layers, *bare}
+    ends = {n.output[0]: n.name for n in model.graph.node if n.name in names}
+    apart = {
+        n.name
+        for n in model.graph.node
+        for end in n.input
+        if end in ends and (n.op_type == NORM or ends[end] in bare)
+    }
     fold_affine(model.graph, apart=apart)
     return prepared(model)
 
