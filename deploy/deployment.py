@@ -160,6 +160,7 @@ def convert(
     *,
     out: Path | str,
     target: Ascend | None = None,
+    keep_rounding: bool = False,
     tried: Tried | None = None,
     threads: int | None = None,
     force: bool = False,
@@ -168,6 +169,9 @@ def convert(
     """Files of a Q/DQ model by its own scales; the rest as `deploy`.
 
     With images, the deploy model is run in integers beside `model` in ONNX Runtime.
+
+    Args beyond those of `deploy`:
+        keep_rounding: round what float operators read as the model's pairs do.
 
     Raises:
         ModelError: it is no ONNX model in the Q/DQ form.
@@ -181,7 +185,7 @@ def convert(
     path, ascend, samples = Path(model), target or Ascend(), tried or Tried()
     _refuse_early(ascend, samples, Path(out), path.stem, force=force)
     quantized = read_model(path)
-    converted = from_qdq(quantized, path)
+    converted = from_qdq(quantized, path, keep_rounding=keep_rounding)
     subject = Subject(loaded=converted.loaded, samples=0)
     workers = threads or default_threads()
 

@@ -156,8 +156,15 @@ def deploy_scales(
 
 @click.command("convert", cls=sections.SectionedCommand, short_help="Files of a Q/DQ model.")
 @click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
+@sections.option(
+    "--keep-rounding",
+    section=sections.CALIBRATION,
+    is_flag=True,
+    help="Round what float operators read, such as the shortcut of an Add, as the model's pairs do:"
+    " nearer to the model, and four operators more for each such tensor.",
+)
 @_where_options
-def convert_pairs(model: Path, where: Where) -> None:
+def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> None:
     """Write deploy and fake-quant models of a Q/DQ model by its own scales.
 
     The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF, trained for
@@ -173,6 +180,7 @@ def convert_pairs(model: Path, where: Where) -> None:
 
     report = convert(
         model,
+        keep_rounding=keep_rounding,
         out=where.out,
         target=where.target,
         tried=where.tried,

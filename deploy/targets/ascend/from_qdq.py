@@ -5,9 +5,11 @@
     Conv --> x --> Q --> DQ --> Conv     becomes     Conv --> x ------------> Conv, in the record
                          '---> Add                           '--> Clip --> Add
 
-An int8 layer saturates its input by itself. Where a pair stands for a Relu or Clip that the
-quantizer took out (its codes begin at 0, and what it reads may be negative), its float readers,
-such as the Add above, get a Clip in its place; else they read the float tensor, rounded no more.
+An int8 layer rounds and saturates its input by itself. What other readers of a pair get, which are
+float on Ascend, is rounded no more, unless that is asked for: Div, Round, Clip and Mul do it then.
+Where a pair stands for a Relu or Clip that the quantizer took out (its codes begin at 0, and what
+it reads may be negative), they get a Clip in its place at the least.
+
 Integers of weights stay what they are: the float weight is integer times scale, and its scale is in
 the record. BatchNormalization behind a layer stays, since folding it would change these.
 """
@@ -21,13 +23,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from calibrators.amct.grid import ascend_range
 from deploy.errors import ExportError, ModelError
 from deploy.graph.edit import copied, free_inputs, name_nodes, rebuild, rename_reads, unused
 from deploy.graph.flow import MOVES, POOLS
 from deploy.graph.index import Graph, all_nodes, reads
 from deploy.targets.ascend.layers import TYPES
-from deploy.targets.ascend.pairs import DQ, Grid, Q, Taken, grid_of, taken_over
+from deploy.targets.ascend.pairs import DQ, KEEPING, Grid, Q, Taken, grid_of, taken_over
 from deploy.targets.ascend.recipe import Recipe
+from deploy.targets.ascend.rewrite import Nodes
 
 if TYPE_CHECKING:
     import onnx
@@ -56,12 +60,13 @@ class Converted:
     recipe: Recipe
 
 
-def from_qdq(quantized: onnx.ModelProto, path: Path) -> Converted:
+def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = False) -> Converted:
     """Take the pairs out, and what they say into records; `quantized` is left as it is.
 
     Args:
         quantized: a model with QuantizeLinear and DequantizeLinear nodes.
         path: where it came from.
+        keep_rounding: round what float operators read as the pairs do.
 
     Raises:
         ModelError: it is no valid model, or in integer operators, or in pairs that cannot be taken
@@ -73,7 +78,7 @@ def from_qdq(quantized: onnx.ModelProto, path: Path) -> Converted:
     model = _named(quantized)
     taken, why = taken_over(Graph(model))
     while True:
-        plain = _without_pairs(model, taken)
+        plain, loose = _without_pairs(model, taken, keep_rounding=keep_rounding)
         loaded = replace(load(plain, fold_batchnorm=False), name=path.stem)
         graph, layers, rounded, unfit = _quantized(loaded.model, taken)
         if len(layers) == len(taken):
@@ -95,7 +100,10 @@ def from_qdq(quantized: onnx.ModelProto, path: Path) -> Converted:
         layers=layers,
         method="the Q/DQ model's own scales",
         why={name: why.get(name, "its pairs are gone") for name in graph.layers},
-        notes=tuple(_notes(path, graph, layers, rounded)),
+        notes=(
+            *_notes(path, graph, layers, rounded),
+            *_of_loose(loose, keep_rounding=keep_rounding),
+        ),
     )
     return Converted(loaded=loaded, recipe=recipe)
 
@@ -175,7 +183,7 @@ def _notes(
     total = len(graph.layers) + len(graph.refused)
     notes = [
         f"Scales: those of {path}, for {len(layers)} of {total} layers that Ascend could run in"
-        " int8; nothing was calibrated. What stands between int8 layers is rounded no more."
+        " int8; nothing was calibrated."
     ]
     if rounded:
         notes.append(
@@ -186,12 +194,31 @@ def _notes(
     return notes
 
 
-def _without_pairs(model: onnx.ModelProto, taken: Collection[str]) -> onnx.ModelProto:
-    """A float copy; `taken` are the layers that saturate their input by themselves."""
+def _of_loose(loose: int, *, keep_rounding: bool) -> list[str]:
+    """What became of the pairs that float operators read."""
+    if not loose:
+        return []
+    what = f"Tensors that float operators read through a pair: {loose}."
+    if keep_rounding:
+        return [f"{what} They are rounded there as in the model."]
+    return [f"{what} They are rounded no more; --keep-rounding does it, by four operators each."]
+
+
+def _without_pairs(
+    model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
+) -> tuple[onnx.ModelProto, int]:
+    """A float copy, and how many pairs float operators read.
+
+    Args:
+        model: of which each node has a name of its own.
+        taken: the layers that round and saturate their input by themselves.
+        keep_rounding: round what the others read.
+    """
     from deploy.frontends.fold import fold_constants
 
     out = copied(model)
-    _Stripper(out, taken).run()
+    work = _Stripper(out, taken, keep_rounding=keep_rounding)
+    work.run()
     fold_constants(out)
     left = next((node for node in all_nodes(out.graph) if node.op_type in (Q, DQ)), None)
     if left is not None:
@@ -200,23 +227,27 @@ def _without_pairs(model: onnx.ModelProto, taken: Collection[str]) -> onnx.Model
             f" tensors of the main graph, got {left.op_type} {left.name!r}; export the model so,"
             " with float inputs and outputs"
         )
-    return out
+    return out, work.loose
 
 
 class _Stripper:
     """One model whose pairs on activations are taken out."""
 
-    def __init__(self, model: onnx.ModelProto, taken: Collection[str]) -> None:
-        self.graph, self.index, self.taken = model.graph, Graph(model), taken
+    def __init__(
+        self, model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
+    ) -> None:
+        self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
+        self.inside = _inside(self.index, taken)
+        self.loose = 0
         self.fixed = set(self.index.constants)  # what is known before anything is fed
         self.positive: set[str] = set()  # tensors that cannot be negative
-        self.float_of: dict[str, str] = {}  # output of a pair -> what the pair reads
+        self.float_of: dict[str, str] = {}  # output of a pair -> what its readers read
         self.renamed: dict[str, str] = {}  # what a node makes -> the name that it now gets
         self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}
 
     def run(self) -> None:
         """Rewire every reader of a pair, then drop the pairs."""
-        nodes: list[onnx.NodeProto] = []
+        nodes: Nodes = []
         gone: set[str] = set()
         for node in self.graph.node:
             if all(name in self.fixed for name in reads(node)):
@@ -239,6 +270,61 @@ class _Stripper:
                 node.output[place] = self.renamed.get(name, name)
         rebuild(self.graph, nodes)
 
+    def _pair(self, node: onnx.NodeProto) -> Nodes:
+        """What stands for a pair: nothing, what it does, or what keeps the name of an output."""
+        from onnx import helper
+
+        read, made = self.index.producer[node.input[0]].input[0], node.output[0]
+        source = self.float_of.get(read, read)
+        kept = made in self.index.outputs
+        readers = self.index.readers.get(made, [])
+        int8 = [n for n in readers if n.name in self.inside and n.input[0] == made]
+        in_float = kept or made in self.index.captured or len(int8) < len(readers)
+        steps = self._steps(node, source) if in_float else {}
+        self.loose += in_float
+        if steps:
+            for reader in int8:
+                reader.input[0] = source
+            end = made if kept else self._own(f"{source}/{'-'.join(steps).lower()}")
+            self.float_of[made] = end
+            return self._chain(source, end, steps, node.name)
+        if kept and not self._may_be_called(source):
+            return [helper.make_node("Identity", [source], [made], name=f"{node.name}/float")]
+        if kept:
+            self.renamed[source] = made
+        else:
+            self.float_of[made] = source
+        return []
+
+    def _steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
+        """Operators, with their constants, that do to a float tensor what its readers rely on."""
+        grid = grid_of(node, self.index)
+        if not isinstance(grid, Grid) or grid.scale.size > 1 or grid.zero.size > 1:
+            return {}
+        scale, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
+        low, high = (end - zero for end in ascend_range(8))
+        lost = low == 0 and source not in self.positive
+        if low == 0:
+            self.positive.add(node.output[0])
+        if self.keep_rounding:
+            codes = (float(low), float(high))
+            return {"Div": (scale,), "Round": (), "Clip": codes, "Mul": (scale,)}
+        return {"Clip": (0.0, scale * high)} if lost else {}
+
+    def _chain(
+        self, start: str, end: str, steps: Mapping[str, tuple[float, ...]], name: str
+    ) -> Nodes:
+        from onnx import helper
+
+        nodes: Nodes = []
+        for place, (op, values) in enumerate(steps.items(), start=1):
+            constants = [self._number(f"{end}/{op}", value) for value in values]
+            output = end if place == len(steps) else self._own(f"{end}/{op}")
+            made = helper.make_node(op, [start, *constants], [output], name=f"{name}/{op}")
+            nodes.append(made)
+            start = output
+        return nodes
+
     def _name_weights(self) -> None:
         """Call a weight and bias that were quantized after their layer, not after their pair."""
         for node in self.index.nodes:
@@ -249,34 +335,6 @@ class _Stripper:
                 if made and self.index.only_reader(name) is not None:
                     self.renamed[name] = self._own(f"{node.name}.{word}")
 
-    def _pair(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """What stands for a pair: nothing, a Clip, or what keeps the name of an output."""
-        from onnx import helper
-
-        read, made = self.index.producer[node.input[0]].input[0], node.output[0]
-        source = self.float_of.get(read, read)
-        grid = grid_of(node, self.index)
-        limits = self._lost(grid, source) if isinstance(grid, Grid) else None
-        if isinstance(grid, Grid) and (grid.zero == -128).all():
-            self.positive.add(made)
-        readers = self.index.readers.get(made, [])
-        int8 = [n for n in readers if n.name in self.taken and n.input[0] == made]
-        kept = made in self.index.outputs
-        if limits is None and kept and self._may_be_called(source):
-            self.renamed[source] = made
-            return []
-        if limits is None and kept:
-            return [helper.make_node("Identity", [source], [made], name=f"{node.name}/float")]
-        if limits is None or (len(int8) == len(readers) and not kept):
-            self.float_of[made] = source
-            return []
-        for reader in int8:
-            reader.input[0] = source
-        clipped = made if kept else self._own(f"{source}/clipped")
-        self.float_of[made] = clipped
-        low, high = (self._number(f"{clipped}/{word}", value) for word, value in limits.items())
-        return [helper.make_node("Clip", [source, low, high], [clipped], name=f"{node.name}/clip")]
-
     def _may_be_called(self, source: str) -> bool:
         """Whether a tensor may get the name of an output."""
         return (
@@ -285,12 +343,6 @@ class _Stripper:
             and source not in self.renamed
             and source not in self.index.captured
         )
-
-    def _lost(self, grid: Grid, source: str) -> dict[str, float] | None:
-        """Limits that the pair holds and that nothing before it does; None where they are held."""
-        if source in self.positive or grid.scale.size > 1 or (grid.zero != -128).any():
-            return None
-        return {"least": 0.0, "most": 255 * float(grid.scale.reshape(-1)[0])}
 
     def _own(self, wanted: str) -> str:
         """A name that no tensor has."""
@@ -302,7 +354,7 @@ class _Stripper:
         from onnx import numpy_helper
 
         name = self._own(wanted)
-        self.graph.initializer.append(numpy_helper.from_array(np.float32(value), name))
+        self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name
 
     def _cannot_be_negative(self, node: onnx.NodeProto) -> bool:
@@ -326,3 +378,17 @@ class _Stripper:
                 "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, got"
                 f" {made!r} read by {others[0]}; export it in the Q/DQ form"
             )
+
+
+def _inside(index: Graph, taken: Collection[str]) -> set[str]:
+    """Names of int8 layers, and of what hands values on to these alone."""
+    found = {node.name for node in index.nodes if node.name in taken}
+    for node in reversed(index.nodes):
+        if node.op_type not in KEEPING:
+            continue
+        made = node.output[0]
+        seen = made in index.outputs or made in index.captured
+        readers = index.readers.get(made, [])
+        if readers and not seen and all(n.name in found and n.input[0] == made for n in readers):
+            found.add(node.name)
+    return found

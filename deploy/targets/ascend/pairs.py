@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
 _HALF = 128  # a uint8 code stands for the int8 code so far below
-_KEEPING = MOVES | {"MaxPool", "Cast"}  # give values that they read, and no others
+KEEPING = MOVES | {"MaxPool", "Cast"}  # give values that they read, and no others
 
 
 class _UnfitError(Exception):
@@ -88,7 +88,7 @@ def grid_of(node: onnx.NodeProto, index: Graph) -> Grid | str:
 
 
 def _taken(node: onnx.NodeProto, index: Graph) -> Taken:
-    read = _behind(node.input[0], index, _KEEPING)[0]
+    read = _behind(node.input[0], index, KEEPING)[0]
     if read is None or read.op_type != DQ:
         raise _UnfitError("no QuantizeLinear and DequantizeLinear stand on its input")
     quantizer = index.producer.get(read.input[0])
