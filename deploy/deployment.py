@@ -160,7 +160,7 @@ def convert(
     *,
     out: Path | str,
     target: Ascend | None = None,
-    keep_rounding: bool = False,
+    keep_rounding: bool = True,
     tried: Tried | None = None,
     threads: int | None = None,
     force: bool = False,

@@ -157,11 +157,12 @@ def deploy_scales(
 @click.command("convert", cls=sections.SectionedCommand, short_help="Files of a Q/DQ model.")
 @click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
 @sections.option(
-    "--keep-rounding",
+    "--keep-rounding/--no-keep-rounding",
     section=sections.CALIBRATION,
-    is_flag=True,
-    help="Round what float operators read, such as the shortcut of an Add, as the model's pairs do:"
-    " nearer to the model, and four operators more for each such tensor.",
+    default=True,
+    show_default=True,
+    help="Round what float operators read, such as the shortcut of an Add, as the model's pairs do;"
+    " without it four operators less for each such tensor, and a little farther from the model.",
 )
 @_where_options
 def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> None:

@@ -244,6 +244,13 @@ def _model(folder: Path) -> Callable[[Path], Callable[[], object]]:
     return lambda path: partial(load, path)
 
 
+def _pairs(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    from deploy.frontends.reader import read_model
+    from deploy.targets.ascend.from_qdq import from_qdq
+
+    return lambda path: lambda: from_qdq(read_model(path), path)
+
+
 def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
     import click
 
@@ -308,6 +315,8 @@ READERS: dict[str, Reader] = {
         Reader(name="webp", suffix=".webp", seeds=_pictures(".webp"), open=_fed),
         Reader(name="bmp", suffix=".bmp", seeds=_pictures(".bmp"), open=_fed),
         Reader(name="onnx", suffix=".onnx", seeds=_onnx, open=_model, cases=2000),
+        Reader(name="qdq", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_pairs,
+               cases=2000),
         Reader(name="record", suffix=".txt", seeds=_of_build("*_record.txt"), open=_ascend),
         Reader(name="quant", suffix=".json", seeds=_of_build("*_quant.json"), open=_ascend),
         Reader(name="simple-cfg", suffix=".cfg", seeds=_texts(_CFG), open=_ascend),

@@ -3,12 +3,12 @@
 ::
 
     Conv --> x --> Q --> DQ --> Conv     becomes     Conv --> x ------------> Conv, in the record
-                         '---> Add                           '--> Clip --> Add
+                         '---> Add                           '--> Round ... --> Add
 
 An int8 layer rounds and saturates its input by itself. What other readers of a pair get, which are
-float on Ascend, is rounded no more, unless that is asked for: Div, Round, Clip and Mul do it then.
-Where a pair stands for a Relu or Clip that the quantizer took out (its codes begin at 0, and what
-it reads may be negative), they get a Clip in its place at the least.
+float on Ascend, goes through Div, Round, Clip and Mul, or is rounded no more where that is asked
+for. A Clip stays then where a pair stands for a Relu or Clip that the quantizer took out: its codes
+begin at 0, and what it reads may be negative.
 
 Integers of weights stay what they are: the float weight is integer times scale, and its scale is in
 the record. BatchNormalization behind a layer stays, since folding it would change these.
@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from calibrators.amct.grid import ascend_range
 from deploy.errors import ExportError, ModelError
 from deploy.graph.edit import copied, free_inputs, name_nodes, rebuild, rename_reads, unused
 from deploy.graph.flow import MOVES, POOLS
 from deploy.graph.index import Graph, all_nodes, reads
 from deploy.targets.ascend.layers import TYPES
-from deploy.targets.ascend.pairs import DQ, KEEPING, Grid, Q, Taken, grid_of, taken_over
+from deploy.targets.ascend.pairs import DQ, KEEPING, Q, Taken, grid_of, taken_over
 from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.rewrite import Nodes
 
@@ -60,7 +59,7 @@ class Converted:
     recipe: Recipe
 
 
-def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = False) -> Converted:
+def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = True) -> Converted:
     """Take the pairs out, and what they say into records; `quantized` is left as it is.
 
     Args:
@@ -200,8 +199,11 @@ def _of_loose(loose: int, *, keep_rounding: bool) -> list[str]:
         return []
     what = f"Tensors that float operators read through a pair: {loose}."
     if keep_rounding:
-        return [f"{what} They are rounded there as in the model."]
-    return [f"{what} They are rounded no more; --keep-rounding does it, by four operators each."]
+        return [
+            f"{what} They are rounded there as in the model, by four operators each;"
+            " --no-keep-rounding leaves these away."
+        ]
+    return [f"{what} They are rounded no more, as was asked for."]
 
 
 def _without_pairs(
@@ -299,10 +301,13 @@ class _Stripper:
     def _steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
         """Operators, with their constants, that do to a float tensor what its readers rely on."""
         grid = grid_of(node, self.index)
-        if not isinstance(grid, Grid) or grid.scale.size > 1 or grid.zero.size > 1:
-            return {}
+        if grid is None or not grid.single:
+            raise ModelError(
+                "a pair on what float operators read must have one constant scale of integers, got"
+                f" another on {source!r}; export the model with such"
+            )
         scale, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
-        low, high = (end - zero for end in ascend_range(8))
+        low, high = grid.least - zero, grid.most - zero
         lost = low == 0 and source not in self.positive
         if low == 0:
             self.positive.add(node.output[0])

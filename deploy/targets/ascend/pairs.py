@@ -12,6 +12,7 @@ one 128 is taken away. Weights keep the integers that they have, so that their z
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,15 +52,32 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A scale of float32 and the zero points in int8; each of size 1 or one a channel."""
+    """A grid of integers: scale and zero points, each of size 1 or one a channel.
+
+    Attributes:
+        scale: float32, above 0.
+        zero: int64, in the type that is stored.
+        dtype: its name, such as "uint8".
+        least, most: its codes.
+    """
 
     scale: NDArray[np.float32]
-    zero: NDArray[np.int32]
+    zero: NDArray[np.int64]
+    dtype: str
+    least: int
+    most: int
 
     @property
-    def symmetric(self) -> bool:
-        """Whether no zero point counts."""
-        return not self.zero.any()
+    def single(self) -> bool:
+        """Whether there is one scale and one zero point."""
+        return self.scale.size == 1 and self.zero.size == 1
+
+    @property
+    def offset(self) -> NDArray[np.int64]:
+        """The zero points in int8."""
+        if self.dtype not in ("int8", "uint8"):
+            raise _UnfitError(f"it is quantized to {self.dtype}, and Ascend's layers to int8")
+        return self.zero - (_HALF if self.dtype == "uint8" else 0)
 
 
 def taken_over(index: Graph) -> tuple[dict[str, Taken], dict[str, str]]:
@@ -79,12 +97,12 @@ def taken_over(index: Graph) -> tuple[dict[str, Taken], dict[str, str]]:
     return taken, why
 
 
-def grid_of(node: onnx.NodeProto, index: Graph) -> Grid | str:
-    """The grid of a QuantizeLinear or DequantizeLinear; or why it is none that Ascend has."""
+def grid_of(node: onnx.NodeProto, index: Graph) -> Grid | None:
+    """The grid of a QuantizeLinear or DequantizeLinear; None where it is not a constant one."""
     try:
         return _grid(node, index)
-    except _UnfitError as error:
-        return str(error)
+    except _UnfitError:
+        return None
 
 
 def _taken(node: onnx.NodeProto, index: Graph) -> Taken:
@@ -95,14 +113,14 @@ def _taken(node: onnx.NodeProto, index: Graph) -> Taken:
     if quantizer is None or quantizer.op_type != Q:
         raise _UnfitError("its input is no activation")
     grid = _grid(read, index)
-    if grid.scale.size != 1 or grid.zero.size != 1:
+    if not grid.single:
         raise _UnfitError("its input has a scale a channel")
     own = _grid(quantizer, index)
     if own.scale.tobytes() != grid.scale.tobytes() or own.zero.tolist() != grid.zero.tolist():
         raise _UnfitError("the two scales on its input differ")
     return Taken(
         scale_d=np.float32(grid.scale.reshape(-1)[0]),
-        offset_d=int(grid.zero.reshape(-1)[0]),
+        offset_d=int(grid.offset.reshape(-1)[0]),
         scale_w=np.ones(1, np.float32) if node.op_type == "AveragePool" else _weight(node, index),
     )
 
@@ -119,7 +137,7 @@ def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
     if source not in index.constants:
         raise _UnfitError("its weight is computed")
     grid = _grid(read, index)
-    if not grid.symmetric:
+    if grid.offset.any():
         raise _UnfitError("its weight has a zero point, and Ascend's have none")
     if grid.scale.size == 1:
         return grid.scale.reshape(1)
@@ -161,12 +179,22 @@ def _grid(node: onnx.NodeProto, index: Graph) -> Grid:
     if len(node.input) < 2 or node.input[1] not in index.constants:
         raise _UnfitError("its scale is computed")
     scale = to_array(index.constants[node.input[1]]).astype(np.float32)
-    zero = _zero(node, index, scale)
-    if zero.dtype not in (np.int8, np.uint8):
-        raise _UnfitError(f"it is quantized to {zero.dtype}, and Ascend's layers to int8")
     if not (np.isfinite(scale) & (scale > 0)).all() or not scale.size:
         raise _UnfitError("a scale is not above 0 and finite")
-    return Grid(scale, zero.astype(np.int32) - (_HALF if zero.dtype == np.uint8 else 0))
+    zero = _zero(node, index, scale)
+    limits = _codes(zero.dtype)
+    if limits is None:
+        raise _UnfitError(f"it is quantized to {zero.dtype}, and Ascend's layers to int8")
+    return Grid(scale, zero.astype(np.int64), str(zero.dtype), *limits)
+
+
+def _codes(dtype: np.dtype[Any]) -> tuple[int, int] | None:
+    """The least and the largest integer of a type; None of one that holds no integers."""
+    found = re.fullmatch(r"(u?)int(\d+)", str(dtype))  # numpy knows no int4, ml_dtypes does
+    if found is None:
+        return None
+    bits = int(found[2])
+    return (0, 2**bits - 1) if found[1] else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
 def _zero(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
