@@ -1,4 +1,4 @@
-"""`calib8 ascend deploy` and `calib8 ascend convert`: Ascend's files without a calibration."""
+"""What `calib8 ascend deploy` and `calib8 ascend convert` share: where files go, and a trial."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Where:
     force: bool
 
 
-def _where_options(command: Callable[..., None]) -> Callable[..., None]:
+def where_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add where files go, what they are tried on, and Ascend's own options that do not calibrate.
 
     The command gets them as `where`.
@@ -104,95 +104,8 @@ _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
 )
 
 
-@click.command("deploy", cls=sections.SectionedCommand, short_help="Files by a record's scales.")
-@click.argument("model", type=FILE)
-@click.argument("record", type=FILE, required=False)
-@sections.option(
-    "--cache",
-    section=sections.CALIBRATION,
-    type=FILE,
-    metavar="FILE",
-    help="In place of RECORD: a TensorRT calibration cache, whose scales the inputs of the layers"
-    " get, symmetric; weights get theirs by ARQ.",
-)
-@sections.option(
-    "--ascend-config",
-    section=sections.CALIBRATION,
-    type=FILE,
-    metavar="FILE",
-    help="Configuration that RECORD was made with, where it kept BatchNormalization apart.",
-)
-@_where_options
-def deploy_scales(
-    model: Path, record: Path | None, cache: Path | None, ascend_config: Path | None, where: Where
-) -> None:
-    """Write deploy and fake-quant models of MODEL by the scales of RECORD (AMCT's save_model).
-
-    RECORD is AMCT's or calib8's own, edited or not; layers that it lacks stay float. Nothing is
-    calibrated. With --images the result is judged beside MODEL.
-
-    \b
-    Examples:
-      calib8 ascend deploy model.onnx edited_record.txt -o build/ --soc Ascend310P3
-      calib8 ascend deploy model.onnx record.txt -o build/ --images photos/
-      calib8 ascend deploy model.onnx --cache model.cache -o build/
-    """  # noqa: D301 (click reads the backspace)
-    from deploy.deployment import deploy
-
-    report = deploy(
-        model,
-        record,
-        cache=cache,
-        config=ascend_config,
-        out=where.out,
-        target=where.target,
-        tried=where.tried,
-        threads=where.threads,
-        force=where.force,
-        progress=True,
-    )
-    _said(report)
-
-
-@click.command("convert", cls=sections.SectionedCommand, short_help="Files of a Q/DQ model.")
-@click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
-@sections.option(
-    "--keep-rounding/--no-keep-rounding",
-    section=sections.CALIBRATION,
-    default=True,
-    show_default=True,
-    help="Round what float operators read, such as the shortcut of an Add, as the model's pairs do;"
-    " without it four operators less for each such tensor, and a little farther from the model.",
-)
-@_where_options
-def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> None:
-    """Write deploy and fake-quant models of a Q/DQ model by its own scales.
-
-    The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF, trained for
-    int8 or calibrated. Weights keep their integers. With --images the result is run in integers
-    beside the model in ONNX Runtime. (AMCT: convert_qat_model.)
-
-    \b
-    Examples:
-      calib8 ascend convert net.qdq.onnx -o build/ --soc Ascend310P3
-      calib8 ascend convert net.qdq.onnx -o build/ --images photos/
-    """  # noqa: D301 (click reads the backspace)
-    from deploy.deployment import convert
-
-    report = convert(
-        model,
-        keep_rounding=keep_rounding,
-        out=where.out,
-        target=where.target,
-        tried=where.tried,
-        threads=where.threads,
-        force=where.force,
-        progress=True,
-    )
-    _said(report)
-
-
-def _said(report: Report) -> None:
+def said(report: Report) -> None:
+    """Print a report as one screen."""
     from deploy.report import to_screen
 
     say_lines(to_screen(report))
