@@ -186,7 +186,7 @@ def convert(
     _refuse_early(ascend, samples, Path(out), path.stem, force=force)
     quantized = read_model(path)
     converted = from_qdq(quantized, path, keep_rounding=keep_rounding)
-    subject = Subject(loaded=converted.loaded, samples=0)
+    subject = Subject(loaded=converted.loaded, samples=0, given=quantized)
     workers = threads or default_threads()
 
     def rows(built: Built, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:

@@ -53,6 +53,7 @@ from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
+from deploy.targets.ascend.source import Source
 from deploy.targets.ascend.verify import verify
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
@@ -291,7 +292,7 @@ def test_qdq_model_is_near_the_fake_quant_model(small):
 
 def aipp_of(how, pixels, **options):
     """AIPP's arithmetic on an RGB picture [H, W, 3], from the text it was written as."""
-    text = write_aipp(how, **options).text
+    text = write_aipp(how, Source(**options)).text
     fields = parse_text("InsertNewOps", text, "aipp").aipp_op[0]
     image = pixels[..., ::-1] if fields.rbuv_swap_switch else pixels
     out = np.empty(image.shape, np.float32)
@@ -318,7 +319,7 @@ def test_aipp_computes_the_preprocessing(color):
 
 def test_aipp_crops_the_centre_and_tells_the_host():
     how = Preprocess(size=(224, 224), color="rgb", layout="nchw", resize="short-side")
-    made = write_aipp(how, source_size=(256, 320))
+    made = write_aipp(how, Source(size=(256, 320)))
     fields = parse_text("InsertNewOps", made.text, "aipp").aipp_op[0]
     assert (fields.load_start_pos_h, fields.load_start_pos_w, fields.crop_size_w) == (16, 48, 224)
     assert any("cannot resize" in sentence for sentence in made.host)
@@ -332,13 +333,13 @@ def test_aipp_crops_the_centre_and_tells_the_host():
         ({"mean": (2.0,)}, {}, "0 to 255"),
         ({"scale": 1e-9}, {}, "float16|0 to 255"),
         ({"size": (1, 1)}, {}, "sides"),
-        ({}, {"source_size": (100, 300)}, "does not enlarge"),
+        ({}, {"size": (100, 300)}, "does not enlarge"),
     ],
 )
 def test_what_aipp_cannot_say(changes, options, match):
     how = Preprocess(**{"size": (224, 224), "color": "rgb", "layout": "nchw", **changes})
     with pytest.raises(ExportError, match=match):
-        write_aipp(how, **options)
+        write_aipp(how, Source(**options))
 
 
 def test_atc_command():
@@ -451,17 +452,19 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     stem = small_cnn.stem
     for ending in (
+        "config.json",
         "quant.json",
         "record.txt",
         "deploy_model.onnx",
         "fake_quant_model.onnx",
         "amct_qdq.onnx",
         "atc.sh",
+        "README.txt",
     ):
         assert f"{stem}_{ending}" in names
     model = name_nodes(load(small_cnn).model)
     graph = find_layers(model)
-    for ending in ("quant.json", "record.txt", "deploy_model.onnx"):
+    for ending in ("config.json", "record.txt", "deploy_model.onnx"):
         assert "sound" in check_file(tmp_path / f"{stem}_{ending}", graph)
     row = report.engines[1]
     assert row.accuracy is not None and row.accuracy.outputs[0].cosine_mean > 0.99
@@ -547,7 +550,7 @@ def test_a_refused_config_writes_nothing(small_cnn, data, tmp_path):
 
 def test_options_are_judged_before_anything_runs():
     with pytest.raises(ConfigError, match="Ascend310P3"):
-        Ascend(soc="310P3")
+        Ascend(soc="P3")
     with pytest.raises(ConfigError, match="fixed shapes"):
         Ascend(atc_flags=("--dynamic_dims=1",))
 

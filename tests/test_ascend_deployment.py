@@ -160,8 +160,7 @@ def test_a_configuration_says_which_form_the_record_is_of(golden_model, done, en
     words = ("deploy", path, case / "record.txt", "-o", out)
     done(*words, "--ascend-config", case / "config.json")
     wanted = json.loads((case / "config.json").read_text())
-    (config,) = out.glob("m_*.json")
-    assert json.loads(config.read_text()) == wanted
+    assert json.loads((out / "m_config.json").read_text()) == wanted
     off = tmp_path / "off.cfg"
     off.write_text('skip_layers: "conv1"')
     assert "'conv1' disabled" in ended(*words, "--ascend-config", off)
@@ -339,12 +338,16 @@ def test_ascends_options_and_pictures(small_cnn, built, pictures, done, ended, t
     words = ("deploy", small_cnn, record, "-o", tmp_path / "o")
     assert "give --images" in ended(*words, "--aipp")
     feed = ("--images", pictures, "--size", "16x16", "--limit", 3)
-    flags = ("--soc", "Ascend310P3", "--first-layer-int8", "--source-color", "bgr")
+    flags = ("--soc", "Ascend310P3", "--first-layer-int8", "--source-color", "nv12")
+    flags += ("--csc", "bt709-narrow", "--source-size", "32x32", "--cann", "7.0")
     done(*words, *feed, *flags, "--aipp", "--atc-flag=--log=error")
     script = (tmp_path / "o" / f"{small_cnn.stem}_atc.sh").read_text()
     for part in ("--soc_version=Ascend310P3", "--log=error", "--insert_op_conf", "_compression"):
         assert part in script
-    assert "rbuv_swap_switch" in (tmp_path / "o" / f"{small_cnn.stem}_aipp.cfg").read_text()
+    aipp = (tmp_path / "o" / f"{small_cnn.stem}_aipp.cfg").read_text()
+    assert "YUV420SP_U8" in aipp and "crop: true" in aipp and "matrix_r0c0" in aipp
+    assert "CANN 7.0" in (tmp_path / "o" / f"{small_cnn.stem}_README.txt").read_text()
+    done(*words, *feed, "--aipp", "--dynamic-aipp")
     report = json.loads((tmp_path / "o" / "report.json").read_text())
     assert report["engines"][1]["accuracy"]["samples"] == 3
 

@@ -142,7 +142,7 @@ def test_nodes_stay_float_on_every_target(run, tmp_path):
         precision = {node["name"]: node["precision"] for node in target["nodes"]}
         assert precision["Gemm_logits"] == precision["Conv_c3"] == "float32"
         assert precision["Conv_c2"] != "float32"
-    config = json.loads((tmp_path / "small_cnn_quant.json").read_text())
+    config = json.loads((tmp_path / "small_cnn_config.json").read_text())
     assert not config["Conv_c3"]["quant_enable"] and config["Conv_c2"]["quant_enable"]
     quantized = onnx.load(tmp_path / "small_cnn.tensorrt.qdq.onnx")
     fed = {node.name: node.input[0] for node in quantized.graph.node}

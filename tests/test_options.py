@@ -287,7 +287,7 @@ def test_a_value_that_breaks_an_options_rule_is_refused_from_python_too():
         (lambda: TensorRT(max_batch=0), "is 1 or more"),
         (lambda: TensorRT(workspace_mib=0), "is 1 or more"),
         (lambda: TensorRT(calibrator="x"), "is one of entropy2, entropy, minmax, legacy"),
-        (lambda: Ascend(aipp=True, source_color="hsv"), "is one of rgb, bgr"),
+        (lambda: Ascend(aipp=True, source_color="hsv"), "is one of rgb, bgr, nv12, nv21"),
     ):
         with pytest.raises(ConfigError) as caught:
             wrong()

@@ -130,7 +130,7 @@ def test_ascend_obeys_a_plan_that_wants_nothing_clipped_and_its_config_says_so(m
     for method in ("", 'method = "minmax"\n', 'methods = { "x" = "minmax" }\n'):
         plan.write_text(f'schema = "calib8-plan/1"\n[ascend]\n{method}')
         assert build(model, x, out, *words, "--plan", plan, "--refresh") == 0
-        config = json.loads((out / "net_quant.json").read_text())
+        config = json.loads((out / "net_config.json").read_text())
         ranges = {
             name: layer["activation_quant_params"].get("search_range", [0.7, 1.3])
             for name, layer in config.items()

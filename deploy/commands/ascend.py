@@ -178,7 +178,7 @@ def auto(
         found.ranges.observed,
         evaluation,
         folder=out,
-        loaded=found.loaded,
+        subject=found.subject,
         budget=Budget(max_loss=max_loss, threads=images.threads),
         say=say,
     )

@@ -318,7 +318,7 @@ READERS: dict[str, Reader] = {
         Reader(name="qdq", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_pairs,
                cases=2000),
         Reader(name="record", suffix=".txt", seeds=_of_build("*_record.txt"), open=_ascend),
-        Reader(name="quant", suffix=".json", seeds=_of_build("*_quant.json"), open=_ascend),
+        Reader(name="quant", suffix=".json", seeds=_of_build("*_config.json"), open=_ascend),
         Reader(name="simple-cfg", suffix=".cfg", seeds=_texts(_CFG), open=_ascend),
         Reader(name="aipp", suffix=".cfg", seeds=_texts(_AIPP), open=_ascend),
         Reader(name="note", suffix=".json", open=_noted, seeds=_texts(

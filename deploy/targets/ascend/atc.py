@@ -144,6 +144,16 @@ def atc_command(
     return [*command, *options.extra]
 
 
+def outside(flags: Sequence[str]) -> list[str]:
+    """What to say of files that the flags name, which do not travel with the folder."""
+    return [
+        f"the flag {flag} names a file outside this folder; take it along, and set its path in the"
+        " atc script"
+        for flag in flags
+        if Path(flag.partition("=")[2]).is_file()
+    ]
+
+
 def whole_path(flag: str) -> str:
     """The flag, a file in it by its whole path, since atc runs in the folder of the build."""
     name, _, value = flag.partition("=")

@@ -18,7 +18,7 @@ from deploy.targets.ascend.models import write_models
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.frontends import LoadedModel
+    from deploy.calibration.subject import Subject
     from deploy.targets.ascend.record import LayerRecord
 
 _RANKED = 8  # samples that the ranking looks at
@@ -43,7 +43,7 @@ def auto_calibrate(
     evaluation: Any,
     *,
     folder: Path,
-    loaded: LoadedModel,
+    subject: Subject,
     budget: Budget | None = None,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[Searched, list[Path]]:
@@ -54,7 +54,7 @@ def auto_calibrate(
         observed: what was observed for it.
         evaluation: feed to judge on, with `labels` or without.
         folder: where the files go.
-        loaded: the model that the plan is of.
+        subject: the model that the plan is of.
         budget: what may be lost.
         say: told how it goes, a sentence a trial.
 
@@ -70,7 +70,7 @@ def auto_calibrate(
         ranking = rank(model, layers, islice(samples, _RANKED))
     judge = make_judge(model, graph, evaluation, budget or Budget(), say)
     result = search(found.records, ranking, plan.config, judge)
-    return result, _write(result, model, graph, folder, loaded)
+    return result, _write(result, model, graph, folder, subject)
 
 
 def make_judge(
@@ -111,7 +111,7 @@ def _write(
     model: onnx.ModelProto,
     graph: LayerGraph,
     folder: Path,
-    loaded: LoadedModel,
+    subject: Subject,
 ) -> list[Path]:
     """Ranking, history and config; and models and record where some layer stays in int8."""
     written = [atomic.write_text(folder / file, text) for file, text in result.files().items()]
@@ -120,5 +120,5 @@ def _write(
     from deploy.targets.ascend.quant_layer import quantize_layers
 
     layers = quantize_layers(model, graph, result.records)
-    models = write_models(model, layers, result.config, result.records, folder, loaded)
+    models = write_models(model, layers, result.config, result.records, folder, subject)
     return [*written, *models.values()]

@@ -51,12 +51,15 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
     Raises:
         ConfigError, ModelError: what is wrong with it.
     """
+    from deploy.targets.ascend.mapping import is_mapping
     from deploy.targets.ascend.record import check_record, others, read_record
 
     if path.suffix == ".onnx":
         return check_deploy(path)
     text = read_text(path, what=_WHAT, error=ConfigError)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
+        if is_mapping(text):
+            return "a fusion mapping, by which CANN's accuracy comparison pairs nodes"
         config = read_config(text, str(path))
         config = settled(config, graph) if graph else config
         return f"a sound quant config, {len(config.enabled())} layers in int8"

@@ -1,4 +1,4 @@
-"""The files of an Ascend deployment: config, record, and the three models."""
+"""The files of an Ascend deployment: config, record, mapping, and the three models."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import atomic
+from deploy.targets.ascend.cann import DEFAULT, readable, stripped
 from deploy.targets.ascend.config_json import write_config
 from deploy.targets.ascend.config_types import QuantConfig
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.frontends import LoadedModel
+    from deploy.calibration.subject import Subject
     from deploy.targets.ascend.quant_layer import QuantLayer
     from deploy.targets.ascend.record import LayerRecord
 
@@ -24,9 +25,11 @@ def write_models(
     config: QuantConfig | None,
     records: Mapping[str, LayerRecord],
     folder: Path,
-    loaded: LoadedModel,
+    subject: Subject,
+    *,
+    cann: str = DEFAULT,
 ) -> dict[str, Path]:
-    """Config, record and the three models; everything is made before anything is written.
+    """Config, record, mapping and the three models; all is made before anything is written.
 
     Args:
         model: the float model.
@@ -34,18 +37,20 @@ def write_models(
         config: what says so; None writes none.
         records: their scales.
         folder: where to write.
-        loaded: what `model` was made of; names the files, and keeps the nodes that ONNX Runtime
+        subject: what `model` was made of; names the files, and keeps the nodes that ONNX Runtime
             does not know for the models that it does not run.
+        cann: whose parser reads the models that ONNX Runtime does not run.
 
     Returns:
         Role -> path.
 
     Raises:
-        ExportError: a file cannot be written.
+        ExportError: a file cannot be written, or a node not for this CANN.
     """
+    made = list(_contents(model, layers, config, records, subject, cann))
     return {
-        role: atomic.write_bytes(folder / f"{loaded.name}_{ending}", data)
-        for role, ending, data in list(_contents(model, layers, config, records, loaded))
+        role: atomic.write_bytes(folder / f"{subject.loaded.name}_{ending}", data)
+        for role, ending, data in made
     }
 
 
@@ -54,20 +59,27 @@ def _contents(
     layers: Mapping[str, QuantLayer],
     config: QuantConfig | None,
     records: Mapping[str, LayerRecord],
-    loaded: LoadedModel,
+    subject: Subject,
+    cann: str,
 ) -> Iterator[tuple[str, str, bytes]]:
     from deploy.targets.ascend.amct_qdq import amct_qdq_model
     from deploy.targets.ascend.deploy_model import deploy_model
     from deploy.targets.ascend.fake_quant import fake_quant_model
+    from deploy.targets.ascend.mapping import fusion_mapping
     from deploy.targets.ascend.record import write_record
 
+    loaded = subject.loaded
     if config is not None:
-        yield "quant config", "quant.json", write_config(config).encode()
+        yield "quant config", "config.json", write_config(config).encode()
     yield "record", "record.txt", write_record(records).encode()
-    deploy, fake = deploy_model(model, layers), fake_quant_model(model, layers)
+    older = readable(model, cann)
+    deploy = loaded.whole(deploy_model(older, layers))
     for role, ending, made in (
-        ("deploy model", "deploy_model.onnx", loaded.whole(deploy)),
-        ("fake-quant model", "fake_quant_model.onnx", fake),
-        ("Q/DQ model", "amct_qdq.onnx", loaded.whole(amct_qdq_model(model, layers))),
+        ("deploy model", "deploy_model.onnx", deploy),
+        ("fake-quant model", "fake_quant_model.onnx", fake_quant_model(model, layers)),
+        ("Q/DQ model", "amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
     ):
-        yield role, ending, made.SerializeToString(deterministic=True)
+        yield role, ending, stripped(made).SerializeToString(deterministic=True)
+    original = subject.model if subject.original is None else subject.original
+    mapping = fusion_mapping(deploy, original, name=loaded.name)
+    yield "fusion mapping", "quant.json", mapping.encode()

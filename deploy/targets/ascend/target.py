@@ -14,7 +14,7 @@ is not covered here: `open` says so.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
+from deploy.targets.ascend.cann import DEFAULT, PARSERS
 from deploy.targets.ascend.recipe import Recipe
+from deploy.targets.ascend.source import COLORS, STANDARDS, Source, read_size
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 from deploy.targets.script import write_script
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from deploy.calibration.subject import Subject
     from deploy.feed.preprocess import Preprocess
     from deploy.graph.plan import Decision
+    from deploy.targets.ascend.aipp import Aipp
     from deploy.targets.ascend.atc import AtcOptions
     from deploy.targets.ascend.calibrate import Recorded, RecordPlan
     from deploy.targets.ascend.config_types import QuantConfig
@@ -55,9 +58,13 @@ class Ascend:
         config: AMCT's simplified configuration (.cfg) or quant config JSON; None is AMCT's
             default over all samples of the feed.
         aipp: put the preprocessing into the .om where AIPP can express it.
-        source_color: order of the pictures that the .om gets, "rgb" or "bgr".
+        source_color: of the pictures that the .om gets: "rgb", "bgr", "nv12" or "nv21".
+        source_size: "HxW" of these pictures, where AIPP is to crop the centre.
+        csc: standard of nv12 and nv21, one of `deploy.targets.ascend.source.STANDARDS`.
+        dynamic_aipp: the program on the device sets AIPP's parameters.
         first_layer_int8: let AIPP and the first convolution run fused in int8.
         atc_flags: further flags of atc, '--name=value'.
+        cann: version of CANN, a key of `deploy.targets.ascend.cann.PARSERS`.
         exact: keep every activation in memory and search IFMR on them, as AMCT does.
     """
 
@@ -80,7 +87,18 @@ class Ascend:
     )
     aipp: bool = option(False, flag="--aipp/--no-aipp", help="Preprocessing inside the .om (AIPP).")
     source_color: str = option(
-        "rgb", choices=("rgb", "bgr"), help="Order of the pictures that the .om with AIPP gets."
+        "rgb",
+        choices=COLORS,
+        help="Pictures that the .om with AIPP gets: packed, or YUV420SP of a camera or DVPP.",
+    )
+    source_size: str | None = option(
+        None, metavar="HxW", help="Their size, where AIPP is to crop the centre."
+    )
+    csc: str | None = option(
+        None, choices=STANDARDS, help="Standard of nv12 and nv21; without it bt601-narrow."
+    )
+    dynamic_aipp: bool = option(
+        False, help="AIPP whose parameters the program on the device sets at every inference."
     )
     first_layer_int8: bool = option(
         False, help="AIPP and the first convolution fused in int8; brings --aipp."
@@ -88,9 +106,15 @@ class Ascend:
     atc_flags: tuple[str, ...] = option(
         (), flag="--atc-flag", metavar="--NAME=VALUE", help="A further flag of atc."
     )
+    cann: str = option(
+        DEFAULT,
+        choices=tuple(PARSERS),
+        help="CANN whose atc is to read the models: they are written in an opset that it knows.",
+    )
     name: str = "ascend"
     engines: ClassVar[tuple[str, ...]] = (".om",)
     writes: ClassVar[tuple[str, ...]] = (
+        "_config.json",
         "_quant.json",
         "_record.txt",
         "_deploy_model.onnx",
@@ -99,6 +123,7 @@ class Ascend:
         "_aipp.cfg",
         "_compression.cfg",
         "_atc.sh",
+        "_README.txt",
         ".om",
     )
     runs_here: ClassVar[bool] = False
@@ -113,17 +138,44 @@ class Ascend:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.source_color != "rgb" and not (self.aipp or self.first_layer_int8):
-            raise ConfigError(
-                f"a source_color is that of an .om with AIPP, got {self.source_color!r} without"
-                " aipp; give --aipp too"
-            )
+        self._source()
         self._atc()  # a wrong chip or flag is told before anything is calibrated
 
     def _atc(self) -> AtcOptions:
         from deploy.targets.ascend.atc import AtcOptions
 
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
+
+    def _source(self) -> Source:
+        """The pictures that the .om gets.
+
+        Raises:
+            ConfigError: told without AIPP, or a standard of pictures that are not YUV.
+        """
+        told = {
+            "source_color": self.source_color != "rgb" and self.source_color,
+            "source_size": self.source_size,
+            "csc": self.csc,
+            "dynamic_aipp": self.dynamic_aipp,
+        }
+        alone = [name for name, value in told.items() if value]
+        if alone and not (self.aipp or self.first_layer_int8):
+            raise ConfigError(
+                f"a {alone[0]} is that of an .om with AIPP, got {told[alone[0]]!r} without aipp;"
+                " give --aipp too"
+            )
+        made = Source(
+            color=self.source_color,
+            size=None if self.source_size is None else read_size(self.source_size),
+            standard=self.csc or "bt601-narrow",
+            dynamic=self.dynamic_aipp,
+        )
+        if self.csc is not None and not made.yuv:
+            raise ConfigError(
+                f"a csc is that of YUV pictures, got {self.csc} with source color"
+                f" {self.source_color}; give --source-color nv12 or nv21, or leave --csc out"
+            )
+        return made
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Inputs of the layers; what is observed of them says `demand`."""
@@ -237,12 +289,15 @@ class Ascend:
             recipe.config,
             recipe.records,
             request.folder,
-            request.subject.loaded,
+            request.subject,
+            cann=self.cann,
         )
         notes = [*recipe.notes, _verified(recipe.model, recipe.layers, request)]
+        host: list[str] = []
         if self.aipp or self.first_layer_int8:
-            notes += self._write_aipp(request, files)
+            host = self._write_aipp(request, files)
         engine, more = self._om(request, files)
+        self._write_readme(request, files, host)
         return Built(
             target=self.name,
             engine=engine,
@@ -254,7 +309,7 @@ class Ascend:
             ),
             method=recipe.method,
             ranges=recipe.ranges,
-            notes=(*notes, *more),
+            notes=(*notes, *host, *more),
         )
 
     def at_hand(self) -> str:
@@ -315,8 +370,9 @@ class Ascend:
         if not given:
             return ["No AIPP file: the calibration was fed arrays, not pictures."]
         how: Preprocess = Preprocess.from_json(given)
+        source = self._source()
         try:
-            made = write_aipp(how, source_color=self.source_color)
+            made = write_aipp(how, source)
         except ExportError as error:
             return [f"No AIPP file: {error}."]
         path = request.folder / f"{request.name}_aipp.cfg"
@@ -325,7 +381,18 @@ class Ascend:
             path = request.folder / f"{request.name}_compression.cfg"
             text = write_compression_options(first_layer=True)
             files["compression options"] = atomic.write_text(path, text)
-        return list(made.host)
+        return [*made.host, *_judged(made, how, source, request)]
+
+    def _write_readme(
+        self, request: BuildRequest, files: dict[str, Path], host: Sequence[str]
+    ) -> None:
+        from deploy.targets.ascend.atc import outside
+        from deploy.targets.ascend.readme import readme
+
+        notes = [*host, *outside(self.atc_flags)]
+        text = readme(request.name, files, self._atc(), cann=self.cann, notes=notes)
+        path = request.folder / f"{request.name}_README.txt"
+        files["what to do with them"] = atomic.write_text(path, text)
 
     def _om(self, request: BuildRequest, files: dict[str, Path]) -> tuple[Path | None, list[str]]:
         """The .om, or the command that makes it."""
@@ -350,6 +417,20 @@ class Ascend:
         engine = run_atc(command, request.folder / f"{request.name}.om")
         files["int8 engine"] = engine
         return engine, []
+
+
+def _judged(made: Aipp, how: Preprocess, source: Source, request: BuildRequest) -> Iterator[str]:
+    """A sentence on how AIPP's input compares with the calibration's."""
+    from deploy.targets.ascend.aipp_run import judged
+
+    samples = request.feed.first(_VERIFIED)
+    errors = [judged(made, how, source, sample) for sample in samples]
+    known = [error for error in errors if error is not None]
+    if known:
+        yield (
+            f"AIPP's arithmetic on {len(known)} samples: the .om's input is {max(known):.2g} of"
+            " full scale from the calibration's, on average over a picture."
+        )
 
 
 def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
