@@ -25,4 +25,4 @@ if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *deploy.__all__})
+    return sorted({*(name for name in globals() if name.startswith("__")), *deploy.__all__})

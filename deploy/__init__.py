@@ -102,5 +102,5 @@ if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
         return value
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+def __dir__() -> list[str]:  # what a prompt completes: the names above, and no import's
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

@@ -1,35 +1,47 @@
-"""Latency of one or two model files, side by side, on inputs made from their specs."""
+"""Latency of one or two model files, side by side: by batch, in streams and by kernel too.
+
+::
+
+    files -> sessions -> inputs of each batch -> rounds (deploy.metrics.latency) -> Report
+                                              -> streams, kernels: of the smallest batch
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import Protocol
 
-import numpy as np
-
-from deploy.errors import ConfigError
+import deploy.report.figures as figures
+from deploy.errors import BackendError, ConfigError
 from deploy.feed.choice import Limit
-from deploy.feed.feed import Feed, FeedSource, open_feed
+from deploy.feed.feed import KEPT, Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
-from deploy.machine import memory_bytes, this_machine
+from deploy.machine import this_machine, usable_cores
 from deploy.metrics.accuracy import Accuracy, Comparison
-from deploy.metrics.latency import measure
-from deploy.metrics.ran import devices_of, layers_of
+from deploy.metrics.inputs import (
+    FEEDS,
+    Shapes,
+    random_feeds,
+    refuse_fixed_batch,
+    remembered,
+    stacked,
+)
+from deploy.metrics.kernels import kernels_of, refuse_untimed
+from deploy.metrics.latency import Feeds, Latency, measure
+from deploy.metrics.ran import OnDevice, devices_of, layers_of
 from deploy.openvino import OpenvinoSession
 from deploy.progress import bar
-from deploy.reading import read_bytes, size
+from deploy.reading import read_bytes
 from deploy.report import EngineRow, Report
+from deploy.report.parts import BatchRow
 from deploy.report.ran import ran_part
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.streams import throughput
-from deploy.tensors import Array, Session, TensorSpec
-
-Shapes = Mapping[str, Sequence[int]]
+from deploy.tensors import Session, TensorSpec
 
 
 class Opens(Protocol):
@@ -40,7 +52,6 @@ class Opens(Protocol):
         ...
 
 
-_FEEDS = 4  # different inputs, used in turn
 _LOAD_BUDGET_MS = 200
 
 
@@ -55,6 +66,8 @@ def bench(
     seed: int = 0,
     targets: Sequence[Target] = (),
     streams: int = 1,
+    batches: Sequence[int] = (),
+    profile: bool = False,
     runtime: str = "onnxruntime",
     images: FeedSource | None = None,
     preprocess: Preprocess | None = None,
@@ -70,10 +83,13 @@ def bench(
         threads: threads inside one operator on the CPU; None takes every core.
         warmup_ms: time thrown away first, per model.
         duration_s: time measured, per model on average.
-        shapes: input name -> dimensions, for inputs whose shape the model leaves open.
+        shapes: input name -> dimensions, for inputs whose shape the model leaves open; those that
+            are not named are taken from the build beside the engine, where there is one.
         seed: of the random inputs.
         targets: targets with options of their own; the others have their defaults.
         streams: measure the throughput of so many sessions at once too.
+        batches: measure at each of these first dimensions; what else is told is of the smallest.
+        profile: tell too what each kernel takes, in runs of their own.
         runtime: "openvino" runs the engine there too, beside ONNX Runtime.
         images: run on these, as `deploy.pipeline.build` takes them, and compare the outputs of
             the second session with those of the first; None makes up random inputs.
@@ -85,7 +101,8 @@ def bench(
     Raises:
         BackendError: a file that its runtime cannot load or run.
         ConfigError: inputs that differ, a shape that does not fit, or a target or a number of
-            threads that no engine makes use of; a second engine beside a second runtime.
+            threads that no engine makes use of; a second engine beside a second runtime; batches
+            of a model that fixes its own, or a profile where the runtime tells none.
         SdkMissingError: the runtime is not installed.
         FeedError: images that do not fit.
     """
@@ -103,22 +120,37 @@ def bench(
         label: open_timed(path, runtimes[label], threads=threads) for label, path in paths.items()
     }
     sessions = {label: session for label, (session, _) in opened.items()}
-    if threads is not None and all(s.threads != threads for s in sessions.values()):
-        raise ConfigError(
-            f"threads are those of engines that run on the CPU, got {' and '.join(paths)}; leave"
-            " --threads away"
-        )
+    _check(paths, sessions, threads=threads, batches=batches, profile=profile)
+    specs = _shared_inputs(sessions)
     judged: dict[str, Accuracy] = {}
+    notes: tuple[str, ...] = ()
     if images is None:
-        feeds = _shared_feeds(sessions, shapes or {}, seed)
+        known = remembered(paths.values(), specs)
+        taken = {name: dims for name, dims in known.items() if name not in (shapes or {})}
+        notes = tuple(map(_recalled, taken, taken.values()))
+        feeds = _random(specs, {**taken, **(shapes or {})}, seed)
     else:
-        specs = _shared_inputs(sessions)
         feed = open_feed(images, specs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-        feeds = [dict(sample) for sample in feed.first(_FEEDS)]
+        feeds = _real(feed)
         judged = _judged(sessions, feed, progress=progress)
-    latencies = measure(
-        sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
-    )
+    asked: list[int | None] = [*sorted(set(batches))] or [None]
+    found = {
+        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s, progress)
+        for batch in asked
+    }
+    first = next(iter(found))
+    used = feeds(first)
+    kernels = {
+        label: kernels_of(
+            path,
+            sessions[label],
+            used,
+            again=partial(runtimes[label].open, path, threads=threads),
+            duration_ms=1e3 * duration_s,
+            p50_ms=found[first][label].host.p50,
+        )
+        for label, path in (paths.items() if profile else ())
+    }
     rows = tuple(
         EngineRow(
             label=label,
@@ -127,11 +159,13 @@ def bench(
             size_bytes=model_size(path),
             load_ms=opened[label][1],
             threads=sessions[label].threads,
-            latency=latencies[label],
+            latency=found[first][label],
+            sweep=tuple(_at(b, each[label]) for b, each in found.items() if b is not None),
+            kernels=kernels.get(label, ()),
             accuracy=judged.get(label),
             ran=ran_part(layers_of(sessions[label])),
             notes=(
-                *_streams(path, runtimes[label], streams, feeds, threads, warmup_ms, duration_s),
+                *_streams(path, runtimes[label], streams, used, threads, warmup_ms, duration_s),
                 *_by_output(judged.get(label)),
             ),
         )
@@ -139,7 +173,7 @@ def bench(
     )
     title = f"Latency of {' and '.join(dict.fromkeys(path.name for path in paths.values()))}"
     machine = replace(this_machine(), devices=devices_of(sessions))
-    return Report(title=title, engines=rows, machine=machine)
+    return Report(title=title, engines=rows, machine=machine, notes=notes)
 
 
 def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
@@ -169,60 +203,85 @@ def _runtime(path: Path, targets: Sequence[Target]) -> Target:
     return OnnxRuntime()
 
 
+def _check(
+    paths: Mapping[str, Path],
+    sessions: Mapping[str, Session],
+    *,
+    threads: int | None,
+    batches: Sequence[int],
+    profile: bool,
+) -> None:
+    """Refuse what the sessions make nothing of."""
+    if threads is not None and all(s.threads != threads for s in sessions.values()):
+        raise ConfigError(
+            f"threads are those of engines that run on the CPU, got {' and '.join(paths)}; leave"
+            " --threads away"
+        )
+    for label, session in sessions.items():
+        if batches:
+            refuse_fixed_batch(session.inputs)
+        if profile:
+            refuse_untimed(paths[label], session)
+
+
+def _random(
+    specs: Sequence[TensorSpec], shapes: Shapes, seed: int
+) -> Callable[[int | None], Feeds]:
+    return lambda batch: random_feeds(specs, shapes=shapes, batch=batch, seed=seed)
+
+
+def _real(feed: Feed) -> Callable[[int | None], Feeds]:
+    """The first images, alone or stacked."""
+    return lambda batch: feed.first(FEEDS) if batch is None else stacked(feed.first(KEPT), batch)
+
+
+def _recalled(name: str, dims: Sequence[int]) -> str:
+    return (
+        f"input {name!r} is open: {'x'.join(map(str, dims))}, as the build beside it was calibrated"
+        " with; --shape gives another"
+    )
+
+
+def _measured(
+    sessions: Mapping[str, Session],
+    feeds: Feeds,
+    batch: int | None,
+    warmup_ms: float,
+    duration_s: float,
+    progress: bool,
+) -> dict[str, Latency]:
+    try:
+        return measure(
+            sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
+        )
+    except BackendError as error:
+        if batch is None:
+            raise
+        raise BackendError(f"with a batch of {batch}: {error}") from error
+
+
+def _at(batch: int, found: Latency) -> BatchRow:
+    p50_s = max(found.host.p50, 1e-6) / 1e3
+    return BatchRow(batch=batch, items_qps=batch / p50_s, latency=found)
+
+
 def _streams(
     path: Path,
     target: Opens,
     count: int,
-    feeds: list[dict[str, Array]],
+    feeds: Feeds,
     threads: int | None,
     warmup_ms: float,
     duration_s: float,
 ) -> tuple[str, ...]:
-    """The throughput of `count` sessions at once, as a note."""
+    """The throughput of `count` sessions at once, as a note; on a CPU they share its cores."""
     if count <= 1:
         return ()
-    sessions = [target.open(path, threads=threads) for _ in range(count)]
+    each = threads or max(usable_cores() // count, 1)
+    sessions = [target.open(path, threads=each) for _ in range(count)]
     rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
-    return (f"{count} streams at once: {rate:,.0f} inferences a second",)
-
-
-def random_feeds(
-    inputs: Sequence[TensorSpec],
-    *,
-    shapes: Shapes | None = None,
-    count: int = _FEEDS,
-    seed: int = 0,
-) -> list[dict[str, Array]]:
-    """Seeded inputs for a session: normal floats, 0 or 1 for integers and bools.
-
-    An open first dimension is taken as a batch of 1; other open dimensions need `shapes`.
-
-    Raises:
-        ConfigError: an open dimension with no shape, a shape that does not fit, a name that is
-            no input, an input type that cannot be made up.
-    """
-    shapes = shapes or {}
-    unknown = sorted(set(shapes) - {spec.name for spec in inputs})
-    if unknown:
-        names = ", ".join(spec.name for spec in inputs)
-        raise ConfigError(f"--shape must name an input of the model ({names}), got {unknown[0]!r}")
-    sizes = {spec.name: _shape(spec, shapes.get(spec.name)) for spec in inputs}
-    _refuse_too_much(count * 4 * sum(map(prod, sizes.values())))
-    random = np.random.default_rng(seed)
-    return [
-        {spec.name: _values(spec, sizes[spec.name], random) for spec in inputs}
-        for _ in range(count)
-    ]
-
-
-def _refuse_too_much(needed: int) -> None:
-    """Refuse inputs of so many bytes that no memory holds them."""
-    memory = memory_bytes()
-    if memory is not None and needed > memory:
-        raise ConfigError(
-            f"random inputs must fit into the memory, got {size(needed)} of them and a machine of"
-            f" {size(memory)}; give a smaller --shape"
-        )
+    whose = "" if isinstance(sessions[0], OnDevice) else f", {figures.count(each, 'thread')} each"
+    return (f"{count} streams at once{whose}: {rate:,.0f} inferences a second",)
 
 
 def model_size(path: Path) -> int:
@@ -262,12 +321,6 @@ def _paths(engine: Path, against: Path | None) -> dict[str, Path]:
     if engine == against:
         raise ConfigError(f"--against needs another model than the engine, got {engine} twice")
     return {str(against): against, str(engine): engine}
-
-
-def _shared_feeds(
-    sessions: Mapping[str, Session], shapes: Shapes, seed: int
-) -> list[dict[str, Array]]:
-    return random_feeds(_shared_inputs(sessions), shapes=shapes, seed=seed)
 
 
 def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
@@ -332,44 +385,3 @@ class _Openvino:
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         return OpenvinoSession.open(engine, threads=threads)
-
-
-def _shape(spec: TensorSpec, given: Sequence[int] | None) -> tuple[int, ...]:
-    if given is not None:
-        fits = len(given) == len(spec.shape) and all(
-            not isinstance(own, int) or own == dim
-            for own, dim in zip(spec.shape, given, strict=False)
-        )
-        if not fits or any(dim < 1 for dim in given):
-            got = "x".join(map(str, given))
-            raise ConfigError(f"input {spec.name!r} has shape {_words(spec)}, got --shape {got}")
-        return tuple(given)
-    dims = tuple(
-        1 if axis == 0 and not isinstance(d, int) else d for axis, d in enumerate(spec.shape)
-    )
-    if not all(isinstance(dim, int) for dim in dims):
-        example = "x".join(
-            "1" if i == 0 else "224" if not isinstance(d, int) else str(d)
-            for i, d in enumerate(spec.shape)
-        )
-        raise ConfigError(
-            f"every dimension of an input but the batch must be known, got {_words(spec)}"
-            f" for {spec.name!r}; give it, e.g. --shape {quote(f'{spec.name}:{example}')}"
-        )
-    return tuple(int(dim) for dim in dims if isinstance(dim, int))
-
-
-def _words(spec: TensorSpec) -> str:
-    return f"[{', '.join('?' if dim is None else str(dim) for dim in spec.shape)}]"
-
-
-def _values(spec: TensorSpec, shape: tuple[int, ...], random: np.random.Generator) -> Array:
-    try:
-        dtype = np.dtype(spec.dtype)
-    except TypeError:
-        dtype = np.dtype(object)
-    if np.issubdtype(dtype, np.floating):
-        return random.standard_normal(shape, np.float32).astype(dtype)
-    if np.issubdtype(dtype, np.integer) or dtype == np.bool_:
-        return random.integers(0, 2, shape).astype(dtype)
-    raise ConfigError(f"input {spec.name!r} must be of numbers to be made up, got {spec.dtype}")

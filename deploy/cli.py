@@ -42,6 +42,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.explain:explain",
         "What a build loses where, why it does, and what was tried.",
     ),
+    "report": (
+        "deploy.commands.report:report",
+        "Builds side by side; or the screen of one again.",
+    ),
     "verify": ("deploy.commands.verify:verify", "Whether a build is whole and as it was written."),
     "inspect": (
         "deploy.commands.inspect:inspect",

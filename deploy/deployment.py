@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import manifest
-from deploy.benchmark import Shapes, random_feeds
 from deploy.calibration.observation import Observed
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.subject import Subject
@@ -28,6 +27,7 @@ from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.inputs import guarded
 from deploy.machine import default_threads, this_machine
+from deploy.metrics.inputs import Shapes, random_feeds
 from deploy.ort import OrtSession
 from deploy.pipeline import written_by
 from deploy.progress import bar
@@ -218,6 +218,7 @@ class _Making:
             made_from = {
                 "versions": {"calib8": __version__},
                 "model": source,
+                "shapes": {name: array.shape for name, array in feed.first(1)[0].items()},
                 "scales": {"name": scales.name, "sha256": _digest(scales)},
                 "targets": [self.target.name],
             }

@@ -29,7 +29,7 @@ class Manifest:
     """What a build is.
 
     Attributes:
-        made_from: model, images, targets, versions, as plain JSON.
+        made_from: model, images, shapes, targets, versions, as plain JSON.
         files: name -> sha256 of every file of the build.
         earlier: the same of builds before, whose files are still there.
     """
@@ -37,6 +37,17 @@ class Manifest:
     made_from: Mapping[str, Any]
     files: Mapping[str, str]
     earlier: Mapping[str, str]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Input -> dimensions that it was calibrated with; {} of a build that did not note them."""
+        noted = self.made_from.get("shapes")
+        listed = noted.items() if isinstance(noted, dict) else ()
+        return {
+            str(name): tuple(dims)
+            for name, dims in listed
+            if isinstance(dims, list) and all(type(dim) is int and dim > 0 for dim in dims)
+        }
 
 
 def write(inside: Path, folder: Path, names: list[str], made_from: Mapping[str, Any]) -> Path:

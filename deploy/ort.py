@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ _BESIDE = b"\x0a\x08location"  # begins the entry of a tensor that tells where i
 # They drop a Relu or Clip before a Quantize whose least value is the same: of fp8 the first takes 0
 # for that, and the second fails.
 _DROP_A_CLIP = ("ReluQuantRewrite", "ClipQuantRewrite")
+
+_KERNEL = "_kernel_time"  # ends the name of a kernel's event in a profile
 
 _LOG_FATAL = 4  # what matters arrives as an exception; the rest is noise on a user's screen
 
@@ -122,27 +125,38 @@ class OrtSession:
 
 
 def profiled(
-    model: ModelProto,
+    model: Path | ModelProto,
     feeds: Sequence[Mapping[str, Array]],
     *,
     runs: int,
     folder: Path,
+    threads: int = 1,
 ) -> Path:
     """Run a model under ONNX Runtime's profiler; gives the trace, a JSON file in `folder`.
 
     Args:
         model: as it would be deployed.
         feeds: inputs, used in turn.
-        runs: how often it is run, with one thread.
+        runs: how often it is run.
         folder: where the trace is written.
+        threads: threads inside one operator.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
     """
-    session = OrtSession.open(model, threads=1, trace=folder / "trace")
+    session = OrtSession.open(model, threads=threads, trace=folder / "trace")
     for run in range(runs):
         session.run(feeds[run % len(feeds)])
     return Path(session.end_trace())
+
+
+def kernel_events(trace: Path) -> Iterator[tuple[str, str, float]]:
+    """(kernel, its operator, microseconds) of every time that a kernel ran, of a `profiled` run."""
+    for event in json.loads(trace.read_text(encoding="utf-8")):
+        name = str(event.get("name", ""))
+        if event.get("cat") == "Node" and name.endswith(_KERNEL):
+            kind = event.get("args", {}).get("op_name", "")
+            yield name.removesuffix(_KERNEL), str(kind), float(event["dur"])
 
 
 def source_of(model: Path | str | bytes | ModelProto) -> str | bytes:

@@ -261,7 +261,7 @@ def build(
         settings: text of `calib8.toml`, which is written beside the rest; None writes none.
 
     Raises:
-        As `calibrate`; and what the targets raised where none could be built.
+        Calib8Error: as `calibrate`; and what the targets raised where none could be built.
     """
     from deploy.judge import CALIBRATION_SAMPLES
     from deploy.measure import measured

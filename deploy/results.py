@@ -90,6 +90,7 @@ def made_from(calibrated: Calibrated, targets: Sequence[Target]) -> dict[str, An
         "versions": {"calib8": __version__, **of_feed(fed["kind"])},
         "model": {"name": calibrated.loaded.name, "sha256": calibrated.loaded.digest},
         "images": fed,
+        "shapes": {name: array.shape for name, array in calibrated.feed.first(1)[0].items()},
         "method": calibrated.method.label,
         "targets": [target.name for target in targets],
     }

@@ -11,9 +11,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.benchmark import random_feeds
 from deploy.calibration.trt_cache import dump as cache_text
 from deploy.calibration.trt_cache import from_scales
+from deploy.metrics.inputs import random_feeds
 from deploy.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.record import read_record

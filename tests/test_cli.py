@@ -107,14 +107,15 @@ def test_examples_in_a_help_text_keep_their_lines(name):
 
 
 def documented() -> list[str]:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    lines = [line.strip() for page in pages for line in page.read_text("utf-8").splitlines()]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = "\n".join(page.read_text("utf-8").replace("\\\n", "") for page in pages)
+    lines = [line.strip().removeprefix("$ ") for line in text.splitlines()]
     return [line.partition(" #")[0].strip() for line in lines if line.startswith("calib8 ")]
 
 
 @pytest.mark.parametrize("line", documented())
 def test_documented_commands_and_options_exist(line):
-    words = line.removesuffix("\\").split()[1:]
+    words = line.split()[1:]
     command: click.Command | None = cli
     while isinstance(command, click.Group):
         context = click.Context(command)

@@ -223,7 +223,7 @@ def test_no_file_is_named_after_nothing():
 
 def test_data_and_tests_are_no_packages():
     """With an __init__.py, datasets/ would hide Hugging Face's, tests/ would hide the product."""
-    for folder in ("datasets", "tests", "benchmarks", "cpp", "scripts"):
+    for folder in ("datasets", "tests", "benchmarks", "cpp", "scripts", "examples", "docs"):
         assert not list((ROOT / folder).rglob("__init__.py"))
 
 

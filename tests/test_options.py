@@ -56,6 +56,16 @@ def run(capsys, *words):
     return code, said.out, said.err
 
 
+def test_the_help_names_every_preset_and_shows_numbers_by_a_letter(capsys):
+    from deploy.commands.options import PRESET_NAMES
+    from deploy.feed.presets import PRESETS
+
+    assert re.split(", | or ", PRESET_NAMES) == list(PRESETS)
+    said = run(capsys, "build", "--help")[1]
+    assert "ppocr-rec" in said and "--limit N " in said and "--power X " in said
+    assert not re.search(r"INTEGER|FLOAT", said)
+
+
 @pytest.mark.parametrize(("words", "param"), OPTIONS)
 def test_an_option_has_a_sentence_for_help(words, param):
     said = param.help.partition("  [default")[0]

@@ -214,13 +214,13 @@ ELSEWHERE = {
     "deploy.openvino": "its own temporary files, in its own process",
     "deploy.comparison.cuts": "its own temporary files",
     "deploy.judge": "what was built a moment ago",
+    "deploy.ort": "ONNX Runtime's trace in a temporary folder",
     "deploy.reading": "the door itself",
     "deploy.results": "what was built a moment ago",
     "deploy.staging": "its own files, as it moves them",
     "deploy.standins.sources": "the memory of this very process",
     "deploy.targets.tensorrt.baselines": "what was built a moment ago",
     "deploy.targets.tensorrt.engines": "what was built a moment ago",
-    "deploy.tuning.kernels": "ONNX Runtime's trace in a temporary folder",
 }
 DOORS = {"read_bytes", "read_text", "fromfile", "memmap"}
 OPENED = {"np.load", "np.memmap", "onnx.load", "torch.load", "os.open", "io.open", "path.open"}

@@ -10,6 +10,7 @@ import pytest
 
 from calibrators.scales import Scale, Scales
 from deploy import build
+from deploy.errors import ConfigError
 from deploy.machine import this_machine
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import Latency, Timing
@@ -34,7 +35,9 @@ from deploy.report import (
     to_markdown,
     to_screen,
 )
-from deploy.report.svg import latency_figure, range_bar
+from deploy.report.curves import latency_figure
+from deploy.report.script import SCRIPT
+from deploy.report.svg import range_bar
 from deploy.targets import OnnxRuntime
 from deploy.targets.base import Built
 
@@ -161,7 +164,7 @@ def of_three() -> Report:
 class Page(HTMLParser):
     """Every tag, attribute and text of a page; refuses tags that do not close in order."""
 
-    VOID = frozenset({"meta", "line", "rect", "path", "br"})
+    VOID = frozenset({"meta", "line", "rect", "path", "br", "wbr"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -169,12 +172,14 @@ class Page(HTMLParser):
         self.attributes: list[tuple[str, str | None]] = []
         self.words: list[str] = []
         self.open: list[str] = []
+        self.broken = False  # the words before end where a line may be broken
         self.feed(text)
         assert not self.open
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
+        self.broken = tag == "wbr"
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -184,9 +189,10 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+        self.broken = False
 
     def handle_data(self, data):
-        self.words.append(data)
+        self.words[-1:] = [self.words[-1] + data] if self.broken else [*self.words[-1:], data]
 
 
 def test_json_has_a_schema_and_only_json_types():
@@ -226,17 +232,21 @@ def test_each_part_stands_alone(part):
 def test_the_page_is_whole_and_fetches_nothing():
     text = to_html(full())
     page = Page(text)
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert not {"src", "onclick"} & {key for key, _ in page.attributes}
-    links = [value for key, value in page.attributes if key == "href"]
-    assert links and all(re.fullmatch(r"[\w.%~-]+", link) for link in links)  # files beside it
-    assert "url(" not in text and "@import" not in text and "http" not in text
-    assert page.tags.count("svg") == 2  # the latency figure and one tensor
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("script") == 1
+    assert not [k for k, _ in page.attributes if k in ("src", "style") or k.startswith("on")]
+    links = {value for key, value in page.attributes if key == "href"}
+    ids = [value for key, value in page.attributes if key == "id"]
+    assert len(ids) == len(set(ids)) and {f"#{one}" for one in ids} < links
+    beside = links - {f"#{one}" for one in ids}
+    assert beside and all(re.fullmatch(r"[\w.%~-]+", link) for link in beside)  # files beside it
+    assert "url(" not in text and "@import" not in text and "http:" not in text
+    assert page.tags.count("svg") == 3  # the latency figure in two parts, and one tensor
 
 
 def test_hostile_names_stay_words():
     page = Page(to_html(full(HOSTILE)))
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 1 and page.words.count(SCRIPT) == 1
     written = HOSTILE.replace("\udcff", "?")
     assert sum(written in words for words in page.words) >= 8
     text = to_markdown(full(HOSTILE))
@@ -260,7 +270,8 @@ def test_many_rows_and_names_are_folded():
         for i in range(41)
     )
     page = Page(to_html(of_one(nodes=nodes, tensors=tensors)))
-    assert page.tags.count("details") == 2
+    assert page.tags.count("details") == 3  # both sections, and the cell of names
+    assert "Tensors (41)" in page.words and "16" in page.words  # rows that are not printed
     assert "n0, n1, n2, n3, n4, n5, n6, n7, n8" in page.words
 
 
@@ -368,8 +379,8 @@ def test_what_a_run_cost_is_told_when_asked():
         "reference_runs": 400,
         "engine_runs": {"onnxruntime": 400},
     }
-    for form in (to_markdown, to_html):
-        assert "<details><summary>Work</summary>" in form(report)
+    assert "<details><summary>Work</summary>" in to_markdown(report)
+    assert '<details>\n<summary><h2 id="work">Work</h2></summary>' in to_html(report)
 
 
 def test_a_second_build_that_ran_nothing_says_so():
@@ -392,6 +403,19 @@ def test_a_cache_that_was_reused_in_part_says_so():
 def test_a_report_at_a_prompt_is_its_screen():
     assert repr(full()) == to_screen(full()).rstrip("\n")
     assert len(repr(full(HOSTILE)).splitlines()) < 60
+
+
+def test_an_engine_is_found_by_its_target_or_its_label():
+    rows = [
+        EngineRow(label="FP32", reference=True),
+        EngineRow(label="FP16", target="tensorrt", baseline=True),
+        EngineRow(label="int8", target="tensorrt"),
+    ]
+    report = Report(engines=tuple(rows))
+    assert [report.engine(name) for name in ("FP32", "FP16", "int8")] == rows
+    assert report.engine("tensorrt") is rows[2]
+    with pytest.raises(ConfigError, match="one of tensorrt, FP32, FP16, int8, got 'ascend'"):
+        report.engine("ascend")
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own():

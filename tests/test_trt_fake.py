@@ -133,6 +133,31 @@ def test_an_engine_runs_in_a_graph_and_in_streams(tensorrt, build, run, tmp_path
     assert len(trt.STORY.runs) > plain
 
 
+@pytest.mark.parametrize("version", [EIGHT, TEN])
+@pytest.mark.parametrize("options", [[], ["--cuda-graph"]])
+def test_a_profile_is_of_the_engines_layers(tensorrt, build, run, tmp_path, version, options):
+    tensorrt(version)
+    build()
+    words = ["bench", engine(tmp_path), "--duration", 0, "--warmup", 0, "--profile", *options]
+    code, out, err = run(*words, "--json", tmp_path / "r.json")
+    assert code == 0, err
+    ((found,),) = [json.loads((tmp_path / "r.json").read_text())["engines"]]
+    times = [kernel["ms"] for kernel in found["kernels"]]
+    assert times == [float(n) for n in range(len(times), 0, -1)]  # as the fake tells them
+    assert "CaskConvolution" in {kernel["kind"] for kernel in found["kernels"]}
+    assert "Kernels" in out
+
+
+def test_batches_of_an_engine_are_those_of_its_profile(tensorrt, build, run, tmp_path):
+    tensorrt(TEN)
+    build()
+    words = ["bench", engine(tmp_path), "--duration", 0, "--warmup", 0, "--batch"]
+    code, out, err = run(*words, "1,2")
+    assert code == 0 and "Batches" in out, err
+    code, _, err = run(*words, "1,4")
+    assert code == 1 and "with a batch of 4: an input must be within the engine's profile" in err
+
+
 def test_a_gpu_is_chosen_for_building_and_running(tensorrt, build, run, tmp_path):
     trt = tensorrt(TEN, "cuda-python")
     assert any("on Fake L4" in note for note in build("--device", 1))

@@ -13,6 +13,7 @@ namespace {
 
 using json_text::Json;
 constexpr double kUnstablePercent = 2.5;  // trtexec's limit for the coefficient of variance
+constexpr std::size_t kFew = 20;  // iterations under which even the 95th percentile is the slowest of them
 
 std::vector<double> stage(const std::vector<DeviceTimes>& device, double DeviceTimes::*member) {
   std::vector<double> samples;
@@ -20,9 +21,14 @@ std::vector<double> stage(const std::vector<DeviceTimes>& device, double DeviceT
   return samples;
 }
 
-// The warnings of trtexec, on the same conditions.
+// The warnings of trtexec, on the same conditions, and one of too short a time.
 std::vector<std::string> warnings_of(const Latency& found) {
   std::vector<std::string> warnings;
+  if (found.queries < kFew) {
+    warnings.emplace_back("measured over " + std::to_string(found.queries) + " iteration" +
+                          (found.queries == 1 ? "" : "s") +
+                          " alone, whose slowest is p95 and p99; a longer duration tells more");
+  }
   if (found.latency.cv_percent > kUnstablePercent) {
     warnings.emplace_back("unstable latency, its coefficient of variance is over 2.5 %");
   }

@@ -10,6 +10,7 @@ from deploy.commands import given as given_flags
 from deploy.commands import sections
 from deploy.commands.inputs import Inputs, input_options, shape, shape_option
 from deploy.commands.numbers import THREADS, Real
+from deploy.commands.numbers import batches as batches_of
 from deploy.commands.targets import Given, made, own_options
 from deploy.errors import ConfigError
 from deploy.terminal import say_lines
@@ -60,7 +61,7 @@ from deploy.terminal import say_lines
     metavar="S",
     help="Time measured, in seconds, for each model; 10 runs at the least.",
 )
-@shape_option
+@shape_option("  [default: what the build beside ENGINE calibrated with]")
 @sections.option(
     "--seed",
     section=sections.MEASURING,
@@ -77,7 +78,24 @@ from deploy.terminal import say_lines
     default=1,
     show_default=True,
     metavar="N",
-    help="Measure the throughput of N sessions at once too, each on a stream of its own.",
+    help="Measure the throughput of N sessions at once too, each on a stream of its own; on a CPU"
+    " they share its cores.",
+)
+@sections.option(
+    "--batch",
+    "batches",
+    section=sections.MEASURING,
+    callback=batches_of,
+    metavar="N,N,...",
+    help="Measure at each of these batches, such as 1,2,4,8, of a model that leaves its batch open;"
+    " what else is told is of the smallest.",
+)
+@sections.option(
+    "--profile",
+    section=sections.MEASURING,
+    is_flag=True,
+    help="Tell what each kernel takes too, the slowest first, and of two models what each kind"
+    " takes; in runs of their own.",
 )
 @sections.option(
     "--json",
@@ -108,6 +126,8 @@ def bench(
     seed: int,
     given: Given,
     streams: int,
+    batches: tuple[int, ...],
+    profile: bool,
     inputs: Inputs,
     json_path: Path | None,
     html_path: Path | None,
@@ -121,6 +141,8 @@ def bench(
     Examples:
       calib8 bench build/model.int8.onnx --against model.onnx
       calib8 bench build/model.int8.onnx --runtime openvino --images held/
+      calib8 bench build/model.int8.onnx --batch 1,2,4,8 --html batches.html
+      calib8 bench build/model.int8.onnx --against model.onnx --profile
       calib8 bench model.onnx --shape images:1x3x640x640 --threads 1 --html latency.html
     """  # noqa: D301 (click reads the backspace)
     import json
@@ -144,6 +166,8 @@ def bench(
         seed=seed,
         targets=[made(target, fields) for target, fields in given.items()],
         streams=streams,
+        batches=batches,
+        profile=profile,
         runtime=runtime,
         images=inputs.source,
         preprocess=inputs.preprocess,

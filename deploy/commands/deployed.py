@@ -85,7 +85,7 @@ _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
         required=True,
         help="Folder of everything that is written.",
     ),
-    shape_option,
+    shape_option(),
     input_options("Run on these, and tell how far the outputs are from the model's"),
     own_options(lambda option: option.flag in _FILES),
     sections.option(

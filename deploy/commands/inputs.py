@@ -37,15 +37,17 @@ class Inputs:
     preprocess: Preprocess | None
 
 
-shape_option = sections.option(
-    "--shape",
-    "shapes",
-    section=sections.MODEL,
-    multiple=True,
-    metavar="NAME:DIMS",
-    help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be repeated."
-    " An open batch alone is taken as 1.",
-)
+def shape_option(ending: str = "") -> Callable[[Command], Command]:
+    """Add --shape, which may be repeated, as `shapes`; `ending` is said last in its help."""
+    return sections.option(
+        "--shape",
+        "shapes",
+        section=sections.MODEL,
+        multiple=True,
+        metavar="NAME:DIMS",
+        help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be"
+        f" repeated. An open batch alone is taken as 1.{ending}",
+    )
 
 
 def shape(text: str) -> tuple[str, tuple[int, ...]]:

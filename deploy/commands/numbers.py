@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 THREADS = click.IntRange(1, 1024)
+MOST_BATCH = 65_536
 
 
 class Real(click.FloatRange):
@@ -21,3 +22,13 @@ class Real(click.FloatRange):
         if isinstance(found, float) and not math.isfinite(found):
             self.fail(f"{value!r} is no finite number.", param, ctx)
         return found
+
+
+def batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
+    """The whole numbers of an option, with commas between them; none where it is not given."""
+    words = [] if text is None else text.split(",")
+    if not all(word.strip().isdecimal() and 0 < int(word) <= MOST_BATCH for word in words):
+        raise click.BadParameter(
+            f"must be batches of 1 to {MOST_BATCH}, such as 1,2,4,8, got {text!r}"
+        )
+    return tuple(map(int, words))

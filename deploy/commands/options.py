@@ -105,8 +105,12 @@ def refuse_both_ways(policy: CachePolicy) -> None:
         )
 
 
+PRESET_NAMES = (  # of `deploy.feed.presets`, said here so that --help imports nothing for it
+    "raw, unit, grey-half, imagenet, minus-one-to-one, imagenet-tf, efficientnet-lite, yolo,"
+    " picodet, ppocr-det, ppocr-rec or ppocr-cls"
+)
 PREPROCESS = (
-    ("--preprocess", "preset", "Preset: how images become inputs, such as imagenet or unit."),
+    ("--preprocess", "preset", f"Preset: how images become inputs: {PRESET_NAMES}."),
     ("--size", "size", "Input size as HxW; the default is the model's."),
     ("--resize", "resize", "Way to the size: stretch, letterbox, short-side or fit-height."),
     ("--short-side", "short_side", "Short side in pixels before the centre crop."),

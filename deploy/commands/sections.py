@@ -17,12 +17,17 @@ _FIRST = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS)
 _LAST = (MEASURING, GENERAL)
 
 
+_NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> how a value is shown
+
+
 class SectionOption(click.Option):
     """A click option that stands in a section of the help."""
 
     def __init__(self, *words: Any, section: str, **rest: Any) -> None:
         super().__init__(*words, **rest)
         self.section = section
+        if self.metavar is None and not self.is_flag and self.type.name.split()[0] in _NUMBERS:
+            self.metavar = _NUMBERS[self.type.name.split()[0]]  # click's INTEGER RANGE says less
 
 
 option = partial(click.option, cls=SectionOption)
@@ -54,7 +59,7 @@ class SectionedCommand(click.Command):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
                 rows.setdefault(section_of(param), []).append(record)
-        for title in sorted(rows, key=_place):
+        for title in sorted(rows, key=place):
             with formatter.section(title):
                 formatter.write_dl(rows[title])
 
@@ -78,7 +83,8 @@ def retired(
     )
 
 
-def _place(title: str) -> int:
+def place(title: str) -> int:
+    """Where a section stands in the help, for sorting."""
     if title in _LAST:
         return len(_FIRST) + 1 + _LAST.index(title)
     return _FIRST.index(title) if title in _FIRST else len(_FIRST)

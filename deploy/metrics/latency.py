@@ -26,6 +26,7 @@ from deploy.tensors import Array, Session
 
 OVERHEAD_MS = 0.02  # of a runtime itself: a smaller difference is not the engine's doing
 UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
+FEW = 20  # iterations under which even the 95th percentile is the slowest of them
 
 Feeds = Sequence[Mapping[str, Array]]
 
@@ -234,12 +235,21 @@ def _latency(host_ms: list[float], device: list[DeviceTimes], warmup_queries: in
         gpu_compute=_stage([times.compute_ms for times in device]),
         d2h=_stage([times.d2h_ms for times in device]),
         samples_ms=tuple(samples),
-        warnings=tuple(_warnings(timing, device)),
+        warnings=(*_few(len(samples)), *_warnings(timing, device)),
     )
 
 
 def _stage(samples_ms: list[float]) -> Timing | None:
     return Timing.of(samples_ms) if samples_ms else None
+
+
+def _few(iterations: int) -> Iterator[str]:
+    """What to say of a measurement that was too short to tell its slow iterations."""
+    if iterations < FEW:
+        yield (
+            f"measured over {iterations} iteration{'s' if iterations > 1 else ''} alone, whose"
+            " slowest is p95 and p99; a longer duration tells more"
+        )
 
 
 def _warnings(timing: Timing, device: list[DeviceTimes]) -> Iterator[str]:

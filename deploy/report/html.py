@@ -1,4 +1,9 @@
-"""The report as one HTML page: no scripts, nothing fetched, readable in light and dark."""
+"""The report as one HTML page: nothing fetched, whole without its script, in light and dark.
+
+What a user came for stands open and first: the verdict, speed, size, accuracy, the worst layers.
+The rest is folded under headings; a new part of the page is a function of the findings that yields
+`Section`s, and its row in `to_html`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,11 @@ import deploy.report.markup as markup
 import deploy.report.sections as sections
 import deploy.report.speed as speed
 import deploy.report.truth as truth
-from deploy.report.figures import encodable
+from deploy.report.curves import LATENCY_WORDS, latency_figure
 from deploy.report.model import Findings
-from deploy.report.style import STYLE
-from deploy.report.svg import latency_figure
+from deploy.report.page import page
+from deploy.report.section import Section, contents, written
+from deploy.report.sweep import sweep_section
 from deploy.report.table import (
     covered,
     engine_lines,
@@ -21,43 +27,36 @@ from deploy.report.table import (
     shrink,
     top1,
 )
+from deploy.report.timed import kernel_section
 from deploy.report.words import calibration_words, group_words, work_words
 
 
 def to_html(report: Findings) -> str:
     """A whole page; every name and sentence is escaped."""
     blocks = (
-        _head(report),
-        _tiles(report),
-        _engines(report),
-        _outputs(report),
-        _remarks(report),
-        _setup(report),
-        sections.search(report),
-        sections.nodes(report),
-        sections.ran(report),
-        sections.tensors(report),
-        sections.layers(report),
-        _machine(report),
-        _files(report),
-        _work(report),
+        _engines,
+        sweep_section,
+        kernel_section,
+        _outputs,
+        sections.worst,
+        _remarks,
+        _setup,
+        sections.search,
+        sections.nodes,
+        sections.ran,
+        sections.tensors,
+        sections.layers,
+        _machine,
+        _files,
+        _work,
     )
-    body = "\n".join(block for section in blocks for block in section)
-    return encodable(
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(report.title)}</title>\n<style>{STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    shown = [section for block in blocks for section in block(report)]
+    body = "\n".join((*_head(report), *_tiles(report), contents(shown), *written(shown)))
+    return page(report.title, body)
 
 
 def _head(report: Findings) -> Iterator[str]:
     yield f"<h1>{escape(report.title)}</h1>"
-    if report.model:
-        words = [report.model.path, *report.model.inputs]
-        yield f'<p class="sub">{" &middot; ".join(map(escape, words))}</p>'
-    for device in report.machine.devices if report.machine else ():
-        yield f'<p class="sub">{escape(device.words)}</p>'
     judged = [(e.label, e.verdict) for e in report.engines if e.verdict]
     if judged:
         yield markup.verdicts(judged)
@@ -65,12 +64,17 @@ def _head(report: Findings) -> Iterator[str]:
     troubles += [text for e in report.engines if e.accuracy for text in e.accuracy.problems]
     if troubles:
         yield markup.bullets(dict.fromkeys(troubles), "troubles")
+    if report.model:
+        words = [report.model.path, *report.model.inputs]
+        yield f'<p class="sub">{" &middot; ".join(map(escape, words))}</p>'
+    for device in report.machine.devices if report.machine else ():
+        yield f'<p class="sub">{escape(device.words)}</p>'
 
 
-def _remarks(report: Findings) -> Iterator[str]:
+def _remarks(report: Findings) -> Iterator[Section]:
     if report.warnings:
-        yield "<h2>Notes</h2>"
-        yield markup.bullets(report.warnings, "notes")
+        sentences = markup.bullets(report.warnings, "notes")
+        yield Section(title="Notes", html=sentences, rows=len(report.warnings))
 
 
 def _tiles(report: Findings) -> Iterator[str]:
@@ -114,58 +118,56 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
         yield f"{quantized} / {len(target.nodes)}", f"nodes in {', '.join(kinds)}{whose}"
 
 
-def _engines(report: Findings) -> Iterator[str]:
+def _engines(report: Findings) -> Iterator[Section]:
     lines = engine_lines(report)
     if not lines:
         return
-    yield "<h2>Engines</h2>"
+    drawn = []
     for on_device in (False, True):  # on an axis of their own
         figure = latency_figure(report.engines, on_device=on_device)
         if figure:
-            yield f"<figure>{figure}<figcaption>{_FIGURE_WORDS}</figcaption></figure>"
+            drawn.append(
+                f"<figure>{figure}<figcaption>{escape(LATENCY_WORDS)}</figcaption></figure>"
+            )
     heads = ["", *(engine.label for engine in report.engines), ""]
-    yield markup.table(heads, ([line.label, *line.cells, line.change] for line in lines), "engines")
+    rows = ([line.label, *line.cells, line.change] for line in lines)
+    table = markup.table(heads, rows, "engines")
+    yield Section(title="Engines", html="\n".join((*drawn, table)), folded=False)
 
 
-_FIGURE_WORDS = (
-    "Latency of every measured iteration; engines ran in turn, so noise of the machine falls on all"
-    " of them. Each curve is scaled to its own peak; the line is the median."
-)
-
-
-def _outputs(report: Findings) -> Iterator[str]:
+def _outputs(report: Findings) -> Iterator[Section]:
     judged = [(e.label, e.accuracy) for e in report.engines if e.accuracy]
-    if judged:
-        samples = figures.count(judged[0][1].samples, "sample")
-        yield f"<h2>Accuracy over {samples}</h2>"
-        rows = (
-            [
-                label,
-                output.name,
-                figures.decibels(output.sqnr_db),
-                figures.cosine(output.cosine_mean),
-                figures.cosine(output.cosine_min),
-                figures.real(output.max_abs_error),
-            ]
-            for label, accuracy in judged
-            for output in accuracy.outputs
-        )
-        heads = ["engine", "output", "SQNR", "cosine", "worst cosine", "max abs error"]
-        said = [f"{label}: {text}" for label, one in judged for text in truth.sentences(one)]
-        if said:
-            yield markup.bullets(said, "notes")
-        parts = [
-            [label, *truth.part_row(part)]
-            for label, accuracy in judged
-            if truth.parted(accuracy)
-            for part in accuracy.parts
+    if not judged:
+        return
+    over = figures.count(judged[0][1].samples, "sample")
+    rows = (
+        [
+            label,
+            output.name,
+            figures.decibels(output.sqnr_db),
+            figures.cosine(output.cosine_mean),
+            figures.cosine(output.cosine_min),
+            figures.real(output.max_abs_error),
         ]
-        if parts:
-            yield markup.table(["engine", *truth.PART_HEADS], parts)
-        yield markup.table(heads, rows)
+        for label, accuracy in judged
+        for output in accuracy.outputs
+    )
+    heads = ["engine", "output", "SQNR", "cosine", "worst cosine", "max abs error"]
+    said = [f"{label}: {text}" for label, one in judged for text in truth.sentences(one)]
+    parts = [
+        [label, *truth.part_row(part)]
+        for label, accuracy in judged
+        if truth.parted(accuracy)
+        for part in accuracy.parts
+    ]
+    html = [f'<p class="sub">Over {over}, against the float model.</p>']
+    html += [markup.bullets(said, "notes")] if said else []
+    html += [markup.table(["engine", *truth.PART_HEADS], parts)] if parts else []
+    html += [markup.table(heads, rows)]
+    yield Section(title="Accuracy", html="\n".join(html), folded=False)
 
 
-def _setup(report: Findings) -> Iterator[str]:
+def _setup(report: Findings) -> Iterator[Section]:
     facts: list[tuple[str, str]] = []
     if report.calibration:
         part = report.calibration
@@ -179,15 +181,13 @@ def _setup(report: Findings) -> Iterator[str]:
         facts += [("Skipped", text) for text in report.feed.skipped]
     facts += [(step, f"{seconds:.1f} s") for step, seconds in report.seconds.items()]
     if facts:
-        yield "<h2>Calibration</h2>"
-        yield markup.facts(facts)
+        yield Section(title="Calibration", html=markup.facts(facts))
 
 
-def _machine(report: Findings) -> Iterator[str]:
+def _machine(report: Findings) -> Iterator[Section]:
     if report.machine:
         machine = report.machine
-        yield "<h2>Machine</h2>"
-        yield markup.facts(
+        facts = markup.facts(
             [
                 ("CPU", f"{machine.cpu}, {figures.count(machine.cores, 'core')}"),
                 ("int8 instructions", ", ".join(machine.int8) or "none found"),
@@ -196,16 +196,16 @@ def _machine(report: Findings) -> Iterator[str]:
                 ("Versions", ", ".join(f"{k} {v}" for k, v in machine.versions.items())),
             ]
         )
+        yield Section(title="Machine", html=facts)
 
 
-def _files(report: Findings) -> Iterator[str]:
+def _files(report: Findings) -> Iterator[Section]:
     if report.written:
-        yield "<h2>Files</h2>"
-        rows = ([file.path, file.role, figures.size(file.size_bytes)] for file in report.written)
-        yield markup.table(["file", "what it is", "size"], rows, "words")
+        rows = [[file.path, file.role, figures.size(file.size_bytes)] for file in report.written]
+        table = markup.table(["file", "what it is", "size"], rows, "words")
+        yield Section(title="Files", html=table, rows=len(rows))
 
 
-def _work(report: Findings) -> Iterator[str]:
+def _work(report: Findings) -> Iterator[Section]:
     if report.work:
-        spent = markup.bullets(work_words(report.work), "notes")
-        yield f"<details><summary>Work</summary>{spent}</details>"
+        yield Section(title="Work", html=markup.bullets(work_words(report.work), "notes"))

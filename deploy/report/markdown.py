@@ -8,17 +8,19 @@ from urllib.parse import quote
 import deploy.report.figures as figures
 import deploy.report.truth as truth
 from deploy.report.figures import encodable
+from deploy.report.floats import float_groups
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.ran import RAN_HEADS, ran_words
+from deploy.report.sweep import sweep_table
 from deploy.report.table import (
     coverage,
     covered,
     engine_lines,
     failures,
-    float_groups,
     quantized_operators,
 )
+from deploy.report.timed import KERNEL_HEADS, kernel_rows, timed_engines
 from deploy.report.words import (
     TRIAL_HEADS,
     calibration_words,
@@ -28,6 +30,7 @@ from deploy.report.words import (
     trial_row,
     work_words,
 )
+from deploy.report.worst import worst_first
 
 
 def to_markdown(report: Findings) -> str:
@@ -35,6 +38,8 @@ def to_markdown(report: Findings) -> str:
     parts = (
         _head(report),
         _engines(report),
+        _swept(report),
+        _kernels(report),
         _outputs(report),
         _search(report),
         _coverage(report),
@@ -80,6 +85,19 @@ def _engines(report: Findings) -> Iterator[str]:
         yield "## Engines"
         heads = ["", *(engine.label for engine in report.engines), ""]
         yield _table(heads, ([line.label, *line.cells, line.change] for line in lines))
+
+
+def _swept(report: Findings) -> Iterator[str]:
+    heads, rows = sweep_table(report.engines)
+    if rows:
+        yield "## Batches"
+        yield _table(heads, rows)
+
+
+def _kernels(report: Findings) -> Iterator[str]:
+    for engine in timed_engines(report.engines):
+        yield f"## Kernels of {_escape(engine.label)}"
+        yield _table(KERNEL_HEADS, kernel_rows(engine))
 
 
 def _outputs(report: Findings) -> Iterator[str]:
@@ -174,7 +192,7 @@ def _ranges(target: TargetPart) -> str:
                 figures.percent(row.clipped),
                 figures.decibels(row.sqnr_db),
             ]
-            for row in target.tensors
+            for row in worst_first(target.tensors)
         ),
     )
 

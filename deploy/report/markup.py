@@ -1,15 +1,22 @@
-"""Pieces of the HTML page: tables, lists, folds. What takes text escapes it."""
+"""Pieces of the HTML page: tables, lists, folds. What takes text escapes it.
+
+The page's Content-Security-Policy allows its own sheet and script alone: no `style` attribute and
+no `onclick` would work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from deploy.report.style import PRINTED
 from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Verdict
 
 _MARKS = {GOOD: "good", FLOAT: "float", DOUBTFUL: "doubtful", UNUSABLE: "unusable"}
-_MANY = 40  # rows above which a table can be folded
 _FEW = 8  # names that a cell shows unfolded
+_RUN = 20  # letters that stand in one piece before a name may be broken anywhere
+_PIECE = re.compile(rf".{{1,{_RUN}}}?(?:[/._:,;\-]+|$)|.{{1,{_RUN}}}", re.DOTALL)
 
 
 def bullets(sentences: Iterable[str], kind: str) -> str:
@@ -19,7 +26,7 @@ def bullets(sentences: Iterable[str], kind: str) -> str:
 
 
 def verdicts(judged: Iterable[tuple[str, Verdict]]) -> str:
-    """One line an engine: its label, the level as a mark, the reasons."""
+    """One line an engine: the level as a mark, its label, the reasons."""
     rows = "".join(
         f'<p class="verdict {_MARKS[one.level]}"><b>{escape(one.level)}</b>'
         f" {escape(label)}: {escape('; '.join(one.reasons))}</p>"
@@ -28,9 +35,17 @@ def verdicts(judged: Iterable[tuple[str, Verdict]]) -> str:
     return f'<div class="verdicts">{rows}</div>'
 
 
+def breakable(text: str) -> str:
+    """A word that a line may break after its slashes and dots, and in runs that have none."""
+    return " ".join(
+        "<wbr>".join(map(escape, _PIECE.findall(word))) if len(word) > _RUN else escape(word)
+        for word in text.split(" ")
+    )
+
+
 def nodes(names: Sequence[str]) -> str:
     """Names of nodes in a cell, folded where they are many."""
-    text = escape(", ".join(names))
+    text = breakable(", ".join(names))
     if len(names) <= _FEW:
         return text
     return f"<details><summary>{len(names)} nodes</summary>{text}</details>"
@@ -44,21 +59,32 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "figures") -> str:
     """A table of text."""
-    return raw_table(heads, ([escape(cell) for cell in row] for row in rows), kind)
+    return raw_table(heads, ([breakable(cell) for cell in row] for row in rows), kind)
 
 
 def raw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
-    """A table of cells that are HTML already; the heads are escaped here."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    """A table of cells that are HTML already; the heads are escaped here.
+
+    Every cell says its column, since a narrow screen shows a row as a card without heads. On paper
+    a long one is cut.
+    """
+    head = "".join(f'<th scope="col">{breakable(text)}</th>' for text in heads)
+    lines = [f"<tr>{''.join(_cells(heads, row))}</tr>" for row in rows]
+    body = "\n".join(lines)
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
+        f"<tbody>{body}</tbody></table></div>{_unprinted(len(lines))}"
     )
 
 
-def foldable(html: str, rows: int) -> str:
-    """A table that can be folded where it has many rows."""
-    if rows <= _MANY:
-        return html
-    return f"<details open><summary>{rows} rows</summary>{html}</details>"
+def _cells(heads: Sequence[str], row: Sequence[str]) -> Iterator[str]:
+    for head, cell in zip(heads, row, strict=True):
+        says = f' data-head="{escape(head)}"' if head and cell else ""
+        yield f"<td{says}>{cell}</td>"
+
+
+def _unprinted(rows: int) -> str:
+    """What stands under a long table on paper."""
+    if rows <= PRINTED:
+        return ""
+    return f'<p class="unprinted">and <span>{rows - PRINTED}</span> more rows, not printed</p>'

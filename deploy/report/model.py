@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from deploy.errors import ConfigError
 from deploy.machine import Machine
 from deploy.report.parts import (
     CalibrationPart,
@@ -56,6 +57,20 @@ class Findings:
     def reference(self) -> EngineRow | None:
         """The float model's row, where it was measured."""
         return next((engine for engine in self.engines if engine.reference), None)
+
+    def engine(self, name: str) -> EngineRow:
+        """The engine of a target, or the one with this label, such as "FP32".
+
+        Raises:
+            ConfigError: there is none.
+        """
+        labels = {engine.label: engine for engine in self.engines}
+        own = {e.target: e for e in self.engines if not (e.reference or e.baseline)}
+        if name not in (known := {**own, **labels}):
+            raise ConfigError(
+                f"an engine must be one of {', '.join(known) or 'none'}, got {name!r}"
+            )
+        return known[name]
 
     @property
     def failed(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
+from deploy.metrics.kernels import Kernel
 from deploy.metrics.latency import Latency
 from deploy.report.ran import RanPart
 from deploy.report.verdict import Verdict
@@ -130,6 +131,21 @@ class TensorRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """An engine at one batch.
+
+    Attributes:
+        batch: first dimension of its inputs.
+        items_qps: items a second: the batch over the host's p50.
+        latency: what was measured.
+    """
+
+    batch: int
+    items_qps: float
+    latency: Latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
     """One model or engine that was measured.
 
@@ -140,6 +156,8 @@ class EngineRow:
             against.
         size_bytes: file and external data together.
         load_ms: time from the file to a session ready to run.
+        sweep: what was measured at each batch, the smallest first, which `latency` is of.
+        kernels: what each takes, the slowest first.
         verdict: what is thought of it; None for the float model and for baselines.
         ran: what it is made of; None where its runtime does not tell.
     """
@@ -153,6 +171,8 @@ class EngineRow:
     load_ms: float | None = None
     threads: int | None = None
     latency: Latency | None = None
+    sweep: tuple[BatchRow, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
     accuracy: Accuracy | None = None
     verdict: Verdict | None = None
     ran: RanPart | None = None

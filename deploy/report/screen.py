@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import deploy.report.figures as figures
+from deploy.report.floats import FloatGroup, float_groups
 from deploy.report.margin import MARGIN, columns, entry
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.ran import lost_groups, ran_words
+from deploy.report.sweep import sweep_table
 from deploy.report.table import (
-    FloatGroup,
     common_method,
     coverage,
     covered,
     engine_lines,
     failures,
-    float_groups,
     quantized_operators,
+)
+from deploy.report.timed import (
+    KERNEL_HEADS,
+    kernel_rows,
+    kind_table,
+    more_kernels,
+    timed_engines,
 )
 from deploy.report.words import (
     TRIAL_HEADS,
@@ -32,6 +39,7 @@ from deploy.terminal import page
 _MOST_GROUPS = 5
 _MOST_OPERATORS = 3  # of a target that shares the screen with others
 _MOST_NOTES = 8
+_MOST_KERNELS = 10
 
 
 def to_screen(report: Findings, *, verbose: bool = False) -> str:
@@ -47,6 +55,8 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
         tuple(_how(report)),
         tuple(_cost(report)) if verbose else (),
         tuple(_table(report)),
+        tuple(_swept(report)),
+        tuple(_kernels(report)),
         tuple(_where(report)),
         tuple(_notes(report)),
     )
@@ -170,6 +180,25 @@ def _table(report: Findings) -> Iterator[str]:
         cells = "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         label = row[0].ljust(max(widths[0], MARGIN))
         yield f"{label}{cells[widths[0] :]}   {change}".rstrip()
+
+
+def _swept(report: Findings) -> Iterator[str]:
+    heads, rows = sweep_table(report.engines)
+    yield from columns("Batches", [*heads[1:], heads[0]], [[*row[1:], row[0]] for row in rows])
+
+
+def _kernels(report: Findings) -> Iterator[str]:
+    """The slowest kernels of an engine; of several engines their kinds, where those are told."""
+    timed = timed_engines(report.engines)
+    heads, kinds = kind_table(timed)
+    if len(timed) > 1 and kinds:
+        yield from columns("Kernels", heads, kinds[:_MOST_KERNELS])
+        return
+    for engine in timed:
+        label = "Kernels" if len(timed) == 1 else engine.label
+        yield from columns(label, KERNEL_HEADS, kernel_rows(engine, _MOST_KERNELS))
+        more = more_kernels(engine, _MOST_KERNELS)
+        yield from entry("", more) if more else ()
 
 
 def _where(report: Findings) -> Iterator[str]:

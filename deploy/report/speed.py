@@ -25,15 +25,15 @@ def rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, 
 
 
 def speed_up(rival: EngineRow, engine: EngineRow) -> float:
-    """The rival's median latency over the engine's; both were measured."""
-    return _median(rival) / _median(engine)
+    """The rival's p50 over the engine's, as both stand in the report; both were measured."""
+    return _p50(rival) / _p50(engine)
 
 
 def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
-    """How much longer the engine takes than its rival, by the median, in ms."""
-    return _median(engine) - _median(rival)
+    """How much longer the engine takes than its rival, by p50, in ms."""
+    return _p50(engine) - _p50(rival)
 
 
-def _median(engine: EngineRow) -> float:
+def _p50(engine: EngineRow) -> float:
     assert engine.latency is not None
-    return engine.latency.latency.median
+    return engine.latency.latency.p50

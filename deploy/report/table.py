@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import deploy.report.figures as figures
@@ -25,36 +25,6 @@ class Line:
     change: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FloatGroup:
-    """Float nodes that share an operator and a reason, on one target or on several.
-
-    Attributes:
-        op: the operator.
-        precision: which float.
-        reason: why they are not quantized.
-        nodes: target -> the names of its nodes.
-    """
-
-    op: str
-    precision: str
-    reason: str
-    nodes: Mapping[str, tuple[str, ...]]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The nodes of all targets, each once."""
-        return tuple(dict.fromkeys(name for names in self.nodes.values() for name in names))
-
-    @property
-    def places(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-        """(nodes, targets): targets that keep the same nodes float stand together."""
-        found: dict[tuple[str, ...], list[str]] = {}
-        for target, names in self.nodes.items():
-            found.setdefault(names, []).append(target)
-        return tuple((names, tuple(targets)) for names, targets in found.items())
-
-
 def engine_lines(report: Findings) -> tuple[Line, ...]:
     """Size, latency, layers and accuracy; lines that nothing fills are left out."""
     lines = (*_size(report), *_latency(report), *_ran(report), *_accuracy(report))
@@ -69,21 +39,6 @@ def coverage(target: TargetPart) -> str:
     (first, number), *others = sorted(counts.items(), key=lambda item: -item[1])
     more = "".join(f", {count} {precision}" for precision, count in others)
     return f"{number} of {figures.count(len(target.nodes), 'node')} {first}{more}"
-
-
-def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
-    """Float nodes of all targets by operator and reason, the largest group first."""
-    groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-    for target in targets:
-        for node in target.nodes:
-            if not node.quantized:
-                places = groups.setdefault((node.op, node.precision, node.reason), {})
-                places.setdefault(target.name, []).append(node.name)
-    found = [
-        FloatGroup(*key, {target: tuple(names) for target, names in places.items()})
-        for key, places in groups.items()
-    ]
-    return tuple(sorted(found, key=lambda group: -len(group.names)))
 
 
 def quantized_operators(target: TargetPart, most: int | None = None) -> str:
@@ -152,16 +107,19 @@ def _latency(report: Findings) -> Iterator[Line]:
         return Line(label, tuple(cells), change)
 
     ms = figures.milliseconds
+    if any(engine.sweep for engine in report.engines):
+        batches = (str(e.sweep[0].batch) if e.sweep else figures.NONE for e in report.engines)
+        yield Line("Batch", tuple(batches))
     yield line("Latency p50", lambda x: ms(x.latency.p50), _faster(report))
     yield line("Latency p90", lambda x: ms(x.latency.p90))
     yield line("Latency p95", lambda x: ms(x.latency.p95))
     yield line("Latency p99", lambda x: ms(x.latency.p99))
     yield line("Latency mean", lambda x: ms(x.latency.mean))
     yield line("Variation", lambda x: f"{x.latency.cv_percent:.3g} %")
-    yield line("Enqueue", lambda x: ms(x.enqueue.median if x.enqueue else None))
-    yield line("H2D", lambda x: ms(x.h2d.median if x.h2d else None))
-    yield line("GPU compute", lambda x: ms(x.gpu_compute.median if x.gpu_compute else None))
-    yield line("D2H", lambda x: ms(x.d2h.median if x.d2h else None))
+    yield line("Enqueue", lambda x: ms(x.enqueue.p50 if x.enqueue else None))
+    yield line("H2D", lambda x: ms(x.h2d.p50 if x.h2d else None))
+    yield line("GPU compute", lambda x: ms(x.gpu_compute.p50 if x.gpu_compute else None))
+    yield line("D2H", lambda x: ms(x.d2h.p50 if x.d2h else None))
     yield line("Throughput", lambda x: figures.rate(x.throughput_qps))
 
 

@@ -14,7 +14,7 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import OVERHEAD_MS
 
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"
-_ORDER = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)
+LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
 
 _LABELLED = 0.01, 0.05  # points of accuracy lost: more is doubtful, more is unusable
 _TASK = 0.05, 0.25  # share of what the float model says that int8 does not
@@ -72,10 +72,10 @@ def verdict(
 
     Args:
         accuracy: against the float model; None where it was not measured.
-        speed_up: over its rival, by the median; None where one of them was not measured.
+        speed_up: over its rival, by p50; None where one of them was not measured.
         int8: whether any of its nodes left float.
         gates: what the user demands.
-        slower_ms: than its rival, by the median; infinite where it was not measured, or without
+        slower_ms: than its rival, by p50; infinite where it was not measured, or without
             what the runtime itself takes.
         rival: the float engine that its speed is held against, in words.
     """
@@ -87,8 +87,8 @@ def verdict(
         found.append((FLOAT, why))
     if not found:
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
-    level = max((level for level, _ in found), key=_ORDER.index)
-    ordered = sorted(found, key=lambda entry: -_ORDER.index(entry[0]))
+    level = max((level for level, _ in found), key=LEVELS.index)
+    ordered = sorted(found, key=lambda entry: -LEVELS.index(entry[0]))
     said = [why for at, why in ordered if at == level or at != GOOD]
     return Verdict(level, tuple(dict.fromkeys(said)))
 

@@ -13,7 +13,6 @@ so a kernel belongs to the node whose name, or whose output's, is the longest at
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.ort import profiled
+from deploy.ort import kernel_events, profiled
 
 if TYPE_CHECKING:
     import onnx
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
-_KERNEL = "_kernel_time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +69,16 @@ def kernel_times(
     """
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
         trace = profiled(model, feeds, runs=runs + 2, folder=Path(folder))
-        events = json.loads(trace.read_text(encoding="utf-8"))
+        found = _least(kernel_events(trace), skip=2)
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
-    return attributed(_least(events, skip=2), made_from, pairs)
+    return attributed(found, made_from, pairs)
 
 
-def _least(events: Iterable[Mapping[str, object]], *, skip: int) -> dict[str, float]:
+def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, float]:
     """Kernel -> least microseconds, its first runs left out."""
     found: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        name = str(event.get("name", ""))
-        if event.get("cat") == "Node" and name.endswith(_KERNEL):
-            found[name.removesuffix(_KERNEL)].append(float(str(event["dur"])))
+    for name, _, taken in events:
+        found[name].append(taken)
     return {name: min(times[skip:] or times) for name, times in found.items()}
 
 

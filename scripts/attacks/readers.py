@@ -303,6 +303,8 @@ READERS: dict[str, Reader] = {
         Reader(name="settings", suffix=".toml", seeds=_texts(_SETTINGS), open=_settings),
         Reader(name="report", suffix=".json", seeds=_of_build("report.json"),
                open=lambda folder: lambda path: ["explain", str(path)], cases=5000),
+        Reader(name="builds", suffix=".json", seeds=_of_build("report.json"),
+               open=lambda folder: lambda path: ["report", str(path), str(path)], cases=3000),
         Reader(name="list", suffix=".txt", open=_listed,
                seeds=_texts("00.png\n01.png\n", "# of mine\r\n00.png 3\r\n01.png 4\r\n")),
         Reader(name="labels", suffix=".txt", open=_labels,

@@ -1,0 +1,62 @@
+"""`calib8 report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from deploy.commands import given, sections
+from deploy.terminal import say_lines
+
+
+@click.command(cls=sections.SectionedCommand)
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@sections.option(
+    "--html",
+    "html_path",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write what was found as a page.",
+)
+@sections.option(
+    "--json",
+    "json_path",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="Write what was found as JSON; - prints it in place of the text.",
+)
+def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | None) -> None:
+    """Hold the builds in FOLDERS side by side: verdict, speed, size, accuracy, and what differs.
+
+    Of one folder alone its own screen is shown again. Nothing is run or measured; each speed-up is
+    over the float model of the same build.
+
+    \b
+    Examples:
+      calib8 report build/
+      calib8 report a/ b/ --html both.html
+    """  # noqa: D301 (click reads the backspace)
+    import json
+
+    from deploy import report as one
+    from deploy.atomic import write_text
+    from deploy.builds import compare, read_build, to_html, to_json, to_screen
+
+    builds = [read_build(folder) for folder in folders]
+    if len(builds) == 1:
+        given.refuse_without("a second folder", given.typed("html_path", "json_path"))
+        say_lines(one.to_screen(builds[0].report))
+        return
+    found = compare(builds)
+    if html_path is not None:
+        write_text(html_path, to_html(found))
+    text = json.dumps(to_json(found), indent=1, allow_nan=False) + "\n"
+    if json_path == Path("-"):
+        say_lines(text)
+        return
+    if json_path is not None:
+        write_text(json_path, text)
+    say_lines(to_screen(found))

@@ -1,0 +1,400 @@
+"""The page as a browser shows it: headless Chromium, driven by scripts/chromium.py."""
+
+import dataclasses
+import math
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from deploy.metrics.accuracy import Accuracy, OutputAccuracy
+from deploy.metrics.latency import Latency, Timing
+from deploy.metrics.truth import PartAccuracy
+from deploy.report import (
+    EngineRow,
+    FeedPart,
+    FileRow,
+    ModelPart,
+    NodeRow,
+    Report,
+    SearchPart,
+    TargetPart,
+    TensorRow,
+    TrialRow,
+    to_html,
+)
+from deploy.report.style import PRINTED
+from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Verdict
+from scripts.chromium import browser, found
+
+pytestmark = pytest.mark.skipif(found() is None, reason="no Chromium is installed here")
+ROOT = Path(__file__).parent.parent
+LEVELS = (GOOD, DOUBTFUL, UNUSABLE, FLOAT)
+HOSTILE = "</script><script>window.bad=1</script><img src=x onerror=bad=1>\x1b[31m|\"&'\n"
+LONG = "/" + "Unsqueezed" * 25
+PAPER_PX = 710  # A4 without its margins
+ENTER, TAB = ("Enter", 13), ("Tab", 9)
+
+
+def latency(ms):
+    samples = [ms * (1 + 0.02 * (i % 9)) for i in range(90)]
+    timing = Timing.of(samples)
+    return Latency(
+        queries=90, warmup_queries=5, total_host_walltime_s=1, throughput_qps=1e3 / ms,
+        latency=timing, host=timing, samples_ms=tuple(samples), warnings=("unstable",),
+    )  # fmt: skip
+
+
+def accuracy(name):
+    figures = {"sqnr_db": 12.5, "cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 200.9}
+    parts = tuple(
+        PartAccuracy(output=name, label=f"{name}[{at}]", **figures) for at in ("0:4", "4:22")
+    )
+    return Accuracy(
+        samples=60, outputs=(OutputAccuracy(name=name, **figures),), top1_reference=0.9225,
+        top1_candidate=0.92, top1_agreement=0.99, parts=parts, problems=(f"{name} holds NaN",),
+    )  # fmt: skip
+
+
+def target(name, words, tensors):
+    """A target of so many tensors; one in 10 without an SQNR, one NaN."""
+    known = [None if i % 10 == 9 else math.nan if i == 4 else 60 - i % 50 for i in range(tensors)]
+    rows = tuple(
+        TensorRow(
+            name=f"{words}.{i % 22}/cv{i % 3}/conv_{i}_output_0", observed_min=-1.5 * i - 1,
+            observed_max=4.25 + i, lo=-1.0, hi=2.0 + i, amax=2.0 + i, method="percentile",
+            clipped=0.001 * (i % 40), sqnr_db=db,
+        )
+        for i, db in enumerate(known)
+    )  # fmt: skip
+    layers = tuple(
+        OutputAccuracy(name=row.name, sqnr_db=row.sqnr_db, cosine_mean=0.99, cosine_min=0.9,
+                       max_abs_error=1.0)
+        for row in rows if row.sqnr_db is not None
+    )  # fmt: skip
+    float_ops = ("Shape", "Unsqueeze", "ConstantOfShape", "Sigmoid", "Resize", "Softmax", "Add")
+    nodes = tuple(
+        NodeRow(name=f"{words}/node_{i}", op=float_ops[i % 7] if i % 3 else "Conv",
+                precision="float32" if i % 3 else "int8", reason=f"{float_ops[i % 7]} of {words}")
+        for i in range(tensors)
+    )  # fmt: skip
+    tried = tuple(
+        TrialRow(what=f"{words} {i}", sqnr_db=30.0 - i, time=0.5, taken=not i) for i in range(4)
+    )
+    return TargetPart(
+        name=name, method="percentile", nodes=nodes, tensors=rows, layers=layers,
+        files=(FileRow(role="int8 engine", path=f"out/{words}.onnx", size_bytes=3 << 20),
+               FileRow(role="record", path=f"out/{words}.txt", size_bytes=900)),
+        search=SearchPart(reused=False, probes=4, settled=words, tried=tried), notes=(words,),
+    )  # fmt: skip
+
+
+def made(words="/model", *, engines=2, targets=1, tensors=40):
+    """A report of everything, in which these words stand wherever a name may."""
+    names = [f"t{i}" if targets > 1 else "onnxruntime" for i in range(targets)]
+    rows = [EngineRow(label="FP32", reference=True, size_bytes=12 << 20, latency=latency(2.0))]
+    rows += [
+        EngineRow(
+            label=f"{words} {i}", target=names[i % targets], path="m.onnx", size_bytes=3 << 20,
+            load_ms=3.0, latency=latency(1.0 + 0.1 * i), accuracy=accuracy(words),
+            verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70 times as fast")),
+        )
+        for i in range(engines - 1)
+    ]  # fmt: skip
+    return Report(
+        title=f"calib8: {words} in int8",
+        model=ModelPart(path=words, inputs=(f"{words} float32 [1,3,640,640]",)),
+        feed=FeedPart(source=words, samples=60, preprocess={"mean": [0.5], words: words}),
+        targets=tuple(target(name, words, tensors) for name in names),
+        engines=tuple(rows),
+        files=(FileRow(role="plan", path="out/m.plan.toml"),),
+        notes=(words, "another"),
+    )
+
+
+def failed():
+    parts = (TargetPart(name="tensorrt", error="a cache must be writable, got none"),)
+    rows = (EngineRow(label="FP32", reference=True), EngineRow(label="tensorrt", target="tensorrt"))
+    return dataclasses.replace(made(), targets=parts, engines=rows)
+
+
+MADE = {
+    "plain": lambda: made(),
+    "long": lambda: made(LONG),
+    "hostile": lambda: made(HOSTILE, engines=5),
+    "many engines": lambda: made(engines=9, targets=3),
+    "failed": failed,
+    "no engines": lambda: dataclasses.replace(made(), engines=()),
+    "empty": lambda: Report(title="nothing"),
+}
+
+
+@pytest.fixture(scope="module")
+def page():
+    with browser() as shown:
+        yield shown
+
+
+@pytest.fixture
+def show(page, tmp_path):
+    """(report, width, dark) -> the page, shown."""
+
+    def call(report, *, width=1280, dark=False):
+        path = tmp_path / "report.html"
+        path.write_text(to_html(report), encoding="utf-8", newline="")
+        page.show(path, width=width, dark=dark)
+        return page
+
+    return call
+
+
+def unfold(page):
+    page.value("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+
+
+def sound(page, path):
+    """What every page must be at every width, folded and open."""
+    assert page.faults == [] and page.fetched == [path.resolve().as_uri()]
+    for _ in range(2):
+        assert page.value("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert page.value(WORDS_BROKEN) == []
+        unfold(page)
+    assert page.value("document.querySelectorAll('script').length") == 1
+
+
+# Cells with more lines than words of six letters would take.
+WORDS_BROKEN = """
+[...document.querySelectorAll("td, th")].map(cell => {
+  const range = document.createRange();
+  range.selectNodeContents(cell);
+  const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top / 8)));
+  return [cell.textContent, lines.size];
+}).filter(([text, lines]) => lines > 2 + text.length / 6)
+"""
+
+# How far tables are wider than their places.
+OVER = "[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)"
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("kind", MADE)
+def test_a_page_fits_its_window(show, tmp_path, kind, width):
+    sound(show(MADE[kind](), width=width), tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_page_fits_its_window_in_the_dark_too(show, tmp_path, width):
+    sound(show(made(), width=width, dark=True), tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("kind", ["plain", "long", "many engines"])
+def test_no_table_is_pushed_aside(show, kind):
+    page = show(MADE[kind]())
+    unfold(page)
+    assert max(page.value(OVER)) <= 0
+    numbers = (
+        "[...document.querySelectorAll('td')].filter(c => /^[-\\d.]+ (dB|%)$/.test(c.innerText))"
+    )
+    lines = f"{numbers}.map(c => {{ const r = document.createRange(); r.selectNodeContents(c);"
+    assert set(page.value(f"{lines} return r.getClientRects().length; }})")) == {1}
+    page = show(MADE[kind](), width=400)
+    unfold(page)
+    cells = "[...document.querySelectorAll('td')].filter(c => c.offsetParent)"
+    assert page.value(f"Math.max(...{cells}.map(c => c.getBoundingClientRect().right))") <= 400
+    assert page.value(f"{cells}.length") > 500
+
+
+def test_the_pages_of_a_build_and_of_bench_fit_too(page, run, tmp_path):
+    fashion = ROOT / "datasets" / "fashion"
+    words = "--images", fashion / "calib.txt", "--limit", 20, "--mean", "0.5", "--std", "0.5"
+    targets = "--target", "onnxruntime,tensorrt,ascend", "--effort", 0, "--duration", 0
+    code, _, err = run("build", fashion / "fashion.onnx", *words, *targets, "--out", tmp_path / "o")
+    assert code == 0, err
+    engine, bench = tmp_path / "o" / "fashion.int8.onnx", tmp_path / "bench.html"
+    against = "--against", fashion / "fashion.onnx", "--duration", 0, "--warmup", 0
+    code, _, err = run("bench", engine, *against, "--html", bench)
+    assert code == 0, err
+    both = tmp_path / "both.html"
+    code, _, err = run("report", tmp_path / "o", tmp_path / "o" / "report.json", "--html", both)
+    assert code == 0, err
+    for path in (tmp_path / "o" / "report.html", bench, both):
+        for width in (400, 1280):
+            page.show(path, width=width)
+            assert page.value("document.querySelectorAll('h2').length") >= 1
+            assert max(page.value(OVER)) <= 0
+            sound(page, path)
+
+
+def test_letters_of_the_chart_can_be_read_and_do_not_overlap(show):
+    page = show(made(engines=4), width=400)
+    boxes = page.value(
+        "[...document.querySelectorAll('svg .tick:not(.name)')].map(t =>"
+        " t.getBoundingClientRect()).filter(b => b.width).map(b => [b.left, b.right, b.height])"
+    )
+    assert len(boxes) >= 3 and all(height >= 12 for _, _, height in boxes)
+    assert all(left[1] < right[0] for left, right in pairwise(boxes))
+    legend = page.value("document.querySelector('.legend').innerText")
+    assert "A FP32 p50 2.16 ms" in legend and "D /model 2 p50 1.30 ms" in legend
+
+
+def test_the_verdict_comes_first_and_has_its_colour(show):
+    for dark in (False, True):
+        page = show(made(engines=5), width=400, dark=dark)
+        assert page.value("document.querySelector('h1').nextElementSibling.className") == "verdicts"
+        colours = page.value(
+            "[...document.querySelectorAll('.verdict')].map(v => getComputedStyle(v)).map("
+            "s => [s.color, s.backgroundColor])"
+        )
+        assert len({ink for ink, _ in colours}) == len({card for _, card in colours}) == 4
+        assert all(contrast(*pair) >= 4.5 for pair in colours)
+        assert page.value("document.querySelector('.verdict').innerText").startswith("GOOD")
+
+
+def contrast(ink, card):
+    """Of two colours as CSS computes them, by WCAG 2."""
+    bright, dim = sorted(map(luminance, (ink, card)), reverse=True)
+    return (bright + 0.05) / (dim + 0.05)
+
+
+def luminance(colour):
+    shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+    return sum(w * s for w, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_what_one_came_for_is_open_and_the_rest_folded(show):
+    page = show(made())
+    heads = "[...document.querySelectorAll('%s h2')].map(h => h.innerText)"
+    assert page.value(heads % "section") == ["Engines", "Accuracy", "Worst layers"]
+    assert page.value(heads % "details") == ["Notes (5)", "Calibration", "Search (4)", "Nodes",
+                                             "Tensors (40)", "Files (3)"]  # fmt: skip
+    assert page.value("document.querySelectorAll('main > details[open]').length") == 0
+
+
+def test_the_contents_open_what_they_lead_to(show):
+    page = show(made(tensors=200))
+    page.value("document.querySelector('nav a[href=\"#tensors\"]').click()")
+    page.value("new Promise(done => setTimeout(done, 50))", wait=True)
+    assert page.value("document.querySelector('#tensors').closest('details').open")
+    assert abs(page.value("document.querySelector('#tensors').getBoundingClientRect().top")) < 100
+
+
+COLUMN = """
+[...document.querySelector("#tensors").closest("details").querySelectorAll("tbody tr")]
+  .map(row => row.cells[%d].textContent)
+"""
+HEAD = "document.querySelectorAll('#tensors')[0].closest('details').querySelectorAll('th')[%d]"
+
+
+def test_tables_stand_worst_first_and_are_sorted_by_their_heads(show):
+    page = show(made())
+    unfold(page)
+    before = page.value(COLUMN % 2)
+    assert before[0] == "NaN" and before[-4:] == ["-"] * 4
+    known = [float(text.split()[0]) for text in before[1:-4]]
+    assert known == sorted(known) and len(known) == 35
+    seen = []
+    for order in ("ascending", "descending", None):
+        page.value(HEAD % 5 + ".firstChild.click()")  # the largest value
+        assert page.value(HEAD % 5 + ".getAttribute('aria-sort')") == order
+        seen.append([float(text) for text in page.value(COLUMN % 5)])
+    assert seen[0] == sorted(seen[0]) and seen[1] == seen[0][::-1]
+    assert page.value(COLUMN % 2) == before  # the third time undoes it
+    for order in (1, -1):
+        page.value(HEAD % 2 + ".firstChild.click()")
+        assert page.value(COLUMN % 2)[-4:] == ["-"] * 4  # the unknown last, both ways
+        assert (page.value(COLUMN % 2)[0] == "NaN") == (order == 1)
+    assert page.value(HEAD % 1 + ".firstChild.tagName || ''") == ""  # drawings have no order
+
+
+def test_names_and_sizes_are_sorted_as_people_read_them(show):
+    page = show(made(tensors=12))
+    unfold(page)
+    table = "document.querySelector('#files').closest('details').querySelector('table')"
+    page.value(f"{table}.querySelectorAll('th button')[2].click()")
+    cells = page.value(
+        f"[...{table}.querySelectorAll('tbody td:nth-child(3)')].map(c=>c.innerText)"
+    )
+    assert cells == ["900 B", "3 MiB", "-"]
+    page.value(HEAD % 0 + ".firstChild.click()")
+    names = [re.search(r"conv_(\d+)", name)[1] for name in page.value(COLUMN % 0) if ".1/" in name]
+    assert names == ["1"] and page.value(COLUMN % 0)[2].startswith("/model.2/")
+
+
+def test_a_table_is_sorted_and_filtered_from_the_keyboard(show):
+    page = show(made())
+    unfold(page)
+    page.value(
+        "document.querySelector('#tensors').closest('details').querySelector('input').focus()"
+    )
+    page.call("Input.insertText", text="CV1 conv_1")
+    rows = "[...document.querySelector('#tensors').closest('details').querySelectorAll('tbody tr')]"
+    shown = page.value(f"{rows}.filter(r => r.offsetParent).map(r => r.cells[0].innerText)")
+    assert len(shown) == 5 and all("cv1" in name and "conv_1" in name for name in shown)
+    assert page.value("document.activeElement.nextSibling.innerText") == "5 of 40 rows"
+    page.press(*TAB)
+    assert page.value("document.activeElement.innerText") == "tensor"
+    outline = page.value("getComputedStyle(document.activeElement).outlineStyle")
+    page.press(*ENTER)
+    assert outline == "solid" and page.value(HEAD % 0 + ".getAttribute('aria-sort')") == "ascending"
+    again = page.value(f"{rows}.filter(r => r.offsetParent).map(r => r.cells[0].innerText)")
+    assert sorted(again) == sorted(shown) and page.faults == []
+
+
+def test_without_script_the_page_is_whole(show):
+    page = show(made())
+    before = page.value("document.querySelectorAll('td').length")
+    page.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        page = show(made())
+        assert page.value("document.querySelectorAll('td').length") == before
+        assert page.value("document.querySelectorAll('button, input').length") == 0
+    finally:
+        page.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_names_run_nothing_and_no_other_script_would(show, page, tmp_path):
+    show(made(HOSTILE))
+    assert page.value("typeof bad") == "undefined" and page.faults == []
+    path = tmp_path / "changed.html"
+    other = "<script>var bad = 1</script><p onclick='bad = 1' style='color: red'>x</p></main>"
+    path.write_text(to_html(made()).replace("</main>", other), encoding="utf-8")
+    page.show(path, width=1280)
+    page.value("document.querySelector('p[onclick]').click()")
+    assert page.value("typeof bad") == "undefined" and len(page.faults) >= 2
+
+
+def paper_pages(pdf):
+    return len(re.findall(rb"/Type\s*/Page\b", pdf))
+
+
+def test_two_hundred_tensors_are_printed_on_four_pages(show):
+    page = show(made("/model.22/cv2", tensors=200), dark=True)
+    assert paper_pages(page.printed()) <= 2
+    page.value("document.querySelectorAll('main > details').forEach(d => { d.open = true; })")
+    pdf = page.printed()
+    assert 2 < paper_pages(pdf) <= 4
+    assert b"/MediaBox [0 0 594" in pdf  # A4
+
+
+def test_paper_keeps_every_column_and_says_what_it_leaves_out(show):
+    page = show(made("/model.22/cv2", tensors=200), width=PAPER_PX, dark=True)
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    page.call("Emulation.setEmulatedMedia", media="print", features=[dark])
+    unfold(page)
+    table = "document.querySelector('#tensors').closest('details').querySelector('table')"
+    assert page.value(f"{table}.getBoundingClientRect().right") <= PAPER_PX
+    assert page.value(f"[...{table}.querySelectorAll('th')].every(h => h.offsetWidth > 10)")
+    rows = f"[...{table}.tBodies[0].rows].filter(r => r.offsetParent)"
+    assert page.value(f"{rows}.length") == PRINTED
+    assert page.value(f"{rows}[0].cells[2].innerText") == "NaN"
+    left = f"{table}.parentElement.nextElementSibling.innerText"
+    assert page.value(left) == f"and {200 - PRINTED} more rows, not printed"
+    page.value(f"{table}.closest('details').querySelector('input').value = 'conv_1'")
+    page.value(
+        f"{table}.closest('details').querySelector('input').dispatchEvent(new Event('input'))"
+    )
+    assert page.value(left) == f"and {111 - PRINTED} more rows, not printed"
+    assert page.value(f"{rows}.length") == PRINTED
+    assert page.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -1,0 +1,190 @@
+"""What a release needs: tag, changelog, links, what the files hold, the page, the workflow."""
+
+import configparser
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+
+import deploy
+from deploy.cli import cli
+
+ROOT = Path(__file__).parent.parent
+FLOW = ROOT / ".github" / "workflows" / "release.yml"
+PAGE = ROOT / "PYPI.md"
+
+
+@pytest.fixture(scope="module")
+def release():
+    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def setup():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+# ---- what has to agree ----------------------------------------------------------------------
+
+
+def test_the_version_is_the_packages_and_stands_in_the_changelog(release):
+    assert release.version() == deploy.__version__
+    heading, text = release.notes((ROOT / "CHANGELOG.md").read_text("utf-8"), deploy.__version__)
+    assert heading.startswith(deploy.__version__) and text
+
+
+CHANGES = (
+    "# Changelog\n\n## 1.2.0 (2026-02-03)\n\nnew\n\n### more\n\n## 1.1.0 (unreleased)\n\nold\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("tag", "version", "why"),
+    [("v1.2.0", "1.2.0", ""), ("1.2.0", "1.2.0", "must be v1.2.0"), ("v1.2", "1.2.0", "got v1.2"),
+     ("v1.1.0", "1.1.0", "must tell when"), ("v1.0.0", "1.0.0", "heading '## 1.0.0'")],
+)  # fmt: skip
+def test_a_tag_is_that_of_a_version_whose_changes_are_written(release, tag, version, why):
+    said = release.unready(tag, version, CHANGES)
+    assert why in said and bool(why) == bool(said)
+
+
+def test_the_notes_of_a_release_are_its_part_of_the_changelog(release):
+    assert release.notes(CHANGES, "1.2.0") == ("1.2.0 (2026-02-03)", "new\n\n### more")
+    assert release.notes(CHANGES, "1.2") == ("", "")
+
+
+def test_the_links_of_the_page_are_those_of_the_repository_that_releases(release):
+    text = (ROOT / "setup.cfg").read_text("utf-8")
+    assert "project_urls" not in text  # where it will live is not known here
+    parser = configparser.ConfigParser()
+    parser.read_string(release.linked(text, "https://host/some/one"))
+    rows = dict(
+        line.split(" = ") for line in parser["metadata"]["project_urls"].split("\n") if line
+    )
+    assert rows["Source"] == "https://host/some/one" and len(rows) == 4
+    assert all(url.startswith("https://host/some/one") for url in rows.values())
+    assert parser["metadata"]["name"] == "calib8"
+
+
+def test_files_that_lack_something_or_hold_more_are_told(release):
+    tracked = ["setup.cfg", "a.py", "deploy/b.py"]
+    wheel = ["deploy/b.py", "calibrators/c.py", "calib8.py", "calib8-1.dist-info/METADATA"]
+    sdist = [*tracked, "PKG-INFO", "calib8.egg-info/SOURCES.txt"]
+    assert release.misfits(sdist, wheel, tracked) == []
+    (said,) = release.misfits(sdist[1:], wheel, tracked)
+    assert said == "the source distribution lacks: setup.cfg"
+    (said,) = release.misfits([*sdist, "a.pyc"], wheel, tracked)
+    assert said.endswith("holds what git does not: a.pyc")
+    (said,) = release.misfits(sdist, [*wheel, "tests/x.py"], tracked)
+    assert said.endswith("more than its packages: tests")
+    (said,) = release.misfits(sdist, wheel[1:], tracked)
+    assert said == "the wheel lacks: deploy"
+
+
+def test_the_source_distribution_takes_all_that_git_holds():
+    listed = ["git", "ls-files", "-z"]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("no checkout of git")
+    rows = [line.split() for line in (ROOT / "MANIFEST.in").read_text("utf-8").splitlines()]
+    folders = {row[1] for row in rows if row[:1] == ["graft"]}
+    patterns = [name for row in rows if row[:1] == ["include"] for name in row[1:]]
+    for name in filter(None, done.stdout.split("\0")):
+        path = Path(name)
+        alone = len(path.parts) == 1 and any(path.match(pattern) for pattern in patterns)
+        assert alone or path.parts[0] in folders, f"MANIFEST.in lacks {name}"
+
+
+def test_the_scripts_refuse_a_tag_of_another_version(tmp_path):
+    words = ["bash", str(ROOT / "scripts" / "release"), str(tmp_path / "dist")]
+    told = {**os.environ, "GITHUB_REF_NAME": "v99.0.0"}
+    done = subprocess.run(words, env=told, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "the tag must be v" in done.stderr
+    assert not (tmp_path / "dist").exists()
+
+
+# ---- the page of the project ----------------------------------------------------------------
+
+
+def test_every_python_that_is_promised_is_checked(setup):
+    told = re.findall(r"Python :: 3\.(\d+)$", setup["metadata"]["classifiers"], re.MULTILINE)
+    assert told == [str(minor) for minor in range(10, 15)]
+    assert setup["options"]["python_requires"] == ">=3.10"
+    assert set(re.findall(r"^ +3\.(\d+)$", FLOW.read_text("utf-8"), re.MULTILINE)) == set(told)
+
+
+def test_the_page_holds_no_link_that_means_nothing_elsewhere(setup):
+    text = PAGE.read_text("utf-8")
+    assert setup["metadata"]["long_description"] == f"file: {PAGE.name}"
+    assert not re.findall(r"!\[|\]\((?!https://)|<img", text)
+
+
+def test_the_page_names_extras_commands_and_options_that_there_are(setup):
+    text = PAGE.read_text("utf-8")
+    extras = re.findall(r"calib8\[(\w+)\]", text)
+    assert extras and set(extras) <= set(setup["options.extras_require"])
+    lines = re.findall(r"^calib8 (\w+)(.*)$", text, re.MULTILINE)
+    assert len(lines) >= 4
+    for name, words in lines:
+        command = cli.get_command(click.Context(cli), name)
+        flags = {flag for param in command.params for flag in param.opts}
+        assert set(re.findall(r"--[\w-]+", words)) <= flags, name
+
+
+# ---- the workflow ---------------------------------------------------------------------------
+
+
+def jobs():
+    """Job -> its lines."""
+    found, name = {}, ""
+    for line in FLOW.read_text("utf-8").partition("\njobs:\n")[2].splitlines():
+        head = re.fullmatch(r"  (\w+):", line)
+        name = head[1] if head else name
+        found.setdefault(name, []).append(line)
+    return {name: "\n".join(lines) for name, lines in found.items()}
+
+
+def test_the_workflow_is_yaml_of_known_jobs():
+    text = FLOW.read_text("utf-8")
+    assert "\t" not in text and list(jobs()) == ["check", "build", "attach", "publish"]
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    read = yaml.safe_load(text)
+    assert list(read["jobs"]) == list(jobs()) and read[True] == {"push": {"tags": ["v*"]}}
+
+
+def test_the_workflow_calls_what_there_is():
+    text = FLOW.read_text("utf-8")
+    called = re.findall(r"scripts/[\w.]+", text)
+    assert {"scripts/check", "scripts/release", "scripts/release_check"} <= set(called)
+    for name in called:
+        path = ROOT / name
+        assert path.is_file() and (path.suffix == ".py" or os.access(path, os.X_OK)), name
+
+
+def test_every_action_is_pinned_to_a_major_version():
+    used = re.findall(r"uses: (\S+)", FLOW.read_text("utf-8"))
+    assert used and all(re.search(r"@(release/)?v\d+$", action) for action in used)
+
+
+def test_a_job_may_do_what_it_needs_and_no_more():
+    text = FLOW.read_text("utf-8")
+    assert "\npermissions:\n  contents: read\n" in text
+    rights = {
+        name: re.findall(r"^      ([\w-]+): write$", body, re.M) for name, body in jobs().items()
+    }
+    assert rights == {"check": [], "build": [], "attach": ["contents"], "publish": ["id-token"]}
+    assert "environment: pypi" in jobs()["publish"] and "secrets." not in text
+
+
+def test_every_job_waits_for_the_one_before_it():
+    needs = [re.findall(r"needs: (\w+)", body) for body in jobs().values()]
+    assert needs == [[], ["check"], ["build"], ["attach"]]

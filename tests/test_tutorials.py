@@ -1,0 +1,141 @@
+"""The pages of docs/ that show commands: each command is run, and what the page shows is compared.
+
+A ```console block has commands behind `$ ` (a line that ends in a backslash goes on) and, below
+each, lines that it prints; `...` stands for any others, or for the rest of a line. Times, sizes and
+speeds are masked, figures with a decimal point may differ by a twentieth. A ```python block is run,
+or is a file where it has a title. All run in one folder a page, in order, with `datasets/` in it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TUTORIALS = ["edge-cpu", "tensorrt-8", "nvidia-and-ascend"]
+BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+MEASURED = re.compile(r"\d[\d.,]* ?(?=(?:us|ms|s|x|/s|B|KiB|MiB|GiB|times)\b)")
+NUMBER = re.compile(r"\d+\.\d+")
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(language, title, text) of every fenced block of a page."""
+    return BLOCK.findall(page.read_text("utf-8"))
+
+
+PAGES = [
+    page.relative_to(ROOT / "docs")
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if any(language == "console" for language, _, _ in blocks(page))
+]
+
+
+def steps(text: str) -> Iterator[tuple[str, list[str]]]:
+    """(command, the lines shown below it) of a console block."""
+    command, shown = "", []
+    for line in text.replace("\\\n", "").splitlines():
+        if line.startswith("$ "):
+            if command:
+                yield command, shown
+            command, shown = line[2:], []
+        else:
+            shown.append(line)
+    yield command, shown
+
+
+def alike(shown: str, said: str) -> bool:
+    """Whether two lines are the same but for blanks, measured values, last digits and `...`."""
+    pair = [MEASURED.sub("#", " ".join(line.split())) for line in (shown, said)]
+    words = [NUMBER.sub("#.#", line) for line in pair]
+    pattern = re.escape(words[0]).replace(re.escape("..."), ".*")
+    figures = NUMBER.findall(pair[0].partition("...")[0]), NUMBER.findall(pair[1])
+    return bool(re.fullmatch(pattern, words[1])) and all(
+        math.isclose(float(a), float(b), rel_tol=0.05) for a, b in zip(*figures, strict=False)
+    )
+
+
+def found(shown: list[str], said: list[str]) -> bool:
+    """Whether `said` begins with the lines shown; a line `...` of these stands for any others."""
+    if not shown:
+        return True
+    if shown[0].strip() == "...":
+        return any(found(shown[1:], said[at:]) for at in range(len(said) + 1))
+    return bool(said) and alike(shown[0], said[0]) and found(shown[1:], said[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_what_a_page_shows_happens(page, run, tmp_path, monkeypatch, capfd):
+    (tmp_path / "datasets").symlink_to(ROOT / "datasets")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for language, title, text in blocks(ROOT / "docs" / page):
+        if language == "python" and title:
+            Path(title).write_text(text, "utf-8")
+        elif language == "python":
+            exec(compile(text, str(page), "exec"), names)
+            capfd.readouterr()
+        elif language == "console":
+            follow(text, run)
+
+
+def follow(text: str, run) -> None:
+    """Run a console block; a command must end with 0, or its code be asked for and shown."""
+    code, asked = 0, True
+    for command, shown in steps(text):
+        if command == "echo $?":
+            said, asked = [str(code)], True
+        else:
+            assert asked or code == 0, f"exit code {code} before: {command}"
+            code, said = called(command, run)
+            asked = False
+        assert found(["...", *shown], said), (
+            f"$ {command}\n" + "\n".join(said) + "\n-- where the page shows:\n" + "\n".join(shown)
+        )
+    assert asked or code == 0, f"exit code {code} after: {command}\n" + "\n".join(said)
+
+
+def called(command: str, run) -> tuple[int, list[str]]:
+    """Exit code of a command and the lines that it said; `calib8` is that of this checkout."""
+    if command.startswith("calib8 "):
+        code, out, err = run(*shlex.split(command, comments=True)[1:])
+        return code, (out + err).splitlines()
+    done = subprocess.run(
+        ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_shows_no_command_that_is_not_run(name):
+    """What is left to another machine (`trtexec`, `atc`) or to the setup stands in ```sh blocks."""
+    page = ROOT / "docs" / "tutorials" / f"{name}.md"
+    assert page.relative_to(ROOT / "docs") in PAGES
+    kept = [text for language, _, text in blocks(page) if language not in ("console", "python")]
+    assert not re.search(r"^\$|^calib8 (?!--version)", "\n".join(kept), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("shown", "said", "same"),
+    [("Load  2.6 ms   SQNR 37.4 dB", "Load 19.25 ms SQNR 37.9 dB", True),
+     ("1.06 times as fast, 79.6 KiB", "0.9 times as fast, 80 KiB", True),
+     ("SQNR  37.4 dB", "SQNR  13.1 dB", False),
+     ("an error: ... 2 of 3", "an error: 0.5 or 2 of 3", True),
+     ("25 of 27 nodes", "24 of 27 nodes", False),
+     ("good: 0.25 points", "unusable: 0.25 points", False)],
+)  # fmt: skip
+def test_a_line_is_compared_but_for_what_is_measured(shown, said, same):
+    assert alike(shown, said) is same
+
+
+def test_a_page_that_shows_what_is_not_said_fails(run):
+    with pytest.raises(AssertionError, match="where the page shows"):
+        follow("$ echo one\ntwo\n", run)
+    with pytest.raises(AssertionError, match="exit code 2"):
+        follow("$ calib8 cache shew\n$ echo done\n", run)
+    follow("$ printf 'a\\nb\\nc\\n'\na\n...\nc\n$ false\n$ echo $?\n1\n", run)
