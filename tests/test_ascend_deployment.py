@@ -420,7 +420,7 @@ def test_onnxruntimes_model_decides_the_same_on_the_npu(ort_fashion, done, tmp_p
     report = json.loads((tmp_path / "o" / "report.json").read_text())
     accuracy = report["engines"][1]["accuracy"]
     assert accuracy["samples"] == 400 and accuracy["top1_agreement"] >= 0.999
-    assert "12 of 12 layers" in said and "one a channel in 1" in said
+    assert "12 of 12 layers" in said and "rounded again: 1: /fc/Gemm." in said
     given, made = onnx.load(ort_fashion), onnx.load(tmp_path / "o" / "ort_deploy_model.onnx")
     values = constants(given), constants(made)
     source = {n.output[0]: n for n in given.graph.node}
@@ -622,12 +622,31 @@ def test_matrices_get_one_scale(done, tmp_path):
     nodes.append(helper.make_node("MatMul", [gd, "bt"], ["y"], name="several"))
     path = saved(model(nodes, weights, {"x": [2, 4]}), tmp_path / "m.onnx")
     said = done("convert", path, "-o", tmp_path / "o")
-    assert "one a channel in 1: these weights were rounded again (several)" in said
+    assert "rounded again: 1: several." in said and "keep their integers" in said
     made = onnx.load(tmp_path / "o" / "m_deploy_model.onnx")
     same_array(constants(made)[named(made)["equal"].input[1]], np.ascontiguousarray(square.T))
     assert all(r.scale_w.size == 1 for r in read_record(
         (tmp_path / "o" / "m_record.txt").read_text()).values())  # fmt: skip
     assert near(path, tmp_path / "o") < 0.02
+
+
+def test_a_bias_at_the_end_of_int32_leaves_room_for_the_sums(done, tmp_path):
+    """As quantizers write a channel whose weights are next to nothing."""
+    nodes, weights = [], {}
+    x = pair(nodes, weights, "x", "xd", scale=0.01)
+    scales = np.float32([0.02, 1e-9, 0.02, 0.02])
+    zeros = np.zeros(4, np.int8)
+    int8_weight(nodes, weights, INTEGERS, "w", scale=scales, zero=zeros, axis=0)
+    codes = np.int32([5, 2**31 - 1, -7, 0])
+    int8_weight(nodes, weights, codes, "b", scale=scales * np.float32(0.01), axis=0)
+    nodes.append(helper.make_node("Conv", [x, "w", "b"], ["y"], name="conv"))
+    path = saved(model(nodes, weights, {"x": [1, 3, 6, 6]}), tmp_path / "m.onnx")
+    assert "no room for sums" in done("convert", path, "-o", tmp_path / "o")
+    made = onnx.load(tmp_path / "o" / "m_deploy_model.onnx")
+    conv, values = named(made)["conv"], constants(made)
+    same_array(values[conv.input[1]][[0, 2, 3]], INTEGERS[[0, 2, 3]])
+    assert values[conv.input[2]].tolist() == [5, 2**30, -7, 0]
+    assert near(path, tmp_path / "o") < 1e-5
 
 
 def test_a_grouped_transposed_convolution(done, tmp_path):

@@ -163,12 +163,13 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
 def _check_sums(weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer) -> None:
     """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias."""
     low, high = ascend_range(8)
-    whole = layer.kind in ("Gemm", "MatMul")
-    sums = np.abs(weight.astype(np.int64))
-    axis = {"Conv": 0, "ConvTranspose": 1}.get(layer.kind, 1)
-    others = tuple(a for a in range(weight.ndim) if a != axis)
-    worst = int(sums.sum(axis=0 if whole else others).max()) * (high - low)
-    worst += int(np.abs(bias.astype(np.int64)).max()) if bias is not None else 0
+    rows = np.abs(weight.astype(np.float64))
+    if layer.kind == "ConvTranspose":
+        rows = channels_first(rows, layer.group)
+    elif layer.kind in ("Gemm", "MatMul"):
+        rows = rows.T
+    sums = rows.reshape(rows.shape[0], -1).sum(axis=1) * (high - low)
+    worst = float((sums + (0 if bias is None else np.abs(bias.astype(np.float64)))).max())
     if worst > np.iinfo(np.int32).max:
         raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 
