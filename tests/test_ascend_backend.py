@@ -662,7 +662,18 @@ def test_no_broken_deploy_model_breaks_check(data):
 
 def test_auto_command(small_cnn, data, tmp_path, capsys):
     code, out, _ = call(
-        capsys, "ascend", "auto", small_cnn, "--images", data, "-o", tmp_path, "--max-loss", "0.05"
+        capsys,
+        "ascend",
+        "auto",
+        small_cnn,
+        "--images",
+        data,
+        "-o",
+        tmp_path,
+        "--max-loss",
+        "0.05",
+        "--strategy",
+        "binary-search",
     )
     assert code == 0 and "layers in int8" in out
     assert {RANKING, HISTORY, FINAL} <= {path.name for path in tmp_path.iterdir()}

@@ -126,6 +126,15 @@ def check(path: Path, model: Path | None) -> None:
     show_default=True,
     help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",
 )
+@sections.option(
+    "--strategy",
+    section=sections.CALIBRATION,
+    type=click.Choice(["gain", "binary-search"]),
+    default="gain",
+    show_default=True,
+    help="How layers are picked: by what the outputs gain, another search of its range being tried"
+    " before float; or by AMCT's ranking of layers alone, of which a prefix goes to float.",
+)
 @image_options
 @keep_float_option
 @require_cache_option
@@ -137,20 +146,23 @@ def auto(
     ascend_config: Path | None,
     eval_images: str | None,
     max_loss: float,
+    strategy: str,
     images: ImageOptions,
     keep_float: tuple[str, ...],
     require_cache: bool,
     refresh: bool,
     verbose: bool,
 ) -> None:
-    """Rank MODEL's layers, roll the worst back to float, write ranking, history and config."""
+    """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.feed.feed import open_feed
     from deploy.pipeline import calibrate
-    from deploy.targets.ascend.autocalibrate import Budget, auto_calibrate
+    from deploy.targets.ascend.autocalibrate import auto_calibrate
+    from deploy.targets.ascend.losses import Budget
     from deploy.targets.ascend.target import Ascend
+    from deploy.targets.ascend.variants import CONFIGURED, Choosing, plans
 
-    target = Ascend(config=ascend_config)
+    target = (Choosing if strategy == "gain" else Ascend)(config=ascend_config)
     path = out / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
     refuse_both_ways(policy)
@@ -173,13 +185,17 @@ def auto(
         evaluation = open_feed(
             eval_images, found.loaded.inputs, preprocess=images.preprocess, skip_bad=images.skip_bad
         )
+    searches = {CONFIGURED: target.plan(found.subject)}
+    if strategy == "gain":
+        searches = plans(target, found.subject)
     result, written = auto_calibrate(
-        target.plan(found.subject),
+        searches,
         found.ranges.observed,
         evaluation,
         folder=out,
         subject=found.subject,
         budget=Budget(max_loss=max_loss, threads=images.threads),
+        strategy=strategy,
         say=say,
     )
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]

@@ -1,0 +1,159 @@
+"""Automatic accuracy by measured gain: the step that lowers the loss most, until the budget holds.
+
+::
+
+    every search in all layers      0.015  0.0052  0.011      the best one to begin with
+    each layer back in float        0.0041 .. 0.0052          its gain, measured on the outputs
+    the best ones, by another search too
+      |-- take the best step, look at the best again, ... until the budget holds on all images
+    layers in float that are not missed go back to int8
+
+A layer's gain is that of the whole model, so errors that cancel or pile up count, which a ranking
+of layers by themselves cannot see. Gains are measured on a few images, and the budget holds on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.variants import Records
+
+_CLOSE = 6  # layers that are looked at again before a step
+_SWAPPED = 3  # of which other searches are tried too
+_SURE = 0.9  # of the budget, on a few images
+_AS_GOOD = 1.1  # another search may leave so much more than float does, and the layer stays int8
+_WORTH = 0.03  # share of the loss: a step that takes less is none, and all layers are ranked anew
+
+
+class Judging(Protocol):
+    """What is lost; `deploy.targets.ascend.losses.Losses`."""
+
+    def judge(self, records: Records) -> tuple[bool, float]:
+        """(the budget holds, loss) on all images."""
+
+    def narrow(self, records: Records) -> None:
+        """Choose the few images by what these records lose."""
+
+    def of(self, forms: Sequence[Records]) -> list[float]:
+        """Losses on the few images."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ByGain:
+    """State of the search.
+
+    Attributes:
+        variants: name of a search -> records of all layers.
+        losses: what sets of records lose.
+        budget: the loss that is allowed.
+        chosen: layer in int8 -> its search.
+        ranking: layer -> what it gained in float when it was last tried, in loss.
+        history: one entry a judgement, as AMCT's.
+    """
+
+    variants: Mapping[str, Records]
+    losses: Judging
+    budget: float
+    chosen: dict[str, str] = field(default_factory=dict)
+    ranking: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    _known: dict[frozenset[tuple[str, str]], float] = field(default_factory=dict)
+
+    @property
+    def records(self) -> dict[str, LayerRecord]:
+        """Of the layers in int8."""
+        return self._of(self.chosen)
+
+    def run(self) -> dict[str, str]:
+        """Layer in int8 -> its search; empty where only float holds the budget."""
+        now = self._begin()
+        holds, goal = self._judged(now)
+        if not holds:
+            self._gains(list(self.chosen), now)
+        while not holds and self.chosen:
+            while now > goal and self.chosen:
+                now = self._step(now)
+            holds, goal = self._judged(now)
+        if holds and len(self.chosen) < len(self._layers):
+            self._give_back(goal)
+        return self.chosen
+
+    @property
+    def _layers(self) -> list[str]:
+        return list(next(iter(self.variants.values())))
+
+    def _begin(self) -> float:
+        """All layers by the best search."""
+        self.losses.narrow(next(iter(self.variants.values())))
+        found = self.losses.of(list(self.variants.values()))
+        best = min(range(len(found)), key=found.__getitem__)
+        self.chosen = dict.fromkeys(self._layers, list(self.variants)[best])
+        return found[best]
+
+    def _step(self, now: float) -> float:
+        """Take the best step of the layers that gained most; gives the loss after it."""
+        near = sorted(self.chosen, key=lambda name: -self.ranking[name])[:_CLOSE]
+        floats = self._gains(near, now)
+        worth = (1 - _WORTH) * now
+        name = min(floats, key=floats.__getitem__)
+        if floats[name] > worth:
+            floats = self._gains(list(self.chosen), now)
+            name = min(floats, key=floats.__getitem__)
+        swaps = [
+            {**self.chosen, one: other}
+            for one in near[:_SWAPPED]
+            for other in self.variants
+            if other != self.chosen[one]
+        ]
+        found = self._tried(swaps)
+        least = min(range(len(swaps)), key=found.__getitem__, default=None)
+        if least is not None and found[least] < min(worth, _AS_GOOD * floats[name]):
+            self.chosen = swaps[least]
+            return found[least]
+        self.chosen = self._without(name)
+        return floats[name]
+
+    def _gains(self, names: Sequence[str], now: float) -> dict[str, float]:
+        """Layer -> the loss with it in float; the ranking learns of it."""
+        found = dict(zip(names, self._tried(map(self._without, names)), strict=True))
+        self.ranking |= {name: now - loss for name, loss in found.items()}
+        return found
+
+    def _give_back(self, goal: float) -> None:
+        """Put layers back to int8 that are not missed, if the budget still holds on all images."""
+        sound = self.chosen
+        missing = [name for name in self._layers if name not in sound]
+        for name in sorted(missing, key=lambda name: self.ranking[name]):
+            forms = [{**self.chosen, name: variant} for variant in self.variants]
+            found = self._tried(forms)
+            best = min(range(len(found)), key=found.__getitem__)
+            if found[best] <= goal:
+                self.chosen = forms[best]
+        if self.chosen != sound and not self._judged(goal)[0]:
+            self.chosen = sound
+
+    def _judged(self, now: float) -> tuple[bool, float]:
+        """Whether the budget holds on all images, and the loss on a few that should make it."""
+        holds, loss = self.losses.judge(self.records)
+        rolled = {name: name not in self.chosen for name in self._layers}
+        self.history.append({"roll_back_config": rolled, "metric_eval": [bool(holds), float(loss)]})
+        share = now / loss if loss > 0 and now > 0 else 1.0
+        return holds, min(_SURE * self.budget * share, now if holds else _SURE * now)
+
+    def _without(self, name: str) -> dict[str, str]:
+        return {one: how for one, how in self.chosen.items() if one != name}
+
+    def _tried(self, choices: Iterable[Mapping[str, str]]) -> list[float]:
+        """What each loses on the few images; each is run once."""
+        listed = [frozenset(choice.items()) for choice in choices]
+        new = [one for one in dict.fromkeys(listed) if one not in self._known]
+        found = self.losses.of([self._of(dict(one)) for one in new])
+        self._known |= dict(zip(new, found, strict=True))
+        return [self._known[one] for one in listed]
+
+    def _of(self, chosen: Mapping[str, str]) -> dict[str, LayerRecord]:
+        order = {name: chosen[name] for name in self._layers if name in chosen}
+        return {name: self.variants[how][name] for name, how in order.items()}

@@ -1,0 +1,116 @@
+"""What a set of int8 layers loses against the float model: on all images, or on a few that tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deploy.metrics.accuracy import compare, cosine
+from deploy.ort import OrtSession
+from deploy.targets.ascend.fake_quant import fake_quant_model
+from deploy.targets.ascend.layers import LayerGraph
+from deploy.targets.ascend.quant_layer import quantize_layers
+from deploy.targets.ascend.variants import Records
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.feed.feed import Feed
+    from deploy.feed.parallel import Sample
+    from deploy.tensors import Array
+
+_LOOKED_AT = 64  # images among which the few are chosen
+_FEW = 12  # half of them those that lose most, the rest spread evenly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much may be lost, and with how many threads it is measured.
+
+    Attributes:
+        max_loss: of top-1 accuracy where the images have labels, else of the outputs' mean cosine.
+        threads: inside one inference, or as many inferences beside each other.
+    """
+
+    max_loss: float = 0.01
+    threads: int = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Losses:
+    """The float model beside its fake-quant forms.
+
+    Attributes:
+        model: float model, nodes named.
+        graph: its layers.
+        evaluation: images to judge on, with `labels` or without.
+        budget: what may be lost.
+        say: told of every judgement on all images.
+        few: (sample, the float model's outputs) of the images that `of` looks at.
+    """
+
+    model: onnx.ModelProto
+    graph: LayerGraph
+    evaluation: Feed
+    budget: Budget
+    say: Callable[[str], None]
+    few: list[tuple[Sample, Mapping[str, Array]]] = field(default_factory=list)
+
+    def judge(self, records: Records) -> tuple[bool, float]:
+        """(the budget holds, loss) on all images: of top-1 with labels, else of mean cosine."""
+        if not records:
+            return True, 0.0
+        threads = self.budget.threads
+        reference = OrtSession.open(self.model, threads=threads)
+        candidate = OrtSession.open(self._form(records), threads=threads)
+        with self.evaluation.samples() as samples:
+            labels = self.evaluation.labels
+            figures = compare(reference, candidate, samples, labels=labels)
+        if figures.top1_reference is not None and figures.top1_candidate is not None:
+            loss = figures.top1_reference - figures.top1_candidate
+        else:
+            loss = 1.0 - min(output.cosine_mean for output in figures.outputs)
+        good = loss <= self.budget.max_loss
+        word = "held" if good else "too much"
+        self.say(f"{len(records)} layers in int8: loss {loss:.5f}, {word}")
+        return good, loss
+
+    def narrow(self, records: Records) -> None:
+        """Look from now on at a few images: those in which these records lose most, and others."""
+        reference = OrtSession.open(self.model, threads=self.budget.threads)
+        session = OrtSession.open(self._form(records), threads=self.budget.threads)
+        lost = [
+            _loss(reference.run(sample), session.run(sample))
+            for sample in self.evaluation.spread(_LOOKED_AT)
+        ]
+        worst = sorted(range(len(lost)), key=lambda place: (-lost[place], place))[: _FEW // 2]
+        rest = [place for place in range(len(lost)) if place not in worst]
+        spread = np.linspace(0, max(len(rest) - 1, 0), min(len(rest), _FEW - len(worst)))
+        chosen = {*worst, *(rest[round(at)] for at in spread)}
+        self.few = [
+            (sample, reference.run(sample))
+            for place, sample in enumerate(self.evaluation.spread(_LOOKED_AT))
+            if place in chosen
+        ]
+
+    def of(self, forms: Sequence[Records]) -> list[float]:
+        """Mean loss of cosine on the few images, of several forms beside each other."""
+        with ThreadPoolExecutor(self.budget.threads) as pool:
+            return list(pool.map(self._mean, forms))
+
+    def _mean(self, records: Records) -> float:
+        if not records:
+            return 0.0
+        session = OrtSession.open(self._form(records), threads=1, spin=False)
+        return float(np.mean([_loss(wanted, session.run(sample)) for sample, wanted in self.few]))
+
+    def _form(self, records: Records) -> onnx.ModelProto:
+        return fake_quant_model(self.model, quantize_layers(self.model, self.graph, records))
+
+
+def _loss(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> float:
+    return 1 - min(cosine(wanted[name], found[name]) for name in wanted)

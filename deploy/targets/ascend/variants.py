@@ -1,0 +1,79 @@
+"""The activation searches among which `calib8 ascend auto` chooses, a layer each.
+
+All are settings of AMCT's own configuration, which says afterwards what was chosen, and all are
+found in one pass over the images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from deploy.calibration.observation import Observation, Observed
+from deploy.calibration.subject import Subject
+from deploy.targets.ascend.calibrate import RecordPlan
+from deploy.targets.ascend.config_types import Activation, LayerConfig, QuantConfig
+from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.target import Ascend
+
+Records = Mapping[str, LayerRecord]
+
+CONFIGURED = "as configured"
+_OTHERS: dict[str, Callable[[Activation], Activation]] = {
+    "nothing clipped": lambda found: replace(found, search_range=(1.0, 1.3)),
+    "percentile 0.9999": lambda found: replace(found, max_percentile=0.9999, min_percentile=0.9999),
+    "hfmg": lambda found: replace(Activation(), act_algo="hfmg", asymmetric=found.asymmetric),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choosing(Ascend):
+    """The Ascend target, observing what every one of these searches needs."""
+
+    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+        """As `Ascend.demand`, for all of `plans`."""
+        wanted = (o for plan in plans(self, subject).values() for o in plan.observations)
+        return tuple({o.key: o for o in wanted}.values())
+
+
+def plans(target: Ascend, subject: Subject) -> dict[str, RecordPlan]:
+    """Name of a search -> the plan by which every layer is searched so.
+
+    Where the user has a configuration, it alone says how.
+    """
+    own = target.plan(subject)
+    if target.config is not None:
+        return {CONFIGURED: own}
+    return {CONFIGURED: own, **{name: _plan(own, name) for name in _OTHERS}}
+
+
+def recorded(found: Mapping[str, RecordPlan], observed: Observed) -> dict[str, Records]:
+    """Name of a search -> records of all layers."""
+    return {name: plan.record(observed).records for name, plan in found.items()}
+
+
+def config_of(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
+    """The config in which each layer of `chosen` is searched as it says, and no other enabled."""
+    layers = {
+        name: _layer(one, chosen[name]) if name in chosen else replace(one, quant_enable=False)
+        for name, one in config.layers.items()
+    }
+    return replace(config, layers=layers)
+
+
+def _plan(own: RecordPlan, name: str) -> RecordPlan:
+    config = config_of(own.config, dict.fromkeys(own.layers, name))
+    return RecordPlan(
+        model=own.model,
+        graph=own.graph,
+        config=config,
+        base=own.base,
+        samples=own.samples,
+        exact=own.exact,
+    )
+
+
+def _layer(one: LayerConfig, name: str) -> LayerConfig:
+    if name == CONFIGURED:
+        return one
+    return replace(one, activation=_OTHERS[name](one.activation))
