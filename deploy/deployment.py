@@ -33,6 +33,7 @@ from deploy.pipeline import written_by
 from deploy.progress import bar
 from deploy.reading import read_bytes
 from deploy.report import EngineRow, Report, TargetPart, node_rows
+from deploy.report.channels import weight_rows
 from deploy.report.verdict import Gates
 from deploy.results import feed_part, file_rows, judged, model_part, publish, write_pages
 from deploy.staging import Stage, staged
@@ -251,6 +252,7 @@ class _Making:
                     method=built.method,
                     options=given(self.target),
                     nodes=node_rows(built.decisions),
+                    weights=weight_rows(built.weights),
                     files=file_rows(built.files, stage),
                     runnable=str(stage.final(built.files["fake-quant model"])),
                     notes=built.notes,

@@ -10,15 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import deploy.report.speed as speed
-from calibrators.histogram import Histogram
-from calibrators.scales import Scale
 from deploy import atomic, manifest
 from deploy.calibration.versions import of_feed
 from deploy.feed.presets import in_words
-from deploy.graph.saturation import Bounds
 from deploy.machine import this_machine
 from deploy.report import (
     CalibrationPart,
@@ -33,11 +28,12 @@ from deploy.report import (
     TrialRow,
     WorkPart,
     node_rows,
-    tensor_rows,
     to_html,
     to_json,
     to_markdown,
 )
+from deploy.report.channels import weight_rows
+from deploy.report.clipping import clip_rows
 from deploy.report.verdict import Gates, Verdict, verdict
 from deploy.report.words import PLAN
 from deploy.stamped import sha256
@@ -54,8 +50,6 @@ if TYPE_CHECKING:
     from deploy.targets import Target
     from deploy.tuning.plan_file import TargetPlan
     from deploy.tuning.tune import Tuned
-
-_EVERYWHERE: Bounds = (-math.inf, math.inf)
 
 
 def write_report(
@@ -288,7 +282,8 @@ def _target(
         options=built.options,
         reused=not error and not now.intersection(calibrated.wanted.get(built.target, ())),
         nodes=node_rows(built.decisions),
-        tensors=tensor_rows(built.ranges, clipped=_clipped(calibrated, built), layers=layers),
+        tensors=clip_rows(calibrated, built, layers),
+        weights=weight_rows(built.weights),
         layers=layers,
         files=file_rows(built.files, stage),
         runnable=_final(built.runnable, stage),
@@ -349,42 +344,6 @@ def _troubles(calibrated: Calibrated) -> list[str]:
     """Tensors without a scale; their nodes stay float."""
     found = calibrated.found.reasons
     return [f"no scale for {name}: it {why}; its nodes stay float" for name, why in found.items()]
-
-
-def _clipped(calibrated: Calibrated, built: Built) -> dict[str, float]:
-    """Share of each tensor's values outside its clip range, to a bin.
-
-    Values where no reader looks, as of a Conv before a Relu those below 0, are not lost. Left out
-    where a range is another tensor's, as of a pool's output, or was found on no histogram.
-    """
-    observed = calibrated.ranges.observed
-    recorders = {
-        o.tensor: observed[o.key]
-        for o in calibrated.wanted.get(built.target, ())
-        if o.key in observed
-    }
-    bounds = calibrated.subject.bounds
-    return {
-        name: clipped_share(histogram, scale, bounds.get(name, _EVERYWHERE))
-        for name, scale in built.ranges.items()
-        if isinstance(histogram := recorders.get(name), Histogram)
-        if (histogram.minimum, histogram.maximum) == (scale.observed_min, scale.observed_max)
-    }
-
-
-def clipped_share(histogram: Histogram, scale: Scale, seen: Bounds = _EVERYWHERE) -> float:
-    """Share of the values in bins that lie wholly outside [lo, hi]; 0 to 1.
-
-    Args:
-        histogram: of the tensor.
-        scale: its range.
-        seen: where its readers look; values outside are not lost.
-    """
-    edges, counts = histogram.edges(), histogram.signed()
-    outside = (edges[1:] <= scale.lo) | (edges[:-1] >= scale.hi)
-    outside &= (edges[1:] > seen[0]) & (edges[:-1] < seen[1])
-    outside &= (edges[1:] < min(scale.lo, 0)) | (edges[:-1] > max(scale.hi, 0))
-    return float(np.sum(counts[outside])) / max(histogram.total, 1)
 
 
 def _words(spec: TensorSpec) -> str:

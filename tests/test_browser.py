@@ -15,13 +15,16 @@ from deploy.report import (
     EngineRow,
     FeedPart,
     FileRow,
+    HistogramPart,
     ModelPart,
     NodeRow,
+    RangeRow,
     Report,
     SearchPart,
     TargetPart,
     TensorRow,
     TrialRow,
+    WeightRow,
     to_html,
 )
 from deploy.report.style import PRINTED
@@ -57,6 +60,21 @@ def accuracy(name):
     )  # fmt: skip
 
 
+SEEN = HistogramPart(
+    start=-2.0, width=0.125, counts=tuple(range(64)),
+    others=(RangeRow(method="percentile-99.99", lo=-1.2345, hi=3.4567),) * 5,
+)  # fmt: skip
+
+
+def weight(name, i):
+    """A weight of many channels, drawn where it is one of the first."""
+    return WeightRow(
+        node=name, op="Conv", channels=1152, scales=1152 if i % 2 else 1, least=1.849e-05,
+        median=0.05246, largest=21.15, ratio=1e6 / (i + 1), used=0.5432, dead=11,
+        worst=(1070, 1074, 1135), strip=(0.001, 0.1, 21.15) * 32 if i < 6 else (),
+    )  # fmt: skip
+
+
 def target(name, words, tensors):
     """A target of so many tensors; one in 10 without an SQNR, one NaN."""
     known = [None if i % 10 == 9 else math.nan if i == 4 else 60 - i % 50 for i in range(tensors)]
@@ -64,7 +82,7 @@ def target(name, words, tensors):
         TensorRow(
             name=f"{words}.{i % 22}/cv{i % 3}/conv_{i}_output_0", observed_min=-1.5 * i - 1,
             observed_max=4.25 + i, lo=-1.0, hi=2.0 + i, amax=2.0 + i, method="percentile",
-            clipped=0.001 * (i % 40), sqnr_db=db,
+            clipped=0.001 * (i % 40), sqnr_db=db, histogram=SEEN if i < 5 else None,
         )
         for i, db in enumerate(known)
     )  # fmt: skip
@@ -87,6 +105,7 @@ def target(name, words, tensors):
         files=(FileRow(role="int8 engine", path=f"out/{words}.onnx", size_bytes=3 << 20),
                FileRow(role="record", path=f"out/{words}.txt", size_bytes=900)),
         search=SearchPart(reused=False, probes=4, settled=words, tried=tried), notes=(words,),
+        weights=tuple(weight(f"{words}/conv_{i}", i) for i in range(tensors // 2)),
     )  # fmt: skip
 
 
@@ -267,8 +286,9 @@ def test_what_one_came_for_is_open_and_the_rest_folded(show):
     page = show(made())
     heads = "[...document.querySelectorAll('%s h2')].map(h => h.innerText)"
     assert page.value(heads % "section") == ["Engines", "Accuracy", "Worst layers"]
-    assert page.value(heads % "details") == ["Notes (5)", "Calibration", "Search (4)", "Nodes",
-                                             "Tensors (40)", "Files (3)"]  # fmt: skip
+    assert page.value(heads % "details") == [
+        "Histograms (5)", "Notes (5)", "Calibration", "Search (4)", "Nodes", "Tensors (40)",
+        "Weights (20)", "Files (3)"]  # fmt: skip
     assert page.value("document.querySelectorAll('main > details[open]').length") == 0
 
 

@@ -437,12 +437,14 @@ def test_a_model_of_another_build_is_one_sentence(copied, held, tmp_path):
 
 
 def test_values_that_no_reader_looks_at_are_not_clipped(small_cnn, pictures, tmp_path):
-    """A range that ends at 0 before a Relu leaves out half of the values, and loses none."""
+    """What lies below 0 before a Relu needs no room in the range, which loses nothing by it."""
     words = ["--images", pictures, "--out", tmp_path, "--target", "tensorrt", "--effort", "0"]
     words = [small_cnn, *words, "--method", "minmax", "--duration", "0", "--accept"]
     CliRunner().invoke(cli, ["build", *map(str, words)])
     report = json.loads((tmp_path / "report.json").read_text())
-    cut = [t for t in of(report, "tensorrt")["tensors"] if t["lo"] == 0 > t["observed_min"]]
+    rows = of(report, "tensorrt")["tensors"]
+    assert all(t["lo"] == -t["amax"] and t["hi"] == t["amax"] for t in rows)
+    cut = [t for t in rows if t["lo"] > t["observed_min"]]
     assert cut and all(tensor["clipped"] == 0 for tensor in cut)
     assert "Clipped" not in said(tmp_path)
 

@@ -20,13 +20,16 @@ from deploy.report import (
     FeedPart,
     FileRow,
     GroupRow,
+    HistogramPart,
     ModelPart,
     NodeRow,
+    RangeRow,
     Report,
     SearchPart,
     TargetPart,
     TensorRow,
     TrialRow,
+    WeightRow,
     WorkPart,
     figures,
     tensor_rows,
@@ -71,6 +74,9 @@ def full(name: str = "logits") -> Report:
         top1_agreement=0.99,
     )
     scale = Scale(lo=-1, hi=2, amax=2, observed_min=-1.5, observed_max=4, method="entropy")
+    (row,) = tensor_rows(Scales({name: scale}), clipped={name: 0.01}, layers=(output,))
+    others = (RangeRow(method=name, lo=-1.5, hi=4),)
+    seen = HistogramPart(start=-1.5, width=2.75, counts=(3, 1), others=others)
     return Report(
         title=f"{name} in int8",
         model=ModelPart(path=name, size_bytes=4000, inputs=(f"{name} float32 [N,3]",)),
@@ -89,7 +95,13 @@ def full(name: str = "logits") -> Report:
                     NodeRow(name="c", op="Conv"),
                     NodeRow(name=name, op="Softmax", precision="float32", reason=name),
                 ),
-                tensors=tensor_rows(Scales({name: scale}), clipped={name: 0.01}, layers=(output,)),
+                tensors=(dataclasses.replace(row, histogram=seen),),
+                weights=(
+                    WeightRow(
+                        node=name, op="Conv", channels=2, scales=1, least=0.5, median=1.25,
+                        largest=2.0, ratio=4.0, used=0.25, dead=0, worst=(0, 1), strip=(0.5, 2.0),
+                    ),
+                ),
                 layers=(output,),
                 files=(FileRow(role=name, path=name, size_bytes=1000),),
                 search=SearchPart(
@@ -241,7 +253,7 @@ def test_the_page_is_whole_and_fetches_nothing():
     beside = links - {f"#{one}" for one in ids}
     assert beside and all(re.fullmatch(r"[\w.%~-]+", link) for link in beside)  # files beside it
     assert "url(" not in text and "@import" not in text and "http:" not in text
-    assert page.tags.count("svg") == 3  # the latency figure in two parts, and one tensor
+    assert page.tags.count("svg") == 6  # latency in two parts, range, histogram, weight, trial
 
 
 def test_hostile_names_stay_words():

@@ -63,7 +63,7 @@ def arq_fake_quantize(
     return ((steps - zero.astype(np.float32)) * step).astype(weight.dtype)
 
 
-def channels_first(weight: NDArray[np.floating], group: int) -> NDArray[np.floating]:
+def channels_first(weight: NDArray[np.generic], group: int) -> NDArray[np.generic]:
     """ConvTranspose weight [C_in, C_out / group, ...] -> [C_out, C_in / group, ...]."""
     c_in, c_out, *kernel = weight.shape
     split = weight.reshape(group, c_in // group, c_out, *kernel)

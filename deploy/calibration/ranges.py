@@ -90,6 +90,11 @@ class Ranges:
                 troubles[observation.tensor] = Trouble(why, infinite=bool(histogram.infinite))
         return Found(scales=Scales(scales), troubles=troubles)
 
+    def known(self, observation: Observation, *, symmetric: Grid | None = None) -> Scale | None:
+        """The range of one tensor if it was found before; nothing is searched."""
+        method = self._own.get(observation.tensor, self.method)
+        return self._found.get((observation.key, method.label, symmetric))
+
     def histogram(self, observation: Observation) -> Histogram:
         """What was observed, where it is a histogram."""
         recorder = self.observed.of(observation)

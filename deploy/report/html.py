@@ -16,6 +16,7 @@ import deploy.report.sections as sections
 import deploy.report.speed as speed
 import deploy.report.truth as truth
 from deploy.report.curves import LATENCY_WORDS, latency_figure
+from deploy.report.histograms import histograms
 from deploy.report.model import Findings
 from deploy.report.page import page
 from deploy.report.section import Section, contents, written
@@ -28,6 +29,7 @@ from deploy.report.table import (
     top1,
 )
 from deploy.report.timed import kernel_section
+from deploy.report.weights import weights
 from deploy.report.words import calibration_words, group_words, work_words
 
 
@@ -39,6 +41,7 @@ def to_html(report: Findings) -> str:
         kernel_section,
         _outputs,
         sections.worst,
+        histograms,
         _remarks,
         _setup,
         sections.search,
@@ -46,6 +49,7 @@ def to_html(report: Findings) -> str:
         sections.ran,
         sections.tensors,
         sections.layers,
+        weights,
         _machine,
         _files,
         _work,

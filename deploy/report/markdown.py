@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import deploy.report.figures as figures
 import deploy.report.truth as truth
+from deploy.report.channels import worst_weights
 from deploy.report.figures import encodable
 from deploy.report.floats import float_groups
 from deploy.report.model import Findings
@@ -23,14 +24,18 @@ from deploy.report.table import (
 from deploy.report.timed import KERNEL_HEADS, kernel_rows, timed_engines
 from deploy.report.words import (
     TRIAL_HEADS,
+    WEIGHT_HEADS,
     calibration_words,
     group_words,
     plan_name,
     search_words,
     trial_row,
+    weight_row,
     work_words,
 )
 from deploy.report.worst import worst_first
+
+_WEIGHTS = 8  # weights of a target that are told
 
 
 def to_markdown(report: Findings) -> str:
@@ -45,6 +50,7 @@ def to_markdown(report: Findings) -> str:
         _coverage(report),
         _ran(report),
         _tensors(report),
+        _weights(report),
         _where(report),
         _notes(report),
         _work(report),
@@ -195,6 +201,18 @@ def _ranges(target: TargetPart) -> str:
             for row in worst_first(target.tensors)
         ),
     )
+
+
+def _weights(report: Findings) -> Iterator[str]:
+    """The worst weights of each target."""
+    for target in report.targets:
+        if target.weights:
+            whose = f" of {_escape(target.name)}" if len(report.targets) > 1 else ""
+            yield f"## Weights{whose}"
+            worst = worst_weights(target.weights)
+            yield _table(WEIGHT_HEADS, map(weight_row, worst[:_WEIGHTS]))
+            if len(worst) > _WEIGHTS:
+                yield f"and {len(worst) - _WEIGHTS} more, whose channels lie less far apart."
 
 
 def _where(report: Findings) -> Iterator[str]:

@@ -116,8 +116,37 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRow:
+    """The clip range that another search finds for a tensor, in real units."""
+
+    method: str
+    lo: float
+    hi: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistogramPart:
+    """What was seen of a tensor, in bars side by side.
+
+    Attributes:
+        start: where the first bar begins, in real units.
+        width: of every bar; 0 where all values are `start`.
+        counts: values in each of them.
+        others: what other searches of the same histogram find.
+    """
+
+    start: float
+    width: float
+    counts: tuple[int, ...]
+    others: tuple[RangeRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """One calibrated tensor, in real units; `clipped` is the share of values outside [lo, hi]."""
+    """One calibrated tensor, in real units; `clipped` is the share of values outside [lo, hi].
+
+    The worst of a target's have the histogram that the range was found on.
+    """
 
     name: str
     observed_min: float
@@ -128,6 +157,40 @@ class TensorRow:
     method: str
     clipped: float | None = None
     sqnr_db: float | None = None
+    histogram: HistogramPart | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRow:
+    """One weight that left float, by its output channels.
+
+    Attributes:
+        node: the node that reads it.
+        op: its operator.
+        channels: how many there are.
+        scales: how many scales it has: one a channel, or one.
+        least, median, largest: of the channels' largest |w|, in real units.
+        ratio: the largest over the least.
+        used: the least share of the grid that a channel uses, 0 to 1.
+        dead: channels whose largest |w| is less than a millionth of the weight's, or stored as 0;
+            they are left out of the other figures.
+        worst: places of the channels that use least of it, the worst first.
+        strip: of the worst weights, largest |w| along the channels; of runs of channels, where
+            they are many, the least of each.
+    """
+
+    node: str
+    op: str
+    channels: int
+    scales: int
+    least: float
+    median: float
+    largest: float
+    ratio: float
+    used: float
+    dead: int = 0
+    worst: tuple[int, ...] = ()
+    strip: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +302,7 @@ class TargetPart:
         reused: True where everything it needed was in the cache.
         nodes: every node, as this target runs it.
         tensors: the ranges that this target's files hold.
+        weights: the weights that they hold on a grid.
         layers: inner tensors of its engine against the float model's, in the model's order.
         files: what was written for it.
         runnable: the file that ONNX Runtime runs with its numerics; None where there is none.
@@ -253,6 +317,7 @@ class TargetPart:
     reused: bool = False
     nodes: tuple[NodeRow, ...] = ()
     tensors: tuple[TensorRow, ...] = ()
+    weights: tuple[WeightRow, ...] = ()
     layers: tuple[OutputAccuracy, ...] = ()
     files: tuple[FileRow, ...] = ()
     runnable: str | None = None

@@ -16,7 +16,8 @@ from deploy.report.ran import RAN_HEADS, ran_words
 from deploy.report.section import Section
 from deploy.report.svg import range_bar
 from deploy.report.table import coverage, covered, quantized_operators
-from deploy.report.words import TRIAL_HEADS, plan_name, search_words, trial_row
+from deploy.report.trials import trials
+from deploy.report.words import plan_name, search_words
 from deploy.report.worst import first, worst_first
 
 _MOST = 10  # layers that stand open
@@ -61,10 +62,9 @@ def search(report: Findings) -> Iterator[Section]:
             whose = f" for {target.name}" if len(report.targets) > 1 else ""
             kept = f" It is kept in {link}." if name else ""
             html = f"<p>Built: {escape(search_words(target.search))}.{kept}</p>"
-            rows = [trial_row(trial) for trial in target.search.tried]
-            if rows:
-                html += markup.table(TRIAL_HEADS, rows, "trials")
-            yield Section(title=f"Search{whose}", html=html, rows=len(rows))
+            tried = target.search.tried
+            html += trials(tried) if tried else ""
+            yield Section(title=f"Search{whose}", html=html, rows=len(tried))
 
 
 def nodes(report: Findings) -> Iterator[Section]:

@@ -80,6 +80,12 @@ svg text.c2 { fill: var(--c2); } svg text.c3 { fill: var(--c3); }
 svg .seen { stroke: var(--soft); stroke-width: 1.5; }
 svg .kept { fill: var(--c1); fill-opacity: .75; }
 svg .zero { stroke: var(--ink); stroke-width: 1; }
+svg .cut { fill: var(--c2); } svg .clip { stroke: var(--ink); stroke-dasharray: 4 3; }
+svg .other { stroke: var(--c3); stroke-width: 1.5; }
+svg .tried { fill: var(--c0); fill-opacity: .6; } svg .time { fill: var(--soft); }
+svg.hist { display: block; width: 100%; height: auto; margin-top: .4rem; }
+.drawn { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fill, minmax(270px, 1fr)); }
+.drawn figure { margin: 0; padding: .8rem; min-width: 0; font-size: .88rem; }
 .scroll { overflow-x: auto; margin-bottom: 1rem; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; overflow-wrap: normal; }
 th { text-align: right; color: var(--soft); font-weight: 600; white-space: nowrap; }
@@ -90,8 +96,8 @@ table.engines td:not(:last-child) { white-space: nowrap; }
 table.trials td:last-child, table.engines td:first-child { white-space: normal; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 table.tensors th:nth-child(2) { text-align: left; }
-table.trials th:last-child, table.trials td:last-child, table.engines th:last-child,
-table.engines td:last-child, table.words th, table.words td { text-align: left; }
+table.engines th:last-child, table.engines td:last-child, table.words th, table.words td {
+  text-align: left; }
 table.engines th { white-space: normal; }
 table.engines td:last-child { color: var(--good); }
 th button { font: inherit; color: inherit; background: none; border: 0; padding: 0; margin: 0;
@@ -154,6 +160,7 @@ _PRINT = f"""
   table {{ font-size: 7.5pt; }}
   th, td {{ padding: .1rem .35rem; }}
   svg.bar {{ width: 90px; height: 12px; }}
+  .drawn {{ grid-template-columns: repeat(4, minmax(0, 1fr)); gap: .4rem; }}
   tbody tr:nth-child(n + {PRINTED + 1} of :not([hidden])) {{ display: none; }}
   .unprinted:not([hidden]) {{ display: block; }}
 }}

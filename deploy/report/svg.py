@@ -38,11 +38,13 @@ def range_bar(row: TensorRow) -> str:
         f"{row.name}: values {figures.real(row.observed_min)} to {figures.real(row.observed_max)},"
         f" kept {figures.real(row.lo)} to {figures.real(row.hi)}"
     )
-    return _svg(_BAR_WIDTH, _BAR_HEIGHT, label, body, "bar")
+    return drawing(_BAR_WIDTH, _BAR_HEIGHT, label, body, "bar")
 
 
-def _svg(width: int, height: int, label: str, body: str, kind: str) -> str:
+def drawing(width: int, height: int, label: str, body: str, kind: str, *, desc: str = "") -> str:
+    """An SVG of its own size, with what a screen reader says of it."""
+    said = f"<desc>{escape(desc)}</desc>" if desc else ""
     return (
         f'<svg class="{kind}" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        f' role="img"><title>{escape(label)}</title>{body}</svg>'
+        f' role="img"><title>{escape(label)}</title>{said}{body}</svg>'
     )

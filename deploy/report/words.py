@@ -7,11 +7,23 @@ from pathlib import PurePath
 
 import deploy.report.figures as figures
 from deploy.report.model import Findings
-from deploy.report.parts import CalibrationPart, GroupRow, SearchPart, TrialRow, WorkPart
+from deploy.report.parts import CalibrationPart, GroupRow, SearchPart, TrialRow, WeightRow, WorkPart
 from deploy.report.table import common_method
 
 PLAN = "plan"  # role of the plan among the report's files
 TRIAL_HEADS = ("SQNR", "time, FP32 = 1", "built", "tried whole")
+WEIGHT_HEADS = (
+    "weight",
+    "channels",
+    "scales",
+    "dead",
+    "used",
+    "ratio",
+    "least",
+    "median",
+    "largest",
+    "worst",
+)
 
 
 def calibration_words(report: Findings) -> str:
@@ -61,6 +73,20 @@ def trial_row(trial: TrialRow) -> list[str]:
     """One thing that was tried, under `TRIAL_HEADS`."""
     built = "yes" if trial.taken else ""
     return [figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built, trial.what]
+
+
+def weight_row(row: WeightRow) -> list[str]:
+    """One weight under `WEIGHT_HEADS`."""
+    return [
+        row.node,
+        str(row.channels),
+        str(row.scales),
+        str(row.dead) if row.dead else "",
+        f"{100 * row.used:.3g} %",
+        f"{row.ratio:.3g}",
+        *map(figures.real, (row.least, row.median, row.largest)),
+        *map(str, row.worst[:1] or ("",)),
+    ]
 
 
 def plan_name(report: Findings) -> str:

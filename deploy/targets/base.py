@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.graph.plan import Decision
+    from deploy.targets.stored import StoredWeight
     from deploy.tensors import Samples, Session
 
 
@@ -147,6 +148,7 @@ class Built:
         options: flags of this target that were given -> their values in words.
         method: what chose the ranges in these files.
         ranges: tensor -> its range in these files.
+        weights: the weights that left float, as these files hold them.
         notes: sentences for the user: what was not done, and the command that does it.
         error: why the target failed, as a sentence; "" where it did not.
     """
@@ -160,6 +162,7 @@ class Built:
     options: Mapping[str, str] = field(default_factory=dict)
     method: str = ""
     ranges: Mapping[str, Scale] = field(default_factory=dict)
+    weights: tuple[StoredWeight, ...] = ()
     notes: tuple[str, ...] = ()
     error: str = ""
 

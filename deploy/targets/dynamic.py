@@ -14,7 +14,7 @@ Source: ONNX operators DynamicQuantizeLinear-11 and MatMulInteger-10.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx
@@ -23,6 +23,7 @@ from onnx import helper, numpy_helper
 from calibrators.grids import Grid, quantize_weight, weight_scales
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph
+from deploy.targets.stored import StoredWeight, stored_weight
 
 _FLOAT = onnx.TensorProto.FLOAT
 
@@ -73,6 +74,17 @@ def write_dynamic(model: onnx.ModelProto, names: Iterable[str], grid: Grid) -> o
         nodes += _multiplied(node, source, weight)
     rebuild(out.graph, nodes)
     return out
+
+
+def dynamic_weights(model: onnx.ModelProto) -> Iterator[StoredWeight]:
+    """The weights of the integer MatMuls that `write_dynamic` put into a model."""
+    held = Graph(model).initializers
+    for node in model.graph.node:
+        scale = node.input[1].removesuffix("quantized") + "scale" if len(node.input) > 1 else ""
+        if node.op_type == "MatMulInteger" and node.input[1] in held and scale in held:
+            array, scales = (numpy_helper.to_array(held[name]) for name in (node.input[1], scale))
+            name = node.name.removesuffix("/dynamic/Product")
+            yield stored_weight(name, "MatMul", array.T, scales)
 
 
 def _stored(weight: onnx.TensorProto, grid: Grid) -> list[onnx.TensorProto]:

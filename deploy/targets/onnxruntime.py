@@ -151,6 +151,9 @@ class OnnxRuntime:
 
     def build(self, request: BuildRequest) -> Built:
         """Write `<name>.int8.onnx`; or `<name>.float.onnx` where everything stays float."""
+        from deploy.targets.dynamic import dynamic_weights
+        from deploy.targets.stored import stored_in
+
         model, decisions, ranges = self._written(request)
         kind = "int8" if any(d.quantized for d in decisions) else "float"
         path = request.folder / f"{request.name}.{kind}.onnx"
@@ -163,6 +166,7 @@ class OnnxRuntime:
             decisions=decisions,
             method=request.chosen.chosen_by,
             ranges=ranges,
+            weights=(*stored_in(model), *dynamic_weights(model)),
             notes=self._notes(decisions),
         )
 

@@ -16,6 +16,7 @@ from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.record import LayerRecord, check_record
+from deploy.targets.stored import StoredWeight, stored_weight
 
 # GE keeps the quantize scale in float16: quant_host_cpu_op_common.h, MIN/MAX_SCALE_VALUE
 _LEAST, _MOST = 2.0**-14, 65504.0
@@ -84,6 +85,22 @@ def quantize_fitting(
         except ExportError as error:
             troubles[name] = str(error)
     return made, troubles
+
+
+def stored_of(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
+    """The weights of the layers that have some, as the deploy model holds them."""
+    return tuple(
+        stored_weight(name, one.layer.kind, _stored_rows(one.weight, one.layer), one.record.scale_w)
+        for name, one in layers.items()
+        if one.weight is not None
+    )
+
+
+def _stored_rows(weight: NDArray[np.int8], layer: Layer) -> NDArray[np.int8]:
+    """Integers in the deploy model's layout -> output channels first."""
+    if layer.kind == "ConvTranspose":
+        return np.asarray(channels_first(weight, layer.group), np.int8)
+    return weight.T if layer.kind in ("Gemm", "MatMul") else weight
 
 
 def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:

@@ -282,6 +282,7 @@ class Ascend:
             request: where to write, and samples to try what is written on.
         """
         from deploy.targets.ascend.models import write_models
+        from deploy.targets.ascend.quant_layer import stored_of
 
         files = write_models(
             recipe.model,
@@ -309,6 +310,7 @@ class Ascend:
             ),
             method=recipe.method,
             ranges=recipe.ranges,
+            weights=stored_of(recipe.layers),
             notes=(*notes, *host, *more),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deploy.calibration import trt_cache
@@ -33,9 +34,10 @@ def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
 
 
 def held(model: onnx.ModelProto, found: Found, version: str) -> dict[str, Scale]:
-    """Entry of the cache -> its range."""
+    """Entry of the cache -> its range, which is as wide on either side of 0."""
     owners = _owners(model, version)
-    return {n: found.scales[owner] for n, owner in owners.items() if owner in found.scales}
+    both = {n: replace(one, lo=-one.amax, hi=one.amax) for n, one in found.scales.items()}
+    return {name: both[owner] for name, owner in owners.items() if owner in both}
 
 
 def sizes(found: Found) -> dict[str, float]:

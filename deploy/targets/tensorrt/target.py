@@ -178,6 +178,7 @@ class TensorRT(Asked):
     def build(self, request: BuildRequest) -> Built:
         """Write the files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
+        from deploy.targets.stored import stored_in
         from deploy.targets.tensorrt.as_cache import held
         from deploy.targets.tensorrt.baselines import Baselines
         from deploy.targets.tensorrt.engines import beside_it, engine_of
@@ -190,6 +191,7 @@ class TensorRT(Asked):
         cache, matched, found, version = self._matched(request)
         models = {FLOAT: request.model} if self.precision == INT8 else {}
         models[QDQ] = to_qdq(request.model, matched.plan, matched.scales)
+        weights = stored_in(models[QDQ])  # of the cache TensorRT makes the same ones by itself
         narrow, said = self._typed(request, matched, found)
         if narrow is not None:
             models[TYPED] = narrow
@@ -235,6 +237,7 @@ class TensorRT(Asked):
             decisions=(*matched.plan.decisions, *request.kept),
             method=request.chosen.chosen_by,
             ranges=held(request.model, found, version),
+            weights=weights,
             notes=notes,
         )
 

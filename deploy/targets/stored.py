@@ -1,0 +1,104 @@
+"""The weights of a written model: which scales they are stored on, and what each channel uses.
+
+Read from what was written, so that it is what the files hold::
+
+    one scale a channel    |#######|  |#######|  |#######|      every channel uses its whole grid
+    one scale for all      |#######|  |###    |  |#      |      a small channel has few steps left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from calibrators.amct.arq import channels_first
+from deploy.graph.index import Graph, attributes
+from deploy.graph.plan import WEIGHTED
+
+if TYPE_CHECKING:
+    import onnx
+
+Float64Array = NDArray[np.float64]
+
+_WHOLE = 0.99  # of the grid: where there is a -128, 127 steps are all as well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredWeight:
+    """One weight as a target's files hold it.
+
+    Attributes:
+        node: the node that reads it.
+        op: its operator.
+        amax: largest |w| of each output channel, float64 [C], in real units; 0 where a channel is
+            stored as zeros.
+        scales: float64 [C], or [1] for all channels: the real value of a stored 1.
+    """
+
+    node: str
+    op: str
+    amax: Float64Array
+    scales: Float64Array
+
+    @property
+    def used(self) -> Float64Array:
+        """Share of the grid that each channel uses, 0 to 1: [C]."""
+        steps = self.amax / self.scales
+        share = steps / max(float(steps.max(initial=0.0)), np.finfo(np.float64).tiny)
+        return np.where(share > _WHOLE, 1.0, share)
+
+
+def stored_weight(
+    node: str, op: str, rows: NDArray[Any], scales: NDArray[Any], *, real: bool = False
+) -> StoredWeight:
+    """A weight from what is stored of it.
+
+    Args:
+        node: the node that reads it.
+        op: its operator.
+        rows: [C, ...] stored values, output channels first.
+        scales: [C], or [1].
+        real: the values are not stored but real ones, on their way to the grid.
+    """
+    if rows.dtype.kind not in "iuf":  # fp8, which numpy itself cannot compare
+        rows = rows.astype(np.float32)
+    inside = tuple(range(1, rows.ndim))
+    largest = rows.max(axis=inside).astype(np.float64)
+    least = rows.min(axis=inside).astype(np.float64)
+    held = np.asarray(scales, np.float64).reshape(-1)
+    amax = np.maximum(largest, -least) * (1.0 if real else held)
+    return StoredWeight(node=node, op=op, amax=amax, scales=held)
+
+
+def stored_in(model: onnx.ModelProto) -> tuple[StoredWeight, ...]:
+    """The weights of a Q/DQ model that stand behind a DequantizeLinear, in its order."""
+    return tuple(_read(Graph(model)))
+
+
+def _read(graph: Graph) -> Iterator[StoredWeight]:
+    for node in graph.nodes:
+        pair = graph.producer.get(node.input[1]) if node.op_type in WEIGHTED else None
+        if pair is None or pair.op_type != "DequantizeLinear":
+            continue
+        before = graph.producer.get(pair.input[0])  # of weights that are quantized on their way
+        name = pair.input[0] if before is None else before.input[0]
+        if name in graph.constants:
+            rows = _rows(numpy_helper.to_array(graph.constants[name]), node)
+            scales = numpy_helper.to_array(graph.constants[pair.input[1]])
+            yield stored_weight(node.name, node.op_type, rows, scales, real=before is not None)
+
+
+def _rows(weight: NDArray[Any], node: onnx.NodeProto) -> NDArray[Any]:
+    """A weight as it stands in a node -> its output channels first."""
+    given = attributes(node)
+    if node.op_type == "ConvTranspose":
+        return channels_first(weight, int(given.get("group", 1)))
+    if weight.ndim == 1:  # a MatMul with a vector has one channel
+        return weight[None]
+    turned = node.op_type == "MatMul" or (node.op_type == "Gemm" and not given.get("transB", 0))
+    return np.moveaxis(weight, -1, 0) if turned else weight

@@ -1,0 +1,279 @@
+"""The worst tensors' histograms: in few bars, with the ends of their range, in JSON and drawn."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from calibrators.amct.hfmg import HfmgHistogram
+from calibrators.amct.ifmr_streaming import KEPT, IfmrHistogram
+from calibrators.histogram import Histogram
+from calibrators.statistics import Amax
+from deploy import build
+from deploy.calibration import trt_cache
+from deploy.cli import cli
+from deploy.report import HistogramPart, TargetPart, TensorRow, WeightRow, clipping, to_html
+from deploy.report.bars import MOST, histogram_part
+from deploy.report.histograms import histogram
+from deploy.report.report import Report
+from deploy.report.sections import tensors as tensor_sections
+from deploy.tuning.tune import Tuning
+
+QUICK = ("--effort", 0, "--duration", 0, "--accept")
+PLAIN = {"duration_s": 0, "tuning": Tuning(effort=0)}
+VALUES = np.random.default_rng(5).normal(size=80_000).astype(np.float32)
+
+
+def seen(recorder, *batches):
+    for batch in batches:
+        recorder.observe(batch)
+    return recorder
+
+
+def edges(part):
+    return part.start + part.width * np.arange(len(part.counts) + 1)
+
+
+def row(**changed):
+    given = dict(name="t", observed_min=-2.0, observed_max=2.0, lo=-1.0, hi=1.0, amax=1.0)
+    return TensorRow(**{**given, "method": "mse", **changed})
+
+
+# the bars
+
+
+@pytest.mark.parametrize("shift", [0.0, 5.0, -3.0, 100.0])
+def test_every_value_is_in_its_bar(shift):
+    values = VALUES + np.float32(shift)
+    part = histogram_part(seen(Histogram(), values))
+    assert sum(part.counts) == values.size and 20 < len(part.counts) <= MOST
+    assert part.counts[0] and part.counts[-1]  # none before the first value, none after the last
+    want = np.histogram(values.astype(np.float64), edges(part))[0]
+    assert np.abs(np.cumsum(want) - np.cumsum(part.counts)).max() <= 3  # of values on an edge
+
+
+@pytest.mark.parametrize("recorder", [Histogram, IfmrHistogram])
+def test_values_at_the_end_of_the_range_are_in_the_last_bar(recorder):
+    ends = np.array([-4.0, 4.0], np.float32)  # powers of two: bins of their own
+    part = histogram_part(seen(recorder(), np.tile(ends, KEPT)))
+    assert part.counts[0] == part.counts[-1] == KEPT == sum(part.counts) / 2
+    assert edges(part)[0] <= -4 and edges(part)[-1] >= 4 and len(part.counts) <= MOST
+
+
+@pytest.mark.parametrize("values", [VALUES[:1000], VALUES], ids=["kept", "counted"])
+def test_ascends_histograms_have_bars_too(values):
+    for recorder in (IfmrHistogram(), HfmgHistogram(4096)):
+        part = histogram_part(seen(recorder, values))
+        assert sum(part.counts) == values.size and len(part.counts) <= MOST
+        assert edges(part)[0] <= values.min() and edges(part)[-1] >= values.max() - 1e-5
+
+
+@pytest.mark.parametrize("recorder", [Histogram, IfmrHistogram, lambda: HfmgHistogram(1024)])
+@pytest.mark.parametrize("value", [0.0, 3.0, -0.1])
+def test_one_value_is_one_bar(recorder, value):
+    part = histogram_part(seen(recorder(), np.full(9, value, np.float32)))
+    assert part.counts == (9,) and edges(part)[0] <= value <= edges(part)[-1] + 1e-6
+
+
+def test_what_is_no_histogram_or_empty_has_no_bars():
+    for recorder in (Amax(), Histogram(), IfmrHistogram(), HfmgHistogram(1024)):
+        assert histogram_part(recorder) is None
+
+
+# the drawing
+
+
+def lines(drawn, kind):
+    return [float(x) for x in re.findall(rf'<line class="{kind}" x1="([-\d.]+)"', drawn)]
+
+
+def test_lines_stand_at_the_ends_of_the_range_and_part_the_bars():
+    part = HistogramPart(start=-2.0, width=1.0, counts=(1, 9, 9, 1))
+    drawn = histogram(row(lo=-1.0, hi=1.5), part)
+    low, high = lines(drawn, "clip")
+    zero = lines(drawn, "zero")[0]
+    assert high - zero == pytest.approx(1.5 * (zero - low), abs=0.2)
+    cut = re.search(r'<path class="cut" d="([^"]*)"', drawn)[1]
+    starts = [float(x) for x in re.findall(r"M([\d.]+),", cut)]
+    assert len(starts) == 2 and starts[0] < low and starts[1] == pytest.approx(high, abs=0.1)
+
+
+def test_heights_are_logarithms_and_nothing_is_no_bar():
+    part = HistogramPart(start=-2.0, width=1.0, counts=(0, 999_999, 999, 0))
+    drawn = histogram(row(lo=-2.0, hi=2.0), part)
+    tops = [float(y) for y in re.findall(r"V([\d.]+)h", drawn)]
+    floor = float(re.search(r'class="axis"[^>]* y1="(\d+)"', drawn)[1])
+    assert len(tops) == 2 and (floor - tops[0]) / (floor - tops[1]) == pytest.approx(2, rel=0.01)
+    assert 'class="cut"' not in drawn
+
+
+def test_bars_end_with_the_values_and_a_far_line_is_told_alone():
+    part = HistogramPart(start=-0.5, width=1.0, counts=(9, 9, 1))
+    drawn = histogram(row(observed_min=0.0, lo=-2.0, hi=2.0), part)
+    assert len(lines(drawn, "clip")) == 1 and "\N{PLUS-MINUS SIGN}2 is kept" in drawn
+    bars = re.search(r'<path class="kept" d="M([\d.]+),', drawn)
+    assert float(bars[1]) == lines(drawn, "zero")[0]
+
+
+def test_what_lies_between_the_range_and_zero_is_kept():
+    part = HistogramPart(start=0.5, width=0.5, counts=(9, 9, 9))
+    drawn = histogram(row(observed_min=0.5, observed_max=2.0, lo=1.0, hi=1.5), part)
+    assert re.search(r'class="cut" d="([^"]*)"', drawn)[1].count("M") == 1
+    assert re.search(r'class="kept" d="([^"]*)"', drawn)[1].count("M") == 2
+
+
+@pytest.mark.parametrize("ends", [(0.0, 0.0), (-math.inf, 1.0), (5.0, 5.0)])
+def test_odd_ranges_are_drawn_or_left_out(ends):
+    lo, hi = ends
+    part = HistogramPart(start=lo if math.isfinite(lo) else 0.0, width=0.0, counts=(3,))
+    drawn = histogram(row(observed_min=lo, observed_max=hi, lo=lo, hi=hi), part)
+    assert ("kept" in drawn) == math.isfinite(lo) and "nan" not in drawn
+
+
+# through a build
+
+
+@pytest.fixture(scope="module")
+def made(small_cnn, pictures, tmp_path_factory):
+    """The folder of a build for the three targets, and its report as JSON."""
+    out = tmp_path_factory.mktemp("histograms")
+    words = ["build", small_cnn, "--images", pictures, "--out", out, *QUICK, "--threads", 2]
+    done = CliRunner().invoke(cli, [*map(str, words), "--target", "onnxruntime,tensorrt,ascend"])
+    assert done.exit_code == 0, done.output
+    return out, report_of(out)
+
+
+def report_of(out):
+    return json.loads((out / "report.json").read_text())
+
+
+def drawn_facts(report):
+    """Histograms and weights, which no thread and no batch can change."""
+    return [
+        ({t["name"]: t.get("histogram") for t in target["tensors"]}, target["weights"])
+        for target in report["targets"]
+    ]
+
+
+def test_the_worst_tensor_has_its_histogram_and_the_ends_of_the_cache(made):
+    out, report = made
+    cache = trt_cache.parse((out / "small_cnn.tensorrt.cache").read_bytes(), origin="test")
+    (target,) = [one for one in report["targets"] if one["name"] == "tensorrt"]
+    worst = min((t for t in target["tensors"] if "sqnr_db" in t), key=lambda t: t["sqnr_db"])
+    part = worst["histogram"]
+    assert sum(part["counts"]) % 20 == 0 and len(part["counts"]) <= MOST  # of 20 pictures
+    assert part["start"] <= worst["observed_min"]
+    assert part["start"] + part["width"] * len(part["counts"]) >= worst["observed_max"]
+    assert worst["hi"] == -worst["lo"] == worst["amax"]
+    assert worst["amax"] == pytest.approx(127 * float(cache.scales()[worst["name"]]), rel=1e-6)
+    page = (out / "report.html").read_text()
+    assert f"<title>Histogram of {worst['name']}</title><desc>{sum(part['counts']):,} va" in page
+    assert page.count('class="hist"') == sum(
+        "histogram" in t for one in report["targets"] for t in one["tensors"]
+    )
+
+
+def test_marks_are_what_the_other_searches_find(made):
+    _, report = made
+    ort, trt, ascend = report["targets"]
+    for target in (ort, trt):
+        for tensor in target["tensors"]:
+            marks = {o["method"]: o for o in tensor["histogram"]["others"]}
+            assert tensor["method"] == "mse" and set(marks) == {
+                "minmax", "percentile-99.99", "entropy"}  # fmt: skip
+    (image,) = [t for t in ort["tensors"] if t["name"] == "r1"]
+    marks = {o["method"]: o for o in image["histogram"]["others"]}
+    assert (marks["minmax"]["lo"], marks["minmax"]["hi"]) == (0, image["observed_max"])
+    (image,) = [t for t in trt["tensors"] if t["name"] == "r1"]
+    marks = {o["method"]: o for o in image["histogram"]["others"]}
+    assert (marks["minmax"]["lo"], marks["minmax"]["hi"]) == (
+        -image["observed_max"],
+        image["observed_max"],
+    )
+    assert not any("others" in t["histogram"] for t in ascend["tensors"])  # AMCT's own searches
+
+
+def test_threads_do_not_show_and_a_reused_cache_tells_the_same(
+    run, made, small_cnn, pictures, tmp_path
+):
+    _, report = made
+    words = ("build", small_cnn, "--images", pictures, *QUICK)
+    words += ("--target", "onnxruntime,tensorrt,ascend", "--out", tmp_path)
+    assert run(*words, "--threads", 1)[0] == 0
+    assert drawn_facts(report_of(tmp_path)) == drawn_facts(report)
+    assert run(*words, "--threads", 1)[0] == 0
+    again = report_of(tmp_path)
+    assert again["calibration"]["reused"] and drawn_facts(again) == drawn_facts(report)
+
+
+def test_batches_do_not_show(small_cnn, tmp_path):
+    samples = np.random.default_rng(1).normal(size=(8, 3, 16, 16)).astype(np.float32)
+    facts = []
+    for size in (1, 4):
+        batches = [samples[at : at + size] for at in range(0, 8, size)]
+        report = build(small_cnn, batches, out=tmp_path / str(size), **PLAIN)
+        rows = report.targets[0].tensors
+        assert all(row.histogram for row in rows)
+        facts.append(({row.name: row.histogram for row in rows}, report.targets[0].weights))
+    assert facts[0] == facts[1]
+
+
+def test_a_trusted_cache_has_no_histograms(run, made, small_cnn, pictures, tmp_path):
+    words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path, "--trust-cache")
+    code, _, err = run(*words, "--cache", made[0] / "small_cnn.cache")
+    assert code == 0, err
+    (target,) = report_of(tmp_path)["targets"]
+    assert target["tensors"] and not any("histogram" in t for t in target["tensors"])
+    assert "Histograms" not in (tmp_path / "report.html").read_text()
+
+
+def test_only_the_worst_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
+    monkeypatch.setattr(clipping, "WORST", 2)
+    report = build(small_cnn, pictures, targets=["tensorrt"], out=tmp_path, **PLAIN)
+    rows = report.targets[0].tensors
+    told = sorted(row.sqnr_db for row in rows if row.sqnr_db is not None)
+    drawn = [row for row in rows if row.histogram]
+    assert len(drawn) == 2 and max(row.sqnr_db for row in drawn) <= told[2]
+    page = to_html(report)
+    assert page.count('class="hist"') == 2 and "Histograms (2)" in page
+    (section,) = tensor_sections(report)
+    assert section.html.count("<svg") == len(rows)  # all have their bar
+
+
+# the page
+
+
+def test_a_page_of_two_hundred_tensors_is_small(made):
+    """Rows as a real build makes them, the worst with all that is drawn of them."""
+    _, report = made
+    counts = tuple(range(100_000, 100_000 + MOST))
+    others = tuple(clipping.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
+    part = HistogramPart(start=-1.23456789, width=0.0456789, counts=counts, others=others)
+    weight = report["targets"][0]["weights"][0]
+    rows = tuple(
+        row(
+            name=f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0",
+            sqnr_db=20.0 + n,
+            clipped=0.001,
+            histogram=part if n < clipping.WORST else None,
+        )
+        for n in range(200)
+    )
+    strip = tuple(0.1234 + n / 1000 for n in range(96))
+    weights = tuple(
+        WeightRow(
+            **{
+                **weight,
+                "node": f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv",
+                "strip": strip if n < 6 else (),
+                "worst": (100, 200, 300),
+            }
+        )
+        for n in range(200)
+    )
+    page = to_html(Report(targets=(TargetPart(name="onnxruntime", tensors=rows, weights=weights),)))
+    assert page.count('class="hist"') == clipping.WORST
+    assert len(page.encode()) < 450_000
