@@ -319,6 +319,7 @@ def _beside(
 
     reference = OrtSession.open(quantized, threads=threads)
     how = "Compared in integers, as the NPU computes."
+    whom = f"What is called FP32's here is that of {path.name} in ONNX Runtime."
     try:
         deployed = read_model(built.files["deploy model"])
         candidate: Session = open_deploy(deployed, threads=threads)
@@ -335,7 +336,7 @@ def _beside(
     return (
         EngineRow(label="Q/DQ", reference=True, path=str(path)),
         EngineRow(
-            label=built.word, target=built.target, accuracy=comparison.result(), notes=(how,)
+            label=built.word, target=built.target, accuracy=comparison.result(), notes=(how, whom)
         ),
     )
 
