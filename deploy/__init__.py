@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from deploy.errors import SdkMissingError as SdkMissingError
     from deploy.feed.choice import Choice as Choice
     from deploy.feed.preprocess import Preprocess as Preprocess
+    from deploy.feed.raw import RawFiles as RawFiles
     from deploy.frontends import load as load
     from deploy.inspection import inspect as inspect
     from deploy.pipeline import build as build
@@ -50,6 +51,7 @@ __all__ = [  # noqa: RUF022 (in the order of a user's work)
     "bench",
     # how
     "Preprocess",
+    "RawFiles",
     "Choice",
     "Method",
     "CachePolicy",
@@ -81,6 +83,7 @@ _HOMES = {
     "deploy.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "deploy.feed.choice": ("Choice",),
     "deploy.feed.preprocess": ("Preprocess",),
+    "deploy.feed.raw": ("RawFiles",),
     "deploy.frontends": ("load",),
     "deploy.inspection": ("inspect",),
     "deploy.pipeline": ("build", "calibrate"),

@@ -17,9 +17,13 @@ from typing import Protocol
 
 import deploy.report.figures as figures
 from deploy.errors import BackendError, ConfigError
+from deploy.feed.carried import Carried
 from deploy.feed.choice import Limit
 from deploy.feed.feed import KEPT, Feed, FeedSource, open_feed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Asked
+from deploy.feed.told import as_read
+from deploy.frontends.metadata import carried_of
+from deploy.frontends.reader import model_bytes, parse_model
 from deploy.machine import this_machine, usable_cores
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.inputs import (
@@ -34,7 +38,7 @@ from deploy.metrics.kernels import kernels_of, refuse_untimed
 from deploy.metrics.latency import Feeds, Latency, measure
 from deploy.metrics.ran import OnDevice, devices_of, layers_of
 from deploy.openvino import OpenvinoSession
-from deploy.progress import bar
+from deploy.progress import lasting, on_request, phase
 from deploy.reading import read_bytes
 from deploy.report import EngineRow, Report
 from deploy.report.parts import BatchRow
@@ -55,6 +59,7 @@ class Opens(Protocol):
 _LOAD_BUDGET_MS = 200
 
 
+@on_request
 def bench(
     engine: Path | str,
     *,
@@ -70,7 +75,7 @@ def bench(
     profile: bool = False,
     runtime: str = "onnxruntime",
     images: FeedSource | None = None,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     limit: Limit = None,
     skip_bad: bool = False,
     progress: bool = False,
@@ -93,10 +98,11 @@ def bench(
         runtime: "openvino" runs the engine there too, beside ONNX Runtime.
         images: run on these, as `deploy.pipeline.build` takes them, and compare the outputs of
             the second session with those of the first; None makes up random inputs.
-        preprocess: how images become inputs; None takes it from the engine's input.
+        preprocess: how images become inputs, or some options of it; the rest is what the models'
+            metadata says, else what their input tells.
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
-        progress: draw a bar on stderr where this takes over two seconds.
+        progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
         BackendError: a file that its runtime cannot load or run.
@@ -130,13 +136,20 @@ def bench(
         notes = tuple(map(_recalled, taken, taken.values()))
         feeds = _random(specs, {**taken, **(shapes or {})}, seed)
     else:
-        feed = open_feed(images, specs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+        feed = open_feed(
+            images,
+            specs,
+            preprocess=preprocess,
+            carried=next(filter(None, map(_carried, paths.values())), None),
+            skip_bad=skip_bad,
+            limit=limit,
+        )
         feeds = _real(feed)
-        judged = _judged(sessions, feed, progress=progress)
+        judged = _judged(sessions, feed)
+        notes = as_read(feed)
     asked: list[int | None] = [*sorted(set(batches))] or [None]
     found = {
-        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s, progress)
-        for batch in asked
+        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s) for batch in asked
     }
     first = next(iter(found))
     used = feeds(first)
@@ -176,6 +189,7 @@ def bench(
     return Report(title=title, engines=rows, machine=machine, notes=notes)
 
 
+@phase("loading")
 def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
     """Load an engine; gives the session and the best of up to three load times in ms.
 
@@ -192,6 +206,13 @@ def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tupl
         session = target.open(path, threads=threads)
         taken.append((time.perf_counter() - start) * 1e3)
     return session, min(taken)
+
+
+def _carried(path: Path) -> Carried | None:
+    """What an ONNX model carries of how pictures become its input; None of another engine."""
+    if path.suffix.lower() != ".onnx":
+        return None
+    return carried_of(parse_model(model_bytes(path), str(path)), path)
 
 
 def _runtime(path: Path, targets: Sequence[Target]) -> Target:
@@ -248,12 +269,10 @@ def _measured(
     batch: int | None,
     warmup_ms: float,
     duration_s: float,
-    progress: bool,
 ) -> dict[str, Latency]:
     try:
-        return measure(
-            sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s, progress=progress
-        )
+        with phase("measuring" if batch is None else f"batch {batch}"):
+            return measure(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
     except BackendError as error:
         if batch is None:
             raise
@@ -279,7 +298,8 @@ def _streams(
         return ()
     each = threads or max(usable_cores() // count, 1)
     sessions = [target.open(path, threads=each) for _ in range(count)]
-    rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
+    with lasting("streams", warmup_ms / 1000 + duration_s):
+        rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
     whose = "" if isinstance(sessions[0], OnDevice) else f", {figures.count(each, 'thread')} each"
     return (f"{count} streams at once{whose}: {rate:,.0f} inferences a second",)
 
@@ -335,13 +355,13 @@ def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
     return sessions[first].inputs
 
 
-def _judged(sessions: Mapping[str, Session], feed: Feed, *, progress: bool) -> dict[str, Accuracy]:
+def _judged(sessions: Mapping[str, Session], feed: Feed) -> dict[str, Accuracy]:
     """How far the second session's outputs are from the first one's."""
     if len(sessions) < 2:
         return {}
     left, right = sessions.values()
     comparison = Comparison(left, right)
-    with bar("comparing", len(feed), shown=progress) as step, feed.samples() as samples:
+    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             comparison.add(sample, left.run(sample), right.run(sample), count=feed.count)
             step()

@@ -24,13 +24,13 @@ from deploy.calibration.subject import Subject
 from deploy.errors import ConfigError, ModelError
 from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Asked
 from deploy.inputs import guarded
 from deploy.machine import default_threads, this_machine
 from deploy.metrics.inputs import Shapes, random_feeds
 from deploy.ort import OrtSession
 from deploy.pipeline import written_by
-from deploy.progress import bar
+from deploy.progress import phase
 from deploy.reading import read_bytes
 from deploy.report import EngineRow, Report, TargetPart, node_rows
 from deploy.report.channels import weight_rows
@@ -59,14 +59,14 @@ class Tried:
 
     Attributes:
         images: as `deploy.pipeline.build` takes them; None makes samples up.
-        preprocess: how images become inputs; None takes it from the model's input.
+        preprocess: how images become inputs; what is not said comes from the model.
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         shapes: input name -> dimensions, of made-up samples where the model leaves them open.
     """
 
     images: FeedSource | None = None
-    preprocess: Preprocess | None = None
+    preprocess: Asked = None
     limit: Limit = None
     skip_bad: bool = False
     shapes: Shapes | None = None
@@ -85,6 +85,7 @@ class Tried:
             self.images,
             loaded.inputs,
             preprocess=self.preprocess,
+            carried=loaded.carried,
             skip_bad=self.skip_bad,
             limit=self.limit,
         )
@@ -102,7 +103,6 @@ def deploy(
     tried: Tried | None = None,
     threads: int | None = None,
     force: bool = False,
-    progress: bool = False,
 ) -> Report:
     """Files of a float model by the scales of a record, or of a TensorRT cache.
 
@@ -116,7 +116,6 @@ def deploy(
         tried: what to try it on; with images it is judged beside `model`.
         threads: worker threads, None for up to 4 cores.
         force: write over files that calib8 did not write.
-        progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
         ConfigError: neither of record and cache, or both; a record that breaks a rule or is another
@@ -146,7 +145,6 @@ def deploy(
             labels=None,
             duration_s=0,
             threads=workers,
-            progress=progress,
         )
         return judged(figures, [built], Gates(), stage)
 
@@ -165,7 +163,6 @@ def convert(
     tried: Tried | None = None,
     threads: int | None = None,
     force: bool = False,
-    progress: bool = False,
 ) -> Report:
     """Files of a Q/DQ model by its own scales; the rest as `deploy`.
 
@@ -191,7 +188,7 @@ def convert(
     workers = threads or default_threads()
 
     def rows(built: Built, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
-        return _beside(quantized, path, built, feed, threads=workers, progress=progress)
+        return _beside(quantized, path, built, feed, threads=workers)
 
     source = {"name": path.stem, "sha256": model_digest(quantized)}
     made = _Making(ascend, samples, subject, converted.recipe, workers, rows)
@@ -310,7 +307,6 @@ def _beside(
     feed: Feed,
     *,
     threads: int,
-    progress: bool,
 ) -> tuple[EngineRow, ...]:
     """The Q/DQ model in ONNX Runtime, and how far from it the deploy model in integers is."""
     from deploy.frontends.reader import read_model
@@ -328,7 +324,7 @@ def _beside(
         candidate = OrtSession.open(fake, threads=threads, optimize=False)
         how = f"Compared as the fake-quant model: {error}."
     comparison = Comparison(reference, candidate)
-    with bar("comparing", len(feed), shown=progress) as step, feed.samples() as samples:
+    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             left, right = reference.run(sample), candidate.run(sample)
             comparison.add(sample, left, right, count=feed.count)

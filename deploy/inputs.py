@@ -26,12 +26,16 @@ _READ: ContextVar[set[tuple[int, int]] | None] = ContextVar("_READ", default=Non
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Remember inputs until the end; those of a run around this one too."""
-    token = _READ.set(set(_READ.get() or ()))
+    """Remember inputs until the end; those of a run around this one too, and for it."""
+    around = _READ.get()
+    own = set(around or ())
+    token = _READ.set(own)
     try:
         yield
     finally:
         _READ.reset(token)
+        if around is not None:
+            around |= own
 
 
 def is_read(path: Path | str) -> None:

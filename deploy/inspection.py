@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,10 @@ class Inspection:
         """Lines for a screen: nodes by operator and reason, or every node by its name."""
         body = self._each() if everything else self._kinds()
         return page([*self._head(), *body])
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON types; an open dimension is null or its name."""
+        return asdict(self)
 
     def _head(self) -> Iterator[str]:
         counts = Counter(_word(node) for node in self.nodes)

@@ -23,7 +23,7 @@ from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
 from deploy.ort import OrtSession
-from deploy.progress import bar
+from deploy.progress import phase
 from deploy.targets.base import Built
 from deploy.tensors import Array, Samples, Session
 
@@ -54,6 +54,7 @@ class Inside:
     reference: tuple[Mapping[str, Array], ...] = ()
 
 
+@phase("layers")
 def look_inside(
     loaded: LoadedModel,
     built: Sequence[Built],
@@ -158,7 +159,6 @@ def judge(
     inside: Inside,
     *,
     threads: int,
-    progress: bool,
 ) -> Judged:
     """One pass over the evaluation samples through the `original` model and every candidate."""
     found = Judged()
@@ -196,8 +196,9 @@ def judge(
                 figures[name].add(ran.sample, ran.reference, ran.outputs[name], count=over.count)
         step()
 
-    with bar("comparing", over.samples, shown=progress) as step, over.feed.samples() as samples:
-        in_order(itertools.islice(samples, over.samples), work, take, threads=threads)
+    most = over.samples
+    with phase("accuracy", most, "samples") as step, over.feed.samples() as samples:
+        in_order(itertools.islice(samples, most), work, take, threads=threads)
     for name, figure in figures.items():
         if name not in found.failed:
             found.accuracy[name] = figure.result()

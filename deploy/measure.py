@@ -19,6 +19,7 @@ from deploy.metrics.precision import GroundTruth
 from deploy.metrics.ran import devices_of, layers_of
 from deploy.metrics.tasks import Metric
 from deploy.ort import OrtSession
+from deploy.progress import phase
 from deploy.report import EngineRow
 from deploy.report.ran import ran_part
 from deploy.targets.base import Built, Target
@@ -67,7 +68,6 @@ def measured(
     metric: Metric | None = None,
     duration_s: float,
     threads: int,
-    progress: bool,
 ) -> Figures:
     """Compare every engine with the float model, in outputs and in latency.
 
@@ -84,7 +84,6 @@ def measured(
         metric: the user's figure.
         duration_s: seconds of latency runs a model; 0 leaves them out.
         threads: threads inside one inference.
-        progress: draw bars on stderr.
 
     Raises:
         ModelError: the float model's file changed since it was loaded.
@@ -112,14 +111,14 @@ def measured(
     }
     inside = look_inside(loaded, sound, engines, over)
     candidates = candidates_of(sound, engines, failed) | _alone(engines, sound)
-    judged = judge(original, candidates, over, inside, threads=threads, progress=progress)
+    judged = judge(original, candidates, over, inside, threads=threads)
     failed |= judged.failed
     sessions = {
         name: one.session
         for name, one in timed.items()
         if one.session is not None and name not in failed
     }
-    latency = _latencies(sessions, calibration, duration_s, progress)
+    latency = _latencies(sessions, calibration, duration_s)
     limits = bounds(loaded.model)
     clamped = {result.target: _clamped(limits, result.ranges) for result in sound}
     layers = {
@@ -202,6 +201,7 @@ def _rows(built: Built, seen: _Seen, *, alone: bool) -> Iterator[EngineRow]:
         )
 
 
+@phase("loading the engines")
 def _timed(make: Callable[[], Session]) -> _Timed:
     start = time.perf_counter()
     session = make()
@@ -235,7 +235,7 @@ def _alone(engines: Mapping[str, Session | None], built: Sequence[Built]) -> dic
 
 
 def _latencies(
-    sessions: Mapping[str, Session], calibration: Samples, duration_s: float, progress: bool
+    sessions: Mapping[str, Session], calibration: Samples, duration_s: float
 ) -> dict[str, Latency]:
     """Times of all sessions; a device's in rounds of their own, as it would cool down meanwhile."""
     if duration_s <= 0:
@@ -244,7 +244,7 @@ def _latencies(
     device = {name: one for name, one in sessions.items() if isinstance(one, DeviceSession)}
     host = {name: one for name, one in sessions.items() if name not in device}
     groups = [group for group in (host, device) if group]
-    found = [measure(one, feeds, duration_s=duration_s, progress=progress) for one in groups]
+    found = [measure(one, feeds, duration_s=duration_s) for one in groups]
     return {name: latency for each in found for name, latency in each.items()}
 
 

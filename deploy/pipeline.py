@@ -47,7 +47,8 @@ from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.manifest import Changed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Asked
+from deploy.feed.raw import RawFiles
 from deploy.frontends import LoadedModel, load
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
@@ -55,7 +56,7 @@ from deploy.inputs import guarded
 from deploy.machine import default_threads
 from deploy.metrics.coco import Annotations
 from deploy.metrics.tasks import metric_of
-from deploy.progress import bar
+from deploy.progress import numbered, on_request, phase
 from deploy.report.verdict import Gates
 from deploy.staging import Stage, recover, staged
 from deploy.targets import TARGETS, Target, named
@@ -73,13 +74,14 @@ if TYPE_CHECKING:
 
 
 @guarded()
+@on_request
 def calibrate(
     model: str | Path | onnx.ModelProto | LoadedModel,
     images: FeedSource,
     *,
     targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
@@ -91,17 +93,18 @@ def calibrate(
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not.
-        images: folder, list file, image, .npy, .npz, a `CalibratorScript`, or an iterable of
-            arrays or {input: array} dicts.
+        images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
+            iterable of arrays or {input: array} dicts.
         targets: names of `TARGETS`, or targets with options of their own.
         method: name of a search, or a `Method` with parameters; None is the default one.
-        preprocess: how images become inputs; None takes it from the model's input.
+        preprocess: how images become inputs, or some options of it by name; the rest is what the
+            model's metadata says, else what its input tells.
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: go on without unreadable images.
         limit: use at most so many images, or a `Choice` of them.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
-        progress: draw a bar on stderr where this takes over two seconds.
+        progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
         ModelError, FeedError, ConfigError, CacheError, CalibrationError, BackendError: each says
@@ -120,11 +123,11 @@ def calibrate(
         limit=limit,
         threads=threads,
         float_nodes=float_nodes,
-        progress=progress,
         remember=(0, 0),
     )
 
 
+@phase("calibration")
 def _calibrated(
     loaded: LoadedModel,
     given: str | Path | onnx.ModelProto | None,
@@ -132,13 +135,12 @@ def _calibrated(
     *,
     targets: Sequence[Target],
     method: str | Method | None,
-    preprocess: Preprocess | None,
+    preprocess: Asked,
     policy: CachePolicy,
     skip_bad: bool,
     limit: Limit,
     threads: int | None,
     float_nodes: Iterable[str],
-    progress: bool,
     remember: tuple[int, int],
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
@@ -153,7 +155,14 @@ def _calibrated(
     """
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
-    feed = open_feed(images, loaded.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    feed = open_feed(
+        images,
+        loaded.inputs,
+        preprocess=preprocess,
+        carried=loaded.carried,
+        skip_bad=skip_bad,
+        limit=limit,
+    )
     feed.remember(*remember)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
@@ -185,9 +194,7 @@ def _calibrated(
         verdict = judge(policy, lambda: _fingerprint(subject, feed), each_once(wanted))
         peaks = Peaks()
         able = afford.workers(verdict.missing, subject.model, workers)
-        observed = _completed(
-            verdict, feed, threads=able, progress=progress, runs=runs, peaks=peaks
-        )
+        observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
         ranges = Ranges(observed, subject.method, subject.bounds)
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
         notes = (*_fewer(able, workers), *(own.notes if own else ()))
@@ -199,7 +206,7 @@ def _calibrated(
     return Calibrated(
         subject=subject,
         images=str(images)
-        if isinstance(images, str | Path | CalibratorScript)
+        if isinstance(images, str | Path | CalibratorScript | RawFiles)
         else "arrays in memory",
         feed=feed,
         ranges=ranges,
@@ -218,6 +225,7 @@ def _calibrated(
 
 
 @guarded()
+@on_request
 def build(
     model: str | Path | onnx.ModelProto | LoadedModel,
     images: FeedSource,
@@ -225,7 +233,7 @@ def build(
     out: Path | str = "build",
     targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
     labels: Sequence[int] | Annotations | str | None = None,
@@ -288,13 +296,15 @@ def build(
             eval_images,
             loaded.inputs,
             preprocess=preprocess,
+            carried=loaded.carried,
             skip_bad=skip_bad,
             labels_by_folder=labels == BY_FOLDER,
         )
     known = labels_of(labels, evaluation)
     workers = threads or default_threads()
     afford.refuse_full_disk(folder, loaded.model, len(built_for))
-    with staged(folder) as stage:
+    parts = _parts(wish, duration_s)
+    with numbered(*parts), staged(folder) as stage:
         calibrated = _calibrated(
             loaded,
             _given(model),
@@ -307,7 +317,6 @@ def build(
             limit=limit,
             threads=threads,
             float_nodes=float_nodes,
-            progress=progress,
             remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
             repairs=asked,
             stage=stage,
@@ -320,7 +329,6 @@ def build(
             method_asked=method is not None,
             repairs=asked,
             threads=workers,
-            progress=progress,
         )
         results = _built(
             built_for,
@@ -330,7 +338,6 @@ def build(
             plans,
             repairs=asked,
             against=loaded.model if duration_s > 0 else None,
-            progress=progress,
         )
         figures = measured(
             calibrated.loaded,
@@ -342,7 +349,6 @@ def build(
             metric=score,
             duration_s=duration_s,
             threads=workers,
-            progress=progress,
         )
         report = write_report(
             calibrated, results, figures, stage, plans=plans, plan=plan, gates=gates or Gates()
@@ -352,6 +358,13 @@ def build(
         own = (*(path.name for path in store.files(cache_path)), plan_name)
         publish(made_from(calibrated, built_for), stage, replacing=None if policy.force else own)
     return report
+
+
+def _parts(wish: Tuning, duration_s: float) -> tuple[str, ...]:
+    """What a build does, as its progress counts it."""
+    search = ("search",) if wish.effort and wish.plan is None else ()
+    latency = ("latency",) if duration_s > 0 else ()
+    return ("calibration", *search, "targets", "layers", "accuracy", *latency, "report")
 
 
 def targets_of(targets: Sequence[str | Target]) -> list[Target]:
@@ -455,14 +468,13 @@ def _completed(
     feed: Feed,
     *,
     threads: int,
-    progress: bool,
     runs: Counter[str],
     peaks: Peaks,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
         return verdict.observed
-    with bar("calibrating", len(feed), shown=progress) as step, feed.samples() as samples:
+    with phase("observing", len(feed), "samples") as step, feed.samples() as samples:
         new = observe(
             verdict.missing,
             samples,
@@ -509,6 +521,7 @@ def _request(calibrated: Calibrated, stage: Stage, threads: int) -> BuildRequest
     )
 
 
+@phase("search")
 def _tuned(
     targets: Sequence[Target],
     calibrated: Calibrated,
@@ -518,7 +531,6 @@ def _tuned(
     method_asked: bool,
     repairs: Sequence[str],
     threads: int,
-    progress: bool,
 ) -> tuple[dict[str, Tuned], Path | None]:
     """What stays float and how ranges are found, of each target that can be built; and its file.
 
@@ -533,15 +545,15 @@ def _tuned(
         if target.name in calibrated.failed:
             continue
         try:
-            found[target.name] = tuned(
-                target,
-                request,
-                wish,
-                known,
-                method_asked=method_asked,
-                repairs=repairs,
-                progress=progress,
-            )
+            with phase(target.name):
+                found[target.name] = tuned(
+                    target,
+                    request,
+                    wish,
+                    known,
+                    method_asked=method_asked,
+                    repairs=repairs,
+                )
         except (BackendError, CalibrationError, ExportError):  # its build says the same
             found[target.name] = Tuned(plan=TargetPlan(choices=NO_CHOICES))
     if not (wish.effort or wish.plan is not None or known.targets):
@@ -549,6 +561,7 @@ def _tuned(
     return found, keep_plan(stage.inside / name, known, found)
 
 
+@phase("targets")
 def _built(
     targets: Sequence[Target],
     calibrated: Calibrated,
@@ -558,7 +571,6 @@ def _built(
     *,
     repairs: Sequence[str],
     against: onnx.ModelProto | None,
-    progress: bool,
 ) -> list[Built]:
     """One result a target; a failed one is its sentence.
 
@@ -577,8 +589,9 @@ def _built(
             continue
         try:
             chosen = request.choosing(plans[target.name].plan.choices)
-            own, said = _repaired(target, chosen, repairs, progress=progress)
-            built = target.build(own)
+            with phase(target.name):
+                own, said = _repaired(target, chosen, repairs)
+                built = target.build(own)
             results.append(replace(built, options=given(target), notes=(*said, *built.notes)))
         except Changed:
             raise
@@ -591,13 +604,13 @@ def _built(
 
 
 def _repaired(
-    target: Target, request: BuildRequest, names: Sequence[str], *, progress: bool
+    target: Target, request: BuildRequest, names: Sequence[str]
 ) -> tuple[BuildRequest, list[str]]:
     """What one target is built from after the repairs that helped it, and what was tried."""
     from deploy.repairs.apply import few, repaired, told
 
     samples = few(request.feed) if names else []
-    own, tried = repaired(target, request, names, samples, progress=progress)
+    own, tried = repaired(target, request, names, samples)
     return own, told(tried)
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import deploy.report.speed as speed
 from deploy import atomic, manifest
 from deploy.calibration.versions import of_feed
-from deploy.feed.presets import in_words
+from deploy.feed.told import prepared
 from deploy.machine import this_machine
+from deploy.progress import phase
 from deploy.report import (
     CalibrationPart,
     EngineRow,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from deploy.tuning.tune import Tuned
 
 
+@phase("report")
 def write_report(
     calibrated: Calibrated,
     built: Sequence[Built],
@@ -90,6 +92,7 @@ def made_from(calibrated: Calibrated, targets: Sequence[Target]) -> dict[str, An
     }
 
 
+@phase("report")
 def publish(
     made_from: Mapping[str, Any], stage: Stage, *, replacing: Collection[str] | None
 ) -> None:
@@ -183,7 +186,7 @@ def feed_part(feed: Feed, source: str) -> FeedPart:
         source=source,
         samples=feed.count,
         preprocess=fed.get("preprocess") or {},
-        prepared=in_words(feed.preprocess) if feed.preprocess else "",
+        prepared=prepared(feed),
         skipped=feed.skipped,
         digest=fed.get("sha256"),
     )

@@ -382,6 +382,17 @@ def test_nothing_foreign_and_no_input_is_written_over(small_cnn, built, ended, d
     assert mine.read_bytes() == (built / mine.name).read_bytes()
 
 
+def test_what_was_found_as_json_and_nothing_else(small_cnn, built, run, tmp_path):
+    record = built / f"{small_cnn.stem}_record.txt"
+    words = ("deploy", small_cnn, record, "-o", tmp_path / "d")
+    code, out, _ = run("ascend", *words, "--json", "-")
+    assert code == 0 and json.loads(out)["targets"][0]["method"] == "a record"
+    words = ("convert", built / f"{small_cnn.stem}.int8.onnx", "-o", tmp_path / "c")
+    assert run("ascend", *words, "--quiet", "--json", tmp_path / "c.json")[:2] == (0, "")
+    assert json.loads((tmp_path / "c.json").read_text())["targets"][0]["name"] == "ascend"
+    assert (tmp_path / "c" / f"{small_cnn.stem}.int8_deploy_model.onnx").is_file()
+
+
 # -- convert: models that tools write -----------------------------------------------------------
 
 

@@ -145,6 +145,8 @@ def test_a_folder_that_may_not_be_looked_into_is_a_sentence(small_cnn, pictures,
     # What is imported late is imported before the process is nobody's, who may read no library.
     code = (
         "import importlib, os, sys\n"
+        "import deploy.progress\n"
+        "deploy.progress.TICK_S = 1e6\n"
         "from deploy.cli import main\n"
         "def call(words):\n"
         "    try: main(words)\n"

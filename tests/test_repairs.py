@@ -246,8 +246,8 @@ def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(targe
         feed=loaded.feed,
         manifest={},
     )
-    trial = trials(made_for, request, ("adaround",), progress=False)
-    plain = trials(made_for, request, (), progress=False)
+    trial = trials(made_for, request, ("adaround",))
+    plain = trials(made_for, request, ())
     name = next(n.name for n in request.model.graph.node if n.output[0] == "c2")
     one = request.choosing(Choices(float_nodes={name: "tried"}))
     own = {layer.name: layer.array for layer in layers_of(request.model)}

@@ -6,13 +6,16 @@ import shutil
 
 import cv2
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.choice import Choice
 from deploy.feed.feed import open_feed
 from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Preprocess
+from deploy.feed.raw import RawFiles
 from deploy.tensors import TensorSpec
 
 X = TensorSpec("x", "float32", ("batch", 3, 16, 16))
@@ -344,6 +347,44 @@ class OwnReader:
         return {"x": self.left.pop(0)[None]} if self.left else None
 
 
+class Batched:
+    """As a dataset of TensorFlow's iterates: tensors with `numpy`, (inputs, labels)."""
+
+    def __iter__(self):
+        return iter([(Tensor(BATCH[:4]), LABELS[:4]), (Tensor(BATCH[4:]), LABELS[4:])])
+
+
+class Rows:
+    """As a dataset of Hugging Face: rows by number, and names of columns."""
+
+    column_names = ("x", "label")
+
+    def __len__(self):
+        return len(BATCH)
+
+    def __getitem__(self, row):
+        return {"x": BATCH[row], "label": row}
+
+    def __iter__(self):
+        return (self[row] for row in range(len(self)))
+
+
+class FeedDicts:
+    """As a loader of polygraphy's: a feed_dict an iteration."""
+
+    def __getitem__(self, index):
+        if index >= len(BATCH):
+            raise IndexError
+        return {"x": BATCH[index][None]}
+
+    def __iter__(self):
+        return map(self.__getitem__, range(len(BATCH)))
+
+
+def yielding():
+    yield from BATCH
+
+
 LABELS = np.arange(6)
 
 
@@ -360,13 +401,27 @@ LABELS = np.arange(6)
         pytest.param(lambda: iter(BATCH), "", id="a function"),
         pytest.param(OwnReader(), "", id="get_next"),
         pytest.param(OwnReader, "", id="a class of readers"),
+        pytest.param(yielding, "", id="a function that yields"),
+        pytest.param(lambda: {"x": BATCH}, "", id="a function that gives a mapping"),
+        pytest.param(Batched(), "number 2", id="a dataset of TensorFlow's"),
+        pytest.param(Rows(), "'label'", id="a dataset of Hugging Face's"),
+        pytest.param(FeedDicts(), "", id="a loader of polygraphy's"),
     ],
 )
 def test_what_python_hands_over(source, left):
     feed, samples = fed(source)
     same(samples)
+    assert not any(note.startswith("no preprocessing") for note in feed.notes)
     said = [note for note in feed.notes if note.startswith("left out of the items")]
     assert (f"as no input has it: {left}" in said[0]) if left else not said
+
+
+def test_arrays_of_different_widths_from_python():
+    given = [BATCH[:2, :, :, :width] for width in (5, 16, 9)]
+    _, samples = fed(given, TensorSpec("x", "float32", ("n", 3, 16, "w")))
+    assert [one["x"].shape[3] for one in samples] == [5, 5, 16, 16, 9, 9]
+    with pytest.raises(FeedError, match=r"one shape, .*; export the model with an open batch"):
+        fed(given[1:], TensorSpec("x", "float32", (4, 3, 16, "w")))
 
 
 def test_lists_of_numbers_are_arrays():
@@ -422,6 +477,8 @@ PICTURES = np.random.default_rng(9).integers(0, 256, (5, 16, 16, 3), np.uint8)
         pytest.param(list(PICTURES), id="listed"),
         pytest.param([(one, 3) for one in PICTURES], id="with a label"),
         pytest.param([{"image": one, "label": 3} for one in PICTURES], id="rows of a dataset"),
+        pytest.param(lambda: iter(PICTURES), id="a function"),
+        pytest.param([Tensor(one) for one in PICTURES], id="tensors"),
     ],
 )
 def test_pictures_in_memory_are_preprocessed_as_files(source, tmp_path):
@@ -439,3 +496,226 @@ def test_pictures_in_memory_of_wrong_channels_are_told():
         fed([PICTURES[0].transpose(2, 0, 1)], preprocess=UNIT)
     with pytest.raises(ConfigError, match="files of arrays are fed as they are"):
         fed(["a.npy"], preprocess=UNIT)  # files of arrays have their values already
+
+
+# ---- sizes of each picture's own --------------------------------------------------------------
+
+WIDE = TensorSpec("x", "float32", ("batch", 3, "h", "w"))
+
+
+@pytest.fixture
+def sizes(tmp_path):
+    """Pictures of different sizes: 20x40, 33x33, 50x21, 20x40 (height by width)."""
+    folder = tmp_path / "sizes"
+    folder.mkdir()
+    for number, (height, width) in enumerate(((20, 40), (33, 33), (50, 21), (20, 40))):
+        noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
+        cv2.imwrite(str(folder / f"{number}.png"), noise)
+    return folder
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A small network whose input is of any height and width."""
+    weights = np.random.default_rng(5).normal(size=(8, 8, 3, 3)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1], name="conv"),
+            helper.make_node("Conv", ["c", "v"], ["d"], pads=[1, 1, 1, 1], name="conv2"),
+            helper.make_node("Relu", ["d"], ["r"], name="relu"),
+            helper.make_node("GlobalAveragePool", ["r"], ["y"], name="pool"),
+        ],
+        "wide",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, "h", "w"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8, 1, 1])],
+        [numpy_helper.from_array(weights[:, :3], "w"), numpy_helper.from_array(weights, "v")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    onnx.save(model, tmp_path / "wide.onnx")
+    return tmp_path / "wide.onnx"
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ({"size": (48, None)}, [(48, 96), (48, 48), (48, 20), (48, 96)]),
+        ({"size": (48, None), "multiple": 32}, [(48, 96), (48, 64), (48, 32), (48, 96)]),
+        ({"size": (None, 32)}, [(16, 32), (32, 32), (76, 32), (16, 32)]),
+        ({"size": (None, None)}, [(20, 40), (33, 33), (50, 21), (20, 40)]),
+        ({"size": (None, None), "multiple": 16}, [(16, 48), (32, 32), (48, 16), (16, 48)]),
+        (
+            {"size": (10, None), "multiple": 8, "resize": "fit-height"},
+            [(10, 24), (10, 16), (10, 8), (10, 24)],
+        ),
+    ],
+)
+def test_sides_are_each_pictures_own(how, wanted, sizes):
+    _, samples = fed(sizes, WIDE, preprocess=how)
+    assert [one["x"].shape[2:] for one in samples] == wanted
+    if how.get("resize"):  # what is over is padded, not stretched
+        assert (samples[0]["x"][:, :, :, 20:] == 0).all() and samples[0]["x"][..., :20].any()
+
+
+def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, run):
+    quick = "--effort", 0, "--duration", 0, "--accept"
+    for name, words in (("a", ()), ("b", ("--threads", 1))):
+        code, out, err = run(
+            *("build", wide, "--images", sizes, "--size", "native", "--multiple", 8),
+            *("--out", tmp_path / name, *quick, *words),
+        )
+        assert code == 0, err
+        assert "rgb *x* in multiples of 8, stretch" in " ".join(out.split())
+    first, second = (tmp_path / name / "wide.int8.onnx" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    code, out, err = run(
+        *("build", wide, "--images", sizes, "--size", "24X*", "--out", tmp_path / "a", *quick)
+    )
+    assert code == 0 and "rgb 24x*, stretch" in out, err
+    assert "the preprocessing changed (multiple 8" in " ".join(out.split())
+    assert run("compare", wide, first, "--images", sizes, "--size", "*x32")[0] == 0
+    assert run("bench", first, "--duration", 0, "--images", sizes, "--size", "native")[0] == 0
+    assert run("explain", tmp_path / "a", "--images", sizes)[0] == 0  # as the report says
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--size 24x* --resize letterbox", "go with resize stretch, or with fit-height"),
+        ("--size native --resize fit-height", "got fit-height to *x*; give another resize"),
+        ("--size 24x24 --multiple 8", "a multiple is for sides of each picture's own, got 8"),
+        ("--multiple 8", "leaves its size open; give a size, such as 224x224, or 224x* or native"),
+        ("--size native --multiple 0", "multiple must be whole pixels, 1 to 16384, got 0"),
+        ("--size 24", "a size reads HxW, such as 224x224, 48x* or native, got '24'"),
+        ("--size 1x* --resize stretch", None),
+        ("--size 16000x*", "at most 16384 pixels, got 16000x32000 for image 0.png of 20x40"),
+    ],
+)
+def test_sizes_that_mean_nothing(words, message, sizes, wide, tmp_path, run):
+    code, _, err = run(
+        *("calibrate", wide, "--images", sizes, "--out", tmp_path / "c.cache", *words.split())
+    )
+    assert (code, message in err if message else True) == (1 if message else 0, True), err
+
+
+def test_a_side_of_its_own_for_an_input_that_has_one(pictures):
+    with pytest.raises(FeedError, match=r"the size must fit the input .*, got 16x\*"):
+        open_feed(pictures, [X], preprocess={"size": (16, None)})
+
+
+def test_arrays_of_different_sizes_in_files(tmp_path, wide, run):
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    rng = np.random.default_rng(8)
+    for number, width in enumerate((16, 24, 40)):
+        np.save(folder / f"{number}.npy", rng.normal(size=(2, 3, 8, width)).astype(np.float32))
+    _, samples = fed(folder, WIDE)
+    assert [one["x"].shape for one in samples] == [(1, 3, 8, w) for w in (16, 16, 24, 24, 40, 40)]
+    words = "calibrate", wide, "--images", folder, "--target", "onnxruntime,ascend"
+    for name, threads in (("a", 1), ("b", 2)):
+        code, _, err = run(*words, "--threads", threads, "--out", tmp_path / f"{name}.cache")
+        assert code == 0, err
+    assert (tmp_path / "a.cache").read_bytes() == (tmp_path / "b.cache").read_bytes()
+    code, _, err = run(
+        *("calibrate", wide, "--images", folder, "--target", "tensorrt", "--method"),
+        *("entropy-tensorrt", "--batch-size", 2, "--out", tmp_path / "c.cache"),
+    )
+    assert code == 0, err  # each batch is of one shape
+
+
+# ---- files without a header -------------------------------------------------------------------
+
+
+def raw_folder(tmp_path, arrays, suffix="bin"):
+    folder = tmp_path / "raw"
+    folder.mkdir(exist_ok=True)
+    for number, one in enumerate(arrays):
+        np.ascontiguousarray(one).tofile(folder / f"{number}.{suffix}")
+    return folder
+
+
+def test_raw_files_of_an_open_input(tmp_path, wide, run):
+    batch = np.random.default_rng(6).normal(size=(4, 3, 8, 12)).astype("<f4")
+    folder = raw_folder(tmp_path, batch)
+    np.save(tmp_path / "stacked.npy", batch)
+    words = "calibrate", wide, "--out"
+    for name, shape in (("a", "1x3x8x12"), ("b", "3x8x12")):
+        out = tmp_path / f"{name}.cache"
+        code, _, err = run(*words, out, "--images", folder, "--raw-shape", shape)
+        assert code == 0, err
+    assert run(*words, tmp_path / "c.cache", "--images", tmp_path / "stacked.npy")[0] == 0
+    texts = {(tmp_path / f"{name}.cache").read_bytes() for name in "abc"}
+    assert len(texts) == 1
+    stacked = open_feed(tmp_path / "stacked.npy", [WIDE]).manifest()
+    assert open_feed(RawFiles(folder, shape=(1, 3, 8, 12)), [WIDE]).manifest() == stacked
+    code, _, err = run(*words, tmp_path / "d.cache", "--images", folder)
+    assert code == 1 and "say it (--raw-shape), or write .npy files" in err
+
+
+def test_raw_files_of_fewer_bits_are_widened_and_of_others_refused(tmp_path):
+    folder = raw_folder(tmp_path, BATCH.astype("<f2"))
+    _, samples = fed(RawFiles(folder, dtype="float16"))
+    same(samples, BATCH.astype("<f2").astype(np.float32))
+    raw_folder(tmp_path, BATCH.astype("<f8"))
+    with pytest.raises(FeedError, match=r"must have the dtype of the input 'x' .*, got float64"):
+        fed(RawFiles(folder, dtype="float64"))
+    with pytest.raises(FeedError, match=r"whole samples of the input 'x' float32 .*--raw-dtype"):
+        fed(RawFiles(folder, shape=(3, 16, 17)), WIDE)
+    with pytest.raises(FeedError, match=r"must fit the input 'x' .*, got float32 \[1, 3, 16, 8\]"):
+        fed(RawFiles(folder, shape=(3, 16, 8)))
+
+
+def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, run):
+    for number, one in enumerate(PICTURES):
+        cv2.imwrite(str(tmp_path / f"{number}.png"), one[:, :, ::-1])
+    _, files = fed(tmp_path, preprocess=UNIT)
+    folder = raw_folder(tmp_path, PICTURES, "raw")
+    for shape in ((16, 16, 3), (1, 16, 16, 3)):
+        feed, samples = fed(RawFiles(folder, shape=shape, dtype="uint8"), preprocess=UNIT)
+        same(samples, np.concatenate([one["x"] for one in files]))
+        assert feed.manifest()["preprocess"] == feed.preprocess.to_json()
+    grey = RawFiles(folder, shape=(48, 16), dtype="uint8")
+    assert fed(grey)[1][0]["x"].shape == (1, 3, 16, 16)  # by default as other images
+    with pytest.raises(FeedError, match=r"raw pictures must be of the shape HxWx3, .* got 3x16x16"):
+        fed(RawFiles(folder, shape=(3, 16, 16), dtype="uint8"))
+    raw = "--images", folder, "--raw-shape", "16x16x3", "--raw-dtype", "uint8"
+    out = tmp_path / "o"
+    quick = "--effort", 0, "--duration", 0, "--accept"
+    code, said, err = run(
+        *("build", small_cnn, *raw, "--preprocess", "unit", "--out", out, *quick),
+        *("--eval-images", folder),
+    )
+    assert code == 0, err
+    assert "unit: rgb 16x16" in said
+    engine = out / "small_cnn.int8.onnx"
+    for words in (("compare", small_cnn, engine), ("bench", engine, "--duration", 0)):
+        assert run(*words, *raw)[0] == 0
+    assert run("explain", out, *raw)[0] == 0
+    mixed = "--eval-images", tmp_path / "*.png"
+    assert run("build", small_cnn, *raw, "--out", tmp_path / "p", *quick, *mixed)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--raw-shape 1x3x16x16", "a raw shape and dtype are of .bin and .raw files, got 00.png"),
+        ("--raw-dtype uint8", "which say theirs; leave them away"),
+        ("--raw-dtype complex64", "a raw dtype must be one of float32, float16"),
+        ("--raw-shape 1x3xq", "--raw-shape takes whole numbers, got 'q'"),
+        ("--raw-shape 0x3", "a raw shape must be of 1 to 8 sides from 1, got [0, 3]"),
+    ],
+)
+def test_a_form_of_raw_files_for_others(words, message, small_cnn, pictures, tmp_path, run):
+    code, _, err = run(
+        *("calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "c", *words.split())
+    )
+    assert code == 1 and message in err
+    code, _, err = run("bench", small_cnn, *words.split())
+    assert code == 1 and "goes with --images, which was not given" in err
+
+
+def test_a_form_of_raw_files_is_of_one_input_and_of_no_preprocessing(tmp_path):
+    folder = raw_folder(tmp_path, BATCH)
+    with pytest.raises(ConfigError, match="of one input, the model has 2"):
+        fed(RawFiles(folder, dtype="float32"), X, STATE)
+    with pytest.raises(ConfigError, match="--raw-dtype uint8 says that they are"):
+        fed(RawFiles(folder, dtype="float32"), preprocess=UNIT)

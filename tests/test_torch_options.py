@@ -85,10 +85,25 @@ def test_export_keeps_layers_in_float_by_name_pattern_and_type(script, tmp_path,
     assert sum(value.ndim > 1 for value in quantized) == layers
 
 
+def test_export_calibrates_on_raw_files(script, tmp_path):
+    (tmp_path / "raw").mkdir()
+    batch = np.random.default_rng(2).normal(size=(4, 1, 8, 8)).astype("<f2")
+    for number, one in enumerate(batch):
+        one.tofile(tmp_path / "raw" / f"{number}.bin")
+    np.save(tmp_path / "x.npy", batch.astype(np.float32))
+    weights = "--weights", tmp_path / "w.pt"
+    words = "export", f"{script}:net", *SHAPE, *weights, "--qdq", "--images"
+    raw = tmp_path / "raw", "--raw-shape", "1x8x8", "--raw-dtype", "float16"
+    run(*words, *raw, "-o", tmp_path / "a.onnx")
+    run(*words, tmp_path / "x.npy", "-o", tmp_path / "b.onnx")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
 def test_export_refuses_what_it_would_ignore(script):
     for words, said in (
         (("--keep-float", "0", "--mode", "static"), "--mode and --keep-float go with --qdq"),
         (("--size", "8x8"), "--size goes with --qdq"),
+        (("--qdq", "--mode", "dynamic", "--raw-dtype", "uint8"), "--raw-dtype goes with --images"),
         (("--qdq", "--mode", "dynamic", "--limit", "3"), "--limit goes with --images"),
         (("--qdq", "--mode", "dynamic", "--keep-float", "conv*"), "got 'conv*'"),
     ):

@@ -127,3 +127,11 @@ def test_tensorrts_calibrator_gets_the_same_batches(tensorrt, run, small_cnn, li
     assert cache == fewer
     code, _, err = run(*words, "--images", listed(6), "--out", tmp_path / "few")
     assert code == 1 and "got 6 samples for batches of 8" in err
+
+
+def test_samples_of_several_shapes_fill_no_batch():
+    samples = [{"x": np.zeros((1, width), np.float32)} for width in (2, 2, 3, 4)]
+    batches = whole_batches(iter(samples), 2)
+    assert next(batches)["x"].shape == (2, 2)
+    with pytest.raises(ConfigError, match=r"one shape, got samples of \(1, 3\) and \(1, 4\)"):
+        next(batches)

@@ -73,7 +73,7 @@ def request_for(model, tmp_path):
 def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request_for):
     made_for, request = request_for(target, images(20, loud=(3, 7)))
     judges = [sample for at, sample in enumerate(request.feed.first(20)) if at in (3, 7)]
-    search = unseen(made_for, request, judges, progress=False)
+    search = unseen(made_for, request, judges)
     wanted = OrtSession.open(request.model).run(judges[0])["y"]
 
     def lost(one):
@@ -87,7 +87,7 @@ def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request
 def test_of_many_samples_a_few_make_no_difference_and_none_may_be_left(count, request_for):
     made_for, request = request_for("onnxruntime", images(count))
     judges = request.feed.first(3)
-    assert unseen(made_for, request, judges, progress=False) is request
+    assert unseen(made_for, request, judges) is request
 
 
 def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, tmp_path):
@@ -95,7 +95,7 @@ def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, t
     config.write_text("batch_num: 20\n")
     _, request = request_for("ascend", images(20))
     wants_all = TARGETS["ascend"](config=config)
-    assert unseen(wants_all, request, request.feed.first(2), progress=False) is request
+    assert unseen(wants_all, request, request.feed.first(2)) is request
 
 
 def trial(method, *powers):

@@ -28,7 +28,17 @@ def whole_batches(
 
 
 def _joined(arrays: list[Array]) -> Array:
-    """A scalar has no axis, and is the batch's as it is."""
+    """A scalar has no axis, and is the batch's as it is.
+
+    Raises:
+        ConfigError: arrays of several shapes.
+    """
+    shapes = sorted({array.shape for array in arrays})
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"TensorRT calibrates on batches of one shape, got samples of {shapes[0]} and"
+            f" {shapes[1]}; give all images one size, or a batch of 1"
+        )
     return arrays[0] if len(arrays) == 1 or arrays[0].ndim == 0 else np.concatenate(arrays)
 
 

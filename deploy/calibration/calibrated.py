@@ -79,6 +79,24 @@ class Calibrated:
         statistic = self.subject.statistic
         return tuple(o for o in self.observations if o.statistic == statistic)
 
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON types; a range is [lowest, highest] in real units."""
+        scales = self.found.scales
+        return {
+            "cache": None if self.cache is None else str(self.cache),
+            "images": {"source": self.images, "count": self.feed.count},
+            "method": self.method.label,
+            "reused": self.reused,
+            "reason": self.reason,
+            "seconds": self.seconds,
+            "targets": {name: len(own) for name, own in self.wanted.items()},
+            "failed": dict(self.failed),
+            "ranges": {name: [float(one.lo), float(one.hi)] for name, one in scales.items()},
+            "without_range": dict(self.found.reasons),
+            "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
+            "notes": [*self.warnings, *self.notes, *self.feed.notes],
+        }
+
     @property
     def cost(self) -> str:
         """What was counted, in words: "decoded 8 images, ran 8 inferences of the model folded"."""

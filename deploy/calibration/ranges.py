@@ -15,6 +15,7 @@ from deploy.calibration.search import Method
 from deploy.calibration.store import Found, Trouble
 from deploy.calibration.subject import FOLDED
 from deploy.graph.saturation import Bounds
+from deploy.progress import phase
 
 Made = TypeVar("Made")
 
@@ -81,13 +82,16 @@ class Ranges:
         if self.trusted is not None:
             return self.trusted
         scales, troubles = {}, {}
-        for observation in observations:
-            histogram = self.histogram(observation)
-            why = trouble(histogram)
-            if why is None:
-                scales[observation.tensor] = self._scale(observation, histogram, symmetric)
-            else:
-                troubles[observation.tensor] = Trouble(why, infinite=bool(histogram.infinite))
+        listed = list(observations)
+        with phase("ranges", len(listed), "tensors") as step:
+            for observation in listed:
+                histogram = self.histogram(observation)
+                why = trouble(histogram)
+                if why is None:
+                    scales[observation.tensor] = self._scale(observation, histogram, symmetric)
+                else:
+                    troubles[observation.tensor] = Trouble(why, infinite=bool(histogram.infinite))
+                step()
         return Found(scales=Scales(scales), troubles=troubles)
 
     def known(self, observation: Observation, *, symmetric: Grid | None = None) -> Scale | None:

@@ -11,8 +11,8 @@ DECODING = 1  # samples from the same files and preprocessing
 
 
 def of_feed(kind: str) -> dict[str, str | int]:
-    """All that a calibration on "images" or "arrays" depends on."""
-    return {**of_observation(), **(of_images() if kind == "images" else {})}
+    """All that a calibration on "arrays", or on pictures of any kind, depends on."""
+    return {**of_observation(), **({} if kind == "arrays" else of_images())}
 
 
 def of_observation() -> dict[str, str | int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import given, sections
-from deploy.commands.deployed import Where, said, where_options
+from deploy.commands.deployed import Where, where_options
 from deploy.commands.numbers import Real
 from deploy.commands.options import (
     ImageOptions,
@@ -17,9 +17,9 @@ from deploy.commands.options import (
     refresh_option,
     refuse_both_ways,
     require_cache_option,
-    verbose_option,
 )
-from deploy.terminal import say
+from deploy.commands.output import json_option, put_json, quietable, told, verbose_option
+from deploy.terminal import say, say_lines, textless
 
 if TYPE_CHECKING:
     import onnx
@@ -44,6 +44,7 @@ def ascend() -> None:
 
 
 @ascend.command(short_help="The default configuration of a model, to be edited.")
+@told
 @click.argument("model", type=FILE)
 @click.option(
     "-o", "--out", type=FILE, required=True, help="File to write: quant.json, or a simplified .cfg."
@@ -82,6 +83,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
+@told
 @click.argument("path", type=FILE, metavar="FILE")
 @click.option("--model", type=FILE, help="The float model that it is for.")
 def check(path: Path, model: Path | None) -> None:
@@ -96,6 +98,7 @@ def check(path: Path, model: Path | None) -> None:
     cls=sections.SectionedCommand,
     short_help="Leave the worst layers in float until a loss budget holds.",
 )
+@quietable()
 @click.argument("model", type=FILE)
 @sections.option(
     "-o",
@@ -176,14 +179,17 @@ def auto(
         limit=images.limit,
         threads=images.threads,
         float_nodes=keep_float,
-        progress=True,
     )
     if verbose:
         say(found.cost)
     evaluation = found.feed
-    if eval_images:
+    if held := images.alike(eval_images):
         evaluation = open_feed(
-            eval_images, found.loaded.inputs, preprocess=images.preprocess, skip_bad=images.skip_bad
+            held,
+            found.loaded.inputs,
+            preprocess=images.preprocess,
+            carried=found.loaded.carried,
+            skip_bad=images.skip_bad,
         )
     searches = {CONFIGURED: target.plan(found.subject)}
     if strategy == "gain":
@@ -200,7 +206,8 @@ def auto(
     )
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
     if result.records is None:
-        say("No layer can stay in int8 within this budget; no model was written.")
+        sentence = "No layer can stay in int8 within this budget; no model was written."
+        say(sentence, err=textless())
     else:
         say(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
     for path in written:
@@ -208,6 +215,7 @@ def auto(
 
 
 @ascend.command("deploy", cls=sections.SectionedCommand, short_help="Files by a record's scales.")
+@quietable()
 @click.argument("model", type=FILE)
 @click.argument("record", type=FILE, required=False)
 @sections.option(
@@ -226,8 +234,14 @@ def auto(
     help="Configuration that RECORD was made with, where it kept BatchNormalization apart.",
 )
 @where_options
+@json_option
 def deploy_scales(
-    model: Path, record: Path | None, cache: Path | None, ascend_config: Path | None, where: Where
+    model: Path,
+    record: Path | None,
+    cache: Path | None,
+    ascend_config: Path | None,
+    where: Where,
+    json_path: Path | None,
 ) -> None:
     """Write deploy and fake-quant models of MODEL by the scales of RECORD (AMCT's save_model).
 
@@ -241,6 +255,7 @@ def deploy_scales(
       calib8 ascend deploy model.onnx --cache model.cache -o build/
     """  # noqa: D301 (click reads the backspace)
     from deploy.deployment import deploy
+    from deploy.report import to_json, to_screen
 
     report = deploy(
         model,
@@ -252,12 +267,13 @@ def deploy_scales(
         tried=where.tried,
         threads=where.threads,
         force=where.force,
-        progress=True,
     )
-    said(report)
+    put_json(json_path, lambda: to_json(report))
+    say_lines(to_screen(report))
 
 
 @ascend.command("convert", cls=sections.SectionedCommand, short_help="Files of a Q/DQ model.")
+@quietable()
 @click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
 @sections.option(
     "--keep-rounding/--no-keep-rounding",
@@ -268,7 +284,8 @@ def deploy_scales(
     " without it four operators less for each such tensor, and a little farther from the model.",
 )
 @where_options
-def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> None:
+@json_option
+def convert_pairs(model: Path, keep_rounding: bool, where: Where, json_path: Path | None) -> None:
     """Write deploy and fake-quant models of a Q/DQ model by its own scales.
 
     The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF, trained for
@@ -281,6 +298,7 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> None:
       calib8 ascend convert net.qdq.onnx -o build/ --images photos/
     """  # noqa: D301 (click reads the backspace)
     from deploy.deployment import convert
+    from deploy.report import to_json, to_screen
 
     report = convert(
         model,
@@ -290,9 +308,9 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> None:
         tried=where.tried,
         threads=where.threads,
         force=where.force,
-        progress=True,
     )
-    said(report)
+    put_json(json_path, lambda: to_json(report))
+    say_lines(to_screen(report))
 
 
 def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:

@@ -11,6 +11,7 @@ from deploy.commands import sections
 from deploy.commands.inputs import Inputs, input_options, shape, shape_option
 from deploy.commands.numbers import THREADS, Real
 from deploy.commands.numbers import batches as batches_of
+from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import Given, made, own_options
 from deploy.errors import ConfigError
 from deploy.terminal import say_lines
@@ -19,6 +20,7 @@ from deploy.terminal import say_lines
 @click.command(
     cls=sections.SectionedCommand, short_help="Latency of one or two models, side by side."
 )
+@quietable("--json", "--html")
 @click.argument("engine", type=click.Path(path_type=Path))
 @sections.option(
     "--against",
@@ -97,14 +99,7 @@ from deploy.terminal import say_lines
     help="Tell what each kernel takes too, the slowest first, and of two models what each kind"
     " takes; in runs of their own.",
 )
-@sections.option(
-    "--json",
-    "json_path",
-    section=sections.GENERAL,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the report as JSON.",
-)
+@json_option
 @sections.option(
     "--html",
     "html_path",
@@ -145,8 +140,6 @@ def bench(
       calib8 bench build/model.int8.onnx --against model.onnx --profile
       calib8 bench model.onnx --shape images:1x3x640x640 --threads 1 --html latency.html
     """  # noqa: D301 (click reads the backspace)
-    import json
-
     from deploy.atomic import write_text
     from deploy.benchmark import bench as run
     from deploy.report import to_html, to_json, to_screen
@@ -173,10 +166,8 @@ def bench(
         preprocess=inputs.preprocess,
         limit=inputs.limit,
         skip_bad=inputs.skip_bad,
-        progress=True,
     )
-    if json_path is not None:
-        write_text(json_path, json.dumps(to_json(report), indent=1) + "\n")
     if html_path is not None:
         write_text(html_path, to_html(report))
     say_lines(to_screen(report))
+    put_json(json_path, lambda: to_json(report))

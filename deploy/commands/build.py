@@ -20,15 +20,17 @@ from deploy.commands.options import (
     calibration_options,
     feed_options,
 )
+from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
 from deploy.commands.tuning import TuningOptions, tuning_options
-from deploy.terminal import say_lines
+from deploy.terminal import say, say_lines, textless
 
 if TYPE_CHECKING:
     from deploy.targets import Target
 
 
 @click.command(cls=ConfiguredCommand)
+@quietable()
 @click.argument("model", type=click.Path(path_type=Path))
 @sections.option(
     "--out",
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
 @model_options
 @feed_options
 @calibration_options
+@json_option
 def build(
     model: Path,
     out: Path,
@@ -103,6 +106,7 @@ def build(
     weights: Path | None,
     images: ImageOptions,
     calibration: CalibrationOptions,
+    json_path: Path | None,
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
 
@@ -116,10 +120,12 @@ def build(
       calib8 build model.onnx --images photos/ --target ascend --soc Ascend310P3
       calib8 build net.py:make --input 1x3x224x224 --images photos/
       calib8 build --config build/calib8.toml --target tensorrt
+      calib8 build model.onnx --images photos/ --quiet --json - | jq .engines
     """  # noqa: D301 (click reads the backspace)
     from deploy.commands.labels import read_labels
     from deploy.pipeline import build as run
-    from deploy.report import to_screen
+    from deploy.report import to_json, to_screen
+    from deploy.report.screen import grave
 
     calibration.refuse_ignored(targets)
     source, method = fed(images, calibration, targets)
@@ -131,7 +137,7 @@ def build(
         method=method,
         preprocess=images.preprocess,
         cache=replace(calibration.cache, path=cache),
-        eval_images=eval_images,
+        eval_images=images.alike(eval_images),
         labels=read_labels(labels) if labels else None,
         metric=metric,
         skip_bad=images.skip_bad,
@@ -143,9 +149,11 @@ def build(
         gates=tuning.gates,
         repairs=repairs or None,
         settings=settings(),
-        progress=True,
     )
     say_lines(to_screen(report, verbose=calibration.verbose))
+    for sentence in grave(report) if textless() else ():
+        say(f"calib8: {sentence}", err=True)
+    put_json(json_path, lambda: to_json(report))
     if report.failed:
         click.get_current_context().exit(1)
     if report.unusable and not tuning.gates.accept:

@@ -9,6 +9,7 @@ import click
 
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import given
+from deploy.commands.output import told
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
 
 
 @cache.command(short_help="Whether a cache is sound, and fits a model and a TensorRT.")
+@told
 @click.argument("path", type=FILE, metavar="CACHE")
 @click.option("--model", type=FILE, metavar="ONNX", help="Model that it should be for.")
 @click.option("--trt-version", metavar="X.Y.Z", help="TensorRT that is to read it.")
@@ -172,6 +174,7 @@ def check(
 
 
 @cache.command("to-qdq", short_help="A cache becomes a Q/DQ model for TensorRT 10, 11 and CPUs.")
+@told
 @click.argument("model", type=FILE, metavar="MODEL.ONNX")
 @click.argument("path", type=FILE, metavar="CACHE")
 @_OUT
@@ -231,6 +234,7 @@ def to_qdq(
 
 
 @cache.command("from-qdq", short_help="A Q/DQ model becomes a plain model and its cache.")
+@told
 @click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
 @click.option(
     "-o",

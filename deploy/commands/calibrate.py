@@ -17,14 +17,16 @@ from deploy.commands.options import (
     calibration_options,
     feed_options,
 )
+from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
-from deploy.terminal import say
+from deploy.terminal import say, textless
 
 if TYPE_CHECKING:
     from deploy.targets import Target
 
 
 @click.command(cls=sections.SectionedCommand)
+@quietable()
 @click.argument("model", type=click.Path(path_type=Path))
 @sections.option(
     "-o",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 @model_options
 @feed_options
 @calibration_options
+@json_option
 def calibrate(
     model: Path,
     out: Path | None,
@@ -53,6 +56,7 @@ def calibrate(
     weights: Path | None,
     images: ImageOptions,
     calibration: CalibrationOptions,
+    json_path: Path | None,
 ) -> None:
     """Calibrate MODEL on images and write the calibration cache.
 
@@ -68,6 +72,7 @@ def calibrate(
     statistics (.npz), with which another --method needs no second run. `build` with the same
     targets takes it with --cache.
     """  # noqa: D301 (click reads the backspace)
+    from deploy.feed.told import as_read
     from deploy.pipeline import calibrate as run
 
     calibration.refuse_ignored(targets)
@@ -84,7 +89,6 @@ def calibrate(
         limit=images.limit,
         threads=images.threads,
         float_nodes=calibration.keep_float,
-        progress=True,
     )
     how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
     say(f"{path}: {how} ({found.reason})")
@@ -96,9 +100,12 @@ def calibrate(
         say(found.cost)
     for name, why in found.found.reasons.items():
         say(f"no scale for {name}: it {why}")
-    for note in (*found.warnings, *found.notes, *found.feed.notes, *compared(source, path)):
+    for warning in found.warnings:
+        say(warning, err=textless())
+    for note in (*found.notes, *as_read(found.feed), *compared(source, path)):
         say(note)
     for name, why in found.failed.items():
-        say(f"{name} failed: {why}", err=True)
+        say(f"calib8: {name} failed: {why}", err=True)
+    put_json(json_path, found.to_json)
     if found.failed:
         click.get_current_context().exit(1)

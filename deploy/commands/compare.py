@@ -9,12 +9,14 @@ import click
 from deploy.commands import given, sections
 from deploy.commands.numbers import Real
 from deploy.commands.options import ImageOptions, image_options
+from deploy.commands.output import json_option, put_json, quietable
 from deploy.terminal import say_lines
 
 _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a few
 
 
 @click.command(cls=sections.SectionedCommand)
+@quietable("--json")
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path), required=False)
 @image_options
@@ -41,14 +43,7 @@ _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a f
     is_flag=True,
     help="With another runtime, look at every tensor, not only at as many as it takes.",
 )
-@sections.option(
-    "--json",
-    "json_path",
-    section=sections.GENERAL,
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="Write what was found as JSON; - prints it in place of the table.",
-)
+@json_option
 def compare(
     first: Path,
     second: Path | None,
@@ -70,9 +65,6 @@ def compare(
       calib8 compare model.onnx build/model.int8.onnx --images held/
       calib8 compare build/model.int8.onnx --runtime openvino --images held/ --limit 2
     """  # noqa: D301 (click reads the backspace)
-    import json
-
-    from deploy.atomic import write_text
     from deploy.comparison.compare import compare as run
 
     if runtime == "onnxruntime":
@@ -88,12 +80,6 @@ def compare(
         min_sqnr_db=min_sqnr,
         every=every,
         threads=images.threads,
-        progress=True,
     )
-    text = json.dumps(found.to_json(), indent=1) + "\n"
-    if json_path == Path("-"):
-        say_lines(text)
-        return
-    if json_path is not None:
-        write_text(json_path, text)
+    put_json(json_path, found.to_json)
     say_lines(repr(found))

@@ -18,11 +18,9 @@ from deploy.commands.targets import Given, own_options
 from deploy.errors import ConfigError
 from deploy.targets import Ascend
 from deploy.targets.options import options_of
-from deploy.terminal import say_lines
 
 if TYPE_CHECKING:
     from deploy.deployment import Tried
-    from deploy.report import Report
 
 FILE = click.Path(path_type=Path)
 _FILES = frozenset(option.flag for option in options_of(Ascend) if not option.observes)
@@ -102,10 +100,3 @@ _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
         help="Write over files that calib8 did not write.",
     ),
 )
-
-
-def said(report: Report) -> None:
-    """Print a report as one screen."""
-    from deploy.report import to_screen
-
-    say_lines(to_screen(report))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import click
 
+from deploy.commands.output import told
 from deploy.terminal import say, say_lines
 
 
 @click.command()
+@told
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
     """Tell what is here: versions, int8 on this CPU, and what every target can do.

@@ -9,10 +9,12 @@ import click
 from deploy.commands import given, sections
 from deploy.commands.inputs import Inputs, input_options
 from deploy.commands.numbers import THREADS
+from deploy.commands.output import json_option, put_json, quietable
 from deploy.terminal import say_lines
 
 
 @click.command(cls=sections.SectionedCommand)
+@quietable("--json")
 @click.argument("folder", type=click.Path(path_type=Path))
 @sections.option(
     "--target",
@@ -43,14 +45,7 @@ from deploy.terminal import say_lines
     type=THREADS,
     help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
 )
-@sections.option(
-    "--json",
-    "json_path",
-    section=sections.GENERAL,
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="Write what was found as JSON; - prints it in place of the text.",
-)
+@json_option
 def explain(
     folder: Path,
     target: str | None,
@@ -71,9 +66,6 @@ def explain(
       calib8 explain build/ --target tensorrt --all
       calib8 explain build/ --images held/
     """  # noqa: D301 (click reads the backspace)
-    import json
-
-    from deploy.atomic import write_text
     from deploy.explanation.explain import explain as run
     from deploy.explanation.screen import to_json, to_screen
 
@@ -88,12 +80,6 @@ def explain(
         limit=inputs.limit,
         skip_bad=inputs.skip_bad,
         threads=threads,
-        progress=True,
     )
-    text = json.dumps(to_json(found), indent=1, allow_nan=False) + "\n"
-    if json_path == Path("-"):
-        say_lines(text)
-        return
-    if json_path is not None:
-        write_text(json_path, text)
+    put_json(json_path, lambda: to_json(found))
     say_lines(to_screen(found, everything=everything))

@@ -7,13 +7,15 @@ from pathlib import Path
 import click
 
 from deploy.commands import given, sections
-from deploy.commands.options import preprocess_options
+from deploy.commands.options import preprocess_options, raw_options
+from deploy.commands.output import quietable
 from deploy.terminal import say, say_lines
 
 QDQ = "Quantization"  # with --qdq alone
 
 
 @click.command(cls=sections.SectionedCommand)
+@quietable()
 @click.argument("model")
 @sections.option(
     "--input",
@@ -114,6 +116,7 @@ QDQ = "Quantization"  # with --qdq alone
 )
 @sections.option("--modes", "all_modes", section=QDQ, is_flag=True, help="Compare all modes too.")
 @preprocess_options
+@raw_options
 def export(
     model: str,
     shapes: tuple[str, ...],
@@ -132,11 +135,13 @@ def export(
     only: str | None,
     scales: bool,
     all_modes: bool,
+    raw_shape: str | None,
+    raw_dtype: str | None,
     **preprocess: str | None,
 ) -> None:
     """Export MODEL (file.py:factory), check it against torch, and say how well they agree."""
     from deploy.atomic import write_bytes
-    from deploy.commands.options import preprocess_from
+    from deploy.commands.options import preprocess_from, raw_from
     from deploy.errors import ConfigError
     from deploy.frontends.torch import parse_shape
     from deploy.fx import export as exports
@@ -162,7 +167,8 @@ def export(
         if mode == "static" and not images:
             raise ConfigError("static ranges come from data: give --images, or another --mode")
         how = preprocess_from(preprocess)
-        batches = batches_of(images, inputs, how, limit) if images else [inputs]
+        source = raw_from({"raw_shape": raw_shape, "raw_dtype": raw_dtype}, images or "")
+        batches = batches_of(source, inputs, how, limit) if images else [inputs]
         part = submodule(module, only) if only else module
         kept = {"leaves": leaves, "skip": select(weighted(part), skip)}
         converted = quantized(

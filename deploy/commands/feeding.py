@@ -11,12 +11,13 @@ from deploy.commands.options import CalibrationOptions, ImageOptions
 if TYPE_CHECKING:
     from deploy.calibration.search import Method
     from deploy.feed.calibrator import CalibratorScript
+    from deploy.feed.raw import RawFiles
     from deploy.targets import Target
 
 
 def fed(
     images: ImageOptions, calibration: CalibrationOptions, targets: Sequence[Target]
-) -> tuple[str | CalibratorScript, Method | None]:
+) -> tuple[str | RawFiles | CalibratorScript, Method | None]:
     """(source of the feed, the method to search by; None where nothing names one).
 
     Raises:
@@ -38,9 +39,11 @@ def fed(
     return script, method
 
 
-def compared(source: str | CalibratorScript, path: Path) -> list[str]:
+def compared(source: str | RawFiles | CalibratorScript, path: Path) -> list[str]:
     """What is told of the cache that a script has of its own, beside the one that was written."""
-    known = None if isinstance(source, str) else source.known
+    from deploy.feed.calibrator import CalibratorScript
+
+    known = source.known if isinstance(source, CalibratorScript) else None
     if known is None:
         return []
     from deploy.targets.tensorrt.cache_tools import read_cache

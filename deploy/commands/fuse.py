@@ -7,10 +7,12 @@ from pathlib import Path
 import click
 
 from deploy.commands import given
+from deploy.commands.output import told
 from deploy.terminal import say
 
 
 @click.command()
+@told
 @click.argument("model")
 @click.option(
     "--input",

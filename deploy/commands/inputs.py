@@ -17,12 +17,15 @@ from deploy.commands.options import (
     limit_options,
     preprocess_from,
     preprocess_options,
+    raw_from,
+    raw_options,
     skip_bad_option,
 )
 
 if TYPE_CHECKING:
     from deploy.feed.choice import Limit
-    from deploy.feed.preprocess import Preprocess
+    from deploy.feed.preprocess import Asked
+    from deploy.feed.raw import RawFiles
 
 Command = Callable[..., None]
 
@@ -31,10 +34,10 @@ Command = Callable[..., None]
 class Inputs:
     """What `input_options` gathers from the command line; `source` is None without --images."""
 
-    source: str | None
+    source: str | RawFiles | None
     limit: Limit
     skip_bad: bool
-    preprocess: Preprocess | None
+    preprocess: Asked
 
 
 def shape_option(ending: str = "") -> Callable[[Command], Command]:
@@ -78,8 +81,9 @@ def input_options(purpose: str) -> Callable[[Command], Command]:
             source = words.pop("images")
             if source is None:
                 given.refuse_without("--images", given.typed_in(sections.IMAGES))
+            raw = raw_from(words, source or "")
             inputs = Inputs(
-                source=source,
+                source=raw or None,
                 limit=limit_from(words),
                 skip_bad=words.pop("skip_bad"),
                 preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
@@ -103,6 +107,7 @@ def _options(purpose: str) -> list[Callable[[Command], Command]]:
             help=f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}.",
         ),
         preprocess_options,
+        raw_options,
         limit_options,
         skip_bad_option,
     ]

@@ -10,6 +10,7 @@ import click
 from deploy.commands import given, sections
 from deploy.commands.model import model_from, model_options
 from deploy.commands.options import keep_float_option
+from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
 from deploy.errors import ConfigError
 from deploy.reading import opened
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=sections.SectionedCommand)
+@quietable("--json")
 @click.argument("path", type=click.Path(path_type=Path))
 @sections.option(
     "--all",
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 @target_options(lambda option: option.places)
 @model_options
 @keep_float_option
+@json_option
 def inspect(
     path: Path,
     targets: list[Target],
@@ -38,6 +41,7 @@ def inspect(
     shapes: tuple[str, ...],
     weights: Path | None,
     keep_float: tuple[str, ...],
+    json_path: Path | None,
 ) -> None:
     """What would be quantized in a model (.onnx) and why not; or what a cache holds.
 
@@ -45,6 +49,7 @@ def inspect(
     Examples:
       calib8 inspect model.onnx
       calib8 inspect model.onnx --target tensorrt,ascend --keep-float op:Sigmoid
+      calib8 inspect model.onnx --json - | jq '.[0].tensors'
       calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
     model = model_from(path, shapes, weights)
@@ -56,9 +61,10 @@ def inspect(
     from deploy.inspection import inspect as judge
 
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    for target in targets:
-        judged = judge(loaded, target=target, float_nodes=keep_float)
+    found = [judge(loaded, target=target, float_nodes=keep_float) for target in targets]
+    for judged in found:
         say_lines(judged.text(everything=everything))
+    put_json(json_path, lambda: [judged.to_json() for judged in found])
 
 
 def _inspect_cache(path: Path) -> None:

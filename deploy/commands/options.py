@@ -14,13 +14,15 @@ from deploy.commands import sections
 from deploy.commands.completion import among_those_of
 from deploy.commands.methods import method_options
 from deploy.commands.numbers import THREADS
+from deploy.commands.output import verbose_option
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.calibration.reuse import CachePolicy
     from deploy.calibration.search import Method
     from deploy.feed.choice import Limit
-    from deploy.feed.preprocess import Preprocess
+    from deploy.feed.preprocess import Asked, Sides
+    from deploy.feed.raw import RawFiles
     from deploy.targets import Target
 
 SOURCES = (
@@ -36,7 +38,7 @@ class ImageOptions:
     """What `image_options` and `feed_options` gather from the command line.
 
     Attributes:
-        source: of the images; "" where a script feeds.
+        source: of the images, with the form of raw files where it is said; "" where a script feeds.
         script: `file.py:function` of a TensorRT calibrator; "" where images do.
         limit: which samples are used.
         skip_bad: whether to go on without unreadable images.
@@ -44,12 +46,18 @@ class ImageOptions:
         threads: worker threads.
     """
 
-    source: str
+    source: str | RawFiles
     script: str
     limit: Limit
     skip_bad: bool
-    preprocess: Preprocess | None
+    preprocess: Asked
     threads: int
+
+    def alike(self, path: str | None) -> str | RawFiles | None:
+        """Images of another option, as `deploy.feed.raw.alike`."""
+        from deploy.feed.raw import alike
+
+        return path if path is None or isinstance(self.source, str) else alike(self.source, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +119,12 @@ PRESET_NAMES = (  # of `deploy.feed.presets`, said here so that --help imports n
 )
 PREPROCESS = (
     ("--preprocess", "preset", f"Preset: how images become inputs: {PRESET_NAMES}."),
-    ("--size", "size", "Input size as HxW; the default is the model's."),
+    (
+        "--size",
+        "size",
+        "Input size as HxW; 48x* and native leave sides to each image. The default is the model's.",
+    ),
+    ("--multiple", "multiple", "Round what --size leaves to the image to multiples of so many."),
     ("--resize", "resize", "Way to the size: stretch, letterbox, short-side or fit-height."),
     ("--short-side", "short_side", "Short side in pixels before the centre crop."),
     ("--interpolation", "interpolation", "OpenCV's: nearest, linear, cubic, area or lanczos."),
@@ -131,6 +144,52 @@ _NAMES = {
     "color": among_those_of("deploy.feed.preprocess", "COLORS"),
     "layout": among_those_of("deploy.feed.preprocess", "LAYOUTS"),
 }
+
+
+_RAW = (
+    sections.option(
+        "--raw-shape",
+        section=sections.IMAGES,
+        metavar="DIMS",
+        help="Shape of a sample in .bin and .raw files, such as 1x3x224x224; of pictures 480x640x3."
+        "  [default: the input's]",
+    ),
+    sections.option(
+        "--raw-dtype",
+        section=sections.IMAGES,
+        metavar="NAME",
+        shell_complete=among_those_of("deploy.feed.raw", "DTYPES"),
+        help="Their dtype, little-endian, such as float16; uint8 are pictures, unless the input is"
+        " of uint8 and no preprocessing is asked for.  [default: the input's]",
+    ),
+)
+
+
+def raw_options(command: Command) -> Command:
+    """Add the form of files without a header; `raw_from` gathers it."""
+    for option in reversed(_RAW):
+        command = option(command)
+    return command
+
+
+def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
+    """Take the words of `raw_options` out of a command's; the source in the form that they say.
+
+    Raises:
+        ConfigError: as `RawFiles`, or a shape that does not read as one.
+    """
+    shape, dtype = words.pop("raw_shape"), words.pop("raw_dtype")
+    if shape is None and dtype is None:
+        return source
+    if not source:
+        raise ConfigError(
+            "--raw-shape and --raw-dtype are of the files of --images, which was not given; leave"
+            " them away"
+        )
+    from deploy.feed.raw import RawFiles
+
+    sides = None if shape is None else tuple(_whole("--raw-shape", s) for s in shape.split("x"))
+    return RawFiles(source, shape=sides, dtype=dtype)
 
 
 def preprocess_options(command: Command) -> Command:
@@ -231,7 +290,7 @@ def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[.
         source, script = words.pop("images"), words.pop("calibrator_script", None)
         _refuse_feeds(source, script)
         images = ImageOptions(
-            source=source or "",
+            source=raw_from(words, source or ""),
             script=script or "",
             limit=limit_from(words),
             skip_bad=words.pop("skip_bad"),
@@ -250,6 +309,7 @@ def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[.
         ),
         *((calibrator_script_option,) if scripts else ()),
         preprocess_options,
+        raw_options,
         limit_options,
         skip_bad_option,
         sections.option(
@@ -294,12 +354,6 @@ refresh_option = sections.option(
     section=sections.CACHE,
     is_flag=True,
     help="Calibrate even where the cache fits.",
-)
-verbose_option = sections.option(
-    "--verbose",
-    section=sections.GENERAL,
-    is_flag=True,
-    help="Print what was counted: images decoded, inferences run.",
 )
 
 
@@ -363,8 +417,10 @@ def _with(
     return command
 
 
-def preprocess_from(words: dict[str, str | None]) -> Preprocess | None:
+def preprocess_from(words: dict[str, str | None]) -> Asked:
     """The preprocessing of a preset and the options that override it; None if none was given.
+
+    Options without a preset are given alone: the rest is the model's own.
 
     Raises:
         ConfigError: an unknown preset, or a word that is not a value of its option.
@@ -374,28 +430,35 @@ def preprocess_from(words: dict[str, str | None]) -> Preprocess | None:
     from deploy.feed.preprocess import Preprocess, with_options
     from deploy.feed.presets import preset
 
-    base = preset(words["preset"]) if words["preset"] else Preprocess()
     given: dict[str, object] = {
         key: words[key] for key in ("resize", "interpolation", "color", "layout") if words[key]
     }
     if words["size"]:
         given["size"] = size(words["size"])
-    if words["short_side"]:
-        given["short_side"] = _whole("--short-side", words["short_side"])
+    for key in ("short_side", "multiple"):
+        if text := words[key]:
+            given[key] = _whole(f"--{key.replace('_', '-')}", text)
     if words["scale"]:
         given["scale"] = _number("--scale", words["scale"])
     for key in ("mean", "std", "pad"):
         if text := words[key]:
             given[key] = tuple(_number(f"--{key}", part) for part in text.split(","))
-    return with_options(base, given)
+    if words["preset"]:
+        return with_options(preset(words["preset"]), given)
+    with_options(Preprocess(), given)  # what breaks a rule is told before a model is read
+    return given
 
 
-def size(text: str) -> tuple[int, int]:
-    """`HxW` as (height, width)."""
-    parts = text.lower().split("x")
+def size(text: str) -> Sides:
+    """`HxW` as (height, width); `*` and `native` as None."""
+    parts = ["*", "*"] if text.lower() == "native" else text.lower().split("x")
     if len(parts) != 2:
-        raise ConfigError(f"a size reads HxW, such as 224x224, got {text!r}")
-    return _whole("--size", parts[0]), _whole("--size", parts[1])
+        raise ConfigError(
+            f"a size reads HxW, such as 224x224, 48x* or native, got {text!r}; * leaves a side to"
+            " each image"
+        )
+    height, width = (None if part == "*" else _whole("--size", part) for part in parts)
+    return height, width
 
 
 def _whole(flag: str, text: str) -> int:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import click
 
+from deploy.commands.output import told
 from deploy.terminal import say_lines
 
 
 @click.command()
+@told
 @click.argument("model")
 @click.option(
     "--input",

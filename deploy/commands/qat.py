@@ -7,10 +7,12 @@ from pathlib import Path
 import click
 
 from deploy.commands import given
+from deploy.commands.output import quietable
 from deploy.terminal import say, say_lines
 
 
 @click.command()
+@quietable()
 @click.argument("script")
 @click.option(
     "--target", default="onnxruntime", show_default=True, help="Target whose grid to train for."

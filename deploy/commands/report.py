@@ -7,10 +7,12 @@ from pathlib import Path
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.output import json_option, put_json, quietable
 from deploy.terminal import say_lines
 
 
 @click.command(cls=sections.SectionedCommand)
+@quietable("--html", "--json")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
 @sections.option(
     "--html",
@@ -20,14 +22,7 @@ from deploy.terminal import say_lines
     metavar="FILE",
     help="Write what was found as a page.",
 )
-@sections.option(
-    "--json",
-    "json_path",
-    section=sections.GENERAL,
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="Write what was found as JSON; - prints it in place of the text.",
-)
+@json_option
 def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | None) -> None:
     """Hold the builds in FOLDERS side by side: verdict, speed, size, accuracy, and what differs.
 
@@ -39,8 +34,6 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
       calib8 report build/
       calib8 report a/ b/ --html both.html
     """  # noqa: D301 (click reads the backspace)
-    import json
-
     from deploy import report as one
     from deploy.atomic import write_text
     from deploy.builds import compare, read_build, to_html, to_json, to_screen
@@ -53,10 +46,5 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
     found = compare(builds)
     if html_path is not None:
         write_text(html_path, to_html(found))
-    text = json.dumps(to_json(found), indent=1, allow_nan=False) + "\n"
-    if json_path == Path("-"):
-        say_lines(text)
-        return
-    if json_path is not None:
-        write_text(json_path, text)
     say_lines(to_screen(found))
+    put_json(json_path, lambda: to_json(found))

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import click
 
+from deploy.commands.output import told
 from deploy.terminal import say
 
 
 @click.command()
+@told
 @click.argument("folder", type=click.Path(path_type=Path))
 def verify(folder: Path) -> None:
     """Tell whether the files in FOLDER are those of one build, as it wrote them.

@@ -12,13 +12,15 @@ from deploy.comparison.sums import Figures, Sums
 from deploy.errors import ConfigError
 from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Asked
+from deploy.feed.told import as_read
+from deploy.frontends.metadata import carried_of
 from deploy.frontends.reader import read_model
 from deploy.graph.edit import with_outputs
 from deploy.metrics.accuracy import OutputAccuracy
 from deploy.metrics.layerwise import shared_by_name
 from deploy.ort import OrtSession
-from deploy.progress import bar
+from deploy.progress import on_request, phase
 from deploy.tensors import Samples
 
 if TYPE_CHECKING:
@@ -28,13 +30,14 @@ RUNTIMES = ("onnxruntime", "openvino")
 MIN_SQNR_DB = 20.0
 
 
+@on_request
 def compare(
     first: Path,
     second: Path | None,
     images: FeedSource,
     *,
     runtime: str = "onnxruntime",
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     limit: Limit = None,
     skip_bad: bool = False,
     min_sqnr_db: float = MIN_SQNR_DB,
@@ -49,14 +52,15 @@ def compare(
         second: the other model; None is the first one again.
         images: as `deploy.pipeline.build` takes them.
         runtime: of the second model, a name of `RUNTIMES`.
-        preprocess: how images become inputs; None takes it from the first model's input.
+        preprocess: how images become inputs, or some options of it; the rest is what the first
+            model's metadata says, else what its input tells.
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         min_sqnr_db: SQNR below which two tensors have parted.
         every: in another runtime, look at every tensor; else, where the outputs part, at as many
             as it takes to find two neighbours of which the first agrees and the second does not.
         threads: of an inference; None takes every core.
-        progress: draw a bar on stderr where this takes over two seconds.
+        progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
         ConfigError: nothing to compare: one model in one runtime, inputs that differ, or no tensor
@@ -75,7 +79,14 @@ def compare(
     theirs = ours if second is None else read_model(second)
     whole = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
-    feed = open_feed(images, whole.inputs, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    feed = open_feed(
+        images,
+        whole.inputs,
+        preprocess=preprocess,
+        carried=carried_of(ours, Path(first)),
+        skip_bad=skip_bad,
+        limit=limit,
+    )
     outputs = [value.name for value in ours.graph.output]
     pairs = _pairs(ours, theirs, outputs)
     if not pairs:
@@ -87,10 +98,10 @@ def compare(
     notes: list[str] = []
     if apart:
         figures, notes = by_cuts(
-            ours, theirs, pairs, feed, threads, progress, min_sqnr_db=min_sqnr_db, every=every
+            ours, theirs, pairs, feed, threads, min_sqnr_db=min_sqnr_db, every=every
         )
     else:
-        figures = _taps(ours, theirs, pairs, feed, threads, progress)
+        figures = _taps(ours, theirs, pairs, feed, threads)
     makers = {name: node for node in ours.graph.node for name in node.output}
     rows = {name: _layer(name, makers, found) for name, found in figures.items()}
     return Parting(
@@ -102,7 +113,7 @@ def compare(
         outputs=tuple(rows[name] for name in outputs if name in rows),
         cut=apart,
         looked=(len(figures), len(pairs)),
-        notes=tuple(notes),
+        notes=(*as_read(feed), *notes),
     )
 
 
@@ -120,13 +131,12 @@ def _taps(
     pairs: Mapping[str, str],
     feed: Samples,
     threads: int | None,
-    progress: bool,
 ) -> Figures:
     """All tensors in one walk over the samples; those of one sample are in memory at a time."""
     left = OrtSession.open(with_outputs(first, pairs), threads=threads)
     right = OrtSession.open(with_outputs(second, pairs.values()), threads=threads)
     figures = Sums(pairs)
-    with bar("comparing", len(feed), shown=progress) as step, feed.samples() as samples:
+    with phase("comparing", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             figures.add(sample, left.run(sample), right.run(sample))
             step()

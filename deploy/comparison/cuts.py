@@ -15,7 +15,7 @@ from deploy.errors import BackendError
 from deploy.graph.edit import copied
 from deploy.openvino import run_apart
 from deploy.ort import OrtSession
-from deploy.progress import bar
+from deploy.progress import phase
 from deploy.tensors import Array, Samples
 
 if TYPE_CHECKING:
@@ -116,7 +116,6 @@ def by_cuts(
     pairs: Mapping[str, str],
     feed: Samples,
     threads: int | None,
-    progress: bool,
     *,
     min_sqnr_db: float,
     every: bool,
@@ -137,7 +136,7 @@ def by_cuts(
         if not agree:
             cuts.close(outputs)
         steps = len(inner) if every else len(inner).bit_length()
-        with bar("comparing", steps, shown=progress) as step:
+        with phase("comparing", steps, "tensors") as step:
 
             def look(name: str) -> bool:
                 step()

@@ -37,7 +37,7 @@ class Parting:
         outputs: its outputs, likewise.
         cut: whether each tensor was computed by a model cut off behind it.
         looked: tensors that were compared, of how many that both have.
-        notes: what could not be compared, in sentences.
+        notes: how the images were read, and what could not be compared, in sentences.
     """
 
     first: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,21 +12,24 @@ from deploy.explanation.values import Explanation, Held, TargetWhy
 from deploy.explanation.written import beside, is_file, read_build
 from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Asked, Preprocess, with_options
+from deploy.feed.raw import RawFiles
 from deploy.frontends import LoadedModel, load
 from deploy.machine import default_threads
+from deploy.progress import on_request, phase
 from deploy.repairs import REPAIRS
 
 _ARRAYS = {".npy", ".npz"}
 
 
+@on_request
 def explain(
     folder: Path | str,
     *,
     target: str | None = None,
     images: FeedSource | None = None,
     model: Path | str | None = None,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     limit: Limit = None,
     skip_bad: bool = False,
     threads: int | None = None,
@@ -39,11 +43,11 @@ def explain(
         images: run the float model and the int8 models on these, and tell the images and the
             channels that lose most.
         model: the float model; None takes the one that the report names.
-        preprocess: how images become inputs; None takes it from the report.
+        preprocess: how images become inputs, or some options of it; the rest is the report's.
         limit: use at most so many images, or a `Choice` of them.
         skip_bad: go on without unreadable images.
         threads: samples that are run at a time; the result does not depend on it.
-        progress: draw a bar on stderr where this takes over two seconds.
+        progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
         ConfigError: no build, a report or plan that is broken, a target that it does not have.
@@ -54,23 +58,29 @@ def explain(
     if images is None:
         return replace(found, targets=chosen)
     loaded = _model(found, model)
-    how = preprocess or _preprocess(found, images)
-    feed = open_feed(images, loaded.inputs, preprocess=how, skip_bad=skip_bad, limit=limit)
+    feed = open_feed(
+        images,
+        loaded.inputs,
+        preprocess=_asked(preprocess, _preprocess(found, images)),
+        carried=loaded.carried,
+        skip_bad=skip_bad,
+        limit=limit,
+    )
     told = []
     for one in chosen:
         if one.runnable is None:
             note = "no file of it can be run in ONNX Runtime"
             told.append(one.on(Held(samples=0, notes=(note,))))
             continue
-        held = held_of(
-            loaded,
-            beside(one.runnable, Path(found.report)),
-            [] if _remade(one) else [layer.name for layer in one.layers],
-            feed,
-            native=one.native,
-            threads=threads or default_threads(),
-            progress=progress,
-        )
+        with phase(one.name):
+            held = held_of(
+                loaded,
+                beside(one.runnable, Path(found.report)),
+                [] if _remade(one) else [layer.name for layer in one.layers],
+                feed,
+                native=one.native,
+                threads=threads or default_threads(),
+            )
         told.append(one.on(held))
     return replace(found, targets=tuple(told))
 
@@ -105,13 +115,23 @@ def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
     return load(path)
 
 
+def _asked(preprocess: Asked, known: Preprocess | None) -> Asked:
+    """What is asked, on what is known of the build."""
+    if known is None or not isinstance(preprocess, Mapping | None):
+        return preprocess
+    return with_options(known, preprocess or {})
+
+
 def _preprocess(found: Explanation, images: FeedSource) -> Preprocess | None:
     """As the images of the build became inputs; None for arrays, and where the report has none.
 
     Raises:
         ConfigError: what the report has is no preprocessing.
     """
-    arrays = not isinstance(images, str | Path) or Path(images).suffix.lower() in _ARRAYS
+    if isinstance(images, RawFiles):
+        arrays = images.dtype != "uint8"
+    else:
+        arrays = not isinstance(images, str | Path) or Path(images).suffix.lower() in _ARRAYS
     if arrays or not found.preprocess:
         return None
     try:

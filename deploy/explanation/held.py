@@ -28,7 +28,7 @@ from deploy.metrics.parts import SAMPLES
 from deploy.metrics.rows import Outputs, batch_length, split
 from deploy.metrics.running import RunningError, sqnr_db
 from deploy.ort import OrtSession
-from deploy.progress import bar
+from deploy.progress import phase
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -48,7 +48,6 @@ def held_of(
     *,
     native: bool,
     threads: int,
-    progress: bool = False,
 ) -> Held:
     """What images tell of one target.
 
@@ -59,7 +58,6 @@ def held_of(
         feed: the images.
         native: whether ONNX Runtime is the target, so that its int8 kernels count.
         threads: samples that are run at a time; the result does not depend on it.
-        progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
         ConfigError: the file is another model's.
@@ -93,7 +91,7 @@ def held_of(
                         sums.add(one[name], other[pairs[name]])
         step()
 
-    with bar("explaining", len(feed), shown=progress) as step, feed.samples() as samples:
+    with phase("running images", len(feed), "samples") as step, feed.samples() as samples:
         in_order(samples, work, take, threads=threads)
     return Held(
         samples=images.seen,

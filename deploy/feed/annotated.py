@@ -9,6 +9,7 @@ from typing import overload
 from deploy.errors import ConfigError
 from deploy.feed.feed import Feed
 from deploy.feed.placing import placed
+from deploy.feed.preprocess import sized
 from deploy.metrics.coco import Annotations, Objects
 from deploy.metrics.precision import GroundTruth
 
@@ -79,4 +80,6 @@ class PlacedObjects(Sequence[Objects]):
     def _placed(self, name: str) -> Objects:
         found, how = self._annotations.of(name), self._feed.preprocess
         assert how is not None
-        return replace(found, boxes=placed(found.boxes, found.size, how), size=how.size or (1, 1))
+        return replace(
+            found, boxes=placed(found.boxes, found.size, how), size=sized(how, found.size).box
+        )

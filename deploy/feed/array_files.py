@@ -48,6 +48,11 @@ def is_arrays(path: Path | str) -> bool:
     return os.path.splitext(path)[1].lower() in SUFFIXES
 
 
+def is_raw(path: Path | str) -> bool:
+    """Whether the suffix, in any case, is one of values without a header."""
+    return os.path.splitext(path)[1].lower() in (".bin", ".raw")
+
+
 def from_file(path: Path, specs: Specs) -> ArraySource:
     """One file of arrays; memory-mapped where not compressed.
 
@@ -236,7 +241,7 @@ def _load_raw(path: Path, specs: Specs) -> Array:
     if len(inner) != len(spec.shape) - 1:
         raise FeedError(
             f"{shown(path.name)} has no header, so the input must state its shape, got"
-            f" {describe(spec)}; write .npy files, which say theirs"
+            f" {describe(spec)}; say it (--raw-shape), or write .npy files, which say theirs"
         )
     refuse_irregular(path, what="a file of values", error=FeedError)
     dtype = np.dtype(spec.dtype).newbyteorder("<")
@@ -244,7 +249,8 @@ def _load_raw(path: Path, specs: Specs) -> Array:
     if not got or got % one:
         raise FeedError(
             f"{shown(path.name)} must hold whole samples of the input {describe(spec)}, {one:,}"
-            f" bytes each, got {got:,} bytes; it is of another shape or dtype"
+            f" bytes each, got {got:,} bytes; it is of another shape or dtype (--raw-shape,"
+            " --raw-dtype)"
         )
     return np.memmap(path, dtype, "r", 0, (got // one, *inner))
 

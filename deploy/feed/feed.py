@@ -19,22 +19,31 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import from_file, from_files, from_folder
 from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
 from deploy.feed.calibrator import CalibratorScript
+from deploy.feed.carried import Carried, Settled, settled
 from deploy.feed.choice import Choice, Limit, choice_of
 from deploy.feed.files import Files, files_of, labelled, listed
 from deploy.feed.images import shown
 from deploy.feed.loaders import called, items_of, pictured
 from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
-from deploy.feed.preprocess import Preprocess, describe, resolve
+from deploy.feed.preprocess import Asked, Preprocess, describe
+from deploy.feed.raw import RawFiles, as_arrays, as_pictures, refuse_others
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
 from deploy.feed.video import VideoSource, is_video
 from deploy.inputs import is_read
+from deploy.progress import phase
 from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
 KEPT = 8  # samples that stay in memory: for shapes, latency runs, figures of inner tensors
-FeedSource = str | os.PathLike[str] | CalibratorScript | Iterable[Any] | Callable[[], Any]
+_AS_THEY_ARE = (
+    "files of arrays are fed as they are, got preprocessing for them; leave it away, or feed images"
+    " (of raw files, --raw-dtype uint8 says that they are)"
+)
+FeedSource = (
+    str | os.PathLike[str] | RawFiles | CalibratorScript | Iterable[Any] | Callable[[], Any]
+)
 
 
 class Source(Protocol):
@@ -58,6 +67,7 @@ class Feed:
     Attributes:
         notes: what the user should know about how the feed was read.
         preprocess: the complete preprocessing, None for arrays.
+        origin: what said so, where it was the model; else empty.
         batch: size of the first dimension of every sample: 1, or what the model fixes.
         decodes: how many images or rows were read to be run, so far.
     """
@@ -72,6 +82,7 @@ class Feed:
         preprocess: Preprocess | None,
         skip_bad: bool,
         notes: Sequence[str],
+        origin: str = "",
     ) -> None:
         self._source = source
         self._chosen = tuple(chosen)
@@ -85,6 +96,7 @@ class Feed:
         self.decodes = 0
         self.batch = batch
         self.preprocess = preprocess
+        self.origin = origin
         self._notes = tuple(notes)
 
     def __len__(self) -> int:
@@ -189,9 +201,11 @@ class Feed:
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
         """
-        for index in self._chosen:
-            if index not in self._seen:
+        unread = [index for index in self._chosen if index not in self._seen]
+        with phase("hashing", len(unread), "samples") as step:
+            for index in unread:
                 self._hash(index)
+                step()
         digests = self._seen.of(self._chosen)
         ordered = combined(digests)
         return {
@@ -292,11 +306,13 @@ class Feed:
             yield _join(group + [first[i % len(first)] for i in range(missing)])
 
 
+@phase("opening the samples")
 def open_feed(
     source: FeedSource,
     specs: Sequence[TensorSpec],
     *,
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
+    carried: Carried | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
     labels_by_folder: bool = False,
@@ -306,8 +322,9 @@ def open_feed(
     Args:
         source: as the module says.
         specs: the model's inputs.
-        preprocess: how images, of files or in memory, become inputs; None takes it from the input
-            and says so.
+        preprocess: how images, of files or in memory, become inputs, or some options of it; the
+            rest is what the model carries, else what its input tells, and said.
+        carried: what the model carries of that, `LoadedModel.carried`.
         skip_bad: go on without unreadable images and arrays with NaN, telling them in `notes`.
         limit: use at most so many, spread evenly over all, of a calibrator the first ones; or a
             `Choice` of them.
@@ -323,23 +340,22 @@ def open_feed(
     choice = choice_of(limit)
     if isinstance(source, str | os.PathLike) and (given := called(str(source))) is not None:
         source = cast("FeedSource", given)
-    files = _files(source)
+    files = _files(source.path if isinstance(source, RawFiles) else source)
     if labels_by_folder:
         if files is None:
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
         files = labelled(files)
+    if isinstance(source, RawFiles) and files is not None:
+        return _open_raw(source, files, inputs, preprocess, carried, skip_bad, choice)
     if files is not None and not files.arrays:
-        return _open_images(files, inputs, preprocess, skip_bad, choice)
+        return _open_images(files, inputs, preprocess, carried, skip_bad, choice)
     if isinstance(source, CalibratorScript):
         arrays = _handed_over(source, inputs, preprocess, choice)
         return _fed(arrays, choice, inputs, kind="arrays", skip_bad=skip_bad, notes=arrays.notes)
     if files is None and preprocess is not None:
-        return _open_pictured(source, inputs, preprocess, skip_bad, choice)
+        return _open_pictured(source, inputs, preprocess, carried, skip_bad, choice)
     if preprocess is not None:
-        raise ConfigError(
-            "files of arrays are fed as they are, got preprocessing for them; leave it away, or"
-            " feed images"
-        )
+        raise ConfigError(_AS_THEY_ARE)
     arrays = _arrays(source, files, inputs, skip_bad)
     return _fed(arrays, choice, inputs, kind="arrays", skip_bad=skip_bad, notes=arrays.notes)
 
@@ -352,7 +368,7 @@ def _fed(
     kind: str,
     skip_bad: bool,
     notes: Sequence[str],
-    preprocess: Preprocess | None = None,
+    settled: Settled | None = None,
     usual: int = 1,
 ) -> Feed:
     chosen, said = choice.of(len(source), usual=usual)
@@ -361,9 +377,10 @@ def _fed(
         chosen,
         kind=kind,
         batch=fixed_batch(specs),
-        preprocess=preprocess,
+        preprocess=settled.how if settled else None,
         skip_bad=skip_bad,
-        notes=(*notes, *said),
+        notes=(*notes, *(settled.notes if settled else ()), *said),
+        origin=settled.origin if settled else "",
     )
 
 
@@ -388,10 +405,46 @@ def _arrays(
     return from_files(files.files, specs, files.name, skip_bad=skip_bad)
 
 
+def _open_raw(
+    raw: RawFiles,
+    files: Files,
+    specs: tuple[TensorSpec, ...],
+    preprocess: Asked,
+    carried: Carried | None,
+    skip_bad: bool,
+    choice: Choice,
+) -> Feed:
+    """Files without a header, whose shape and dtype are said."""
+    refuse_others(files)
+    if len(specs) != 1:
+        raise ConfigError(
+            f"a raw shape and dtype are of one input, the model has {len(specs)}; write .npy files,"
+            " which say theirs"
+        )
+    (spec,) = specs
+    held = _arrays(raw.path, files, (raw.held(spec),), skip_bad)
+    if not raw.pictures(spec, asked=preprocess is not None):
+        if preprocess is not None:
+            raise ConfigError(_AS_THEY_ARE)
+        return _fed(
+            as_arrays(held, spec), choice, specs, kind="arrays", skip_bad=skip_bad, notes=held.notes
+        )
+    found = _how(preprocess, carried, specs)
+    return _fed(
+        as_pictures(held, spec, found.how),
+        choice,
+        specs,
+        kind="raw pictures",
+        skip_bad=skip_bad,
+        notes=held.notes,
+        settled=found,
+    )
+
+
 def _handed_over(
     script: CalibratorScript,
     specs: tuple[TensorSpec, ...],
-    preprocess: Preprocess | None,
+    preprocess: Asked,
     choice: Choice,
 ) -> ArraySource:
     """What a calibrator gives; the first samples alone where nothing but a limit is asked for."""
@@ -406,13 +459,14 @@ def _handed_over(
 def _open_pictured(
     source: FeedSource,
     specs: tuple[TensorSpec, ...],
-    preprocess: Preprocess,
+    preprocess: Asked,
+    carried: Carried | None,
     skip_bad: bool,
     choice: Choice,
 ) -> Feed:
     """Pictures in memory, preprocessed as they are read once into a temporary file."""
-    how, said = _how(preprocess, specs)
-    ready = (a.astype(specs[0].dtype, copy=False) for a in pictured(items_of(source), how))
+    found = _how(preprocess, carried, specs)
+    ready = (a.astype(specs[0].dtype, copy=False) for a in pictured(items_of(source), found.how))
     arrays = from_iterable(ready, specs)
     return _fed(
         arrays,
@@ -420,14 +474,12 @@ def _open_pictured(
         specs,
         kind="pictures in memory",
         skip_bad=skip_bad,
-        notes=(*said, *arrays.notes),
-        preprocess=how,
+        notes=arrays.notes,
+        settled=found,
     )
 
 
-def _how(
-    preprocess: Preprocess | None, specs: tuple[TensorSpec, ...]
-) -> tuple[Preprocess, tuple[str, ...]]:
+def _how(preprocess: Asked, carried: Carried | None, specs: tuple[TensorSpec, ...]) -> Settled:
     """What makes the only input of pictures, and what the user should know.
 
     Raises:
@@ -439,32 +491,33 @@ def _how(
             f" {', '.join(describe(s) for s in specs)}; give a folder of .npz files with one array"
             " an input"
         )
-    how, said = resolve(preprocess, specs[0])
-    check_dtype(specs[0], how)
-    return how, said
+    found = settled(preprocess, carried, specs[0])
+    check_dtype(specs[0], found.how)
+    return found
 
 
 def _open_images(
     files: Files,
     specs: tuple[TensorSpec, ...],
-    preprocess: Preprocess | None,
+    preprocess: Asked,
+    carried: Carried | None,
     skip_bad: bool,
     choice: Choice,
 ) -> Feed:
     for picture in files.files:
         is_read(picture.path)
-    how, said = _how(preprocess, specs)
-    video = _video(files, specs[0], how)
+    found = _how(preprocess, carried, specs)
+    video = _video(files, specs[0], found.how)
     if video is None and not skip_bad:
         check_present([files.files[i] for i in choice.of(len(files.files))[0]], files.name)
     return _fed(
-        video or ImageSource(files.files, specs[0], how),
+        video or ImageSource(files.files, specs[0], found.how),
         choice,
         specs,
         kind="images",
         skip_bad=skip_bad,
-        notes=(*files.notes, *said),
-        preprocess=how,
+        notes=files.notes,
+        settled=found,
         usual=video.a_second if video else 1,
     )
 
@@ -498,7 +551,8 @@ def _join(group: list[Sample]) -> Sample:
         shapes = {s[name].shape for s in group}
         if len(shapes) > 1:
             raise FeedError(
-                f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r}"
+                f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r};"
+                " export the model with an open batch, or give all one size"
             )
         joined[name] = first if not first.shape else np.concatenate([s[name] for s in group])
     return joined

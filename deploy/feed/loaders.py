@@ -117,7 +117,7 @@ def pictured(items: Iterable[Any], how: Preprocess) -> Iterator[Array]:
                 " ready to be fed"
             )
         for one in array if array.ndim == 4 else [array]:
-            yield apply(_channels(one, how, where), how)
+            yield apply(channels(one, how, where), how)
 
 
 def _picture_in(item: Any) -> object:
@@ -127,8 +127,12 @@ def _picture_in(item: Any) -> object:
     return item[0] if isinstance(item, tuple) and item else item
 
 
-def _channels(picture: Array, how: Preprocess, where: str) -> Array:
-    """[H, W, 3] RGB or grey -> what OpenCV would have decoded, BGR or grey."""
+def channels(picture: Array, how: Preprocess, where: str) -> Array:
+    """[H, W, 3] RGB or grey -> what OpenCV would have decoded, BGR or grey.
+
+    Raises:
+        FeedError: a picture of other channels.
+    """
     import cv2
 
     flat = picture if picture.ndim == 3 else picture[:, :, None]
@@ -145,4 +149,4 @@ def _channels(picture: Array, how: Preprocess, where: str) -> Array:
     return np.ascontiguousarray(wide)
 
 
-__all__ = ["called", "items_of", "pictured"]
+__all__ = ["called", "channels", "items_of", "pictured"]

@@ -9,7 +9,7 @@ from deploy.errors import FeedError
 from deploy.feed import images
 from deploy.feed.manifest import Raw, bytes_digest
 from deploy.feed.pixels import apply
-from deploy.feed.preprocess import Preprocess, describe
+from deploy.feed.preprocess import Preprocess, describe, sized
 from deploy.tensors import Array, TensorSpec
 
 
@@ -50,7 +50,8 @@ class ImageSource:
     def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
         grey = self.how.color == "grey"
         pixels = images.decode(data, self.pictures[index].name, grey=grey)
-        return {self.spec.name: _cast(apply(pixels, self.how), self.spec.dtype)}
+        how = sized(self.how, (pixels.shape[0], pixels.shape[1]), self.told(index))
+        return {self.spec.name: _cast(apply(pixels, how), self.spec.dtype)}
 
 
 def check_present(pictures: list[images.Picture], where: str) -> None:

@@ -23,23 +23,28 @@ from __future__ import annotations
 import numpy as np
 
 from deploy.feed.images import opencv
-from deploy.feed.preprocess import Preprocess, Size
+from deploy.feed.preprocess import Preprocess, Size, sized
 from deploy.tensors import Array
 
 
 def apply(pixels: Array, how: Preprocess) -> Array:
     """uint8 [H, W, C] in OpenCV's channel order (BGR or grey) -> float32 [1, C, h, w] or NHWC.
 
-    `how` must be resolved. The result does not depend on threads.
+    `how` must be resolved; where it leaves a side to the picture, h and w are what `sized` gives.
+    The result does not depend on threads.
+
+    Raises:
+        FeedError: as `sized`.
     """
-    assert how.size is not None and how.color is not None
+    assert how.color is not None
+    how = sized(how, (pixels.shape[0], pixels.shape[1]))
     placed, (top, left) = fit(pixels, how)
     if how.color == "rgb":
         placed = placed[:, :, ::-1]
     height, width = placed.shape[:2]
     chw = how.layout != "nhwc"
     box = (slice(top, top + height), slice(left, left + width))
-    if (height, width) == how.size:
+    if (height, width) == how.box:
         shape = (how.channels, height, width) if chw else (height, width, how.channels)
         out = np.empty((1, *shape), np.float32)
     else:
@@ -52,23 +57,25 @@ def apply(pixels: Array, how: Preprocess) -> Array:
 
 
 def fit(pixels: Array, how: Preprocess) -> tuple[Array, tuple[int, int]]:
-    """uint8 [H, W, C] -> uint8 picture at its place's size, and its (top, left) in the input."""
-    assert how.size is not None
+    """uint8 [H, W, C] -> uint8 picture at its place's size, and its (top, left) in the input.
+
+    `how` must be `sized`.
+    """
     height, width = pixels.shape[:2]
-    out_h, out_w = how.size
+    out_h, out_w = how.box
     if how.resize == "short-side":
         resized = _resize(pixels, short_side_size((height, width), how.short), how)
         top, left = (resized.shape[0] - out_h) // 2, (resized.shape[1] - out_w) // 2
         return resized[top : top + out_h, left : left + out_w], (0, 0)
     if how.resize == "letterbox":
-        inner_h, inner_w = letterbox_size((height, width), how.size)
+        inner_h, inner_w = letterbox_size((height, width), how.box)
         free = (out_h - inner_h, out_w - inner_w)
         corner = (free[0] // 2, free[1] // 2) if how.anchor == "centre" else (0, 0)
         return _resize(pixels, (inner_h, inner_w), how), corner
     if how.resize == "fit-height":
         inner_w = min(out_w, -(-out_h * width // height))
         return _resize(pixels, (out_h, inner_w), how), (0, 0)
-    return _resize(pixels, how.size, how), (0, 0)
+    return _resize(pixels, how.box, how), (0, 0)
 
 
 def short_side_size(size: Size, short: int) -> Size:
@@ -106,8 +113,7 @@ def _resize(pixels: Array, size: Size, how: Preprocess) -> Array:
 
 
 def _border(how: Preprocess, chw: bool) -> Array:
-    assert how.size is not None
-    shape = (how.channels, *how.size) if chw else (*how.size, how.channels)
+    shape = (how.channels, *how.box) if chw else (*how.box, how.channels)
     out = np.empty((1, *shape), np.float32)
     out[0] = _per_channel(how.pad, chw)
     np.multiply(out, np.float32(how.scale), out=out)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.feed.pixels import letterbox_size, short_side_size
-from deploy.feed.preprocess import Preprocess, Size
+from deploy.feed.preprocess import Preprocess, Size, sized
 
 
 def placed(boxes: NDArray[np.float64], size: Size, how: Preprocess) -> NDArray[np.float64]:
@@ -14,7 +14,7 @@ def placed(boxes: NDArray[np.float64], size: Size, how: Preprocess) -> NDArray[n
 
     `how` must be resolved.
     """
-    (rows, columns), (top, left) = _scaled(size, how)
+    (rows, columns), (top, left) = _scaled(size, sized(how, size))
     across, down = columns / size[1], rows / size[0]
     shift = np.array([left, top, left, top], np.float64)
     return np.asarray(boxes * np.array([across, down, across, down]) + shift)
@@ -22,15 +22,14 @@ def placed(boxes: NDArray[np.float64], size: Size, how: Preprocess) -> NDArray[n
 
 def _scaled(size: Size, how: Preprocess) -> tuple[Size, tuple[int, int]]:
     """The picture's size after resizing, and where its corner comes to lie."""
-    assert how.size is not None
-    height, width = how.size
+    height, width = how.box
     if how.resize == "short-side":
         whole = short_side_size(size, how.short)
         return whole, (-((whole[0] - height) // 2), -((whole[1] - width) // 2))
     if how.resize == "letterbox":
-        inner = letterbox_size(size, how.size)
+        inner = letterbox_size(size, how.box)
         free = (height - inner[0], width - inner[1])
         return inner, (free[0] // 2, free[1] // 2) if how.anchor == "centre" else (0, 0)
     if how.resize == "fit-height":
         return (height, min(width, -(-height * size[1] // size[0]))), (0, 0)
-    return how.size, (0, 0)
+    return how.box, (0, 0)

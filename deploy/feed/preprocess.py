@@ -24,6 +24,7 @@ ANCHORS = ("centre", "top-left")
 LARGEST_SIDE = 16384
 
 Size = tuple[int, int]
+Sides = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,10 @@ class Preprocess:
     """How a picture becomes one input. `None` means: the model's own.
 
     Attributes:
-        size: (height, width) in pixels of the model's input.
+        size: (height, width) in pixels of the model's input; a side that is None is each picture's
+            own, by its aspect where the other one is set, so that pictures become inputs of
+            different sizes.
+        multiple: what sides that are a picture's own are rounded to whole multiples of.
         default_size: the size where the model leaves its own open; a preset's usual size.
         resize: "stretch"; "letterbox" keeps the aspect and pads; "short-side" resizes the short
             side to `short_side` and crops the centre; "fit-height" keeps the aspect up to the
@@ -46,7 +50,8 @@ class Preprocess:
         layout: "nchw" or "nhwc".
     """
 
-    size: Size | None = None
+    size: Sides | None = None
+    multiple: int = 1
     default_size: Size | None = None
     resize: str = "stretch"
     short_side: int | None = None
@@ -67,8 +72,9 @@ class Preprocess:
             _one_of("color", self.color, tuple(COLORS))
         if self.layout is not None:
             _one_of("layout", self.layout, LAYOUTS)
-        for name in ("size", "default_size"):
-            object.__setattr__(self, name, _size(name, getattr(self, name)))
+        object.__setattr__(self, "size", _sides(self.size))
+        object.__setattr__(self, "default_size", _size("default_size", self.default_size))
+        _side("multiple", self.multiple)
         if self.short_side is not None:
             _side("short_side", self.short_side)
         object.__setattr__(self, "scale", _number("scale", self.scale))
@@ -96,15 +102,27 @@ class Preprocess:
         return COLORS[self.color or "rgb"]
 
     @property
+    def box(self) -> Size:
+        """`size` where both sides are known; `sized` makes it so."""
+        height, width = self.size or (None, None)
+        assert height is not None and width is not None
+        return height, width
+
+    @property
     def short(self) -> int:
         """Length of the short side in pixels that "short-side" resizes to; `size` must be set."""
         if self.short_side is None and self.size is None:
             raise ConfigError("short_side follows from size, got neither; give one of them")
-        return self.short_side or (max(self.size or ()) * 8 + 3) // 7
+        return self.short_side or (max(self.box) * 8 + 3) // 7
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types, every field; floats survive exactly (repr round trip)."""
+        """Plain JSON types; floats survive exactly (repr round trip).
+
+        Every field but a `multiple` of 1, which came later: older caches say as much without it.
+        """
         data = dataclasses.asdict(self)
+        if self.multiple == 1:
+            del data["multiple"]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
     @classmethod
@@ -117,6 +135,11 @@ class Preprocess:
         if not isinstance(data, dict):
             raise ConfigError(f"preprocess must be a JSON object, got {type(data).__name__}")
         return with_options(cls(), data)
+
+
+Asked = Preprocess | str | Mapping[str, object] | None
+"""What functions that open a feed take: all of it; a preset's name; options by name, of which the
+rest is the model's own; or nothing."""
 
 
 def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
@@ -141,6 +164,7 @@ def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tup
 
     Raises:
         FeedError: the input is no picture, or contradicts what was asked.
+        ConfigError: a size of each picture's own, resized in a way that has none.
     """
     chosen = asked if asked is not None else Preprocess()
     if len(spec.shape) != 4:
@@ -162,13 +186,53 @@ def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tup
         resolved = dataclasses.replace(chosen, size=size, color=color, layout=layout)
     except ConfigError as error:
         raise FeedError(f"{error} (the input is {describe(spec)})") from error
+    _check_own(resolved)
     _check_crop(resolved)
     if asked is not None:
         return resolved, ()
     return resolved, (
-        f"no preprocessing was given: {color} images stretched to {size[0]}x{size[1]},"
+        f"no preprocessing was given: {color} images stretched to {by(size)},"
         " pixels / 255 (preset 'unit')",
     )
+
+
+def sized(how: Preprocess, picture: Size, where: str = "a picture") -> Preprocess:
+    """`how` with the size that a picture of (height, width) gets; `how` must be resolved.
+
+    A side of its own is rounded to the nearest multiple, and of "fit-height" up to it, as what is
+    over is padded.
+
+    Raises:
+        FeedError: a side would be longer than `LARGEST_SIDE`; `where` is what it calls the picture.
+    """
+    height, width = how.size or (None, None)
+    if height is not None and width is not None:
+        return how
+    rows, columns = picture
+    if height is not None:
+        width = _rounded(height * columns, rows, how)
+    elif width is not None:
+        height = _rounded(width * rows, columns, how)
+    else:
+        height, width = _rounded(rows, 1, how), _rounded(columns, 1, how)
+    if max(height, width) > LARGEST_SIDE:
+        raise FeedError(
+            f"a side of an input must have at most {LARGEST_SIDE} pixels, got {height}x{width} for"
+            f" {where} of {rows}x{columns}; give a size for all"
+        )
+    return dataclasses.replace(how, size=(height, width))
+
+
+def by(size: Sides) -> str:
+    """`HxW` in words, * for a side of each picture's own."""
+    return "x".join("*" if side is None else str(side) for side in size)
+
+
+def _rounded(above: int, below: int, how: Preprocess) -> int:
+    """`above / below` as a whole multiple, one at least."""
+    unit = how.multiple * below
+    times = -(-above // unit) if how.resize == "fit-height" else (2 * above + unit) // (2 * unit)
+    return max(times, 1) * how.multiple
 
 
 def describe(spec: TensorSpec) -> str:
@@ -177,12 +241,27 @@ def describe(spec: TensorSpec) -> str:
     return f"{spec.name!r} {spec.dtype} [{dims}]"
 
 
-def _check_crop(how: Preprocess) -> None:
-    assert how.size is not None
-    if how.resize == "short-side" and how.short < max(how.size):
+def _check_own(how: Preprocess) -> None:
+    """Refuse a size of each picture's own where nothing is resized to one, and `multiple` alone."""
+    height, width = how.size or (None, None)
+    if height is not None and width is not None:
+        if how.multiple != 1:
+            raise ConfigError(
+                f"a multiple is for sides of each picture's own, got {how.multiple} for"
+                f" {height}x{width}; give a size such as {height}x*, or leave the multiple away"
+            )
+    elif not (how.resize == "stretch" or (how.resize == "fit-height" and height is not None)):
         raise ConfigError(
-            f"short_side must reach the crop of {how.size[0]}x{how.size[1]},"
-            f" got {how.short_side}; give {max(how.size)} or more"
+            "sizes of each picture's own go with resize stretch, or with fit-height and a height,"
+            f" got {how.resize} to {by((height, width))}; give another resize or a whole size"
+        )
+
+
+def _check_crop(how: Preprocess) -> None:
+    if how.resize == "short-side" and how.short < max(how.box):
+        raise ConfigError(
+            f"short_side must reach the crop of {by(how.box)},"
+            f" got {how.short_side}; give {max(how.box)} or more"
         )
 
 
@@ -196,21 +275,22 @@ def _nchw(shape: tuple[int | str | None, ...], layout: str) -> tuple[int | str |
 
 def _resolve_size(
     how: Preprocess, own: tuple[int | str | None, int | str | None], spec: TensorSpec
-) -> Size:
+) -> Sides:
     size = how.size
     if size is None:
         fallback = how.default_size or (None, None)
         sides = [o if isinstance(o, int) else f for o, f in zip(own, fallback, strict=True)]
         if None in sides:
             raise FeedError(
-                f"the input {describe(spec)} leaves its size open; give a size, such as 224x224"
+                f"the input {describe(spec)} leaves its size open; give a size, such as 224x224,"
+                " or 224x* or native for sizes of each picture's own"
             )
         size = _size("size", sides)
         assert size is not None
     for got, wanted in zip(size, own, strict=True):
         if isinstance(wanted, int) and got != wanted:
             raise FeedError(
-                f"the size must fit the input {describe(spec)}, got {size[0]}x{size[1]};"
+                f"the size must fit the input {describe(spec)}, got {by(size)};"
                 " leave the size away to take the model's own"
             )
     return size
@@ -227,6 +307,15 @@ def _side(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIDE:
         raise ConfigError(f"{name} must be whole pixels, 1 to {LARGEST_SIDE}, got {value!r}")
     return value
+
+
+def _sides(value: Any) -> Sides | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ConfigError(f"size must be (height, width), got {value!r}")
+    height, width = (None if side is None else _side("size", side) for side in value)
+    return height, width
 
 
 def _size(name: str, value: Any) -> Size | None:

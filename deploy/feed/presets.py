@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from deploy.errors import ConfigError, did_you_mean
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Preprocess, by
 
 _IMAGENET = Preprocess(color="rgb", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 _CROP = Preprocess(
@@ -57,7 +57,8 @@ def in_words(how: Preprocess) -> str:
         how: resolved.
     """
     known = [name for name, one in PRESETS.items() if _same(one, how)]
-    size = "x".join(map(str, how.size or ()))
+    size = by(how.size) if how.size else ""
+    size += f" in multiples of {how.multiple}" if how.multiple > 1 else ""
     factor = f"/ {1 / how.scale:g}" if how.scale != 1 else "as they are"
     return (
         f"{f'{known[0]}: ' if known else ''}{how.color} {size}, {how.resize} ({how.interpolation}),"
@@ -70,6 +71,7 @@ def _same(one: Preprocess, how: Preprocess) -> bool:
     completed = dataclasses.replace(
         one,
         size=how.size,
+        multiple=how.multiple,
         default_size=how.default_size,
         layout=how.layout,
         color=one.color or how.color,

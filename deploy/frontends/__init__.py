@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from deploy.frontends.base import LoadedModel, Loader
 from deploy.frontends.onnx import load_onnx
 from deploy.frontends.torch import load_torch
+from deploy.progress import phase
 
 if TYPE_CHECKING:
     import onnx
@@ -21,6 +22,7 @@ FRONTENDS: dict[str, Loader] = {
 }
 
 
+@phase("model")
 def load(source: str | Path | onnx.ModelProto, *, fold_batchnorm: bool = True) -> LoadedModel:
     """Read a trained model from any known source and clean it for calibration.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.feed.carried import Carried
 from deploy.frontends.reader import Stamp
 from deploy.tensors import TensorSpec
 
@@ -36,6 +37,7 @@ class LoadedModel:
         stamp: of the file's bytes, None for a model given in memory.
         behind: nodes that ONNX Runtime does not know and all that reads of them, which are no part
             of `model`; None where there are none.
+        carried: what the file, or one beside it, says of how pictures become its input.
     """
 
     model: onnx.ModelProto
@@ -49,6 +51,7 @@ class LoadedModel:
     renamed: bool = False
     stamp: Stamp | None = None
     behind: Behind | None = None
+    carried: Carried | None = None
 
     @property
     def cut(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from deploy.frontends.digest import model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.half import drop_casts, widen
 from deploy.frontends.lift import lift
+from deploy.frontends.metadata import carried_of
 from deploy.frontends.plugins import Behind, cut
 from deploy.frontends.reader import Stamp, read_stamped, refuse_external
 from deploy.graph.edit import copied, drop_dead, free_inputs, name_nodes, sort_nodes
@@ -39,6 +40,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         checks.check_names(model)
         _check(model)
         digest = model_digest(model)
+        carried = carried_of(model, path)
         shared = _shared_names(model.graph)
         model, notes, widened, behind = _clean(model, fold_batchnorm)
         _check_cleaned(model)
@@ -60,6 +62,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         bool(shared),
         stamp,
         behind,
+        carried,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from deploy.errors import ConfigError
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx import load_onnx
+from deploy.progress import phase
 
 if TYPE_CHECKING:
     import onnx
@@ -35,6 +36,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split("x"))
 
 
+@phase("exporting the PyTorch model")
 def export_torch(
     spec: str,
     inputs: Sequence[tuple[int, ...]],

@@ -27,6 +27,7 @@ from deploy.fx.onnxform import plain
 from deploy.fx.profile import tensors_of
 from deploy.fx.source import users_line
 from deploy.ort import OrtSession
+from deploy.progress import phase
 
 if TYPE_CHECKING:
     import onnx
@@ -35,6 +36,7 @@ OPSET = 18
 FLOAT_TOLERANCE = 1e-4  # of the largest output: sums in another order, no more
 
 
+@phase("exporting")
 def to_onnx(
     model: nn.Module,
     inputs: Sequence[torch.Tensor],

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 from deploy.feed.choice import Limit
-from deploy.feed.feed import open_feed
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.preprocess import Asked
 from deploy.tensors import TensorSpec
 
 
 def batches_of(
-    images: str,
+    images: FeedSource,
     inputs: Sequence[torch.Tensor],
-    preprocess: Preprocess | None = None,
+    preprocess: Asked = None,
     limit: Limit = None,
 ) -> list[tuple[torch.Tensor, ...]]:
     """Batches of the size of the example inputs, from a folder, list, image, .npy or .npz file.

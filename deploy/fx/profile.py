@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deploy.fx.fuse import called_module
 from deploy.fx.table import columns, target_name
+from deploy.progress import phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class FlopInterpreter(fx.Interpreter):
         return result
 
 
+@phase("profiling")
 def profile(
     graph_module: fx.GraphModule,
     inputs: Sequence[torch.Tensor],
@@ -146,6 +148,7 @@ def mean_seconds(
     return (time.perf_counter() - started) / runs
 
 
+@phase("timing")
 def compare_speed(
     before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor], *, rounds: int = 3
 ) -> str:

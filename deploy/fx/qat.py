@@ -28,6 +28,7 @@ from deploy.fx.distill import Distiller
 from deploy.fx.placement import SHARED
 from deploy.fx.prepare import prepare, prepare_only
 from deploy.fx.ranges import search_ranges
+from deploy.progress import phase
 
 Batches = Callable[[int], Iterable[tuple[Any, Any]]]
 
@@ -143,12 +144,14 @@ def train(
     if task.teacher is not None:
         distiller = Distiller(prepared, task.teacher, task.distil)
     try:
-        for epoch in range(first, task.epochs):
-            _begin(epoch, task, prepared, optimizer, rates)
-            losses.append(_epoch(task, epoch, prepared, optimizer, distiller))
-            report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
-            if checkpoint is not None:
-                checkpoints.save(checkpoint, mark, epoch + 1, prepared, optimizer, losses)
+        with phase("training", task.epochs - first, "epochs") as step:
+            for epoch in range(first, task.epochs):
+                _begin(epoch, task, prepared, optimizer, rates)
+                losses.append(_epoch(task, epoch, prepared, optimizer, distiller))
+                report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
+                if checkpoint is not None:
+                    checkpoints.save(checkpoint, mark, epoch + 1, prepared, optimizer, losses)
+                step()
     finally:
         if distiller is not None:
             distiller.close()

@@ -7,7 +7,7 @@ Each output as a whole (`deploy.metrics.running` has the formulas), its parts, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -85,6 +85,7 @@ def compare(
     *,
     labels: Sequence[int] | None = None,
     count: int | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Accuracy:
     """Run both sessions on the same samples and compare every output.
 
@@ -94,6 +95,7 @@ def compare(
         samples: feeds of one batch each, read once; a batch is as long as its first input.
         labels: the class of each sample in order, 0 the first class.
         count: how many samples there are, where the last batch was filled up with others.
+        progress: called after every feed.
 
     Raises:
         ConfigError: outputs whose names differ.
@@ -103,6 +105,7 @@ def compare(
     comparison = Comparison(reference, candidate, labels=labels)
     for feed in samples:
         comparison.add(feed, reference.run(feed), candidate.run(feed), count=count)
+        progress()
     return comparison.result()
 
 

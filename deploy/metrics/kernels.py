@@ -18,6 +18,7 @@ import numpy as np
 from deploy.errors import ConfigError
 from deploy.metrics.latency import Feeds, percentile
 from deploy.ort import OrtSession, kernel_events, profiled
+from deploy.progress import phase
 from deploy.tensors import Session
 
 _WARMUP = 2  # runs that do not count
@@ -53,6 +54,7 @@ class TimesLayers(Protocol):
         ...
 
 
+@phase("kernels")
 def kernels_of(
     path: Path,
     session: Session,

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ConfigError
+from deploy.progress import lasting
 from deploy.tensors import Array, Session
 
 OVERHEAD_MS = 0.02  # of a runtime itself: a smaller difference is not the engine's doing
@@ -142,7 +143,6 @@ def measure(
     warmup_ms: float = 200,
     duration_s: float = 3,
     min_iterations: int = 10,
-    progress: bool = False,
 ) -> dict[str, Latency]:
     """Time sessions side by side, run by run, on the same inputs.
 
@@ -152,7 +152,6 @@ def measure(
         warmup_ms: time thrown away first, per session; one run at the least.
         duration_s: time measured, per session on average.
         min_iterations: runs measured of each session, however long they take.
-        progress: draw a bar on stderr where this takes over two seconds.
 
     Returns:
         label -> `Latency`, in the order of `sessions`.
@@ -162,10 +161,11 @@ def measure(
         BackendError: a session refused a feed.
     """
     _check(sessions, feeds, warmup_ms, duration_s, min_iterations)
-    warmup = _Clockwork(sessions, feeds)
-    warmup.turn(seconds=len(sessions) * warmup_ms / 1000, rounds=1)
-    clock = _Clockwork(sessions, feeds)
-    clock.turn(seconds=len(sessions) * duration_s, rounds=min_iterations, progress=progress)
+    warmup, clock = _Clockwork(sessions, feeds), _Clockwork(sessions, feeds)
+    warm_s, counted_s = len(sessions) * warmup_ms / 1000, len(sessions) * duration_s
+    with lasting("latency", warm_s + counted_s):
+        warmup.turn(seconds=warm_s, rounds=1)
+        clock.turn(seconds=counted_s, rounds=min_iterations)
     return {
         label: _latency(clock.host_ms[label], clock.device[label], len(warmup.host_ms[label]))
         for label in sessions
@@ -181,10 +181,10 @@ class _Clockwork:
         self.host_ms: dict[str, list[float]] = {label: [] for label in sessions}
         self.device: dict[str, list[DeviceTimes]] = {label: [] for label in sessions}
 
-    def turn(self, *, seconds: float, rounds: int, progress: bool = False) -> None:
+    def turn(self, *, seconds: float, rounds: int) -> None:
         """Run rounds until both `seconds` and `rounds` are reached."""
         order = list(self.sessions)
-        for index in _rounds(seconds, rounds, progress):
+        for index in _rounds(seconds, rounds):
             feed = self.feeds[index % len(self.feeds)]
             for label in order if index % 2 == 0 else reversed(order):
                 self._time(label, feed)
@@ -198,25 +198,13 @@ class _Clockwork:
             self.device[label].append(session.device_times())
 
 
-def _rounds(seconds: float, rounds: int, progress: bool) -> Iterator[int]:
+def _rounds(seconds: float, rounds: int) -> Iterator[int]:
     """0, 1, 2, ... until `seconds` have passed and `rounds` were given."""
-    from tqdm import tqdm
-
     start = time.perf_counter()
     index = 0
-    form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s"
-    with tqdm(
-        total=seconds,
-        desc="measuring",
-        bar_format=form,
-        delay=2,
-        leave=False,
-        disable=None if progress else True,
-    ) as bar:
-        while index < rounds or time.perf_counter() - start < seconds:
-            yield index
-            index += 1
-            bar.update(min(time.perf_counter() - start, seconds) - bar.n)
+    while index < rounds or time.perf_counter() - start < seconds:
+        yield index
+        index += 1
 
 
 def _latency(host_ms: list[float], device: list[DeviceTimes], warmup_queries: int) -> Latency:

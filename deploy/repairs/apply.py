@@ -15,7 +15,7 @@ from deploy.calibration.ranges import Ranges
 from deploy.errors import Calib8Error, ConfigError
 from deploy.feed.parallel import Sample
 from deploy.metrics.accuracy import Accuracy
-from deploy.progress import bar
+from deploy.progress import phase
 from deploy.repairs import REPAIRS, ROUNDING
 from deploy.repairs.adaround import trials_rounded
 from deploy.repairs.base import After, Making, Tried, settled
@@ -47,7 +47,7 @@ def few(feed: Samples, most: int = _SAMPLES) -> list[Sample]:
 
 
 def trials(
-    target: Target, request: BuildRequest, names: Sequence[str], *, progress: bool
+    target: Target, request: BuildRequest, names: Sequence[str]
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
     """What makes a target's trial models: with rounded weights, where that repair is tried.
 
@@ -55,24 +55,21 @@ def trials(
         target: the target.
         request: what it would be built from, other choices apart.
         names: of `REPAIRS`.
-        progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
     """
     if ROUNDING not in names:
         return target.trial
-    with _making(target, request, few(request.feed), progress) as making:
+    with _making(target, request, few(request.feed)) as making:
         return trials_rounded(request, making)
 
 
 @contextmanager
-def _making(
-    target: Target, request: BuildRequest, samples: Sequence[Sample], progress: bool
-) -> Iterator[Making]:
+def _making(target: Target, request: BuildRequest, samples: Sequence[Sample]) -> Iterator[Making]:
     """What repairs are made from: of enough samples every other one."""
     layers = len(layers_of(request.model))
-    with bar(f"repairing for {target.name}", layers, shown=progress) as step:
+    with phase("weights", layers, "layers", about=True) as step:
         yield Making(
             target=target,
             reference=request.model,
@@ -87,8 +84,6 @@ def repaired(
     request: BuildRequest,
     names: Sequence[str],
     samples: Sequence[Sample],
-    *,
-    progress: bool = False,
 ) -> tuple[BuildRequest, list[Tried]]:
     """Try the after-repairs of these names for one target.
 
@@ -97,7 +92,6 @@ def repaired(
         request: what it would be built from.
         names: of `REPAIRS`; those that come before observing are passed over.
         samples: a few, of which half make the repairs and the other half judge them.
-        progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -105,7 +99,7 @@ def repaired(
     repairs = {name: one.after for name in names if (one := REPAIRS[name]).after is not None}
     if not repairs:
         return request, []
-    with _making(target, request, samples, progress) as making:
+    with _making(target, request, samples) as making:
         return _tried_out(request, making, repairs, samples)
 
 
@@ -167,6 +161,7 @@ def refuse_trusted(names: Sequence[str]) -> None:
         )
 
 
+@phase("repairs")
 def prepared(
     targets: Sequence[Target],
     subject: Subject,

@@ -26,6 +26,7 @@ from deploy.report.timed import (
     more_kernels,
     timed_engines,
 )
+from deploy.report.verdict import DOUBTFUL, UNUSABLE
 from deploy.report.words import (
     TRIAL_HEADS,
     calibration_words,
@@ -61,6 +62,15 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
         tuple(_notes(report)),
     )
     return "\n\n".join(page(block) for block in blocks if block) + "\n"
+
+
+def grave(report: Findings) -> Iterator[str]:
+    """What must be known of a report that is not shown: what failed, and what is not good."""
+    for target in failures(report):
+        yield f"{target.name} failed: {target.error}"
+    for engine in report.engines:
+        if engine.verdict is not None and engine.verdict.level in (DOUBTFUL, UNUSABLE):
+            yield f"{engine.label}: {engine.verdict.words}"
 
 
 def _verdicts(report: Findings) -> Iterator[str]:

@@ -16,7 +16,7 @@ from deploy.errors import ConfigError
 from deploy.graph.plan import word_of
 from deploy.graph.selection import matching
 from deploy.metrics.latency import OVERHEAD_MS
-from deploy.progress import bar
+from deploy.progress import Step, phase
 from deploy.repairs import ROUNDING
 from deploy.repairs.apply import trials
 from deploy.tuning.clock import quickest_of
@@ -109,7 +109,6 @@ def tuned(
     *,
     method_asked: bool,
     repairs: Sequence[str] = (),
-    progress: bool = False,
 ) -> Tuned:
     """The plan of a target: obeyed where it fits, else searched.
 
@@ -120,7 +119,6 @@ def tuned(
         known: the plan that is there.
         method_asked: whether the user chose the method, which then stands.
         repairs: what will be tried on what was settled.
-        progress: draw a bar on stderr where this takes over two seconds.
 
     Raises:
         ConfigError: a plan that names nodes which the model does not have, or was made for another
@@ -136,8 +134,10 @@ def tuned(
     if wish.effort == 0 or wish.plan is not None:
         return Tuned(plan=TargetPlan(choices=Choices(float_nodes=common)), searched=False)
     request = request.choosing(Choices(float_nodes=common))
-    trial = trials(target, request, repairs, progress=progress)
-    with bar(f"searching for {target.name}", EFFORTS[wish.effort].most, shown=progress) as step:
+    trial = trials(target, request, repairs)
+    effort = EFFORTS[wish.effort]
+    most = effort.most * effort.rounds
+    with phase("trials", most, about=True) as step:
         found, probes = _searched(
             target,
             request,
@@ -146,7 +146,6 @@ def tuned(
             trial=trial,
             rounded=True if ROUNDING in repairs else None,
             step=step,
-            progress=progress,
         )
     old = there is not None and there.made_from != ""
     return Tuned(
@@ -191,8 +190,7 @@ def _searched(
     method_asked: bool,
     trial: Callable[[BuildRequest], onnx.ModelProto],
     rounded: bool | None,
-    step: Callable[[], None],
-    progress: bool,
+    step: Step,
 ) -> tuple[TargetPlan, int]:
     floats = tuple(request.float_nodes)
     decisions = target.decisions(request.model, floats)
@@ -206,7 +204,7 @@ def _searched(
     here = target.runs_here
     prober = Prober(
         trial,
-        unseen(target, request, samples, progress=progress),
+        unseen(target, request, samples),
         samples,
         runs_here=here,
         threads=request.threads,
@@ -248,6 +246,7 @@ def _searched(
     return found, prober.tried
 
 
+@phase("timing kernels")
 def _prices(
     target: Target,
     request: BuildRequest,

@@ -22,7 +22,7 @@ from deploy.calibration.observe import observe
 from deploy.calibration.ranges import Ranges
 from deploy.errors import Calib8Error
 from deploy.feed.manifest import Changed
-from deploy.progress import bar
+from deploy.progress import phase
 
 if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest, Target
@@ -33,16 +33,13 @@ MANY = 128  # samples from which on a few make no difference
 Sample = Mapping[str, "Array"]
 
 
-def unseen(
-    target: Target, request: BuildRequest, judges: Sequence[Sample], *, progress: bool
-) -> BuildRequest:
+def unseen(target: Target, request: BuildRequest, judges: Sequence[Sample]) -> BuildRequest:
     """The request with ranges of all samples but these; as it is where that cannot be.
 
     Args:
         target: whose observations are made anew.
         request: what it would be built from.
         judges: samples of the request's feed.
-        progress: draw a bar on stderr where this takes over two seconds.
     """
     count, ranges = len(request.feed), request.ranges
     left = count - len(judges)
@@ -52,7 +49,7 @@ def unseen(
     seen = ranges.once("without the judges", lambda: [Observed({})])  # shared by the targets
     try:
         wanted = each_once({target.name: target.demand(subject)})
-        with bar("calibrating for the search", left, shown=progress) as step:
+        with phase("observing without the judges", left, "samples") as step:
             seen[0] = seen[0].and_also(
                 observe(
                     wanted,

@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 SURVIVED, REFUSED, FAILED = "survived", "refused", "failed"
+# a line of progress, as deploy/progress.py writes it into a pipe
+_TOLD = re.compile(r"calib8: .+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?")
 _LONGEST = 8000  # letters of a sentence; names in it are cut by calib8 long before
 
 
@@ -45,19 +48,19 @@ def judged(ended: Ended, *, refusals: Collection[int] = (1, 2, 3)) -> Outcome:
     """Judge a run by its code and by what stands on the screen."""
     if ended.code != 0 and ended.code not in refusals:
         return Outcome(FAILED, f"exit code {ended.code}: {_last(ended.err)}")
-    err = ended.err.rpartition(b"\r")[2]  # a bar of progress goes back to the line's start
-    for name, stream in (("stdout", ended.out), ("stderr", err)):
+    for name, stream in (("stdout", ended.out), ("stderr", ended.err)):
         if (wrong := _unprintable(stream)) is not None:
             return Outcome(FAILED, f"{name} holds {wrong}: {_last(stream)}")
     if ended.code == 0:
         return Outcome(SURVIVED)
-    lines = [line for line in err.decode().splitlines() if line]  # click ends a ^C's line
+    said = (line for line in ended.err.decode().splitlines() if line)  # click ends a ^C's line
+    lines = [line for line in said if not _TOLD.fullmatch(line)]
     if len(lines) > 1 or (lines and not lines[0].startswith("calib8: ")):
-        return Outcome(FAILED, f"no one sentence but {len(lines)} lines: {_last(err)}")
+        return Outcome(FAILED, f"no one sentence but {len(lines)} lines: {_last(ended.err)}")
     if not lines and not ended.out:
         return Outcome(FAILED, f"exit code {ended.code} without a word")
     if lines and len(lines[0]) > _LONGEST:
-        return Outcome(FAILED, f"a sentence of {len(lines[0])} letters: {_last(err)}")
+        return Outcome(FAILED, f"a sentence of {len(lines[0])} letters: {_last(ended.err)}")
     return Outcome(REFUSED)
 
 

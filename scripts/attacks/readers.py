@@ -251,6 +251,63 @@ def _pairs(folder: Path) -> Callable[[Path], Callable[[], object]]:
     return lambda path: lambda: from_qdq(read_model(path), path)
 
 
+_PROCESSOR = json.dumps(
+    {
+        "do_center_crop": True, "do_normalize": True, "do_resize": True, "resample": 3,
+        "crop_size": {"height": 16, "width": 16}, "size": {"shortest_edge": 18},
+        "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+        "image_processor_type": "ViTImageProcessor", "rescale_factor": 0.00392156862745098,
+    },
+    indent=1,
+)  # fmt: skip
+_INFER = """mode: paddle
+Preprocess:
+- interp: 2
+  keep_ratio: false
+  target_size:
+  - 16
+  - 16
+  type: Resize
+- is_scale: true
+  mean: [0.485, 0.456, 0.406]
+  std:
+  - 0.229
+  - 0.224
+  - 0.225
+  type: NormalizeImage
+- type: Permute
+label_list:
+- cat
+"""
+_TIMM = (
+    '{"architecture": "resnet18", "pretrained_cfg": {"input_size": [3, 16, 16], "mean": [0.5],'
+    ' "std": [0.5], "crop_pct": 0.9, "interpolation": "bicubic", "crop_mode": "center"}}'
+)
+
+
+def _beside(name: str) -> Callable[[Path], Callable[[Path], Callable[[], object]]]:
+    """What stands beside a model, under its own name."""
+
+    def opened(folder: Path) -> Callable[[Path], Callable[[], object]]:
+        import onnx
+
+        from deploy.feed.carried import settled
+        from deploy.frontends.metadata import carried_of
+        from deploy.tensors import TensorSpec
+
+        model = made(folder / "own").model
+        loaded, spec = onnx.load(model), TensorSpec("x", "float32", ("batch", 3, _SIDE, _SIDE))
+
+        def read(path: Path) -> None:
+            shutil.copyfile(path, model.parent / name)
+            found = settled(None, carried_of(loaded, model), spec)
+            assert all(note.isprintable() for note in found.notes)
+
+        return lambda path: partial(read, path)
+
+    return opened
+
+
 def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
     import click
 
@@ -319,6 +376,12 @@ READERS: dict[str, Reader] = {
         Reader(name="onnx", suffix=".onnx", seeds=_onnx, open=_model, cases=2000),
         Reader(name="qdq", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_pairs,
                cases=2000),
+        Reader(name="processor", suffix=".json", seeds=_texts(_PROCESSOR),
+               open=_beside("preprocessor_config.json"), cases=5000),
+        Reader(name="timm", suffix=".json", seeds=_texts(_TIMM), open=_beside("config.json"),
+               cases=5000),
+        Reader(name="paddle", suffix=".yml", seeds=_texts(_INFER), open=_beside("infer_cfg.yml"),
+               cases=5000),
         Reader(name="record", suffix=".txt", seeds=_of_build("*_record.txt"), open=_ascend),
         Reader(name="quant", suffix=".json", seeds=_of_build("*_config.json"), open=_ascend),
         Reader(name="simple-cfg", suffix=".cfg", seeds=_texts(_CFG), open=_ascend),

@@ -55,7 +55,7 @@ def write_aipp(how: Preprocess, source: Source | None = None) -> Aipp:
         ExportError: AIPP cannot express the arithmetic, the layout or the crop.
     """
     source = source or Source()
-    if how.size is None or how.color is None:
+    if how.size is None or None in how.size or how.color is None:
         raise ExportError("AIPP needs the input's size and color, got a preprocessing without")
     if how.layout == "nhwc":
         raise ExportError("AIPP feeds NCHW models, got layout nhwc; preprocess on the host")
@@ -119,25 +119,24 @@ def _one_line(op: Any) -> str:
 
 def _place(op: Any, how: Preprocess, source: Source) -> list[str]:
     """Sizes and crop; gives what is left to the host."""
-    assert how.size is not None
-    height, width = source.size or how.size
+    height, width = source.size or how.box
     for word, side in (("width", width), ("height", height)):
         if not _SIDES[0] <= side <= _SIDES[1]:
             raise ExportError(f"AIPP takes sides of {_SIDES[0]} to {_SIDES[1]}, got {word} {side}")
         if source.yuv and side % 2:
             raise ExportError(f"AIPP takes YUV pictures of even sides, got {word} {side}")
     fields = {"src_image_size_w": width, "src_image_size_h": height}
-    if (height, width) != how.size:
-        top, left = (height - how.size[0]) // 2, (width - how.size[1]) // 2
+    if (height, width) != how.box:
+        top, left = (height - how.box[0]) // 2, (width - how.box[1]) // 2
         if top < 0 or left < 0:
             raise ExportError(
                 f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
-                f" of {how.size[0]}x{how.size[1]}"
+                f" of {how.box[0]}x{how.box[1]}"
             )
         if source.yuv:  # whose U and V stand for two rows and columns
             top, left = top // 2 * 2, left // 2 * 2
         fields |= {"crop": True, "load_start_pos_w": left, "load_start_pos_h": top}
-        fields |= {"crop_size_w": how.size[1], "crop_size_h": how.size[0]}
+        fields |= {"crop_size_w": how.box[1], "crop_size_h": how.box[0]}
     for name, value in fields.items():
         setattr(op, name, value)
     step = {

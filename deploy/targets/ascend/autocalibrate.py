@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploy import atomic
 from deploy.calibration.observation import Observed
+from deploy.progress import phase
 from deploy.targets.ascend.auto import Searched, rank, search
 from deploy.targets.ascend.calibrate import RecordPlan
 from deploy.targets.ascend.gain import ByGain
@@ -82,7 +83,7 @@ def _by_gain(plans: Mapping[str, RecordPlan], observed: Observed, losses: Losses
 def _by_prefix(plan: RecordPlan, observed: Observed, losses: Losses) -> Searched:
     found = plan.record(observed)
     layers = quantize_layers(plan.model, plan.graph, found.records)
-    with losses.evaluation.samples() as samples:
+    with phase("ranking the layers"), losses.evaluation.samples() as samples:
         ranking = rank(plan.model, layers, islice(samples, _RANKED))
     return search(found.records, ranking, plan.config, losses.judge)
 

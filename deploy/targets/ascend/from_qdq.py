@@ -73,12 +73,14 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
         ExportError: Ascend can take over none of its layers.
     """
     from deploy.frontends import load
+    from deploy.frontends.metadata import carried_of
 
+    carried = carried_of(quantized, path)
     model = _named(quantized)
     taken, why = taken_over(Graph(model))
     while True:
         plain, loose = without_pairs(model, taken, keep_rounding=keep_rounding)
-        loaded = replace(load(plain, fold_batchnorm=False), name=path.stem)
+        loaded = replace(load(plain, fold_batchnorm=False), name=path.stem, carried=carried)
         graph, layers, changed, unfit = _quantized(loaded.model, taken)
         if len(layers) == len(taken):
             break

@@ -11,6 +11,7 @@ import numpy as np
 
 from deploy.metrics.accuracy import compare, cosine
 from deploy.ort import OrtSession
+from deploy.progress import Step, phase
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import LayerGraph
 from deploy.targets.ascend.quant_layer import quantize_layers
@@ -67,9 +68,12 @@ class Losses:
         threads = self.budget.threads
         reference = OrtSession.open(self.model, threads=threads)
         candidate = OrtSession.open(self._form(records), threads=threads)
-        with self.evaluation.samples() as samples:
-            labels = self.evaluation.labels
-            figures = compare(reference, candidate, samples, labels=labels)
+        what, labels = f"{len(records)} layers in int8", self.evaluation.labels
+        with (
+            phase(what, len(self.evaluation), "samples") as step,
+            self.evaluation.samples() as samples,
+        ):
+            figures = compare(reference, candidate, samples, labels=labels, progress=step)
         if figures.top1_reference is not None and figures.top1_candidate is not None:
             loss = figures.top1_reference - figures.top1_candidate
         else:
@@ -83,10 +87,11 @@ class Losses:
         """Look from now on at a few images: those in which these records lose most, and others."""
         reference = OrtSession.open(self.model, threads=self.budget.threads)
         session = OrtSession.open(self._form(records), threads=self.budget.threads)
-        lost = [
-            _loss(reference.run(sample), session.run(sample))
-            for sample in self.evaluation.spread(_LOOKED_AT)
-        ]
+        with phase("choosing images"):
+            lost = [
+                _loss(reference.run(sample), session.run(sample))
+                for sample in self.evaluation.spread(_LOOKED_AT)
+            ]
         worst = sorted(range(len(lost)), key=lambda place: (-lost[place], place))[: _FEW // 2]
         rest = [place for place in range(len(lost)) if place not in worst]
         spread = np.linspace(0, max(len(rest) - 1, 0), min(len(rest), _FEW - len(worst)))
@@ -99,14 +104,19 @@ class Losses:
 
     def of(self, forms: Sequence[Records]) -> list[float]:
         """Mean loss of cosine on the few images, of several forms beside each other."""
-        with ThreadPoolExecutor(self.budget.threads) as pool:
-            return list(pool.map(self._mean, forms))
+        with (
+            phase("trying layers", len(forms), "trials") as step,
+            ThreadPoolExecutor(self.budget.threads) as pool,
+        ):
+            return list(pool.map(lambda form: self._mean(form, step), forms))
 
-    def _mean(self, records: Records) -> float:
+    def _mean(self, records: Records, step: Step) -> float:
         if not records:
             return 0.0
         session = OrtSession.open(self._form(records), threads=1, spin=False)
-        return float(np.mean([_loss(wanted, session.run(sample)) for sample, wanted in self.few]))
+        found = [_loss(wanted, session.run(sample)) for sample, wanted in self.few]
+        step()
+        return float(np.mean(found))
 
     def _form(self, records: Records) -> onnx.ModelProto:
         return fake_quant_model(self.model, quantize_layers(self.model, self.graph, records))

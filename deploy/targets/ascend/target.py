@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy import atomic
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
+from deploy.progress import phase
 from deploy.targets.ascend.cann import DEFAULT, PARSERS
 from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.source import COLORS, STANDARDS, Source, read_size
@@ -444,6 +445,7 @@ def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
     return replace(config, layers=layers)
 
 
+@phase("atc")
 def run_atc(command: list[str], engine: Path) -> Path:
     """Run atc in the folder of `engine`, which it writes.
 

@@ -20,6 +20,7 @@ from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks
 from deploy import atomic, stamped
 from deploy.errors import BackendError, ConfigError
+from deploy.progress import phase
 from deploy.reading import read_bytes
 from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.libraries import stand_ins
@@ -88,6 +89,7 @@ class Engine:
     cache: bytes | None
 
 
+@phase("TensorRT builds")
 def build_engine(
     model: Path,
     settings: Settings,

@@ -1,0 +1,120 @@
+"""Hugging Face's `preprocessor_config.json`, beside the model or above a folder `onnx`.
+
+Source: the image processors of `transformers` (`models/*/image_processing_*.py`), which save their
+arguments under their own names: resize, crop the centre, times rescale_factor, minus image_mean,
+divided by image_std, in this order. `optimum` and transformers.js put the models into `onnx/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from deploy.errors import ConfigError
+from deploy.feed.preprocess import Preprocess, Size
+from deploy.frontends.metadata import timm
+from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, table, word
+
+FILE = "preprocessor_config.json"
+# Pillow's: nearest, lanczos, bilinear, bicubic, box, hamming
+_RESAMPLE = ("nearest", "lanczos", "area", "area", "area", "area")
+# What is read here, and what changes no value of a picture that has the input's size.
+_KNOWN = frozenset(
+    (
+        "_processor_class", "_valid_processor_keys", "auto_map", "crop_pct", "crop_size",
+        "data_format", "default_to_square", "device", "disable_grouping", "do_center_crop",
+        "do_convert_annotations", "do_convert_rgb", "do_flip_channel_order", "do_normalize",
+        "do_reduce_labels", "do_rescale", "do_resize", "feature_extractor_type", "format",
+        "image_mean", "image_processor_type", "image_std", "input_data_format",
+        "processor_class", "resample", "rescale_factor", "return_tensors", "size",
+    )
+)  # fmt: skip
+_OWN_WAYS = ("Deit", "DeiT", "Levit", "PoolFormer")  # that resize by rules of their own
+
+
+def read(found: Found) -> Said | None:
+    """What the file says; None where there is none, or it is of no pictures.
+
+    Raises:
+        ConfigError: what calib8 does not do, or values that are none.
+    """
+    inside = found.folder is not None and found.folder.absolute().name == "onnx"
+    text = found.beside(FILE, *([f"../{FILE}"] if inside else []))
+    if text is None:
+        return None
+    data = table(text, FILE)
+    if isinstance(data.get("pretrained_cfg"), dict):  # TimmWrapperImageProcessor
+        return Said(timm.how_of(data["pretrained_cfg"]))
+    if "size" not in data and "image_mean" not in data:
+        return None
+    kind = word(data.get("image_processor_type")) or word(data.get("feature_extractor_type"))
+    strange = [key for key, value in data.items() if value and key not in _KNOWN]
+    if kind.startswith(_OWN_WAYS) or strange:
+        raise ConfigError(f"calib8 does not know its {shown(strange[0]) if strange else kind}")
+    return Said(_normalised(_placed(data, kind), data), f", {kind}" if kind else "")
+
+
+def _normalised(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
+    """With the arithmetic and the order of the channels."""
+    scaled, normal = _flag(data, "do_rescale", True), _flag(data, "do_normalize", True)
+    factor = data.get("rescale_factor")
+    return replace(
+        how,
+        color="bgr" if _flag(data, "do_flip_channel_order", False) else "rgb",
+        scale=1.0
+        if not scaled
+        else 1 / 255
+        if factor is None
+        else single(factor, "rescale_factor"),
+        mean=numbers(data.get("image_mean"), "image_mean") if normal else (0.0,),
+        std=numbers(data.get("image_std"), "image_std") if normal else (1.0,),
+    )
+
+
+def _placed(data: Mapping[str, Any], kind: str) -> Preprocess:
+    """How a picture gets to its size."""
+    resample = single(data.get("resample", 2), "resample")
+    size, crop = data.get("size"), _flag(data, "do_center_crop", False)
+    if not _flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
+        raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample:g}")
+    how = Preprocess(interpolation=_RESAMPLE[int(resample)])
+    sides = size if isinstance(size, dict) else {"height": size, "width": size}
+    if set(sides) == {"height", "width"} and not crop:
+        return replace(how, default_size=_both(sides, "size"))
+    if set(sides) == {"shortest_edge"}:
+        short = int(single(sides["shortest_edge"], "shortest_edge"))
+        if crop:
+            cropped = _both(data.get("crop_size"), "crop_size")
+            return replace(how, resize="short-side", short_side=short, default_size=cropped)
+        if kind.startswith("ConvNext"):
+            return _of_convnext(how, short, data.get("crop_pct"))
+    raise ConfigError(
+        f"its size must be a height and a width, or a shortest_edge of which the centre is"
+        f" cropped, got {shown(size)}{' and a crop' if crop else ''}"
+    )
+
+
+def _of_convnext(how: Preprocess, side: int, share: object) -> Preprocess:
+    """`ConvNextImageProcessor`: from 384 on stretched, below it cropped by a share."""
+    if side >= 384:
+        return replace(how, default_size=(side, side))
+    part = 224 / 256 if share is None else single(share, "crop_pct")
+    if not 0 < part <= 1:
+        raise ConfigError(f"its crop_pct must be a share up to 1, got {part:g}")
+    return replace(how, resize="short-side", short_side=int(side / part), default_size=(side, side))
+
+
+def _both(value: object, name: str) -> Size:
+    """(height, width) of a mapping, or of one number."""
+    sides = value if isinstance(value, dict) else {"height": value, "width": value}
+    return int(single(sides.get("height"), name)), int(single(sides.get("width"), name))
+
+
+def _flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = data.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"its {name} must be true or false, got {shown(value)}")
+    return value

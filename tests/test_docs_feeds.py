@@ -1,0 +1,33 @@
+"""Every source that `docs/feeds.md` names has a test, and the test is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+TEXT = (TESTS.parent / "docs" / "feeds.md").read_text("utf-8")
+ROWS = [line for line in TEXT.splitlines() if line.startswith("| ")]
+HEADS = ("| From", "| What is read")
+
+
+def home(row: int) -> str:
+    """The file whose tests a row names where it names none: of its table."""
+    heads = [line for line in ROWS[: row + 1] if line.startswith(HEADS)]
+    found = re.search(r"tests/(\w+\.py)", heads[-1])
+    return found[1] if found else "test_sources.py"
+
+
+@pytest.mark.parametrize("place", [n for n, row in enumerate(ROWS) if not row.startswith(HEADS)])
+def test_a_source_has_its_test(place):
+    named = re.findall(r"`(?:(test_\w+\.py)::)?(test_\w+)`", ROWS[place])
+    assert named, ROWS[place]
+    for file, test in named:
+        text = (TESTS / (file or home(place))).read_text("utf-8")
+        assert re.search(rf"^def {test}\(", text, re.MULTILINE), (file, test)
+
+
+def test_the_words_around_the_tables_name_tests_that_are_there():
+    for test in re.findall(r"`(?:test_\w+\.py::)?(test_\w+)`", TEXT):
+        found = (path for path in TESTS.glob("test_*.py") if f"def {test}(" in path.read_text())
+        assert any(found), test

@@ -1,0 +1,370 @@
+"""What a model's metadata, or a file beside it, says of how pictures become its input."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from deploy.errors import ConfigError
+from deploy.feed.carried import Carried, settled
+from deploy.feed.feed import open_feed
+from deploy.feed.preprocess import Preprocess
+from deploy.feed.presets import PRESETS
+from deploy.frontends.metadata import carried_of
+from deploy.frontends.metadata.paddle import operators
+from deploy.tensors import TensorSpec
+
+OPEN = ("n", 3, "h", "w")
+IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+YOLO = {"author": "Ultralytics", "version": "8.1.0", "task": "detect", "imgsz": "[320, 320]"}
+
+
+def network(shape=OPEN, **properties):
+    """x -> Relu -> y, with metadata."""
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "net", ends[:1], ends[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    for key, value in properties.items():
+        one = model.metadata_props.add()
+        one.key, one.value = key.replace("__", " "), value
+    return model
+
+
+def carried(shape=OPEN, path=None, **properties):
+    return carried_of(network(shape, **properties), path)
+
+
+def how(said, shape=OPEN, asked=None):
+    return settled(asked, said, TensorSpec("x", "float32", shape)).how
+
+
+# ---- the exporters ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["detect", "segment", "pose", "obb"])
+def test_ultralytics_boxes_are_letterboxed(task):
+    said = carried(**(YOLO | {"task": task, "description": "Ultralytics YOLOv8n model"}))
+    assert said.source == "the model's metadata (Ultralytics 8.1.0, imgsz 320)"
+    found = how(said)
+    assert (found.size, found.resize, found.pad, found.color) == (
+        (320, 320), "letterbox", (114.0,), "rgb",
+    )  # fmt: skip
+    assert found.scale == 1 / 255
+
+
+def test_ultralytics_other_tasks_channels_and_versions():
+    classes = how(carried(**(YOLO | {"task": "classify", "imgsz": "224"})))
+    assert (classes.resize, classes.short, classes.size) == ("short-side", 224, (224, 224))
+    assert classes.mean == (0.0,)
+    detr = carried(**(YOLO | {"description": "Ultralytics rtdetr-l model"}))
+    assert how(detr).resize == "stretch"
+    grey = how(carried(("n", 1, "h", "w"), **(YOLO | {"channels": "1"})), ("n", 1, "h", "w"))
+    assert grey.color == "grey"
+    wide = carried(**(YOLO | {"imgsz": "[480, 640]", "version": "\x1b[31m"}))
+    assert wide.source == "the model's metadata (Ultralytics, imgsz 480x640)"
+    assert how(wide).size == (480, 640)
+    v5 = carried(stride="32", names="{0: 'face'}")
+    assert "YOLOv5" in v5.source and how(v5).resize == "letterbox"
+    assert carried(names="{0: 'face'}") is carried(stride="32", names="", other="") is None
+
+
+def test_openvinos_model_info():
+    given = {
+        "model_info__mean_values": "123.675 116.28 103.53",
+        "model_info__scale_values": "58.395 57.12 57.375",
+        "model_info__resize_type": "fit_to_window_letterbox",
+        "model_info__pad_value": "114",
+        "model_info__reverse_input_channels": "True",
+    }
+    found = how(carried(**given), ("n", 3, 64, 64))
+    assert (found.resize, found.anchor, found.pad) == ("letterbox", "centre", (114.0,))
+    assert (found.scale, found.mean[0], found.std[2], found.color) == (1, 123.675, 57.375, "rgb")
+    bare = how(carried(model_info__mean_values="0"), ("n", 3, 64, 64))
+    assert (bare.resize, bare.color) == ("stretch", "bgr")
+    unit = given | {"model_info__intensity_mode": "scale_to_unit"}
+    assert how(carried(**unit), ("n", 3, 64, 64)).scale == 1 / 255
+    for name, value in (("resize_type", "crop"), ("embedded_processing", "True"),
+                        ("intensity_mode", "window")):  # fmt: skip
+        assert carried(**given | {f"model_info__{name}": value}).how is None
+
+
+def test_timms_configuration_in_metadata_and_in_its_file(tmp_path):
+    cfg = {
+        "input_size": [3, 288, 288], "crop_pct": 0.95, "crop_mode": "center",
+        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bicubic",
+    }  # fmt: skip
+    one = how(carried(pretrained_cfg=json.dumps(cfg)))
+    two = how(carried(**{name: str(value) for name, value in cfg.items()}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architecture": "resnet50", "pretrained_cfg": cfg})
+    )
+    file = carried(path=tmp_path / "net.onnx")
+    assert file.source == "the config.json beside the model (timm, resnet50)"
+    assert one == two == how(file)
+    assert (one.size, one.resize, one.short_side) == ((288, 288), "short-side", 303)
+    usual = how(carried(mean="0.5", std="(0.5, 0.5, 0.5)"), ("n", 3, 224, 224))
+    assert (usual.short, usual.mean, usual.std) == (256, (0.5,), (0.5, 0.5, 0.5))
+    squash = cfg | {"crop_mode": "squash", "crop_pct": 1.0}
+    assert how(carried(pretrained_cfg=json.dumps(squash))).resize == "stretch"
+    for strange in ({"crop_mode": "border"}, {"mean": [123.7] * 3}, {"input_size": [3, 9, 8]},
+                    {"crop_pct": 0}, {"interpolation": ["x"]}, {"input_size": None}):  # fmt: skip
+        assert carried(pretrained_cfg=json.dumps(cfg | strange)).how is None
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    assert carried(path=tmp_path / "net.onnx") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"size": {"height": 224, "width": 192}}, ("stretch", (224, 192), None)),
+        (
+            {"size": {"shortest_edge": 256}, "do_center_crop": True,
+             "crop_size": {"height": 224, "width": 224}},
+            ("short-side", (224, 224), 256),
+        ),
+        (
+            {"size": {"shortest_edge": 224}, "crop_pct": 0.875,
+             "image_processor_type": "ConvNextImageProcessor"},
+            ("short-side", (224, 224), 256),
+        ),
+        (
+            {"size": {"shortest_edge": 384}, "image_processor_type": "ConvNextFeatureExtractor"},
+            ("stretch", (384, 384), None),
+        ),
+        ({"size": 224, "do_center_crop": False}, ("stretch", (224, 224), None)),
+        ({"size": {"shortest_edge": 800, "longest_edge": 1333}, "do_pad": True}, None),
+        ({"size": {"height": 256, "width": 256}, "do_center_crop": True, "crop_size": 224}, None),
+        ({"size": {"height": 8, "width": 8}, "max_image_tiles": 4}, None),
+        ({"size": {"height": 8, "width": 8}, "resample": 9}, None),
+        ({"size": {"height": 8, "width": 8}, "do_resize": False}, None),
+        ({"size": {"height": 8, "width": 8}, "do_rescale": "yes"}, None),
+        ({"size": {"height": [], "width": {}}}, None),
+        ({"size": {"shortest_edge": 256}, "image_processor_type": "LevitImageProcessor"}, None),
+    ],
+)  # fmt: skip
+def test_hugging_faces_processors(given, wanted, tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(IMAGENET | given))
+    said = carried(path=tmp_path / "net.onnx")
+    assert said.source.startswith("the preprocessor_config.json beside the model (Hugging Face")
+    if wanted is None:
+        assert said.how is None and said.reason
+        return
+    found = how(said)
+    assert (found.resize, found.size, found.short_side) == wanted
+    assert (found.mean, found.std) == (
+        PRESETS["imagenet"].mean, PRESETS["imagenet"].std,
+    )  # fmt: skip
+    assert (found.color, found.interpolation) == ("rgb", "area")
+
+
+def test_hugging_faces_arithmetic_and_the_folder_onnx(tmp_path):
+    (tmp_path / "onnx").mkdir()
+    given = {"size": {"height": 8, "width": 8}, "do_normalize": False, "resample": 0,
+             "rescale_factor": 0.5, "do_flip_channel_order": True}  # fmt: skip
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    found = how(carried(path=tmp_path / "onnx" / "model.onnx"))
+    assert (found.scale, found.mean, found.std) == (0.5, (0.0,), (1.0,))
+    assert (found.color, found.interpolation) == ("bgr", "nearest")
+    assert carried(path=tmp_path / "other" / "model.onnx") is None
+
+
+INFER_CFG = """\
+mode: paddle
+Preprocess:
+- interp: 2
+  keep_ratio: false
+  target_size:
+  - 320
+  - 416
+  type: Resize
+- is_scale: true
+  mean:
+  - 0.485
+  - 0.456
+  - 0.406
+  std: [0.229, 0.224, 0.225]
+  type: NormalizeImage
+- type: Permute
+label_list:
+- it's "anything": {
+"""
+
+
+def test_paddledetections_infer_cfg(tmp_path):
+    (tmp_path / "infer_cfg.yml").write_text(INFER_CFG)
+    found = how(carried(path=tmp_path / "net.onnx"))
+    assert (found.size, found.resize, found.interpolation) == ((320, 416), "stretch", "cubic")
+    assert (found.mean, found.std, found.scale) == (
+        PRESETS["picodet"].mean, PRESETS["picodet"].std, 1 / 255,
+    )  # fmt: skip
+    for old, new in (("keep_ratio: false", "keep_ratio: true"), ("Permute", "PadStride"),
+                     ("interp: 2", "interp: [2, 3]"), ("- 320", "- &a 320"),
+                     ("  keep_ratio: false", "  keep_ratio: !!python/object:os.system"),
+                     ("std: [0.229, ", "std: [[" * 5000)):  # fmt: skip
+        (tmp_path / "infer_cfg.yml").write_text(INFER_CFG.replace(old, new))
+        said = carried(path=tmp_path / "net.onnx")
+        assert said.how is None and len(said.reason) < 250, new
+    assert operators("a: 1\n") == []
+    with pytest.raises(ConfigError, match="as PaddleDetection writes it"):
+        operators("Preprocess:\n  type: x\n")
+
+
+def test_characters_of_a_recogniser_are_not_names_of_classes():
+    characters = "\n".join("0123456789abcdefghijklmnopqrstuvwxyz")
+    line = how(carried(character=characters))
+    assert (line.resize, line.size, line.color) == ("fit-height", (48, 320), "bgr")
+    old = ("n", 3, 32, "w")
+    assert how(carried(old, character=characters), old).size == (32, 320)
+    assert carried((1, 3, 640, 640), character=characters) is None
+    assert carried(character="\n".join(["text", "title", "figure"] * 9)) is None
+
+
+# ---- what is made of it -----------------------------------------------------------------------
+
+
+def test_what_is_asked_stands_before_what_is_carried():
+    spec = TensorSpec("x", "float32", OPEN)
+    said = carried(**YOLO)
+    plain = settled(None, said, spec)
+    assert plain.origin == said.source and plain.notes == ()
+    some = settled({"size": (64, 64), "mean": 0.5, "pad": None}, said, spec)
+    assert (some.how.size, some.how.mean, some.how.pad) == ((64, 64), (0.5,), (114.0,))
+    assert some.origin == f"{said.source}, but for size and mean"
+    other = settled(PRESETS["imagenet"], said, spec)
+    assert (other.origin, other.how.resize) == ("", "short-side")
+    assert other.notes == (
+        "the model's metadata (Ultralytics 8.1.0, imgsz 320) says resize letterbox, anchor centre,"
+        " pad 114, a black pixel as 0 and a white one as 1 where another was asked for, which is"
+        " used",
+    )
+    same = Preprocess(size=(320, 320), resize="letterbox", pad=(114,), scale=1, std=(255,))
+    assert settled(same, said, spec).notes == ()  # however it is written
+    assert settled("imagenet", said, spec).how == other.how
+    with pytest.raises(ConfigError, match=r"or options by name .*, got int"):
+        settled(5, None, spec)
+    bare = settled({}, None, TensorSpec("x", "float32", (1, 3, 8, 8)))
+    assert bare.notes[0].startswith("no preprocessing was given")
+
+
+def test_a_size_that_is_not_the_inputs():
+    fixed = TensorSpec("x", "float32", (1, 3, 640, 640))
+    boxes = settled(None, carried(**YOLO), fixed)
+    assert (boxes.how.size, boxes.how.resize) == ((640, 640), "letterbox")
+    assert (
+        "followed but for its size: it says 320x320 pixels, the input is of 640x640"
+        in (boxes.notes[0])
+    )
+    classes = settled(None, carried(**(YOLO | {"task": "classify", "imgsz": "700"})), fixed)
+    assert classes.how.resize == "stretch" and not classes.origin
+    assert "is not followed: it says 700x700 pixels" in classes.notes[0]
+    wrong = settled(None, Carried("it", Preprocess(color="grey")), fixed)
+    assert "it is not followed: grey images have 1 channels" in wrong.notes[0]
+
+
+HOSTILE = [
+    *("", "\0", "[" * 3000, "9" * 3000, "nan", "1e999", "-5", "x" * 100_000, "[1, 2, 3, 4, 5, 6]"),
+    *("{}", "null", "true", "[]", "[[]]", '{"a": 1}', "\x1b[31m", "\u202e0.5", "0", "1" * 400),
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_metadata_is_a_note(text, tmp_path):
+    spec = TensorSpec("x", "float32", (1, 3, 8, 8))
+    given = [
+        *(YOLO | {key: text} for key in ("author", "task", "imgsz", "version", "channels")),
+        *({f"model_info__{key}": text} for key in ("mean_values", "scale_values", "pad_value")),
+        *({"mean": "0.5", "std": "0.5"} | {key: text} for key in ("mean", "std", "crop_pct")),
+        {"pretrained_cfg": text},
+        {"character": text},
+    ]
+    for name in ("preprocessor_config.json", "config.json", "infer_cfg.yml"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text(text)
+        found = settled(None, carried(path=folder / "net.onnx"), spec)
+        assert found.how.size == (8, 8)
+    for one in given:
+        if "\0" in text and "author" in one:
+            continue
+        found = settled(None, carried(**one), spec)
+        assert found.how.size == (8, 8)
+        assert all(len(note) < 500 and note.isprintable() for note in found.notes)
+
+
+@pytest.mark.parametrize("key", ["size", "image_mean", "image_std", "resample", "crop_size",
+                                 "rescale_factor", "do_resize", "crop_pct", "pretrained_cfg",
+                                 "image_processor_type"])  # fmt: skip
+@pytest.mark.parametrize("value", [None, [], {}, "x", 10**400, -1, 1e300, [[1]], {"height": []},
+                                   {"shortest_edge": 0}, True, [None] * 3])  # fmt: skip
+def test_values_of_another_kind_are_a_note(key, value, tmp_path):
+    good = IMAGENET | {"size": {"shortest_edge": 9}, "do_center_crop": True, "crop_size": 8}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(good | {key: value}))
+    spec = TensorSpec("x", "float32", (1, 3, 8, 8))
+    assert settled(None, carried(path=tmp_path / "net.onnx"), spec).how.size == (8, 8)
+
+
+def test_what_is_no_file_or_too_large_beside_the_model(tmp_path):
+    (tmp_path / "preprocessor_config.json").mkdir()
+    assert carried(path=tmp_path / "net.onnx") is None
+    (tmp_path / "config.json").write_text('{"pretrained_cfg": {}}' + " " * (1 << 19))
+    assert "at most 256 KiB" in carried(path=tmp_path / "net.onnx").reason
+
+
+# ---- through the command ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def yolo(small_cnn, tmp_path):
+    """The small network as Ultralytics exports."""
+    model = onnx.load(small_cnn)
+    for key, value in (YOLO | {"imgsz": "[16, 16]"}).items():
+        one = model.metadata_props.add()
+        one.key, one.value = key, value
+    onnx.save(model, tmp_path / "yolo.onnx")
+    return tmp_path / "yolo.onnx"
+
+
+QUICK = ("--effort", 0, "--duration", 0, "--accept")
+
+
+def test_the_first_screen_says_where_the_preset_came_from(yolo, pictures, tmp_path, run):
+    words = "build", yolo, "--images", pictures, *QUICK
+    code, out, err = run(*words, "--out", tmp_path / "a")
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert "pictures yolo: rgb 16x16, letterbox" in said
+    assert "; from the model's metadata (Ultralytics 8.1.0, imgsz 16)" in said
+    code, out, err = run(*words, "--out", tmp_path / "b", "--preprocess", "yolo")
+    assert code == 0 and "metadata" not in out, err
+    caches = [(tmp_path / name / "yolo.cache").read_bytes() for name in "ab"]
+    assert caches[0] == caches[1]
+    code, out, err = run(*words, "--out", tmp_path / "b", "--preprocess", "imagenet")
+    said = " ".join(out.split())
+    assert "says resize letterbox, anchor centre, pad 114" in said
+    assert "the preprocessing changed" in said  # and the cache is not used again
+    code, out, err = run(*words, "--out", tmp_path / "c", "--pad", 3)
+    assert "imgsz 16), but for pad" in " ".join(out.split())
+    built = onnx.load(tmp_path / "a" / "yolo.int8.onnx")
+    assert {one.key for one in built.metadata_props} >= set(YOLO)
+
+
+def test_the_other_commands_follow_it_too(yolo, pictures, tmp_path, run):
+    out = tmp_path / "o"
+    assert run("build", yolo, "--images", pictures, *QUICK, "--out", out)[0] == 0
+    engine = out / "yolo.int8.onnx"
+    cache = "calibrate", yolo, "--out", tmp_path / "c.cache"
+    for words in (cache, ("bench", engine, "--duration", 0), ("compare", yolo, engine)):
+        code, said, err = run(*words, "--images", pictures)
+        assert code == 0, err
+        assert "from the model's metadata (Ultralytics" in " ".join(said.split())
+    report = json.loads((out / "report.json").read_text())
+    assert report["feed"]["preprocess"]["resize"] == "letterbox"
+    assert run("explain", out, "--images", pictures, "--limit", 2, "--pad", 3)[0] == 0
+
+
+def test_arrays_are_fed_as_they_are(yolo):
+    spec = TensorSpec("x", "float32", ("batch", 3, 16, 16))
+    feed = open_feed(np.zeros((2, 3, 16, 16), np.float32), [spec], carried=carried(**YOLO))
+    assert feed.preprocess is None and feed.origin == ""

@@ -1,0 +1,493 @@
+"""What a command tells while it runs, where, and when it keeps silent."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+
+import pytest
+
+from deploy import progress
+from deploy.cli import main
+from deploy.pipeline import calibrate
+from deploy.progress import Phase, Teller, in_words, lasting, numbered, phase, telling
+
+ROOT = Path(__file__).parent.parent
+QUICK = ("--size", "16x16", "--limit", 4, "--duration", 0, "--effort", 0)
+LINE = re.compile(r"calib8: .+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?")
+
+
+def ended(*words):
+    """Exit code of one command line, whatever it prints."""
+    try:
+        main([str(word) for word in words])
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Every phase is told as it begins, and nothing by the clock."""
+    enter = Teller.enter
+
+    def told(self, one):
+        enter(self, one)
+        self.look()
+
+    monkeypatch.setattr(Teller, "enter", told)
+    monkeypatch.setattr(progress, "FIRST_S", 0)
+    monkeypatch.setattr(progress, "LASTING_S", 0)
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """() -> from now on stderr is a terminal of 60 columns; gives what gives all that it shows."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = os.fdopen(slave, "w", encoding="utf-8")
+
+    def shown():
+        stream.write("\0")  # so that there is an end to read to
+        stream.flush()
+        data = b""
+        while not data.endswith(b"\0"):
+            data += os.read(master, 65536)
+        return data[:-1].decode()
+
+    def begin():
+        monkeypatch.setattr(sys, "stderr", stream)  # of the test: pytest sets it anew before
+        return shown
+
+    yield begin
+    stream.close()
+    os.close(master)
+
+
+# -- what is told when, by a clock of our own ---------------------------------------------------
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def plain(capsys):
+    """(seconds) -> lines of a teller off a terminal at these moments, and the teller."""
+    clock = Clock()
+    teller = Teller(clock=clock)
+
+    def at(seconds):
+        clock.now = seconds
+        teller.look()
+        return capsys.readouterr().err
+
+    at.teller = teller
+    return at
+
+
+def test_a_phase_gets_a_line_after_two_seconds_and_one_every_ten(plain):
+    own = Phase(what="accuracy", total=400, unit="samples", began=0.0)
+    plain.teller.parts = ("search", "accuracy")
+    plain.teller.enter(own)
+    assert plain(1.9) == ""
+    for _ in range(20):
+        plain.teller.step(own)
+    assert plain(2.0) == "calib8: 2/2 accuracy: 20 of 400 samples, 38 s left\n"
+    assert plain(11.9) == ""
+    for _ in range(100):
+        plain.teller.step(own)
+    assert plain(12.0) == "calib8: 2/2 accuracy: 120 of 400 samples, 28 s left\n"
+
+
+def test_many_quick_phases_are_not_silent(plain):
+    said = []
+    for number in range(12):
+        own = Phase(what=f"part {number}", began=float(number))
+        plain.teller.enter(own)
+        said.append(plain(number + 0.9))
+        plain.teller.leave(own)
+    assert [line for line in said if line] == ["calib8: part 10: 1 s\n"]
+
+
+def test_inner_phases_are_told_in_the_outer_ones_and_cost_them_no_time(plain):
+    outer = Phase(what="trials", total=10, began=0.0, about=True)
+    plain.teller.enter(outer)
+    inner = Phase(what="timing", began=0.0)
+    plain.teller.enter(inner)
+    assert plain(4.0) == "calib8: trials: timing: 4 s\n"
+    plain.teller.leave(inner)
+    plain.teller.step(outer)
+    assert plain(6.0) == "calib8: trials: 1 of about 10, about 18 s left\n"
+    for _ in range(10):
+        plain.teller.step(outer)
+    assert plain(16.0) == "calib8: trials: 11, 16 s\n"
+
+
+@pytest.mark.parametrize(
+    ("one", "done", "words"),
+    [
+        (Phase(what="a", began=0), 0, "8 s"),
+        (Phase(what="a", total=0, unit="samples", began=0), 0, "8 s"),
+        (Phase(what="a", total=4, unit="samples", began=0), 0, "8 s"),
+        (Phase(what="a", total=4, unit="samples", began=0), 1, "1 of 4 samples, 24 s left"),
+        (Phase(what="a", total=4, began=0), 4, "4 of 4, 8 s"),
+        (Phase(what="a", total=10, began=0, timed=True), 0, "2 s left"),
+        (Phase(what="a", total=6, began=0, timed=True), 0, "8 s"),
+    ],
+)
+def test_time_left_is_told_where_it_is_known(one, done, words):
+    one.done = done
+    assert one.words(8.0) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (31, "31 s"), (59.7, "1 min 0 s"), (125, "2 min 5 s"), (3790, "1 h 3 min")],
+)
+def test_times_are_said_as_a_person_says_them(seconds, words):
+    assert in_words(seconds) == words
+
+
+# -- the thread ----------------------------------------------------------------------------------
+
+
+def tellers():
+    return [one for one in threading.enumerate() if one.name == "calib8 progress"]
+
+
+def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch):
+    heard, said = threading.Event(), []
+
+    def say(line, *, err):
+        said.append(line)
+        heard.set()
+
+    monkeypatch.setattr("deploy.terminal.say", say)
+    monkeypatch.setattr(progress, "TICK_S", 0.001)
+    monkeypatch.setattr(progress, "LASTING_S", 0)
+    with telling(), phase("a call"):
+        assert len(tellers()) == 1
+        assert heard.wait(60)
+    assert not tellers() and LINE.fullmatch(said[0])
+    assert said[0].startswith("calib8: a call: ")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_ends_it_and_takes_the_line_away(error, screen, at_once):
+    shown = screen()
+    with pytest.raises(error), telling(), phase("a call"):
+        raise error
+    assert not tellers()
+    assert shown().endswith("a call: 0 s\r\x1b[K")
+
+
+def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch):
+    gone = threading.Event()
+
+    def refuse(line, *, err):
+        gone.set()
+        raise BrokenPipeError
+
+    monkeypatch.setattr("deploy.terminal.say", refuse)
+    monkeypatch.setattr(progress, "TICK_S", 0.001)
+    monkeypatch.setattr(progress, "LASTING_S", 0)
+    with telling(), phase("a call"):
+        (thread,) = tellers()
+        assert gone.wait(60)
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_steps_of_many_threads_are_all_counted():
+    with telling(), phase("a call", 4000) as step:
+        workers = [threading.Thread(target=lambda: [step() for _ in range(1000)]) for _ in range(4)]
+        for one in workers:
+            one.start()
+        for one in workers:
+            one.join()
+        assert progress._TELLER.get().phases[-1].done == 4000
+
+
+def test_without_a_teller_nothing_is_told(capfd, at_once):
+    with numbered("a"), phase("a", 1) as step, lasting("b", 1):
+        step()
+    with telling(False), phase("a"):
+        assert not tellers()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_python_is_silent_unless_asked(small_cnn, pictures, capfd, at_once):
+    images = [str(path) for path in sorted(pictures.glob("*.png"))[:2]]
+    calibrate(small_cnn, images)
+    assert capfd.readouterr() == ("", "")
+    calibrate(small_cnn, images, progress=True)
+    out, err = capfd.readouterr()
+    assert "calib8: calibration: observing" in err and out == ""
+    assert not tellers()
+
+
+# -- through the command -------------------------------------------------------------------------
+
+
+def test_a_terminal_gets_one_line_that_is_drawn_over_and_goes_away(
+    small_cnn, pictures, tmp_path, screen, at_once, capfd
+):
+    shown = screen()
+    words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c")
+    assert ended("calibrate", small_cnn, "--images", pictures, *words) == 0
+    drawn = shown()
+    lines = drawn.split("\r\x1b[K")
+    assert lines[0] == lines[-1] == "" and "\n" not in drawn
+    assert any(line.startswith("calibration: observing") for line in lines)
+    assert all(line.isprintable() and len(line) < 60 for line in lines)
+    assert "written in" in capfd.readouterr().out
+
+
+def test_a_bar_shows_the_share_that_is_done(screen, at_once):
+    shown = screen()
+    with telling(), phase("accuracy", 4, "samples") as step:
+        step()
+        with phase("inside"):
+            pass
+        progress._TELLER.get().look()
+    assert re.search(r"accuracy:  25%\|█+\S? +\| 1 of 4 samples, 0 s left\r", shown())
+
+
+def test_text_takes_the_place_of_what_is_drawn(screen, at_once):
+    from deploy.terminal import say
+
+    shown = screen()
+    with telling(), phase("a call"):
+        say("a line", err=True)
+    assert "a call: 0 s\r\x1b[Ka line\r\n" in shown()
+
+
+def test_a_dumb_terminal_gets_plain_lines(screen, at_once, monkeypatch):
+    shown = screen()
+    monkeypatch.setenv("TERM", "dumb")
+    with telling(), phase("a call"):
+        pass
+    assert shown() == "calib8: a call: 0 s\r\n"
+
+
+def test_a_pipe_gets_plain_lines(small_cnn, pictures, tmp_path, capfd, at_once):
+    words = (*QUICK, "--out", tmp_path / "out")
+    assert ended("build", small_cnn, "--images", pictures, *words) == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert lines and all(LINE.fullmatch(line) for line in lines), lines
+    assert any(line.startswith("calib8: 3/5 layers: ") for line in lines)
+
+
+def test_an_interrupt_is_one_sentence_behind_the_line(
+    small_cnn, pictures, tmp_path, screen, at_once, monkeypatch
+):
+    def interrupted(*words, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deploy.pipeline.observe", interrupted)
+    shown = screen()
+    words = (*QUICK, "--out", tmp_path / "out")
+    assert ended("build", small_cnn, "--images", pictures, *words) == 130
+    last = shown().rpartition("\r\x1b[K")[2]
+    assert last.lstrip() == "calib8: interrupted; nothing half-written was left behind\r\n"
+    assert not tellers()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The phases that were begun, with their numbers."""
+    found = []
+    enter = Teller.enter
+
+    def noted(self, one):
+        enter(self, one)
+        found.append(f"{one.number}{one.what}")
+
+    monkeypatch.setattr(Teller, "enter", noted)
+    return found
+
+
+def test_other_commands_tell_of_all_that_they_do(small_cnn, pictures, tmp_path, seen, capfd):
+    feed = ("--images", pictures, "--size", "16x16", "--limit", 4)
+    short = ("--duration", 0.001, "--warmup", 0)
+    copy = tmp_path / "other.onnx"
+    copy.write_bytes(small_cnn.read_bytes())
+    assert ended("bench", copy, "--against", small_cnn, *feed, *short, "--streams", 2) == 0
+    assert {"loading", "accuracy", "latency", "streams"} <= set(seen)
+    assert ended("bench", copy, *short, "--batch", "1,2", "--profile") == 0
+    assert {"batch 1", "batch 2", "kernels"} <= set(seen)
+    assert ended("compare", small_cnn, copy, *feed) == 0 and "comparing" in seen
+    auto = ("ascend", "auto", small_cnn, *feed, "--out", tmp_path / "auto")
+    assert ended(*auto, "--strategy", "binary-search") == 0
+    assert {"model", "calibration", "ranking the layers", "4 layers in int8"} <= set(seen)
+    assert ended(*auto) == 0 and {"choosing images", "trying layers"} <= set(seen)
+    words = (*QUICK, "--target", "onnxruntime,tensorrt", "--out", tmp_path / "out")
+    assert ended("build", small_cnn, "--images", pictures, *words) == 0
+    seen.clear()
+    assert ended("explain", tmp_path / "out", *feed[:2]) == 0
+    assert {"onnxruntime", "tensorrt", "running images"} <= set(seen)
+
+
+def test_a_build_tells_of_all_that_it_does(small_cnn, pictures, tmp_path, seen, capfd):
+    words = ("--size", "16x16", "--limit", 6, "--duration", 0.001, "--out", tmp_path / "out")
+    targets = ("--target", "onnxruntime,ascend")
+    assert ended("build", small_cnn, "--images", pictures, *words, *targets, "--accept") == 0
+    parts = [one for one in seen if "/" in one]
+    assert list(dict.fromkeys(parts)) == [
+        "1/7 calibration", "2/7 search", "3/7 targets", "4/7 layers", "5/7 accuracy",
+        "6/7 latency", "7/7 report",
+    ]  # fmt: skip
+    assert {"model", "opening the samples", "observing", "onnxruntime", "ascend", "weights",
+            "trials", "ranges", "observing without the judges", "timing kernels",
+            "loading the engines"} <= set(seen)  # fmt: skip
+    seen.clear()
+    assert ended("build", small_cnn, "--images", pictures, *words, *targets, "--accept") == 0
+    assert "hashing" in seen and "observing" not in seen
+
+
+# -- --quiet, --verbose --------------------------------------------------------------------------
+
+
+def test_quiet_builds_in_silence(small_cnn, pictures, tmp_path, capfd, at_once):
+    words = (*QUICK, "--out", tmp_path / "out")
+    assert ended("build", small_cnn, "--images", pictures, *words, "--quiet") == 0
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "out" / "report.json").exists()
+    assert "quiet" not in (tmp_path / "out" / "calib8.toml").read_text("utf-8")
+    words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c")
+    assert ended("calibrate", small_cnn, "--images", pictures, *words, "-q") == 0
+    assert capfd.readouterr() == ("", "") and (tmp_path / "c").exists()
+    words = ("--size", "16x16", "--limit", 4, "--out", tmp_path / "auto")
+    assert ended("ascend", "auto", small_cnn, "--images", pictures, *words, "--quiet") == 0
+    assert capfd.readouterr() == ("", "") and list((tmp_path / "auto").glob("*.json"))
+
+
+def test_warnings_are_said_all_the_same(small_cnn, pictures, tmp_path, run, monkeypatch):
+    monkeypatch.setattr("deploy.pipeline._warnings", lambda *_: ("a picture stands out",))
+    words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c", "-q")
+    assert run("calibrate", small_cnn, "--images", pictures, *words) == (
+        0, "", "a picture stands out\n",
+    )  # fmt: skip
+
+
+def test_what_is_grave_is_said_all_the_same(small_cnn, pictures, tmp_path, run):
+    words = (*QUICK[:4], "--effort", 0, "--duration", 0.001, "--min-speedup", 1000, "--quiet")
+    words = (*words, "--out", tmp_path / "out")
+    code, out, err = run("build", small_cnn, "--images", pictures, *words)
+    assert (code, out) == (3, "") and err.startswith("calib8: int8: unusable: ")
+    code, out, err = run("build", small_cnn, "--images", tmp_path / "none", *words)
+    assert (code, out) == (1, "") and err.startswith("calib8: error: ")
+
+
+def test_quiet_and_verbose_exclude_each_other(run):
+    for command in ("build", "calibrate"):
+        code, out, err = run(command, "m.onnx", "--images", "p", "-q", "-v")
+        assert (code, out) == (2, "") and "--quiet and --verbose exclude each other" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "files"),
+    [
+        (("inspect", "m.onnx"), "--json"),
+        (("compare", "m.onnx", "n.onnx", "--images", "p"), "--json"),
+        (("explain", "build"), "--json"),
+        (("bench", "m.onnx"), "--json or --html"),
+    ],
+)
+def test_quiet_is_refused_where_nothing_is_left_to_tell(words, files, run):
+    code, _, err = run(*words, "--quiet")
+    assert code == 1 and f"--quiet goes with {files}, which was not given" in err
+
+
+# -- --json --------------------------------------------------------------------------------------
+
+
+def test_json_of_a_build_stands_alone_on_stdout(small_cnn, pictures, tmp_path, capfd, at_once):
+    words = (*QUICK, "--out", tmp_path / "out", "--json", "-")
+    assert ended("build", small_cnn, "--images", pictures, *words) == 0
+    out, err = capfd.readouterr()
+    report = tmp_path / "out" / "report.json"
+    assert json.loads(out) == json.loads(report.read_text("utf-8"))
+    assert all(LINE.fullmatch(line) for line in err.splitlines())
+    assert "json" not in (tmp_path / "out" / "calib8.toml").read_text("utf-8")
+    assert not Path("-").exists()
+
+
+def test_json_of_a_build_goes_to_a_file_too(small_cnn, pictures, tmp_path, run):
+    words = (*QUICK, "--out", tmp_path / "out", "--json", tmp_path / "r.json")
+    code, out, _ = run("build", small_cnn, "--images", pictures, *words)
+    assert code == 0 and out.startswith("calib8: small_cnn in int8")
+    assert (tmp_path / "r.json").read_text() == (tmp_path / "out" / "report.json").read_text()
+
+
+def test_json_over_an_input_is_refused(small_cnn, pictures, tmp_path, run):
+    model = tmp_path / "m.onnx"
+    model.write_bytes(small_cnn.read_bytes())
+    feed = ("--images", pictures, "--size", "16x16", "--limit", 4)
+    code, _, err = run("calibrate", model, *feed, "-o", tmp_path / "c", "--json", model)
+    assert code == 1 and "an output must not be an input" in err
+    assert model.read_bytes() == small_cnn.read_bytes()
+
+
+def test_json_of_a_calibration(small_cnn, pictures, tmp_path, run):
+    words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c", "--json", "-")
+    code, out, err = run("calibrate", small_cnn, "--images", pictures, *words)
+    found = json.loads(out)
+    assert (code, err) == (0, "") and found["images"]["count"] == 4 and not found["reused"]
+    lowest, highest = found["ranges"]["r1"]
+    assert lowest == 0 < highest and found["targets"] == {"onnxruntime": len(found["ranges"])}
+
+
+def test_json_of_an_inspection(small_cnn, run):
+    targets = ("--target", "onnxruntime,ascend")
+    code, out, _ = run("inspect", small_cnn, *targets, "--json", "-")
+    found = json.loads(out)
+    assert code == 0 and [one["target"] for one in found] == ["onnxruntime", "ascend"]
+    assert {"name", "op", "precision", "reason"} <= set(found[0]["nodes"][0])
+    assert found[0]["inputs"][0]["name"] == "x"
+
+
+def test_json_of_a_bench(small_cnn, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("bench", small_cnn, "--duration", 0, "--warmup", 0, "--json", "-")
+    assert code == 0 and json.loads(out)["engines"][0]["latency"]["queries"] == 10
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(small_cnn):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy", "inspect", str(small_cnn), "--json", "-"],
+        stdout=write, stderr=subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    os.close(write)
+    said = [line for line in done.stderr.splitlines() if not line.startswith(b"calib8: working: ")]
+    assert (done.returncode, said) == (1, [])  # on a busy machine it may tell that it works
+
+
+def test_letters_that_stderr_cannot_show_are_no_fault(monkeypatch):
+    held = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    held.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", held)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "FIRST_S", 0)
+    with telling(), phase("accuracy", 2) as step:
+        step()
+        progress._TELLER.get().look()
+    held.flush()
+    assert b"|####" in held.buffer.getvalue() and b"\\u" not in held.buffer.getvalue()
