@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -391,6 +392,19 @@ def test_what_was_found_as_json_and_nothing_else(small_cnn, built, run, tmp_path
     assert run("ascend", *words, "--quiet", "--json", tmp_path / "c.json")[:2] == (0, "")
     assert json.loads((tmp_path / "c.json").read_text())["targets"][0]["name"] == "ascend"
     assert (tmp_path / "c" / f"{small_cnn.stem}.int8_deploy_model.onnx").is_file()
+
+
+def test_names_that_are_no_utf_8(small_cnn, built, done, tmp_path):
+    folder = tmp_path / os.fsdecode(b"n\xff")
+    folder.mkdir()
+    path, record = folder / os.fsdecode(b"m\xe9.onnx"), folder / os.fsdecode(b"r\xe9.txt")
+    shutil.copyfile(small_cnn, path)
+    shutil.copyfile(built / f"{small_cnn.stem}_record.txt", record)
+    done("deploy", path, record, "-o", folder / "d")
+    shutil.copyfile(built / f"{small_cnn.stem}.int8.onnx", path)
+    done("convert", path, "-o", folder / "c")
+    for out in ("c", "d"):
+        assert (folder / out / f"{path.stem}_deploy_model.onnx").is_file()
 
 
 # -- convert: models that tools write -----------------------------------------------------------

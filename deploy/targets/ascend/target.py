@@ -395,7 +395,8 @@ class Ascend:
         notes = [*host, *outside(self.atc_flags)]
         text = readme(request.name, files, self._atc(), cann=self.cann, notes=notes)
         path = request.folder / f"{request.name}_README.txt"
-        files["what to do with them"] = atomic.write_text(path, text)
+        data = text.encode("utf-8", "surrogateescape")  # names in it keep their own bytes
+        files["what to do with them"] = atomic.write_bytes(path, data)
 
     def _om(self, request: BuildRequest, files: dict[str, Path]) -> tuple[Path | None, list[str]]:
         """The .om, or the command that makes it."""
