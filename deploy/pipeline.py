@@ -276,7 +276,7 @@ def build(
     from deploy.judge import CALIBRATION_SAMPLES
     from deploy.measure import measured
     from deploy.repairs import DEFAULT, chosen
-    from deploy.results import publish, write_report
+    from deploy.results import made_from, publish, write_report
 
     wish = tuning or Tuning()
     asked = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
@@ -358,7 +358,7 @@ def build(
         if settings is not None:
             atomic.write_text(stage.inside / manifest.SETTINGS, settings)
         own = (*(path.name for path in store.files(cache_path)), plan_name)
-        publish(calibrated, built_for, stage, replacing=None if policy.force else own)
+        publish(made_from(calibrated, built_for), stage, replacing=None if policy.force else own)
     return report
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import deploy.report.speed as speed
 from deploy import atomic, manifest
@@ -45,6 +45,8 @@ from deploy.version import __version__
 
 if TYPE_CHECKING:
     from deploy.calibration.calibrated import Calibrated
+    from deploy.feed.feed import Feed
+    from deploy.frontends import LoadedModel
     from deploy.measure import Figures
     from deploy.staging import Stage
     from deploy.targets import Target
@@ -65,35 +67,23 @@ def write_report(
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html."""
     report = gather(calibrated, built, figures, stage, plans=plans, plan=plan, gates=gates)
+    write_pages(report, stage)
+    return report
+
+
+def write_pages(report: Report, stage: Stage) -> None:
+    """Write a report as report.json, report.md and report.html."""
     text = json.dumps(to_json(report), indent=1, allow_nan=False) + "\n"
     for name, page in zip(
         manifest.PAGES, (text, to_markdown(report), to_html(report)), strict=True
     ):
         atomic.write_text(stage.inside / name, page)
-    return report
 
 
-@phase("report")
-def publish(
-    calibrated: Calibrated,
-    targets: Sequence[Target],
-    stage: Stage,
-    *,
-    replacing: Collection[str] | None,
-) -> None:
-    """Let a build appear in its folder, with the manifest that makes it one.
-
-    Args:
-        calibrated: what it was built from.
-        targets: what it was built for.
-        stage: where all of it was written.
-        replacing: names that may be replaced though no manifest tells of them; None for all.
-
-    Raises:
-        ExportError: another file would be replaced, or the disk refuses.
-    """
+def made_from(calibrated: Calibrated, targets: Sequence[Target]) -> dict[str, Any]:
+    """What a build was made from, for its manifest."""
     fed = calibrated.feed.manifest()
-    made_from = {
+    return {
         "versions": {"calib8": __version__, **of_feed(fed["kind"])},
         "model": {"name": calibrated.loaded.name, "sha256": calibrated.loaded.digest},
         "images": fed,
@@ -101,6 +91,22 @@ def publish(
         "method": calibrated.method.label,
         "targets": [target.name for target in targets],
     }
+
+
+@phase("report")
+def publish(
+    made_from: Mapping[str, Any], stage: Stage, *, replacing: Collection[str] | None
+) -> None:
+    """Let a build appear in its folder, with the manifest that makes it one.
+
+    Args:
+        made_from: what it was built from, and for.
+        stage: where all of it was written.
+        replacing: names that may be replaced though no manifest tells of them; None for all.
+
+    Raises:
+        ExportError: another file would be replaced, or the disk refuses.
+    """
 
     def complete() -> None:
         names = stage.names()
@@ -135,37 +141,21 @@ def gather(
     """
     settled = plans or {}
     loaded, feed = calibrated.loaded, calibrated.feed
-    fed = feed.manifest()
     kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
     common = {role: path for role, path in kept.items() if path is not None}
     report_page = FileRow(role="report", path=str(stage.folder / "report.html"))
     return Report(
         title=_title(loaded.name, built),
-        model=ModelPart(
-            path=str(loaded.source or loaded.name),
-            opset=_opset(calibrated),
-            nodes=len(loaded.model.graph.node),
-            inputs=tuple(_words(spec) for spec in loaded.inputs),
-            outputs=tuple(_words(spec) for spec in loaded.outputs),
-            notes=loaded.notes,
-        ),
-        feed=FeedPart(
-            source=calibrated.images,
-            samples=feed.count,
-            preprocess=fed.get("preprocess") or {},
-            prepared=prepared(feed),
-            skipped=feed.skipped,
-            digest=fed.get("sha256"),
-            pictures=pictures_part(feed.views(), feed.preprocess),
-        ),
+        model=model_part(loaded),
+        feed=feed_part(feed, calibrated.images),
         calibration=_calibration(calibrated, built),
         targets=tuple(
             _target(calibrated, figures, result, settled.get(result.target), stage)
             for result in built
         ),
-        engines=_judged(figures, built, gates or Gates(), stage),
+        engines=judged(figures, built, gates or Gates(), stage),
         machine=replace(this_machine(), devices=figures.devices),
-        files=(*_files(common, stage), report_page),
+        files=(*file_rows(common, stage), report_page),
         work=_work(calibrated, figures),
         notes=(
             *calibrated.warnings,
@@ -177,12 +167,39 @@ def gather(
     )
 
 
+def model_part(loaded: LoadedModel) -> ModelPart:
+    """The float model's part of a report."""
+    imports = loaded.model.opset_import
+    return ModelPart(
+        path=str(loaded.source or loaded.name),
+        opset=next((o.version for o in imports if o.domain in ("", "ai.onnx")), None),
+        nodes=len(loaded.model.graph.node),
+        inputs=tuple(_words(spec) for spec in loaded.inputs),
+        outputs=tuple(_words(spec) for spec in loaded.outputs),
+        notes=loaded.notes,
+    )
+
+
+def feed_part(feed: Feed, source: str) -> FeedPart:
+    """The images' part of a report; `source` is what the user calls them."""
+    fed = feed.manifest()
+    return FeedPart(
+        source=source,
+        samples=feed.count,
+        preprocess=fed.get("preprocess") or {},
+        prepared=prepared(feed),
+        skipped=feed.skipped,
+        digest=fed.get("sha256"),
+        pictures=pictures_part(feed.views(), feed.preprocess),
+    )
+
+
 def _title(name: str, built: Sequence[Built]) -> str:
     words = sorted({one.word for one in built}, reverse=True)
     return f"calib8: {name} in {' and '.join(words)} for {', '.join(r.target for r in built)}"
 
 
-def _judged(
+def judged(
     figures: Figures, built: Sequence[Built], gates: Gates, stage: Stage
 ) -> tuple[EngineRow, ...]:
     """The engines' rows, each with its verdict; float engines and what failed have none."""
@@ -280,7 +297,7 @@ def _target(
         tensors=clip_rows(calibrated, built, layers),
         weights=weight_rows(built.weights),
         layers=layers,
-        files=_files(built.files, stage),
+        files=file_rows(built.files, stage),
         runnable=_final(built.runnable, stage),
         search=_search(plan),
         notes=(*([plan.note] if plan is not None and plan.note else ()), *built.notes),
@@ -309,7 +326,8 @@ def trial_rows(plan: TargetPlan) -> Iterator[TrialRow]:
             yield TrialRow(what=what, sqnr_db=db, time=time, taken=place == plan.taken)
 
 
-def _files(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
+def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
+    """Rows of files that were written, by what they are for."""
     return tuple(
         FileRow(
             role=role,
@@ -338,11 +356,6 @@ def _troubles(calibrated: Calibrated) -> list[str]:
     """Tensors without a scale; their nodes stay float."""
     found = calibrated.found.reasons
     return [f"no scale for {name}: it {why}; its nodes stay float" for name, why in found.items()]
-
-
-def _opset(calibrated: Calibrated) -> int | None:
-    imports = calibrated.loaded.model.opset_import
-    return next((o.version for o in imports if o.domain in ("", "ai.onnx")), None)
 
 
 def _words(spec: TensorSpec) -> str:

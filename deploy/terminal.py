@@ -20,8 +20,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import click
-
 _TEXT: ContextVar[bool] = ContextVar("_TEXT", default=True)  # whether stdout gets text
 _PEN = threading.Lock()  # a line of progress is drawn by a thread of its own
 _COLUMNS = 80  # where the terminal does not tell
@@ -120,6 +118,8 @@ def _put(text: str, *, err: bool) -> None:
 
 
 def _write(text: str, *, err: bool) -> None:
+    import click  # here, so that what tells progress is imported without it
+
     click.echo(_held(text, err=err), nl=False, err=err)
 
 

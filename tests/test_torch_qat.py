@@ -1,6 +1,7 @@
 """Training for int8: a task, its checkpoints, distillation, and the commands."""
 
 import gzip
+import json
 import sys
 from pathlib import Path
 
@@ -388,6 +389,49 @@ def test_4_bit_training_beats_calibration_alone_on_the_demo_network():
     )
     result = train(task, bits=4)
     assert result.end >= result.start + 0.01
+
+
+TASK = """
+import sys
+sys.path.insert(0, {benchmarks!r})
+import fashion, cv2, numpy, torch
+from deploy.fx.qat import Task
+
+def setup():
+    paths = sorted((fashion.FOLDER / "calib").glob("*.png"))
+    pixels = [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
+    x = fashion.normalized(numpy.stack(pixels)[:, None])
+    model = fashion.make()
+    return Task(
+        model=model,
+        inputs=[x[:2]],
+        batches=lambda epoch: fashion.shuffled(x, torch.zeros(len(x)), epoch, size=25),
+        loss=lambda output, label: output.sum() * 0,
+        calibration=lambda: [x],
+        epochs=1,
+        teacher=model,
+    )
+"""
+
+
+@pytest.mark.parametrize("target", ["ascend", "onnxruntime", "tensorrt"])
+def test_a_trained_model_decides_on_the_npu_as_in_onnxruntime(target, tmp_path):
+    """`calib8 qat`, then `calib8 ascend convert`, run in integers on all 400 images."""
+    script, path = tmp_path / "task.py", tmp_path / "net.qdq.onnx"
+    script.write_text(TASK.format(benchmarks=str(BENCHMARKS)))
+    words = ["qat", f"{script}:setup", "--target", target, "-o", str(path)]
+    done = CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    fed = ["--images", str(HERE.parent / "datasets" / "fashion" / "eval.txt")]
+    fed += ["--mean", "0.5", "--std", "0.5"]
+    words = ["ascend", "convert", str(path), "-o", str(tmp_path / "o"), *fed]
+    done = CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert done.exit_code == 0 and "12 of 12 layers" in " ".join(done.output.split())
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    accuracy = report["engines"][1]["accuracy"]
+    assert accuracy["samples"] == 400
+    # pixels of the demo lie at exact halves of a step, which the NPU rounds after its offset
+    assert accuracy["top1_agreement"] >= (0.999 if target == "ascend" else 0.995)
 
 
 def test_debian_reader(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.deployed import Where, where_options
 from deploy.commands.numbers import Real
 from deploy.commands.options import (
     ImageOptions,
@@ -17,8 +18,8 @@ from deploy.commands.options import (
     refuse_both_ways,
     require_cache_option,
 )
-from deploy.commands.output import quietable, told, verbose_option
-from deploy.terminal import say, textless
+from deploy.commands.output import json_option, put_json, quietable, told, verbose_option
+from deploy.terminal import say, say_lines, textless
 
 if TYPE_CHECKING:
     import onnx
@@ -37,6 +38,8 @@ def ascend() -> None:
       calib8 ascend config model.onnx -o quant.json
       calib8 ascend check model_record.txt --model model.onnx
       calib8 ascend auto model.onnx --images photos/ --max-loss 0.02
+      calib8 ascend deploy model.onnx edited_record.txt -o build/
+      calib8 ascend convert net.qdq.onnx -o build/ --images photos/
     """  # noqa: D301 (click reads the backspace)
 
 
@@ -209,6 +212,105 @@ def auto(
         say(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
     for path in written:
         say(f"  {path}")
+
+
+@ascend.command("deploy", cls=sections.SectionedCommand, short_help="Files by a record's scales.")
+@quietable()
+@click.argument("model", type=FILE)
+@click.argument("record", type=FILE, required=False)
+@sections.option(
+    "--cache",
+    section=sections.CALIBRATION,
+    type=FILE,
+    metavar="FILE",
+    help="In place of RECORD: a TensorRT calibration cache, whose scales the inputs of the layers"
+    " get, symmetric; weights get theirs by ARQ.",
+)
+@sections.option(
+    "--ascend-config",
+    section=sections.CALIBRATION,
+    type=FILE,
+    metavar="FILE",
+    help="Configuration that RECORD was made with, where it kept BatchNormalization apart.",
+)
+@where_options
+@json_option
+def deploy_scales(
+    model: Path,
+    record: Path | None,
+    cache: Path | None,
+    ascend_config: Path | None,
+    where: Where,
+    json_path: Path | None,
+) -> None:
+    """Write deploy and fake-quant models of MODEL by the scales of RECORD (AMCT's save_model).
+
+    RECORD is AMCT's or calib8's own, edited or not; layers that it lacks stay float. Nothing is
+    calibrated. With --images the result is judged beside MODEL.
+
+    \b
+    Examples:
+      calib8 ascend deploy model.onnx edited_record.txt -o build/ --soc Ascend310P3
+      calib8 ascend deploy model.onnx record.txt -o build/ --images photos/
+      calib8 ascend deploy model.onnx --cache model.cache -o build/
+    """  # noqa: D301 (click reads the backspace)
+    from deploy.deployment import deploy
+    from deploy.report import to_json, to_screen
+
+    report = deploy(
+        model,
+        record,
+        cache=cache,
+        config=ascend_config,
+        out=where.out,
+        target=where.target,
+        tried=where.tried,
+        threads=where.threads,
+        force=where.force,
+    )
+    put_json(json_path, lambda: to_json(report))
+    say_lines(to_screen(report))
+
+
+@ascend.command("convert", cls=sections.SectionedCommand, short_help="Files of a Q/DQ model.")
+@quietable()
+@click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
+@sections.option(
+    "--keep-rounding/--no-keep-rounding",
+    section=sections.CALIBRATION,
+    default=True,
+    show_default=True,
+    help="Round what float operators read, such as the shortcut of an Add, as the model's pairs do;"
+    " without it four operators less for each such tensor, and a little farther from the model.",
+)
+@where_options
+@json_option
+def convert_pairs(model: Path, keep_rounding: bool, where: Where, json_path: Path | None) -> None:
+    """Write deploy and fake-quant models of a Q/DQ model by its own scales.
+
+    The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF, trained for
+    int8 or calibrated. Weights keep their integers. With --images the result is run in integers
+    beside the model in ONNX Runtime. (AMCT: convert_qat_model.)
+
+    \b
+    Examples:
+      calib8 ascend convert net.qdq.onnx -o build/ --soc Ascend310P3
+      calib8 ascend convert net.qdq.onnx -o build/ --images photos/
+    """  # noqa: D301 (click reads the backspace)
+    from deploy.deployment import convert
+    from deploy.report import to_json, to_screen
+
+    report = convert(
+        model,
+        keep_rounding=keep_rounding,
+        out=where.out,
+        target=where.target,
+        tried=where.tried,
+        threads=where.threads,
+        force=where.force,
+    )
+    put_json(json_path, lambda: to_json(report))
+    say_lines(to_screen(report))
 
 
 def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:

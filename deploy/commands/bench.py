@@ -8,7 +8,7 @@ import click
 
 from deploy.commands import given as given_flags
 from deploy.commands import sections
-from deploy.commands.inputs import Inputs, input_options
+from deploy.commands.inputs import Inputs, input_options, shape, shape_option
 from deploy.commands.numbers import THREADS, Real
 from deploy.commands.numbers import batches as batches_of
 from deploy.commands.output import json_option, put_json, quietable
@@ -63,15 +63,7 @@ from deploy.terminal import say_lines
     metavar="S",
     help="Time measured, in seconds, for each model; 10 runs at the least.",
 )
-@sections.option(
-    "--shape",
-    "shapes",
-    section=sections.MODEL,
-    multiple=True,
-    metavar="NAME:DIMS",
-    help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be repeated."
-    " An open batch alone is taken as 1.  [default: what the build beside ENGINE calibrated with]",
-)
+@shape_option("  [default: what the build beside ENGINE calibrated with]")
 @sections.option(
     "--seed",
     section=sections.MEASURING,
@@ -163,7 +155,7 @@ def bench(
         threads=threads,
         warmup_ms=warmup,
         duration_s=duration,
-        shapes=dict(map(_shape, shapes)),
+        shapes=dict(map(shape, shapes)),
         seed=seed,
         targets=[made(target, fields) for target, fields in given.items()],
         streams=streams,
@@ -179,14 +171,3 @@ def bench(
         write_text(html_path, to_html(report))
     say_lines(to_screen(report))
     put_json(json_path, lambda: to_json(report))
-
-
-def _shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """Split "name:1x3x224x224" into name and dimensions; the name may itself hold colons."""
-    name, _, dims = text.rpartition(":")
-    parts = dims.replace(",", "x").split("x")
-    if not name or not all(part.isdecimal() for part in parts):
-        raise click.BadParameter(
-            f"must look like name:1x3x224x224, got {text!r}", param_hint="--shape"
-        )
-    return name, tuple(map(int, parts))

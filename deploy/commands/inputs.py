@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from deploy.commands import given, sections
 from deploy.commands.options import (
     PREPROCESS,
@@ -36,6 +38,34 @@ class Inputs:
     limit: Limit
     skip_bad: bool
     preprocess: Asked
+
+
+def shape_option(ending: str = "") -> Callable[[Command], Command]:
+    """Add --shape, which may be repeated, as `shapes`; `ending` is said last in its help."""
+    return sections.option(
+        "--shape",
+        "shapes",
+        section=sections.MODEL,
+        multiple=True,
+        metavar="NAME:DIMS",
+        help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be"
+        f" repeated. An open batch alone is taken as 1.{ending}",
+    )
+
+
+def shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Split "name:1x3x224x224" into name and dimensions; the name may itself hold colons.
+
+    Raises:
+        BadParameter: other text.
+    """
+    name, _, dims = text.rpartition(":")
+    parts = dims.replace(",", "x").split("x")
+    if not name or not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(
+            f"must look like name:1x3x224x224, got {text!r}", param_hint="--shape"
+        )
+    return name, tuple(map(int, parts))
 
 
 def input_options(purpose: str) -> Callable[[Command], Command]:

@@ -105,7 +105,7 @@ def _clean(
     notes: list[str | None] = [_free_inputs(model.graph)]
     _open_sizes(model.graph)
     if model.functions:
-        model, note = _inline(model)
+        model, note = inlined(model)
         notes.append(note)
         checks.check_float(model)
     checks.check_ends(model)
@@ -154,7 +154,12 @@ def _open_sizes(graph: onnx.GraphProto) -> None:
                     dim.ClearField("dim_value")
 
 
-def _inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+def inlined(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+    """The model with its functions written out, and a note on it.
+
+    Raises:
+        ModelError: they are not valid.
+    """
     from onnx import inliner
 
     count = len(model.functions)

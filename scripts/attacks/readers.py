@@ -244,6 +244,13 @@ def _model(folder: Path) -> Callable[[Path], Callable[[], object]]:
     return lambda path: partial(load, path)
 
 
+def _pairs(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    from deploy.frontends.reader import read_model
+    from deploy.targets.ascend.from_qdq import from_qdq
+
+    return lambda path: lambda: from_qdq(read_model(path), path)
+
+
 _PROCESSOR = json.dumps(
     {
         "do_center_crop": True, "do_normalize": True, "do_resize": True, "resample": 3,
@@ -367,6 +374,8 @@ READERS: dict[str, Reader] = {
         Reader(name="webp", suffix=".webp", seeds=_pictures(".webp"), open=_fed),
         Reader(name="bmp", suffix=".bmp", seeds=_pictures(".bmp"), open=_fed),
         Reader(name="onnx", suffix=".onnx", seeds=_onnx, open=_model, cases=2000),
+        Reader(name="qdq", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_pairs,
+               cases=2000),
         Reader(name="processor", suffix=".json", seeds=_texts(_PROCESSOR),
                open=_beside("preprocessor_config.json"), cases=5000),
         Reader(name="timm", suffix=".json", seeds=_texts(_TIMM), open=_beside("config.json"),

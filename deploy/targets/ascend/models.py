@@ -1,4 +1,4 @@
-"""The files that every Ascend build leaves: config, record, mapping, and the three models."""
+"""The files of an Ascend deployment: config, record, mapping, and the three models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def write_models(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
-    config: QuantConfig,
+    config: QuantConfig | None,
     records: Mapping[str, LayerRecord],
     folder: Path,
     subject: Subject,
@@ -34,7 +34,7 @@ def write_models(
     Args:
         model: the float model.
         layers: those in int8.
-        config: what says so.
+        config: what says so; None writes none.
         records: their scales.
         folder: where to write.
         subject: what `model` was made of; names the files, and keeps the nodes that ONNX Runtime
@@ -57,7 +57,7 @@ def write_models(
 def _contents(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
-    config: QuantConfig,
+    config: QuantConfig | None,
     records: Mapping[str, LayerRecord],
     subject: Subject,
     cann: str,
@@ -69,7 +69,8 @@ def _contents(
     from deploy.targets.ascend.record import write_record
 
     loaded = subject.loaded
-    yield "quant config", "config.json", write_config(config).encode()
+    if config is not None:
+        yield "quant config", "config.json", write_config(config).encode()
     yield "record", "record.txt", write_record(records).encode()
     older = readable(model, cann)
     deploy = loaded.whole(deploy_model(older, layers))

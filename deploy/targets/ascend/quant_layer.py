@@ -55,23 +55,36 @@ def quantize_layers(
         ConfigError: the record does not fit the model.
         ExportError: a scale or a bias outside what the hardware takes; all such layers are named.
     """
+    made, troubles = quantize_fitting(model, graph, records)
+    if troubles:
+        said = [f"{name}: {why}" for name, why in troubles.items()]
+        raise ExportError(
+            f"{len(troubles)} layer(s) do not fit Ascend's int8 path, got "
+            + "; ".join(said[:5])
+            + "; put them under skip_layers of the configuration, or take them out of the record"
+        )
+    return made
+
+
+def quantize_fitting(
+    model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
+) -> tuple[dict[str, QuantLayer], dict[str, str]]:
+    """Integers of the layers that the hardware takes as they are recorded, and why not of others.
+
+    Raises:
+        ConfigError: the record does not fit the model.
+    """
     check_record(records, graph)
     index = Graph(model)
-    made, troubles = {}, []
+    made, troubles = {}, {}
     for name, layer in graph.layers.items():
         if name not in records:
             continue
         try:
             made[name] = _quantize(layer, records[name], index)
         except ExportError as error:
-            troubles.append(f"{name}: {error}")
-    if troubles:
-        raise ExportError(
-            f"{len(troubles)} layer(s) do not fit Ascend's int8 path, got "
-            + "; ".join(troubles[:5])
-            + "; put them under skip_layers of the configuration"
-        )
-    return made
+            troubles[name] = str(error)
+    return made, troubles
 
 
 def stored_of(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
@@ -167,12 +180,13 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
 def _check_sums(weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer) -> None:
     """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias."""
     low, high = ascend_range(8)
-    whole = layer.kind in ("Gemm", "MatMul")
-    sums = np.abs(weight.astype(np.int64))
-    axis = {"Conv": 0, "ConvTranspose": 1}.get(layer.kind, 1)
-    others = tuple(a for a in range(weight.ndim) if a != axis)
-    worst = int(sums.sum(axis=0 if whole else others).max()) * (high - low)
-    worst += int(np.abs(bias.astype(np.int64)).max()) if bias is not None else 0
+    rows = np.abs(weight.astype(np.float64))
+    if layer.kind == "ConvTranspose":
+        rows = channels_first(rows, layer.group)
+    elif layer.kind in ("Gemm", "MatMul"):
+        rows = rows.T
+    sums = rows.reshape(rows.shape[0], -1).sum(axis=1) * (high - low)
+    worst = float((sums + (0 if bias is None else np.abs(bias.astype(np.float64)))).max())
     if worst > np.iinfo(np.int32).max:
         raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 

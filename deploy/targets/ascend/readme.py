@@ -35,7 +35,7 @@ def readme(
         "3. Compare its tensors with the float model's (MindStudio's msit)",
         f"       msit debug compare -gm MODEL.onnx -om {om} -q {shlex.quote(name + '_quant.json')}"
         " -o compare",
-        "   MODEL.onnx is the float model that was given to calib8.",
+        "   MODEL.onnx is the model that was given to calib8.",
         "",
         *(f"Note: {note}" for note in notes),
         *([""] if notes else []),

@@ -31,6 +31,7 @@ class LayerRecord:
         scale_w: weight scales, float32 [C_out] or [1]; [0] where the layer has no record of them.
         factors: DMQ factors by input channel, float32 [C_in]; [0] without DMQ.
         weighted: the layer has a weight (AveragePool has none, but records scale_w 1).
+        skip_fusion: the scales are those of a Conv without the BatchNormalization behind it.
     """
 
     scale_d: np.float32 | None
@@ -38,6 +39,7 @@ class LayerRecord:
     scale_w: Float32Array
     factors: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
     weighted: bool = True
+    skip_fusion: bool = False
 
 
 def write_record(records: Mapping[str, LayerRecord]) -> str:
@@ -51,6 +53,8 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
         value.scale_w.extend(float(s) for s in record.scale_w)
         value.offset_w.extend(0 for _ in record.scale_w)
         value.tensor_balance_factor.extend(float(f) for f in record.factors)
+        if record.skip_fusion:
+            value.skip_fusion = True
         if record.weighted and record.scale_w.size:
             value.wts_type = "INT8"
     return print_text(message)
@@ -167,6 +171,7 @@ def _layer(value: Any) -> LayerRecord:
         scale_w=scale_w,
         factors=factors,
         weighted=value.wts_type != "" or scale_w.size != 1 or scale_w[0] != 1,
+        skip_fusion=value.skip_fusion,
     )
 
 
@@ -185,5 +190,10 @@ def _check_kinds(value: Any) -> None:
             raise ConfigError(f"{key} must be INT8 (or INT4, INT16), got {kind!r}")
         if kind in ("INT4", "INT16"):
             raise ConfigError(f"calib8 reads and deploys INT8 layers, got {key} {kind!r}")
+    if value.fakequant_precision_mode not in ("", "DEFAULT", "UNSET"):
+        raise ConfigError(
+            "fakequant_precision_mode is for Nano chips, whose files calib8 does not write, got"
+            f" {value.fakequant_precision_mode!r}; take it out"
+        )
     if value.op_data_type not in ("", "FLOAT32", "FLOAT16"):
         raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")

@@ -24,6 +24,7 @@ from deploy import atomic
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
 from deploy.progress import phase
 from deploy.targets.ascend.cann import DEFAULT, PARSERS
+from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.source import COLORS, STANDARDS, Source, read_size
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
@@ -181,7 +182,7 @@ class Ascend:
         """Inputs of the layers; what is observed of them says `demand`."""
         from deploy.targets.ascend.files import read_any_config
 
-        _, graph = _prepared(model)
+        _, graph = prepared(model)
         if self.config is not None:
             read_any_config(self.config, graph)  # a broken one is told before calibration
         layers = (layer for name, layer in graph.layers.items() if name not in float_nodes)
@@ -191,7 +192,7 @@ class Ascend:
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
     ) -> tuple[Decision, ...]:
         """The layers that AMCT quantizes by default, and why the others stay float."""
-        named, graph = _prepared(model)
+        named, graph = prepared(model)
         return _decisions(named, graph, [name for name in graph.layers if name not in float_nodes])
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
@@ -260,20 +261,40 @@ class Ascend:
             ExportError: a layer is outside what the hardware takes.
             BackendError: `atc` is here and failed.
         """
+        plan, found, layers, config = self._quantized(request)
+        recipe = Recipe(
+            model=plan.model,
+            graph=plan.graph,
+            records=found.records,
+            layers=layers,
+            config=config,
+            method=_searches(plan.config),
+            ranges=found.ranges,
+            why=request.float_nodes,
+            notes=tuple(_calibration_notes(found, plan)),
+        )
+        return self.files(recipe, request)
+
+    def files(self, recipe: Recipe, request: BuildRequest) -> Built:
+        """Write the files of a recipe; the rest as `build`, which makes one of what was observed.
+
+        Args:
+            recipe: the layers and their scales.
+            request: where to write, and samples to try what is written on.
+        """
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import stored_of
 
-        plan, found, layers, config = self._quantized(request)
         files = write_models(
-            plan.model,
-            layers,
-            config,
-            found.records,
+            recipe.model,
+            recipe.layers,
+            recipe.config,
+            recipe.records,
             request.folder,
             request.subject,
             cann=self.cann,
         )
-        notes = [*_calibration_notes(found, plan), _verified(plan.model, layers, request)]
+        notes = [*recipe.notes, _verified(recipe.model, recipe.layers, request)]
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
             host = self._write_aipp(request, files)
@@ -285,12 +306,12 @@ class Ascend:
             runnable=files["fake-quant model"],
             files=files,
             decisions=(
-                *_decisions(plan.model, plan.graph, found.records, request.float_nodes),
+                *_decisions(recipe.model, recipe.graph, recipe.records, recipe.why),
                 *request.kept,
             ),
-            method=_searches(plan.config),
-            ranges=found.ranges,
-            weights=stored_of(layers),
+            method=recipe.method,
+            ranges=recipe.ranges,
+            weights=stored_of(recipe.layers),
             notes=(*notes, *host, *more),
         )
 
@@ -317,10 +338,10 @@ class Ascend:
         from deploy.calibration.subject import FOLDED
         from deploy.targets.ascend.calibrate import RecordPlan
 
-        model, graph = _prepared(subject.model)
+        model, graph = prepared(subject.model)
         config, base = self._config(graph, subject), FOLDED
         if not config.do_fusion or config.skip_fusion_layers:
-            model, graph = _unfused(subject, config)
+            model, graph = unfused(subject, config)
             config = self._config(graph, subject)
             base = f"unfused {', '.join(config.skip_fusion_layers) if config.do_fusion else 'all'}"
         return RecordPlan(
@@ -374,7 +395,8 @@ class Ascend:
         notes = [*host, *outside(self.atc_flags)]
         text = readme(request.name, files, self._atc(), cann=self.cann, notes=notes)
         path = request.folder / f"{request.name}_README.txt"
-        files["what to do with them"] = atomic.write_text(path, text)
+        data = text.encode("utf-8", "surrogateescape")  # names in it keep their own bytes
+        files["what to do with them"] = atomic.write_bytes(path, data)
 
     def _om(self, request: BuildRequest, files: dict[str, Path]) -> tuple[Path | None, list[str]]:
         """The .om, or the command that makes it."""
@@ -450,24 +472,39 @@ def run_atc(command: list[str], engine: Path) -> Path:
     return engine
 
 
-def _prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
+def prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
+    """The model, each node with a name of its own, and its layers."""
     from deploy.targets.ascend.layers import find_layers, name_nodes
 
     named = name_nodes(model)
     return named, find_layers(named)
 
 
-def _unfused(subject: Subject, config: QuantConfig) -> tuple[onnx.ModelProto, LayerGraph]:
-    """The model with the BatchNormalizations that the config wants apart from their Conv."""
+def unfused(
+    subject: Subject, config: QuantConfig, *, bare: Collection[str] = ()
+) -> tuple[onnx.ModelProto, LayerGraph]:
+    """The model with the BatchNormalizations that the config wants apart from their Conv.
+
+    Args:
+        subject: the model.
+        config: its do_fusion and skip_fusion_layers.
+        bare: layers of which nothing behind becomes a part.
+    """
     from deploy.frontends.affine import NORM, fold_affine
 
-    model, graph = _prepared(subject.unfolded.model)
+    model, graph = prepared(subject.unfolded.model)
     if not config.do_fusion:
         return model, graph
-    ends = {graph.layers[name].output for name in config.skip_fusion_layers}
-    apart = {n.name for n in model.graph.node if n.op_type == NORM and n.input[0] in ends}
+    names = {*config.skip_fusion_layers, *bare}
+    ends = {n.output[0]: n.name for n in model.graph.node if n.name in names}
+    apart = {
+        n.name
+        for n in model.graph.node
+        for end in n.input
+        if end in ends and (n.op_type == NORM or ends[end] in bare)
+    }
     fold_affine(model.graph, apart=apart)
-    return _prepared(model)
+    return prepared(model)
 
 
 def _searches(config: QuantConfig) -> str:

@@ -1,0 +1,209 @@
+"""Scales that were found before: AMCT's record, or a TensorRT calibration cache, as a recipe.
+
+Scales of weights are those of a form of the model: with each BatchNormalization folded into the
+layer before it, but where the record (skip_fusion), the configuration (do_fusion,
+skip_fusion_layers) or the scales themselves say otherwise. The model is read in that form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from calibrators.amct.arq import arq
+from deploy.errors import CacheError, ConfigError
+from deploy.graph.index import Graph
+from deploy.reading import read_text
+from deploy.targets.ascend.config_types import QuantConfig
+from deploy.targets.ascend.recipe import Recipe
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.calibration.subject import Subject
+    from deploy.targets.ascend.layers import LayerGraph
+    from deploy.targets.ascend.record import LayerRecord
+
+
+def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> Recipe:
+    """What a record says of a model.
+
+    Args:
+        subject: the model.
+        path: of the record.
+        config: quant config or simplified configuration that the record was made with, for the
+            form of the model; it is written again, with what the record lacks disabled.
+
+    Raises:
+        ConfigError: a file that cannot be read or breaks a rule, or is another model's.
+        ExportError: a scale or a bias outside what the hardware takes.
+    """
+    from deploy.targets.ascend.quant_layer import quantize_layers
+    from deploy.targets.ascend.record import others, read_record
+    from deploy.targets.ascend.target import without
+
+    text = read_text(path, what="AMCT's record of scales", error=ConfigError)
+    records = read_record(text, str(path))
+    beside = others(text, str(path))
+    if not records:
+        raise ConfigError(
+            f"a record to deploy must hold a layer with its scales, got {', '.join(beside)} alone"
+            f" in {path}; give the record of a calibration"
+        )
+    model, graph, settled, bare = _formed(subject, records, config)
+    layers = quantize_layers(model, graph, records)
+    lacking = tuple(name for name in graph.layers if name not in records)
+    if settled is not None:
+        _refuse_disabled(records, settled)
+        settled = without(settled, lacking)
+    notes = [f"Scales: {path}, as it stands; nothing was calibrated."]
+    if bare:
+        notes.append(
+            "By its scales the record is of weights that nothing was folded into, so that what"
+            f" follows stays apart: {', '.join(bare)}."
+        )
+    if beside:
+        notes.append(f"Beside them the record holds, and was not deployed: {', '.join(beside)}.")
+    return Recipe(
+        model=model,
+        graph=graph,
+        records=records,
+        layers=layers,
+        config=settled,
+        method="a record",
+        why=dict.fromkeys(lacking, "the record has no scales for it"),
+        notes=tuple(notes),
+    )
+
+
+def from_cache(subject: Subject, path: Path) -> Recipe:
+    """Activation scales of a TensorRT cache, symmetric and without offset; weights by ARQ.
+
+    Raises:
+        CacheError: a file that cannot be read, or no usable scale for any layer of the model.
+        ConfigError: the model has no layer that Ascend quantizes.
+    """
+    from deploy.graph.plan import ASCEND
+    from deploy.targets.ascend.calibrate import RecordPlan
+    from deploy.targets.ascend.config import default_config
+    from deploy.targets.ascend.quant_layer import quantize_fitting
+    from deploy.targets.ascend.record import LayerRecord
+    from deploy.targets.ascend.target import prepared
+    from deploy.targets.tensorrt.cache_tools import read_cache
+    from deploy.targets.tensorrt.match import match
+
+    cache = read_cache(path)
+    model, graph = prepared(subject.model)
+    matched = match(cache, subject.model, original=subject.original, placement=ASCEND)
+    config = default_config(graph, activation_offset=False)
+    weights = RecordPlan(model=model, graph=graph, config=config, base="", samples=1).weights({})
+    records = {
+        name: LayerRecord(
+            scale_d=matched.scales[layer.input],
+            scale_w=weights[name][0],
+            weighted=bool(layer.weight),
+        )
+        for name, layer in graph.layers.items()
+        if layer.input in matched.scales
+    }
+    layers, why = quantize_fitting(model, graph, records)
+    if not layers:
+        wanted = list(dict.fromkeys(layer.input for layer in graph.layers.values()))
+        raise CacheError(
+            f"a cache must know the inputs of the model's layers, got a usable scale in {path} for"
+            f" none of {len(wanted)} (such as {', '.join(wanted[:2])}); give the model's own cache"
+            " (`calib8 cache check --model` tells more)"
+        )
+    reasons = {cover.tensor: cover.reason for cover in matched.tensors if not cover.covered}
+    lacking = {
+        name: f"its input {reasons.get(layer.input) or f'has no scale in {path.name}'}"
+        for name, layer in graph.layers.items()
+        if name not in records
+    }
+    return Recipe(
+        model=model,
+        graph=graph,
+        records={name: records[name] for name in layers},
+        layers=layers,
+        method="ARQ, and a TensorRT cache",
+        why={**lacking, **why},
+        notes=(
+            f"Scales: {path} for {len(layers)} of {len(graph.layers)} layers, symmetric, without"
+            " offset; weights by ARQ; nothing was calibrated.",
+        ),
+    )
+
+
+def _formed(
+    subject: Subject, records: Mapping[str, LayerRecord], path: Path | None
+) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, tuple[str, ...]]:
+    """The model as it was when the record was made, its layers, the configuration, and `_bare`."""
+    from deploy.targets.ascend.files import read_any_config
+    from deploy.targets.ascend.target import prepared, unfused
+
+    model, graph = prepared(subject.model)
+    config = None if path is None else read_any_config(path, graph)
+    fused = config or QuantConfig()
+    apart = (*fused.skip_fusion_layers, *(n for n, one in records.items() if one.skip_fusion))
+    bare = _bare(subject, records) if fused.do_fusion else ()
+    if not fused.do_fusion or apart or bare:
+        fused = replace(fused, skip_fusion_layers=apart)
+        model, graph = unfused(subject, fused, bare=bare)
+        config = None if path is None else read_any_config(path, graph)
+    return model, graph, config, bare
+
+
+def _bare(subject: Subject, records: Mapping[str, LayerRecord]) -> tuple[str, ...]:
+    """Layers whose scales are nearer to those of the weights before anything was folded into them.
+
+    AMCT folds a BatchNormalization into a Conv alone, calib8 into ConvTranspose and Gemm too, and
+    constant Muls and Adds into all three; the scales tell who made the record.
+    """
+    from deploy.targets.ascend.target import prepared
+
+    ways = [_Weights(*prepared(model)) for model in (subject.model, subject.unfolded.model)]
+    found = []
+    for name, record in records.items():
+        folded, plain = (way.apart_from(name, record) for way in ways)
+        if folded is not None and plain is not None and plain < folded:
+            found.append(name)
+    return tuple(found)
+
+
+class _Weights:
+    """The weights of one form of a model."""
+
+    def __init__(self, model: onnx.ModelProto, graph: LayerGraph) -> None:
+        self.index, self.layers = Graph(model), graph.layers
+
+    def apart_from(self, name: str, record: LayerRecord) -> float | None:
+        """How far, in octaves, a record's scales are from ARQ's; None where they cannot be."""
+        from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
+
+        layer = self.layers.get(name)
+        if layer is None or not layer.weight:
+            return None
+        weight = array_of(self.index, layer.weight)
+        try:
+            rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
+        except ValueError:  # factors of another number of channels
+            return None
+        scales, _ = arq(rows, channel_wise=record.scale_w.size > 1)
+        if scales.size != record.scale_w.size:
+            return None
+        return float(np.abs(np.log2(record.scale_w / scales)).mean())
+
+
+def _refuse_disabled(records: Mapping[str, LayerRecord], config: QuantConfig) -> None:
+    """Refuse a record and a configuration that contradict each other."""
+    enabled = config.enabled()
+    name = next((name for name in records if name not in enabled), None)
+    if name is not None:
+        raise ConfigError(
+            f"a configuration must enable every layer of its record, got {name!r} disabled; take"
+            " it out of the record, or enable it"
+        )

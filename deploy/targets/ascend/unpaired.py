@@ -1,0 +1,229 @@
+"""A Q/DQ model without its pairs on activations: the float model that it stands for.
+
+::
+
+    Conv --> x --> Q --> DQ --> Conv     becomes     Conv --> x ------------> Conv, in the record
+                         '---> Add                           '--> Round ... --> Add
+
+An int8 layer rounds and saturates its input by itself. What other readers of a pair get, which are
+float on Ascend, goes through Div, Round, Clip and Mul, or is rounded no more where that is asked
+for. A Clip stays then where a pair stands for a Relu or Clip that the quantizer took out: its codes
+begin at 0, and what it reads may be negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploy.errors import ModelError
+from deploy.graph.edit import copied, rebuild, rename_reads, unused
+from deploy.graph.flow import MOVES, POOLS
+from deploy.graph.index import Graph, all_nodes, reads
+from deploy.targets.ascend.layers import TYPES
+from deploy.targets.ascend.pairs import DQ, KEEPING, Q, grid_of
+from deploy.targets.ascend.rewrite import Nodes
+
+if TYPE_CHECKING:
+    import onnx
+
+_POSITIVE = frozenset({"Relu", "Sigmoid", "Softmax", "HardSigmoid"})
+_ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # of such without a sign
+
+
+def without_pairs(
+    model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
+) -> tuple[onnx.ModelProto, int]:
+    """A float copy, and how many pairs float operators read.
+
+    Args:
+        model: of which each node has a name of its own.
+        taken: the layers that round and saturate their input by themselves.
+        keep_rounding: round what the others read.
+
+    Raises:
+        ModelError: in integer operators, or in pairs that cannot be taken out.
+    """
+    from deploy.frontends.fold import fold_constants
+
+    out = copied(model)
+    work = _Stripper(out, taken, keep_rounding=keep_rounding)
+    work.run()
+    fold_constants(out)
+    left = next((node for node in all_nodes(out.graph) if node.op_type in (Q, DQ)), None)
+    if left is not None:
+        raise ModelError(
+            "QuantizeLinear and DequantizeLinear of ONNX's own domain must stand in pairs on float"
+            f" tensors of the main graph, got {left.op_type} {left.name!r}; export the model so,"
+            " with float inputs and outputs"
+        )
+    return out, work.loose
+
+
+class _Stripper:
+    """One model whose pairs on activations are taken out."""
+
+    def __init__(
+        self, model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
+    ) -> None:
+        self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
+        self.inside = _inside(self.index, taken)
+        self.loose = 0
+        self.fixed = set(self.index.constants)  # what is known before anything is fed
+        self.positive: set[str] = set()  # tensors that cannot be negative
+        self.float_of: dict[str, str] = {}  # output of a pair -> what its readers read
+        self.renamed: dict[str, str] = {}  # what a node makes -> the name that it now gets
+        self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}
+
+    def run(self) -> None:
+        """Rewire every reader of a pair, then drop the pairs."""
+        nodes: Nodes = []
+        gone: set[str] = set()
+        for node in self.graph.node:
+            if all(name in self.fixed for name in reads(node)):
+                self.fixed.update(node.output)
+            elif node.op_type == Q:
+                gone.add(node.output[0])
+                self._refuse_integers(node)
+                continue
+            elif node.op_type == DQ and node.input[0] in gone:
+                nodes += self._pair(node)
+                continue
+            elif self._cannot_be_negative(node):
+                self.positive.update(node.output)
+            nodes.append(node)
+        rename_reads(nodes, self.float_of)
+        self._name_weights()
+        rename_reads(nodes, self.renamed)
+        for node in nodes:
+            for place, name in enumerate(node.output):
+                node.output[place] = self.renamed.get(name, name)
+        rebuild(self.graph, nodes)
+
+    def _pair(self, node: onnx.NodeProto) -> Nodes:
+        """What stands for a pair: nothing, what it does, or what keeps the name of an output."""
+        from onnx import helper
+
+        read, made = self.index.producer[node.input[0]].input[0], node.output[0]
+        source = self.float_of.get(read, read)
+        kept = made in self.index.outputs
+        readers = self.index.readers.get(made, [])
+        int8 = [n for n in readers if n.name in self.inside and n.input[0] == made]
+        in_float = kept or made in self.index.captured or len(int8) < len(readers)
+        steps = self._steps(node, source) if in_float else {}
+        self.loose += in_float
+        if steps:
+            for reader in int8:
+                reader.input[0] = source
+            end = made if kept else self._own(f"{source}/{'-'.join(steps).lower()}")
+            self.float_of[made] = end
+            return self._chain(source, end, steps, node.name)
+        if kept and not self._may_be_called(source):
+            return [helper.make_node("Identity", [source], [made], name=f"{node.name}/float")]
+        if kept:
+            self.renamed[source] = made
+        else:
+            self.float_of[made] = source
+        return []
+
+    def _steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
+        """Operators, with their constants, that do to a float tensor what its readers rely on."""
+        grid = grid_of(node, self.index)
+        if grid is None or not grid.single:
+            raise ModelError(
+                "a pair on what float operators read must have one constant scale of integers, got"
+                f" another on {source!r}; export the model with such"
+            )
+        scale, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
+        low, high = grid.least - zero, grid.most - zero
+        lost = low == 0 and source not in self.positive
+        if low == 0:
+            self.positive.add(node.output[0])
+        if self.keep_rounding:
+            codes = (float(low), float(high))
+            return {"Div": (scale,), "Round": (), "Clip": codes, "Mul": (scale,)}
+        return {"Clip": (0.0, scale * high)} if lost else {}
+
+    def _chain(
+        self, start: str, end: str, steps: Mapping[str, tuple[float, ...]], name: str
+    ) -> Nodes:
+        from onnx import helper
+
+        nodes: Nodes = []
+        for place, (op, values) in enumerate(steps.items(), start=1):
+            constants = [self._number(f"{end}/{op}", value) for value in values]
+            output = end if place == len(steps) else self._own(f"{end}/{op}")
+            made = helper.make_node(op, [start, *constants], [output], name=f"{name}/{op}")
+            nodes.append(made)
+            start = output
+        return nodes
+
+    def _name_weights(self) -> None:
+        """Call a weight and bias that were quantized after their layer, not after their pair."""
+        for node in self.index.nodes:
+            if node.op_type not in TYPES:
+                continue
+            for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
+                made = name in self.fixed and name not in self.index.constants
+                if made and self.index.only_reader(name) is not None:
+                    self.renamed[name] = self._own(f"{node.name}.{word}")
+
+    def _may_be_called(self, source: str) -> bool:
+        """Whether a tensor may get the name of an output."""
+        return (
+            source in self.index.producer
+            and source not in self.index.outputs
+            and source not in self.renamed
+            and source not in self.index.captured
+        )
+
+    def _own(self, wanted: str) -> str:
+        """A name that no tensor has."""
+        name = unused(wanted, self.names)
+        self.names.add(name)
+        return name
+
+    def _number(self, wanted: str, value: float) -> str:
+        from onnx import numpy_helper
+
+        name = self._own(wanted)
+        self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
+        return name
+
+    def _cannot_be_negative(self, node: onnx.NodeProto) -> bool:
+        if node.op_type in _POSITIVE:
+            return True
+        if node.op_type == "Clip":
+            return self.index.holds_zero(node)
+        if node.op_type in MOVES | POOLS:
+            return node.input[0] in self.positive
+        known = self.positive
+        return node.op_type in _ADDING and all(n in known for n in self.index.data_inputs(node))
+
+    def _refuse_integers(self, node: onnx.NodeProto) -> None:
+        """Refuse codes that something else than a DequantizeLinear reads."""
+        made = node.output[0]
+        others = [n.op_type for n in self.index.readers.get(made, []) if n.op_type != DQ]
+        if made in self.index.outputs:
+            others.append("the user, as an output")
+        if others:
+            raise ModelError(
+                "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, got"
+                f" {made!r} read by {others[0]}; export it in the Q/DQ form"
+            )
+
+
+def _inside(index: Graph, taken: Collection[str]) -> set[str]:
+    """Names of int8 layers, and of what hands values on to these alone."""
+    found = {node.name for node in index.nodes if node.name in taken}
+    for node in reversed(index.nodes):
+        if node.op_type not in KEEPING:
+            continue
+        made = node.output[0]
+        seen = made in index.outputs or made in index.captured
+        readers = index.readers.get(made, [])
+        if readers and not seen and all(n.name in found and n.input[0] == made for n in readers):
+            found.add(node.name)
+    return found
