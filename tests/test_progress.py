@@ -334,7 +334,7 @@ def test_other_commands_tell_of_all_that_they_do(small_cnn, pictures, tmp_path, 
     auto = ("ascend", "auto", small_cnn, *feed, "--out", tmp_path / "auto")
     assert ended(*auto, "--strategy", "binary-search") == 0
     assert {"model", "calibration", "ranking the layers", "4 layers in int8"} <= set(seen)
-    assert ended(*auto) == 0 and {"choosing images", "trying layers"} <= set(seen)
+    assert ended(*auto) == 0 and {"running the float model", "trying layers"} <= set(seen)
     words = (*QUICK, "--target", "onnxruntime,tensorrt", "--out", tmp_path / "out")
     assert ended("build", small_cnn, "--images", pictures, *words) == 0
     seen.clear()

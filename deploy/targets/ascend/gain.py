@@ -9,7 +9,8 @@
     layers in float that are not missed go back to int8
 
 A layer's gain is that of the whole model, so errors that cancel or pile up count, which a ranking
-of layers by themselves cannot see. Gains are measured on a few images, and the budget holds on all.
+of layers by themselves cannot see. Gains are measured on at most 128 images, and the budget holds
+on all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from deploy.targets.ascend.variants import Records
 
 _CLOSE = 5  # layers that are looked at again before a step
 _SWAPPED = 2  # of which other searches are tried too
-_LESS = 0.97  # of the loss on a few images, where all of them say that the budget does not hold
+_LESS = 0.97  # of the loss on the held images, where all of them say that the budget does not hold
 _AS_GOOD = 1.1  # another search may leave so much more than float does, and the layer stays int8
 _WORTH = 0.03  # share of the loss: a step that takes less is none, and all layers are ranked anew
 
@@ -34,11 +35,11 @@ class Judging(Protocol):
     def judge(self, records: Records) -> tuple[bool, float]:
         """(the budget holds, loss) on all images."""
 
-    def narrow(self, records: Records) -> None:
-        """Choose the few images by what these records lose."""
+    def hold(self) -> None:
+        """Hold the images that `of` looks at."""
 
     def of(self, forms: Sequence[Records]) -> list[float]:
-        """Losses on the few images."""
+        """Losses on the held images."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,8 +72,9 @@ class ByGain:
         """Layer in int8 -> its search; empty where only float holds the budget."""
         now = self._begin()
         holds, loss = self._judged()
+        if not holds:
+            self._gains(list(self.chosen), now)
         while not holds and self.chosen:
-            now = self._look()
             goal = min(self.budget * now / loss, _LESS * now)
             while now > goal and self.chosen:
                 now = self._step(now)
@@ -87,20 +89,11 @@ class ByGain:
 
     def _begin(self) -> float:
         """All layers by the best search."""
-        self.losses.narrow(next(iter(self.variants.values())))
+        self.losses.hold()
         found = self.losses.of(list(self.variants.values()))
         best = min(range(len(found)), key=found.__getitem__)
         self.chosen = dict.fromkeys(self._layers, list(self.variants)[best])
         return found[best]
-
-    def _look(self) -> float:
-        """Choose the few images by what is lost now, which tells most; gives the loss on them."""
-        self.losses.narrow(self.records)
-        self._known = {}
-        (now,) = self._tried([self.chosen])
-        if not self.ranking:
-            self._gains(list(self.chosen), now)
-        return now
 
     def _step(self, now: float) -> float:
         """Take the best step of the layers that gained most; gives the loss after it."""
@@ -155,7 +148,7 @@ class ByGain:
         return {one: how for one, how in self.chosen.items() if one != name}
 
     def _tried(self, choices: Iterable[Mapping[str, str]]) -> list[float]:
-        """What each loses on the few images; each is run once."""
+        """What each loses on the held images; each is run once."""
         listed = [frozenset(choice.items()) for choice in choices]
         new = [one for one in dict.fromkeys(listed) if one not in self._known]
         found = self.losses.of([self._of(dict(one)) for one in new])

@@ -1,4 +1,4 @@
-"""What a set of int8 layers loses against the float model: on all images, or on a few that tell."""
+"""What a set of int8 layers loses against the float model: on all images, or on held ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from deploy.feed.parallel import Sample
     from deploy.tensors import Array
 
-_LOOKED_AT = 64  # images among which the few are chosen
-_WORST, _SPREAD = 8, 24  # those that lose most, and of the others some from all over
+_MOST, _BYTES = 128, 256 * 2**20  # images that are held in memory, and what they may take there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +50,7 @@ class Losses:
         evaluation: images to judge on, with `labels` or without.
         budget: what may be lost.
         say: told of every judgement on all images.
-        few: (sample, the float model's outputs, for how many images it stands) of those that `of`
-            looks at.
+        held: (sample, the float model's outputs) of the images that `of` looks at.
     """
 
     model: onnx.ModelProto
@@ -60,7 +58,7 @@ class Losses:
     evaluation: Feed
     budget: Budget
     say: Callable[[str], None]
-    few: list[tuple[Sample, Mapping[str, Array], float]] = field(default_factory=list)
+    held: list[tuple[Sample, Mapping[str, Array]]] = field(default_factory=list)
 
     def judge(self, records: Records) -> tuple[bool, float]:
         """(the budget holds, loss) on all images: of top-1 with labels, else of mean cosine."""
@@ -84,24 +82,19 @@ class Losses:
         self.say(f"{len(records)} layers in int8: loss {loss:.5f}, {word}")
         return good, loss
 
-    def narrow(self, records: Records) -> None:
-        """Look from now on at a few images: those in which these records lose most, and others."""
+    def hold(self) -> None:
+        """Hold images from all over the feed, and the float model's outputs, for `of`."""
         reference = OrtSession.open(self.model, threads=self.budget.threads)
-        session = OrtSession.open(self._form(records), threads=self.budget.threads)
-        with phase("choosing images"):
-            lost = [
-                _loss(reference.run(sample), session.run(sample))
-                for sample in self.evaluation.spread(_LOOKED_AT)
-            ]
-        shares = _shares(lost)
-        self.few = [
-            (sample, reference.run(sample), shares[place])
-            for place, sample in enumerate(self.evaluation.spread(_LOOKED_AT))
-            if place in shares
-        ]
+        first = self.evaluation.first(1)
+        size = sum(_bytes(one) + _bytes(reference.run(one)) for one in first)
+        most = max(1, min(_MOST, _BYTES // max(size, 1), len(self.evaluation)))
+        with phase("running the float model", most, "samples") as step:
+            for sample in self.evaluation.spread(most):
+                self.held.append((sample, reference.run(sample)))
+                step()
 
     def of(self, forms: Sequence[Records]) -> list[float]:
-        """Mean loss of cosine on the few images, of several forms beside each other."""
+        """Mean loss of cosine on the held images, of several forms beside each other."""
         with (
             phase("trying layers", len(forms), "trials") as step,
             ThreadPoolExecutor(self.budget.threads) as pool,
@@ -112,21 +105,16 @@ class Losses:
         if not records:
             return 0.0
         session = OrtSession.open(self._form(records), threads=1, spin=False)
-        found = [_loss(wanted, session.run(sample)) for sample, wanted, _ in self.few]
+        found = [_loss(wanted, session.run(sample)) for sample, wanted in self.held]
         step()
-        return float(np.average(found, weights=[share for *_, share in self.few]))
+        return float(np.mean(found))
 
     def _form(self, records: Records) -> onnx.ModelProto:
         return fake_quant_model(self.model, quantize_layers(self.model, self.graph, records))
 
 
-def _shares(lost: Sequence[float]) -> dict[int, float]:
-    """Place of an image -> for how many it stands: the worst for themselves, the others for all."""
-    places = sorted(range(len(lost)), key=lambda place: (-lost[place], place))
-    worst, rest = places[:_WORST], sorted(places[_WORST:])
-    count = min(len(rest), _SPREAD)
-    chosen = {rest[round(at)] for at in np.linspace(0, max(len(rest) - 1, 0), count)}
-    return dict.fromkeys(worst, 1.0) | dict.fromkeys(sorted(chosen), len(rest) / max(count, 1))
+def _bytes(arrays: Mapping[str, Array]) -> int:
+    return sum(array.nbytes for array in arrays.values())
 
 
 def _loss(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> float:
