@@ -58,7 +58,8 @@ def write(inside: Path, folder: Path, names: list[str], made_from: Mapping[str, 
     """
     files = {name: _digest(inside / name) for name in names}
     before = _known(folder)
-    earlier = {n: d for n, d in before.items() if n not in files and (folder / n).is_file()}
+    gone = {NAME, *files}  # replaced by this build
+    earlier = {n: d for n, d in before.items() if n not in gone and (folder / n).is_file()}
     document = {"schema": SCHEMA, "made_from": made_from, "files": files, "earlier": earlier}
     text = json.dumps(document, indent=1, sort_keys=True) + "\n"
     return atomic.write_text(inside / NAME, text)

@@ -230,6 +230,7 @@ def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, picture
     assert "small_cnn.int8.onnx is of an earlier build" in capsys.readouterr().out
     again()  # and may be built again
     assert "other.int8.onnx" in manifest.read(out).earlier
+    assert manifest.NAME not in manifest.read(out).earlier  # it was replaced with the build
 
 
 @pytest.mark.parametrize("name", ["report.html", "small_cnn.int8.onnx", "manifest.json"])
