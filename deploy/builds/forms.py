@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from html import escape
@@ -11,6 +10,7 @@ import deploy.report.figures as figures
 import deploy.report.markup as markup
 from deploy.builds.compare import Builds, EngineLine
 from deploy.report.margin import entry
+from deploy.report.model import plain
 from deploy.report.page import page
 from deploy.report.section import Section, written
 from deploy.terminal import page as lines_of
@@ -51,19 +51,9 @@ def to_html(found: Builds) -> str:
 def to_json(found: Builds) -> dict[str, object]:
     """Plain JSON types; numbers that JSON has no word for become "inf", "-inf" or "nan"."""
     held = {"schema": SCHEMA, **asdict(found)}
-    plain = _plain(held)
-    assert isinstance(plain, dict)
-    return plain
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    made = plain(held)
+    assert isinstance(made, dict)
+    return made
 
 
 def _cells(one: EngineLine) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import deploy.report.figures as figures
 from deploy.explanation.values import Explanation, Held, Kept, TargetWhy
 from deploy.report.margin import columns, entry
+from deploy.report.model import plain
 from deploy.report.words import TRIAL_HEADS, trial_row
 from deploy.terminal import page
 from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME
@@ -37,19 +37,9 @@ def to_screen(found: Explanation, *, everything: bool = False) -> str:
 
 def to_json(found: Explanation) -> dict[str, object]:
     """Plain JSON types; numbers that JSON has no word for become "inf", "-inf" or "nan"."""
-    plain = _plain({"schema": SCHEMA, **asdict(found)})
-    assert isinstance(plain, dict)
-    return plain
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    made = plain({"schema": SCHEMA, **asdict(found)})
+    assert isinstance(made, dict)
+    return made
 
 
 def _target(one: TargetWhy, most: int | None) -> Iterator[str]:

@@ -139,22 +139,23 @@ def to_json(report: Findings) -> dict[str, object]:
 
     Numbers that JSON has no word for become "inf", "-inf" or "nan".
     """
-    plain = _plain(report)
-    assert isinstance(plain, dict)
-    return {"schema": SCHEMA, **plain}
+    made = plain(report)
+    assert isinstance(made, dict)
+    return {"schema": SCHEMA, **made}
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """A value as JSON holds it; a part's fields that are empty are left out."""
     if isinstance(value, _Jsonable):
-        return _plain(value.to_json())
+        return plain(value.to_json())
     if is_dataclass(value) and not isinstance(value, type):
         kept = [f for f in fields(value) if f.metadata != DRAWN]
         held = {f.name: getattr(value, f.name) for f in kept}
-        return {key: _plain(item) for key, item in held.items() if item not in (None, (), {})}
+        return {key: plain(item) for key, item in held.items() if item not in (None, (), {})}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     return value if isinstance(value, bool | int | str | None) else _word(value)
@@ -164,5 +165,5 @@ def _word(value: object) -> object:
     """Anything else as a word: a path, a numpy scalar."""
     item = getattr(value, "item", None)
     if callable(item):
-        return _plain(item())
+        return plain(item())
     return value.as_posix() if isinstance(value, Path) else str(value)
