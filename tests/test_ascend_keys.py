@@ -1,4 +1,4 @@
-"""Every key of AMCT's configurations through `build --ascend-config`: obeyed, or refused at once."""
+"""Every key of AMCT's configurations by `build --ascend-config`: obeyed, or refused at once."""
 
 import json
 
@@ -278,7 +278,7 @@ JSON_OBEYED = {
 
 
 def document(key, value):
-    """A quant config of three layers in which one key is as said, of conv1 where it is a layer's."""
+    """A quant config of three layers in which one key is as said, a layer's in conv1."""
     layers = {name: {"quant_enable": True} for name in ("conv1", "conv2", "fc")}
     made = {"version": 1, "batch_num": 4, **layers}
     part, _, name = key.rpartition(".")
