@@ -98,6 +98,19 @@ def test_layers_that_are_not_missed_go_back():
     assert set(LAYERS) - set(chosen) == {"l2"}
 
 
+def test_layers_whose_errors_cancel_go_to_float_together():
+    """Each of two layers alone loses much, both together nothing more than in their sum."""
+
+    class Cancelling(Made):
+        def _loss(self, form):
+            return super()._loss(form) + abs(("l0" in form) * 0.5 - ("l1" in form) * 0.49)
+
+    own = {name: {"a": 1e-4} for name in LAYERS}
+    losses = Cancelling(own, 0.005)
+    chosen = ByGain(variants=variants("a"), losses=losses, budget=0.005).run()
+    assert set(LAYERS) - set(chosen) == {"l0", "l1"}
+
+
 def test_a_form_is_run_once():
     own = {name: {"a": 0.001, "b": 0.002} for name in LAYERS}
     losses = Made(own, 0.004)

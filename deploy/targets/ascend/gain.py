@@ -4,6 +4,7 @@
 
     every search in all layers      0.015  0.0052  0.011      the best one to begin with
     each layer back in float        0.0041 .. 0.0052          its gain, measured on the outputs
+    the noisiest alone, together    0.0048                    where their errors cancel
     the best ones, by another search too
       |-- take the best step, look at the best again, ... until the budget holds on all images
     layers in float that are not missed go back to int8
@@ -25,6 +26,7 @@ from deploy.targets.ascend.variants import Records
 _CLOSE = 5  # layers that are looked at again before a step
 _SWAPPED = 2  # of which other searches are tried too
 _LESS = 0.97  # of the loss on the held images, where all of them say that the budget does not hold
+_TOGETHER = 8  # layers that lose most by themselves, of which a few go to float together
 _AS_GOOD = 1.1  # another search may leave so much more than float does, and the layer stays int8
 _WORTH = 0.03  # share of the loss: a step that takes less is none, and all layers are ranked anew
 
@@ -74,6 +76,7 @@ class ByGain:
         holds, loss = self._judged()
         if not holds:
             self._gains(list(self.chosen), now)
+            now = self._together(now)
         while not holds and self.chosen:
             goal = min(self.budget * now / loss, _LESS * now)
             while now > goal and self.chosen:
@@ -93,6 +96,31 @@ class ByGain:
         found = self.losses.of(list(self.variants.values()))
         best = min(range(len(found)), key=found.__getitem__)
         self.chosen = dict.fromkeys(self._layers, list(self.variants)[best])
+        return found[best]
+
+    def _together(self, now: float) -> float:
+        """Leave the layers that lose most by themselves in float together, where that is best.
+
+        Errors of two layers may cancel: then float for one of them gains nothing, but for both it
+        does. Gives the loss after it, or the same where one layer alone gains more.
+        """
+        alone = self._tried({name: how} for name, how in self.chosen.items())
+        lost = dict(zip(self.chosen, alone, strict=True))
+        worst = sorted(self.chosen, key=lambda name: -lost[name])[:_TOGETHER]
+        forms = [
+            {name: how for name in self._layers if name not in worst[:count]}
+            for how in self.variants
+            for count in range(2, min(len(worst), len(self._layers) - 1) + 1)
+        ]
+        found = self._tried(forms)
+        gains = [
+            (now - loss) / (len(self._layers) - len(form))
+            for form, loss in zip(forms, found, strict=True)
+        ]
+        best = max(range(len(forms)), key=gains.__getitem__, default=None)
+        if best is None or gains[best] <= max(self.ranking.values()):
+            return now
+        self.chosen = forms[best]
         return found[best]
 
     def _step(self, now: float) -> float:
