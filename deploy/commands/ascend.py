@@ -163,7 +163,7 @@ def auto(
     from deploy.targets.ascend.autocalibrate import auto_calibrate
     from deploy.targets.ascend.losses import Budget
     from deploy.targets.ascend.target import Ascend
-    from deploy.targets.ascend.variants import CONFIGURED, Choosing, plans
+    from deploy.targets.ascend.variants import Choosing, plans
 
     target = (Choosing if strategy == "gain" else Ascend)(config=ascend_config)
     path = out / f"{model.stem}.cache"
@@ -191,11 +191,8 @@ def auto(
             carried=found.loaded.carried,
             skip_bad=images.skip_bad,
         )
-    searches = {CONFIGURED: target.plan(found.subject)}
-    if strategy == "gain":
-        searches = plans(target, found.subject)
     result, written = auto_calibrate(
-        searches,
+        plans(target, found.subject),
         found.ranges.observed,
         evaluation,
         folder=out,

@@ -11,7 +11,7 @@ from deploy.commands import sections
 from deploy.commands.inputs import Inputs, input_options, shape, shape_option
 from deploy.commands.numbers import THREADS, Real
 from deploy.commands.numbers import batches as batches_of
-from deploy.commands.output import json_option, put_json, quietable
+from deploy.commands.output import html_option, json_option, put_json, quietable
 from deploy.commands.targets import Given, made, own_options
 from deploy.errors import ConfigError
 from deploy.terminal import say_lines
@@ -100,14 +100,7 @@ from deploy.terminal import say_lines
     " takes; in runs of their own.",
 )
 @json_option
-@sections.option(
-    "--html",
-    "html_path",
-    section=sections.GENERAL,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the report as a page.",
-)
+@html_option
 @input_options("Run on these in place of random inputs, and tell how far the outputs are apart")
 @own_options(lambda option: option.runs)
 def bench(

@@ -33,6 +33,14 @@ json_option = sections.option(
     metavar="FILE",
     help="Write what was found as JSON; - prints it in place of the text.",
 )
+html_option = sections.option(
+    "--html",
+    "html_path",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write what was found as a page.",
+)
 _quiet_option = sections.option(
     "-q",
     "--quiet",

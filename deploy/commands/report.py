@@ -7,21 +7,14 @@ from pathlib import Path
 import click
 
 from deploy.commands import given, sections
-from deploy.commands.output import json_option, put_json, quietable
+from deploy.commands.output import html_option, json_option, put_json, quietable
 from deploy.terminal import say_lines
 
 
 @click.command(cls=sections.SectionedCommand)
 @quietable("--html", "--json")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
-@sections.option(
-    "--html",
-    "html_path",
-    section=sections.GENERAL,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write what was found as a page.",
-)
+@html_option
 @json_option
 def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | None) -> None:
     """Hold the builds in FOLDERS side by side: verdict, speed, size, accuracy, and what differs.

@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.errors import ConfigError
 from deploy.feed.preprocess import Preprocess, Size
-from deploy.frontends.metadata import timm
+from deploy.frontends.metadata.timm import how_of
 from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, table, word
 
 FILE = "preprocessor_config.json"
@@ -45,7 +45,7 @@ def read(found: Found) -> Said | None:
         return None
     data = table(text, FILE)
     if isinstance(data.get("pretrained_cfg"), dict):  # TimmWrapperImageProcessor
-        return Said(timm.how_of(data["pretrained_cfg"]))
+        return Said(how_of(data["pretrained_cfg"]))
     if "size" not in data and "image_mean" not in data:
         return None
     kind = word(data.get("image_processor_type")) or word(data.get("feature_extractor_type"))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.feed.denormalise import layout_of, pixels_of
 from deploy.feed.preprocess import Preprocess
 from deploy.targets.ascend.aipp import Aipp
 from deploy.targets.ascend.csc import to_yuv
@@ -60,17 +61,16 @@ def judged(
         pictures.
     """
     batch = next(iter(sample.values()))
-    if batch.ndim != 4 or not np.issubdtype(batch.dtype, np.floating):
+    if layout_of(batch) != "nchw" or not np.issubdtype(batch.dtype, np.floating):
         return None
     return max(_error(made, how, source, picture) for picture in batch)
 
 
 def _error(made: Aipp, how: Preprocess, source: Source, wanted: NDArray[Any]) -> float:
-    mean, std = (np.array(v, np.float64).reshape(-1, 1, 1) for v in (how.mean, how.std))
-    values = np.rint((wanted * std + mean) / how.scale)
-    pixels = np.clip(values, 0, 255).astype(np.uint8).transpose(1, 2, 0)
+    pixels = pixels_of(wanted[None], how)
+    assert pixels is not None
     got = run_aipp(made.op, _given(_framed(pixels, made.op), how, source))
-    full = float(np.abs(255 * how.scale / std).max())
+    full = 255 * how.scale / min(how.std)
     return float(np.abs(got - wanted).mean() / full)
 
 
@@ -82,17 +82,14 @@ def _framed(pixels: Bytes, op: Any) -> Bytes:
     return np.pad(pixels, ((top, below), (left, right), (0, 0)), mode="edge")
 
 
-def _given(pixels: Bytes, how: Preprocess, source: Source) -> Bytes:
-    """Pixels in the model's order [H, W, C] -> the picture as the .om gets it."""
-    if pixels.shape[-1] == 1 and not source.yuv:
-        return pixels[..., 0]
-    rgb = pixels[..., ::-1] if how.color == "bgr" else pixels
-    if pixels.shape[-1] == 1:
-        rgb = np.repeat(pixels, 3, axis=-1)
+def _given(rgb: Bytes, how: Preprocess, source: Source) -> Bytes:
+    """Red, green, blue [H, W, 3] -> the picture as the .om gets it."""
+    if how.color == "grey" and not source.yuv:
+        return rgb[..., 0]
     if not source.yuv:
         return rgb if source.color == "rgb" else rgb[..., ::-1]
     picture = to_yuv(rgb, source.standard)
-    height = pixels.shape[0]
+    height = rgb.shape[0]
     if source.color == "nv21":
         pairs = picture[height:].reshape(height // 2, -1, 2)
         picture = np.concatenate([picture[:height], pairs[..., ::-1].reshape(height // 2, -1)])

@@ -150,14 +150,20 @@ def outside(flags: Sequence[str]) -> list[str]:
         f"the flag {flag} names a file outside this folder; take it along, and set its path in the"
         " atc script"
         for flag in flags
-        if Path(flag.partition("=")[2]).is_file()
+        if _file_of(flag) is not None
     ]
 
 
 def whole_path(flag: str) -> str:
     """The flag, a file in it by its whole path, since atc runs in the folder of the build."""
-    name, _, value = flag.partition("=")
-    return f"{name}={Path(value).resolve()}" if Path(value).is_file() else flag
+    file = _file_of(flag)
+    return flag if file is None else f"{flag.partition('=')[0]}={file.resolve()}"
+
+
+def _file_of(flag: str) -> Path | None:
+    """The file that a flag names, where its value is one."""
+    path = Path(flag.partition("=")[2])
+    return path if path.is_file() else None
 
 
 def shell(command: Sequence[str]) -> str:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from deploy.calibration.subject import Subject
     from deploy.feed.feed import Feed
 
-STRATEGIES = ("gain", "binary-search")
 _RANKED = 8  # samples that AMCT's ranking looks at
 
 

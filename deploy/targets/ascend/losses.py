@@ -59,20 +59,22 @@ class Losses:
     budget: Budget
     say: Callable[[str], None]
     held: list[tuple[Sample, Mapping[str, Array]]] = field(default_factory=list)
+    _reference: OrtSession = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reference = OrtSession.open(self.model, threads=self.budget.threads)
 
     def judge(self, records: Records) -> tuple[bool, float]:
         """(the budget holds, loss) on all images: of top-1 with labels, else of mean cosine."""
         if not records:
             return True, 0.0
-        threads = self.budget.threads
-        reference = OrtSession.open(self.model, threads=threads)
-        candidate = OrtSession.open(self._form(records), threads=threads)
+        candidate = OrtSession.open(self._form(records), threads=self.budget.threads)
         what, labels = f"{len(records)} layers in int8", self.evaluation.labels
         with (
             phase(what, len(self.evaluation), "samples") as step,
             self.evaluation.samples() as samples,
         ):
-            figures = compare(reference, candidate, samples, labels=labels, progress=step)
+            figures = compare(self._reference, candidate, samples, labels=labels, progress=step)
         if figures.top1_reference is not None and figures.top1_candidate is not None:
             loss = figures.top1_reference - figures.top1_candidate
         else:
@@ -84,13 +86,12 @@ class Losses:
 
     def hold(self) -> None:
         """Hold images from all over the feed, and the float model's outputs, for `of`."""
-        reference = OrtSession.open(self.model, threads=self.budget.threads)
         first = self.evaluation.first(1)
-        size = sum(_bytes(one) + _bytes(reference.run(one)) for one in first)
+        size = sum(_bytes(one) + _bytes(self._reference.run(one)) for one in first)
         most = max(1, min(_MOST, _BYTES // max(size, 1), len(self.evaluation)))
         with phase("running the float model", most, "samples") as step:
             for sample in self.evaluation.spread(most):
-                self.held.append((sample, reference.run(sample)))
+                self.held.append((sample, self._reference.run(sample)))
                 step()
 
     def of(self, forms: Sequence[Records]) -> list[float]:

@@ -39,10 +39,10 @@ class Choosing(Ascend):
 def plans(target: Ascend, subject: Subject) -> dict[str, RecordPlan]:
     """Name of a search -> the plan by which every layer is searched so.
 
-    Where the user has a configuration, it alone says how.
+    Where nothing else was observed, or the user has a configuration, that alone says how.
     """
     own = target.plan(subject)
-    if target.config is not None:
+    if target.config is not None or not isinstance(target, Choosing):
         return {CONFIGURED: own}
     return {CONFIGURED: own, **{name: _plan(own, name) for name in _OTHERS}}
 
