@@ -19,6 +19,7 @@ from deploy.report.model import Findings
 from deploy.report.parts import HistogramPart, TensorRow
 from deploy.report.section import Section
 from deploy.report.svg import drawing
+from deploy.report.words import whose
 from deploy.report.worst import worst_first
 
 _WIDTH, _HEIGHT, _TOP, _FLOOR = 320, 104, 14, 86
@@ -36,10 +37,10 @@ def histograms(report: Findings) -> Iterator[Section]:
     for target in report.targets:
         rows = [row for row in worst_first(target.tensors) if row.histogram is not None]
         if rows:
-            whose = f" of {target.name}" if len(report.targets) > 1 else ""
+            own = whose(report, target.name)
             drawn = "\n".join(_figure(row, row.histogram) for row in rows if row.histogram)
             html = f'<p class="sub">{_WORDS}</p>\n<div class="drawn">{drawn}</div>'
-            yield Section(title=f"Histograms{whose}", html=html, rows=len(rows))
+            yield Section(title=f"Histograms{own}", html=html, rows=len(rows))
 
 
 def _figure(row: TensorRow, part: HistogramPart) -> str:

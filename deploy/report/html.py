@@ -32,7 +32,7 @@ from deploy.report.table import (
 )
 from deploy.report.timed import kernel_section
 from deploy.report.weights import weights
-from deploy.report.words import calibration_words, group_words, work_words
+from deploy.report.words import calibration_words, group_words, whose, work_words
 
 
 def to_html(report: Findings) -> str:
@@ -102,8 +102,11 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
     if engine is not None:
         smaller = shrink(report, engine)
         for rival in speed.rivals(report.engines, engine):
-            whose = "the float model" if rival.reference else rival.label
-            yield figures.ratio(speed.speed_up(rival, engine)), f"speed of {whose}, {engine.label}"
+            against = "the float model" if rival.reference else rival.label
+            yield (
+                figures.ratio(speed.speed_up(rival, engine)),
+                f"speed of {against}, {engine.label}",
+            )
         if smaller is not None:
             yield figures.ratio(smaller), f"smaller on disk, {engine.label}"
         share = top1(report, engine)
@@ -122,25 +125,25 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
     for target in covered(report):
         quantized = sum(node.quantized for node in target.nodes)
         kinds = sorted({node.precision for node in target.nodes if node.quantized}) or ["int8"]
-        whose = f", {target.name}" if len(report.targets) > 1 else ""
-        yield f"{quantized} / {len(target.nodes)}", f"nodes in {', '.join(kinds)}{whose}"
+        own = whose(report, target.name, ", ")
+        yield f"{quantized} / {len(target.nodes)}", f"nodes in {', '.join(kinds)}{own}"
 
 
 def _engines(report: Findings) -> Iterator[Section]:
     lines = engine_lines(report)
     if not lines:
         return
-    drawn = []
+    curves = []
     for on_device in (False, True):  # on an axis of their own
         figure = latency_figure(report.engines, on_device=on_device)
         if figure:
-            drawn.append(
+            curves.append(
                 f"<figure>{figure}<figcaption>{escape(LATENCY_WORDS)}</figcaption></figure>"
             )
     heads = ["", *(engine.label for engine in report.engines), ""]
     rows = ([line.label, *line.cells, line.change] for line in lines)
     table = markup.table(heads, rows, "engines")
-    yield Section(title="Engines", html="\n".join((*drawn, table)), folded=False)
+    yield Section(title="Engines", html="\n".join((*curves, table)), folded=False)
 
 
 def _outputs(report: Findings) -> Iterator[Section]:

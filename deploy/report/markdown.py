@@ -31,6 +31,7 @@ from deploy.report.words import (
     search_words,
     trial_row,
     weight_row,
+    whose,
     work_words,
 )
 from deploy.report.worst import worst_first
@@ -135,8 +136,8 @@ def _search(report: Findings) -> Iterator[str]:
     """What was tried before each target was built, and which file keeps what was taken."""
     for target in report.targets:
         if target.search is not None:
-            whose = f" for {_escape(target.name)}" if len(report.targets) > 1 else ""
-            yield f"## Search{whose}"
+            own = whose(report, _escape(target.name), " for ")
+            yield f"## Search{own}"
             name = plan_name(report)
             kept = f" It is kept in [{_escape(name)}]({_url(name)})." if name else ""
             yield f"Built: {_escape(search_words(target.search))}.{kept}"
@@ -182,8 +183,8 @@ def _covered(targets: Sequence[TargetPart]) -> str:
 def _tensors(report: Findings) -> Iterator[str]:
     for target in report.targets:
         if target.tensors:
-            whose = f" of {_escape(target.name)}" if len(report.targets) > 1 else ""
-            yield f"## Tensors{whose}"
+            own = whose(report, _escape(target.name))
+            yield f"## Tensors{own}"
             yield _ranges(target)
 
 
@@ -207,8 +208,8 @@ def _weights(report: Findings) -> Iterator[str]:
     """The worst weights of each target."""
     for target in report.targets:
         if target.weights:
-            whose = f" of {_escape(target.name)}" if len(report.targets) > 1 else ""
-            yield f"## Weights{whose}"
+            own = whose(report, _escape(target.name))
+            yield f"## Weights{own}"
             worst = worst_weights(target.weights)
             yield _table(WEIGHT_HEADS, map(weight_row, worst[:_WEIGHTS]))
             if len(worst) > _WEIGHTS:

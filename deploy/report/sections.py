@@ -17,7 +17,7 @@ from deploy.report.section import Section
 from deploy.report.svg import range_bar
 from deploy.report.table import coverage, covered, quantized_operators
 from deploy.report.trials import trials
-from deploy.report.words import plan_name, search_words
+from deploy.report.words import plan_name, search_words, whose
 from deploy.report.worst import first, worst_first
 
 _MOST = 10  # layers that stand open
@@ -59,12 +59,12 @@ def search(report: Findings) -> Iterator[Section]:
     link = f'<a href="{escape(quote(encodable(name)))}">{escape(name)}</a>'
     for target in report.targets:
         if target.search is not None:
-            whose = f" for {target.name}" if len(report.targets) > 1 else ""
+            own = whose(report, target.name, " for ")
             kept = f" It is kept in {link}." if name else ""
             html = f"<p>Built: {escape(search_words(target.search))}.{kept}</p>"
             tried = target.search.tried
             html += trials(tried) if tried else ""
-            yield Section(title=f"Search{whose}", html=html, rows=len(tried))
+            yield Section(title=f"Search{own}", html=html, rows=len(tried))
 
 
 def nodes(report: Findings) -> Iterator[Section]:
@@ -120,10 +120,10 @@ def tensors(report: Findings) -> Iterator[Section]:
     """The ranges that each target's files hold, the worst first."""
     shown = [target for target in report.targets if target.tensors]
     for number, target in enumerate(shown):
-        whose = f" of {target.name}" if len(report.targets) > 1 else ""
+        own = whose(report, target.name)
         words = "" if number else f'<p class="sub">{_RANGE_WORDS}</p>'
         html = words + _ranges(target)
-        yield Section(title=f"Tensors{whose}", html=html, rows=len(target.tensors))
+        yield Section(title=f"Tensors{own}", html=html, rows=len(target.tensors))
 
 
 def _ranges(target: TargetPart) -> str:
@@ -142,10 +142,10 @@ def layers(report: Findings) -> Iterator[Section]:
     for target in report.targets:
         shown = {row.name for row in target.tensors}
         if not shown.issuperset(row.name for row in target.layers):
-            whose = f" of {target.name}" if len(report.targets) > 1 else ""
+            own = whose(report, target.name)
             rows = [
                 [row.name, figures.decibels(row.sqnr_db), figures.cosine(row.cosine_mean)]
                 for row in worst_first(target.layers)
             ]
             html = markup.table(["tensor", "SQNR", "cosine"], rows)
-            yield Section(title=f"Inner tensors{whose}", html=html, rows=len(rows))
+            yield Section(title=f"Inner tensors{own}", html=html, rows=len(rows))

@@ -19,7 +19,7 @@ from deploy.report.model import Findings
 from deploy.report.parts import WeightRow
 from deploy.report.section import Section
 from deploy.report.svg import drawing
-from deploy.report.words import WEIGHT_HEADS, weight_row
+from deploy.report.words import WEIGHT_HEADS, weight_row, whose
 
 _WIDTH, _HEIGHT = 120, 26
 _DECADES = 4  # below the largest that a strip shows
@@ -35,7 +35,7 @@ def weights(report: Findings) -> Iterator[Section]:
     """The weights of each target, the worst first."""
     shown = [target for target in report.targets if target.weights]
     for number, target in enumerate(shown):
-        whose = f" of {target.name}" if len(report.targets) > 1 else ""
+        own = whose(report, target.name)
         words = "" if number else f'<p class="sub">{escape(_WORDS)}</p>'
         rows = []
         for row in worst_weights(target.weights):
@@ -43,7 +43,7 @@ def weights(report: Findings) -> Iterator[Section]:
             rows.append([name, strip(row), *cells])
         heads = [WEIGHT_HEADS[0], "by channel", *WEIGHT_HEADS[1:]]
         html = words + markup.raw_table(heads, rows, "tensors")
-        yield Section(title=f"Weights{whose}", html=html, rows=len(rows))
+        yield Section(title=f"Weights{own}", html=html, rows=len(rows))
 
 
 def strip(row: WeightRow) -> str:

@@ -26,6 +26,11 @@ WEIGHT_HEADS = (
 )
 
 
+def whose(report: Findings, name: str, joint: str = " of ") -> str:
+    """What is put behind a title that each target has: its name, where there are several."""
+    return f"{joint}{name}" if len(report.targets) > 1 else ""
+
+
 def calibration_words(report: Findings) -> str:
     """Method where one serves every target, reuse and time, in one line."""
     part = report.calibration or CalibrationPart()
