@@ -96,9 +96,16 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
             f"dmq_balancer_param does not apply to AveragePool, got it in layer {layer.name!r};"
             " leave it out"
         )
-    if entry.weight.wts_algo == "ada_quantize" and layer.kind == "AveragePool":
+    if entry.weight.wts_algo == "ada_quantize" and not layer.adaptive:
+        rank = f"{layer.rank}-D " if layer.rank else ""
         raise ConfigError(
-            f"ada_quantize needs a weight, got it in layer {layer.name!r} of type AveragePool"
+            "ada_quantize is for a 2-D Conv or ConvTranspose, a Gemm or MatMul, got it in layer"
+            f" {layer.name!r}, a {rank}{layer.kind}; give that layer arq_quantize"
+        )
+    if entry.weight.wts_algo == "ada_quantize" and entry.weight.num_bits != 8:
+        raise ConfigError(
+            f"ada_quantize rounds weights to 8 bits, got num_bits {entry.weight.num_bits} in layer"
+            f" {layer.name!r}; take num_bits out, or give it arq_quantize"
         )
 
 

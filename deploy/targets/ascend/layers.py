@@ -75,6 +75,11 @@ class Layer:
         return self.kind != "AveragePool" and self.kind not in ASCEND.per_tensor
 
     @property
+    def adaptive(self) -> bool:
+        """Whether AMCT's AdaRound takes it: 2-D convolutions and matrices."""
+        return self.kind in ("Gemm", "MatMul") or (self.kind != "AveragePool" and self.rank == 2)
+
+    @property
     def symmetric_only(self) -> bool:
         """3-D convolutions take no activation offset."""
         return self.kind == "Conv" and self.rank == 3

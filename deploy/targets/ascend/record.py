@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,10 +13,13 @@ from numpy.typing import NDArray
 
 from calibrators.amct.grid import FLT_EPSILON, ascend_range
 from deploy.errors import ConfigError
+from deploy.reading import from_json
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
 
 _SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
+_ROUNDED = "# weights rounded by AdaRound, in the modified model: "
+_RULE = "a record's comment on AdaRound must end in a layer's name as JSON"
 _TYPES = ("INT4", "INT8", "INT16", "UNSET", "")
 
 Float32Array = NDArray[np.float32]
@@ -32,6 +36,9 @@ class LayerRecord:
         factors: DMQ factors by input channel, float32 [C_in]; [0] without DMQ.
         weighted: the layer has a weight (AveragePool has none, but records scale_w 1).
         skip_fusion: the scales are those of a Conv without the BatchNormalization behind it.
+        rounded: integers that AdaRound found for the weight, int8, output channels first; None
+            where each is the nearest. AMCT keeps them in the float model that it leaves behind,
+            not in the record.
     """
 
     scale_d: np.float32 | None
@@ -40,6 +47,7 @@ class LayerRecord:
     factors: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
     weighted: bool = True
     skip_fusion: bool = False
+    rounded: NDArray[np.int8] | None = None
 
 
 def write_record(records: Mapping[str, LayerRecord]) -> str:
@@ -57,7 +65,20 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
             value.skip_fusion = True
         if record.weighted and record.scale_w.size:
             value.wts_type = "INT8"
-    return print_text(message)
+    return _told(records) + print_text(message)
+
+
+def _told(records: Mapping[str, LayerRecord]) -> str:
+    """Comments that name the layers of which the record does not hold all."""
+    names = [name for name, record in records.items() if record.rounded is not None]
+    return "".join(f"{_ROUNDED}{json.dumps(name)}\n" for name in names)
+
+
+def adaptive_layers(text: str) -> list[str]:
+    """The layers that a record's comments say AdaRound rounded."""
+    lines = (line[len(_ROUNDED) :] for line in text.splitlines() if line.startswith(_ROUNDED))
+    found = [from_json(line, rule=_RULE, error=ConfigError) for line in lines]
+    return [name for name in found if isinstance(name, str)]
 
 
 def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
