@@ -39,6 +39,7 @@ FloatArray = NDArray[np.float32]
 _GAMMA, _ZETA = np.float32(-0.1), np.float32(1.1)
 _ONE, _TWO = np.float32(1), np.float32(2)
 _LOW, _HIGH = (np.float32(end) for end in ascend_range(8))
+_LOOK = 100  # iterations between two looks whether all is finite
 _RATE, _KEPT, _KEPT_SQUARES, _EPSILON = 0.001, 0.9, 0.999, np.float32(1e-8)  # torch's own Adam
 
 
@@ -141,11 +142,9 @@ def searched(
             slope += drive(up, params.reg_param, beta_of(params, iteration))
         slope *= rise
         adam.step(alpha, slope)
+        if iteration % _LOOK == 0 or iteration == params.num_iteration - 1:
+            _check(adam.squares)
         step()
-    if not np.isfinite(alpha).all():
-        raise CalibrationError(
-            "AdaRound's loss must be finite, got a layer whose outputs have squares that are not"
-        )
     codes = np.rint(low + heights(alpha)[0])
     return tiles.rows(np.clip(codes, _LOW, _HIGH)).astype(np.int8)
 
@@ -162,6 +161,13 @@ def output_error(problem: AdaProblem, integers: NDArray[np.int8]) -> float:
 def nearest(problem: AdaProblem) -> NDArray[np.int8]:
     """The integers without a search, [G, M, K]."""
     return np.clip(np.rint(problem.weight / problem.scale), _LOW, _HIGH).astype(np.int8)
+
+
+def _check(squares: FloatArray) -> None:
+    if not np.isfinite(squares).all():
+        raise CalibrationError(
+            "AdaRound's loss must be finite, got a layer whose outputs have squares that are not"
+        )
 
 
 def beginning(weight: FloatArray, scale: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -236,7 +242,8 @@ class Adam:
         self.mean *= np.float32(_KEPT)
         self.mean += np.float32(1 - _KEPT) * slope
         self.squares *= np.float32(_KEPT_SQUARES)
-        self.squares += np.float32(1 - _KEPT_SQUARES) * slope * slope
+        with np.errstate(over="ignore"):
+            self.squares += np.float32(1 - _KEPT_SQUARES) * slope * slope
         wide = np.sqrt(self.squares)
         wide /= np.float32(math.sqrt(1 - _KEPT_SQUARES**self.steps))
         wide += _EPSILON

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Event
 
 import numpy as np
@@ -86,6 +86,9 @@ def _beside(problem: AdaProblem, params: AdaParams, made: Step) -> list[NDArray[
     with ThreadPoolExecutor(default_threads()) as pool:
         try:
             jobs = [pool.submit(searched, part, params, step=step) for part in problem.blocks()]
+            ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+            for error in filter(None, (job.exception() for job in ended)):
+                raise error
             return [job.result() for job in jobs]
         except BaseException:
             over.set()
