@@ -327,7 +327,7 @@ def test_every_kind_of_layer_is_rounded_nearer_to_the_float_model(all_kinds, bui
 
 def test_the_rounding_is_in_every_file(all_kinds, built):
     """Deploy, fake-quant and Q/DQ model hold the same codes, which are not the nearest."""
-    said, out = built("ada", ada(300))
+    said, out = built("ada", ada(150))
     assert "within 0 of the fake-quant model" in said  # the integer executor on the deploy model
     codes = integers(out)
     held = {t.name: t for t in onnx.load(out / "kinds_fake_quant_model.onnx").graph.initializer}
@@ -434,6 +434,15 @@ def test_auto_takes_such_a_configuration(all_kinds, run, tmp_path):
     code, said, err = run("ascend", "auto", all_kinds, *words, "--max-loss", 0.5)
     assert code == 0, err
     assert (out / "kinds_modified_model.onnx").exists(), said
+
+
+def test_repairs_leave_its_layers_as_they_are(built):
+    _, out = built("ada", ada(200))
+    again, repaired = built("more", ada(200), ".cfg", "--repair", "bias,adaround")
+    assert "rounding by output error: nothing to repair" in again
+    assert "bias correction: nothing to repair" in again
+    name = "kinds_deploy_model.onnx"
+    assert (out / name).read_bytes() == (repaired / name).read_bytes()
 
 
 REFUSED = {

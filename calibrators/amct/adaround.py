@@ -145,8 +145,8 @@ def searched(
         if iteration % _LOOK == 0 or iteration == params.num_iteration - 1:
             _check(adam.squares)
         step()
-    codes = np.rint(low + heights(alpha)[0])
-    return tiles.rows(np.clip(codes, _LOW, _HIGH)).astype(np.int8)
+    codes = tiles.rows(np.rint(low + heights(alpha)[0]))
+    return np.asarray(np.clip(codes, _LOW, _HIGH), np.int8)
 
 
 def output_error(problem: AdaProblem, integers: NDArray[np.int8]) -> float:
@@ -160,7 +160,8 @@ def output_error(problem: AdaProblem, integers: NDArray[np.int8]) -> float:
 
 def nearest(problem: AdaProblem) -> NDArray[np.int8]:
     """The integers without a search, [G, M, K]."""
-    return np.clip(np.rint(problem.weight / problem.scale), _LOW, _HIGH).astype(np.int8)
+    codes = np.rint(problem.weight / problem.scale)
+    return np.asarray(np.clip(codes, _LOW, _HIGH), np.int8)
 
 
 def _check(squares: FloatArray) -> None:
@@ -200,7 +201,7 @@ def drive(up: FloatArray, reg_param: float, beta: float) -> FloatArray:
     """The derivative by the heights of reg_param * sum(1 - |2 h - 1|^beta)."""
     apart = up * _TWO - _ONE
     steep = np.power(np.abs(apart), np.float32(beta - 1))
-    return np.copysign(steep, apart) * np.float32(-2 * reg_param * beta)
+    return np.asarray(np.copysign(steep, apart) * np.float32(-2 * reg_param * beta))
 
 
 def error_slope(

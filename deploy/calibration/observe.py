@@ -105,7 +105,8 @@ def _prepared(
     with phase("what it is made from"):
         while left:
             ready = [o for o in left if all(need.key in known for need in o.variant.needs)]
-            known = known.and_also(_pass(ready, known, first, threads, lambda: None, runs, None))
+            able = threads if all(o.statistic.ordered for o in ready) else 1  # none can be merged
+            known = known.and_also(_pass(ready, known, first, able, lambda: None, runs, None))
             left = [o for o in left if o.key not in known]
     return known
 
