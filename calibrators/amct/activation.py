@@ -1,7 +1,6 @@
 """The activation behind a layer, through which AdaRound's loss looks: its value and its slope.
 
-Source: hicann/amct, graph_based ada_round/ada_round_groups.py, for which there are; its two forms
-of GELU are not among these, nor in that of any other tool that has a node for it.
+Source: hicann/amct, graph_based ada_round/ada_round_groups.py, which knows GELU too.
 """
 
 from __future__ import annotations

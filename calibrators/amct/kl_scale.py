@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.arq import checked
-from calibrators.amct.grid import ascend_guard
+from calibrators.amct.grid import ascend_guard, ascend_range
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array
 
-_BINS, _CUTS, _LEVELS = 512, 20, 255
+_BINS, _CUTS = 512, 20
+_LOW, _HIGH = ascend_range(8)
+_LEVELS = _HIGH - _LOW  # as many as steps lie between the codes
 _EMPTY = 0.0001  # what an empty bin counts as
 _MOST = 1e35  # times two and 512, the end of float32
 
@@ -66,7 +68,7 @@ def _scales(counts: FloatArray, most: Float32Array) -> Float32Array:
         divergence = _divergence(*_levelled(counts, cut))
         better = divergence < best
         best[better] = divergence[better]
-        scale = (most - np.float32(cut) * width) / np.float32(128)
+        scale = (most - np.float32(cut) * width) / np.float32(-_LOW)
         found[better] = scale[better]
     return found
 
