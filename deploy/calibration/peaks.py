@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,30 @@ class Peaks:
             self._seen[place] = self._seen.get(place, 0) + other._seen[place]
             for one in listed:
                 self._keep(place, one)
+
+    def rows(self, places: Sequence[int]) -> list[list[Any]]:
+        """[variant, tensor, samples seen, [[largest |x|, place], ...]], as plain JSON.
+
+        Args:
+            places: of the samples in the whole, the first one's first.
+        """
+        return [
+            [*key, self._seen[key], sorted([amax, places[-number - 1]] for amax, number in listed)]
+            for key, listed in sorted(self._largest.items())
+        ]
+
+    def add_rows(self, rows: Iterable[Sequence[Any]], numbers: Mapping[int, int]) -> None:
+        """Add what `rows` gave elsewhere.
+
+        Args:
+            rows: of a part of the samples.
+            numbers: place -> number of the sample here.
+        """
+        for variant, tensor, seen, listed in rows:
+            key = (str(variant), str(tensor))
+            self._seen[key] = self._seen.get(key, 0) + int(seen)
+            for amax, place in listed:
+                self._keep(key, (float(amax), -numbers[int(place)]))
 
     def _keep(self, place: Place, one: tuple[float, int]) -> None:
         listed = self._largest.setdefault(place, [])
