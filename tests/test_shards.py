@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrators.statistics import HistogramOf
+from deploy.calibration import shard_file
 from deploy.calibration.store import files
 from deploy.feed.choice import Choice
 
@@ -278,7 +279,38 @@ def no_json(members):
     members["shard.json"] = b"[" * 100_000
 
 
-@pytest.mark.parametrize("change", [more_samples, no_statistics, other_statistics, no_json])
+def restamped(members, change):
+    """In earnest: with the digest that belongs to it."""
+    document = json.loads(members["shard.json"])
+    change(document)
+    document["sha256"] = shard_file._digest(document)
+    members["shard.json"] = json.dumps(document).encode()
+
+
+def peaks_of_others(members):
+    restamped(members, lambda document: document["peaks"][0][3].append([1.0, 99]))
+
+
+def other_peaks(members):
+    restamped(members, lambda document: document["peaks"].append([{}, [], "x"]))
+
+
+def no_kind(members):
+    restamped(members, lambda document: document["made_from"]["images"].pop("kind"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        more_samples,
+        no_statistics,
+        other_statistics,
+        no_json,
+        peaks_of_others,
+        other_peaks,
+        no_kind,
+    ],
+)
 def test_a_broken_shard_is_a_sentence(change, run, shard, small_cnn, tmp_path):
     path = shard(1, 1)
     rezipped(path, change)
@@ -303,7 +335,6 @@ def test_no_change_of_a_shard_passes(data, place, changed_shard):
 def changed_shard(small_cnn, pictures, tmp_path_factory):
     """(bytes, place) -> writes them over a shard there, and reads it: equal, or a sentence."""
     from deploy import calibrate
-    from deploy.calibration import shard_file
     from deploy.calibration.shards import keep_shard
     from deploy.errors import CacheError
 

@@ -19,7 +19,6 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +29,8 @@ _SHARE = 20  # of so many samples one may be an outlier, and of fewer one
 _KEPT = 9  # largest samples of a tensor: at most 8 outliers and the next
 
 Place = tuple[str, str]  # variant, tensor
+Row = tuple[str, str, int, tuple[tuple[float, int], ...]]
+"""Variant, tensor, samples seen, (largest |x|, place of the sample in the whole) of the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +75,18 @@ class Peaks:
             for one in listed:
                 self._keep(place, one)
 
-    def rows(self, places: Sequence[int]) -> list[list[Any]]:
-        """[variant, tensor, samples seen, [[largest |x|, place], ...]], as plain JSON.
+    def rows(self, places: Sequence[int]) -> list[Row]:
+        """What was seen of every tensor.
 
         Args:
             places: of the samples in the whole, the first one's first.
         """
         return [
-            [*key, self._seen[key], sorted([amax, places[-number - 1]] for amax, number in listed)]
+            (*key, self._seen[key], tuple(sorted((x, places[-n - 1]) for x, n in listed)))
             for key, listed in sorted(self._largest.items())
         ]
 
-    def add_rows(self, rows: Iterable[Sequence[Any]], numbers: Mapping[int, int]) -> None:
+    def add_rows(self, rows: Iterable[Row], numbers: Mapping[int, int]) -> None:
         """Add what `rows` gave elsewhere.
 
         Args:
@@ -93,10 +94,10 @@ class Peaks:
             numbers: place -> number of the sample here.
         """
         for variant, tensor, seen, listed in rows:
-            key = (str(variant), str(tensor))
-            self._seen[key] = self._seen.get(key, 0) + int(seen)
+            key = (variant, tensor)
+            self._seen[key] = self._seen.get(key, 0) + seen
             for amax, place in listed:
-                self._keep(key, (float(amax), -numbers[int(place)]))
+                self._keep(key, (amax, -numbers[place]))
 
     def _keep(self, place: Place, one: tuple[float, int]) -> None:
         listed = self._largest.setdefault(place, [])

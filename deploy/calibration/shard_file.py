@@ -23,6 +23,7 @@ from deploy import archives, atomic
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.calibration.packed import EPOCH, MOST_UNPACKED, pack, unpack
+from deploy.calibration.peaks import Row
 from deploy.errors import CacheError
 from deploy.feed.share import Share
 from deploy.inputs import refuse
@@ -65,7 +66,7 @@ class Shard:
     made_from: Fingerprint
     digests: tuple[str, ...]
     skipped: Mapping[int, str]
-    peaks: list[list[Any]]
+    peaks: list[Row]
     keys: tuple[Key, ...]
     path: Path
     _packed: bytes
@@ -94,7 +95,7 @@ def save(
     made_from: Fingerprint,
     digests: Iterable[str],
     skipped: Mapping[int, str],
-    peaks: list[list[Any]],
+    peaks: list[Row],
     observed: Observed,
 ) -> None:
     """Write a shard; see `Shard`.
@@ -167,18 +168,31 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
 
 def _shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
     share = Share(**document["share"])
+    made_from = Fingerprint.from_json(document["made_from"])
+    if not {"kind", "batch", "skip_bad", "count", "names"} <= set(made_from.images):
+        raise ValueError("it does not tell what images it is of")
+    skipped = {int(place): str(why) for place, why in document["skipped"].items()}
+    good = set(share.places) - set(skipped)
     if len(document["digests"]) != len(share.places):
         raise ValueError(f"{len(document['digests'])} digests of {len(share.places)} samples")
     return Shard(
         share=share,
-        made_from=Fingerprint.from_json(document["made_from"]),
+        made_from=made_from,
         digests=tuple(map(str, document["digests"])),
-        skipped={int(place): str(why) for place, why in document["skipped"].items()},
-        peaks=document["peaks"],
+        skipped=skipped,
+        peaks=[_row(row, good) for row in document["peaks"]],
         keys=tuple((str(a), str(b), str(c)) for a, b, c in document["observations"]),
         path=path,
         _packed=packed,
     )
+
+
+def _row(row: Any, good: set[int]) -> Row:
+    variant, tensor, seen, listed = row
+    largest = tuple((float(amax), int(place)) for amax, place in listed)
+    if any(place not in good for _, place in largest):
+        raise ValueError("peaks of samples that are not its own")
+    return str(variant), str(tensor), int(seen), largest
 
 
 def _digest(document: Mapping[str, Any]) -> str:
