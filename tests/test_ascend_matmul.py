@@ -129,6 +129,7 @@ def test_two_activations_are_quantized_where_they_are_named(both):
     """Both factors symmetric; the second's scale stands in the record where a weight's would."""
     said, folder = both
     assert "5 of 8 nodes int8 (MatMul 5)" in said and "within 0 of the fake-quant model" in said
+    assert "MatMuls of two activations in int8: 2. Huawei says that this gains on" in said
     config = json.loads((folder / "net_config.json").read_text())
     assert config["scores"]["quant_enable"] is True
     assert config["scores"]["activation_quant_params"]["asymmetric"] is False
@@ -320,3 +321,29 @@ def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, co
 
 def test_the_default_configuration_does_not_list_them():
     assert set(default_config(find_layers(attention())).layers) == {"query", "key", "value"}
+
+
+def test_a_configuration_converted_says_what_is_float(files, run, tmp_path):
+    config = tmp_path / "my.cfg"
+    config.write_text(named("scores"))
+    code, out, _ = run("ascend", "config", files, "--from", config, "-o", tmp_path / "c.json")
+    assert code == 0 and "4 of 4 layers in int8" in out
+    assert "float  context: neither factor" in out and "float  scores" not in out
+
+
+@pytest.mark.parametrize("strategy", ["gain", "binary-search"])
+def test_auto_weighs_them_like_other_layers(strategy, files, run, tmp_path):
+    config = tmp_path / "my.cfg"
+    config.write_text(named("scores", "context"))
+    code, out, err = run(
+        "ascend", "auto", files, "--images", files.with_suffix(".npy"), "--max-loss", 0.0001,
+        "--ascend-config", config, "--strategy", strategy, "-o", tmp_path / "o",
+    )  # fmt: skip
+    assert code == 0 and "5 layers in int8" in out + err, err
+    found = json.loads(
+        (tmp_path / "o" / "accuracy_based_auto_calibration_final_config.json").read_text()
+    )
+    left = {name for name in ("query", "key", "scores", "value", "context")
+            if found[name]["quant_enable"]}  # fmt: skip
+    assert set(read_record((tmp_path / "o" / "net_record.txt").read_text())) == left
+    assert 0 < len(left) < 5

@@ -308,6 +308,28 @@ def test_a_quant_config_that_does_not_fit_is_told_before_any_pass(key, built, mo
     assert not (folder / "small_cnn_config.json").exists()
 
 
+@pytest.mark.parametrize("strategy", ["gain", "binary-search"])
+def test_auto_may_leave_them_in_float(strategy, built, run, small_cnn, tmp_path):
+    """What it leaves in float is neither in the record nor in the final configuration."""
+    np.save(tmp_path / "images.npy", DATA)
+    config = tmp_path / "my.cfg"
+    config.write_text(BOTH)
+    code, _, err = run(
+        "ascend", "auto", small_cnn, "--images", tmp_path / "images.npy", "--max-loss", 0.0001,
+        "--ascend-config", config, "--strategy", strategy, "-o", tmp_path / "o",
+    )  # fmt: skip
+    assert code == 0, err
+    name = "accuracy_based_auto_calibration_{}.json"
+    found = json.loads((tmp_path / "o" / name.format("final_config")).read_text())
+    ranked = json.loads((tmp_path / "o" / name.format("ranking_information")).read_text())
+    assert {"Add_a:1", "MaxPool_p:0"} <= {one for one, _ in ranked}
+    records = read_record((tmp_path / "o" / "small_cnn_record.txt").read_text())
+    asked = found.get("tensor_quantize", [])
+    keys = {f"{one['layer_name']}:{one['input_index']}" for one in asked}
+    assert keys == {key for key, one in records.items() if one.tensor}
+    assert 0 < len(records) < 6
+
+
 def test_constants_integers_and_biases_are_told(tmp_path, run):
     """What an Add is not to have quantized, each with its reason."""
 

@@ -79,8 +79,9 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     atomic.write_text(out, text)
     moved = f", {len(made.tensors)} inputs moved in int8" if made.tensors else ""
     say(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8{moved}")
-    for name, reason in graph.refused.items():
-        say(f"  float  {name}: {reason}")
+    enabled = made.enabled()
+    for name in (name for name in graph.refused if name not in enabled):
+        say(f"  float  {name}: {graph.refused[name]}")
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")

@@ -298,7 +298,8 @@ class Ascend:
             request.subject,
             cann=self.cann,
         )
-        notes = [*recipe.notes, _verified(recipe.model, recipe.layers, request)]
+        notes = [*recipe.notes, *_chips(recipe.layers)]
+        notes.append(_verified(recipe.model, recipe.layers, request))
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
             host = self._write_aipp(request, files)
@@ -517,6 +518,16 @@ def _searches(config: QuantConfig) -> str:
     enabled = config.entries().values()
     searches = sorted({layer.activation.act_algo.upper() for layer in enabled})
     return f"AMCT's ARQ and {' and '.join(searches)}"
+
+
+def _chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
+    """A sentence where it depends on the chip whether int8 is of use."""
+    count = sum(one.layer.two_activations for one in layers.values())
+    if count:
+        yield (
+            f"MatMuls of two activations in int8: {count}. Huawei says that this gains on Atlas A2,"
+            " A3 and 200I/500 A2 alone, and loses accuracy on other chips."
+        )
 
 
 def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
