@@ -255,7 +255,7 @@ def test_a_record_of_two_activations_that_is_wrong_is_refused(
     assert code == 1 and said in " ".join(err.split())
 
 
-def test_a_weight_of_3_dimensions_has_one_scale_and_keeps_its_layout(plain):
+def test_a_weight_of_3_dimensions_has_one_scale_and_keeps_its_layout(plain, files):
     _, folder = plain
     records = read_record((folder / "net_record.txt").read_text())
     weights = {t.name: numpy_helper.to_array(t) for t in attention().graph.initializer}
@@ -267,6 +267,10 @@ def test_a_weight_of_3_dimensions_has_one_scale_and_keeps_its_layout(plain):
         assert scale == np.float32(np.abs(weight).max()) / np.float32(128 if low else 127)
         np.testing.assert_array_equal(stored[name], np.rint(weight / scale))
     assert stored["bv"].dtype == np.int32
+    qdq = OrtSession.open(folder / "net_amct_qdq.onnx", threads=1)
+    twin = OrtSession.open(folder / "net_fake_quant_model.onnx", threads=1)
+    x = {"x": np.load(files.with_suffix(".npy"))}
+    np.testing.assert_allclose(qdq.run(x)["y"], twin.run(x)["y"], atol=0.05)
     assert nodes_of(folder / "net_deploy_model.onnx")["value.dequant"].input[0] == "value_output0"
 
 

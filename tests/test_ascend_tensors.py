@@ -214,6 +214,14 @@ def test_check_deploy_and_the_mapping_follow(both, run, small_cnn, tmp_path):
         assert made[0] == made[1], name
 
 
+def test_the_qdq_model_has_pairs_on_adds_alone(both):
+    """AMCT's `convert` takes these; of a MaxPool's it knows nothing."""
+    nodes = nodes_of(both[1] / "small_cnn_amct_qdq.onnx")
+    assert list(nodes["Add_a"].input) == ["c2", nodes["Conv_c2"].input[0]]
+    assert nodes["Conv_c2"].input[0] == "Conv_c2.input.dequantized"
+    assert nodes["MaxPool_p"].input[0] == "r3"
+
+
 def test_an_input_taken_out_of_the_record_is_not_deployed(both, run, small_cnn, tmp_path):
     _, folder = both
     text = (folder / "small_cnn_record.txt").read_text()

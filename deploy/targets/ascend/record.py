@@ -127,12 +127,13 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
         ConfigError: a layer the model lacks or cannot quantize, scales that are missing or of the
             wrong number.
     """
+    known = graph.known
     for name, record in records.items():
         if record.tensor:
             _check_tensor(name, graph)
         elif name in graph.refused and name not in graph.offered:
             raise ConfigError(f"layer {name!r} cannot be quantized: {graph.refused[name]}")
-        elif name not in graph.known:
+        elif name not in known:
             raise ConfigError(
                 f"layer {name!r} of the record is not in the model;"
                 f" {near(name, list(graph.layers))}"
@@ -142,7 +143,7 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
                 f"layer {name!r} must hold scale_d and offset_d, got none; the calibration was"
                 " not complete, run it again"
             )
-        _check_weights(name, record, graph.known[name])
+        _check_weights(name, record, known[name])
 
 
 def _check_tensor(name: str, graph: LayerGraph) -> None:
