@@ -474,12 +474,13 @@ def test_what_it_cannot_round_is_told_before_any_pass(case, all_kinds, run, tmp_
 @pytest.mark.parametrize(
     ("node", "shape", "wanted"),
     [
-        (helper.make_node("Conv", ["x", "w"], ["y"], name="c"), [2, 3, 3], "a 1-D Conv"),
+        (helper.make_node("Conv", ["x", "w"], ["y"], name="c"), [2, 3, 3], "a 1-D convolution"),
         (
             helper.make_node("ConvTranspose", ["x", "w"], ["y"], name="c", auto_pad="SAME_UPPER"),
             [3, 2, 3, 3],
             "auto_pad or output_shape",
         ),
+        (helper.make_node("MatMul", ["x", "w"], ["y"], name="c"), [3, 8, 2], "a 3-D weight"),
     ],
 )
 def test_convolutions_that_amct_does_not_round(node, shape, wanted, run, tmp_path):

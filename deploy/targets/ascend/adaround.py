@@ -70,12 +70,12 @@ class AdaStep:
 
 def adaptive(config: QuantConfig, name: str) -> bool:
     """Whether a layer's weights are rounded by AdaRound."""
-    return config.layers[name].weight.wts_algo == "ada_quantize"
+    return name in config.layers and config.layers[name].weight.wts_algo == "ada_quantize"
 
 
 def algorithms(config: QuantConfig) -> str:
     """The algorithms that give the weights' codes, in words."""
-    there = {adaptive(config, name) for name in config.enabled()}
+    there = {adaptive(config, name) for name in config.enabled()} or {False}
     return " and ".join({False: "ARQ", True: "AdaRound"}[one] for one in sorted(there))
 
 

@@ -16,7 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -110,9 +110,9 @@ class RecordPlan:
     _arq: Weights = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.config.enabled():
+        if not self._entries:
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
-        _refuse_unsupported(self.layers, self.config)
+        _refuse_unsupported(self._entries, self.config)
         refuse_open(self.model, self.layers, self.config)
         if self.samples < self.config.batch_num:
             raise FeedError(
@@ -122,9 +122,12 @@ class RecordPlan:
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
-        """The layers to quantize, in the model's order."""
-        enabled = self.config.enabled()
-        return {name: layer for name, layer in self.graph.layers.items() if name in enabled}
+        """What to quantize: layers, in the model's order, and what is offered and asked for."""
+        return self.graph.asked(self._entries)
+
+    @cached_property
+    def _entries(self) -> Mapping[str, LayerConfig]:
+        return self.config.entries()
 
     @cached_property
     def _index(self) -> Graph:
@@ -139,7 +142,7 @@ class RecordPlan:
                 variant, layer.input, ChannelMaxOf(axis=1 if layer.rank else -1), name
             )
             for name, layer in self.layers.items()
-            if self.config.layers[name].dmq_balancer_param is not None
+            if self._entries[name].dmq_balancer_param is not None
         }
 
     @cached_property
@@ -157,23 +160,36 @@ class RecordPlan:
     @cached_property
     def activations(self) -> dict[str, Observation]:
         """Layer -> the statistic that its search wants; layers that agree on both share it."""
-        needs = (*self.maxima.values(), *(one.inputs for one in self.adaround.values()))
-        variant = Variant(self._key(), self._prepared, needs=needs)
         return {
-            name: Observation(
-                variant,
-                f"{name}.mul.output0" if name in self.maxima else layer.input,
-                self._statistic(self.config.layers[name]),
-                name,
+            name: self._observation(
+                name, f"{name}.mul.output0" if name in self.maxima else layer.input
             )
             for name, layer in self.layers.items()
         }
+
+    @cached_property
+    def seconds(self) -> dict[str, Observation]:
+        """MatMul of two activations -> the same of its second factor."""
+        return {
+            name: self._observation(name, layer.others[0])
+            for name, layer in self.layers.items()
+            if layer.two_activations
+        }
+
+    @cached_property
+    def _variant(self) -> Variant:
+        needs = (*self.maxima.values(), *(one.inputs for one in self.adaround.values()))
+        return Variant(self._key(), self._prepared, needs=needs)
+
+    def _observation(self, name: str, tensor: str) -> Observation:
+        return Observation(self._variant, tensor, self._statistic(self._entries[name]), name)
 
     @property
     def observations(self) -> tuple[Observation, ...]:
         """All of them."""
         rounded = (one.inputs for one in self.adaround.values())
-        return (*self.maxima.values(), *rounded, *self.activations.values())
+        activations = (*self.activations.values(), *self.seconds.values())
+        return (*self.maxima.values(), *rounded, *activations)
 
     def record(self, observed: Observed) -> Recorded:
         """Search every layer.
@@ -188,31 +204,31 @@ class RecordPlan:
         for name in sorted(
             self.activations, key=lambda name: name not in factors
         ):  # AMCT's, stable
-            recorder = observed.of(self.activations[name])
-            params = params_of(self.config.layers[name])
-            key = (self.activations[name], params)
-            if key not in found:
-                with _in_layer(name):
-                    found[key] = _searched(recorder, params)
+            first = self._scale(name, self.activations[name], observed, found)
             records[name] = LayerRecord(
-                scale_d=found[key].scale,
-                offset_d=found[key].offset,
+                scale_d=first.scale,
+                offset_d=first.offset,
                 scale_w=weights[name][0],
                 factors=factors.get(name, _NONE),
                 weighted=bool(self.layers[name].weight),
                 rounded=rounded[name].integers if name in rounded else None,
+                tensor=self.layers[name].at is not None,
             )
-        recorders = {o.key: observed.of(o) for o in self.activations.values()}
+        inputs = [(name, records[name], self.activations[name]) for name in records]
+        for name, observation in self.seconds.items():
+            scale = self._scale(name, observation, observed, found).scale
+            inputs.append((name, replace(records[name], scale_d=scale), observation))
+            records[name] = replace(records[name], scale_w=np.array([scale]), weighted=True)
+        recorders = {o.key: observed.of(o) for _, _, o in inputs}
         kept = sum(r.nbytes for r in recorders.values() if isinstance(r, Exact))
-        dead = tuple(n for n in records if _dead(observed.of(self.activations[n])))
+        dead = tuple(dict.fromkeys(name for name, _, o in inputs if _dead(observed.of(o))))
         faint = tuple(
-            name
-            for name, one in records.items()
-            if name not in dead and _faint(one, observed.of(self.activations[name]))
+            dict.fromkeys(
+                name for name, one, o in inputs if name not in dead and _faint(one, observed.of(o))
+            )
         )
         ranges = {
-            o.tensor: _range(records[name], observed.of(o), self.config.layers[name])
-            for name, o in self.activations.items()
+            o.tensor: _range(one, observed.of(o), self._entries[name]) for name, one, o in inputs
         }
         return Recorded(
             records=records,
@@ -222,6 +238,21 @@ class RecordPlan:
             dead=dead,
             faint=faint,
         )
+
+    def _scale(
+        self,
+        name: str,
+        observation: Observation,
+        observed: Observed,
+        found: dict[object, AscendScale],
+    ) -> AscendScale:
+        """Search for a layer, once for those that agree on tensor and parameters."""
+        params = params_of(self._entries[name])
+        key = (observation, params)
+        if key not in found:
+            with _in_layer(name):
+                found[key] = _searched(observed.of(observation), params)
+        return found[key]
 
     def factors(self, observed: Observed) -> Factors:
         """DMQ factors of the layers that are balanced, from the first batch."""
@@ -265,16 +296,18 @@ class RecordPlan:
 
         layer = self.layers[name]
         weight = _weight_max(array_of(self._index, layer.weight), layer)
-        strength = self.config.layers[name].dmq_balancer_param
+        strength = self._entries[name].dmq_balancer_param
         assert strength is not None
         return balance_factors(maxima.values, weight, strength=strength)
 
     def _weight(
         self, layer: Layer, factors: Factors
     ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        if layer.at is not None:
+            return _NONE, np.zeros(0, np.int32)
         if not layer.weight:
             return np.ones(1, np.float32), np.zeros(1, np.int32)
-        wanted = self.config.layers[layer.name].weight
+        wanted = self._entries[layer.name].weight
         rows = self._rows(layer, factors)
         return arq(rows, bits=wanted.num_bits, channel_wise=bool(wanted.channel_wise))
 
@@ -295,7 +328,7 @@ class RecordPlan:
         integers = {name: one.integers for name, one in rounded.items() if one.integers is not None}
         model = cut(self.model, end) if end else self.model
         there = {node.name for node in model.graph.node}
-        layers = {name: layer for name, layer in self.layers.items() if name in there}
+        layers = {name: layer for name, layer in self.layers.items() if layer.node in there}
         return prepared_model(model, layers, self.config, weights, factors, integers)
 
     def _key(self) -> str:
@@ -452,9 +485,8 @@ def _in_layer(name: str) -> Iterator[None]:
         ) from None
 
 
-def _refuse_unsupported(layers: Mapping[str, Layer], config: QuantConfig) -> None:
-    for name in layers:
-        entry = config.layers[name]
+def _refuse_unsupported(entries: Mapping[str, LayerConfig], config: QuantConfig) -> None:
+    for name, entry in entries.items():
         if entry.activation.num_bits != 8 or entry.weight.num_bits == 4:
             raise ConfigError(
                 "calib8 deploys 8-bit activations and 6 to 8-bit weights, got"
@@ -470,4 +502,6 @@ def _refuse_unsupported(layers: Mapping[str, Layer], config: QuantConfig) -> Non
 def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32]:
     if layer.kind == "Conv":
         return weight_channel_max(weight, layer.group)
+    if layer.kind == "MatMul":
+        return channel_max(weight, -2)
     return channel_max(weight, 1 if layer.trans_b else 0)
