@@ -5,7 +5,8 @@ weights (per tensor for Gemm and MatMul) behind a DequantizeLinear, and float bi
 rounded to whole steps of scale_w * scale_d, so that what `convert` rounds is exact.
 
 A grouped ConvTranspose with a scale per channel stays in float: no axis of its weight runs along
-its output channels, so DequantizeLinear cannot say it.
+its output channels, so DequantizeLinear cannot say it. So does a layer with activations of 4 or 16
+bits, which `convert` does not take.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
 
 def _expressible(q: QuantLayer) -> bool:
     grouped = q.layer.kind == "ConvTranspose" and q.layer.group > 1
-    return not (grouped and q.record.scale_w.size > 1)
+    return q.record.act_bits == 8 and not (grouped and q.record.scale_w.size > 1)
 
 
 class _Writer:

@@ -1,4 +1,4 @@
-"""What a deploy model computes, on a CPU: int8 operands, int32 sums, one float multiplication.
+"""What a deploy model computes, on a CPU: integer operands and sums, one float multiplication.
 
 AscendQuant and AscendDequant run nowhere but on the NPU, so the deploy model is rewritten into
 ONNX's integer operators, which ONNX Runtime has, and which are exact::
@@ -9,6 +9,8 @@ ONNX's integer operators, which ONNX Runtime has, and which are exact::
     ConvTranspose    weight = 16 h + l, |h| <= 8, 0 <= l < 16: two float convolutions whose sums
                      stay below 2^24 and so are exact, added as int32
     AveragePool      float pool of q - offset
+    16-bit q         q + 32768 = 256 high + low, each as uint8 by itself; sums added as int64
+    4-bit weights    out of their bytes
     AscendDequant    float(y) * float32(low half of the parameter)
 
 Against the fake-quant model three things may differ: a code at an exact half where offset is odd
@@ -19,16 +21,19 @@ Weights go in as uint8 too: int8 ones saturate in ONNX Runtime on x86 CPUs witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.amct.grid import ascend_range
 from deploy.errors import ModelError
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph, attributes
+from deploy.targets.ascend.deploy_model import PACKED, packed_axis, unpack_fours
 from deploy.targets.ascend.layers import TYPES
 
 if TYPE_CHECKING:
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from deploy.tensors import Session
 
 _SHIFT = 128
+_TYPES = {b"INT4": 4, b"INT8": 8, b"INT16": 16}
 _EXACT = 2**24  # integers that float32 adds without rounding
 
 
@@ -70,24 +76,44 @@ def malformed() -> Iterator[None]:
         ) from error
 
 
-def open_deploy(model: onnx.ModelProto, *, threads: int | None = None) -> Session:
+def open_deploy(
+    model: onnx.ModelProto, *, threads: int | None = None, shown: Collection[str] = ()
+) -> Session:
     """A deploy model ready to run on the CPU, its inputs and outputs as they are on the NPU.
+
+    Args:
+        model: the deploy model.
+        threads: threads inside one operator.
+        shown: sums of layers with 16-bit activations, int64, to give beside its outputs.
 
     Raises:
         ModelError: the model cannot be rewritten.
         BackendError: ONNX Runtime refuses it.
     """
+    from onnx import helper
+
     from deploy.ort import OrtSession
 
     model = executable(model)
+    model.graph.output.extend(helper.make_tensor_value_info(name, 7, None) for name in shown)
     return OrtSession.open(model, threads=threads, optimize=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One uint8 tensor of a quantized one, the sum of (tensor - zero) * factor over its parts."""
+
+    tensor: str
+    factor: int
+    zero: int
 
 
 class _Rewriter:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.graph, self.index = model.graph, Graph(model)
-        self.zero: dict[str, int] = {}  # quantized tensor -> offset
+        self.codes: dict[str, tuple[_Part, ...]] = {}  # quantized tensor -> what it is held as
         self.new: dict[str, NDArray[Any]] = {}
+        self.packed = {name for node in model.graph.node for name in self.packed_by(node)}
 
     def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The nodes that stand for one node."""
@@ -95,7 +121,9 @@ class _Rewriter:
             return self.quant(node)
         if node.op_type == "AscendDequant":
             return self.dequant(node)
-        if node.op_type in TYPES and node.input[0] in self.zero:
+        if node.op_type == "Cast" and self.is_bias(node.input[0]):
+            return [_node("Identity", [node.input[0]], node.output[0], node.name)]
+        if node.op_type in TYPES and node.input[0] in self.codes:
             heavy = {
                 "Conv": self.conv,
                 "ConvTranspose": self.convtranspose,
@@ -103,26 +131,43 @@ class _Rewriter:
                 "MatMul": self.gemm,
                 "AveragePool": self.averagepool,
             }[node.op_type]
-            return heavy(node, self.zero[node.input[0]])
+            return heavy(node, self.codes[node.input[0]])
         return [node]
 
     def quant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         given = attributes(node)
-        if given.get("dst_type", b"INT8") != b"INT8" or "scale" not in given:
-            raise ModelError(f"{node.name!r} must have a scale and dst_type INT8, got {given}")
-        self.zero[node.output[0]] = int(given.get("offset", 0.0))
+        bits = _TYPES.get(given.get("dst_type", b"INT8"))
+        if bits is None or "scale" not in given:
+            raise ModelError(
+                f"{node.name!r} must have a scale and dst_type INT4, INT8 or INT16, got {given}"
+            )
+        zero, low_high = int(given.get("offset", 0.0)), ascend_range(bits)
         name, end = node.name, node.output[0]
         scale = self.put(f"{name}.exec.scale", np.float32(given["scale"]))
-        offset = self.put(f"{name}.exec.offset", np.float32(given.get("offset", 0.0)))
-        ends = [self.put(f"{name}.exec.{v}", np.float32(v)) for v in (-_SHIFT, _SHIFT - 1)]
-        shift = self.put(f"{name}.exec.shift", np.float32(_SHIFT))
-        return self.chain(
-            name,
-            node.input[0],
-            end,
-            [("Mul", [scale]), ("Add", [offset]), ("Round", []), ("Clip", ends), ("Add", [shift])],
-            cast=2,
-        )
+        offset = self.put(f"{name}.exec.offset", np.float32(zero))
+        ends = [self.put(f"{name}.exec.{v}", np.float32(v)) for v in low_high]
+        lift = max(_SHIFT, -low_high[0])
+        shift = self.put(f"{name}.exec.shift", np.float32(lift))
+        steps = [("Mul", [scale]), ("Add", [offset]), ("Round", []), ("Clip", ends)]
+        steps.append(("Add", [shift]))
+        if bits < 16:
+            self.codes[end] = (_Part(end, 1, zero + lift),)
+            return self.chain(name, node.input[0], end, steps, cast=2)
+        high, low = divmod(zero + lift, 256)
+        self.codes[end] = (_Part(f"{end}.high", 256, high), _Part(f"{end}.low", 1, low))
+        whole = self.chain(name, node.input[0], f"{end}.lifted", steps, cast=6)
+        return [*whole, *self.bytes_of(end)]
+
+    def bytes_of(self, name: str) -> list[onnx.NodeProto]:
+        """From '<name>.lifted', int32 below 65536, to its bytes '.high' and '.low', uint8."""
+        by = self.put(f"{name}.exec.256", np.int32(256))
+        lifted, over, part = f"{name}.lifted", f"{name}.over", f"{name}.part"
+        return [
+            _node("Div", [lifted, by], over, f"{name}.high"),
+            _node("Mod", [lifted, by], part, f"{name}.low"),
+            *self.chain(f"{name}.high", over, f"{name}.high", [], cast=2),
+            *self.chain(f"{name}.low", part, f"{name}.low", [], cast=2),
+        ]
 
     def dequant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         packed = self.constant(node.input[1])
@@ -135,88 +180,132 @@ class _Rewriter:
             _node("Mul", [f"{node.name}.exec.f", scale], node.output[0], node.name),
         ]
 
-    def conv(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
-        weight = self.constant(node.input[1])
-        inputs = self.shifted(node, weight, zero)
-        return self.biased(node, "ConvInteger", inputs, weight.ndim - 2)
+    def conv(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
+        return self.summed(node, "ConvInteger", codes, self.weight(node))
 
-    def gemm(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
-        given = attributes(node)
-        weight = self.constant(node.input[1])
-        weight = weight.T if given.get("transB", 0) else weight
+    def gemm(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
+        weight = self.weight(node)
+        if attributes(node).get("transB", 0):
+            weight = weight.T
         del node.attribute[:]
-        return self.biased(node, "MatMulInteger", self.shifted(node, weight, zero), 0)
+        return self.summed(node, "MatMulInteger", codes, weight)
 
-    def averagepool(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
+    def averagepool(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
+        (part,) = codes
         centred = f"{node.name}.exec.centred"
-        before = self.centre(node, zero, centred)
+        before = self.centre(node, part, centred)
         node.input[0] = centred
         return [*before, node]
 
-    def convtranspose(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
-        weight = self.constant(node.input[1]).astype(np.int32)
+    def convtranspose(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
+        weight = self.weight(node).astype(np.int32)
         if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _EXACT:
             raise ModelError(
                 f"{node.name!r} sums too many products to be exact here, weight {weight.shape};"
                 " compare the fake-quant model instead"
             )
         low = weight & 15
-        name, centred = node.name, f"{node.name}.exec.centred"
-        nodes, halves = self.centre(node, zero, centred), []
-        for word, part in (("low", low), ("high", (weight - low) // 16)):
-            kernel = self.put(f"{name}.exec.{word}", part.astype(np.float32))
-            half = copied(node)
-            half.name, half.output[0] = f"{name}.{word}", f"{name}.exec.{word}.f"
-            del half.input[:]
-            half.input.extend([centred, kernel])
-            halves.append(f"{name}.exec.{word}.i")
-            nodes += [half, *self.chain(half.name, half.output[0], halves[-1], [], cast=6)]
-        sixteen = self.put(f"{name}.exec.16", np.int32(16))
-        scaled, total = f"{name}.exec.scaled", f"{name}.exec.sum"
-        nodes.append(_node("Mul", [halves[1], sixteen], scaled, f"{name}.scaled"))
-        bias = node.input[2] if len(node.input) > 2 else ""
-        end = total if bias else node.output[0]
-        nodes.append(_node("Add", [halves[0], scaled], end, f"{name}.sum"))
-        if bias:
-            shaped = self.bias(node, bias, weight.ndim - 2)
-            nodes.append(_node("Add", [total, shaped], node.output[0], f"{name}.bias"))
+        name, wide = node.name, len(codes) > 1
+        nodes, sums = [], []
+        for place, part in enumerate(codes):
+            centred = f"{name}.exec.centred{place}"
+            nodes += self.centre(node, part, centred)
+            for word, values, factor in (("low", low, 1), ("high", (weight - low) // 16, 16)):
+                word = f"{word}{place}"
+                kernel = self.put(f"{name}.exec.{word}", values.astype(np.float32))
+                half = copied(node)
+                half.name, half.output[0] = f"{name}.{word}", f"{name}.exec.{word}.f"
+                del half.input[:]
+                half.input.extend([centred, kernel])
+                nodes.append(half)
+                nodes += self.scaled(half, factor * part.factor, sums, wide=wide)
+        return [*nodes, *self.added(node, sums, weight.ndim - 2, wide=wide)]
+
+    def summed(
+        self, node: onnx.NodeProto, op: str, codes: tuple[_Part, ...], weight: NDArray[Any]
+    ) -> list[onnx.NodeProto]:
+        """An integer operator for each part of the input, and their sum with the bias."""
+        name, wide = node.name, len(codes) > 1
+        moved = (weight.astype(np.int16) + _SHIFT).astype(np.uint8)
+        kernel = self.put(f"{name}.exec.weight", np.ascontiguousarray(moved))
+        level = self.put(f"{name}.exec.wzero", np.uint8(_SHIFT))
+        nodes, sums = [], []
+        for place, part in enumerate(codes):
+            zero = self.put(f"{name}.exec.zero{place}", np.uint8(part.zero))
+            end = f"{name}.exec.part{place}"
+            heavy = _node(op, [part.tensor, kernel, zero, level], end, f"{name}.{place}")
+            heavy.attribute.extend(node.attribute)
+            nodes.append(heavy)
+            nodes += self.scaled(heavy, part.factor, sums, wide=wide)
+        return [*nodes, *self.added(node, sums, weight.ndim - 2, wide=wide)]
+
+    def scaled(
+        self, node: onnx.NodeProto, factor: int, sums: list[str], *, wide: bool
+    ) -> list[onnx.NodeProto]:
+        """A node's output as integers, times a factor; named at the end of `sums`."""
+        nodes, end = [], node.output[0]
+        if wide or node.op_type == "ConvTranspose":  # the others give int32
+            nodes, end = (
+                self.chain(node.name, end, f"{end}.i", [], cast=7 if wide else 6),
+                f"{end}.i",
+            )
+        if factor != 1:
+            by = self.put(f"{end}.factor", (np.int64 if wide else np.int32)(factor))
+            nodes.append(_node("Mul", [end, by], f"{end}.scaled", f"{node.name}.scaled"))
+            end = f"{end}.scaled"
+        sums.append(end)
         return nodes
 
-    def shifted(self, node: onnx.NodeProto, weight: NDArray[Any], zero: int) -> list[str]:
-        """Inputs of an integer operator: x, weight and both zero points as uint8."""
-        name = node.name
-        moved = (weight.astype(np.int16) + _SHIFT).astype(np.uint8)
-        return [
-            node.input[0],
-            self.put(f"{name}.exec.weight", np.ascontiguousarray(moved)),
-            self.put(f"{name}.exec.zero", np.uint8(zero + _SHIFT)),
-            self.put(f"{name}.exec.wzero", np.uint8(_SHIFT)),
-        ]
-
-    def biased(
-        self, node: onnx.NodeProto, op: str, inputs: list[str], rank: int
+    def added(
+        self, node: onnx.NodeProto, sums: list[str], rank: int, *, wide: bool
     ) -> list[onnx.NodeProto]:
-        """The integer operator and, if there is one, the bias added to its int32 output."""
+        """The sum of `sums` and, if there is one, the bias."""
         bias = node.input[2] if len(node.input) > 2 else ""
-        end = f"{node.name}.exec.sum" if bias else node.output[0]
-        heavy = _node(op, inputs, end, node.name)
-        heavy.attribute.extend(node.attribute)
-        if not bias:
-            return [heavy]
-        shaped = self.bias(node, bias, rank)
-        return [heavy, _node("Add", [end, shaped], node.output[0], f"{node.name}.bias")]
+        terms = [*sums, *([self.bias(node, bias, rank, wide=wide)] if bias else [])]
+        if len(terms) == 1:
+            return [_node("Identity", terms, node.output[0], f"{node.name}.sum")]
+        nodes, total = [], terms[0]
+        for place, term in enumerate(terms[1:], start=1):
+            end = node.output[0] if place == len(terms) - 1 else f"{node.name}.exec.sum{place}"
+            nodes.append(_node("Add", [total, term], end, f"{node.name}.sum{place}"))
+            total = end
+        return nodes
 
-    def bias(self, node: onnx.NodeProto, name: str, rank: int) -> str:
-        values = self.constant(name)
+    def bias(self, node: onnx.NodeProto, name: str, rank: int, *, wide: bool) -> str:
+        cast = self.index.producer.get(name)
+        values = self.constant(cast.input[0] if cast is not None else name)
         if values.dtype != np.int32:
             raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
-        return self.put(f"{node.name}.exec.bias", values.reshape(-1, *[1] * rank))
+        shaped = values.reshape(-1, *[1] * rank)
+        return self.put(f"{node.name}.exec.bias", shaped.astype(np.int64) if wide else shaped)
 
-    def centre(self, node: onnx.NodeProto, zero: int, end: str) -> list[onnx.NodeProto]:
-        """Float integers q - offset from the uint8 tensor."""
-        cast = self.chain(f"{node.name}.in", node.input[0], f"{end}.u8", [], cast=1)
-        shift = self.put(f"{node.name}.exec.shift", np.float32(zero + _SHIFT))
-        return [*cast, _node("Sub", [f"{end}.u8", shift], end, f"{node.name}.centre")]
+    def is_bias(self, name: str) -> bool:
+        """Whether a tensor is constant int32: before a Cast, the bias of a layer of 4 bits."""
+        found = self.index.constants.get(name)
+        return found is not None and found.data_type == 6
+
+    def weight(self, node: onnx.NodeProto) -> NDArray[Any]:
+        """A layer's integers; out of their bytes where two are in one."""
+        values = self.constant(node.input[1])
+        if node.name not in self.packed:
+            return values
+        return unpack_fours(values.astype(np.int8), packed_axis(node.op_type))
+
+    def packed_by(self, node: onnx.NodeProto) -> list[str]:
+        """The layer before an AscendDequant that says that its weights are two to a byte."""
+        if node.op_type != "AscendDequant" or attributes(node).get(PACKED) != b"INT4":
+            return []
+        maker = self.index.producer.get(node.input[0])
+        if maker is not None and maker.op_type == "Add":
+            makers = [self.index.producer.get(name) for name in maker.input]
+            maker = next((m for m in makers if m is not None and m.op_type in TYPES), None)
+        return [] if maker is None else [maker.name]
+
+    def centre(self, node: onnx.NodeProto, part: _Part, end: str) -> list[onnx.NodeProto]:
+        """Float integers q - offset from a uint8 tensor."""
+        cast = self.chain(f"{end}.in", part.tensor, f"{end}.u8", [], cast=1)
+        shift = self.put(f"{end}.shift", np.float32(part.zero))
+        return [*cast, _node("Sub", [f"{end}.u8", shift], end, f"{end}.centre")]
 
     def rank(self, producer: onnx.NodeProto | None) -> int:
         """Spatial rank of what an AscendDequant reads; its scale is per channel on axis 1."""

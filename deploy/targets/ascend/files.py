@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.errors import ConfigError, ModelError
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, attributes
 from deploy.reading import read_text
 from deploy.targets.ascend.config import settled
 from deploy.targets.ascend.config_json import read_config
@@ -110,7 +110,18 @@ def check_deploy(path: Path) -> str:
             if node.op_type == "AscendDequant":
                 _check_parameter(node, constants)
     executable(model)
-    return f"a sound deploy model, {ops['AscendDequant']} layers in int8"
+    return f"a sound deploy model, {ops['AscendDequant']} layers in {_grids(model)}"
+
+
+def _grids(model: onnx.ModelProto) -> str:
+    """Types that AscendQuant makes, such as int8 or int8 and int16."""
+    made = {_made_by(node) for node in model.graph.node if node.op_type == "AscendQuant"}
+    return " and ".join(sorted(made, key=lambda name: int(name[3:])))
+
+
+def _made_by(node: onnx.NodeProto) -> str:
+    kind: bytes = attributes(node).get("dst_type", b"INT8")
+    return kind.decode().lower()
 
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:

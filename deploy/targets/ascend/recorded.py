@@ -192,7 +192,7 @@ class _Weights:
             rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
         except ValueError:  # factors of another number of channels
             return None
-        scales, _ = arq(rows, channel_wise=record.scale_w.size > 1)
+        scales, _ = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)
         if scales.size != record.scale_w.size:
             return None
         return float(np.abs(np.log2(record.scale_w / scales)).mean())

@@ -11,6 +11,7 @@ model (plain ops); the layer's weight and bias are replaced by integers in both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,33 @@ from deploy.targets.ascend.quant_layer import Float32Array, QuantLayer
 Nodes = list[onnx.NodeProto]
 Before = Callable[[QuantLayer, str], tuple[Nodes, str]]
 After = Callable[[QuantLayer, str, str], Nodes]
+Store = Callable[[str, QuantLayer], onnx.TensorProto]
+
+
+def _as_it_is(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
+    return [], bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What one of the models has in place of a float layer.
+
+    Attributes:
+        before: nodes from the layer's input to its integers, and the tensor they end in.
+        after: nodes from the layer's integers to its output.
+        weight, bias: how its integers are kept, under a name.
+        behind_bias: nodes between the kept bias and the layer, and the tensor they end in.
+    """
+
+    before: Before
+    after: After
+    weight: Store
+    bias: Store
+    behind_bias: Before = _as_it_is
 
 
 def rewrite(
-    model: onnx.ModelProto,
-    layers: Mapping[str, QuantLayer],
-    *,
-    before: Before,
-    after: After,
-    store: Callable[[str, NDArray[Any]], onnx.TensorProto],
+    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], form: Form
 ) -> onnx.ModelProto:
     """A copy of `model` whose `layers` run on integers.
 
@@ -43,66 +62,68 @@ def rewrite(
     Args:
         model: float model, nodes named.
         layers: by node name.
-        before: nodes from the layer's input to its integers, and the tensor they end in.
-        after: nodes from the layer's integers to its output.
-        store: how an integer weight or bias is kept.
+        form: what they become.
     """
     out = copied(model)
-    surgery = _Surgery(out, store)
+    surgery = _Surgery(out, form)
     ends = {q.layer.bias_add or name: q for name, q in layers.items()}
     nodes: Nodes = []
     for node in out.graph.node:
         if node.name in layers:
-            nodes += surgery.enter(node, layers[node.name], before)
+            nodes += surgery.enter(node, layers[node.name])
         nodes.append(node)
         if node.name in ends:
-            nodes += surgery.leave(node, ends[node.name], after)
+            nodes += surgery.leave(node, ends[node.name])
     surgery.finish(nodes)
     return out
 
 
 class _Surgery:
-    def __init__(
-        self, model: onnx.ModelProto, store: Callable[[str, NDArray[Any]], onnx.TensorProto]
-    ) -> None:
-        self.graph, self.index, self.store = model.graph, Graph(model), store
+    def __init__(self, model: onnx.ModelProto, form: Form) -> None:
+        self.graph, self.index, self.form = model.graph, Graph(model), form
         self.tensors: dict[str, onnx.TensorProto] = {}
-        self.shared: dict[tuple[str, float, int], str] = {}
+        self.shared: dict[tuple[str, float, int, int], str] = {}
+        self.biases: dict[str, str] = {}  # Add of a MatMul's bias -> what it reads in its place
 
-    def enter(self, node: onnx.NodeProto, q: QuantLayer, before: Before) -> Nodes:
+    def enter(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Nodes before the layer; the layer itself gets its integer weight and bias."""
         nodes, start = [], node.input[0]
         if q.inverse_factors is not None:
             nodes += balance(q, start)
             start = f"{node.name}.mul.output0"
-        key = (start, float(q.scale), q.record.offset_d)
+        key = (start, float(q.scale), q.record.offset_d, q.record.act_bits)
         if key not in self.shared:
-            more, self.shared[key] = before(q, start)
+            more, self.shared[key] = self.form.before(q, start)
             nodes += more
         node.input[0] = self.shared[key]
         if q.weight is not None:
-            self.tensors[node.input[1]] = self.store(node.input[1], q.weight)
-        if q.bias is not None and not q.layer.bias_add:
-            node.input[2] = self.keep_bias(q, node.input[2])
+            self.tensors[node.input[1]] = self.form.weight(node.input[1], q)
+        if q.bias is not None:
+            more, bias = self.form.behind_bias(q, self.keep_bias(q))
+            nodes += more
+            if q.layer.bias_add:
+                self.biases[q.layer.bias_add] = bias
+            else:
+                node.input[2] = bias
         for attribute in node.attribute:
             if attribute.name == "transB":
                 attribute.i = 0
         return nodes
 
-    def leave(self, node: onnx.NodeProto, q: QuantLayer, after: After) -> Nodes:
+    def leave(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Nodes after the layer, or after the Add that holds a MatMul's bias."""
-        if q.layer.bias_add and q.bias is not None:
+        if node.name in self.biases:
             place = list(node.input).index(q.layer.bias)
-            node.input[place] = self.keep_bias(q, q.layer.bias)
+            node.input[place] = self.biases[node.name]
         output = node.output[0]
         node.output[0] = f"{q.layer.name}_output0"
-        return after(q, node.output[0], output)
+        return self.form.after(q, node.output[0], output)
 
-    def keep_bias(self, q: QuantLayer, name: str) -> str:
+    def keep_bias(self, q: QuantLayer) -> str:
         """The bias's name; one of its own where other nodes read the float bias too."""
-        assert q.bias is not None
+        name = q.layer.bias
         own = f"{q.layer.name}.quant_bias" if len(self.index.readers[name]) > 1 else name
-        self.tensors[own] = self.store(own, q.bias)
+        self.tensors[own] = self.form.bias(own, q)
         return own
 
     def finish(self, nodes: Nodes) -> None:

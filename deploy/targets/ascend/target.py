@@ -282,6 +282,7 @@ class Ascend:
             recipe: the layers and their scales.
             request: where to write, and samples to try what is written on.
         """
+        from deploy.targets.ascend import told
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import stored_of
 
@@ -294,7 +295,8 @@ class Ascend:
             request.subject,
             cann=self.cann,
         )
-        notes = [*recipe.notes, _verified(recipe.model, recipe.layers, request)]
+        of_widths = told.widths(recipe.records)
+        notes = [*recipe.notes, *of_widths, _verified(recipe.model, recipe.layers, request)]
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
             host = self._write_aipp(request, files)
@@ -517,6 +519,7 @@ def _searches(config: QuantConfig) -> str:
 def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
     used = plan.config.batch_num
     yield f"Scales: {_searches(plan.config)} over {used} samples."
+    yield from plan.config.told
     if found.kept_bytes:
         yield f"Exact IFMR kept {found.kept_bytes / 2**20:.1f} MiB of activations in memory."
     if found.dead:
