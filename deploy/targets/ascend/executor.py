@@ -113,6 +113,8 @@ class _Rewriter:
         self.graph, self.index = model.graph, Graph(model)
         self.codes: dict[str, tuple[_Part, ...]] = {}  # quantized tensor -> what it is held as
         self.new: dict[str, NDArray[Any]] = {}
+        dequants = [n for n in model.graph.node if n.op_type == "AscendDequant"]
+        self.half = any(attributes(n).get("dtype", 0) == 1 for n in dequants)
         self.packed = {name for node in model.graph.node for name in self.packed_by(node)}
 
     def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
@@ -150,13 +152,18 @@ class _Rewriter:
         shift = self.put(f"{name}.exec.shift", np.float32(lift))
         steps = [("Mul", [scale]), ("Add", [offset]), ("Round", []), ("Clip", ends)]
         steps.append(("Add", [shift]))
+        start, before = f"{name}.exec.float32", []
+        if self.half:
+            before = self.chain(f"{name}.exec", node.input[0], start, [], cast=1)
+        else:
+            start = node.input[0]
         if bits < 16:
             self.codes[end] = (_Part(end, 1, zero + lift),)
-            return self.chain(name, node.input[0], end, steps, cast=2)
+            return [*before, *self.chain(name, start, end, steps, cast=2)]
         high, low = divmod(zero + lift, 256)
         self.codes[end] = (_Part(f"{end}.high", 256, high), _Part(f"{end}.low", 1, low))
-        whole = self.chain(name, node.input[0], f"{end}.lifted", steps, cast=6)
-        return [*whole, *self.bytes_of(end)]
+        whole = self.chain(name, start, f"{end}.lifted", steps, cast=6)
+        return [*before, *whole, *self.bytes_of(end)]
 
     def bytes_of(self, name: str) -> list[onnx.NodeProto]:
         """From '<name>.lifted', int32 below 65536, to its bytes '.high' and '.low', uint8."""
@@ -177,8 +184,14 @@ class _Rewriter:
         scale = self.put(f"{node.name}.exec.scale", low.reshape(1, -1, *[1] * rank))
         return [
             *self.chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
-            _node("Mul", [f"{node.name}.exec.f", scale], node.output[0], node.name),
+            *self.scaled_float(node, f"{node.name}.exec.f", scale),
         ]
+
+    def scaled_float(self, node: onnx.NodeProto, start: str, scale: str) -> list[onnx.NodeProto]:
+        """What an AscendDequant gives: float32, or float16 where its dtype is 1."""
+        if attributes(node).get("dtype", 0) != 1:
+            return [_node("Mul", [start, scale], node.output[0], node.name)]
+        return self.chain(node.name, start, node.output[0], [("Mul", [scale])], cast=10)
 
     def conv(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
         return self.summed(node, "ConvInteger", codes, self.weight(node))

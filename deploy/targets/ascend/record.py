@@ -25,6 +25,7 @@ _SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
 # fields that tell widths -> the widths that AMCT reads there; "UNSET" and no field are 8
 _WIDTHS = {"dst_type": (4, 8), "act_type": (4, 8, 16), "wts_type": (4, 6, 7, 8)}
 _FORCED = "FORCE_FP16_QUANT"
+_HALF = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_type
 
 Float32Array = NDArray[np.float32]
 
@@ -42,6 +43,7 @@ class LayerRecord:
         skip_fusion: the scales are those of a Conv without the BatchNormalization behind it.
         act_bits, weight_bits: of the integers.
         force_fp16: scale_d is a float16 number, and dequantization scales are cut for Nano chips.
+        half: the layer reads and gives float16; None where nothing says so.
     """
 
     scale_d: np.float32 | None
@@ -53,6 +55,7 @@ class LayerRecord:
     act_bits: int = 8
     weight_bits: int = 8
     force_fp16: bool = False
+    half: bool | None = None
 
 
 def write_record(records: Mapping[str, LayerRecord]) -> str:
@@ -70,6 +73,8 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
             value.skip_fusion = True
         if record.weighted and record.scale_w.size:
             value.wts_type = f"INT{record.weight_bits}"
+        if record.half:
+            value.op_data_type = "FLOAT16"
         if record.force_fp16:
             value.fakequant_precision_mode = _FORCED
     return print_text(message)
@@ -206,6 +211,7 @@ def _layer(value: Any) -> LayerRecord:
         act_bits=act_bits,
         weight_bits=weight_bits,
         force_fp16=value.fakequant_precision_mode == _FORCED,
+        half=_HALF[value.op_data_type],
     )
 
 
@@ -225,7 +231,7 @@ def _widths(value: Any) -> tuple[int, int]:
             f"fakequant_precision_mode must be {_FORCED} or DEFAULT, got"
             f" {value.fakequant_precision_mode!r}"
         )
-    if value.op_data_type not in ("", "FLOAT32", "FLOAT16"):
+    if value.op_data_type not in _HALF:
         raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")
     both = found["dst_type"]
     return both or found["act_type"] or 8, both or found["wts_type"] or 8

@@ -283,9 +283,11 @@ class Ascend:
             request: where to write, and samples to try what is written on.
         """
         from deploy.targets.ascend import told
+        from deploy.targets.ascend.half import halves_of
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import stored_of
 
+        halves = halves_of(request.subject)
         files = write_models(
             recipe.model,
             recipe.layers,
@@ -294,8 +296,9 @@ class Ascend:
             request.folder,
             request.subject,
             cann=self.cann,
+            halves=halves,
         )
-        of_widths = told.widths(recipe.records)
+        of_widths = (*told.widths(recipe.records), *told.halves(recipe.layers, halves))
         notes = [*recipe.notes, *of_widths, _verified(recipe.model, recipe.layers, request)]
         host: list[str] = []
         if self.aipp or self.first_layer_int8:

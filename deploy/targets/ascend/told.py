@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from deploy.targets.ascend.bits import named
 
 if TYPE_CHECKING:
+    from deploy.targets.ascend.quant_layer import QuantLayer
     from deploy.targets.ascend.record import LayerRecord
 
 # hicann/ge: SetM1OfQuant packs DT_INT16 for Ascend035 alone; its page on quantizable layers speaks
@@ -38,3 +39,12 @@ def widths(records: Mapping[str, LayerRecord]) -> Iterator[str]:
         yield f"Weights of {named(names)} are of 4 bits, {_PACKED}."
     if any(one.force_fp16 for one in records.values()):
         yield f"FORCE_FP16_QUANT: {_FORCED}."
+
+
+def halves(layers: Mapping[str, QuantLayer], names: Collection[str]) -> Iterator[str]:
+    """A sentence on layers between float16 tensors, whose names are given."""
+    found = [name for name, one in layers.items() if one.layer.output in names]
+    if found:
+        yield (
+            f"{named(found)} read and give float16, as in the file; measured and judged in float32."
+        )
