@@ -21,22 +21,45 @@ from deploy.targets.ascend.record import read_record
 
 WIDTHS = Path(__file__).parent / "golden" / "amct" / "widths"
 FLOAT, X = WIDTHS / "float.onnx", np.load(WIDTHS / "x.npy")
-CASES = ("w4", "w6", "a16", "a16h", "a4w4", "force")
+W4, W6, A16, A16H = (
+    f"batch_num: 2 common_config {{ {inner} }}"
+    for inner in (
+        "arq_quantize { quant_bits: 4 }",
+        "arq_quantize { quant_bits: 6 }",
+        "ifmr_quantize { dst_type: INT16 }",
+        "hfmg_quantize { dst_type: INT16 }",
+    )
+)
+CASES = {
+    "w4": W4,
+    "w6": W6,
+    "a16": A16,
+    "a16h": A16H,
+    "a4w4": (WIDTHS / "a4w4" / "config.json").read_text(),
+    "force": "batch_num: 2 fakequant_precision_mode: FORCE_FP16_QUANT",
+}
+
+
+BUILT: dict[tuple[str, ...], tuple[int, str, Path]] = {}
 
 
 @pytest.fixture
-def built(run, tmp_path):
-    """(text, suffix of the configuration, model) -> exit code, what was said, folder."""
+def built(run, tmp_path_factory):
+    """(text, suffix of the configuration, model) -> exit code, what was said, folder; made once."""
 
     def build(text, suffix=".cfg", model=FLOAT):
-        config = tmp_path / f"my{suffix}"
-        config.write_text(text)
-        words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "o")
-        images = ("--images", WIDTHS / "x.npy")
-        code, out, err = run("build", model, *images, *words, "--ascend-config", config)
-        report = tmp_path / "o" / "report.md"
-        said = out + err + (report.read_text() if report.exists() else "")
-        return code, " ".join(said.split()), tmp_path / "o"
+        key = (text, suffix, str(model))
+        if key not in BUILT:
+            folder = tmp_path_factory.mktemp("widths")
+            config, out = folder / f"my{suffix}", folder / "o"
+            config.write_text(text)
+            words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
+            images = ("--images", WIDTHS / "x.npy")
+            code, said, err = run("build", model, *images, *words, "--ascend-config", config)
+            report = out / "report.md"
+            said += err + (report.read_text() if report.exists() else "")
+            BUILT[key] = code, " ".join(said.split()), out
+        return BUILT[key]
 
     return build
 
@@ -79,7 +102,7 @@ def kinds(model):
 @pytest.mark.parametrize("case", CASES)
 def test_a_build_is_amcts(case, built):
     """Same types and offsets; scales and what follows from them within AMCT's float32 sums."""
-    code, said, out = built((WIDTHS / case / "config.json").read_text(), ".json")
+    code, said, out = built(CASES[case], ".json" if case == "a4w4" else ".cfg")
     assert code == 0, said
     found = read_record((out / "float_record.txt").read_text())
     wanted = read_record((WIDTHS / case / "record.txt").read_text())
@@ -126,7 +149,7 @@ def test_files_from_amcts_record_are_amcts(case, run, tmp_path):
 
 
 def test_a_records_widths_come_back_byte_for_byte(built, run, tmp_path):
-    _, _, out = built("common_config { arq_quantize { quant_bits: 4 } hfmg_quantize { } }")
+    _, _, out = built(W4)
     again = tmp_path / "again"
     code, _, err = run("ascend", "deploy", FLOAT, out / "float_record.txt", "-o", again)
     assert code == 0, err
@@ -138,7 +161,7 @@ def test_a_records_widths_come_back_byte_for_byte(built, run, tmp_path):
 
 
 def test_four_bit_weights_need_pairs_of_input_channels(built):
-    _, said, out = built("common_config { arq_quantize { quant_bits: 4 } }")
+    _, said, out = built(W4)
     assert "The weights of 2 layers (conv1, dw) are of 8 bits, not 4: that is for layers" in said
     assert "Weights of 4 layers (conv2, up, fc1, ...) are of 4 bits" in said
     used = json.loads((out / "float_config.json").read_text())
@@ -147,13 +170,13 @@ def test_four_bit_weights_need_pairs_of_input_channels(built):
 
 
 def test_six_bit_weights_are_for_convolutions(built):
-    _, said, _ = built("common_config { arq_quantize { quant_bits: 6 } }")
+    _, said, _ = built(W6)
     assert "The weights of 3 layers (fc1, fc2, up) are of 8 bits, not 6" in said
 
 
-@pytest.mark.parametrize("search", ["ifmr_quantize", "hfmg_quantize"])
-def test_sixteen_bits_in_common_are_for_whom_they_fit(search, built):
-    _, said, out = built(f"common_config {{ {search} {{ dst_type: INT16 }} }}")
+@pytest.mark.parametrize("text", [A16, A16H])
+def test_sixteen_bits_in_common_are_for_whom_they_fit(text, built):
+    _, said, out = built(text)
     assert "The activations of 2 layers (fc2, pool) are of 8 bits, not 16" in said
     assert "of 16 bits, which atc takes for Nano chips (Ascend035) alone" in said
     assert re.search(r"Sums of 16-bit activations reached 0\.0\d+ of int32's end, in fc1\.", said)
@@ -161,6 +184,27 @@ def test_sixteen_bits_in_common_are_for_whom_they_fit(search, built):
     qdq = onnx.load(out / "float_amct_qdq.onnx")
     made = {n.name for n in qdq.graph.node if n.op_type == "QuantizeLinear"}
     assert made == {"pool.input.quantize", "fc2.input.quantize"}
+
+
+def test_other_commands_tell_it_too(run, tmp_path):
+    config = tmp_path / "my.cfg"
+    config.write_text(W4)
+    sentence = "The weights of 2 layers (conv1, dw) are of 8 bits, not 4"
+    made = tmp_path / "made.json"
+    auto = ("--images", WIDTHS / "x.npy", "--max-loss", 1, "--ascend-config", config)
+    for words in (
+        ("config", FLOAT, "--from", config, "-o", made),
+        ("check", config, "--model", FLOAT),
+        ("auto", FLOAT, *auto, "-o", tmp_path / "auto"),
+    ):
+        code, out, err = run("ascend", *words)
+        assert code == 0 and sentence in " ".join((out + err).split()), (words, out, err)
+    code, out, _ = run("ascend", "check", made, "--model", FLOAT)
+    assert code == 0 and out.endswith("7 layers in int8\n")  # 8 bits are what it asks for
+    record = read_record((tmp_path / "auto" / "float_record.txt").read_text())
+    assert {name for name, one in record.items() if one.weight_bits == 4} == {
+        "conv2", "up", "fc1", "fc2",
+    }  # fmt: skip
 
 
 def test_a_layer_that_was_skipped_is_not_told_of(built):

@@ -78,6 +78,8 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     text = write_simple_config(made) if out.suffix == ".cfg" else write_config(made)
     atomic.write_text(out, text)
     say(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8")
+    for sentence in made.told:
+        say(f"  {sentence}")
     for name, reason in graph.refused.items():
         say(f"  float  {name}: {reason}")
 
@@ -201,6 +203,8 @@ def auto(
         strategy=strategy,
         say=say,
     )
+    for sentence in result.config.told:
+        say(sentence)
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
     if result.records is None:
         sentence = "No layer can stay in int8 within this budget; no model was written."

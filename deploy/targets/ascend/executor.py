@@ -219,7 +219,8 @@ class _Rewriter:
             )
         low = weight & 15
         name, wide = node.name, len(codes) > 1
-        nodes, sums = [], []
+        nodes: list[onnx.NodeProto] = []
+        sums: list[str] = []
         for place, part in enumerate(codes):
             centred = f"{name}.exec.centred{place}"
             nodes += self.centre(node, part, centred)
@@ -242,7 +243,8 @@ class _Rewriter:
         moved = (weight.astype(np.int16) + _SHIFT).astype(np.uint8)
         kernel = self.put(f"{name}.exec.weight", np.ascontiguousarray(moved))
         level = self.put(f"{name}.exec.wzero", np.uint8(_SHIFT))
-        nodes, sums = [], []
+        nodes: list[onnx.NodeProto] = []
+        sums: list[str] = []
         for place, part in enumerate(codes):
             zero = self.put(f"{name}.exec.zero{place}", np.uint8(part.zero))
             end = f"{name}.exec.part{place}"

@@ -62,7 +62,7 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
             return "a fusion mapping, by which CANN's accuracy comparison pairs nodes"
         config = read_config(text, str(path))
         config = settled(config, graph) if graph else config
-        return f"a sound quant config, {len(config.enabled())} layers in int8"
+        return f"a sound quant config, {_enabled(config)}"
     key = _first_key(text)
     if key in ("record", "prune_record"):
         records, more = read_record(text, str(path)), others(text, str(path))
@@ -75,9 +75,14 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
         return "a sound AIPP configuration"
     if graph is not None:
         config = read_simple_config(text, graph, str(path))
-        return f"a sound simplified configuration, {len(config.enabled())} layers in int8"
+        return f"a sound simplified configuration, {_enabled(config)}"
     parse_text("AMCTConfig", text, str(path))
     return "a simplified configuration that parses; --model checks its layers"
+
+
+def _enabled(config: QuantConfig) -> str:
+    """How many layers it quantizes, and what it asks for in vain."""
+    return ". ".join([f"{len(config.enabled())} layers in int8", *config.told]).rstrip(".")
 
 
 def _first_key(text: str) -> str:

@@ -13,7 +13,7 @@ AscendDequant up by a name it does not know, and so writes 0 (float32) there; 1 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -197,7 +197,7 @@ class _Narrowing:
         return name
 
 
-def _formal(slots: list[onnx.defs.OpSchema.FormalParameter], count: int) -> list[str]:
+def _formal(slots: Sequence[onnx.defs.OpSchema.FormalParameter], count: int) -> list[str]:
     """Type variable or type of each of `count` tensors; the last slot may stand for several."""
     kinds = [slot.type_str for slot in slots]
     return [kinds[min(place, len(kinds) - 1)] for place in range(count)]

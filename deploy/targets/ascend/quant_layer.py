@@ -204,4 +204,4 @@ def _bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
         raise ExportError(
             f"bias / (scale_w * scale_d) must fit int32, got {np.abs(steps).max():.3g}"
         )
-    return steps.astype(np.int32)
+    return np.asarray(steps, np.int32)
