@@ -123,7 +123,7 @@ class _Rewriter:
             return self.quant(node)
         if node.op_type == "AscendDequant":
             return self.dequant(node)
-        if node.op_type == "Cast" and self.is_bias(node.input[0]):
+        if self.is_bias(node):
             return [_node("Identity", [node.input[0]], node.output[0], node.name)]
         if node.op_type in TYPES and node.input[0] in self.codes:
             heavy = {
@@ -287,16 +287,19 @@ class _Rewriter:
         return nodes
 
     def bias(self, node: onnx.NodeProto, name: str, rank: int, *, wide: bool) -> str:
-        cast = self.index.producer.get(name)
-        values = self.constant(cast.input[0] if cast is not None else name)
+        maker = self.index.producer.get(name)
+        cast = maker if self.is_bias(maker) else None
+        values = self.constant(name if cast is None else cast.input[0])
         if values.dtype != np.int32:
             raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
         shaped = values.reshape(-1, *[1] * rank)
         return self.put(f"{node.name}.exec.bias", shaped.astype(np.int64) if wide else shaped)
 
-    def is_bias(self, name: str) -> bool:
-        """Whether a tensor is constant int32: before a Cast, the bias of a layer of 4 bits."""
-        found = self.index.constants.get(name)
+    def is_bias(self, node: onnx.NodeProto | None) -> bool:
+        """Whether a node is the Cast of an int32 bias, as there is one beside 4-bit activations."""
+        if node is None or node.op_type != "Cast" or not node.name.endswith(".bias_quant"):
+            return False
+        found = self.index.constants.get(node.input[0])
         return found is not None and found.data_type == 6
 
     def weight(self, node: onnx.NodeProto) -> NDArray[Any]:
