@@ -284,6 +284,32 @@ def test_a_3d_convolution_takes_four_bit_weights_and_no_sixteen_bit_activations(
     )
 
 
+def test_four_bits_of_a_matmul_with_matrices_for_a_batch(run, tmp_path):
+    """Its weight [2, 6, 5] is packed along the 6 input channels, behind an Add with a Cast too."""
+    value, rng = helper.make_tensor_value_info, np.random.default_rng(3)
+    constants = {"w": rng.normal(size=(2, 6, 5)), "b": rng.normal(size=5)}
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["m"], name="mm"),
+            helper.make_node("Add", ["m", "b"], ["y"], name="add"),
+        ],
+        "g",
+        [value("x", 1, [2, 3, 6])],
+        [value("y", 1, [2, 3, 5])],
+        [numpy_helper.from_array(v.astype(np.float32), k) for k, v in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    onnx.save(model, tmp_path / "mm.onnx")
+    record = tmp_path / "r.txt"
+    text = entry(act_type="INT4", wts_type="INT4", scale_d=0.25, scale_w=0.3)
+    record.write_text(f'record {{ key: "mm" value {{ {text} }} }}')
+    code, out, err = run("ascend", "deploy", tmp_path / "mm.onnx", record, "-o", tmp_path / "o")
+    assert code == 0 and "within 0 of the fake-quant model" in " ".join(out.split()), err
+    deploy = onnx.load(tmp_path / "o" / "mm_deploy_model.onnx")
+    assert tensors(deploy)["mm", 1].shape == (2, 3, 5)
+    assert kinds(deploy)["mm.bias_quant"] == ("Cast",)
+
+
 # -- values ----------------------------------------------------------------------------------------
 
 

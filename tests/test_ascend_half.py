@@ -159,6 +159,22 @@ def test_a_mixed_model_is_built(files, tmp_path):
     assert a.dtype == b.dtype == np.float16 and np.abs(a - b).max() <= 2e-3
 
 
+def test_an_input_that_is_moved_in_int8_is_float16_again(files, tmp_path):
+    """AscendAntiQuant gives what AscendQuant read: dtype 1, and no Cast in front of the Add."""
+    config = tmp_path / "my.cfg"
+    config.write_text('batch_num: 2 tensor_quantize { layer_name: "Add_a" input_index: 0 }')
+    onnx.save(network(), tmp_path / "mixed.onnx")
+    words = (*BUILD, "--ascend-config", config)
+    _, deploy, fake = files(("build",), tmp_path / "mixed.onnx", *words, dtype=np.float32)
+    nodes = {n.name: n for n in onnx.load(deploy).graph.node}
+    back = nodes["Add_a.0.anti_quant"]
+    assert next(a.i for a in back.attribute if a.name == "dtype") == 1
+    assert nodes["Add_a"].input[0] == back.output[0]
+    x = {"x": X[:1].astype(np.float32)}
+    a, b = open_deploy(onnx.load(deploy)).run(x)["y"], OrtSession.open(fake).run(x)["y"]
+    assert a.dtype == b.dtype == np.float16 and np.abs(a - b).max() <= 4e-3
+
+
 def test_where_no_types_are_known_the_files_are_in_float32():
     model = network()
     assert halves_of(Subject(loaded=load(model), samples=1)) == frozenset()

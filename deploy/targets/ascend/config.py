@@ -18,6 +18,7 @@ from deploy.targets.ascend.config_rules import GLOBAL
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import near
+from deploy.targets.ascend.tensor_config import settled_tensors
 
 
 def default_config(
@@ -44,7 +45,7 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     Raises:
         ConfigError: a layer that the model lacks or that does not take what is asked of it.
     """
-    if config.enabled() and not graph.layers:
+    if config.enabled() and not graph.known:
         raise ConfigError(_no_layers(graph))
     clashes = sorted(set(config.layers) & set(GLOBAL))
     if clashes:
@@ -62,14 +63,17 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
             )
     layers = {name: _settled(name, entry, config, graph) for name, entry in config.layers.items()}
     return replace(
-        config, layers=layers, told=(*config.told, *told_of_weights(config.layers, layers))
+        config,
+        layers=layers,
+        tensors=settled_tensors(config, graph),
+        told=(*config.told, *told_of_weights(config.layers, layers)),
     )
 
 
 def _settled(name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph) -> LayerConfig:
-    if name not in graph.layers:
+    layer = graph.known.get(name)
+    if layer is None or layer.at is not None:
         raise ConfigError(_unknown_layer(name, graph))
-    layer = graph.layers[name]
     _refuse_combination(entry, layer)
     asymmetric, channel_wise = entry.activation.asymmetric, entry.weight.channel_wise
     if asymmetric is None:
@@ -94,23 +98,35 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
         )
     if entry.activation.asymmetric and layer.symmetric_only:
         raise ConfigError(
-            f"a 3-D convolution takes symmetric activations only, got asymmetric true in layer"
+            f"{_what(layer)} takes symmetric activations only, got asymmetric true in layer"
             f" {layer.name!r}; set it to false"
+        )
+    if layer.two_activations and entry.activation.num_bits != 8:
+        raise ConfigError(
+            f"{_what(layer)} takes 8-bit activations, got {entry.activation.num_bits} bits in layer"
+            f" {layer.name!r}"
         )
     if not takes_activations(layer, entry.activation.num_bits):
         raise ConfigError(
             f"16-bit activations are for {INT16_LAYERS}, got {layer.kind} in layer {layer.name!r};"
             " give it 8"
         )
-    if entry.dmq_balancer_param is not None and layer.kind == "AveragePool":
+    if entry.dmq_balancer_param is not None and not layer.weight:
         raise ConfigError(
-            f"dmq_balancer_param does not apply to AveragePool, got it in layer {layer.name!r};"
+            f"dmq_balancer_param does not apply to {_what(layer)}, got it in layer {layer.name!r};"
             " leave it out"
         )
-    if entry.weight.wts_algo == "ada_quantize" and layer.kind == "AveragePool":
+    if entry.weight.wts_algo == "ada_quantize" and not layer.weight:
         raise ConfigError(
-            f"ada_quantize needs a weight, got it in layer {layer.name!r} of type AveragePool"
+            f"ada_quantize needs a weight, got it in layer {layer.name!r}, {_what(layer)}"
         )
+
+
+def _what(layer: Layer) -> str:
+    """The layer's type, in words."""
+    if layer.two_activations:
+        return "a MatMul of two activations"
+    return {"Conv": "a 3-D convolution"}.get(layer.kind, layer.kind)
 
 
 def _no_layers(graph: LayerGraph) -> str:

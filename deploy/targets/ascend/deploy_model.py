@@ -32,9 +32,16 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
 
     The activation offset is not folded into the bias: GE does that itself when it compiles.
     """
-    form = Form(before=_quant, after=_dequant, weight=_weight, bias=_bias, behind_bias=_behind_bias)
+    form = Form(
+        before=_quant,
+        after=_dequant,
+        back=_anti_quant,
+        weight=_weight,
+        bias=_bias,
+        behind_bias=_behind_bias,
+    )
     made = rewrite(model, layers, form)
-    parameters = [_parameter(q) for q in layers.values()]
+    parameters = [_parameter(q) for q in layers.values() if q.layer.at is None]
     made.graph.initializer.extend(parameters)
     return made
 
@@ -46,7 +53,7 @@ def pack(dequant: Float32Array) -> NDArray[np.uint64]:
 
 def packed_axis(kind: str) -> int:
     """Axis of the input channels of a weight in the deploy model."""
-    return 1 if kind == "Conv" else 0
+    return {"Conv": 1, "ConvTranspose": 0}.get(kind, -2)
 
 
 def pack_fours(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
@@ -76,7 +83,7 @@ def unpack(parameter: NDArray[np.uint64]) -> Float32Array:
 
 
 def _quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
-    name = f"{q.layer.name}.quant"
+    name = f"{q.layer.stem}.quant"
     node = helper.make_node(
         "AscendQuant",
         [start],
@@ -96,6 +103,23 @@ def _dequant(q: QuantLayer, start: str, end: str) -> Nodes:
     if q.record.weight_bits == 4:
         node.attribute.append(helper.make_attribute(PACKED, "INT4"))
     return [node]
+
+
+def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
+    """(q - offset) * scale, in float32; the operator adds, and ATC's parser turns the sign."""
+    assert q.record.scale_d is not None
+    name = f"{q.layer.stem}.anti_quant"
+    node = helper.make_node(
+        "AscendAntiQuant",
+        [start],
+        [f"{name}.output0"],
+        name=name,
+        scale=float(q.record.scale_d),
+        offset=float(q.record.offset_d),
+        dst_type="INT8",
+        dtype=0,
+    )
+    return [node], f"{name}.output0"
 
 
 def _parameter(q: QuantLayer) -> onnx.TensorProto:

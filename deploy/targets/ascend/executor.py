@@ -5,10 +5,11 @@ ONNX's integer operators, which ONNX Runtime has, and which are exact::
 
     AscendQuant      q = clip(rne(x * scale + offset)), kept as uint8 q + 128
     Conv             ConvInteger, zero points offset + 128 and 128, plus the int32 bias
-    Gemm, MatMul     MatMulInteger, likewise
+    Gemm, MatMul     MatMulInteger, likewise; of two activations with both their zero points
     ConvTranspose    weight = 16 h + l, |h| <= 8, 0 <= l < 16: two float convolutions whose sums
                      stay below 2^24 and so are exact, added as int32
     AveragePool      float pool of q - offset
+    AscendAntiQuant  (q - offset) * scale in float
     16-bit q         q + 32768 = 256 high + low, each as uint8 by itself; sums added as int64
     4-bit weights    out of their bytes
     AscendDequant    float(y) * float32(low half of the parameter)
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,8 +114,8 @@ class _Rewriter:
         self.graph, self.index = model.graph, Graph(model)
         self.codes: dict[str, tuple[_Part, ...]] = {}  # quantized tensor -> what it is held as
         self.new: dict[str, NDArray[Any]] = {}
-        dequants = [n for n in model.graph.node if n.op_type == "AscendDequant"]
-        self.half = any(attributes(n).get("dtype", 0) == 1 for n in dequants)
+        ends = [n for n in model.graph.node if n.op_type in ("AscendDequant", "AscendAntiQuant")]
+        self.half = any(attributes(n).get("dtype", 0) == 1 for n in ends)
         self.packed = {name for node in model.graph.node for name in self.packed_by(node)}
 
     def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
@@ -123,6 +124,8 @@ class _Rewriter:
             return self.quant(node)
         if node.op_type == "AscendDequant":
             return self.dequant(node)
+        if node.op_type == "AscendAntiQuant":
+            return self.antiquant(node)
         if self.is_bias(node):
             return [_node("Identity", [node.input[0]], node.output[0], node.name)]
         if node.op_type in TYPES and node.input[0] in self.codes:
@@ -188,15 +191,35 @@ class _Rewriter:
         ]
 
     def scaled_float(self, node: onnx.NodeProto, start: str, scale: str) -> list[onnx.NodeProto]:
-        """What an AscendDequant gives: float32, or float16 where its dtype is 1."""
+        """Times a scale: float32, or float16 where the node's dtype is 1."""
         if attributes(node).get("dtype", 0) != 1:
             return [_node("Mul", [start, scale], node.output[0], node.name)]
         return self.chain(node.name, start, node.output[0], [("Mul", [scale])], cast=10)
+
+    def antiquant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        given = attributes(node)
+        parts = self.codes.get(node.input[0], ())
+        if len(parts) != 1 or "scale" not in given:
+            raise ModelError(
+                f"{node.name!r} must have a scale and read an int8 AscendQuant's output"
+            )
+        scale = self.put(f"{node.name}.exec.scale", np.float32(given["scale"]))
+        centred = f"{node.name}.exec.centred"
+        part = replace(parts[0], zero=int(given.get("offset", 0.0)) + _SHIFT)
+        return [*self.centre(node, part, centred), *self.scaled_float(node, centred, scale)]
 
     def conv(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
         return self.summed(node, "ConvInteger", codes, self.weight(node))
 
     def gemm(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
+        if node.input[1] in self.codes:
+            (first,), (second,) = codes, self.codes[node.input[1]]
+            ends = [
+                self.put(f"{node.name}.exec.zero{k}", np.uint8(part.zero))
+                for k, part in enumerate((first, second))
+            ]
+            reads = [first.tensor, second.tensor, *ends]
+            return [_node("MatMulInteger", reads, node.output[0], node.name)]
         weight = self.weight(node)
         if attributes(node).get("transB", 0):
             weight = weight.T

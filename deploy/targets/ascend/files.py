@@ -62,27 +62,35 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
             return "a fusion mapping, by which CANN's accuracy comparison pairs nodes"
         config = read_config(text, str(path))
         config = settled(config, graph) if graph else config
-        return f"a sound quant config, {_enabled(config)}"
+        return f"a sound quant config, {_wanted(config)}"
     key = _first_key(text)
     if key in ("record", "prune_record"):
         records, more = read_record(text, str(path)), others(text, str(path))
         if graph is not None:
             check_record(records, graph)
         beside = f"; beside them, which calib8 does not deploy: {', '.join(more)}" if more else ""
-        return f"a sound record of {len(records)} layers{beside}"
+        inputs = sum(one.tensor for one in records.values())
+        said = f" and {inputs} inputs of tensor_quantize" if inputs else ""
+        return f"a sound record of {len(records) - inputs} layers{said}{beside}"
     if key in ("aipp_op", "multi_shape_op"):
         parse_text("InsertNewOps", text, str(path))
         return "a sound AIPP configuration"
     if graph is not None:
         config = read_simple_config(text, graph, str(path))
-        return f"a sound simplified configuration, {_enabled(config)}"
+        return f"a sound simplified configuration, {_wanted(config)}"
     parse_text("AMCTConfig", text, str(path))
     return "a simplified configuration that parses; --model checks its layers"
 
 
-def _enabled(config: QuantConfig) -> str:
-    """How many layers it quantizes, and what it asks for in vain."""
-    return ". ".join([f"{len(config.enabled())} layers in int8", *config.told]).rstrip(".")
+def _wanted(config: QuantConfig) -> str:
+    """How much it quantizes, and what it asks for in vain."""
+    count = _count(len(config.enabled()), len(config.tensors))
+    return ". ".join([count, *config.told]).rstrip(".")
+
+
+def _count(layers: int, inputs: int, grid: str = "int8") -> str:
+    """How much is quantized, in words."""
+    return f"{layers} layers in {grid}" + (f", {inputs} inputs moved in int8" if inputs else "")
 
 
 def _first_key(text: str) -> str:
@@ -104,10 +112,11 @@ def check_deploy(path: Path) -> str:
 
     model = read_model(path)
     ops = Counter(node.op_type for node in model.graph.node)
-    if not ops["AscendQuant"] or not ops["AscendDequant"]:
+    back = ops["AscendDequant"] + ops["AscendAntiQuant"]
+    if not ops["AscendQuant"] or not back:
         raise ModelError(
             f"{path} must hold AscendQuant and AscendDequant nodes, got {ops['AscendQuant']} and"
-            f" {ops['AscendDequant']}; give the deploy model"
+            f" {back}; give the deploy model"
         )
     constants = Graph(model).initializers
     with malformed():
@@ -115,7 +124,8 @@ def check_deploy(path: Path) -> str:
             if node.op_type == "AscendDequant":
                 _check_parameter(node, constants)
     executable(model)
-    return f"a sound deploy model, {ops['AscendDequant']} layers in {_grids(model)}"
+    count = _count(ops["AscendDequant"], ops["AscendAntiQuant"], _grids(model))
+    return f"a sound deploy model, {count}"
 
 
 def _grids(model: onnx.ModelProto) -> str:

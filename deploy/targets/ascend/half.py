@@ -97,9 +97,10 @@ class _Narrowing:
     def node(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """A node with the casts that it needs."""
         if node.op_type == "AscendDequant" and node.output[0] in self.wanted:
-            for attribute in node.attribute:
-                attribute.i = 1 if attribute.name == "dtype" else attribute.i
+            _set_dtype(node)
             self.half.update(node.output)
+        elif node.op_type == "AscendAntiQuant":
+            self.back(node)
         elif node.op_type == "AscendQuant":
             node.input[0] = self.twins.get((node.input[0], _HALF), node.input[0])
         elif node.op_type == "Cast":
@@ -108,6 +109,12 @@ class _Narrowing:
             yield from self.standard(node)
             return
         yield node
+
+    def back(self, node: onnx.NodeProto) -> None:
+        """An input of an Add or MaxPool has the type again that it had before."""
+        if self.index.producer[node.input[0]].input[0] in self.half:
+            _set_dtype(node)
+            self.half.update(node.output)
 
     def cast(self, node: onnx.NodeProto) -> None:
         start, end = node.input[0], node.output[0]
@@ -201,6 +208,13 @@ def _formal(slots: Sequence[onnx.defs.OpSchema.FormalParameter], count: int) -> 
     """Type variable or type of each of `count` tensors; the last slot may stand for several."""
     kinds = [slot.type_str for slot in slots]
     return [kinds[min(place, len(kinds) - 1)] for place in range(count)]
+
+
+def _set_dtype(node: onnx.NodeProto) -> None:
+    """Have an operator of Ascend's give float16."""
+    for attribute in node.attribute:
+        if attribute.name == "dtype":
+            attribute.i = 1
 
 
 def _is_cast(node: onnx.NodeProto, dtype: int) -> bool:

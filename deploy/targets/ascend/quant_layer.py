@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -37,6 +37,7 @@ class QuantLayer:
         bias: int32 [C_out]; None without bias.
         dequant: scale_w * scale_d, float32 [C_out] or [1], cut where the record says so.
         inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
+        second: the other factor of a MatMul of two activations, as an input of its own.
     """
 
     layer: Layer
@@ -46,6 +47,7 @@ class QuantLayer:
     bias: NDArray[np.int32] | None
     dequant: Float32Array
     inverse_factors: Float32Array | None
+    second: QuantLayer | None = None
 
 
 def quantize_layers(
@@ -79,9 +81,7 @@ def quantize_fitting(
     check_record(records, graph)
     index = Graph(model)
     made, troubles = {}, {}
-    for name, layer in graph.layers.items():
-        if name not in records:
-            continue
+    for name, layer in graph.asked(records).items():
         try:
             made[name] = _quantize(layer, records[name], index)
         except ExportError as error:
@@ -102,7 +102,7 @@ def _stored_rows(weight: NDArray[np.int8], layer: Layer) -> NDArray[np.int8]:
     """Integers in the deploy model's layout -> output channels first."""
     if layer.kind == "ConvTranspose":
         return np.asarray(channels_first(weight, layer.group), np.int8)
-    return weight.T if layer.kind in ("Gemm", "MatMul") else weight
+    return np.moveaxis(weight, -1, 0) if layer.kind in ("Gemm", "MatMul") else weight
 
 
 def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
@@ -115,6 +115,8 @@ def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -
         scaled = weight * rows.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.ndim - 2))
     elif layer.kind == "Gemm" and layer.trans_b:
         scaled = weight * factors
+    elif layer.kind == "MatMul":
+        scaled = weight * factors[:, None]
     else:
         scaled = weight * factors.reshape(-1, *[1] * (weight.ndim - 1))
     return np.asarray(scaled, np.float32)
@@ -125,7 +127,7 @@ def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_first(weight, layer.group), np.float32)
     if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
-        return np.ascontiguousarray(weight.T)
+        return np.ascontiguousarray(np.moveaxis(weight, -1, 0))
     return weight
 
 
@@ -136,10 +138,7 @@ def array_of(index: Graph, name: str) -> Float32Array:
 
 def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     assert record.scale_d is not None
-    scale = np.float32(np.float32(1) / record.scale_d)
-    most = _MOST if record.act_bits < 16 else _MOST**2
-    if not _LEAST <= scale <= most:
-        raise ExportError(f"1 / scale_d must be in [2^-14, {most:.5g}], got {scale}")
+    scale = _inverse(record.scale_d, "scale_d", record.act_bits)
     channels = record.factors.size
     shape = (1, channels, *[1] * layer.rank) if layer.rank else (1, channels)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
@@ -159,6 +158,29 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
         bias=bias,
         dequant=ascend_s19(dequant) if record.force_fp16 else dequant,
         inverse_factors=inverse,
+        second=_second(layer, record) if layer.two_activations else None,
+    )
+
+
+def _inverse(scale: np.float32, what: str, bits: int = 8) -> np.float32:
+    """What AscendQuant multiplies with."""
+    inverse, most = np.float32(np.float32(1) / scale), _MOST if bits < 16 else _MOST**2
+    if not _LEAST <= inverse <= most:
+        raise ExportError(f"1 / {what} must be in [2^-14, {most:.5g}], got {inverse}")
+    return inverse
+
+
+def _second(layer: Layer, record: LayerRecord) -> QuantLayer:
+    """The second factor of a MatMul, whose scale stands where a weight's would."""
+    (scale_d,) = record.scale_w
+    return QuantLayer(
+        layer=replace(layer, name=f"{layer.name}:1", input=layer.others[0], at=1),
+        record=replace(record, scale_d=scale_d),
+        scale=_inverse(scale_d, "scale_w"),
+        weight=None,
+        bias=None,
+        dequant=record.scale_w,
+        inverse_factors=None,
     )
 
 
@@ -173,7 +195,7 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_back(integers, layer.group), np.int8)
     if layer.kind in ("Gemm", "MatMul"):
-        return np.ascontiguousarray(integers.T)
+        return np.ascontiguousarray(np.moveaxis(integers, 0, -1))
     return integers
 
 
@@ -186,12 +208,14 @@ def _check_sums(
     """
     low, high = ascend_range(bits)
     rows = np.abs(weight.astype(np.float64))
-    if layer.kind == "ConvTranspose":
-        rows = channels_first(rows, layer.group)
-    elif layer.kind in ("Gemm", "MatMul"):
-        rows = rows.T
-    sums = rows.reshape(rows.shape[0], -1).sum(axis=1) * (high - low)
-    worst = float((sums + (0 if bias is None else np.abs(bias.astype(np.float64)))).max())
+    if layer.kind in ("Gemm", "MatMul"):
+        sums = rows.sum(axis=-2)  # [C_out], of each matrix of a 3-D weight
+    else:
+        first = channels_first(rows, layer.group) if layer.kind == "ConvTranspose" else rows
+        sums = first.reshape(first.shape[0], -1).sum(axis=1)
+    worst = float(
+        (sums * (high - low) + (0 if bias is None else np.abs(bias.astype(np.float64)))).max()
+    )
     if worst > np.iinfo(np.int32).max:
         raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 
