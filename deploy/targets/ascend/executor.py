@@ -24,27 +24,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calibrators.amct.grid import ascend_range
 from deploy.errors import ModelError
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph, attributes
-from deploy.targets.ascend.deploy_model import PACKED, packed_axis, unpack_fours
 from deploy.targets.ascend.layers import TYPES
+from deploy.targets.ascend.sums import SHIFT, Constants, Layers, Part, chain, make_node
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.tensors import Session
 
-_SHIFT = 128
 _TYPES = {b"INT4": 4, b"INT8": 8, b"INT16": 16}
-_EXACT = 2**24  # integers that float32 adds without rounding
 
 
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -100,23 +97,13 @@ def open_deploy(
     return OrtSession.open(model, threads=threads, optimize=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One uint8 tensor of a quantized one, the sum of (tensor - zero) * factor over its parts."""
-
-    tensor: str
-    factor: int
-    zero: int
-
-
 class _Rewriter:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.graph, self.index = model.graph, Graph(model)
-        self.codes: dict[str, tuple[_Part, ...]] = {}  # quantized tensor -> what it is held as
-        self.new: dict[str, NDArray[Any]] = {}
+        self.constants = Constants(self.index)
+        self.layers = Layers(model, self.index, self.constants)
         ends = [n for n in model.graph.node if n.op_type in ("AscendDequant", "AscendAntiQuant")]
         self.half = any(attributes(n).get("dtype", 0) == 1 for n in ends)
-        self.packed = {name for node in model.graph.node for name in self.packed_by(node)}
 
     def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The nodes that stand for one node."""
@@ -126,17 +113,10 @@ class _Rewriter:
             return self.dequant(node)
         if node.op_type == "AscendAntiQuant":
             return self.antiquant(node)
-        if self.is_bias(node):
-            return [_node("Identity", [node.input[0]], node.output[0], node.name)]
-        if node.op_type in TYPES and node.input[0] in self.codes:
-            heavy = {
-                "Conv": self.conv,
-                "ConvTranspose": self.convtranspose,
-                "Gemm": self.gemm,
-                "MatMul": self.gemm,
-                "AveragePool": self.averagepool,
-            }[node.op_type]
-            return heavy(node, self.codes[node.input[0]])
+        if self.layers.is_bias(node):
+            return [make_node("Identity", [node.input[0]], node.output[0], node.name)]
+        if node.op_type in TYPES and node.input[0] in self.layers.codes:
+            return self.layers.write(node)
         return [node]
 
     def quant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
@@ -148,245 +128,77 @@ class _Rewriter:
             )
         zero, low_high = int(given.get("offset", 0.0)), ascend_range(bits)
         name, end = node.name, node.output[0]
-        scale = self.put(f"{name}.exec.scale", np.float32(given["scale"]))
-        offset = self.put(f"{name}.exec.offset", np.float32(zero))
-        ends = [self.put(f"{name}.exec.{v}", np.float32(v)) for v in low_high]
-        lift = max(_SHIFT, -low_high[0])
-        shift = self.put(f"{name}.exec.shift", np.float32(lift))
+        scale = self.constants.put(f"{name}.exec.scale", np.float32(given["scale"]))
+        offset = self.constants.put(f"{name}.exec.offset", np.float32(zero))
+        ends = [self.constants.put(f"{name}.exec.{v}", np.float32(v)) for v in low_high]
+        lift = max(SHIFT, -low_high[0])
+        shift = self.constants.put(f"{name}.exec.shift", np.float32(lift))
         steps = [("Mul", [scale]), ("Add", [offset]), ("Round", []), ("Clip", ends)]
         steps.append(("Add", [shift]))
         start, before = f"{name}.exec.float32", []
         if self.half:
-            before = self.chain(f"{name}.exec", node.input[0], start, [], cast=1)
+            before = chain(f"{name}.exec", node.input[0], start, [], cast=1)
         else:
             start = node.input[0]
         if bits < 16:
-            self.codes[end] = (_Part(end, 1, zero + lift),)
-            return [*before, *self.chain(name, start, end, steps, cast=2)]
+            self.layers.codes[end] = (Part(end, 1, zero + lift),)
+            return [*before, *chain(name, start, end, steps, cast=2)]
         high, low = divmod(zero + lift, 256)
-        self.codes[end] = (_Part(f"{end}.high", 256, high), _Part(f"{end}.low", 1, low))
-        whole = self.chain(name, start, f"{end}.lifted", steps, cast=6)
+        self.layers.codes[end] = (Part(f"{end}.high", 256, high), Part(f"{end}.low", 1, low))
+        whole = chain(name, start, f"{end}.lifted", steps, cast=6)
         return [*before, *whole, *self.bytes_of(end)]
 
     def bytes_of(self, name: str) -> list[onnx.NodeProto]:
         """From '<name>.lifted', int32 below 65536, to its bytes '.high' and '.low', uint8."""
-        by = self.put(f"{name}.exec.256", np.int32(256))
+        by = self.constants.put(f"{name}.exec.256", np.int32(256))
         lifted, over, part = f"{name}.lifted", f"{name}.over", f"{name}.part"
         return [
-            _node("Div", [lifted, by], over, f"{name}.high"),
-            _node("Mod", [lifted, by], part, f"{name}.low"),
-            *self.chain(f"{name}.high", over, f"{name}.high", [], cast=2),
-            *self.chain(f"{name}.low", part, f"{name}.low", [], cast=2),
+            make_node("Div", [lifted, by], over, f"{name}.high"),
+            make_node("Mod", [lifted, by], part, f"{name}.low"),
+            *chain(f"{name}.high", over, f"{name}.high", [], cast=2),
+            *chain(f"{name}.low", part, f"{name}.low", [], cast=2),
         ]
 
     def dequant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        packed = self.constant(node.input[1])
+        packed = self.constants.value(node.input[1])
         low = (packed & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)
         producer = self.index.producer.get(node.input[0])
         rank = self.rank(producer)
-        scale = self.put(f"{node.name}.exec.scale", low.reshape(1, -1, *[1] * rank))
+        scale = self.constants.put(f"{node.name}.exec.scale", low.reshape(1, -1, *[1] * rank))
         return [
-            *self.chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
+            *chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
             *self.scaled_float(node, f"{node.name}.exec.f", scale),
         ]
 
     def scaled_float(self, node: onnx.NodeProto, start: str, scale: str) -> list[onnx.NodeProto]:
         """Times a scale: float32, or float16 where the node's dtype is 1."""
         if attributes(node).get("dtype", 0) != 1:
-            return [_node("Mul", [start, scale], node.output[0], node.name)]
-        return self.chain(node.name, start, node.output[0], [("Mul", [scale])], cast=10)
+            return [make_node("Mul", [start, scale], node.output[0], node.name)]
+        return chain(node.name, start, node.output[0], [("Mul", [scale])], cast=10)
 
     def antiquant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         given = attributes(node)
-        parts = self.codes.get(node.input[0], ())
+        parts = self.layers.codes.get(node.input[0], ())
         if len(parts) != 1 or "scale" not in given:
             raise ModelError(
                 f"{node.name!r} must have a scale and read an int8 AscendQuant's output"
             )
-        scale = self.put(f"{node.name}.exec.scale", np.float32(given["scale"]))
+        scale = self.constants.put(f"{node.name}.exec.scale", np.float32(given["scale"]))
         centred = f"{node.name}.exec.centred"
-        part = replace(parts[0], zero=int(given.get("offset", 0.0)) + _SHIFT)
-        return [*self.centre(node, part, centred), *self.scaled_float(node, centred, scale)]
-
-    def conv(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
-        return self.summed(node, "ConvInteger", codes, self.weight(node))
-
-    def gemm(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
-        if node.input[1] in self.codes:
-            (first,), (second,) = codes, self.codes[node.input[1]]
-            ends = [
-                self.put(f"{node.name}.exec.zero{k}", np.uint8(part.zero))
-                for k, part in enumerate((first, second))
-            ]
-            reads = [first.tensor, second.tensor, *ends]
-            return [_node("MatMulInteger", reads, node.output[0], node.name)]
-        weight = self.weight(node)
-        if attributes(node).get("transB", 0):
-            weight = weight.T
-        del node.attribute[:]
-        return self.summed(node, "MatMulInteger", codes, weight)
-
-    def averagepool(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
-        (part,) = codes
-        centred = f"{node.name}.exec.centred"
-        before = self.centre(node, part, centred)
-        node.input[0] = centred
-        return [*before, node]
-
-    def convtranspose(self, node: onnx.NodeProto, codes: tuple[_Part, ...]) -> list[onnx.NodeProto]:
-        weight = self.weight(node).astype(np.int32)
-        if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _EXACT:
-            raise ModelError(
-                f"{node.name!r} sums too many products to be exact here, weight {weight.shape};"
-                " compare the fake-quant model instead"
-            )
-        low = weight & 15
-        name, wide = node.name, len(codes) > 1
-        nodes: list[onnx.NodeProto] = []
-        sums: list[str] = []
-        for place, part in enumerate(codes):
-            centred = f"{name}.exec.centred{place}"
-            nodes += self.centre(node, part, centred)
-            for word, values, factor in (("low", low, 1), ("high", (weight - low) // 16, 16)):
-                word = f"{word}{place}"
-                kernel = self.put(f"{name}.exec.{word}", values.astype(np.float32))
-                half = copied(node)
-                half.name, half.output[0] = f"{name}.{word}", f"{name}.exec.{word}.f"
-                del half.input[:]
-                half.input.extend([centred, kernel])
-                nodes.append(half)
-                nodes += self.scaled(half, factor * part.factor, sums, wide=wide)
-        return [*nodes, *self.added(node, sums, weight.ndim - 2, wide=wide)]
-
-    def summed(
-        self, node: onnx.NodeProto, op: str, codes: tuple[_Part, ...], weight: NDArray[Any]
-    ) -> list[onnx.NodeProto]:
-        """An integer operator for each part of the input, and their sum with the bias."""
-        name, wide = node.name, len(codes) > 1
-        moved = (weight.astype(np.int16) + _SHIFT).astype(np.uint8)
-        kernel = self.put(f"{name}.exec.weight", np.ascontiguousarray(moved))
-        level = self.put(f"{name}.exec.wzero", np.uint8(_SHIFT))
-        nodes: list[onnx.NodeProto] = []
-        sums: list[str] = []
-        for place, part in enumerate(codes):
-            zero = self.put(f"{name}.exec.zero{place}", np.uint8(part.zero))
-            end = f"{name}.exec.part{place}"
-            heavy = _node(op, [part.tensor, kernel, zero, level], end, f"{name}.{place}")
-            heavy.attribute.extend(node.attribute)
-            nodes.append(heavy)
-            nodes += self.scaled(heavy, part.factor, sums, wide=wide)
-        return [*nodes, *self.added(node, sums, weight.ndim - 2, wide=wide)]
-
-    def scaled(
-        self, node: onnx.NodeProto, factor: int, sums: list[str], *, wide: bool
-    ) -> list[onnx.NodeProto]:
-        """A node's output as integers, times a factor; named at the end of `sums`."""
-        nodes, end = [], node.output[0]
-        if wide or node.op_type == "ConvTranspose":  # the others give int32
-            nodes, end = (
-                self.chain(node.name, end, f"{end}.i", [], cast=7 if wide else 6),
-                f"{end}.i",
-            )
-        if factor != 1:
-            by = self.put(f"{end}.factor", (np.int64 if wide else np.int32)(factor))
-            nodes.append(_node("Mul", [end, by], f"{end}.scaled", f"{node.name}.scaled"))
-            end = f"{end}.scaled"
-        sums.append(end)
-        return nodes
-
-    def added(
-        self, node: onnx.NodeProto, sums: list[str], rank: int, *, wide: bool
-    ) -> list[onnx.NodeProto]:
-        """The sum of `sums` and, if there is one, the bias."""
-        bias = node.input[2] if len(node.input) > 2 else ""
-        terms = [*sums, *([self.bias(node, bias, rank, wide=wide)] if bias else [])]
-        if len(terms) == 1:
-            return [_node("Identity", terms, node.output[0], f"{node.name}.sum")]
-        nodes, total = [], terms[0]
-        for place, term in enumerate(terms[1:], start=1):
-            end = node.output[0] if place == len(terms) - 1 else f"{node.name}.exec.sum{place}"
-            nodes.append(_node("Add", [total, term], end, f"{node.name}.sum{place}"))
-            total = end
-        return nodes
-
-    def bias(self, node: onnx.NodeProto, name: str, rank: int, *, wide: bool) -> str:
-        maker = self.index.producer.get(name)
-        cast = maker if self.is_bias(maker) else None
-        values = self.constant(name if cast is None else cast.input[0])
-        if values.dtype != np.int32:
-            raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
-        shaped = values.reshape(-1, *[1] * rank)
-        return self.put(f"{node.name}.exec.bias", shaped.astype(np.int64) if wide else shaped)
-
-    def is_bias(self, node: onnx.NodeProto | None) -> bool:
-        """Whether a node is the Cast of an int32 bias, as there is one beside 4-bit activations."""
-        if node is None or node.op_type != "Cast" or not node.name.endswith(".bias_quant"):
-            return False
-        found = self.index.constants.get(node.input[0])
-        return found is not None and found.data_type == 6
-
-    def weight(self, node: onnx.NodeProto) -> NDArray[Any]:
-        """A layer's integers; out of their bytes where two are in one."""
-        values = self.constant(node.input[1])
-        if node.name not in self.packed:
-            return values
-        return unpack_fours(values.astype(np.int8), packed_axis(node.op_type))
-
-    def packed_by(self, node: onnx.NodeProto) -> list[str]:
-        """The layer before an AscendDequant that says that its weights are two to a byte."""
-        if node.op_type != "AscendDequant" or attributes(node).get(PACKED) != b"INT4":
-            return []
-        maker = self.index.producer.get(node.input[0])
-        if maker is not None and maker.op_type == "Add":
-            makers = [self.index.producer.get(name) for name in maker.input]
-            maker = next((m for m in makers if m is not None and m.op_type in TYPES), None)
-        return [] if maker is None else [maker.name]
-
-    def centre(self, node: onnx.NodeProto, part: _Part, end: str) -> list[onnx.NodeProto]:
-        """Float integers q - offset from a uint8 tensor."""
-        cast = self.chain(f"{end}.in", part.tensor, f"{end}.u8", [], cast=1)
-        shift = self.put(f"{end}.shift", np.float32(part.zero))
-        return [*cast, _node("Sub", [f"{end}.u8", shift], end, f"{end}.centre")]
+        part = replace(parts[0], zero=int(given.get("offset", 0.0)) + SHIFT)
+        return [*self.layers.centre(node, part, centred), *self.scaled_float(node, centred, scale)]
 
     def rank(self, producer: onnx.NodeProto | None) -> int:
         """Spatial rank of what an AscendDequant reads; its scale is per channel on axis 1."""
         if producer is None or producer.op_type not in ("Conv", "ConvTranspose"):
             return 0
-        return self.constant(producer.input[1]).ndim - 2
-
-    def chain(
-        self, name: str, start: str, end: str, steps: list[tuple[str, list[str]]], *, cast: int
-    ) -> list[onnx.NodeProto]:
-        """A row of nodes from `start`, closed by a Cast to `cast` that gives `end`."""
-        nodes, tensor = [], start
-        for place, (op, others) in enumerate(steps):
-            output = f"{name}.exec.{place}.out"
-            nodes.append(_node(op, [tensor, *others], output, f"{name}.{place}"))
-            tensor = output
-        closing = _node("Cast", [tensor], end, f"{name}.cast")
-        closing.attribute.add(name="to", type=2, i=cast)
-        return [*nodes, closing]
-
-    def put(self, name: str, value: Any) -> str:
-        self.new[name] = np.asarray(value)
-        return name
-
-    def constant(self, name: str) -> NDArray[Any]:
-        from onnx import numpy_helper
-
-        if name not in self.index.constants:
-            raise ModelError(f"the deploy model must hold {name!r} as a constant, got none")
-        return numpy_helper.to_array(self.index.constants[name])
+        return self.constants.value(producer.input[1]).ndim - 2
 
     def finish(self, nodes: list[onnx.NodeProto]) -> None:
         """Put the nodes in place, and drop the constants that nothing reads any more."""
         from onnx import numpy_helper
 
-        self.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in self.new.items())
+        self.graph.initializer.extend(
+            numpy_helper.from_array(v, k) for k, v in self.constants.new.items()
+        )
         rebuild(self.graph, nodes)
-
-
-def _node(op: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
-    from onnx import helper
-
-    return helper.make_node(op, inputs, [output], name=name)
