@@ -14,6 +14,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from calibrators.amct.grid import ascend_half, ascend_s19
 from deploy.ort import OrtSession
 from deploy.targets.ascend.deploy_model import pack_fours, unpack_fours
 from deploy.targets.ascend.executor import open_deploy
@@ -321,6 +322,24 @@ def test_pairs_are_packed_low_half_first():
     deep = np.random.default_rng(1).integers(-8, 8, size=(6, 5, 3), dtype=np.int8)
     assert pack_fours(deep, 0).shape == (3, 5, 3)
     np.testing.assert_array_equal(unpack_fours(pack_fours(deep, 0), 0), deep)
+
+
+# value: bits of AMCT's cast_fp16_precision and cast_to_s19, run on it
+PRECISIONS = {
+    1e-6: (897995656, 897982464),
+    3.7e-5: (941311588, 941301760),
+    6.1e-5: (947896324, 947896320),
+    0.0123456: (1011499008, 1011499008),
+    65504.0: (1199562752, 1199562752),
+    123456.0: (1206974536, 1206984704),
+    3e8: (1301228744, 1301217280),
+}
+
+
+@pytest.mark.parametrize("value", PRECISIONS)
+def test_scales_of_nano_are_amcts_to_the_bit(value):
+    held = ascend_half(np.float32(value)), ascend_s19(np.float32([value]))[0]
+    assert tuple(int(one.view(np.uint32)) for one in held) == PRECISIONS[value]
 
 
 def test_sums_beyond_int32_are_told(run, tmp_path):
