@@ -188,7 +188,12 @@ WRONG = {
         named("scores", inner="arq_quantize { channel_wise: true }"),
         "channel_wise must be false for layer type MatMul",
     ),
-    "no such name": (named("score"), "does not exist in the model"),
+    "no such name": (named("score"), "does not exist in the model; did you mean 'scores'"),
+    "another type": (
+        named("soft"),
+        "of override_layer_configs of type Softmax cannot be quantized",
+    ),
+    "an Add": (named("value_bias"), "cannot be quantized, but for its inputs, by tensor_quantize"),
     "an input": (named("value_bias:0"), "does not exist in the model"),
 }
 
@@ -210,6 +215,10 @@ def test_common_settings_do_not_stand_in_the_way(built):
     assert config["scores"]["activation_quant_params"]["asymmetric"] is False
     assert "dmq_balancer_param" not in config["scores"]
     assert config["query"]["dmq_balancer_param"] == 0.5 and "4 of 8 nodes int8" in said
+    said, folder = built(named("scores", inner="ifmr_quantize { search_step: 0.1 }") + common)
+    config = json.loads((folder / "net_config.json").read_text())
+    found = config["scores"]["activation_quant_params"]
+    assert found["asymmetric"] is False and found["search_step"] == 0.1
 
 
 def test_check_deploy_and_the_mapping_follow(both, run, files, tmp_path):

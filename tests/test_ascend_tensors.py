@@ -163,7 +163,7 @@ def test_both_configurations_say_the_same(built, run, small_cnn, tmp_path):
 
 def test_layers_may_all_be_skipped(built):
     """Inputs alone are enough to quantize; the executor and the check take such a model too."""
-    said, folder = built(BOTH + 'skip_layer_types: "Conv" skip_layers: "Gemm_logits"')
+    said, folder = built(BOTH + 'skip_layer_types: "Conv" skip_layer_types: "Gemm"')
     assert "0 of 10 nodes int8" in said and "within 0 of the fake-quant model" in said
     assert set(read_record((folder / "small_cnn_record.txt").read_text())) == {
         "Add_a:1",

@@ -16,7 +16,7 @@ from deploy.targets.ascend.bits import (
 )
 from deploy.targets.ascend.config_rules import GLOBAL
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
-from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.layers import POINTS, Layer, LayerGraph
 from deploy.targets.ascend.proto import near
 from deploy.targets.ascend.tensor_config import settled_tensors
 
@@ -71,9 +71,9 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
 
 
 def _settled(name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph) -> LayerConfig:
-    layer = graph.known.get(name)
-    if layer is None or layer.at is not None:
+    if name not in graph.names:
         raise ConfigError(_unknown_layer(name, graph))
+    layer = graph.known[name]
     _refuse_combination(entry, layer)
     asymmetric, channel_wise = entry.activation.asymmetric, entry.weight.channel_wise
     if asymmetric is None:
@@ -137,6 +137,15 @@ def _no_layers(graph: LayerGraph) -> str:
 
 
 def _unknown_layer(name: str, graph: LayerGraph) -> str:
+    return f"layer {name!r} {why_not(name, graph)}"
+
+
+def why_not(name: str, graph: LayerGraph) -> str:
+    """Why a name stands for no layer; to be read after it."""
     if name in graph.refused:
-        return f"layer {name!r} cannot be quantized: {graph.refused[name]}; take it out"
-    return f"layer {name!r} does not exist in the model; {near(name, list(graph.layers))}"
+        return f"cannot be quantized: {graph.refused[name]}; take it out"
+    if name in graph.ops:
+        op = graph.ops[name]
+        inputs = ", but for its inputs, by tensor_quantize" if op in POINTS else ""
+        return f"of type {op} cannot be quantized{inputs}; take it out"
+    return f"does not exist in the model; {near(name, graph.names)}"

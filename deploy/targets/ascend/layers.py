@@ -132,6 +132,11 @@ class LayerGraph:
         """All that can be quantized: the layers, then what is offered."""
         return {**self.layers, **self.offered}
 
+    @property
+    def names(self) -> list[str]:
+        """The layers that a configuration may name."""
+        return [name for name, layer in self.known.items() if layer.at is None]
+
     def asked(self, names: Collection[str]) -> dict[str, Layer]:
         """What can be quantized, of these names."""
         return {name: layer for name, layer in self.known.items() if name in names}

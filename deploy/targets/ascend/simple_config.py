@@ -12,7 +12,7 @@ from typing import Any
 
 from deploy.errors import ConfigError
 from deploy.targets.ascend.bits import takes_activations, told_of_activations
-from deploy.targets.ascend.config import settled
+from deploy.targets.ascend.config import settled, why_not
 from deploy.targets.ascend.config_rules import activation_from, checked_keys, weight_from
 from deploy.targets.ascend.config_types import (
     Activation,
@@ -132,7 +132,7 @@ def _skipped(message: Any, graph: LayerGraph) -> set[str]:
     words = _once(message.skip_layer_types, "skip_layer_types")
     kinds = {kind for word in words for kind in _kinds(word)}
     left = {layer.kind for layer in graph.layers.values()} - kinds
-    if kinds and graph.layers and not left:
+    if kinds and graph.layers and not (left or message.tensor_quantize):
         raise ConfigError(
             f"skip_layer_types must leave a type to quantize, got {words}; every layer of the"
             " model is of these types"
@@ -159,14 +159,8 @@ def _by_name(message: Any, graph: LayerGraph) -> dict[str, Any]:
     for override in message.override_layer_configs:
         _complete(override, "layer_name", "override_layer_configs")
         name = override.layer_name
-        offered = graph.offered.get(name)
-        if name not in graph.layers and (offered is None or offered.at is not None):
-            why = graph.refused.get(name)
-            raise ConfigError(
-                f"layer {name!r} of override_layer_configs "
-                + (f"cannot be quantized: {why}" if why else "does not exist in the model; ")
-                + ("" if why else near(name, list(graph.layers)))
-            )
+        if name not in graph.names:
+            raise ConfigError(f"layer {name!r} of override_layer_configs {why_not(name, graph)}")
         if name in found:
             raise ConfigError(
                 f"override_layer_configs must name each layer once, got {name!r} again"
@@ -191,8 +185,10 @@ def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
     weights = next((part for part in parts if part.WhichOneof("weights")), None)
     acts = next((part for part in parts if part.WhichOneof("activations")), None)
     balancer = next((part for part in parts if part.WhichOneof("balancer")), None)
-    act = _like_common(_activation(acts), common) if acts is not None else Activation()
-    if layer.symmetric_only and acts is common:
+    act = _activation(acts) if acts is not None else Activation()
+    if not layer.symmetric_only:
+        act = _like_common(act, common) if acts is not None else act
+    elif acts is common:
         act = replace(act, asymmetric=False)
     strength = None
     if balancer is not None and not (balancer is common and not layer.weight):
