@@ -12,6 +12,7 @@
 #include "calib8/fingerprint.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/latency.hpp"
+#include "calib8/searches.hpp"
 
 namespace {
 
@@ -95,6 +96,30 @@ Json histogram(const Json& ask) {
           {"scale", scale_json(entropy::scale(seen))}};
 }
 
+// Rows of float32, each of its own length -> the scales of every search.
+Json scales(const Json& ask) {
+  const auto values = array_of<float>(ask["path"].get<std::string>());
+  const auto percents = ask["percents"].get<std::vector<double>>();
+  Json found = Json::array();
+  const float* next = values.data();
+  for (const Json& size : ask["sizes"]) {
+    Json row = Json::array();
+    const auto count = size.get<std::size_t>();
+    for (const std::string& name : Search::names()) {
+      const bool by_share = name == "percentile";
+      for (const double percent : by_share ? percents : std::vector<double>{percentiles::kPercent}) {
+        const Search search(name, percent);
+        Histogram seen = search.start(next, count);
+        seen.observe(next, count);
+        row.push_back(scale_json(search.scale(seen)));
+      }
+    }
+    found.push_back(row);
+    next += count;
+  }
+  return {{"found", found}};
+}
+
 Json search(const Json& ask) {
   Json found = Json::array();
   const auto counts = array_of<std::int64_t>(ask["path"].get<std::string>());
@@ -173,6 +198,7 @@ Json answer(const Json& ask) {
   if (op == "relabel") return relabelled(ask);
   if (op == "histogram") return histogram(ask);
   if (op == "search") return search(ask);
+  if (op == "scales") return scales(ask);
   if (op == "feed") return feed(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);
