@@ -162,8 +162,12 @@ class Histogram:
         """Add every value of `x`, any shape, float16/32/64 (binned as float32).
 
         Raises:
-            CalibrationError: `x` holds a NaN.
+            CalibrationError: `x` holds a NaN, or the range is none that values gave.
         """
+        if self.full_range and not _SMALLEST_RANGE <= self.full_range < math.inf:
+            raise CalibrationError(
+                f"a histogram's range is 0 or at least {_SMALLEST_RANGE}, got {self.full_range}"
+            )
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
         counter = kernel()
         if counter is not None:
@@ -194,12 +198,8 @@ class Histogram:
         self.full_range, self.latest = seen.full_range, seen.latest
         self.minimum, self.maximum = seen.minimum, seen.maximum
         self.total, self.infinite = seen.total, seen.infinite
-        if nan > 0:
+        if nan:
             raise _no_numbers(nan)
-        if nan < 0:
-            raise CalibrationError(
-                f"a histogram's range must be 0 or at least {_SMALLEST_RANGE}, got {self.full_range}"
-            )
 
     def _observe(self, chunk: NDArray[np.float32]) -> None:
         """One chunk, while it is in the core's cache: extremes, range, counts."""

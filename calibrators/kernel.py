@@ -1,8 +1,8 @@
-"""What counts values into a histogram's bins: the C kernel where it is built, else numpy and OpenCV.
+"""What counts values into a histogram's bins: the C kernel where it is built, else OpenCV.
 
-The kernel is one file of plain C, `cpp/src/kernel/count.c`, which installing compiles where there is
-a C compiler and which wheels hold. Both give the same numbers. `CALIB8_COUNTING` says which counts:
-"c" or "opencv"; unset, the kernel where it is here.
+The kernel is one file of plain C, `cpp/src/kernel/count.c`, which installing compiles where there
+is a C compiler, and which wheels hold. Both give the same numbers. `CALIB8_COUNTING` says which
+counts: "c" or "opencv"; unset, the kernel where it is here.
 
 ::
 

@@ -332,7 +332,7 @@ METHODS = [("mse", {}), ("minmax", {}), *(("percentile", {"percent": p}) for p i
 
 
 def values_of_all_kinds(count):
-    """Tensors of 1 to 3000 values: smooth, one-sided, heavy-tailed, on few values, constant, tiny."""
+    """Tensors of 1 to 3000 values: smooth, one-sided, with heavy tails, on few values, constant."""
     rng = np.random.default_rng(17)
     kinds = [
         lambda n: rng.standard_normal(n),

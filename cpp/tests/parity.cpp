@@ -1,5 +1,6 @@
 // Answers questions of the Python tests, one JSON object a line in, one out: what does the C++
 // library make of this file? An error is answered as {"error": kind, "message": text}.
+#include <ctime>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -120,6 +121,28 @@ Json scales(const Json& ask) {
   return {{"found", found}};
 }
 
+double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+
+// Rows of float32 of one size, read once -> CPU seconds of counting them again, and of each search.
+// For benchmarks/counting_cost.py.
+Json cost(const Json& ask) {
+  static const auto values = array_of<float>(ask["path"].get<std::string>());
+  const auto size = ask["size"].get<std::size_t>();
+  static std::vector<Histogram> seen(values.size() / size);
+  double start = cpu_seconds();
+  for (std::size_t row = 0; row < seen.size(); ++row) {
+    seen[row].observe(values.data() + row * size, size);
+  }
+  Json found{{"count", cpu_seconds() - start}};
+  for (const Json& name : ask["searches"]) {
+    const Search search(name.get<std::string>());
+    start = cpu_seconds();
+    for (const Histogram& histogram : seen) (void)search.scale(histogram);
+    found[name.get<std::string>()] = cpu_seconds() - start;
+  }
+  return found;
+}
+
 Json search(const Json& ask) {
   Json found = Json::array();
   const auto counts = array_of<std::int64_t>(ask["path"].get<std::string>());
@@ -197,6 +220,7 @@ Json answer(const Json& ask) {
   if (op == "write") return write_cache(ask);
   if (op == "relabel") return relabelled(ask);
   if (op == "histogram") return histogram(ask);
+  if (op == "cost") return cost(ask);
   if (op == "search") return search(ask);
   if (op == "scales") return scales(ask);
   if (op == "feed") return feed(ask);
