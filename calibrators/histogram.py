@@ -99,7 +99,7 @@ def _address(array: NDArray[np.generic]) -> int:
     """Where a C-contiguous array that is not empty lies; four times as quick as `ctypes.data`."""
     if not array.flags.writeable:
         return array.ctypes.data
-    return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def _no_numbers(nan: int) -> CalibrationError:
