@@ -144,6 +144,7 @@ class Histogram:
     def __init__(self, *, base: float | None = None) -> None:
         if base is not None and not (math.isfinite(base) and base >= 0):
             raise CalibrationError(f"a histogram's base range must be finite and >= 0, got {base}")
+        kernel()  # a word that it does not know is told before any value is seen
         self.base = max(base, _SMALLEST_RANGE) if base else None
         self.counts = np.zeros(2 * BINS + 1, np.int64)
         self.full_range = 0.0
