@@ -249,9 +249,9 @@ class Walk {
     text(plain(attribute));
   }
 
-  // An attribute of numbers, texts and types as protobuf writes it again, without its doc_string.
+  // An attribute of numbers, texts and types as protobuf writes it again, its doc_string empty.
   std::string plain(const Fields& attribute) {
-    Fields again;
+    Fields again{{13, 2, 0, {}}};
     std::vector<std::string> types;
     types.reserve(attribute.size());
     for (Field field : attribute) {
