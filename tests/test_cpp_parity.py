@@ -547,7 +547,7 @@ def typed(name, array, data_type):
 
 
 def odd_model():
-    """Whatever a graph may hold: typed tensors, bodies, functions, types, attributes of all kinds."""
+    """Whatever a graph may hold: typed tensors, bodies, functions, types, all attributes."""
     from onnx import TensorProto, helper
 
     rng = np.random.default_rng(4)
@@ -574,7 +574,7 @@ def odd_model():
         helper.make_attribute("ss", ["a", "b"]),
         helper.make_attribute("t", typed("", np.ones(3, np.float32), TensorProto.FLOAT)),
         helper.make_attribute("ts", [weights[1], weights[2]]),
-        helper.make_attribute("tp", helper.make_tensor_type_proto(TensorProto.FLOAT, [1, "q", None])),
+        helper.make_attribute("tp", helper.make_tensor_type_proto(1, [1, "q", None])),
         helper.make_attribute("none", [], attr_type=onnx.AttributeProto.INTS),
     ])  # fmt: skip
     nodes = [

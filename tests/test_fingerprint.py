@@ -12,7 +12,7 @@ from deploy.calibration import store
 from deploy.calibration.fingerprint import TENSORRT, Fingerprint
 from deploy.errors import CacheError
 from deploy.frontends import load
-from deploy.pipeline import calibrate
+from deploy.pipeline import CachePolicy, calibrate
 
 GOLDEN = Path(__file__).parent / "golden" / "formats" / "0.1.0" / "m.cache.json"
 DECODER = {"decoding": 1, "library": "OpenCV 5.0.0", "jpeg": "ab", "resize": "cd"}
@@ -129,18 +129,12 @@ def test_a_cache_of_tensorrt_is_named_and_taken_where_it_is_trusted(small_cnn, p
     )
     store.sidecars(cache)[0].write_bytes(store.without_statistics(cache.read_bytes(), made))
     assert store.text_of(cache) == (cache.read_bytes(), made)
-    with pytest.raises(CacheError, match="was made by TensorRT 8.6.1 by EntropyCalibration2 and"):
+    with pytest.raises(CacheError, match=r"was made by TensorRT 8\.6\.1 by Entropy"):
         store.load(cache)
-    policy = store_policy(cache)
+    policy = CachePolicy(path=cache, trust=True)
     found = calibrate(small_cnn, pictures, preprocess={"size": (16, 16)}, cache=policy)
     assert "trusted as it is" in found.reason
     assert store.text_of(cache)[1] == made
-
-
-def store_policy(cache: Path):
-    from deploy.pipeline import CachePolicy
-
-    return CachePolicy(path=cache, trust=True)
 
 
 def test_the_command_says_whose_a_cache_is(small_cnn, pictures, tmp_path, run):

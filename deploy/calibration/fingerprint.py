@@ -2,7 +2,7 @@
 
 Two halves, which C++ (cpp/include/calib8/fingerprint.hpp) reads and writes alike::
 
-    made from   model, images, preprocessing, decoder     compared: another one is another calibration
+    made from   model, images, preprocessing, decoder     compared
     made by     calib8 or TensorRT, version, method       told
 
 Of the first half the *observation* (all but the order) decides whether the statistics still hold;

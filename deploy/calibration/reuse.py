@@ -127,7 +127,9 @@ def fingerprint_of(subject: Subject, feed: Feed) -> Fingerprint:
     preprocess, order = manifest.pop("preprocess") or {}, manifest.pop("ordered_sha256")
     known = subject.loaded.identities
     return Fingerprint(
-        model={"graph": known["graph"]} if subject.repairs else known,  # no file is the repaired one
+        model={"graph": known["graph"]}
+        if subject.repairs
+        else known,  # no file is the repaired one
         images=manifest,
         order=order,
         preprocess=preprocess,

@@ -37,8 +37,8 @@ from deploy.inputs import refuse
 from deploy.reading import from_json, opened, read_bytes, read_json
 from deploy.stamped import sha256
 
-# 3: the JSON has a digest of itself; 4: the order of the images is a part of its own; 5: what it was
-# made from, and by whom, are two halves of the fingerprint, which C++ writes and reads too
+# 3: the JSON has a digest of itself; 4: the order of the images is a part of its own; 5: what it
+# was made from, and by whom, are two halves of the fingerprint, which C++ writes and reads too
 SCHEMA = 5
 _READ = (4, SCHEMA)
 _WHAT = "a file of a calibration"

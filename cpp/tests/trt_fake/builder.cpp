@@ -334,7 +334,7 @@ class Builder final : public IBuilder, public stubs::VBuilder {
   std::vector<std::unique_ptr<Profile>> profiles_;
 };
 
-// What a real ONNX model's inputs, outputs and nodes are in words.
+// What a real ONNX model's inputs, outputs and nodes are in words; an output's open dimension is 1.
 std::string value_line(const std::string& role, std::string_view value) {
   using namespace calib8;
   const auto fields = wire::fields(value);
@@ -345,7 +345,8 @@ std::string value_line(const std::string& role, std::string_view value) {
                      words[wire::number(type, 1)];
   for (const std::string_view dim : wire::all(wire::fields(wire::text(type, 2)), 1)) {
     const auto held = wire::fields(dim);
-    line += " " + (wire::has(held, 1) ? std::to_string(wire::number(held, 1)) : "-1");
+    line += " " + (wire::has(held, 1) ? std::to_string(wire::number(held, 1))
+                                     : role == "input" ? "-1" : "1");
   }
   return line + "\n";
 }
