@@ -38,7 +38,7 @@ def note(request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto
         return None
     file = sha256(model.SerializeToString(deterministic=True))
     made = replace(
-        fingerprint_of(request.subject, request.feed),
+        fingerprint_of(request.subject, request.manifest),
         model={"graph": model_digest(model), "file": file},
         method=request.chosen.chosen_by,
     )
