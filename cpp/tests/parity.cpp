@@ -11,6 +11,7 @@
 #include "calib8/feed.hpp"
 #include "calib8/files.hpp"
 #include "calib8/fingerprint.hpp"
+#include "calib8/probe.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/latency.hpp"
 #include "calib8/searches.hpp"
@@ -211,7 +212,26 @@ Json latency(const Json& ask) {
 Json changes(const Json& ask) {
   const Fingerprint now = Fingerprint::from_json(ask["now"].dump());
   const Fingerprint old = Fingerprint::from_json(ask["old"].dump());
-  return {{"changes", now.changes_since(old)}, {"same", Json::parse(now.to_json()) == ask["now"]}};
+  return {{"changes", now.changes_since(old)}, {"same", nlohmann::json::parse(now.to_json()) == nlohmann::json(ask["now"])}};
+}
+
+Json identity(const Json& ask) {
+  const ModelIdentity found = identity_of(ask["path"].get<std::string>());
+  return {{"graph", found.graph}, {"file", found.file}, {"weights", found.weights}};
+}
+
+// What stands beside a cache, and whether it fits.
+Json kept(const Json& ask) {
+  const Kept found = read_kept(ask["path"].get<std::string>());
+  Json out{{"by", found.fingerprint.by()}, {"text", found.text}};
+  if (ask.contains("now")) out["unfit"] = unfit(found, Fingerprint::from_json(ask["now"].dump()));
+  return out;
+}
+
+Json save(const Json& ask) {
+  save_calibration(ask["path"].get<std::string>(), ask["text"].get<std::string>(),
+                   Fingerprint::from_json(ask["fingerprint"].dump()));
+  return {{"saved", true}};
 }
 
 Json answer(const Json& ask) {
@@ -228,6 +248,10 @@ Json answer(const Json& ask) {
   if (op == "preprocess") return preprocess(ask);
   if (op == "latency") return latency(ask);
   if (op == "changes") return changes(ask);
+  if (op == "identity") return identity(ask);
+  if (op == "decoder") return Json::parse(decoder());
+  if (op == "kept") return kept(ask);
+  if (op == "save") return save(ask);
   throw std::invalid_argument("no such question: " + op);
 }
 
