@@ -2,6 +2,7 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <new>
 #include <opencv2/core/utility.hpp>
 #include <opencv2/core/utils/logger.hpp>
 #include <opencv2/imgcodecs.hpp>
@@ -9,6 +10,10 @@
 #include "calib8/errors.hpp"
 #include "calib8/images.hpp"
 #include "calib8/text.hpp"
+#include "headers.hpp"
+#include "jpeg.hpp"
+#include "overheard.hpp"
+#include "webp.hpp"
 
 namespace calib8::images {
 namespace {
@@ -17,6 +22,7 @@ using std::string_view_literals::operator""sv;
 
 constexpr std::string_view kPng = "\x89PNG\r\n\x1a\n"sv;
 constexpr std::string_view kJpeg = "\xff\xd8"sv;
+constexpr std::int64_t kLargestPicture = std::int64_t{1} << 28U;  // pixels: 768 MB when decoded
 
 std::uint32_t big_endian(std::string_view bytes) {
   std::uint32_t value = 0;
@@ -60,17 +66,9 @@ std::string png_fault(std::string_view data) {
   return "cut short";
 }
 
-// A JPEG ends with its end marker; older OpenCV fills what is missing with grey and says nothing.
-std::string jpeg_fault(std::string_view data) {
-  const std::size_t end = data.rfind("\xff\xd9"sv);
-  const std::size_t scan = data.rfind("\xff\xda"sv);
-  const bool whole = end != std::string_view::npos && scan != std::string_view::npos && end > scan;
-  return whole ? std::string() : "cut short";
-}
-
 std::string fault(std::string_view data) {
   if (data.substr(0, kPng.size()) == kPng) return png_fault(data);
-  if (data.substr(0, kJpeg.size()) == kJpeg) return jpeg_fault(data);
+  if (data.substr(0, kJpeg.size()) == kJpeg) return jpeg::fault(data);
   return {};
 }
 
@@ -86,13 +84,13 @@ void settle_opencv() {
   cv::ipp::setUseIPP(false);  // a setting of the calling thread only
 }
 
-cv::Mat imdecode(std::string_view data, bool grey) {
+cv::Mat imdecode(std::string_view data, int flags) {
   if (data.size() > static_cast<std::size_t>(std::numeric_limits<int>::max())) return {};
   // OpenCV takes no const matrix header; imdecode only reads.
   auto* bytes = const_cast<char*>(data.data());
   const cv::Mat raw(1, static_cast<int>(data.size()), CV_8UC1, bytes);
   try {
-    return cv::imdecode(raw, grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR);
+    return cv::imdecode(raw, flags);
   } catch (const cv::Exception&) {
     return {};
   } catch (const std::bad_alloc&) {
@@ -100,18 +98,86 @@ cv::Mat imdecode(std::string_view data, bool grey) {
   }
 }
 
+// A picture as its EXIF orientation says that it is looked at.
+cv::Mat upright(const cv::Mat& pixels, int orientation) {
+  cv::Mat turned = pixels;
+  if (orientation >= 5) cv::transpose(pixels, turned);
+  constexpr std::array<int, 9> kFlips{2, 2, 1, -1, 0, 2, 1, -1, 0};  // OpenCV's codes; 2: none
+  const int flip = kFlips[static_cast<std::size_t>(orientation)];
+  cv::Mat out = turned;
+  if (flip != 2) cv::flip(turned, out, flip);
+  return out;
+}
+
+// OpenCV below 4.11 leaves the orientation of a WebP as it is, and refuses animations.
+cv::Mat decode_webp(std::string_view data, int flags) {
+  const auto first = webp::first_picture(data);
+  cv::Mat pixels =
+      imdecode(first ? std::string_view(first->still) : data, flags | cv::IMREAD_IGNORE_ORIENTATION);
+  if (first && !pixels.empty()) {
+    const cv::Rect place(first->left, first->top, pixels.cols, pixels.rows);
+    const cv::Size size(first->canvas_width, first->canvas_height);
+    if ((place & cv::Rect({}, size)) != place) return {};
+    cv::Mat canvas = cv::Mat::zeros(size, pixels.type());
+    pixels.copyTo(canvas(place));
+    pixels = canvas;
+  }
+  return pixels.empty() ? pixels : upright(pixels, webp::orientation(data));
+}
+
+struct Decoded {
+  cv::Mat pixels;                 // empty where it is no picture
+  std::vector<std::string> said;  // by the decoder
+};
+
+Decoded decoded(std::string_view data, bool grey) {
+  const int flags = grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR;
+  const bool is_webp = data.substr(0, 4) == "RIFF";
+  const Overheard ear;
+  cv::Mat pixels = is_webp ? decode_webp(data, flags) : imdecode(data, flags);
+  return {pixels, ear.lines()};
+}
+
+// What libjpeg says of pixels; of a profile, a revision or a colour transform it says other things.
+bool is_damage(const std::string& words) {
+  const auto has = [&](const char* part) { return words.find(part) != std::string::npos; };
+  const std::size_t corrupt = words.find("Corrupt JPEG data");
+  const bool profile = corrupt != std::string::npos &&
+                       words.compare(corrupt + 17, 9, ": bad ICC") == 0;
+  return (corrupt != std::string::npos && !profile) || has("Premature end of JPEG") ||
+         has("Inconsistent progression");
+}
+
+void check_size(std::string_view data, const std::string& name) {
+  const auto found = headers::sides(data);
+  const bool empty = !found || found->height <= 0;
+  if (empty || found->width <= kLargestPicture / found->height) return;
+  throw FeedError("image " + text::shown(name) + " must have at most 268,435,456 pixels, got " +
+                  std::to_string(found->width) + "x" + std::to_string(found->height) +
+                  "; give a smaller copy of it");
+}
+
+[[noreturn]] void refuse(std::string_view data, const std::string& name, const std::string& why) {
+  throw FeedError("image " + text::shown(name) + " cannot be decoded (" +
+                  std::to_string(data.size()) + " bytes, " + why + ")");
+}
+
 }  // namespace
 
 cv::Mat decode(std::string_view data, const std::string& name, bool grey) {
   settle_opencv();
-  const std::string found = data.empty() ? "" : fault(data);
-  if (found.empty() && !data.empty()) {
-    cv::Mat pixels = imdecode(data, grey);
-    if (!pixels.empty()) return pixels;
+  check_size(data, name);
+  const std::string found = fault(data);
+  if (!found.empty()) refuse(data, name, found);
+  const Decoded picture = decoded(data, grey);
+  for (const std::string& words : picture.said) {
+    if (!is_damage(words)) continue;
+    throw FeedError("image " + text::shown(name) + " is damaged (" + std::to_string(data.size()) +
+                    " bytes), its decoder says: " + words);
   }
-  throw FeedError("image " + text::shown(name) + " cannot be decoded (" +
-                  std::to_string(data.size()) + " bytes, " +
-                  (found.empty() ? "damaged or of an unknown kind" : found) + ")");
+  if (!picture.pixels.empty()) return picture.pixels;
+  refuse(data, name, "damaged or of an unknown kind" +
+                         (picture.said.empty() ? "" : ": " + picture.said.back()));
 }
 
 }  // namespace calib8::images

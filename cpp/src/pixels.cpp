@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "calib8/errors.hpp"
 #include "geometry.hpp"
 
 namespace calib8 {
@@ -19,9 +20,22 @@ float pick(const std::vector<double>& values, std::size_t channel) {
   return static_cast<float>(values.size() == 1 ? values.front() : values[channel]);
 }
 
+void require_fit(const cv::Mat& pixels, const Preprocess& how) {
+  if (!how.size || how.size->height < 1 || how.size->width < 1) {
+    throw ConfigError("a picture is fitted into a size of 1x1 at the least, got none; resolve() gives"
+                      " the model's own");
+  }
+  if (pixels.empty() || pixels.type() != CV_8UC(how.channels())) {
+    throw FeedError("a picture of " + std::to_string(how.channels()) +
+                    " channels in uint8 must be given, got " + std::to_string(pixels.channels()) +
+                    " channels in " + cv::typeToString(pixels.depth()) + "; decode() gives it");
+  }
+}
+
 }  // namespace
 
 std::vector<float> apply(const cv::Mat& pixels, const Preprocess& how) {
+  require_fit(pixels, how);
   const geometry::Placed placed = geometry::fit(pixels, how);
   const auto height = static_cast<std::size_t>(how.size->height);
   const auto width = static_cast<std::size_t>(how.size->width);

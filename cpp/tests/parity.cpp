@@ -143,6 +143,26 @@ Json feed(const Json& ask) {
           {"manifest", Json::parse(opened.manifest())}};
 }
 
+// The pixels of one file.
+Json decode(const Json& ask) {
+  const std::string name = ask["name"].get<std::string>();
+  const std::string data = images::read({ask["path"].get<std::string>(), name, std::nullopt});
+  const cv::Mat pixels = images::decode(data, name, ask["grey"].get<bool>());
+  std::ofstream out(ask["out"].get<std::string>(), std::ios::binary);
+  for (int y = 0; y < pixels.rows; ++y) {
+    out.write(pixels.ptr<char>(y), static_cast<std::streamsize>(pixels.cols * pixels.channels()));
+  }
+  return {{"shape", {pixels.rows, pixels.cols, pixels.channels()}}};
+}
+
+Json list(const Json& ask) {
+  Json found = Json::array();
+  for (const images::Picture& one : images::read_list(ask["path"].get<std::string>())) {
+    found.push_back({one.name, one.label ? Json(*one.label) : Json()});
+  }
+  return {{"pictures", found}};
+}
+
 Json presets_json(const Json& /*ask*/) {
   Json all = Json::object();
   for (const auto& [name, how] : presets()) all[name] = Json::parse(how.to_json());
@@ -174,6 +194,8 @@ Json answer(const Json& ask) {
   if (op == "histogram") return histogram(ask);
   if (op == "search") return search(ask);
   if (op == "feed") return feed(ask);
+  if (op == "decode") return decode(ask);
+  if (op == "list") return list(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);
   if (op == "latency") return latency(ask);

@@ -17,6 +17,7 @@
 namespace calib8 {
 
 // uint8 [H, W, C] in OpenCV's channel order -> C * h * w floats. `how` must be resolved.
+// Throws ConfigError: it has no size; FeedError: other channels or another type than it says.
 std::vector<float> apply(const cv::Mat& pixels, const Preprocess& how);
 
 // (h, w) with the short side made `length`, the long one scaled alike and rounded down.
