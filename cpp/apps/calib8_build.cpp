@@ -115,7 +115,7 @@ Plan plan_of(const std::vector<std::string>& words) {
 #endif
   }
   if (const auto size = arguments.option("size")) plan.build.size = parse_size(*size);
-  plan.measure.duration_s = arguments.number("duration", 0).value_or(3);
+  plan.measure.duration_s = arguments.decimal("duration").value_or(3);
   if (plan.measure.duration_s == 0) plan.measure.warmup_ms = 0;
   plan.json = arguments.option("json").value_or("");
   return plan;

@@ -60,6 +60,9 @@ std::string shown(const std::optional<double>& base) {
 }  // namespace
 
 double range_for(double amax) {
+  if (!std::isfinite(amax)) {
+    throw CalibrationError("a range is of a finite number, got " + number::repr(amax));
+  }
   int exponent = 0;
   const double mantissa = std::frexp(std::max(amax, kSmallestRange), &exponent);
   return std::ldexp(1.0, mantissa == 0.5 ? exponent - 1 : exponent);

@@ -61,7 +61,7 @@ class Histogram {
   std::int64_t infinite_ = 0;
 };
 
-// Smallest power of two >= amax.
+// Smallest power of two >= amax. Throws CalibrationError unless that is finite.
 double range_for(double amax);
 
 }  // namespace calib8

@@ -19,6 +19,7 @@
 #include <string>
 
 #include "calib8/calibration_job.hpp"
+#include "calib8/errors.hpp"
 #include "calib8/trt/cuda.hpp"
 
 // TensorRT 10.1 and later call the calibrators deprecated; to use them is the purpose here.
@@ -41,7 +42,7 @@ template <class Base>
 class Calibrator : public Base {
  public:
   explicit Calibrator(const CalibratorOptions& options)
-      : job_(*options.feed, options.input,
+      : job_(given(options.feed), options.input,
              [this](const Sample& sample) { return upload(sample); }, options.cache,
              options.keep) {}
   // TensorRT and the job hold its address.
@@ -69,6 +70,11 @@ class Calibrator : public Base {
   const CalibrationJob& job() const { return job_; }
 
  private:
+  static const Feed& given(const std::shared_ptr<const Feed>& feed) {
+    if (feed) return *feed;
+    throw ConfigError("a calibrator needs a feed, got none; give CalibratorOptions::feed");
+  }
+
   void* upload(const Sample& sample) {
     const std::size_t bytes = sample.data.size() * sizeof(float);
     void* memory = buffer_.reserve(bytes);
