@@ -51,14 +51,17 @@ std::size_t replaced_size(std::string_view bytes, std::size_t at) {
   return size;
 }
 
-// The ranges that Python does not call printable, as far as file and tensor names meet them.
+// The ranges that Python does not call printable: no letters, or none assigned in any version of
+// Unicode; those that some version assigned are left to the reader.
 bool printable(char32_t code) {
   if (code < 0x20 || code == 0x7F || (code >= 0x80 && code <= 0xA0) || code == 0xAD) return false;
   if (code >= 0x2000 && code <= 0x200F) return false;
   if (code >= 0x2028 && code <= 0x202F) return false;
   if (code >= 0x205F && code <= 0x206F) return false;
-  return code != 0x3000 && code != 0xFEFF && !(code >= 0xE000 && code <= 0xF8FF) &&
-         code < 0xE0000;
+  const bool own = code >= 0xE000 && code <= 0xF8FF;  // private
+  const bool never = (code >= 0xFDD0 && code <= 0xFDEF) || (code & 0xFFFEU) == 0xFFFE;
+  const bool selector = code >= 0xE0100 && code <= 0xE01EF;
+  return code != 0x3000 && code != 0xFEFF && !own && !never && (code < 0x323B0 || selector);
 }
 
 // What Python's str.isspace() says.
