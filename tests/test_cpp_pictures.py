@@ -255,7 +255,9 @@ def test_animations_that_are_broken_are_no_pictures(theirs):
     still = KINDS["webp"]
     outside = animated((20, 10, (126, 81), still))
     short = animated((0, 0, (126, 81), still))
-    broken = [outside, short[:60], short[:200], webp_with(2, 126, 81, riff_chunk(b"ANMF", b"x"))]
+    behind = animated(*[(0, 0, (126, 81), still)] * 2)
+    broken = [outside, short[:60], short[:200], behind[:-20], behind.replace(b"ANIM", b"ANIX")]
+    broken += [webp_with(2, 126, 81, riff_chunk(b"ANMF", b"x"))]
     for data in broken:
         assert "cannot be decoded" in theirs(data)["message"]
         assert "cannot be decoded" in ours(data)["message"]
@@ -375,6 +377,7 @@ def test_decoders_print_nothing(tmp_path):
     folder.mkdir()
     for number, data in enumerate([*JPEGS.values(), KINDS["png of an odd profile"]]):
         (folder / f"{number}.jpg").write_bytes(zeroed(data, 0.5) if number < 5 else data)
+    (folder / "cut.pgm").write_bytes(KINDS["pgm 16 bits"][:200])
     (folder / "good.jpg").write_bytes(KINDS["jpeg of another revision"])
     command = [TOOL, "feed", folder, "--input", "x:1x3x8x8", "--skip-bad", "-o", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iostream>
 #include <mutex>
+#include <streambuf>
 #include <string_view>
 
 #include "calib8/text.hpp"
@@ -44,16 +46,33 @@ std::FILE* listening() {
   return stream;
 }
 
+// Takes std::cerr's place: a thread that listens is not shown.
+class Cerr : public std::streambuf {
+ public:
+  std::streambuf* own = nullptr;
+
+ private:
+  int overflow(int c) override {
+    if (c == traits_type::eof()) return traits_type::not_eof(c);
+    return heard != nullptr ? c : own->sputc(traits_type::to_char_type(c));
+  }
+  std::streamsize xsputn(const char* data, std::streamsize size) override {
+    return heard != nullptr ? size : own->sputn(data, size);
+  }
+  int sync() override { return heard != nullptr ? 0 : own->pubsync(); }
+};
+
 // How many listen, and what stderr was before the first of them did.
 struct Listeners {
   std::mutex mutex;
   int count = 0;
   std::FILE* own = nullptr;
+  Cerr cerr;
 };
 
 Listeners& listeners() {
-  static Listeners all;
-  return all;
+  static auto* const all = new Listeners;  // never gone: std::cerr may be used to the last
+  return *all;
 }
 
 void open_ear() {
@@ -64,13 +83,16 @@ void open_ear() {
   if (all.count++ > 0) return;
   all.own = stderr;
   stderr = stream;
+  all.cerr.own = std::cerr.rdbuf(&all.cerr);
 }
 
 void close_ear() {
   if (listening() == nullptr) return;
   Listeners& all = listeners();
   const std::lock_guard lock(all.mutex);
-  if (--all.count == 0) stderr = all.own;
+  if (--all.count > 0) return;
+  stderr = all.own;
+  std::cerr.rdbuf(all.cerr.own);
 }
 #else
 void open_ear() {}

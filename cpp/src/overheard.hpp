@@ -7,7 +7,8 @@
 namespace calib8 {
 
 // While it lives, what this thread prints to the C library's stderr is kept and not shown; other
-// threads print as ever. libjpeg tells of damage that way alone, and OpenCV passes nothing on.
+// threads print as ever. libjpeg tells of damage that way alone, and OpenCV passes nothing on; what
+// older ones of it print on std::cerr themselves, which tells nothing more, is dropped.
 // Where the C library's stderr is a constant (musl) nothing is heard, and all is shown.
 class Overheard {
  public:

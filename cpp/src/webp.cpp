@@ -1,5 +1,7 @@
 #include "webp.hpp"
 
+#include <vector>
+
 #include "bytes.hpp"
 
 // RIFF size WEBP, then chunks: name, size, body, and a byte of padding behind an odd body. The first
@@ -8,6 +10,8 @@
 namespace calib8::webp {
 namespace {
 
+using std::string_view_literals::operator""sv;
+
 constexpr unsigned kAnimation = 0x02;
 constexpr unsigned kExif = 0x08;
 constexpr unsigned kAlpha = 0x10;
@@ -15,21 +19,51 @@ constexpr std::size_t kHead = 12;       // bytes before the first chunk of a fil
 constexpr std::size_t kFrameHead = 16;  // bytes before the first chunk of a frame
 constexpr unsigned kOrientation = 0x0112;
 
+struct Chunk {
+  std::string_view name;
+  std::string_view body;
+};
+
+// Nothing where one of them is cut short.
+std::optional<std::vector<Chunk>> chunks_of(std::string_view data) {
+  std::vector<Chunk> found;
+  while (data.size() >= 8) {
+    const std::size_t size = bytes::little(data, 4, 4);
+    if (size > data.size() - 8) return std::nullopt;
+    found.push_back({data.substr(0, 4), data.substr(8, size)});
+    data = bytes::piece(data, 8 + size + size % 2, data.size());
+  }
+  return data.empty() ? std::optional(found) : std::nullopt;
+}
+
 // The body of the first chunk of this name.
-std::optional<std::string_view> chunk(std::string_view chunks, std::string_view name) {
-  while (chunks.size() >= 8) {
-    const std::size_t size = bytes::little(chunks, 4, 4);
-    if (chunks.substr(0, 4) == name) return bytes::piece(chunks, 8, size);
-    chunks = bytes::piece(chunks, 8 + size + size % 2, chunks.size());
+std::optional<std::string_view> body_of(const std::vector<Chunk>& chunks, std::string_view name) {
+  for (const Chunk& one : chunks) {
+    if (one.name == name) return one.body;
   }
   return std::nullopt;
 }
 
-// The chunks of an extended WebP with this flag.
-std::optional<std::string_view> flagged(std::string_view data, unsigned flag) {
-  if (data.substr(0, 4) != "RIFF" || bytes::piece(data, 8, 8) != "WEBPVP8X") return std::nullopt;
-  if (data.size() < 30 || (bytes::little(data, 20, 1) & flag) == 0) return std::nullopt;
-  return data.substr(kHead);
+// The chunks of a whole extended WebP with this flag; none of another file.
+std::vector<Chunk> flagged(std::string_view data, unsigned flag) {
+  if (data.substr(0, 4) != "RIFF" || bytes::piece(data, 8, 8) != "WEBPVP8X") return {};
+  if (data.size() < 30 || (bytes::little(data, 20, 1) & flag) == 0) return {};
+  const std::size_t size = bytes::little(data, 4, 4);
+  if (size < 4 || size > data.size() - 8) return {};
+  return chunks_of(data.substr(kHead, size - 4)).value_or(std::vector<Chunk>{});
+}
+
+// Whether every picture of an animation is there.
+bool frames_are_whole(const std::vector<Chunk>& chunks) {
+  bool told = false;  // how often it repeats, before the first of them
+  for (const Chunk& one : chunks) {
+    told = told || one.name == "ANIM";
+    if (one.name != "ANMF") continue;
+    if (!told || one.body.size() < kFrameHead) return false;
+    const auto inner = chunks_of(one.body.substr(kFrameHead));
+    if (!inner || !(body_of(*inner, "VP8 ") || body_of(*inner, "VP8L"))) return false;
+  }
+  return true;
 }
 
 std::string little_bytes(std::size_t value, std::size_t size) {
@@ -57,9 +91,9 @@ std::optional<int> tag_of(std::string_view tiff, unsigned wanted) {
 }  // namespace
 
 std::optional<First> first_picture(std::string_view data) {
-  const auto chunks = flagged(data, kAnimation);
-  const auto frame = chunks ? chunk(*chunks, "ANMF") : std::nullopt;
-  if (!frame || frame->size() < kFrameHead) return std::nullopt;
+  const std::vector<Chunk> chunks = flagged(data, kAnimation);
+  const auto frame = body_of(chunks, "ANMF");
+  if (!frame || !frames_are_whole(chunks)) return std::nullopt;
   const std::string_view picture = frame->substr(kFrameHead);
   std::string body(picture);
   if (picture.substr(0, 4) == "ALPH") {
@@ -74,9 +108,8 @@ std::optional<First> first_picture(std::string_view data) {
 }
 
 int orientation(std::string_view data) {
-  const auto chunks = flagged(data, kExif);
-  const auto exif = chunks ? chunk(*chunks, "EXIF") : std::nullopt;
-  if (!exif) return 1;
+  const auto exif = body_of(flagged(data, kExif), "EXIF");
+  if (!exif || (exif->substr(0, 4) != "II*\0"sv && exif->substr(0, 4) != "MM\0*"sv)) return 1;
   try {
     const int found = tag_of(*exif, kOrientation).value_or(1);
     return found >= 1 && found <= 8 ? found : 1;

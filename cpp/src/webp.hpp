@@ -17,7 +17,7 @@ struct First {
   int canvas_height = 0;
 };
 
-// Nothing where the file is no animation.
+// Nothing where the file is no animation, or not a whole one.
 std::optional<First> first_picture(std::string_view data);
 
 // The orientation of its EXIF data, 1 to 8; 1, as it stands, where there is none.
