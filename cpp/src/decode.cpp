@@ -1,14 +1,11 @@
 // One picture's bytes to pixels.
 #include <array>
 #include <cstdint>
-#include <limits>
-#include <opencv2/core/utility.hpp>
-#include <opencv2/core/utils/logger.hpp>
-#include <opencv2/imgcodecs.hpp>
 
 #include "calib8/errors.hpp"
 #include "calib8/images.hpp"
 #include "calib8/text.hpp"
+#include "codec.hpp"
 
 namespace calib8::images {
 namespace {
@@ -74,44 +71,23 @@ std::string fault(std::string_view data) {
   return {};
 }
 
-// One thread, no messages of OpenCV on stderr, and no IPP: its cubic resize rounds otherwise on
-// every 30th pixel, so that the pixels would depend on how OpenCV was built.
-void settle_opencv() {
-  static const bool kOnce = [] {
-    cv::setNumThreads(1);
-    cv::utils::logging::setLogLevel(cv::utils::logging::LOG_LEVEL_SILENT);
-    return true;
-  }();
-  static_cast<void>(kOnce);
-  cv::ipp::setUseIPP(false);  // a setting of the calling thread only
-}
-
-cv::Mat imdecode(std::string_view data, bool grey) {
-  if (data.size() > static_cast<std::size_t>(std::numeric_limits<int>::max())) return {};
-  // OpenCV takes no const matrix header; imdecode only reads.
-  auto* bytes = const_cast<char*>(data.data());
-  const cv::Mat raw(1, static_cast<int>(data.size()), CV_8UC1, bytes);
-  try {
-    return cv::imdecode(raw, grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR);
-  } catch (const cv::Exception&) {
-    return {};
-  } catch (const std::bad_alloc&) {
-    return {};
-  }
-}
-
 }  // namespace
 
-cv::Mat decode(std::string_view data, const std::string& name, bool grey) {
-  settle_opencv();
-  const std::string found = data.empty() ? "" : fault(data);
-  if (found.empty() && !data.empty()) {
-    cv::Mat pixels = imdecode(data, grey);
-    if (!pixels.empty()) return pixels;
+Pixels decode(std::string_view data, const std::string& name, bool grey) {
+  const std::string size = std::to_string(data.size()) + " bytes";
+  std::string found = fault(data);
+  if (found.empty()) {
+    codec::Decoded made = codec::decode(data, grey);
+    if (!made.pixels.data.empty()) return std::move(made.pixels);
+    if (!made.sentence.empty()) {
+      throw FeedError("image " + text::shown(name) + " " + made.sentence);
+    }
+    found = made.fault;
   }
-  throw FeedError("image " + text::shown(name) + " cannot be decoded (" +
-                  std::to_string(data.size()) + " bytes, " +
-                  (found.empty() ? "damaged or of an unknown kind" : found) + ")");
+  throw FeedError("image " + text::shown(name) + " cannot be decoded (" + size + ", " + found +
+                  ")");
 }
+
+std::string decoder_version() { return codec::version(); }
 
 }  // namespace calib8::images
