@@ -1,9 +1,6 @@
 """The C++ library and this one: the same batches, histograms, indices, caches and words."""
 
-import fcntl
 import json
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -27,50 +24,6 @@ BUILD = ROOT / "build" / "cpp-check"
 GOLDEN = ROOT / "tests" / "golden" / "caches"
 THIRD_PARTY = ROOT.parent / "shared" / "golden" / "tensorrt"
 SPEC = TensorSpec("image", "float32", ("n", 3, 56, 64))
-
-
-def run(*command):
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "cpp")
-
-
-def build_parity():
-    """The `parity` program, built once into a folder that git ignores."""
-    for tool in ("cmake", "g++"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed, so the C++ library cannot be built")
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with (BUILD / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one of several test processes builds
-        configure = run("cmake", "--preset", "check")
-        if configure.returncode and "configuration file provided by" in configure.stderr:
-            package = configure.stderr.split("provided by", 1)[1].split('"')[1]
-            pytest.skip(f"the C++ library needs {package}, which is not installed")
-        assert configure.returncode == 0, configure.stderr
-        jobs = str(os.cpu_count() or 1)
-        targets = ("parity", "calib8_cache")
-        built = run("cmake", "--build", BUILD, "-j", jobs, "--target", *targets)
-        assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
-    return BUILD / "tests" / "parity"
-
-
-@pytest.fixture(scope="module")
-def cpp():
-    process = subprocess.Popen(
-        [build_parity()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-    def ask(op, **question):
-        process.stdin.write(json.dumps({"op": op, **question}) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        assert line, f"the C++ program ended on {op} {question}"
-        return json.loads(line)
-
-    yield ask
-    process.stdin.close()
-    process.wait(30)
-    process.stdout.close()
-    assert process.returncode == 0
 
 
 def outcome(make):

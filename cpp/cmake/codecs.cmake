@@ -8,7 +8,7 @@ elseif(CALIB8_CODECS STREQUAL "plain")
   find_package(PNG REQUIRED)
   find_package(WebP REQUIRED)
   set(CALIB8_CODEC_SOURCES
-    src/codec_jpeg.cpp src/codec_plain.cpp src/codec_png.cpp src/codec_webp.cpp src/exif.cpp)
+    src/codec_jpeg.cpp src/codec_plain.cpp src/codec_png.cpp src/codec_webp.cpp)
   set(CALIB8_CODEC_LIBRARIES JPEG::JPEG PNG::PNG WebP::webp)
 else()
   message(FATAL_ERROR "CALIB8_CODECS must be opencv or plain, got '${CALIB8_CODECS}'")

@@ -3,19 +3,18 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "calib8/pixels.hpp"
 
 namespace calib8::codec {
 
-// Pixels; or without any, why: a fault of the file, or a whole sentence about it behind its name.
 struct Decoded {
-  Pixels pixels;
-  std::string fault = "damaged or of an unknown kind";
-  std::string sentence;
+  Pixels pixels;                  // empty where it is no picture
+  std::vector<std::string> said;  // by the decoder, a line each
 };
 
-// The file's bytes are whole as far as decode.cpp sees it.
+// The file's bytes are whole as far as decode.cpp sees it. A WebP is no animation, and not turned.
 Decoded decode(std::string_view data, bool grey);
 
 // The decoders' names and versions.

@@ -17,12 +17,6 @@ using std::string_view_literals::operator""sv;
 constexpr int kExif = JPEG_APP0 + 1;
 constexpr auto kSign = "Exif\0\0"sv;  // before the block
 
-bool is_damage(std::string_view said) {
-  const auto holds = [said](std::string_view words) { return said.find(words) != said.npos; };
-  return (holds("Corrupt JPEG data") && !holds("Corrupt JPEG data: bad ICC")) ||
-         holds("Premature end of JPEG") || holds("Inconsistent progression");
-}
-
 // libjpeg's state. It ends an error by jumping, so that no function here that it may jump out of
 // has objects of its own.
 class Reader {
@@ -70,7 +64,7 @@ class Reader {
   int width() const { return static_cast<int>(info_.image_width); }
   int height() const { return static_cast<int>(info_.image_height); }
   int components() const { return info_.output_components; }
-  const std::string& first_warning() const { return first_warning_; }
+  const std::vector<std::string>& said() const { return said_; }
 
   // Of the first EXIF segment that tells it; libjpeg forgets them when it finishes.
   std::optional<int> orientation() const {
@@ -86,17 +80,18 @@ class Reader {
  private:
   static Reader& of(j_common_ptr info) { return *static_cast<Reader*>(info->client_data); }
 
+  // libjpeg itself tells of the first warning alone.
   void warn() {
     if (errors_.num_warnings++ > 0) return;
     std::array<char, JMSG_LENGTH_MAX> text{};
     errors_.format_message(reinterpret_cast<j_common_ptr>(&info_), text.data());
-    first_warning_ = text.data();
+    said_.emplace_back(text.data());
   }
 
   jpeg_decompress_struct info_{};
   jpeg_error_mgr errors_{};
   std::jmp_buf back_{};
-  std::string first_warning_;
+  std::vector<std::string> said_;
 };
 
 // Four inks, inverted as all programs write them, to BGR.
@@ -136,18 +131,15 @@ bool read_lines(Reader& reader, bool grey, Pixels& out) {
 Decoded jpeg(std::string_view data, bool grey) {
   Decoded made;
   Reader reader;
-  if (!reader.header(reinterpret_cast<const unsigned char*>(data.data()), data.size())) return made;
-  const auto width = static_cast<std::uint64_t>(reader.width());
-  if (too_large(width, static_cast<std::uint64_t>(reader.height()), made)) return made;
+  if (!reader.header(reinterpret_cast<const unsigned char*>(data.data()), data.size())) {
+    made.said = reader.said();
+    return made;
+  }
   const std::optional<int> orientation = reader.orientation();
   Pixels pixels(reader.height(), reader.width(), grey ? 1 : 3);
   const bool whole = reader.start(grey) && read_lines(reader, grey, pixels);
-  if (is_damage(reader.first_warning())) {
-    made.sentence = "is damaged (" + std::to_string(data.size()) +
-                    " bytes), its decoder says: " + reader.first_warning();
-  } else if (whole) {
-    made.pixels = exif::turned(std::move(pixels), orientation);
-  }
+  made.said = reader.said();
+  if (whole) made.pixels = exif::turned(std::move(pixels), orientation);
   return made;
 }
 

@@ -1,8 +1,6 @@
 // Which of the decoders reads a file, by its first bytes.
 #include "codec_plain.hpp"
 
-#include <limits>
-
 namespace calib8::codec {
 namespace {
 
@@ -18,11 +16,8 @@ Decoded decode(std::string_view data, bool grey) {
   if (starts(data, "\xff\xd8"sv)) return plain::jpeg(data, grey);
   if (starts(data, "\x89PNG\r\n\x1a\n"sv)) return plain::png(data, grey);
   if (starts(data, "RIFF"sv) && data.substr(8, 4) == "WEBP"sv) return plain::webp(data, grey);
-  Decoded made;
-  made.fault =
-      "damaged or of a kind that this build does not read: it reads JPEG, PNG and WebP; convert"
-      " it, or build calib8 with CALIB8_CODECS=opencv";
-  return made;
+  return {{}, {"this build reads JPEG, PNG and WebP alone; convert the picture, or build calib8 with"
+               " CALIB8_CODECS=opencv"}};
 }
 
 std::string version() {
@@ -30,14 +25,6 @@ std::string version() {
 }
 
 namespace plain {
-
-bool too_large(std::uint64_t width, std::uint64_t height, Decoded& made) {
-  constexpr std::uint64_t kLargest = 1U << 28U;
-  if (width * height <= kLargest) return false;
-  made.sentence = "must have at most 268,435,456 pixels, got " + std::to_string(width) + "x" +
-                  std::to_string(height) + "; give a smaller copy of it";
-  return true;
-}
 
 std::uint8_t grey_of(int blue, int green, int red) {
   return static_cast<std::uint8_t>((blue * 3735 + green * 19235 + red * 9798 + (1 << 14)) >> 15);

@@ -17,9 +17,6 @@ std::string jpeg_version();
 std::string png_version();
 std::string webp_version();
 
-// Whether a picture has more pixels than are decoded, and then the sentence about it.
-bool too_large(std::uint64_t width, std::uint64_t height, Decoded& made);
-
 // 0.299 R + 0.587 G + 0.114 B in 15 bits, as OpenCV's cvtColor has it.
 std::uint8_t grey_of(int blue, int green, int red);
 

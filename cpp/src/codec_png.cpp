@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "bytes.hpp"
 #include "codec_plain.hpp"
 #include "exif.hpp"
 
@@ -17,7 +18,7 @@ using std::string_view_literals::operator""sv;
 class Reader {
  public:
   explicit Reader(std::string_view data) : left_(data) {
-    png_ = png_create_read_struct(PNG_LIBPNG_VER_STRING, nullptr, fail, [](auto, auto) {});
+    png_ = png_create_read_struct(PNG_LIBPNG_VER_STRING, this, fail, warn);
     info_ = png_ == nullptr ? nullptr : png_create_info_struct(png_);
   }
   Reader(const Reader&) = delete;
@@ -58,10 +59,23 @@ class Reader {
 
   std::uint32_t width() const { return png_get_image_width(png_, info_); }
   std::uint32_t height() const { return png_get_image_height(png_, info_); }
+  const std::vector<std::string>& said() const { return said_; }
   std::size_t row_bytes() const { return png_get_rowbytes(png_, info_); }
 
  private:
-  [[noreturn]] static void fail(png_structp png, png_const_charp) { png_longjmp(png, 1); }
+  static Reader& of(png_structp png) { return *static_cast<Reader*>(png_get_error_ptr(png)); }
+
+  [[noreturn]] static void fail(png_structp png, png_const_charp words) {
+    of(png).say("libpng error: ", words);
+    png_longjmp(png, 1);
+  }
+
+  static void warn(png_structp png, png_const_charp words) {
+    of(png).say("libpng warning: ", words);
+  }
+
+  // As libpng prints it.
+  void say(const char* kind, const char* words) { said_.push_back(std::string(kind) + words); }
 
   void give(png_structp png, png_bytep out, std::size_t size) {
     if (size > left_.size()) png_error(png, "cut short");
@@ -70,41 +84,45 @@ class Reader {
   }
 
   std::string_view left_;
+  std::vector<std::string> said_;
   png_structp png_ = nullptr;
   png_infop info_ = nullptr;
 };
 
-// The body of the first chunk of this name.
+// The body of the first chunk of this name; the file's chunks are whole.
 std::string_view chunk(std::string_view data, std::string_view name) {
   data.remove_prefix(8);
   while (data.size() >= 12) {
-    std::size_t length = 0;
-    for (std::size_t k = 0; k < 4; ++k) length = length << 8U | static_cast<unsigned char>(data[k]);
+    const std::size_t length = bytes::big(data, 0, 4);
     if (data.substr(4, 4) == name) return data.substr(8, length);
-    if (length > data.size() - 12) return {};
-    data.remove_prefix(length + 12);
+    data = bytes::piece(data, length + 12, data.size());
   }
   return {};
+}
+
+Pixels pixels_of(Reader& reader, bool grey) {
+  if (!reader.header()) return {};
+  Pixels pixels(static_cast<int>(reader.height()), static_cast<int>(reader.width()), grey ? 1 : 3);
+  if (!reader.start(grey) || reader.row_bytes() != pixels.row_bytes()) return {};
+  std::vector<unsigned char*> rows;
+  for (int y = 0; y < pixels.height; ++y) rows.push_back(pixels.row(y));
+  return reader.read(rows.data()) ? pixels : Pixels();
 }
 
 }  // namespace
 
 Decoded png(std::string_view data, bool grey) {
-  Decoded made;
   if (!chunk(data, "acTL"sv).empty()) {
-    made.fault =
-        "an animated PNG, which this build does not read; convert it, or build calib8 with"
-        " CALIB8_CODECS=opencv";
-    return made;
+    return {{}, {"this build reads no animated PNG; convert the picture, or build calib8 with"
+                 " CALIB8_CODECS=opencv"}};
   }
   Reader reader(data);
-  if (!reader.header() || too_large(reader.width(), reader.height(), made)) return made;
-  Pixels pixels(static_cast<int>(reader.height()), static_cast<int>(reader.width()), grey ? 1 : 3);
-  if (!reader.start(grey) || reader.row_bytes() != pixels.row_bytes()) return made;
-  std::vector<unsigned char*> rows;
-  for (int y = 0; y < pixels.height; ++y) rows.push_back(pixels.row(y));
-  if (!reader.read(rows.data())) return made;
-  made.pixels = exif::turned(std::move(pixels), exif::orientation(chunk(data, "eXIf"sv)));
+  Decoded made;
+  made.pixels = pixels_of(reader, grey);
+  made.said = reader.said();
+  if (!made.pixels.data.empty()) {
+    made.pixels = exif::turned(std::move(made.pixels), exif::orientation(chunk(data, "eXIf"sv)));
+  }
   return made;
 }
 

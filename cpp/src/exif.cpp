@@ -1,38 +1,15 @@
 #include "exif.hpp"
 
 #include <algorithm>
-#include <cstdint>
-#include <optional>
 #include <utility>
+
+#include "bytes.hpp"
 
 namespace calib8::exif {
 namespace {
 
-constexpr std::uint32_t kOrientation = 274;
+constexpr std::size_t kOrientation = 274;
 constexpr std::size_t kEntry = 12;  // bytes: tag, type, count, value or its place
-
-// The numbers of a block, in the byte order that its first two bytes tell; nothing beyond its end.
-class Block {
- public:
-  explicit Block(std::string_view bytes) : bytes_(bytes), little_(bytes.substr(0, 2) == "II") {}
-
-  bool holds(std::size_t at, std::size_t size) const {
-    return at <= bytes_.size() && size <= bytes_.size() - at;
-  }
-
-  std::optional<std::uint32_t> number(std::size_t at, std::size_t size) const {
-    if (!holds(at, size)) return std::nullopt;
-    std::uint32_t value = 0;
-    for (std::size_t k = 0; k < size; ++k) {
-      value = value << 8U | static_cast<unsigned char>(bytes_[at + (little_ ? size - 1 - k : k)]);
-    }
-    return value;
-  }
-
- private:
-  std::string_view bytes_;
-  bool little_;
-};
 
 Pixels transposed(const Pixels& from) {
   Pixels out(from.width, from.height, from.channels);
@@ -62,61 +39,80 @@ void mirror_columns(Pixels& pixels) {
   }
 }
 
-// Whether a field of text lies inside; up to four bytes of it are looked for at the block's start,
-// where OpenCV looks for them.
-bool holds_text(const Block& block, std::size_t entry) {
-  const std::size_t length = block.number(entry + 4, 4).value_or(0);
-  const std::optional<std::uint32_t> place = block.number(entry + 8, 4);
-  return place && block.holds(length > 4 ? *place : 8, length);
-}
+// A TIFF block, its numbers in the byte order that its first two bytes tell.
+class Block {
+ public:
+  explicit Block(std::string_view data) : data_(data), little_(data.substr(0, 2) == "II") {}
 
-bool holds_ratios(const Block& block, std::size_t entry, std::size_t count) {
-  const std::optional<std::uint32_t> place = block.number(entry + 8, 4);
-  return place && block.holds(*place, 8 * count);
-}
+  // Throws CutShort.
+  std::size_t number(std::size_t at, std::size_t size) const {
+    return little_ ? bytes::little(data_, at, size) : bytes::big(data_, at, size);
+  }
 
-// Whether the fields that OpenCV looks into can be read; at the first that cannot, it stops.
-bool readable(const Block& block, std::size_t entry, std::uint32_t tag) {
+  // Throws CutShort where so many bytes are not there.
+  void require(std::size_t at, std::size_t size) const {
+    if (at > data_.size() || size > data_.size() - at) throw bytes::CutShort();
+  }
+
+  // The same of fractions, 8 bytes each, at the place that a field tells.
+  void require_ratios(std::size_t entry, std::size_t count) const {
+    require(number(entry + 8, 4), 8 * count);
+  }
+
+ private:
+  std::string_view data_;
+  bool little_;
+};
+
+// Reads the fields that OpenCV reads: at the first that lies outside, it stops. Throws CutShort.
+void look_into(const Block& block, std::size_t entry, std::size_t tag) {
   switch (tag) {
-    case 270:    // description
-    case 271:    // make
-    case 272:    // model
-    case 305:    // software
-    case 306:    // date
-    case 33432:  // copyright
-      return holds_text(block, entry);
+    case 270:      // description
+    case 271:      // make
+    case 272:      // model
+    case 305:      // software
+    case 306:      // date
+    case 33432: {  // copyright
+      const std::size_t length = block.number(entry + 4, 4);
+      // up to four bytes stand in the field; OpenCV looks at the start of the block
+      return block.require(length > 4 ? block.number(entry + 8, 4) : 8, length);
+    }
     case 282:  // resolution across
     case 283:  // and down
-      return holds_ratios(block, entry, 1);
-    case 318:  // white point
-      return holds_ratios(block, entry, 2);
-    case 529:  // weights of the colours
-      return holds_ratios(block, entry, 3);
-    case 319:  // the colours
-    case 532:  // black and white
-      return holds_ratios(block, entry, 6);
-    case kOrientation:
+      return block.require_ratios(entry, 1);
+    case 318: return block.require_ratios(entry, 2);  // white point
+    case 529: return block.require_ratios(entry, 3);  // weights of the colours
+    case 319:                                         // the colours
+    case 532:                                         // black and white
+      return block.require_ratios(entry, 6);
     case 296:  // unit of the resolution
     case 531:  // place of the colours
-      return block.holds(entry + 8, 2);
-    default: return true;
+      return block.require(entry + 8, 2);
+    default: return;
   }
+}
+
+std::optional<int> orientation_in(const Block& block) {
+  if (block.number(2, 2) != 42) return std::nullopt;
+  const std::size_t directory = block.number(4, 4);
+  const std::size_t count = block.number(directory, 2);
+  for (std::size_t k = 0; k < count; ++k) {
+    const std::size_t entry = directory + 2 + k * kEntry;
+    const std::size_t tag = block.number(entry, 2);
+    if (tag == kOrientation) return static_cast<int>(block.number(entry + 8, 2));
+    look_into(block, entry, tag);
+  }
+  return std::nullopt;
 }
 
 }  // namespace
 
-std::optional<int> orientation(std::string_view bytes) {
-  const Block block(bytes);
-  if (block.number(2, 2) != 42U) return std::nullopt;
-  const std::size_t directory = block.number(4, 4).value_or(0);
-  const std::uint32_t count = block.number(directory, 2).value_or(0);
-  for (std::uint32_t k = 0; k < count; ++k) {
-    const std::size_t entry = directory + 2 + k * kEntry;
-    const std::optional<std::uint32_t> tag = block.number(entry, 2);
-    if (!tag || !readable(block, entry, *tag)) return std::nullopt;
-    if (*tag == kOrientation) return static_cast<int>(block.number(entry + 8, 2).value_or(1));
+std::optional<int> orientation(std::string_view block) {
+  try {
+    return orientation_in(Block(block));
+  } catch (const bytes::CutShort&) {
+    return std::nullopt;
   }
-  return std::nullopt;
 }
 
 //   1 as it is    2 left to right   3 both, which turns it round   4 top to bottom

@@ -7,12 +7,14 @@
 #include "calib8/digest.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/files.hpp"
+#include "calib8/text.hpp"
 #include "json_text.hpp"
 
 namespace calib8 {
 namespace {
 
 using json_text::Json;
+using json_text::parse;
 
 struct Part {
   const char* key;
@@ -30,8 +32,6 @@ constexpr std::array<Part, 7> kParts{
      {"rule", "the range rule", &Fingerprint::rule, false},
      {"versions", "a version", &Fingerprint::versions, true},
      {"method", "the method", &Fingerprint::method, false}}};
-
-Json parse(const std::string& text) { return Json::parse(text, nullptr, false); }
 
 Json value_of(const Fingerprint& fingerprint, const Part& part) {
   const std::string& text = fingerprint.*part.value;
@@ -76,8 +76,14 @@ constexpr int kSchema = 2;
 
 std::string Fingerprint::to_json() const {
   Json json;
-  for (const Part& part : kParts) json[part.key] = value_of(*this, part);
-  return json.dump();
+  for (const Part& part : kParts) {
+    json[part.key] = value_of(*this, part);
+    if (part.table && !json[part.key].is_object()) {
+      throw CacheError(std::string("a fingerprint's ") + part.key + " is a JSON object, got " +
+                       text::repr(text::head(this->*part.value, 60)) + "; fill it in");
+    }
+  }
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
 Fingerprint Fingerprint::from_json(const std::string& json) {
@@ -124,7 +130,12 @@ std::string Fingerprint::changes_sentence(const Fingerprint& old) const {
 }
 
 void set_feed(Fingerprint& fingerprint, const std::string& manifest) {
-  Json images = Json::parse(manifest);
+  Json images = parse(manifest);
+  if (!images.is_object() || !field(images, "preprocess").is_object() ||
+      !field(images, "ordered_sha256").is_string()) {
+    throw FeedError("a fingerprint is made of a feed's manifest, got " +
+                    text::repr(text::head(manifest, 60)) + "; give Feed::manifest()");
+  }
   fingerprint.preprocess = images["preprocess"].dump();
   fingerprint.order = images["ordered_sha256"].get<std::string>();
   images.erase("preprocess");
@@ -157,12 +168,12 @@ std::optional<std::string> unfit(const std::filesystem::path& cache,
     return cache.string() + " has no fingerprint beside it, so nothing tells what it was made from";
   }
   try {
-    const Json document = parse(files::read(beside));
+    const Json document = parse(files::read(beside, files::kMostText));
     const bool sound = document.is_object() && field(document, "schema") == kSchema &&
                        field(document, "sha256").is_object() &&
                        document.contains("fingerprint");
     if (!sound) return beside.string() + kNotSound;
-    if (field(document["sha256"], "cache") != Sha256().update(files::read(cache)).hex()) {
+    if (field(document["sha256"], "cache") != Sha256().update(files::read(cache, files::kMostText)).hex()) {
       return cache.string() + " was changed after " + beside.filename().string() + " was written";
     }
     const auto old = Fingerprint::from_json(document["fingerprint"].dump());

@@ -128,6 +128,10 @@ void Histogram::merge(const Histogram& other) {
 }
 
 std::vector<std::int64_t> Histogram::magnitudes(std::int64_t bins) const {
+  if (bins < 1 || kBins % bins != 0) {
+    throw CalibrationError("a histogram folds into bins that divide " + std::to_string(kBins) +
+                           ", got " + std::to_string(bins));
+  }
   Counts counts = counts_;
   close(counts);
   Counts folded(static_cast<std::size_t>(bins), 0);

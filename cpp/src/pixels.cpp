@@ -20,15 +20,20 @@ float pick(const std::vector<double>& values, std::size_t channel) {
   return static_cast<float>(values.size() == 1 ? values.front() : values[channel]);
 }
 
-void check(const Pixels& pixels, const Preprocess& how) {
+void require_fit(const Pixels& pixels, const Preprocess& how) {
+  if (!how.size || how.size->height < 1 || how.size->width < 1) {
+    throw ConfigError("a picture is fitted into a size of 1x1 at the least, got none; resolve() gives"
+                      " the model's own");
+  }
   const bool whole = pixels.height > 0 && pixels.width > 0 && pixels.channels == how.channels() &&
                      pixels.data.size() == static_cast<std::size_t>(pixels.height) *
                                                pixels.row_bytes();
   if (whole) return;
-  throw FeedError("a picture must be height * width * " + std::to_string(how.channels()) +
-                  " values, got " + std::to_string(pixels.data.size()) + " for " +
-                  std::to_string(pixels.height) + "x" + std::to_string(pixels.width) + "x" +
-                  std::to_string(pixels.channels) + "; decode it in the color of the input");
+  throw FeedError("a picture of " + std::to_string(how.channels()) +
+                  " channels in uint8 must be given, got " + std::to_string(pixels.data.size()) +
+                  " values for " + std::to_string(pixels.height) + "x" +
+                  std::to_string(pixels.width) + "x" + std::to_string(pixels.channels) +
+                  "; decode() gives it");
 }
 
 }  // namespace
@@ -44,7 +49,7 @@ Pixels::Pixels(int rows, int columns, int depth)
 }
 
 std::vector<float> apply(const Pixels& pixels, const Preprocess& how) {
-  check(pixels, how);
+  require_fit(pixels, how);
   const geometry::Placed placed = geometry::fit(pixels, how);
   const auto height = static_cast<std::size_t>(how.size->height);
   const auto width = static_cast<std::size_t>(how.size->width);

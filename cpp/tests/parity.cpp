@@ -151,9 +151,11 @@ void write_raw(const Json& ask, const void* data, std::size_t size) {
   out.write(static_cast<const char*>(data), static_cast<std::streamsize>(size));
 }
 
-Json decoded(const Json& ask) {
-  const std::string data = files::read(ask["path"].get<std::string>());
-  const Pixels pixels = images::decode(data, ask["name"].get<std::string>(), ask["grey"].get<bool>());
+// The pixels of one file.
+Json decode(const Json& ask) {
+  const std::string name = ask["name"].get<std::string>();
+  const std::string data = images::read({ask["path"].get<std::string>(), name, std::nullopt});
+  const Pixels pixels = images::decode(data, name, ask["grey"].get<bool>());
   write_raw(ask, pixels.data.data(), pixels.data.size());
   return {{"shape", {pixels.height, pixels.width, pixels.channels}}};
 }
@@ -168,6 +170,14 @@ Json applied(const Json& ask) {
 }
 
 Json decoder(const Json& /*ask*/) { return {{"version", images::decoder_version()}}; }
+
+Json list(const Json& ask) {
+  Json found = Json::array();
+  for (const images::Picture& one : images::read_list(ask["path"].get<std::string>())) {
+    found.push_back({one.name, one.label ? Json(*one.label) : Json()});
+  }
+  return {{"pictures", found}};
+}
 
 Json presets_json(const Json& /*ask*/) {
   Json all = Json::object();
@@ -200,9 +210,10 @@ Json answer(const Json& ask) {
   if (op == "histogram") return histogram(ask);
   if (op == "search") return search(ask);
   if (op == "feed") return feed(ask);
-  if (op == "decode") return decoded(ask);
+  if (op == "decode") return decode(ask);
   if (op == "apply") return applied(ask);
   if (op == "decoder") return decoder(ask);
+  if (op == "list") return list(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);
   if (op == "latency") return latency(ask);

@@ -30,7 +30,7 @@ struct Entry {
   std::string digits;
   std::string end = "\n";
 
-  std::uint32_t bits() const;  // the float32 bit pattern
+  std::uint32_t bits() const;  // the float32 bit pattern; throws CacheError: other digits than hex
   float scale() const;         // real value of one int8 step: amax / 127
   // Why this scale cannot stand in a Q/DQ node: "zero", "inf", "NaN", "negative"; or nothing.
   std::optional<std::string> flaw() const;

@@ -35,6 +35,7 @@ int search(const std::vector<std::int64_t>& histogram);
 double threshold(int i, double full_range);
 
 // KL(P || Q) of keeping the first i bins of h ([2048] counts, h[0] == 0); inf where P > 0 = Q.
+// Throws CalibrationError: another size, or i outside 128..2048.
 double divergence(const std::vector<double>& h, int i);
 
 // Statistics of one tensor -> its clip range.

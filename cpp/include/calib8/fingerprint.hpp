@@ -23,6 +23,7 @@ struct Fingerprint {
   std::string versions;    // what computed the scales
   std::string method;
 
+  // Throws CacheError: a table that is no JSON object.
   std::string to_json() const;
   // Throws CacheError: missing or mistyped parts.
   static Fingerprint from_json(const std::string& json);
@@ -33,13 +34,14 @@ struct Fingerprint {
   std::string changes_sentence(const Fingerprint& old) const;
 };
 
-// Splits a feed's manifest into the images, order and preprocess parts.
+// Splits a feed's manifest into the images, order and preprocess parts. Throws FeedError: it is none.
 void set_feed(Fingerprint& fingerprint, const std::string& manifest);
 
 // CACHE.json beside a cache.
 std::filesystem::path sidecar(const std::filesystem::path& cache);
 
-// Writes the cache and then its fingerprint, each atomically. Throws ExportError.
+// Writes the cache and then its fingerprint, each atomically. Throws ExportError, or CacheError
+// where a part of the fingerprint is missing.
 void save_calibration(const std::filesystem::path& cache, std::string_view text,
                       const Fingerprint& fingerprint);
 

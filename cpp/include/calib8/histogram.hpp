@@ -34,7 +34,7 @@ class Histogram {
   // Adds what `other` saw; exact, in any order. Throws CalibrationError on unequal bases.
   void merge(const Histogram& other);
 
-  // Counts of |x| over [0, R] in `bins` bins; `bins` must divide kBins.
+  // Counts of |x| over [0, R] in `bins` bins. Throws CalibrationError unless `bins` divides kBins.
   std::vector<std::int64_t> magnitudes(std::int64_t bins) const;
 
   // [2 * kBins + 1] signed counts, index kBins is bin 0.

@@ -25,6 +25,7 @@ struct Timing {
 };
 
 // Percentile as trtexec's, of ascending samples: floor((1 - p) * n) slowest are left out.
+// Throws ConfigError: no sample, or a percent above 100.
 double percentile(const std::vector<double>& ordered_ms, std::size_t percent);
 
 // One inference on the device, in ms; trtexec's latency is h2d + compute + d2h.

@@ -38,7 +38,7 @@ struct Pixels {
 };
 
 // uint8 [H, W, C] -> C * h * w floats. `how` must be resolved.
-// Throws FeedError: the picture's channels are not those of `how`, or its data not of its size.
+// Throws ConfigError: it has no size; FeedError: other channels than it says, or too little data.
 std::vector<float> apply(const Pixels& pixels, const Preprocess& how);
 
 // (h, w) with the short side made `length`, the long one scaled alike and rounded down.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -22,8 +23,9 @@ struct Size {
 // A dimension is a number, or a symbol, or (both empty) unknown.
 struct Dim {
   Dim() = default;
-  Dim(std::int64_t number) : size(number) {}  // implicit: a shape reads {"n", 3, 224, 224}
-  Dim(int number) : size(number) {}
+  // of any integer, and implicit: a shape reads {"n", 3, 224, 224}
+  template <class Number, class = std::enable_if_t<std::is_integral_v<Number>>>
+  Dim(Number number) : size(static_cast<std::int64_t>(number)) {}
   Dim(std::string name) : symbol(std::move(name)) {}
   Dim(const char* name) : symbol(name) {}
   std::optional<std::int64_t> size;

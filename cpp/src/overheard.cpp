@@ -1,0 +1,111 @@
+#include "overheard.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <mutex>
+#include <string_view>
+
+#include "calib8/text.hpp"
+
+#ifdef __GLIBC__
+#include <unistd.h>
+#endif
+
+// stderr is a variable in glibc. While anybody listens it is a stream that asks, of every write,
+// whose thread it comes from:
+//
+//   fprintf(stderr, ...) --> stream --+-- this thread listens: its text
+//                                     `-- another:             descriptor 2, the screen
+namespace calib8 {
+namespace {
+
+thread_local std::string* heard = nullptr;
+
+#ifdef __GLIBC__
+constexpr std::size_t kMost = std::size_t{1} << 16U;  // bytes that are kept
+
+ssize_t take(void* /*cookie*/, const char* data, std::size_t size) {
+  if (heard == nullptr) return ::write(STDERR_FILENO, data, size);
+  try {
+    heard->append(data, std::min(size, kMost - std::min(kMost, heard->size())));
+  } catch (...) {
+    return 0;  // a word is lost
+  }
+  return static_cast<ssize_t>(size);
+}
+
+// Made once and never closed, since a thread may be about to write to it.
+std::FILE* listening() {
+  static std::FILE* const stream = [] {
+    std::FILE* made = ::fopencookie(nullptr, "a", {nullptr, take, nullptr, nullptr});
+    if (made != nullptr) std::setvbuf(made, nullptr, _IONBF, 0);
+    return made;
+  }();
+  return stream;
+}
+
+// How many listen, and what stderr was before the first of them did.
+struct Listeners {
+  std::mutex mutex;
+  int count = 0;
+  std::FILE* own = nullptr;
+};
+
+Listeners& listeners() {
+  static Listeners all;
+  return all;
+}
+
+void open_ear() {
+  std::FILE* const stream = listening();
+  if (stream == nullptr) return;
+  Listeners& all = listeners();
+  const std::lock_guard lock(all.mutex);
+  if (all.count++ > 0) return;
+  all.own = stderr;
+  stderr = stream;
+}
+
+void close_ear() {
+  if (listening() == nullptr) return;
+  Listeners& all = listeners();
+  const std::lock_guard lock(all.mutex);
+  if (--all.count == 0) stderr = all.own;
+}
+#else
+void open_ear() {}
+void close_ear() {}
+#endif
+
+std::string printable(std::string_view line) {
+  std::string kept;
+  for (const char c : line) {
+    if (c >= ' ' && c <= '~') kept += c;
+  }
+  return std::string(text::strip(kept));
+}
+
+}  // namespace
+
+Overheard::Overheard() : before_(heard) {
+  heard = &said_;
+  open_ear();
+}
+
+Overheard::~Overheard() {
+  close_ear();
+  heard = before_;
+}
+
+std::vector<std::string> Overheard::lines() const {
+  std::vector<std::string> found;
+  for (std::size_t at = 0; at < said_.size();) {
+    const std::size_t end = std::min(said_.find_first_of("\n\r", at), said_.size());
+    std::string line = printable(std::string_view(said_).substr(at, end - at));
+    if (!line.empty()) found.push_back(std::move(line));
+    at = end + 1;
+  }
+  return found;
+}
+
+}  // namespace calib8
