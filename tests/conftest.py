@@ -216,7 +216,11 @@ def untold(monkeypatch):
 
 
 _ROOT = Path(__file__).resolve().parents[1]
-_BUILD = _ROOT / "build" / "cpp-check"
+# Which build of the C++ half is compared (cpp/CMakePresets.json), and what runs its programs: an
+# emulator's words where it is another machine's. Of OpenCV and of this machine, unless told.
+_PRESET = os.environ.get("CALIB8_CPP_PRESET", "check")
+_RUNNER = os.environ.get("CALIB8_CPP_RUNNER", "").split()
+_BUILD = _ROOT / "build" / f"cpp-{_PRESET}"
 
 
 def _in_cpp(*command):
@@ -231,7 +235,7 @@ def _build_parity():
     _BUILD.mkdir(parents=True, exist_ok=True)
     with (_BUILD / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one of several test processes builds
-        configure = _in_cpp("cmake", "--preset", "check")
+        configure = _in_cpp("cmake", "--preset", _PRESET)
         if configure.returncode and "configuration file provided by" in configure.stderr:
             package = configure.stderr.split("provided by", 1)[1].split('"')[1]
             pytest.skip(f"the C++ library needs {package}, which is not installed")
@@ -240,14 +244,14 @@ def _build_parity():
         targets = ("parity", "calib8_cache")
         built = _in_cpp("cmake", "--build", _BUILD, "-j", jobs, "--target", *targets)
         assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
-    return _BUILD / "tests" / "parity"
+    return [*_RUNNER, _BUILD / "tests" / "parity"]
 
 
 @pytest.fixture(scope="module")
 def cpp():
     """(op, question) -> what the C++ library answers, by cpp/tests/parity.cpp."""
     process = subprocess.Popen(
-        [_build_parity()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        _build_parity(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
     def ask(op, **question):
@@ -257,8 +261,15 @@ def cpp():
         assert line, f"the C++ program ended on {op} {question}"
         return json.loads(line)
 
+    ask.reads_all = ask("decoder")["version"].startswith("opencv")  # or JPEG, PNG and WebP alone
     yield ask
     process.stdin.close()
     process.wait(30)
     process.stdout.close()
     assert process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def calib8_cache(cpp):
+    """The command of the C++ tool calib8-cache, built along with what `cpp` asks."""
+    return [*_RUNNER, str(_BUILD / "calib8-cache")]

@@ -21,7 +21,6 @@ from deploy.metrics.latency import DeviceTimes, measure
 from deploy.tensors import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = ROOT / "build" / "cpp-check"
 GOLDEN = ROOT / "tests" / "golden" / "caches"
 THIRD_PARTY = ROOT.parent / "shared" / "golden" / "tensorrt"
 SPEC = TensorSpec("image", "float32", ("n", 3, 56, 64))
@@ -39,8 +38,9 @@ def outcome(make):
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory):
+def photos(cpp, tmp_path_factory):
     """100 pictures of all kinds: sizes, formats, grey, alpha, 16 bits, noise and smooth."""
+    bitmap, last = (".bmp", ".tiff") if cpp.reads_all else (".webp", ".webp")
     folder = tmp_path_factory.mktemp("photos")
     rng = np.random.default_rng(7)
     for index in range(100):
@@ -48,7 +48,7 @@ def photos(tmp_path_factory):
         channels = [3, 3, 3, 1, 4][index % 5]
         small = rng.integers(0, 256, (max(2, height // 9), max(2, width // 9), channels))
         image = cv2.resize(small.astype(np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
-        suffix = [".jpg", ".png", ".bmp", ".PNG", ".jpeg", ".tiff"][index % 6]
+        suffix = [".jpg", ".png", bitmap, ".PNG", ".jpeg", last][index % 6]
         if index % 12 == 1:
             image = image.astype(np.uint16) * 257
         if suffix in (".jpg", ".jpeg", ".bmp") and image.ndim == 3 and image.shape[2] == 4:
@@ -476,9 +476,9 @@ def test_latency_has_the_same_form_and_figures(cpp, count):
 
 
 @pytest.fixture(scope="module")
-def tool(cpp):
+def tool(calib8_cache):
     def call(*words):
-        command = [str(BUILD / "calib8-cache"), *map(str, words)]
+        command = [*calib8_cache, *map(str, words)]
         return subprocess.run(command, capture_output=True, text=True)
 
     return call

@@ -3,7 +3,6 @@
 import struct
 import subprocess
 import zlib
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from deploy.errors import Calib8Error
 from deploy.feed import images
 
-TOOL = Path(__file__).resolve().parents[1] / "build" / "cpp-check" / "calib8-cache"
 NOISE = np.random.default_rng(0).integers(0, 256, (9, 14, 3), dtype=np.uint8)
 PHOTO = cv2.resize(NOISE, (126, 81), interpolation=cv2.INTER_CUBIC)
 ALPHA = np.dstack((PHOTO, np.tile(np.arange(126, dtype=np.uint8) * 2, (81, 1))))
@@ -227,6 +225,8 @@ def theirs(cpp, tmp_path):
             return answer
         return np.fromfile(tmp_path / "out", np.uint8).reshape(answer["shape"])
 
+    signs = (b"\xff\xd8", b"\x89PNG", b"RIFF") if not cpp.reads_all else b""
+    decode.reads = lambda data: data.startswith(signs)
     return decode
 
 
@@ -245,8 +245,10 @@ def apart(left, right):
 def test_pixels_of_every_kind_agree(theirs, grey):
     assert len(KINDS) >= 60
     differing = {kind: apart(ours(data, grey), theirs(data, grey)) for kind, data in KINDS.items()}
+    for kind in [kind for kind, data in KINDS.items() if not theirs.reads(data)]:
+        assert "this build reads JPEG, PNG and WebP alone" in differing.pop(kind)
     # a newer OpenCV cuts the grey of such a file off where an older one rounds it
-    if grey and differing["bmp alpha"].startswith("by 1 "):
+    if grey and differing.get("bmp alpha", "").startswith("by 1 "):
         del differing["bmp alpha"]
     assert not any(differing.values()), {k: v for k, v in differing.items() if v}
 
@@ -319,8 +321,8 @@ def test_damage_of_other_kinds_is_told_in_the_same_words(theirs):
     for data in (wrong_filter, short, KINDS["webp"][:-300], KINDS["bmp"][:80], b"hello", b"RIFF"):
         mine, its = ours(data), theirs(data)
         assert isinstance(mine, dict) and isinstance(its, dict), data[:40]
-        if not data.startswith(b"\x89PNG"):  # whose decoder's words are not every version's
-            assert mine == its
+        if not data.startswith(b"\x89PNG") and (theirs.reads(data) or data == b"hello"):
+            assert mine == its  # a PNG's decoder's words are not every version's
         assert mine["message"].split(":")[0].rstrip(")") == its["message"].split(":")[0].rstrip(")")
     assert "libpng error: bad adaptive filter value" in theirs(wrong_filter)["message"]
 
@@ -358,7 +360,7 @@ def test_pictures_that_are_too_large_are_refused_by_their_header(theirs):
         assert "268,435,456 pixels, got 30000x20000; give a" in mine["message"], data
         assert theirs(data) == mine
         seen += 1
-        for length in range(2, len(data)):
+        for length in range(2, len(data) if theirs.reads(data) else 2):
             assert not apart(ours(data[:length]), theirs(data[:length])), data[:length]
     assert seen == 19
 
@@ -372,14 +374,23 @@ def test_a_vast_file_is_refused_before_it_is_read(cpp, tmp_path):
     assert "at most 1 GB, got 50.0 GB" in answer["message"]
 
 
-def test_decoders_print_nothing(tmp_path):
+def test_decoders_print_nothing(calib8_cache, tmp_path):
     folder = tmp_path / "pictures"
     folder.mkdir()
     for number, data in enumerate([*JPEGS.values(), KINDS["png of an odd profile"]]):
         (folder / f"{number}.jpg").write_bytes(zeroed(data, 0.5) if number < 5 else data)
     (folder / "cut.pgm").write_bytes(KINDS["pgm 16 bits"][:200])
     (folder / "good.jpg").write_bytes(KINDS["jpeg of another revision"])
-    command = [TOOL, "feed", folder, "--input", "x:1x3x8x8", "--skip-bad", "-o", tmp_path / "out"]
+    command = [
+        *calib8_cache,
+        "feed",
+        folder,
+        "--input",
+        "x:1x3x8x8",
+        "--skip-bad",
+        "-o",
+        tmp_path / "out",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert '"samples": 2,' in done.stdout

@@ -1,18 +1,15 @@
 // One picture's bytes to pixels.
+#include <algorithm>
 #include <array>
 #include <cstdint>
-#include <limits>
-#include <new>
-#include <opencv2/core/utility.hpp>
-#include <opencv2/core/utils/logger.hpp>
-#include <opencv2/imgcodecs.hpp>
 
 #include "calib8/errors.hpp"
 #include "calib8/images.hpp"
 #include "calib8/text.hpp"
+#include "codec.hpp"
+#include "exif.hpp"
 #include "headers.hpp"
 #include "jpeg.hpp"
-#include "overheard.hpp"
 #include "webp.hpp"
 
 namespace calib8::images {
@@ -72,70 +69,27 @@ std::string fault(std::string_view data) {
   return {};
 }
 
-// One thread, no messages of OpenCV on stderr, and no IPP: its cubic resize rounds otherwise on
-// every 30th pixel, so that the pixels would depend on how OpenCV was built.
-void settle_opencv() {
-  static const bool kOnce = [] {
-    cv::setNumThreads(1);
-    cv::utils::logging::setLogLevel(cv::utils::logging::LOG_LEVEL_SILENT);
-    return true;
-  }();
-  static_cast<void>(kOnce);
-  cv::ipp::setUseIPP(false);  // a setting of the calling thread only
-}
-
-cv::Mat imdecode(std::string_view data, int flags) {
-  if (data.size() > static_cast<std::size_t>(std::numeric_limits<int>::max())) return {};
-  // OpenCV takes no const matrix header; imdecode only reads.
-  auto* bytes = const_cast<char*>(data.data());
-  const cv::Mat raw(1, static_cast<int>(data.size()), CV_8UC1, bytes);
-  try {
-    return cv::imdecode(raw, flags);
-  } catch (const cv::Exception&) {
-    return {};
-  } catch (const std::bad_alloc&) {
-    return {};
+// A picture on its canvas, black where it does not reach; empty where it does not fit on it.
+Pixels placed(const Pixels& pixels, const webp::First& first) {
+  if (first.left > first.canvas_width - pixels.width) return {};
+  if (first.top > first.canvas_height - pixels.height) return {};
+  Pixels canvas(first.canvas_height, first.canvas_width, pixels.channels);
+  for (int y = 0; y < pixels.height; ++y) {
+    std::copy_n(pixels.row(y), pixels.row_bytes(),
+                canvas.row(first.top + y) + first.left * pixels.channels);
   }
+  return canvas;
 }
 
-// A picture as its EXIF orientation says that it is looked at.
-cv::Mat upright(const cv::Mat& pixels, int orientation) {
-  cv::Mat turned = pixels;
-  if (orientation >= 5) cv::transpose(pixels, turned);
-  constexpr std::array<int, 9> kFlips{2, 2, 1, -1, 0, 2, 1, -1, 0};  // OpenCV's codes; 2: none
-  const int flip = kFlips[static_cast<std::size_t>(orientation)];
-  cv::Mat out = turned;
-  if (flip != 2) cv::flip(turned, out, flip);
-  return out;
-}
-
-// OpenCV below 4.11 leaves the orientation of a WebP as it is, and refuses animations.
-cv::Mat decode_webp(std::string_view data, int flags) {
+// Of an animation the first picture; turned here, since OpenCV does either from 4.11 on only.
+codec::Decoded decode_webp(std::string_view data, bool grey) {
   const auto first = webp::first_picture(data);
-  cv::Mat pixels =
-      imdecode(first ? std::string_view(first->still) : data, flags | cv::IMREAD_IGNORE_ORIENTATION);
-  if (first && !pixels.empty()) {
-    const cv::Rect place(first->left, first->top, pixels.cols, pixels.rows);
-    const cv::Size size(first->canvas_width, first->canvas_height);
-    if ((place & cv::Rect({}, size)) != place) return {};
-    cv::Mat canvas = cv::Mat::zeros(size, pixels.type());
-    pixels.copyTo(canvas(place));
-    pixels = canvas;
+  codec::Decoded made = codec::decode(first ? std::string_view(first->still) : data, grey);
+  if (first && !made.pixels.data.empty()) made.pixels = placed(made.pixels, *first);
+  if (!made.pixels.data.empty()) {
+    made.pixels = exif::turned(std::move(made.pixels), webp::orientation(data));
   }
-  return pixels.empty() ? pixels : upright(pixels, webp::orientation(data));
-}
-
-struct Decoded {
-  cv::Mat pixels;                 // empty where it is no picture
-  std::vector<std::string> said;  // by the decoder
-};
-
-Decoded decoded(std::string_view data, bool grey) {
-  const int flags = grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR;
-  const bool is_webp = data.substr(0, 4) == "RIFF";
-  const Overheard ear;
-  cv::Mat pixels = is_webp ? decode_webp(data, flags) : imdecode(data, flags);
-  return {pixels, ear.lines()};
+  return made;
 }
 
 // What libjpeg says of pixels; of a profile, a revision or a colour transform it says other things.
@@ -164,20 +118,22 @@ void check_size(std::string_view data, const std::string& name) {
 
 }  // namespace
 
-cv::Mat decode(std::string_view data, const std::string& name, bool grey) {
-  settle_opencv();
+Pixels decode(std::string_view data, const std::string& name, bool grey) {
   check_size(data, name);
   const std::string found = fault(data);
   if (!found.empty()) refuse(data, name, found);
-  const Decoded picture = decoded(data, grey);
-  for (const std::string& words : picture.said) {
+  const bool is_webp = data.substr(0, 4) == "RIFF";
+  codec::Decoded made = is_webp ? decode_webp(data, grey) : codec::decode(data, grey);
+  for (const std::string& words : made.said) {
     if (!is_damage(words)) continue;
     throw FeedError("image " + text::shown(name) + " is damaged (" + std::to_string(data.size()) +
                     " bytes), its decoder says: " + words);
   }
-  if (!picture.pixels.empty()) return picture.pixels;
+  if (!made.pixels.data.empty()) return std::move(made.pixels);
   refuse(data, name, "damaged or of an unknown kind" +
-                         (picture.said.empty() ? "" : ": " + picture.said.back()));
+                         (made.said.empty() ? "" : ": " + made.said.back()));
 }
+
+std::string decoder_version() { return codec::version(); }
 
 }  // namespace calib8::images

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "bytes.hpp"
+#include "exif.hpp"
 
 // RIFF size WEBP, then chunks: name, size, body, and a byte of padding behind an odd body. The first
 // one of an extended file is VP8X: flags, three bytes, the canvas's sides less one in three bytes each.
@@ -10,14 +11,11 @@
 namespace calib8::webp {
 namespace {
 
-using std::string_view_literals::operator""sv;
-
 constexpr unsigned kAnimation = 0x02;
 constexpr unsigned kExif = 0x08;
 constexpr unsigned kAlpha = 0x10;
 constexpr std::size_t kHead = 12;       // bytes before the first chunk of a file
 constexpr std::size_t kFrameHead = 16;  // bytes before the first chunk of a frame
-constexpr unsigned kOrientation = 0x0112;
 
 struct Chunk {
   std::string_view name;
@@ -76,18 +74,6 @@ int side(std::string_view data, std::size_t at) {
   return static_cast<int>(bytes::little(data, at, 3));
 }
 
-// The value of a tag in the first directory of a TIFF, as EXIF data are.
-std::optional<int> tag_of(std::string_view tiff, unsigned wanted) {
-  const auto number = tiff.substr(0, 2) == "II" ? bytes::little : bytes::big;
-  const std::size_t at = number(tiff, 4, 4);
-  const std::size_t count = number(tiff, at, 2);
-  for (std::size_t k = 0; k < count; ++k) {
-    const std::size_t entry = at + 2 + k * 12;
-    if (number(tiff, entry, 2) == wanted) return static_cast<int>(number(tiff, entry + 8, 2));
-  }
-  return std::nullopt;
-}
-
 }  // namespace
 
 std::optional<First> first_picture(std::string_view data) {
@@ -107,15 +93,9 @@ std::optional<First> first_picture(std::string_view data) {
                side(data, 27) + 1};
 }
 
-int orientation(std::string_view data) {
-  const auto exif = body_of(flagged(data, kExif), "EXIF");
-  if (!exif || (exif->substr(0, 4) != "II*\0"sv && exif->substr(0, 4) != "MM\0*"sv)) return 1;
-  try {
-    const int found = tag_of(*exif, kOrientation).value_or(1);
-    return found >= 1 && found <= 8 ? found : 1;
-  } catch (const bytes::CutShort&) {
-    return 1;
-  }
+std::optional<int> orientation(std::string_view data) {
+  const auto block = body_of(flagged(data, kExif), "EXIF");
+  return block ? exif::orientation(*block) : std::nullopt;
 }
 
 }  // namespace calib8::webp

@@ -20,7 +20,7 @@ struct First {
 // Nothing where the file is no animation, or not a whole one.
 std::optional<First> first_picture(std::string_view data);
 
-// The orientation of its EXIF data, 1 to 8; 1, as it stands, where there is none.
-int orientation(std::string_view data);
+// The orientation that its EXIF block tells.
+std::optional<int> orientation(std::string_view data);
 
 }  // namespace calib8::webp

@@ -1,5 +1,6 @@
 // Answers questions of the Python tests, one JSON object a line in, one out: what does the C++
 // library make of this file? An error is answered as {"error": kind, "message": text}.
+#include <array>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -11,7 +12,9 @@
 #include "calib8/files.hpp"
 #include "calib8/fingerprint.hpp"
 #include "calib8/histogram.hpp"
+#include "calib8/images.hpp"
 #include "calib8/latency.hpp"
+#include "calib8/pixels.hpp"
 
 namespace {
 
@@ -143,17 +146,30 @@ Json feed(const Json& ask) {
           {"manifest", Json::parse(opened.manifest())}};
 }
 
+void write_raw(const Json& ask, const void* data, std::size_t size) {
+  std::ofstream out(ask["out"].get<std::string>(), std::ios::binary);
+  out.write(static_cast<const char*>(data), static_cast<std::streamsize>(size));
+}
+
 // The pixels of one file.
 Json decode(const Json& ask) {
   const std::string name = ask["name"].get<std::string>();
   const std::string data = images::read({ask["path"].get<std::string>(), name, std::nullopt});
-  const cv::Mat pixels = images::decode(data, name, ask["grey"].get<bool>());
-  std::ofstream out(ask["out"].get<std::string>(), std::ios::binary);
-  for (int y = 0; y < pixels.rows; ++y) {
-    out.write(pixels.ptr<char>(y), static_cast<std::streamsize>(pixels.cols * pixels.channels()));
-  }
-  return {{"shape", {pixels.rows, pixels.cols, pixels.channels()}}};
+  const Pixels pixels = images::decode(data, name, ask["grey"].get<bool>());
+  write_raw(ask, pixels.data.data(), pixels.data.size());
+  return {{"shape", {pixels.height, pixels.width, pixels.channels}}};
 }
+
+Json applied(const Json& ask) {
+  const auto shape = ask["shape"].get<std::array<int, 3>>();
+  Pixels pixels(shape[0], shape[1], shape[2]);
+  pixels.data = array_of<std::uint8_t>(ask["path"].get<std::string>());
+  const std::vector<float> values = apply(pixels, Preprocess::from_json(ask["options"].dump()));
+  write_raw(ask, values.data(), values.size() * sizeof(float));
+  return {{"count", values.size()}};
+}
+
+Json decoder(const Json& /*ask*/) { return {{"version", images::decoder_version()}}; }
 
 Json list(const Json& ask) {
   Json found = Json::array();
@@ -195,6 +211,8 @@ Json answer(const Json& ask) {
   if (op == "search") return search(ask);
   if (op == "feed") return feed(ask);
   if (op == "decode") return decode(ask);
+  if (op == "apply") return applied(ask);
+  if (op == "decoder") return decoder(ask);
   if (op == "list") return list(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);
