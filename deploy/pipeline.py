@@ -25,7 +25,6 @@ from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import NO_CHOICES
 from deploy.calibration.expected import odd
-from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe
@@ -193,14 +192,14 @@ def _calibrated(
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
-        verdict = judge(policy, lambda: _fingerprint(subject, feed), each_once(wanted))
+        verdict = judge(policy, lambda: fingerprint_of(subject, feed), each_once(wanted))
         peaks = Peaks()
         able = afford.workers(verdict.missing, subject.model, workers)
         observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
         ranges = Ranges(observed, subject.method, subject.bounds)
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
         notes = (*_fewer(able, workers), *(own.notes if own else ()))
-        fingerprint = verdict.of_all(_fingerprint(subject, feed))
+        fingerprint = verdict.of_all(fingerprint_of(subject, feed))
         outliers = (*verdict.outliers, *identified(peaks, feed.digests))
         calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
         text = own.text if own else None
@@ -432,12 +431,6 @@ def _refuse_idle_method(
     raise ConfigError(
         f"a method is for targets that search by it, got {subject.method.label} for"
         f" {', '.join(wanted)} alone, which has searches of its own; leave the method away"
-    )
-
-
-def _fingerprint(subject: Subject, feed: Feed) -> Fingerprint:
-    return fingerprint_of(
-        subject.loaded, feed, rule=subject.statistic.key, method=subject.method.label
     )
 
 

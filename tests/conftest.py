@@ -261,7 +261,7 @@ def cpp():
         assert line, f"the C++ program ended on {op} {question}"
         return json.loads(line)
 
-    ask.reads_all = ask("decoder")["version"].startswith("opencv")  # or JPEG, PNG and WebP alone
+    ask.reads_all = ask("decoder")["library"].startswith("OpenCV")  # or JPEG, PNG and WebP alone
     yield ask
     process.stdin.close()
     process.wait(30)

@@ -57,6 +57,6 @@ Decoded decode(std::string_view data, bool grey) {
   return made;
 }
 
-std::string version() { return "opencv " + cv::getVersionString(); }
+std::string version() { return "OpenCV " + cv::getVersionString(); }
 
 }  // namespace calib8::codec

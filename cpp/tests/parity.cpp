@@ -11,6 +11,7 @@
 #include "calib8/feed.hpp"
 #include "calib8/files.hpp"
 #include "calib8/fingerprint.hpp"
+#include "calib8/probe.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/images.hpp"
 #include "calib8/latency.hpp"
@@ -169,8 +170,6 @@ Json applied(const Json& ask) {
   return {{"count", values.size()}};
 }
 
-Json decoder(const Json& /*ask*/) { return {{"version", images::decoder_version()}}; }
-
 Json list(const Json& ask) {
   Json found = Json::array();
   for (const images::Picture& one : images::read_list(ask["path"].get<std::string>())) {
@@ -199,7 +198,26 @@ Json latency(const Json& ask) {
 Json changes(const Json& ask) {
   const Fingerprint now = Fingerprint::from_json(ask["now"].dump());
   const Fingerprint old = Fingerprint::from_json(ask["old"].dump());
-  return {{"changes", now.changes_since(old)}, {"same", Json::parse(now.to_json()) == ask["now"]}};
+  return {{"changes", now.changes_since(old)}, {"same", nlohmann::json::parse(now.to_json()) == nlohmann::json(ask["now"])}};
+}
+
+Json identity(const Json& ask) {
+  const ModelIdentity found = identity_of(ask["path"].get<std::string>());
+  return {{"graph", found.graph}, {"file", found.file}, {"weights", found.weights}};
+}
+
+// What stands beside a cache, and whether it fits.
+Json kept(const Json& ask) {
+  const Kept found = read_kept(ask["path"].get<std::string>());
+  Json out{{"by", found.fingerprint.by()}, {"text", found.text}};
+  if (ask.contains("now")) out["unfit"] = unfit(found, Fingerprint::from_json(ask["now"].dump()));
+  return out;
+}
+
+Json save(const Json& ask) {
+  save_calibration(ask["path"].get<std::string>(), ask["text"].get<std::string>(),
+                   Fingerprint::from_json(ask["fingerprint"].dump()));
+  return {{"saved", true}};
 }
 
 Json answer(const Json& ask) {
@@ -212,12 +230,15 @@ Json answer(const Json& ask) {
   if (op == "feed") return feed(ask);
   if (op == "decode") return decode(ask);
   if (op == "apply") return applied(ask);
-  if (op == "decoder") return decoder(ask);
   if (op == "list") return list(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);
   if (op == "latency") return latency(ask);
   if (op == "changes") return changes(ask);
+  if (op == "identity") return identity(ask);
+  if (op == "decoder") return Json::parse(decoder());
+  if (op == "kept") return kept(ask);
+  if (op == "save") return save(ask);
   throw std::invalid_argument("no such question: " + op);
 }
 

@@ -42,7 +42,7 @@ std::string read(const Picture& picture);
 Pixels decode(std::string_view data, const std::string& name, bool grey);
 
 // What decodes, with its version: the pixels of a picture may change with it.
-// "opencv 4.6.0", or "libjpeg-turbo 2.1.5, libpng 1.6.39, libwebp 1.2.4".
+// "OpenCV 4.6.0", or "libjpeg-turbo 2.1.5, libpng 1.6.39, libwebp 1.2.4".
 std::string decoder_version();
 
 }  // namespace calib8::images

@@ -7,7 +7,7 @@
 //   CALIB8_FAKE_INPUTS    a file; the bytes of every input of every run of an engine are added to it
 //   CALIB8_FAKE_LIBRARY   the version that the library says it is, such as 8.6.3; default: the headers'
 //
-// A model is text: "input NAME TYPE DIM...", "output NAME TYPE DIM...", "quantize" for a Q/DQ node,
+// A model is ONNX, of which inputs, outputs and Q/DQ nodes count, or text: "input NAME TYPE DIM...", "output NAME TYPE DIM...", "quantize" for a Q/DQ node,
 // "plugin" for a node of TensorRT's plugin library. A dimension of -1 is open; an output's
 // dimension of ? depends on the data; an input "shape NAME TYPE DIM" is read from host memory.
 #pragma once

@@ -29,7 +29,8 @@
 namespace calib8::trt {
 
 struct CalibratorOptions {
-  std::shared_ptr<const Feed> feed;       // batches of the shape that TensorRT calibrates with
+  std::shared_ptr<const Feed> feed;       // batches of the shape that TensorRT calibrates with; none
+                                          // is needed where there is a cache
   std::string input;                      // name of the network's input
   std::optional<std::string> cache = {};  // the text of a cache that fits; none: calibrate
   CalibrationJob::Keep keep = nullptr;    // takes a new cache before the engine is built
@@ -42,9 +43,11 @@ template <class Base>
 class Calibrator : public Base {
  public:
   explicit Calibrator(const CalibratorOptions& options)
-      : job_(given(options.feed), options.input,
-             [this](const Sample& sample) { return upload(sample); }, options.cache,
-             options.keep) {}
+      : job_(options.cache && !options.feed
+                 ? CalibrationJob(*options.cache)
+                 : CalibrationJob(given(options.feed), options.input,
+                                  [this](const Sample& sample) { return upload(sample); },
+                                  options.cache, options.keep)) {}
   // TensorRT and the job hold its address.
   Calibrator(Calibrator&&) = delete;
   Calibrator& operator=(Calibrator&&) = delete;
