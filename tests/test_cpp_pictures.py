@@ -3,7 +3,6 @@
 import struct
 import subprocess
 import zlib
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -379,7 +378,16 @@ def test_decoders_print_nothing(calib8_cache, tmp_path):
     for number, data in enumerate([*JPEGS.values(), KINDS["png of an odd profile"]]):
         (folder / f"{number}.jpg").write_bytes(zeroed(data, 0.5) if number < 5 else data)
     (folder / "good.jpg").write_bytes(KINDS["jpeg of another revision"])
-    command = [*calib8_cache, "feed", folder, "--input", "x:1x3x8x8", "--skip-bad", "-o", tmp_path / "out"]
+    command = [
+        *calib8_cache,
+        "feed",
+        folder,
+        "--input",
+        "x:1x3x8x8",
+        "--skip-bad",
+        "-o",
+        tmp_path / "out",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert '"samples": 2,' in done.stdout

@@ -1,7 +1,6 @@
 #include "webp.hpp"
 
 #include "bytes.hpp"
-#include "exif.hpp"
 
 // RIFF size WEBP, then chunks: name, size, body, and a byte of padding behind an odd body. The first
 // one of an extended file is VP8X: flags, three bytes, the canvas's sides less one in three bytes each.
@@ -61,10 +60,9 @@ std::optional<First> first_picture(std::string_view data) {
                side(data, 27) + 1};
 }
 
-std::optional<int> orientation(std::string_view data) {
+std::optional<std::string_view> exif_block(std::string_view data) {
   const auto chunks = flagged(data, kExif);
-  const auto block = chunks ? chunk(*chunks, "EXIF") : std::nullopt;
-  return block ? exif::orientation(*block) : std::nullopt;
+  return chunks ? chunk(*chunks, "EXIF") : std::nullopt;
 }
 
 }  // namespace calib8::webp
