@@ -14,7 +14,8 @@ struct Decoded {
   std::vector<std::string> said;  // by the decoder, a line each
 };
 
-// The file's bytes are whole as far as decode.cpp sees it. A WebP is no animation, and not turned.
+// The file's bytes are whole as far as decode.cpp sees it. A WebP is no animation.
+// JPEG, PNG and WebP are not turned as their EXIF block says.
 Decoded decode(std::string_view data, bool grey);
 
 // The decoders' names and versions.

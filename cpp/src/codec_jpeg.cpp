@@ -4,18 +4,13 @@
 
 #include <array>
 #include <csetjmp>
+#include <utility>
 #include <vector>
 
 #include "codec_plain.hpp"
-#include "exif.hpp"
 
 namespace calib8::codec::plain {
 namespace {
-
-using std::string_view_literals::operator""sv;
-
-constexpr int kExif = JPEG_APP0 + 1;
-constexpr auto kSign = "Exif\0\0"sv;  // before the block
 
 // libjpeg's state. It ends an error by jumping, so that no function here that it may jump out of
 // has objects of its own.
@@ -37,7 +32,6 @@ class Reader {
     if (setjmp(back_) != 0) return false;
     jpeg_create_decompress(&info_);
     jpeg_mem_src(&info_, data, static_cast<unsigned long>(size));
-    jpeg_save_markers(&info_, kExif, 0xFFFF);
     jpeg_read_header(&info_, TRUE);
     return true;
   }
@@ -65,17 +59,6 @@ class Reader {
   int height() const { return static_cast<int>(info_.image_height); }
   int components() const { return info_.output_components; }
   const std::vector<std::string>& said() const { return said_; }
-
-  // Of the first EXIF segment that tells it; libjpeg forgets them when it finishes.
-  std::optional<int> orientation() const {
-    for (jpeg_saved_marker_ptr at = info_.marker_list; at != nullptr; at = at->next) {
-      const std::string_view body(reinterpret_cast<const char*>(at->data), at->data_length);
-      if (at->marker != kExif || body.substr(0, kSign.size()) != kSign) continue;
-      const std::optional<int> told = exif::orientation(body.substr(kSign.size()));
-      if (told) return told;
-    }
-    return std::nullopt;
-  }
 
  private:
   static Reader& of(j_common_ptr info) { return *static_cast<Reader*>(info->client_data); }
@@ -135,11 +118,10 @@ Decoded jpeg(std::string_view data, bool grey) {
     made.said = reader.said();
     return made;
   }
-  const std::optional<int> orientation = reader.orientation();
   Pixels pixels(reader.height(), reader.width(), grey ? 1 : 3);
   const bool whole = reader.start(grey) && read_lines(reader, grey, pixels);
   made.said = reader.said();
-  if (whole) made.pixels = exif::turned(std::move(pixels), orientation);
+  if (whole) made.pixels = std::move(pixels);
   return made;
 }
 

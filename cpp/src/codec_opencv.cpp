@@ -6,6 +6,7 @@
 #include <opencv2/imgcodecs.hpp>
 
 #include "codec.hpp"
+#include "exif.hpp"
 #include "overheard.hpp"
 
 namespace calib8::codec {
@@ -42,9 +43,8 @@ cv::Mat imdecode(std::string_view data, int flags) {
 
 Decoded decode(std::string_view data, bool grey) {
   settle_opencv();
-  const bool is_webp = data.substr(0, 4) == "RIFF";
   const int flags = (grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR) |
-                    (is_webp ? cv::IMREAD_IGNORE_ORIENTATION : 0);
+                    (exif::reads(data) ? cv::IMREAD_IGNORE_ORIENTATION : 0);
   Decoded made;
   const Overheard ear;
   const cv::Mat mat = imdecode(data, flags);

@@ -4,14 +4,11 @@
 #include <cstring>
 #include <vector>
 
-#include "bytes.hpp"
 #include "codec_plain.hpp"
-#include "exif.hpp"
+#include "png_chunks.hpp"
 
 namespace calib8::codec::plain {
 namespace {
-
-using std::string_view_literals::operator""sv;
 
 // libpng's state. It ends an error by jumping, so that no function here that it may jump out of
 // has objects of its own.
@@ -89,17 +86,6 @@ class Reader {
   png_infop info_ = nullptr;
 };
 
-// The body of the first chunk of this name; the file's chunks are whole.
-std::string_view chunk(std::string_view data, std::string_view name) {
-  data.remove_prefix(8);
-  while (data.size() >= 12) {
-    const std::size_t length = bytes::big(data, 0, 4);
-    if (data.substr(4, 4) == name) return data.substr(8, length);
-    data = bytes::piece(data, length + 12, data.size());
-  }
-  return {};
-}
-
 Pixels pixels_of(Reader& reader, bool grey) {
   if (!reader.header()) return {};
   Pixels pixels(static_cast<int>(reader.height()), static_cast<int>(reader.width()), grey ? 1 : 3);
@@ -112,7 +98,7 @@ Pixels pixels_of(Reader& reader, bool grey) {
 }  // namespace
 
 Decoded png(std::string_view data, bool grey) {
-  if (!chunk(data, "acTL"sv).empty()) {
+  if (png_chunks::body(data, "acTL")) {
     return {{}, {"this build reads no animated PNG; convert the picture, or build calib8 with"
                  " CALIB8_CODECS=opencv"}};
   }
@@ -120,9 +106,6 @@ Decoded png(std::string_view data, bool grey) {
   Decoded made;
   made.pixels = pixels_of(reader, grey);
   made.said = reader.said();
-  if (!made.pixels.data.empty()) {
-    made.pixels = exif::turned(std::move(made.pixels), exif::orientation(chunk(data, "eXIf"sv)));
-  }
   return made;
 }
 

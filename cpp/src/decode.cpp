@@ -1,6 +1,5 @@
 // One picture's bytes to pixels.
 #include <algorithm>
-#include <array>
 #include <cstdint>
 
 #include "calib8/errors.hpp"
@@ -10,6 +9,7 @@
 #include "exif.hpp"
 #include "headers.hpp"
 #include "jpeg.hpp"
+#include "png_chunks.hpp"
 #include "webp.hpp"
 
 namespace calib8::images {
@@ -17,54 +17,11 @@ namespace {
 
 using std::string_view_literals::operator""sv;
 
-constexpr std::string_view kPng = "\x89PNG\r\n\x1a\n"sv;
 constexpr std::string_view kJpeg = "\xff\xd8"sv;
 constexpr std::int64_t kLargestPicture = std::int64_t{1} << 28U;  // pixels: 768 MB when decoded
 
-std::uint32_t big_endian(std::string_view bytes) {
-  std::uint32_t value = 0;
-  for (const char c : bytes.substr(0, 4)) value = (value << 8U) | static_cast<unsigned char>(c);
-  return value;
-}
-
-constexpr std::array<std::uint32_t, 256> crc_table() {
-  std::array<std::uint32_t, 256> table{};
-  for (std::uint32_t n = 0; n < 256; ++n) {
-    std::uint32_t c = n;
-    for (int k = 0; k < 8; ++k) c = (c & 1U) != 0 ? 0xEDB88320U ^ (c >> 1U) : c >> 1U;
-    table[n] = c;
-  }
-  return table;
-}
-
-// The CRC of a PNG chunk (ISO 3309).
-std::uint32_t crc32(std::string_view bytes) {
-  static constexpr std::array<std::uint32_t, 256> kTable = crc_table();
-  std::uint32_t c = 0xFFFFFFFFU;
-  for (const char byte : bytes) {
-    c = kTable[(c ^ static_cast<unsigned char>(byte)) & 0xFFU] ^ (c >> 8U);
-  }
-  return ~c;
-}
-
-// What is wrong with the chunks of a PNG; checked here since libpng prints to stderr.
-std::string png_fault(std::string_view data) {
-  data.remove_prefix(kPng.size());
-  while (data.size() >= 12) {
-    const std::size_t length = big_endian(data);
-    if (length > data.size() - 12) return "cut short";
-    const std::string_view body = data.substr(4, length + 4);
-    if (crc32(body) != big_endian(data.substr(length + 8))) {
-      return "damaged: a checksum does not fit";
-    }
-    if (body.substr(0, 4) == "IEND") return {};
-    data.remove_prefix(length + 12);
-  }
-  return "cut short";
-}
-
 std::string fault(std::string_view data) {
-  if (data.substr(0, kPng.size()) == kPng) return png_fault(data);
+  if (data.substr(0, png_chunks::kSign.size()) == png_chunks::kSign) return png_chunks::fault(data);
   if (data.substr(0, kJpeg.size()) == kJpeg) return jpeg::fault(data);
   return {};
 }
@@ -81,13 +38,14 @@ Pixels placed(const Pixels& pixels, const webp::First& first) {
   return canvas;
 }
 
-// Of an animation the first picture; turned here, since OpenCV does either from 4.11 on only.
-codec::Decoded decode_webp(std::string_view data, bool grey) {
+// Of an animated WebP the first picture, which OpenCV gives from 4.11 on only. Turned here, since
+// OpenCV does not with a WebP before 4.11, nor with a JPEG whose EXIF block has XMP before it.
+codec::Decoded decoded(std::string_view data, bool grey) {
   const auto first = webp::first_picture(data);
   codec::Decoded made = codec::decode(first ? std::string_view(first->still) : data, grey);
   if (first && !made.pixels.data.empty()) made.pixels = placed(made.pixels, *first);
   if (!made.pixels.data.empty()) {
-    made.pixels = exif::turned(std::move(made.pixels), webp::orientation(data));
+    made.pixels = exif::turned(std::move(made.pixels), exif::told(data));
   }
   return made;
 }
@@ -122,8 +80,7 @@ Pixels decode(std::string_view data, const std::string& name, bool grey) {
   check_size(data, name);
   const std::string found = fault(data);
   if (!found.empty()) refuse(data, name, found);
-  const bool is_webp = data.substr(0, 4) == "RIFF";
-  codec::Decoded made = is_webp ? decode_webp(data, grey) : codec::decode(data, grey);
+  codec::Decoded made = decoded(data, grey);
   for (const std::string& words : made.said) {
     if (!is_damage(words)) continue;
     throw FeedError("image " + text::shown(name) + " is damaged (" + std::to_string(data.size()) +

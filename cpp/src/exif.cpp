@@ -4,11 +4,16 @@
 #include <utility>
 
 #include "bytes.hpp"
+#include "jpeg.hpp"
+#include "png_chunks.hpp"
+#include "webp.hpp"
 
 namespace calib8::exif {
 namespace {
 
 constexpr std::size_t kOrientation = 274;
+constexpr unsigned char kSegment = 0xE1;
+constexpr std::string_view kSign{"Exif\0\0", 6};  // before the block in a segment
 constexpr std::size_t kEntry = 12;  // bytes: tag, type, count, value or its place
 
 Pixels transposed(const Pixels& from) {
@@ -105,14 +110,39 @@ std::optional<int> orientation_in(const Block& block) {
   return std::nullopt;
 }
 
-}  // namespace
-
 std::optional<int> orientation(std::string_view block) {
   try {
     return orientation_in(Block(block));
   } catch (const bytes::CutShort&) {
     return std::nullopt;
   }
+}
+
+bool is_jpeg(std::string_view file) { return file.substr(0, 2) == "\xff\xd8"; }
+bool is_png(std::string_view file) {
+  return file.substr(0, png_chunks::kSign.size()) == png_chunks::kSign;
+}
+
+// Of the first block that tells it: XMP stands in segments of the same kind.
+std::optional<int> told_by_segments(std::string_view file) {
+  for (const jpeg::Segment& segment : jpeg::segments(file)) {
+    if (segment.marker != kSegment || segment.body.substr(0, kSign.size()) != kSign) continue;
+    const std::optional<int> found = orientation(segment.body.substr(kSign.size()));
+    if (found) return found;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+bool reads(std::string_view file) {
+  return is_jpeg(file) || is_png(file) || file.substr(0, 4) == "RIFF";
+}
+
+std::optional<int> told(std::string_view file) {
+  if (is_jpeg(file)) return told_by_segments(file);
+  const auto block = is_png(file) ? png_chunks::body(file, "eXIf") : webp::exif_block(file);
+  return block ? orientation(*block) : std::nullopt;
 }
 
 //   1 as it is    2 left to right   3 both, which turns it round   4 top to bottom

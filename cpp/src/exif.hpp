@@ -8,8 +8,11 @@
 
 namespace calib8::exif {
 
-// What a TIFF block ("II*\0..." or "MM\0*...") tells, as OpenCV reads it; nothing where it does not.
-std::optional<int> orientation(std::string_view block);
+// Whether files of this kind are looked into: JPEG, PNG and WebP.
+bool reads(std::string_view file);
+
+// What a file tells, as OpenCV 5 reads it; nothing where it does not, or is of another kind.
+std::optional<int> told(std::string_view file);
 
 // The picture as it is to be looked at: 1 to 8; as it stands for anything else.
 Pixels turned(Pixels pixels, std::optional<int> told);

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "bytes.hpp"
-#include "exif.hpp"
 
 // RIFF size WEBP, then chunks: name, size, body, and a byte of padding behind an odd body. The first
 // one of an extended file is VP8X: flags, three bytes, the canvas's sides less one in three bytes each.
@@ -93,9 +92,8 @@ std::optional<First> first_picture(std::string_view data) {
                side(data, 27) + 1};
 }
 
-std::optional<int> orientation(std::string_view data) {
-  const auto block = body_of(flagged(data, kExif), "EXIF");
-  return block ? exif::orientation(*block) : std::nullopt;
+std::optional<std::string_view> exif_block(std::string_view data) {
+  return body_of(flagged(data, kExif), "EXIF");
 }
 
 }  // namespace calib8::webp

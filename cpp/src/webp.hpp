@@ -20,7 +20,7 @@ struct First {
 // Nothing where the file is no animation, or not a whole one.
 std::optional<First> first_picture(std::string_view data);
 
-// The orientation that its EXIF block tells.
-std::optional<int> orientation(std::string_view data);
+// Its EXIF block, where its first chunk says that there is one.
+std::optional<std::string_view> exif_block(std::string_view data);
 
 }  // namespace calib8::webp
