@@ -5,6 +5,7 @@ calls these tests for each: the version is $CALIB8_TRT_VERSION, the build folder
 $CALIB8_TRT_PROGRAMS. The fake's settings are told in fake.hpp.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -723,6 +724,41 @@ def test_plugins_that_are_missing_are_told_where_an_engine_is_not_loaded(folder)
 def test_a_library_of_another_major_version_is_told_in_its_words(folder):
     said = folder.build(library="7.2.3").refused()
     assert said.endswith("Major version of the library and the headers differ.")
+
+
+class Opened:
+    """How often each file of a folder is opened, by Linux's inotify."""
+
+    def __init__(self, folder: Path) -> None:
+        self.library = ctypes.CDLL(None)
+        self.handle = self.library.inotify_init1(os.O_NONBLOCK)
+        assert self.library.inotify_add_watch(self.handle, bytes(folder), 0x20) >= 0  # IN_OPEN
+
+    def counts(self) -> dict[str, int]:
+        """Since it was made or asked before."""
+        found: dict[str, int] = {}
+        data = os.read(self.handle, 1 << 20)
+        while data:
+            _, _, _, length = struct.unpack_from("iIII", data)
+            name = data[16 : 16 + length].rstrip(b"\0").decode()
+            found[name] = found.get(name, 0) + 1
+            data = data[16 + length :]
+        return found
+
+
+@calibrating
+def test_every_picture_is_read_once(folder):
+    pictures = folder.path / "pictures"
+    pictures.mkdir()
+    chosen = [path.name for path in sorted(PHOTOS.rglob("*.png"))[:5]]
+    for path in sorted(PHOTOS.rglob("*.png"))[:5]:
+        (pictures / path.name).write_bytes(path.read_bytes())
+    (folder.path / "list.txt").write_text("".join(f"pictures/{name}\n" for name in chosen))
+    opened = Opened(pictures)
+    assert folder.built().calibrated == 5
+    assert opened.counts() == dict.fromkeys(chosen, 1)
+    assert folder.built("--require-cache").calibrated == 0
+    assert opened.counts() == dict.fromkeys(chosen, 1)
 
 
 @calibrating
