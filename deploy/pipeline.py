@@ -192,14 +192,14 @@ def _calibrated(
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
-        verdict = judge(policy, lambda: fingerprint_of(subject, feed), each_once(wanted))
+        verdict = judge(policy, lambda: fingerprint_of(subject, feed.manifest()), each_once(wanted))
         peaks = Peaks()
         able = afford.workers(verdict.missing, subject.model, workers)
         observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
         ranges = Ranges(observed, subject.method, subject.bounds)
         own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
         notes = (*_fewer(able, workers), *(own.notes if own else ()))
-        fingerprint = verdict.of_all(fingerprint_of(subject, feed))
+        fingerprint = verdict.of_all(fingerprint_of(subject, feed.manifest()))
         outliers = (*verdict.outliers, *identified(peaks, feed.digests))
         calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
         text = own.text if own else None

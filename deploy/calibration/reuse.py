@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from deploy import staging
 from deploy.calibration import store, versions
@@ -27,7 +28,6 @@ from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Outlier
 from deploy.calibration.subject import Subject
 from deploy.errors import CacheError
-from deploy.feed.feed import Feed
 
 _SEARCH = {"method", "rule"}  # parts that decide what is looked for, not what was seen
 _SOME = {"order"}  # parts that decide for some observations alone
@@ -121,19 +121,19 @@ def judge(
     return verdict
 
 
-def fingerprint_of(subject: Subject, feed: Feed) -> Fingerprint:
-    """The fingerprint of calibrating this model on this feed by its method."""
-    manifest = feed.manifest()
-    preprocess, order = manifest.pop("preprocess") or {}, manifest.pop("ordered_sha256")
+def fingerprint_of(subject: Subject, manifest: Mapping[str, Any]) -> Fingerprint:
+    """The fingerprint of calibrating this model by its method on the feed of this manifest."""
+    images = dict(manifest)
+    preprocess, order = images.pop("preprocess") or {}, images.pop("ordered_sha256")
     known = subject.loaded.identities
+    if subject.repairs:  # no file is the repaired one
+        known = {"graph": known["graph"]}
     return Fingerprint(
-        model={"graph": known["graph"]}
-        if subject.repairs
-        else known,  # no file is the repaired one
-        images=manifest,
+        model=known,
+        images=images,
         order=order,
         preprocess=preprocess,
-        decoder=versions.decoder(manifest["kind"]),
+        decoder=versions.decoder(images["kind"]),
         program=CALIB8,
         rule=subject.statistic.key,
         method=subject.method.label,

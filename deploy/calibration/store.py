@@ -29,7 +29,7 @@ from calibrators.scales import Scale, Scales
 from calibrators.statistics import Arrays
 from deploy import archives, atomic
 from deploy.calibration import trt_cache
-from deploy.calibration.fingerprint import CALIB8, Fingerprint
+from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.calibration.peaks import Outlier
 from deploy.errors import CacheError
@@ -281,7 +281,7 @@ def load(path: Path) -> Stored:
     raw = read(json_path)
     document = _document(raw, json_path)
     text, fingerprint = _text_of(path, document)
-    if fingerprint.program != CALIB8:
+    if not document["sha256"]["statistics"]:
         raise CacheError(
             f"{path} was made by {fingerprint.by} and has no statistics beside it (--trust-cache"
             " uses it as it is)"

@@ -13,8 +13,8 @@ DECODING = 1  # samples from the same files and preprocessing; C++ has the same 
 
 def of_feed(kind: str) -> dict[str, str | int]:
     """All that takes part in a calibration on "arrays", or on pictures of any kind."""
-    pictures = {} if kind == "arrays" else {"opencv": _opencv(), "decoding": DECODING}
-    return {"onnxruntime": _onnxruntime(), **numbers(), **pictures}
+    found: dict[str, str | int] = {"onnxruntime": _onnxruntime(), **numbers()}
+    return found if kind == "arrays" else {**found, "opencv": _opencv(), "decoding": DECODING}
 
 
 def numbers() -> dict[str, int]:

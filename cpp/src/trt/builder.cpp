@@ -125,7 +125,7 @@ struct Builder::State {
   nvinfer1::ITensor& only_input() const {
     if (count() != 1) {
       throw BackendError("images feed one input, the model has " + std::to_string(count()) +
-                         "; build it with Python's calib8");
+                         "; calibrate it with Python's calib8 and give its cache");
     }
     return *network->getInput(0);
   }

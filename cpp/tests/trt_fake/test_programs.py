@@ -407,7 +407,7 @@ def test_an_input_that_pictures_do_not_become_is_named_as_the_network_has_it(fol
 def test_several_inputs_and_no_pictures_are_told(folder):
     assert "calibrated with images, got none" in folder.build(images=False).refused()
     folder.model(IMAGE + "input mask float32 1 1\n" + SCORES)
-    assert "the model has 2; build it with Python's calib8" in folder.build().refused()
+    assert "the model has 2; calibrate it with Python's calib8" in folder.build().refused()
 
 
 @pytest.mark.skipif(MAJOR < 11, reason="until TensorRT 10 there are calibrators")
@@ -620,6 +620,41 @@ def test_images_and_preprocessing_are_compared_where_there_are_images(taken):
     assert taken.built(*WITH, "--require-cache", "--rebuild").calibrated == 0
     said = taken.build(*WITH, "--require-cache", "--preprocess", "unit").refused()
     assert "but the preprocessing changed (mean" in said
+
+
+@calibrating
+def test_the_files_of_a_python_build_are_taken_as_they_are(demo, tmp_path):
+    words = "build m.onnx --images list.txt --preprocess grey-half --target tensorrt"
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy", *words.split(), *["--effort", "0", "--duration", "0"],
+         "--accept", "--out", tmp_path / "out"],
+        cwd=demo,
+        env=os.environ | {"PYTHONPATH": str(PHOTOS.parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cache = tmp_path / "out" / "m.tensorrt.cache"
+    label = int(cache.read_text()[4:].split("-")[0])
+    folder = Folder(tmp_path)
+    shutil.copy(tmp_path / "out" / "m.tensorrt.onnx", tmp_path / "model.onnx")
+    if label // 1000 == LABEL // 1000:
+        run = folder.built("--cache", "out/m.tensorrt.cache", images=False)
+        assert run.calibrated == 0 and "made by calib8 0.1.0 by mse" in run.out
+    else:
+        said = folder.build("--cache", "out/m.tensorrt.cache", images=False).refused()
+        assert "whose names of tensors are not those of" in said
+
+
+@calibrating
+def test_several_inputs_of_any_type_are_built_by_a_cache(folder):
+    folder.model(IMAGE + "input ids int32 1 4\n" + SCORES)
+    said = folder.build().refused()
+    assert said.endswith("with Python's calib8 and give its cache")
+    folder.cache.write_text(f"TRT-{LABEL}-EntropyCalibration2\nimage: 3c008912\nids: 3c008912\n")
+    run = folder.built("--trust-cache", images=False)
+    assert "copy in 3136" in run.trace and "copy in 16" in run.trace
 
 
 @calibrating

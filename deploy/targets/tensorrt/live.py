@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from calibrators.tensorrt import ALGORITHMS, Callbacks, HostMemory, calibrator
-from deploy.calibration import versions
 from deploy.calibration.batches import left_out, whole, whole_batches
 from deploy.calibration.fingerprint import TENSORRT, Fingerprint
+from deploy.calibration.reuse import fingerprint_of
 from deploy.frontends.digest import model_digest
 from deploy.frontends.reader import read_stamped
 from deploy.targets.base import BuildRequest
@@ -55,14 +56,9 @@ def _made_from(
     """
     model, stamp = read_stamped(source)
     weights = {"weights": stamp.weights} if stamp.weights else {}
-    images = dict(request.manifest)
-    preprocess, order = images.pop("preprocess") or {}, images.pop("ordered_sha256")
-    return Fingerprint(
+    return replace(
+        fingerprint_of(request.subject, request.manifest),
         model={"graph": model_digest(model), "file": stamp.file, **weights},
-        images=images,
-        order=order,
-        preprocess=preprocess,
-        decoder=versions.decoder(images["kind"]),
         program=TENSORRT,
         rule=f"whole batches of {together}",
         method=ALGORITHMS[str(asked.calibrator)],
