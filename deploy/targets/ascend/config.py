@@ -8,10 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deploy.errors import ConfigError
+from deploy.targets.ascend.bits import (
+    INT16_LAYERS,
+    takes_activations,
+    takes_weights,
+    told_of_weights,
+)
 from deploy.targets.ascend.config_rules import GLOBAL
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
-from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.layers import POINTS, Layer, LayerGraph
 from deploy.targets.ascend.proto import near
+from deploy.targets.ascend.tensor_config import settled_tensors
 
 
 def default_config(
@@ -38,7 +45,7 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     Raises:
         ConfigError: a layer that the model lacks or that does not take what is asked of it.
     """
-    if config.enabled() and not graph.layers:
+    if config.enabled() and not graph.known:
         raise ConfigError(_no_layers(graph))
     clashes = sorted(set(config.layers) & set(GLOBAL))
     if clashes:
@@ -55,26 +62,29 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
                 f"skip_fusion_layers takes Conv layers, got {name!r} of type {layer.kind}"
             )
     layers = {name: _settled(name, entry, config, graph) for name, entry in config.layers.items()}
-    return replace(config, layers=layers)
+    return replace(
+        config,
+        layers=layers,
+        tensors=settled_tensors(config, graph),
+        told=(*config.told, *told_of_weights(config.layers, layers)),
+    )
 
 
 def _settled(name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph) -> LayerConfig:
-    if name not in graph.layers:
+    if name not in graph.names:
         raise ConfigError(_unknown_layer(name, graph))
-    layer = graph.layers[name]
+    layer = graph.known[name]
     _refuse_combination(entry, layer)
     asymmetric, channel_wise = entry.activation.asymmetric, entry.weight.channel_wise
     if asymmetric is None:
         asymmetric = config.activation_offset and not layer.symmetric_only
     bits = entry.weight.num_bits
-    if bits in (6, 7) and not (layer.kind == "Conv" and layer.rank == 2):
-        bits = 8  # as AMCT does, without a word
     return replace(
         entry,
         activation=replace(entry.activation, asymmetric=asymmetric),
         weight=replace(
             entry.weight,
-            num_bits=bits,
+            num_bits=bits if takes_weights(layer, bits) else 8,
             channel_wise=layer.channel_wise if channel_wise is None else channel_wise,
         ),
     )
@@ -88,18 +98,35 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
         )
     if entry.activation.asymmetric and layer.symmetric_only:
         raise ConfigError(
-            f"a 3-D convolution takes symmetric activations only, got asymmetric true in layer"
+            f"{_what(layer)} takes symmetric activations only, got asymmetric true in layer"
             f" {layer.name!r}; set it to false"
         )
-    if entry.dmq_balancer_param is not None and layer.kind == "AveragePool":
+    if layer.two_activations and entry.activation.num_bits != 8:
         raise ConfigError(
-            f"dmq_balancer_param does not apply to AveragePool, got it in layer {layer.name!r};"
+            f"{_what(layer)} takes 8-bit activations, got {entry.activation.num_bits} bits in layer"
+            f" {layer.name!r}"
+        )
+    if not takes_activations(layer, entry.activation.num_bits):
+        raise ConfigError(
+            f"16-bit activations are for {INT16_LAYERS}, got {layer.kind} in layer {layer.name!r};"
+            " give it 8"
+        )
+    if entry.dmq_balancer_param is not None and not layer.weight:
+        raise ConfigError(
+            f"dmq_balancer_param does not apply to {_what(layer)}, got it in layer {layer.name!r};"
             " leave it out"
         )
-    if entry.weight.wts_algo == "ada_quantize" and layer.kind == "AveragePool":
+    if entry.weight.wts_algo == "ada_quantize" and not layer.weight:
         raise ConfigError(
-            f"ada_quantize needs a weight, got it in layer {layer.name!r} of type AveragePool"
+            f"ada_quantize needs a weight, got it in layer {layer.name!r}, {_what(layer)}"
         )
+
+
+def _what(layer: Layer) -> str:
+    """The layer's type, in words."""
+    if layer.two_activations:
+        return "a MatMul of two activations"
+    return {"Conv": "a 3-D convolution"}.get(layer.kind, layer.kind)
 
 
 def _no_layers(graph: LayerGraph) -> str:
@@ -110,6 +137,15 @@ def _no_layers(graph: LayerGraph) -> str:
 
 
 def _unknown_layer(name: str, graph: LayerGraph) -> str:
+    return f"layer {name!r} {why_not(name, graph)}"
+
+
+def why_not(name: str, graph: LayerGraph) -> str:
+    """Why a name stands for no layer; to be read after it."""
     if name in graph.refused:
-        return f"layer {name!r} cannot be quantized: {graph.refused[name]}; take it out"
-    return f"layer {name!r} does not exist in the model; {near(name, list(graph.layers))}"
+        return f"cannot be quantized: {graph.refused[name]}; take it out"
+    if name in graph.ops:
+        op = graph.ops[name]
+        inputs = ", but for its inputs, by tensor_quantize" if op in POINTS else ""
+        return f"of type {op} cannot be quantized{inputs}; take it out"
+    return f"does not exist in the model; {near(name, graph.names)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.amct.arq import arq_integers, channels_back, channels_first
-from calibrators.amct.grid import ascend_range
+from calibrators.amct.grid import ascend_range, ascend_s19
 from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.record import LayerRecord, check_record
 from deploy.targets.stored import StoredWeight, stored_weight
 
-# GE keeps the quantize scale in float16: quant_host_cpu_op_common.h, MIN/MAX_SCALE_VALUE
+# GE keeps the quantize scale in float16, or its root where it is larger (sqrt_mode), as of 16
+# bits it is; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
 _LEAST, _MOST = 2.0**-14, 65504.0
 
 Float32Array = NDArray[np.float32]
@@ -31,10 +32,12 @@ class QuantLayer:
     Attributes:
         layer, record: where they come from.
         scale: what AscendQuant multiplies with, float32: 1 / scale_d.
-        weight: int8 in the deploy model's layout (a Gemm's is [C_in, C_out]); None for a pool.
+        weight: integers of record.weight_bits, int8 in the deploy model's layout (a Gemm's is
+            [C_in, C_out]), each in a byte of its own; None for a pool.
         bias: int32 [C_out]; None without bias.
-        dequant: scale_w * scale_d, float32 [C_out] or [1].
+        dequant: scale_w * scale_d, float32 [C_out] or [1], cut where the record says so.
         inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
+        second: the other factor of a MatMul of two activations, as an input of its own.
     """
 
     layer: Layer
@@ -44,6 +47,7 @@ class QuantLayer:
     bias: NDArray[np.int32] | None
     dequant: Float32Array
     inverse_factors: Float32Array | None
+    second: QuantLayer | None = None
 
 
 def quantize_layers(
@@ -77,9 +81,7 @@ def quantize_fitting(
     check_record(records, graph)
     index = Graph(model)
     made, troubles = {}, {}
-    for name, layer in graph.layers.items():
-        if name not in records:
-            continue
+    for name, layer in graph.asked(records).items():
         try:
             made[name] = _quantize(layer, records[name], index)
         except ExportError as error:
@@ -100,7 +102,7 @@ def _stored_rows(weight: NDArray[np.int8], layer: Layer) -> NDArray[np.int8]:
     """Integers in the deploy model's layout -> output channels first."""
     if layer.kind == "ConvTranspose":
         return np.asarray(channels_first(weight, layer.group), np.int8)
-    return weight.T if layer.kind in ("Gemm", "MatMul") else weight
+    return np.moveaxis(weight, -1, 0) if layer.kind in ("Gemm", "MatMul") else weight
 
 
 def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
@@ -113,6 +115,8 @@ def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -
         scaled = weight * rows.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.ndim - 2))
     elif layer.kind == "Gemm" and layer.trans_b:
         scaled = weight * factors
+    elif layer.kind == "MatMul":
+        scaled = weight * factors[:, None]
     else:
         scaled = weight * factors.reshape(-1, *[1] * (weight.ndim - 1))
     return np.asarray(scaled, np.float32)
@@ -123,7 +127,7 @@ def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_first(weight, layer.group), np.float32)
     if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
-        return np.ascontiguousarray(weight.T)
+        return np.ascontiguousarray(np.moveaxis(weight, -1, 0))
     return weight
 
 
@@ -134,9 +138,7 @@ def array_of(index: Graph, name: str) -> Float32Array:
 
 def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     assert record.scale_d is not None
-    scale = np.float32(np.float32(1) / record.scale_d)
-    if not _LEAST <= scale <= _MOST:
-        raise ExportError(f"1 / scale_d must be in [2^-14, 65504], got {scale}")
+    scale = _inverse(record.scale_d, "scale_d", record.act_bits)
     channels = record.factors.size
     shape = (1, channels, *[1] * layer.rank) if layer.rank else (1, channels)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
@@ -146,57 +148,84 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     if layer.weight:
         weight = _integers(array_of(index, layer.weight), layer, record)
     bias = _bias(array_of(index, layer.bias), dequant) if layer.bias else None
-    if weight is not None:
-        _check_sums(weight, bias, layer)
+    if weight is not None and record.act_bits < 16:
+        _check_sums(weight, bias, layer, record.act_bits)
     return QuantLayer(
         layer=layer,
         record=record,
         scale=scale,
         weight=weight,
         bias=bias,
-        dequant=dequant,
+        dequant=ascend_s19(dequant) if record.force_fp16 else dequant,
         inverse_factors=inverse,
+        second=_second(layer, record) if layer.two_activations else None,
+    )
+
+
+def _inverse(scale: np.float32, what: str, bits: int = 8) -> np.float32:
+    """What AscendQuant multiplies with."""
+    inverse, most = np.float32(np.float32(1) / scale), _MOST if bits < 16 else _MOST**2
+    if not _LEAST <= inverse <= most:
+        raise ExportError(f"1 / {what} must be in [2^-14, {most:.5g}], got {inverse}")
+    return inverse
+
+
+def _second(layer: Layer, record: LayerRecord) -> QuantLayer:
+    """The second factor of a MatMul, whose scale stands where a weight's would."""
+    (scale_d,) = record.scale_w
+    return QuantLayer(
+        layer=replace(layer, name=f"{layer.name}:1", input=layer.others[0], at=1),
+        record=replace(record, scale_d=scale_d),
+        scale=_inverse(scale_d, "scale_w"),
+        weight=None,
+        bias=None,
+        dequant=record.scale_w,
+        inverse_factors=None,
     )
 
 
 def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArray[np.int8]:
-    channels_in = weight.shape[1] * layer.group if layer.kind == "Conv" else weight.shape[0]
-    if layer.trans_b:
-        channels_in = weight.shape[1]
-    if record.factors.size not in (0, channels_in):
-        raise ExportError(f"{channels_in} DMQ factors are needed, got {record.factors.size}")
+    if record.factors.size not in (0, layer.channels_in):
+        raise ExportError(f"{layer.channels_in} DMQ factors are needed, got {record.factors.size}")
     rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
     if record.scale_w.size not in (1, rows.shape[0]):
         raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
     offset = np.zeros(record.scale_w.size, np.int32)
-    integers = arq_integers(rows, record.scale_w, offset)
+    integers = arq_integers(rows, record.scale_w, offset, bits=record.weight_bits)
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_back(integers, layer.group), np.int8)
     if layer.kind in ("Gemm", "MatMul"):
-        return np.ascontiguousarray(integers.T)
+        return np.ascontiguousarray(np.moveaxis(integers, 0, -1))
     return integers
 
 
-def _check_sums(weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer) -> None:
-    """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias."""
-    low, high = ascend_range(8)
+def _check_sums(
+    weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer, bits: int
+) -> None:
+    """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias.
+
+    Not for 16 bits, where nearly every layer could; `deploy.targets.ascend.verify` measures those.
+    """
+    low, high = ascend_range(bits)
     rows = np.abs(weight.astype(np.float64))
-    if layer.kind == "ConvTranspose":
-        rows = channels_first(rows, layer.group)
-    elif layer.kind in ("Gemm", "MatMul"):
-        rows = rows.T
-    sums = rows.reshape(rows.shape[0], -1).sum(axis=1) * (high - low)
-    worst = float((sums + (0 if bias is None else np.abs(bias.astype(np.float64)))).max())
+    if layer.kind in ("Gemm", "MatMul"):
+        sums = rows.sum(axis=-2)  # [C_out], of each matrix of a 3-D weight
+    else:
+        first = channels_first(rows, layer.group) if layer.kind == "ConvTranspose" else rows
+        sums = first.reshape(first.shape[0], -1).sum(axis=1)
+    worst = float(
+        (sums * (high - low) + (0 if bias is None else np.abs(bias.astype(np.float64)))).max()
+    )
     if worst > np.iinfo(np.int32).max:
         raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 
 
 def _bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
-    with np.errstate(over="ignore"):
-        steps = np.rint(bias.reshape(-1).astype(np.float64) / dequant)
+    with np.errstate(over="ignore"):  # in float32, as AMCT divides
+        steps = np.rint(bias.reshape(-1) / dequant).astype(np.float64)
     limits = np.iinfo(np.int32)
     if not ((steps >= limits.min) & (steps <= limits.max)).all():
         raise ExportError(
             f"bias / (scale_w * scale_d) must fit int32, got {np.abs(steps).max():.3g}"
         )
-    return steps.astype(np.int32)
+    return np.asarray(steps, np.int32)
