@@ -11,6 +11,9 @@
 #include <string>
 #include <string_view>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // Tables are JSON objects as text.
@@ -50,3 +53,4 @@ std::optional<std::string> unfit(const std::filesystem::path& cache,
                                  const Fingerprint& fingerprint);
 
 }  // namespace calib8
+CALIB8_EXPORT_END
