@@ -13,6 +13,7 @@ from deploy.progress import phase
 from deploy.targets.ascend.auto import Searched, rank, search
 from deploy.targets.ascend.calibrate import RecordPlan
 from deploy.targets.ascend.gain import ByGain
+from deploy.targets.ascend.half import halves_of
 from deploy.targets.ascend.losses import Budget, Losses
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.quant_layer import quantize_layers
@@ -93,5 +94,13 @@ def _write(result: Searched, plan: RecordPlan, folder: Path, subject: Subject) -
     if result.records is None:
         return written
     layers = quantize_layers(plan.model, plan.graph, result.records)
-    models = write_models(plan.model, layers, result.config, result.records, folder, subject)
+    models = write_models(
+        plan.model,
+        layers,
+        result.config,
+        result.records,
+        folder,
+        subject,
+        halves=halves_of(subject),
+    )
     return [*written, *models.values()]
