@@ -99,7 +99,7 @@ def _address(array: NDArray[np.generic]) -> int:
     """Where a C-contiguous array that is not empty lies; four times as quick as `ctypes.data`."""
     if not array.flags.writeable:
         return array.ctypes.data
-    return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def _no_numbers(nan: int) -> CalibrationError:
@@ -144,6 +144,7 @@ class Histogram:
     def __init__(self, *, base: float | None = None) -> None:
         if base is not None and not (math.isfinite(base) and base >= 0):
             raise CalibrationError(f"a histogram's base range must be finite and >= 0, got {base}")
+        kernel()  # a word that it does not know is told before any value is seen
         self.base = max(base, _SMALLEST_RANGE) if base else None
         self.counts = np.zeros(2 * BINS + 1, np.int64)
         self.full_range = 0.0

@@ -18,7 +18,6 @@ from typing import NoReturn
 import click
 
 from calibrators.errors import shortened
-from calibrators.kernel import told
 from deploy.errors import Calib8Error
 from deploy.inputs import guarded
 from deploy.terminal import say
@@ -132,6 +131,8 @@ class LazyGroup(click.Group):
 
 def _tell_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
     """The version, and what counts values here, since that is built where there is a compiler."""
+    from calibrators.kernel import told
+
     if wanted and not ctx.resilient_parsing:
         say(f"calib8, version {__version__}")
         say(f"counting: {told()}")

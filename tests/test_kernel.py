@@ -214,6 +214,17 @@ def test_without_a_kernel_numpy_counts_and_c_is_refused(beside, monkeypatch):
     assert "needs the C kernel, which is not built here; install" in str(said())
 
 
+def test_a_wrong_word_is_told_as_such(run, small_cnn, pictures, monkeypatch, tmp_path):
+    monkeypatch.setenv(kernel.VARIABLE, "fortran")
+    kernel.kernel.cache_clear()
+    words = ["build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0]
+    code, _, err = run(*words, "--out", tmp_path / "out")
+    assert code == 1 and err == (
+        "calib8: error: CALIB8_COUNTING must be c, opencv or unset, got 'fortran'\n"
+    )
+    assert run("--version")[0] == 1
+
+
 @pytest.mark.parametrize("text", ["", "int calib8_kernel_form(void) { return 1; }", "form 0"])
 def test_another_library_is_not_used(beside, tmp_path, text):
     beside.unlink()

@@ -1,11 +1,12 @@
-#include <cstdio>  // jpeglib.h needs it and does not say so
-
-#include <jpeglib.h>
-
 #include <array>
 #include <csetjmp>
+#include <cstdio>
 #include <utility>
 #include <vector>
+
+// clang-format off
+#include <jpeglib.h>  // which needs <cstdio> and does not say so
+// clang-format on
 
 #include "codec_plain.hpp"
 
@@ -86,8 +87,8 @@ void from_inks(const std::vector<unsigned char>& line, bool grey, std::uint8_t* 
     const int green = light(line[k + 1]);
     const int blue = light(line[k + 2]);
     if (grey) {
-      *out++ = static_cast<std::uint8_t>((blue * 1868 + green * 9617 + red * 4899 + (1 << 13)) >>
-                                         14);
+      *out++ =
+          static_cast<std::uint8_t>((blue * 1868 + green * 9617 + red * 4899 + (1 << 13)) >> 14);
     } else {
       for (const int value : {blue, green, red}) *out++ = static_cast<std::uint8_t>(value);
     }

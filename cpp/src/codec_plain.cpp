@@ -27,10 +27,12 @@ bool is_other_kind(std::string_view data) {
 Decoded decode(std::string_view data, bool grey) {
   if (starts(data, "\xff\xd8"sv)) return plain::jpeg(data, grey);
   if (starts(data, "\x89PNG\r\n\x1a\n"sv)) return plain::png(data, grey);
-  if (starts(data, "RIFF"sv) && bytes::piece(data, 8, 4) == "WEBP"sv) return plain::webp(data, grey);
+  const bool is_webp = starts(data, "RIFF"sv) && bytes::piece(data, 8, 4) == "WEBP"sv;
+  if (is_webp) return plain::webp(data, grey);
   if (!is_other_kind(data)) return {};
-  return {{}, {"this build reads JPEG, PNG and WebP alone; convert the picture, or build calib8 with"
-               " CALIB8_CODECS=opencv"}};
+  return {{},
+          {"this build reads JPEG, PNG and WebP alone; convert the picture, or build calib8 with"
+           " CALIB8_CODECS=opencv"}};
 }
 
 std::string version() {

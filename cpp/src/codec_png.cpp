@@ -99,8 +99,9 @@ Pixels pixels_of(Reader& reader, bool grey) {
 
 Decoded png(std::string_view data, bool grey) {
   if (png_chunks::body(data, "acTL")) {
-    return {{}, {"this build reads no animated PNG; convert the picture, or build calib8 with"
-                 " CALIB8_CODECS=opencv"}};
+    return {{},
+            {"this build reads no animated PNG; convert the picture, or build calib8 with"
+             " CALIB8_CODECS=opencv"}};
   }
   Reader reader(data);
   Decoded made;

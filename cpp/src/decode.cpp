@@ -54,8 +54,8 @@ codec::Decoded decoded(std::string_view data, bool grey) {
 bool is_damage(const std::string& words) {
   const auto has = [&](const char* part) { return words.find(part) != std::string::npos; };
   const std::size_t corrupt = words.find("Corrupt JPEG data");
-  const bool profile = corrupt != std::string::npos &&
-                       words.compare(corrupt + 17, 9, ": bad ICC") == 0;
+  const bool profile =
+      corrupt != std::string::npos && words.compare(corrupt + 17, 9, ": bad ICC") == 0;
   return (corrupt != std::string::npos && !profile) || has("Premature end of JPEG") ||
          has("Inconsistent progression");
 }
@@ -87,8 +87,8 @@ Pixels decode(std::string_view data, const std::string& name, bool grey) {
                     " bytes), its decoder says: " + words);
   }
   if (!made.pixels.data.empty()) return std::move(made.pixels);
-  refuse(data, name, "damaged or of an unknown kind" +
-                         (made.said.empty() ? "" : ": " + made.said.back()));
+  refuse(data, name,
+         "damaged or of an unknown kind" + (made.said.empty() ? "" : ": " + made.said.back()));
 }
 
 std::string decoder_version() { return codec::version(); }

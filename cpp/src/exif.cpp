@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kOrientation = 274;
 constexpr unsigned char kSegment = 0xE1;
 constexpr std::string_view kSign{"Exif\0\0", 6};  // before the block in a segment
-constexpr std::size_t kEntry = 12;  // bytes: tag, type, count, value or its place
+constexpr std::size_t kEntry = 12;                // bytes: tag, type, count, value or its place
 
 Pixels transposed(const Pixels& from) {
   Pixels out(from.width, from.height, from.channels);

@@ -22,24 +22,23 @@ float pick(const std::vector<double>& values, std::size_t channel) {
 
 void require_fit(const Pixels& pixels, const Preprocess& how) {
   if (!how.size || how.size->height < 1 || how.size->width < 1) {
-    throw ConfigError("a picture is fitted into a size of 1x1 at the least, got none; resolve() gives"
-                      " the model's own");
+    throw ConfigError(
+        "a picture is fitted into a size of 1x1 at the least, got none; resolve() gives"
+        " the model's own");
   }
-  const bool whole = pixels.height > 0 && pixels.width > 0 && pixels.channels == how.channels() &&
-                     pixels.data.size() == static_cast<std::size_t>(pixels.height) *
-                                               pixels.row_bytes();
+  const bool whole =
+      pixels.height > 0 && pixels.width > 0 && pixels.channels == how.channels() &&
+      pixels.data.size() == static_cast<std::size_t>(pixels.height) * pixels.row_bytes();
   if (whole) return;
-  throw FeedError("a picture of " + std::to_string(how.channels()) +
-                  " channels in uint8 must be given, got " + std::to_string(pixels.data.size()) +
-                  " values for " + std::to_string(pixels.height) + "x" +
-                  std::to_string(pixels.width) + "x" + std::to_string(pixels.channels) +
-                  "; decode() gives it");
+  throw FeedError(
+      "a picture of " + std::to_string(how.channels()) + " channels in uint8 must be given, got " +
+      std::to_string(pixels.data.size()) + " values for " + std::to_string(pixels.height) + "x" +
+      std::to_string(pixels.width) + "x" + std::to_string(pixels.channels) + "; decode() gives it");
 }
 
 }  // namespace
 
-Pixels::Pixels(int rows, int columns, int depth)
-    : height(rows), width(columns), channels(depth) {
+Pixels::Pixels(int rows, int columns, int depth) : height(rows), width(columns), channels(depth) {
   if (rows < 1 || columns < 1 || (depth != 1 && depth != 3)) {
     throw FeedError("a picture must have sides of 1 or more and 1 or 3 channels, got " +
                     std::to_string(rows) + "x" + std::to_string(columns) + "x" +

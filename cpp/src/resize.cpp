@@ -11,7 +11,8 @@ std::vector<int> nearest_of(int from, int to) {
   const double scale = resizing::scale(from, to);
   std::vector<int> index(static_cast<std::size_t>(to));
   for (int k = 0; k < to; ++k) {
-    index[static_cast<std::size_t>(k)] = std::min(static_cast<int>(std::floor(k * scale)), from - 1);
+    index[static_cast<std::size_t>(k)] =
+        std::min(static_cast<int>(std::floor(k * scale)), from - 1);
   }
   return index;
 }

@@ -176,8 +176,8 @@ Pixels filter(const Pixels& from, Size size, Interpolation kind) {
   const int margin = taps;  // a centre lies at most half a pixel outside
   const Across go_across = across_for(taps, from.channels);
   const auto down = taps == 2 ? down_linear : taps == 4 ? down_cubic : down_lanczos;
-  std::vector<std::uint8_t> wide(static_cast<std::size_t>((from.width + 2 * margin) *
-                                                          from.channels));
+  std::vector<std::uint8_t> wide(
+      static_cast<std::size_t>((from.width + 2 * margin) * from.channels));
   // The rows in use, each in the place of its number: `taps` neighbours never share one.
   std::vector<std::vector<std::int32_t>> kept(static_cast<std::size_t>(taps),
                                               std::vector<std::int32_t>(out.row_bytes()));

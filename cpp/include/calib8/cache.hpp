@@ -17,6 +17,9 @@
 #include <utility>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 inline constexpr std::string_view kEntropy2 = "EntropyCalibration2";
@@ -94,3 +97,4 @@ std::string label_to_version(int label);
 std::string likely_origin(std::string_view data);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

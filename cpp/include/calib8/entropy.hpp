@@ -19,9 +19,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "calib8/export.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/scales.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8::entropy {
 
 constexpr int kBins = 2048;
@@ -42,3 +44,4 @@ double divergence(const std::vector<double>& h, int i);
 Scale scale(const Histogram& histogram);
 
 }  // namespace calib8::entropy
+CALIB8_EXPORT_END

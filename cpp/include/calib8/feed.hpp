@@ -9,10 +9,12 @@
 #include <string>
 #include <vector>
 
+#include "calib8/export.hpp"
 #include "calib8/images.hpp"
 #include "calib8/preprocess.hpp"
 #include "calib8/stream.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // One sample: float32, first dimension the batch.
@@ -65,3 +67,4 @@ class Feed {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

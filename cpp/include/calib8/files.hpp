@@ -6,6 +6,9 @@
 #include <string>
 #include <string_view>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8::files {
 
 inline constexpr std::uintmax_t kMostBytes = std::uintmax_t{16} << 30U;  // of any file
@@ -20,3 +23,4 @@ std::string read(const std::filesystem::path& path, std::uintmax_t most = kMostB
 void write(const std::filesystem::path& path, std::string_view data);
 
 }  // namespace calib8::files
+CALIB8_EXPORT_END

@@ -17,6 +17,9 @@
 #include <optional>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 class Histogram {
@@ -69,3 +72,4 @@ class Histogram {
 double range_for(double amax);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -12,8 +12,10 @@
 #include <string_view>
 #include <vector>
 
+#include "calib8/export.hpp"
 #include "calib8/pixels.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8::images {
 
 // A file, the name it goes by in messages and digests, and its label if the list has one.
@@ -46,3 +48,4 @@ Pixels decode(std::string_view data, const std::string& name, bool grey);
 std::string decoder_version();
 
 }  // namespace calib8::images
+CALIB8_EXPORT_END

@@ -6,6 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // One metric over all measured iterations, in ms (cv in percent).
@@ -57,3 +60,4 @@ struct Latency {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

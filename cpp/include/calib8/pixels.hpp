@@ -13,8 +13,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "calib8/export.hpp"
 #include "calib8/preprocess.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // A picture: uint8 [height, width, channels], row after row; three channels are BGR, one is grey.
@@ -48,3 +50,4 @@ Size short_side_size(Size size, int length);
 Size letterbox_size(Size size, Size box);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

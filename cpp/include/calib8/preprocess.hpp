@@ -10,6 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 struct Size {
@@ -87,3 +90,4 @@ struct Resolved {
 Resolved resolve(const std::optional<Preprocess>& asked, const TensorSpec& spec);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

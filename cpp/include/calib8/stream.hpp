@@ -16,6 +16,9 @@
 #include <thread>
 #include <utility>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 template <class T>
@@ -91,3 +94,4 @@ class Stream {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

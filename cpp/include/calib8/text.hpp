@@ -6,6 +6,9 @@
 #include <utility>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8::text {
 
 // A string in quotes with escapes, as Python's repr of the bytes read as UTF-8 with
@@ -37,3 +40,4 @@ std::string_view strip(std::string_view text);
 std::pair<std::string_view, std::string_view> split_last(std::string_view text);
 
 }  // namespace calib8::text
+CALIB8_EXPORT_END
