@@ -165,7 +165,7 @@ Plan plan_of(const std::vector<std::string>& words) {
   plan.options.trust_cache = arguments.flag("trust-cache");
   plan.options.engine = plan.engine;
   plan.options.rebuild = arguments.flag("rebuild");
-  plan.measure.duration_s = arguments.number("duration", 0).value_or(3);
+  plan.measure.duration_s = arguments.decimal("duration").value_or(3);
   if (plan.measure.duration_s == 0) plan.measure.warmup_ms = 0;
   plan.json = arguments.option("json").value_or("");
   return plan;

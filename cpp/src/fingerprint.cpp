@@ -9,12 +9,14 @@
 #include "calib8/errors.hpp"
 #include "calib8/files.hpp"
 #include "calib8/probe.hpp"
+#include "calib8/text.hpp"
 #include "json_text.hpp"
 
 namespace calib8 {
 namespace {
 
 using json_text::Json;
+using json_text::parse;
 
 struct Part {
   const char* key;
@@ -38,15 +40,13 @@ constexpr std::array<Part, 9> kParts{
      {"program", "", &Fingerprint::program, false, true},
      {"versions", "", &Fingerprint::versions, true, true}}};
 
-Json parse(const std::string& text) { return Json::parse(text, nullptr, false); }
-
 Json value_of(const Fingerprint& fingerprint, const Part& part) {
   const std::string& text = fingerprint.*part.value;
   if (!part.table) return Json(text);
   Json table = parse(text);
   if (!table.is_object()) {
-    throw CacheError(std::string("a fingerprint's ") + part.key + " must be a JSON object, got '" +
-                     text.substr(0, 40) + "'");
+    throw CacheError(std::string("a fingerprint's ") + part.key + " must be a JSON object, got " +
+                     text::repr(text::head(text, 60)) + "; fill it in");
   }
   return table;
 }
@@ -99,7 +99,6 @@ bool same_decoder(const Json& before, const Json& now) {
 constexpr int kSchema = 5;  // SCHEMA of deploy/calibration/store.py
 constexpr int kOldest = 4;
 constexpr std::size_t kDigits = 64;
-constexpr int kDeepest = 100;
 
 // The model's identities as a table without those that are not known.
 Json model_of(const ModelIdentity& model) {
@@ -190,27 +189,8 @@ bool whole(const std::string& text, const Json& document) {
   return Sha256().update(without).hex() == digest.get<std::string>();
 }
 
-// JSON of at most so many brackets in brackets: what reads it goes as deep as they do.
-Json parse_flat(const std::string& text) {
-  int deep = 0;
-  bool quoted = false;
-  for (std::size_t k = 0; k < text.size(); ++k) {
-    const char c = text[k];
-    if (quoted && c == '\\') {
-      ++k;
-    } else if (c == '"') {
-      quoted = !quoted;
-    } else if (!quoted && (c == '[' || c == '{') && ++deep > kDeepest) {
-      return Json(Json::value_t::discarded);
-    } else if (!quoted && (c == ']' || c == '}')) {
-      --deep;
-    }
-  }
-  return parse(text);
-}
-
 Json document_of(const std::string& text, const std::filesystem::path& beside) {
-  const Json document = parse_flat(text);
+  const Json document = parse(text);
   const Json schema = document.is_object() ? field(document, "schema") : Json();
   const bool sound = (schema == kSchema || schema == kOldest) && document.contains("fingerprint") &&
                      field(document, "sha256").is_object();
@@ -230,11 +210,12 @@ std::string Fingerprint::to_json() const {
   Json from{{"model", model_of(model)}};
   Json by = Json::object();
   for (const Part& part : kParts) (part.made_by ? by : from)[part.key] = value_of(*this, part);
-  return Json{{"made_from", from}, {"made_by", by}}.dump();
+  return Json{{"made_from", from}, {"made_by", by}}.dump(
+      -1, ' ', false, Json::error_handler_t::replace);
 }
 
 Fingerprint Fingerprint::from_json(const std::string& json) {
-  const Json given = parse_flat(json);
+  const Json given = parse(json);
   if (!given.is_object()) lacking();
   const Json data = given.contains("made_from") ? given : halves_of(given);
   const Json from = field(data, "made_from");
@@ -276,7 +257,12 @@ std::string Fingerprint::by() const {
 }
 
 void set_feed(Fingerprint& fingerprint, const std::string& manifest) {
-  Json images = Json::parse(manifest);
+  Json images = parse(manifest);
+  if (!images.is_object() || !field(images, "preprocess").is_object() ||
+      !field(images, "ordered_sha256").is_string()) {
+    throw FeedError("a fingerprint is made of a feed's manifest, got " +
+                    text::repr(text::head(manifest, 60)) + "; give Feed::manifest()");
+  }
   fingerprint.preprocess = images["preprocess"].dump();
   fingerprint.order = images["ordered_sha256"].get<std::string>();
   images.erase("preprocess");
@@ -317,8 +303,8 @@ Kept read_kept(const std::filesystem::path& cache) {
                      " has no fingerprint beside it, so nothing tells what it was made from");
   }
   try {
-    const Json document = document_of(files::read(beside), beside);
-    Kept kept{files::read(cache), {}};
+    const Json document = document_of(files::read(beside, files::kMostText), beside);
+    Kept kept{files::read(cache, files::kMostText), {}};
     if (field(document["sha256"], "cache") != Sha256().update(kept.text).hex()) {
       throw CacheError(cache.string() + " was changed after " + beside.filename().string() +
                        " was written");

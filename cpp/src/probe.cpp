@@ -71,21 +71,17 @@ std::string shape(int height, int width) {
 }
 
 std::string decoded(const Form& form) {
-  const cv::Mat pixels = images::decode(bytes_of(form.digits), form.name, false);
-  std::string bytes = shape(pixels.rows, pixels.cols);
-  for (int row = 0; row < pixels.rows; ++row) {
-    bytes.append(reinterpret_cast<const char*>(pixels.ptr(row)),
-                 static_cast<std::size_t>(pixels.cols) * pixels.elemSize());
-  }
-  return bytes;
+  const Pixels pixels = images::decode(bytes_of(form.digits), form.name, false);
+  return shape(pixels.height, pixels.width) +
+         std::string(reinterpret_cast<const char*>(pixels.data.data()), pixels.data.size());
 }
 
-cv::Mat pattern() {
-  cv::Mat pixels(23, 29, CV_8UC3);
-  for (int y = 0; y < pixels.rows; ++y) {
-    for (int k = 0; k < pixels.cols * 3; ++k) {
+Pixels pattern() {
+  Pixels pixels(23, 29, 3);
+  for (int y = 0; y < pixels.height; ++y) {
+    for (int k = 0; k < pixels.width * 3; ++k) {
       const int x = k / 3;
-      pixels.ptr(y)[k] = static_cast<std::uint8_t>((y * 37 + x * 91 + k % 3 * 53 + y * x * 7) % 256);
+      pixels.row(y)[k] = static_cast<std::uint8_t>((y * 37 + x * 91 + k % 3 * 53 + y * x * 7) % 256);
     }
   }
   return pixels;
@@ -107,8 +103,7 @@ std::string digest(const std::string& bytes) {
 }
 
 std::string probed() {
-  nlohmann::ordered_json found{{"decoding", kDecoding},
-                               {"library", std::string("OpenCV ") + CV_VERSION}};
+  nlohmann::ordered_json found{{"decoding", kDecoding}, {"library", images::decoder_version()}};
   for (const Form& form : kPictures) {
     try {
       found[form.name] = digest(decoded(form));

@@ -1,5 +1,6 @@
 // Answers questions of the Python tests, one JSON object a line in, one out: what does the C++
 // library make of this file? An error is answered as {"error": kind, "message": text}.
+#include <array>
 #include <ctime>
 #include <fstream>
 #include <iostream>
@@ -11,9 +12,11 @@
 #include "calib8/feed.hpp"
 #include "calib8/files.hpp"
 #include "calib8/fingerprint.hpp"
-#include "calib8/probe.hpp"
 #include "calib8/histogram.hpp"
+#include "calib8/images.hpp"
 #include "calib8/latency.hpp"
+#include "calib8/pixels.hpp"
+#include "calib8/probe.hpp"
 #include "calib8/searches.hpp"
 
 namespace {
@@ -192,6 +195,37 @@ Json feed(const Json& ask) {
           {"manifest", Json::parse(opened.manifest())}};
 }
 
+void write_raw(const Json& ask, const void* data, std::size_t size) {
+  std::ofstream out(ask["out"].get<std::string>(), std::ios::binary);
+  out.write(static_cast<const char*>(data), static_cast<std::streamsize>(size));
+}
+
+// The pixels of one file.
+Json decode(const Json& ask) {
+  const std::string name = ask["name"].get<std::string>();
+  const std::string data = images::read({ask["path"].get<std::string>(), name, std::nullopt});
+  const Pixels pixels = images::decode(data, name, ask["grey"].get<bool>());
+  write_raw(ask, pixels.data.data(), pixels.data.size());
+  return {{"shape", {pixels.height, pixels.width, pixels.channels}}};
+}
+
+Json applied(const Json& ask) {
+  const auto shape = ask["shape"].get<std::array<int, 3>>();
+  Pixels pixels(shape[0], shape[1], shape[2]);
+  pixels.data = array_of<std::uint8_t>(ask["path"].get<std::string>());
+  const std::vector<float> values = apply(pixels, Preprocess::from_json(ask["options"].dump()));
+  write_raw(ask, values.data(), values.size() * sizeof(float));
+  return {{"count", values.size()}};
+}
+
+Json list(const Json& ask) {
+  Json found = Json::array();
+  for (const images::Picture& one : images::read_list(ask["path"].get<std::string>())) {
+    found.push_back({one.name, one.label ? Json(*one.label) : Json()});
+  }
+  return {{"pictures", found}};
+}
+
 Json presets_json(const Json& /*ask*/) {
   Json all = Json::object();
   for (const auto& [name, how] : presets()) all[name] = Json::parse(how.to_json());
@@ -244,6 +278,9 @@ Json answer(const Json& ask) {
   if (op == "search") return search(ask);
   if (op == "scales") return scales(ask);
   if (op == "feed") return feed(ask);
+  if (op == "decode") return decode(ask);
+  if (op == "apply") return applied(ask);
+  if (op == "list") return list(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);
   if (op == "latency") return latency(ask);

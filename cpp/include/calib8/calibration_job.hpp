@@ -15,8 +15,10 @@
 #include <optional>
 #include <string>
 
+#include "calib8/export.hpp"
 #include "calib8/feed.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 class CalibrationJob {
@@ -67,3 +69,4 @@ class CalibrationJob {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

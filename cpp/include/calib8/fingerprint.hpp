@@ -12,8 +12,10 @@
 #include <string>
 #include <string_view>
 
+#include "calib8/export.hpp"
 #include "calib8/model_identity.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 inline constexpr std::string_view kMadeByCalib8 = "calib8";
@@ -45,6 +47,7 @@ struct Fingerprint {
 };
 
 // Splits a feed's manifest into the images, order and preprocess parts, and tells the decoder.
+// Throws FeedError: it is no manifest.
 void set_feed(Fingerprint& fingerprint, const std::string& manifest);
 
 // CACHE.json beside a cache.
@@ -73,3 +76,4 @@ std::optional<std::string> unfit(const std::filesystem::path& cache,
                                  const Fingerprint& fingerprint);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

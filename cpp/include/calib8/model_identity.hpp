@@ -5,6 +5,9 @@
 #include <filesystem>
 #include <string>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // sha256 in hexadecimal digits, "" where it is not known.
@@ -25,3 +28,4 @@ bool same_model(const ModelIdentity& one, const ModelIdentity& other);
 ModelIdentity identity_of(const std::filesystem::path& onnx);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

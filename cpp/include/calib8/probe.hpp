@@ -4,9 +4,13 @@
 
 #include <string>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // {"decoding", "library", and a digest of what a small picture of each form becomes} as JSON.
 std::string decoder();
 
 }  // namespace calib8
+CALIB8_EXPORT_END

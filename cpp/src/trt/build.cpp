@@ -174,7 +174,9 @@ class Line {
 
   void implicit() {
     asked_ = options_.calibrator.empty() ? "" : calibrator_named(options_.calibrator);
-    const Fingerprint now = fingerprint();
+    Fingerprint now = fingerprint();
+    std::error_code failed;
+    if (!options_.trust_cache && fs::exists(cache_, failed)) set_images(now);
     Verdict verdict = options_.trust_cache
                           ? trusted(cache_, built_.inputs.front().name, asked_)
                           : judged(cache_, now, asked_);
@@ -204,7 +206,8 @@ class Line {
     return options;
   }
 
-  // What a calibration would be made from here, by the calibrator that was asked for.
+  // What a calibration would be made from here, by the calibrator that was asked for; but for the
+  // images, which are read once where there is nothing to compare them with.
   Fingerprint fingerprint() {
     Fingerprint now;
     now.model = identity();
@@ -214,8 +217,11 @@ class Line {
     built_.feed = std::make_shared<Feed>(
         Feed(images_, builder_.calibration_input(), options_.feed).whole_batches());
     now.rule = "whole batches of " + std::to_string(built_.feed->batch());
-    set_feed(now, built_.feed->manifest());
     return now;
+  }
+
+  void set_images(Fingerprint& now) const {
+    if (built_.feed) set_feed(now, built_.feed->manifest());
   }
 
   void refuse_unfit(const std::string& reason) const {
@@ -233,7 +239,11 @@ class Line {
   std::string fresh(const Fingerprint& now) {
     CalibratorOptions options = calibrating();
     // at once, not after the hours that an engine may take
-    options.keep = [&](const std::string& text) { save_calibration(cache_, text, now); };
+    options.keep = [&](const std::string& text) {
+      Fingerprint made = now;
+      set_images(made);  // by now all of them were read
+      save_calibration(cache_, text, made);
+    };
     return by_method(now.method, builder_, options);
   }
 

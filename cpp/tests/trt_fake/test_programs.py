@@ -5,6 +5,7 @@ calls these tests for each: the version is $CALIB8_TRT_VERSION, the build folder
 $CALIB8_TRT_PROGRAMS. The fake's settings are told in fake.hpp.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
@@ -43,6 +45,7 @@ class Run:
     error: str
     trace: list[str]
     batches: bytes
+    inputs: bytes
 
     @property
     def calibrated(self) -> int:
@@ -87,10 +90,15 @@ class Folder:
         library: str = "",
         gpu: str = "A",
     ) -> Run:
-        trace, batches = self.path / "trace", self.path / "batches"
-        for path in (trace, batches):
+        trace, batches, inputs = (self.path / name for name in ("trace", "batches", "inputs"))
+        for path in (trace, batches, inputs):
             path.unlink(missing_ok=True)
-        settings = {"FAKE": fake, "FAKE_TRACE": trace, "FAKE_BATCHES": batches}
+        settings = {
+            "FAKE": fake,
+            "FAKE_TRACE": trace,
+            "FAKE_BATCHES": batches,
+            "FAKE_INPUTS": inputs,
+        }
         command = [str(PROGRAMS / "src/trt/calib8-build"), "model.onnx"]
         command += ["list.txt", "--preprocess", "grey-half"] if images else []
         done = subprocess.run(
@@ -110,6 +118,7 @@ class Folder:
             done.stderr,
             trace.read_text().splitlines() if trace.exists() else [],
             batches.read_bytes() if batches.exists() else b"",
+            inputs.read_bytes() if inputs.exists() else b"",
         )
 
     def built(self, *options: str, **settings: object) -> Run:
@@ -698,6 +707,109 @@ def test_inputs_and_outputs_have_the_engines_own_types(folder, dtype, size):
     run = folder.built(images=False)
     assert f"copy in {7 * size}" in run.trace and f"copy out {5 * size}" in run.trace
     assert folder.report()["model"]["inputs"] == [f"'ids' {dtype} [1, 7]"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "read", "least", "most"),
+    [
+        ("float32", "<f4", -1, 1),
+        ("float16", "<f2", -1, 1),
+        ("int32", "<i4", 0, 1),
+        ("int64", "<i8", 0, 1),
+        ("bool", "u1", 0, 1),
+        ("uint8", "u1", 0, 255),
+        ("bfloat16", "<u2", -1, 1),
+    ],
+)
+def test_what_is_timed_is_fed_random_values_the_same_every_time(folder, dtype, read, least, most):
+    if dtype in ("int64", "bfloat16") and MAJOR < 10:
+        pytest.skip("TensorRT has this type from 9 or 10 on")
+    folder.model(f"quantize\ninput x {dtype} 1 500\noutput next float32 1 5\n")
+    run = folder.built(images=False)
+    fed = np.frombuffer(run.inputs, read).reshape(-1, 500)
+    assert len(fed) >= 10 and (fed == fed[0]).all()
+    values = fed[0]
+    if dtype == "bfloat16":
+        values = (values.astype("<u4") << 16).view("<f4")
+    assert least <= values.min() < least + (most - least) / 20
+    assert most - (most - least) / 20 < values.max() <= most
+    assert abs(values.mean() - (least + most) / 2) < (most - least) / 10
+    assert folder.built(images=False).inputs[: fed[0].nbytes] == fed[0].tobytes()
+
+
+def test_a_duration_may_be_less_than_a_second(folder):
+    folder.model(QDQ)
+    folder.built("--duration", "0.01", images=False)
+    (engine,) = folder.report()["engines"]
+    assert engine["latency"]["queries"] >= 10
+    for wrong in ("x", "-1", "1e3", ".5", "1.2.3", ""):
+        said = folder.build("--duration", wrong, images=False).refused()
+        assert said.startswith("--duration must be a number from 0, such as 3 or 0.5, got")
+
+
+def test_plugins_that_are_missing_are_told_where_an_engine_is_not_loaded(folder):
+    folder.model(QDQ)
+    said = folder.build(images=False, fake="no-plugins,fail-load").refused()
+    assert said.startswith("TensorRT cannot load the engine: Serialization assertion failed")
+    assert said.endswith(f"; libnvinfer_plugin.so.{MAJOR} did not register its plugins")
+    folder.built(images=False, fake="no-plugins")
+
+
+@pytest.mark.skipif(MAJOR > 8, reason="from 10 on the library itself judges who may load it")
+def test_a_library_of_another_major_version_is_told_in_its_words(folder):
+    said = folder.build(library="7.2.3").refused()
+    assert said.endswith("Major version of the library and the headers differ.")
+
+
+class Opened:
+    """How often each file of a folder is opened, by Linux's inotify."""
+
+    def __init__(self, folder: Path) -> None:
+        self.library = ctypes.CDLL(None)
+        self.handle = self.library.inotify_init1(os.O_NONBLOCK)
+        assert self.library.inotify_add_watch(self.handle, bytes(folder), 0x20) >= 0  # IN_OPEN
+
+    def counts(self) -> dict[str, int]:
+        """Since it was made or asked before."""
+        found: dict[str, int] = {}
+        data = os.read(self.handle, 1 << 20)
+        while data:
+            _, _, _, length = struct.unpack_from("iIII", data)
+            name = data[16 : 16 + length].rstrip(b"\0").decode()
+            found[name] = found.get(name, 0) + 1
+            data = data[16 + length :]
+        return found
+
+
+@calibrating
+def test_every_picture_is_read_once(folder):
+    pictures = folder.path / "pictures"
+    pictures.mkdir()
+    chosen = [path.name for path in sorted(PHOTOS.rglob("*.png"))[:5]]
+    for path in sorted(PHOTOS.rglob("*.png"))[:5]:
+        (pictures / path.name).write_bytes(path.read_bytes())
+    (folder.path / "list.txt").write_text("".join(f"pictures/{name}\n" for name in chosen))
+    opened = Opened(pictures)
+    assert folder.built().calibrated == 5
+    assert opened.counts() == dict.fromkeys(chosen, 1)
+    assert folder.built("--require-cache").calibrated == 0
+    assert opened.counts() == dict.fromkeys(chosen, 1)
+
+
+@calibrating
+def test_pipes_and_devices_in_place_of_a_cache_are_told(folder):
+    folder.built()
+    for place in (folder.sidecar, folder.cache):
+        kept = place.read_bytes()
+        place.unlink()
+        os.mkfifo(place)
+        said = folder.build("--require-cache").refused()
+        assert "it is no regular file" in said
+        place.unlink()
+        place.write_bytes(kept)
+    assert folder.built("--require-cache").calibrated == 0
+    folder.sidecar.write_text("[" * 200_000)
+    assert "is not a fingerprint" in folder.build("--require-cache").refused()
 
 
 def test_an_output_whose_size_depends_on_the_data_is_allocated_as_it_runs(folder):
