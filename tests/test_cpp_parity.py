@@ -1,6 +1,7 @@
 """The C++ library and this one: the same batches, histograms, indices, caches and words."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
