@@ -121,6 +121,7 @@ class Ascend:
         "_record.txt",
         "_deploy_model.onnx",
         "_fake_quant_model.onnx",
+        "_modified_model.onnx",
         "_amct_qdq.onnx",
         "_aipp.cfg",
         "_compression.cfg",
@@ -520,9 +521,11 @@ def unfused(
 
 def _searches(config: QuantConfig) -> str:
     """The searches that gave the scales, in words."""
+    from deploy.targets.ascend.adaround import algorithms
+
     enabled = config.entries().values()
     searches = sorted({layer.activation.act_algo.upper() for layer in enabled})
-    return f"AMCT's ARQ and {' and '.join(searches)}"
+    return f"AMCT's {algorithms(config)} and {' and '.join(searches)}"
 
 
 def _chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
@@ -538,6 +541,7 @@ def _chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
 def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
     used = plan.config.batch_num
     yield f"Scales: {_searches(plan.config)} over {used} samples."
+    yield from _rounding_notes(found, plan)
     yield from plan.config.told
     if found.kept_bytes:
         yield f"Exact IFMR kept {found.kept_bytes / 2**20:.1f} MiB of activations in memory."
@@ -556,6 +560,20 @@ def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
         yield (
             f"batch_num {used} of the configuration: {used} of {plan.samples} samples were used."
         )
+
+
+def _rounding_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
+    from deploy.targets.ascend.adaround import MOST_PLACES, MOST_SAMPLES
+
+    if found.adaround is None:
+        return
+    least, most = (f"{100 * share:.0f} %" for share in found.adaround)
+    yield (
+        f"AdaRound rounded the weights of {len(plan.adaround)} layers by at most {MOST_PLACES}"
+        f" places of the first {min(plan.config.batch_num, MOST_SAMPLES)} samples; their outputs"
+        f" err there by {least} to {most} of what the nearest codes would. The rounding is in the"
+        " models, not in the record: `calib8 ascend deploy` takes it from the modified model."
+    )
 
 
 def _decisions(
