@@ -195,6 +195,7 @@ def auto(
         plans(target, found.subject),
         found.ranges.observed,
         evaluation,
+        calibration=found.feed,
         folder=out,
         subject=found.subject,
         budget=Budget(max_loss=max_loss, threads=images.threads),
@@ -207,6 +208,8 @@ def auto(
         say(sentence, err=textless())
     else:
         say(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
+        for note in result.notes:
+            say(note)
     for path in written:
         say(f"  {path}")
 

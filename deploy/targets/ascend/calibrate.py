@@ -80,6 +80,7 @@ class RecordPlan:
         base: key of `model` among the variants that are run.
         samples: how many the feed gives, of which `config.batch_num` are used.
         exact: IFMR on all values, kept in memory, instead of on histograms.
+        lenient: a layer that DMQ cannot balance gets factors of 1, where it is only tried.
 
     Raises:
         ConfigError: an algorithm that calib8 does not compute, or nothing to quantize.
@@ -92,6 +93,7 @@ class RecordPlan:
     base: str
     samples: int
     exact: bool = False
+    lenient: bool = False
     _found: Weights = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -210,7 +212,12 @@ class RecordPlan:
         weight = _weight_max(array_of(self._index, layer.weight), layer)
         strength = self.config.layers[name].dmq_balancer_param
         assert strength is not None
-        return balance_factors(maxima.values, weight, strength=strength)
+        try:
+            return balance_factors(maxima.values, weight, strength=strength)
+        except CalibrationError:
+            if not self.lenient:
+                raise
+            return np.ones_like(maxima.values)
 
     def _weight(
         self, layer: Layer, factors: Factors

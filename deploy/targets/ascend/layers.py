@@ -75,6 +75,11 @@ class Layer:
         return self.kind != "AveragePool" and self.kind not in ASCEND.per_tensor
 
     @property
+    def holds_bias(self) -> bool:
+        """Whether it has a place for a bias: a MatMul only in the Add behind it."""
+        return bool(self.weight) and (self.kind != "MatMul" or bool(self.bias_add))
+
+    @property
     def symmetric_only(self) -> bool:
         """3-D convolutions take no activation offset."""
         return self.kind == "Conv" and self.rank == 3

@@ -145,7 +145,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     weight = None
     if layer.weight:
         weight = _integers(array_of(index, layer.weight), layer, record)
-    bias = _bias(array_of(index, layer.bias), dequant) if layer.bias else None
+    bias = bias_steps(array_of(index, layer.bias), dequant) if layer.bias else None
     if weight is not None:
         _check_sums(weight, bias, layer)
     return QuantLayer(
@@ -191,7 +191,12 @@ def _check_sums(weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer:
         raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 
 
-def _bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
+def bias_steps(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
+    """A bias [C_out] in steps of scale_w * scale_d.
+
+    Raises:
+        ExportError: it does not fit int32.
+    """
     with np.errstate(over="ignore"):
         steps = np.rint(bias.reshape(-1).astype(np.float64) / dequant)
     limits = np.iinfo(np.int32)
