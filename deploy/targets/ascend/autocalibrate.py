@@ -19,7 +19,13 @@ from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.losses import Budget, Losses
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.quant_layer import quantize_layers
-from deploy.targets.ascend.variants import CONFIGURED, config_of, is_balanced, recorded
+from deploy.targets.ascend.variants import (
+    CONFIGURED,
+    balanced_over,
+    config_of,
+    is_balanced,
+    recorded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,14 +93,18 @@ def _by_gain(
         records=work.records or None,
         config=config_of(plans[CONFIGURED].config, chosen),
         biases=biases,
-        notes=tuple(_notes(chosen, biases, name)),
+        notes=tuple(_notes(chosen, biases, plans[CONFIGURED], name)),
     )
 
 
-def _notes(chosen: Mapping[str, str], biases: Biases, name: str) -> Iterator[str]:
+def _notes(chosen: Mapping[str, str], biases: Biases, plan: RecordPlan, name: str) -> Iterator[str]:
     """What was done to the layers in int8 beside searching their ranges."""
     if balanced := sum(map(is_balanced, chosen.values())):
-        yield f"DMQ balances {balanced} layers, with a multiplication more in front of each."
+        images = balanced_over(plan) * plan.images
+        yield (
+            f"DMQ balances {balanced} layers, with a multiplication more in front of each, by the"
+            f" largest values of {images} images: a build does so with --amct-batch {images}."
+        )
     if biases:
         yield (
             f"The biases of {len(biases)} layers are corrected: the configuration goes with"

@@ -78,13 +78,16 @@ class RecordPlan:
         graph: its layers.
         config: from `deploy.targets.ascend.config.settled`.
         base: key of `model` among the variants that are run.
-        samples: how many the feed gives, of which `config.batch_num` are used.
+        samples: how many the feed gives, of which `config.batch_num` batches are used.
+        images: in each of them, which a model with a fixed batch has several of.
+        together: samples that make one of AMCT's batches; the last one may be smaller.
         exact: IFMR on all values, kept in memory, instead of on histograms.
+        balanced_over: samples on which DMQ's channels are measured; None for AMCT's first batch.
         lenient: a layer that DMQ cannot balance gets factors of 1, where it is only tried.
 
     Raises:
         ConfigError: an algorithm that calib8 does not compute, or nothing to quantize.
-        FeedError: fewer samples than batch_num.
+        FeedError: fewer batches than batch_num.
     """
 
     model: onnx.ModelProto
@@ -92,7 +95,10 @@ class RecordPlan:
     config: QuantConfig
     base: str
     samples: int
+    images: int = 1
+    together: int = 1
     exact: bool = False
+    balanced_over: int | None = None
     lenient: bool = False
     _found: Weights = field(default_factory=dict, init=False, repr=False)
 
@@ -100,11 +106,23 @@ class RecordPlan:
         if not self.config.enabled():
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
         _refuse_unsupported(self.layers, self.config)
-        if self.samples < self.config.batch_num:
+        if self.batches < self.config.batch_num:
+            size = self.images * self.together
+            of = f" of {size} images" if size > 1 else ""
             raise FeedError(
                 f"the calibration needs batch_num batches, {self.config.batch_num}, got"
-                f" {self.samples}; give more data or lower batch_num"
+                f" {self.batches}{of}; give more data or lower batch_num"
             )
+
+    @property
+    def batches(self) -> int:
+        """How many batches the samples make."""
+        return -(-self.samples // self.together)
+
+    @property
+    def used(self) -> int:
+        """How many samples stand in the batches that are used."""
+        return min(self.samples, self.config.batch_num * self.together)
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
@@ -122,11 +140,19 @@ class RecordPlan:
         variant = Variant(self.base, lambda _: self.model)
         return {
             name: Observation(
-                variant, layer.input, ChannelMaxOf(axis=1 if layer.rank else -1), name
+                variant,
+                layer.input,
+                ChannelMaxOf(axis=1 if layer.rank else -1, samples=self._first),
+                name,
             )
             for name, layer in self.layers.items()
             if self.config.layers[name].dmq_balancer_param is not None
         }
+
+    @property
+    def _first(self) -> int:
+        """Samples on which DMQ's channels are measured."""
+        return self.balanced_over or self.together
 
     @cached_property
     def activations(self) -> dict[str, Observation]:
@@ -242,14 +268,17 @@ class RecordPlan:
             name: (entry.weight.num_bits, entry.weight.channel_wise, entry.dmq_balancer_param)
             for name, entry in self.config.enabled().items()
         }
-        digest = hashlib.sha256(json.dumps([self.base, how], sort_keys=True).encode()).hexdigest()
+        first = [self._first] if self.maxima and self._first > 1 else []
+        digest = hashlib.sha256(
+            json.dumps([self.base, how, *first], sort_keys=True).encode()
+        ).hexdigest()
         return f"weights fake-quantized by AMCT's ARQ, {digest[:12]}"
 
     def _statistic(self, entry: LayerConfig) -> Statistic:
-        used = self.config.batch_num
-        samples = used if used < self.samples else None
+        samples = self.used if self.used < self.samples else None
         if entry.activation.act_algo == "hfmg":
-            return HfmgOf(nbins=entry.activation.num_of_bins, samples=samples)
+            bins = entry.activation.num_of_bins
+            return HfmgOf(nbins=bins, samples=samples, together=self.together)
         return ExactOf(samples=samples) if self.exact else IfmrOf(samples=samples)
 
 

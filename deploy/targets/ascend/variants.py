@@ -25,6 +25,7 @@ _OTHERS: dict[str, Callable[[Activation], Activation]] = {
     "percentile 0.9999": lambda found: replace(found, max_percentile=0.9999, min_percentile=0.9999),
     "hfmg": lambda found: replace(Activation(), act_algo="hfmg", asymmetric=found.asymmetric),
 }
+_BALANCED_OVER = 32  # samples, which are held while they are run twice
 _BALANCED = {f"dmq {strength}": strength for strength in (0.2, 0.5, 0.8)}
 
 
@@ -52,6 +53,11 @@ def plans(target: Ascend, subject: Subject) -> dict[str, RecordPlan]:
 def is_balanced(search: str) -> bool:
     """Whether a search balances channels by DMQ."""
     return search in _BALANCED
+
+
+def balanced_over(plan: RecordPlan) -> int:
+    """Samples on which DMQ's channels are measured here: AMCT's first batch shows one image."""
+    return max(plan.together, min(plan.samples, _BALANCED_OVER))
 
 
 def recorded(found: Mapping[str, RecordPlan], observed: Observed) -> dict[str, Records]:
@@ -82,15 +88,7 @@ def _plan(own: RecordPlan, name: str) -> RecordPlan:
         weighted if is_balanced(name) else own.layers, name
     )
     config = config_of(own.config, chosen)
-    return RecordPlan(
-        model=own.model,
-        graph=own.graph,
-        config=config,
-        base=own.base,
-        samples=own.samples,
-        exact=own.exact,
-        lenient=True,
-    )
+    return replace(own, config=config, balanced_over=balanced_over(own), lenient=True)
 
 
 def _layer(one: LayerConfig, name: str) -> LayerConfig:
