@@ -145,6 +145,7 @@ def test_the_command_balances_and_corrects_before_it_leaves_a_layer(run, uneven,
     assert code == 0, err
     assert "4 layers in int8, 0 in float" in said
     assert "DMQ balances 1 layers, with a multiplication more in front of each, by the" in said
+    assert "largest values of 12 images." in said
     assert "biases of 4 layers are corrected" in said and "uneven_corrected.onnx" in said
     layers = read_config((tmp_path / FINAL).read_text()).layers
     assert layers["dw"].dmq_balancer_param and not layers["one"].dmq_balancer_param
@@ -170,3 +171,10 @@ def test_a_budget_that_holds_at_once_changes_neither(run, uneven, images, tmp_pa
     assert code == 0, err
     assert "corrected" not in said and "DMQ" not in said
     assert not (tmp_path / "uneven_corrected.onnx").exists()
+
+
+def test_a_batch_that_is_given_is_that_of_dmq(run, uneven, images, tmp_path):
+    code, said, err = auto(run, uneven, images, tmp_path, "--max-loss", "1e-4", "--amct-batch", 3)
+    assert code == 0, err
+    assert "largest values of 3 images." in said
+    assert read_config((tmp_path / FINAL).read_text()).batch_num == 4

@@ -116,6 +116,13 @@ def check(path: Path, model: Path | None) -> None:
     help="AMCT's simplified .cfg, or its quant config JSON.",
 )
 @sections.option(
+    "--amct-batch",
+    section=sections.CALIBRATION,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Images of one of AMCT's batches, by which HFMG, DMQ and batch_num go.",
+)
+@sections.option(
     "--eval-images",
     section=sections.MEASURING,
     metavar="PATH",
@@ -135,8 +142,9 @@ def check(path: Path, model: Path | None) -> None:
     type=click.Choice(["gain", "binary-search"]),
     default="gain",
     show_default=True,
-    help="How layers are picked: by what the outputs gain, another search of its range being tried"
-    " before float; or by AMCT's ranking of layers alone, of which a prefix goes to float.",
+    help="How layers are picked: by what the outputs gain, other searches, DMQ and corrected biases"
+    " being tried before float; or by AMCT's ranking of layers alone, of which a prefix goes to"
+    " float.",
 )
 @image_options
 @keep_float_option
@@ -147,6 +155,7 @@ def auto(
     model: Path,
     out: Path,
     ascend_config: Path | None,
+    amct_batch: int | None,
     eval_images: str | None,
     max_loss: float,
     strategy: str,
@@ -165,7 +174,9 @@ def auto(
     from deploy.targets.ascend.target import Ascend
     from deploy.targets.ascend.variants import Choosing, plans
 
-    target = (Choosing if strategy == "gain" else Ascend)(config=ascend_config)
+    target = (Choosing if strategy == "gain" else Ascend)(
+        config=ascend_config, amct_batch=amct_batch
+    )
     path = out / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
     refuse_both_ways(policy)

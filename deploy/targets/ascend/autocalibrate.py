@@ -103,12 +103,12 @@ def _notes(chosen: Mapping[str, str], biases: Biases, plan: RecordPlan, name: st
         images = balanced_over(plan) * plan.images
         yield (
             f"DMQ balances {balanced} layers, with a multiplication more in front of each, by the"
-            f" largest values of {images} images: a build does so with --amct-batch {images}."
+            f" largest values of {images} images."
         )
     if biases:
         yield (
-            f"The biases of {len(biases)} layers are corrected: the configuration goes with"
-            f" {name}{CORRECTED}, the float model that has them."
+            f"The biases of {len(biases)} layers are corrected: {name}{CORRECTED} is the float"
+            " model that has them, and goes with the configuration and the record."
         )
 
 

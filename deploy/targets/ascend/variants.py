@@ -56,8 +56,8 @@ def is_balanced(search: str) -> bool:
 
 
 def balanced_over(plan: RecordPlan) -> int:
-    """Samples on which DMQ's channels are measured here: AMCT's first batch shows one image."""
-    return max(plan.together, min(plan.samples, _BALANCED_OVER))
+    """Samples on which DMQ's channels are measured: AMCT's first batch, if that is not one."""
+    return plan.together if plan.together > 1 else min(plan.samples, _BALANCED_OVER)
 
 
 def recorded(found: Mapping[str, RecordPlan], observed: Observed) -> dict[str, Records]:
