@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deploy.inspection import inspect as inspect
     from deploy.pipeline import build as build
     from deploy.pipeline import calibrate as calibrate
+    from deploy.pipeline import merge as merge
     from deploy.report import Report as Report
     from deploy.report.verdict import Gates as Gates
     from deploy.targets import TARGETS as TARGETS
@@ -47,6 +48,7 @@ __all__ = [  # noqa: RUF022 (in the order of a user's work)
     "load",
     "inspect",
     "calibrate",
+    "merge",
     "build",
     "bench",
     # how
@@ -86,7 +88,7 @@ _HOMES = {
     "deploy.feed.raw": ("RawFiles",),
     "deploy.frontends": ("load",),
     "deploy.inspection": ("inspect",),
-    "deploy.pipeline": ("build", "calibrate"),
+    "deploy.pipeline": ("build", "calibrate", "merge"),
     "deploy.report": ("Report",),
     "deploy.report.verdict": ("Gates",),
     "deploy.targets": ("TARGETS", "Ascend", "OnnxRuntime", "TensorRT"),

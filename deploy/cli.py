@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.calibrate:calibrate",
         "Calibrate only, and write the calibration cache.",
     ),
+    "merge": ("deploy.commands.merge:merge", "Put the shards of a calibration together."),
     "bench": ("deploy.commands.bench:bench", "Latency of one or two models, side by side."),
     "compare": (
         "deploy.commands.compare:compare",

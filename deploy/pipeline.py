@@ -33,6 +33,7 @@ from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
+from deploy.calibration.shards import Shards, refuse_ordered
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
 from deploy.errors import (
@@ -129,11 +130,50 @@ def calibrate(
     )
 
 
+@guarded()
+@on_request
+def merge(
+    model: str | Path | onnx.ModelProto | LoadedModel,
+    shards: Sequence[str | Path],
+    *,
+    targets: Sequence[str | Target] = ("onnxruntime",),
+    method: str | Method | None = None,
+    cache: Path | str | CachePolicy | None = None,
+    float_nodes: Iterable[str] = (),
+    progress: bool = False,
+) -> Calibrated:
+    """Put the shards of a calibration together; the cache is that of one run over all images.
+
+    Args beyond those of `calibrate`, of which the targets and the nodes in float must be those of
+    the shards:
+        shards: files of `calib8 calibrate --shard`, all of them, in any order.
+
+    Raises:
+        CacheError: a shard is broken, missing, there twice, of another model or other images.
+        ModelError, ConfigError, CalibrationError: as `calibrate`.
+    """
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    return _calibrated(
+        loaded,
+        _given(model),
+        Shards([Path(path) for path in shards], loaded),
+        targets=targets_of(targets),
+        method=method,
+        preprocess=None,
+        policy=_policy(cache),
+        skip_bad=False,
+        limit=None,
+        threads=1,
+        float_nodes=float_nodes,
+        remember=(0, 0),
+    )
+
+
 @phase("calibration")
 def _calibrated(
     loaded: LoadedModel,
     given: str | Path | onnx.ModelProto | None,
-    images: FeedSource,
+    images: FeedSource | Shards,
     *,
     targets: Sequence[Target],
     method: str | Method | None,
@@ -157,14 +197,17 @@ def _calibrated(
     """
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
-    feed = open_feed(
-        images,
-        loaded.inputs,
-        preprocess=preprocess,
-        carried=loaded.carried,
-        skip_bad=skip_bad,
-        limit=limit,
-    )
+    if isinstance(images, Shards):
+        feed = images.feed
+    else:
+        feed = open_feed(
+            images,
+            loaded.inputs,
+            preprocess=preprocess,
+            carried=loaded.carried,
+            skip_bad=skip_bad,
+            limit=limit,
+        )
     feed.remember(*remember, SHOWN)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
@@ -186,6 +229,9 @@ def _calibrated(
     subject, tried = prepared(targets, subject, repairs, feed, folder=folder, threads=workers)
     wanted, failed = _demands(targets, subject)
     _refuse_idle_method(method, subject, wanted)
+    if feed.share is not None or isinstance(images, Shards):
+        refuse_ordered(each_once(wanted), feed.share or "merged")
+    peaks = Peaks()
     started = time.perf_counter()
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
@@ -194,11 +240,14 @@ def _calibrated(
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
         verdict = judge(policy, lambda: _fingerprint(subject, feed), each_once(wanted))
-        peaks = Peaks()
         able = afford.workers(verdict.missing, subject.model, workers)
-        observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
+        if isinstance(images, Shards):
+            observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
+        else:
+            observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
         ranges = Ranges(observed, subject.method, subject.bounds)
-        own = _own_text([t for t in targets if t.name in wanted], subject, ranges)
+        alone = [t for t in targets if t.name in wanted and feed.share is None]
+        own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
         notes = (*_fewer(able, workers), *(own.notes if own else ()))
         fingerprint = verdict.of_all(_fingerprint(subject, feed))
         outliers = (*verdict.outliers, *identified(peaks, feed.digests))
@@ -208,7 +257,7 @@ def _calibrated(
     return Calibrated(
         subject=subject,
         images=str(images)
-        if isinstance(images, str | Path | CalibratorScript | RawFiles)
+        if isinstance(images, str | Path | CalibratorScript | RawFiles | Shards)
         else "arrays in memory",
         feed=feed,
         ranges=ranges,
@@ -220,9 +269,14 @@ def _calibrated(
         seconds=time.perf_counter() - started,
         runs=runs,
         notes=notes,
-        warnings=(*loaded.cut, *odd(subject, feed), *_warnings(outliers, each_once(wanted), feed)),
+        warnings=(
+            *loaded.cut,
+            *(() if isinstance(images, Shards) else odd(subject, feed)),
+            *_warnings(outliers, each_once(wanted), feed),
+        ),
         cache=policy.path,
         repairs=tuple(told(tried)),
+        peaks=peaks,
     )
 
 
@@ -638,4 +692,4 @@ def _policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
     return CachePolicy(path=None if cache is None else Path(cache))
 
 
-__all__ = ["CachePolicy", "Calibrated", "Tuning", "build", "calibrate"]
+__all__ = ["CachePolicy", "Calibrated", "Tuning", "build", "calibrate", "merge"]

@@ -11,7 +11,8 @@ from deploy.targets.ascend.config_rules import ACTIVATION, GLOBAL, LAYER, WEIGHT
 from deploy.targets.ascend.proto import MESSAGES
 
 CONFIGS = ("AMCTConfig", "OverrideLayerType", "OverrideLayer", "CalibrationConfig", "ARQuantize",
-           "ADAquantize", "DMQBalancer", "FMRQuantize", "HFMGQuantize")  # fmt: skip
+           "ADAquantize", "DMQBalancer", "FMRQuantize", "HFMGQuantize",
+           "TensorQuantize")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def model(tmp_path_factory):
     nodes = [
         helper.make_node("Conv", ["x", "w1"], ["c1"], name="conv1", pads=[1] * 4),
         helper.make_node("BatchNormalization", ["c1", *norm(1)], ["b1"], name="bn1"),
-        helper.make_node("Relu", ["b1"], ["r1"], name="relu"),
+        helper.make_node("Relu", ["b1"], ["r0"], name="relu"),
+        helper.make_node("MaxPool", ["r0"], ["r1"], name="pool", kernel_shape=[1, 1]),
         helper.make_node("Conv", ["r1", "w2"], ["c2"], name="conv2", pads=[1] * 4),
         helper.make_node("BatchNormalization", ["c2", *norm(2)], ["b2"], name="bn2"),
         helper.make_node("Flatten", ["b2"], ["f"], name="flat"),
@@ -73,6 +75,10 @@ def common(inner):
     return f"common_config {{ {inner} }}"
 
 
+def tensor(inner):
+    return f'tensor_quantize {{ layer_name: "pool" input_index: 0 {inner} }}'
+
+
 IFMR, HFMG, ARQ, ADA = "ifmr_quantize", "hfmg_quantize", "arq_quantize", "ada_quantize"
 
 # message.key: (a configuration, a path into the JSON that is written and what stands there), or
@@ -97,6 +103,19 @@ OBEYED = {
     "AMCTConfig.override_layer_configs": (
         f'override_layer_configs {{ layer_name: "conv2" calibration_config {{ {HFMG} {{ }} }} }}',
         ["conv2", "a", "act_algo"],
+        "hfmg",
+    ),
+    "AMCTConfig.tensor_quantize": (tensor(""), ["tensor_quantize", 0, "input_index"], 0),
+    "TensorQuantize.layer_name": (tensor(""), ["tensor_quantize", 0, "layer_name"], "pool"),
+    "TensorQuantize.input_index": (tensor(""), ["tensor_quantize", 0, "input_index"], 0),
+    "TensorQuantize.ifmr_quantize": (
+        tensor(f"{IFMR} {{ search_step: 0.05 }}"),
+        ["tensor_quantize", 0, "a", "search_step"],
+        pytest.approx(0.05),
+    ),
+    "TensorQuantize.hfmg_quantize": (
+        tensor(f"{HFMG} {{ }}"),
+        ["tensor_quantize", 0, "a", "act_algo"],
         "hfmg",
     ),
     "ARQuantize.channel_wise": (
@@ -184,6 +203,14 @@ REFUSED = {
         'override_layer_configs { layer_name: "conv1" }',
         "calibration_config",
     ),
+    "AMCTConfig.tensor_quantize": ("tensor_quantize: 1", "tensor_quantize"),
+    "TensorQuantize.layer_name": ("tensor_quantize { input_index: 0 }", "must hold layer_name"),
+    "TensorQuantize.input_index": (
+        'tensor_quantize { layer_name: "pool" }',
+        "must hold input_index",
+    ),
+    "TensorQuantize.ifmr_quantize": (tensor(f"{IFMR} {{ search_step: 9 }}"), "search_step"),
+    "TensorQuantize.hfmg_quantize": (tensor(f"{HFMG} {{ num_of_bins: 9 }}"), "num_of_bins"),
     "CalibrationConfig.arq_quantize": (common("arq_quantize: 1"), "arq_quantize"),
     "CalibrationConfig.ada_quantize": (common(f"{ADA} {{ }}"), "AdaRound needs AMCT itself"),
     "CalibrationConfig.ifmr_quantize": (common("ifmr_quantize: 1"), "ifmr_quantize"),
@@ -257,7 +284,7 @@ def test_every_key_of_the_simplified_form_has_its_test():
 JSON_REFUSED = {
     "version": 2, "batch_num": 0, "activation_offset": 1, "joint_quant": True,
     "weight_offset": True, "do_fusion": "no", "skip_fusion_layers": ["fc"],
-    "fakequant_precision_mode": "FORCE_FP16_QUANT",
+    "fakequant_precision_mode": "FORCE_FP16_QUANT", "tensor_quantize": {},
     "quant_enable": 1, "dmq_balancer_param": 0.9, "activation_quant_params": 3,
     "weight_quant_params": [],
     "a.num_bits": 16, "a.act_algo": "mse", "a.asymmetric": 1, "a.max_percentile": 0.5,
@@ -268,7 +295,9 @@ JSON_REFUSED = {
 }  # fmt: skip
 JSON_OBEYED = {
     "version": 1, "batch_num": 2, "activation_offset": False, "do_fusion": False,
-    "skip_fusion_layers": ["conv2"],
+    "skip_fusion_layers": ["conv2"], "tensor_quantize": [
+        {"layer_name": "pool", "input_index": 0, "activation_quant_params": {
+            "num_bits": 8, "act_algo": "hfmg", "asymmetric": False, "num_of_bins": 1024}}],
     "quant_enable": False, "dmq_balancer_param": 0.4,
     "a.num_bits": 8, "a.act_algo": "ifmr", "a.asymmetric": False, "a.max_percentile": 0.99,
     "a.min_percentile": 0.98, "a.search_range": [0.8, 1.2], "a.search_step": 0.1,

@@ -505,6 +505,27 @@ def test_what_was_settled_by_time_is_built_again_whatever_the_clock_says(
     assert build(model, "--duration", 0.01).files == first
 
 
+@pytest.mark.parametrize(
+    ("times", "runs", "best"),
+    [
+        ([5.0] * 12, 4, 5.0),  # nothing to wait for
+        ([9.0, 9.0, 8.0, 9.0, 5.0, 5.05, 5.05, 4.95, 3.0], 8, 4.95),  # 5 to 4.95 is noise
+        ([12.0 - number for number in range(12)], 12, 1.0),  # never calm: at most 12
+    ],
+)
+def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypatch):
+    left = iter(times)
+    took = []
+
+    def quickest(model, feeds, *, threads):
+        took.append(next(left))
+        return took[-1]
+
+    monkeypatch.setattr(clocks, "quickest_ms", quickest)
+    assert clocks.quickest_of([onnx.ModelProto()], [{}], threads=1) == [best]
+    assert len(took) == runs
+
+
 # Gates and exit codes.
 
 

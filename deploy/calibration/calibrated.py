@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.calibration.observation import Observation, each_once
+from deploy.calibration.peaks import Peaks
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.search import Method
 from deploy.calibration.store import Found
@@ -35,6 +36,7 @@ class Calibrated:
         warnings: what is no part of the model that was observed; what is odd about the images.
         cache: where it is kept.
         repairs: what was tried on the model before it was observed, in sentences.
+        peaks: the largest samples of every tensor that was observed now.
     """
 
     subject: Subject
@@ -52,6 +54,7 @@ class Calibrated:
     warnings: tuple[str, ...] = ()
     cache: Path | None = None
     repairs: tuple[str, ...] = ()
+    peaks: Peaks = field(default_factory=Peaks, repr=False)
 
     @property
     def loaded(self) -> LoadedModel:

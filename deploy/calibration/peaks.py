@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +29,8 @@ _SHARE = 20  # of so many samples one may be an outlier, and of fewer one
 _KEPT = 9  # largest samples of a tensor: at most 8 outliers and the next
 
 Place = tuple[str, str]  # variant, tensor
+Row = tuple[str, str, int, tuple[tuple[float, int], ...]]
+"""Variant, tensor, samples seen, (largest |x|, place of the sample in the whole) of the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,30 @@ class Peaks:
             self._seen[place] = self._seen.get(place, 0) + other._seen[place]
             for one in listed:
                 self._keep(place, one)
+
+    def rows(self, places: Sequence[int]) -> list[Row]:
+        """What was seen of every tensor.
+
+        Args:
+            places: of the samples in the whole, the first one's first.
+        """
+        return [
+            (*key, self._seen[key], tuple(sorted((x, places[-n - 1]) for x, n in listed)))
+            for key, listed in sorted(self._largest.items())
+        ]
+
+    def add_rows(self, rows: Iterable[Row], numbers: Mapping[int, int]) -> None:
+        """Add what `rows` gave elsewhere.
+
+        Args:
+            rows: of a part of the samples.
+            numbers: place -> number of the sample here.
+        """
+        for variant, tensor, seen, listed in rows:
+            key = (variant, tensor)
+            self._seen[key] = self._seen.get(key, 0) + seen
+            for amax, place in listed:
+                self._keep(key, (amax, -numbers[place]))
 
     def _keep(self, place: Place, one: tuple[float, int]) -> None:
         listed = self._largest.setdefault(place, [])

@@ -31,6 +31,7 @@ from deploy import archives, atomic
 from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
+from deploy.calibration.packed import MOST_UNPACKED, pack, unpack
 from deploy.calibration.peaks import Outlier
 from deploy.errors import CacheError
 from deploy.inputs import refuse
@@ -41,9 +42,7 @@ from deploy.stamped import sha256
 SCHEMA = 4
 _WHAT = "a file of a calibration"
 _MARK = "the fingerprint of a calibration"
-_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
-_MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `_pack` writes them
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # equal arrays, equal bytes
+_MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `pack` writes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +102,11 @@ class Stored:
         try:
             packed = io.BytesIO(self._packed)
             archives.check_archive(
-                packed, self.path, what="statistics", error=CacheError, most=_MOST_UNPACKED
+                packed, self.path, what="statistics", error=CacheError, most=MOST_UNPACKED
             )
             with zipfile.ZipFile(packed) as archive:
                 for key in keys:
-                    yield key, _unpack(archive, places[key])
+                    yield key, unpack(archive, places[key])
         except (
             ValueError,
             KeyError,
@@ -173,7 +172,7 @@ def save(
     arrays = {key: arrays[key] for key in _in_order(arrays, calibration) if arrays[key]}
     places = {(variant, tensor) for variant, tensor, _ in arrays}
     outliers = [one for one in calibration.outliers if (one.variant, one.tensor) in places]
-    packed = _pack(list(arrays.values()))
+    packed = pack(list(arrays.values()))
     digests = {"cache": sha256(text), "statistics": sha256(packed)}
     document = {
         "schema": SCHEMA,
@@ -385,32 +384,3 @@ def read(path: Path) -> bytes:
         CacheError: it cannot be read.
     """
     return read_bytes(path, what=_WHAT, error=CacheError, own=True)
-
-
-def _pack(listed: list[Arrays]) -> bytes:
-    """An .npz of the arrays `<place>.<field>`; quick compression, no times in it."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for place, arrays in enumerate(listed):
-            for field, array in sorted(arrays.items()):
-                data = io.BytesIO()
-                np.lib.format.write_array(data, np.ascontiguousarray(array), allow_pickle=False)
-                member = zipfile.ZipInfo(f"{place}.{field}.npy", _EPOCH)
-                member.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(member, data.getvalue(), compresslevel=1)
-    return buffer.getvalue()
-
-
-def _unpack(archive: zipfile.ZipFile, place: int) -> Arrays:
-    """The arrays of one observation."""
-    found = {}
-    for name in _members(archive, place):
-        with archive.open(name) as stream:
-            room = archive.getinfo(name).file_size
-            found[name.split(".")[1]] = archives.read_array(stream, room)
-    return found
-
-
-def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:
-    start = f"{place}."
-    return (name for name in archive.namelist() if name.startswith(start))

@@ -77,9 +77,11 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
         made = read_any_config(source, graph)
     text = write_simple_config(made) if out.suffix == ".cfg" else write_config(made)
     atomic.write_text(out, text)
-    say(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8")
-    for name, reason in graph.refused.items():
-        say(f"  float  {name}: {reason}")
+    moved = f", {len(made.tensors)} inputs moved in int8" if made.tensors else ""
+    say(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8{moved}")
+    enabled = made.enabled()
+    for name in (name for name in graph.refused if name not in enabled):
+        say(f"  float  {name}: {graph.refused[name]}")
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
@@ -218,7 +220,8 @@ def auto(
         sentence = "No layer can stay in int8 within this budget; no model was written."
         say(sentence, err=textless())
     else:
-        say(f"{len(result.records)} layers in int8, {len(float_layers)} in float.")
+        count = sum(not one.tensor for one in result.records.values())
+        say(f"{count} layers in int8, {len(float_layers)} in float.")
         for note in result.notes:
             say(note)
     for path in written:

@@ -11,6 +11,7 @@ import click
 from deploy.commands import sections
 from deploy.commands.feeding import compared, fed
 from deploy.commands.model import model_from, model_options
+from deploy.commands.observed import end, tell
 from deploy.commands.options import (
     CalibrationOptions,
     ImageOptions,
@@ -19,9 +20,11 @@ from deploy.commands.options import (
 )
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
-from deploy.terminal import say, textless
+from deploy.errors import ConfigError
+from deploy.terminal import say
 
 if TYPE_CHECKING:
+    from deploy.calibration.reuse import CachePolicy
     from deploy.targets import Target
 
 
@@ -34,6 +37,13 @@ if TYPE_CHECKING:
     section=sections.GENERAL,
     type=click.Path(path_type=Path),
     help="Cache file.  [default: MODEL.cache]",
+)
+@sections.option(
+    "--shard",
+    section=sections.IMAGES,
+    metavar="I/N",
+    help="Observe the I-th of N parts of the images, for calib8 merge; -o is then the shard's file."
+    "  [default of -o: MODEL.I-of-N.shard]",
 )
 @sections.retired(
     "--calibrator",
@@ -51,6 +61,7 @@ if TYPE_CHECKING:
 def calibrate(
     model: Path,
     out: Path | None,
+    shard: str | None,
     targets: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
@@ -67,45 +78,65 @@ def calibrate(
       calib8 calibrate model.onnx --images photos/ --target tensorrt
         --method entropy-tensorrt --batch-size 8
       calib8 calibrate model.onnx --calibrator-script old.py:make_calibrator --target tensorrt
+      calib8 calibrate model.onnx --images photos/ --shard 2/3 -o b.shard
 
     The cache is TensorRT's text format; beside it stand its fingerprint (.json) and the
     statistics (.npz), with which another --method needs no second run. `build` with the same
     targets takes it with --cache.
     """  # noqa: D301 (click reads the backspace)
+    from deploy.calibration.shard_file import refuse_foreign
+    from deploy.calibration.shards import keep_shard
+    from deploy.feed.choice import choice_of
     from deploy.feed.told import as_read
     from deploy.pipeline import calibrate as run
 
     calibration.refuse_ignored(targets)
     source, method = fed(images, calibration, targets)
-    path = out or Path(f"{model.stem}.cache")
+    path, limit = out or Path(f"{model.stem}.cache"), images.limit
+    policy: CachePolicy | None = replace(calibration.cache, path=path)
+    if shard is not None:
+        number, of = _shard(shard, calibration.cache)
+        limit = replace(choice_of(limit), shard=(number, of))
+        path, policy = out or Path(f"{model.stem}.{number}-of-{of}.shard"), None
+        refuse_foreign(path, force=calibration.cache.force)
     found = run(
         model_from(model, shapes, weights),
         source,
         targets=targets,
         method=method,
         preprocess=images.preprocess,
-        cache=replace(calibration.cache, path=path),
+        cache=policy,
         skip_bad=images.skip_bad,
-        limit=images.limit,
+        limit=limit,
         threads=images.threads,
         float_nodes=calibration.keep_float,
     )
-    how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
-    say(f"{path}: {how} ({found.reason})")
-    say(f"{len(found.ranges.observed)} observations of {found.feed.count} images")
-    for name, own in found.wanted.items():
-        by = "" if not set(own) & set(found.searched) else f", searched by {found.method.label}"
-        say(f"  {name}: {len(own)}{by}")
-    if calibration.verbose:
-        say(found.cost)
-    for name, why in found.found.reasons.items():
-        say(f"no scale for {name}: it {why}")
-    for warning in found.warnings:
-        say(warning, err=textless())
-    for note in (*found.notes, *as_read(found.feed), *compared(source, path)):
+    if shard is not None:
+        keep_shard(found, path)
+    tell(found, path, verbose=calibration.verbose)
+    for note in (*as_read(found.feed), *compared(source, path)):
         say(note)
-    for name, why in found.failed.items():
-        say(f"calib8: {name} failed: {why}", err=True)
     put_json(json_path, found.to_json)
-    if found.failed:
-        click.get_current_context().exit(1)
+    end(found)
+
+
+def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
+    """The shard that was asked for.
+
+    Raises:
+        ConfigError: it does not read as one, or what is of a cache alone was asked for too.
+    """
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal() and len(text) < 16):
+        raise ConfigError(f"--shard must read I/N, such as 2/3, got {text!r}")
+    flags = {
+        "--require-cache": policy.require,
+        "--trust-cache": policy.trust,
+        "--refresh": policy.refresh,
+    }
+    if idle := [flag for flag, given in flags.items() if given]:
+        raise ConfigError(
+            f"a shard is always observed, got --shard with {idle[0]}, which is of a cache; leave"
+            " one of them away"
+        )
+    return int(number), int(of)

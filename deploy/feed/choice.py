@@ -1,4 +1,9 @@
-"""Which samples of a source are fed: all, some spread evenly, every n-th, or some by lot."""
+"""Which samples of a source are fed: all, some spread evenly, every n-th, or some by lot.
+
+Of those that are chosen a shard takes its own, so that several machines share the work::
+
+    chosen    0 1 2 3 4 5 6      1/3: 0 3 6      2/3: 1 4      3/3: 2 5
+"""
 
 from __future__ import annotations
 
@@ -18,15 +23,17 @@ class Choice:
         seed: of the lot; the same seed draws the same places.
         every: of all, look at every so-manieth only, from the first on; None for each, of a video
             for one a second.
+        shard: (its number from 1, of how many): of what is chosen, use every so-manieth from there.
 
     Raises:
-        ConfigError: a number below 1, or both `most` and `sample`.
+        ConfigError: a number below 1, both `most` and `sample`, or a shard that is none of them.
     """
 
     most: int | None = None
     sample: int | None = None
     seed: int = 0
     every: int | None = None
+    shard: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("limit", self.most), ("sample", self.sample), ("every", self.every)):
@@ -39,9 +46,14 @@ class Choice:
                 f"samples are spread evenly or drawn by lot, got limit {self.most} and sample"
                 f" {self.sample}; leave one of them away"
             )
+        if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
+            raise ConfigError(
+                "a shard is i/n with i from 1 to n, such as 2/3, got"
+                f" {self.shard[0]}/{self.shard[1]}"
+            )
 
     def of(self, count: int, *, usual: int = 1) -> tuple[list[int], list[str]]:
-        """Places among `count` samples, rising, and what the user should know.
+        """Places among `count` samples, rising, of all shards; and what the user should know.
 
         Args:
             count: samples of the source.

@@ -29,6 +29,7 @@ from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
 from deploy.feed.preprocess import Asked, Preprocess, describe
 from deploy.feed.raw import RawFiles, as_arrays, as_pictures, refuse_others
+from deploy.feed.share import Share, share_of
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
 from deploy.feed.video import VideoSource, is_video
@@ -71,6 +72,7 @@ class Feed:
         preprocess: the complete preprocessing, None for arrays.
         origin: what said so, where it was the model; else empty.
         batch: size of the first dimension of every sample: 1, or what the model fixes.
+        share: what part of a whole it is; None for all of it.
         decodes: how many images or rows were read to be run, so far.
     """
 
@@ -85,12 +87,14 @@ class Feed:
         skip_bad: bool,
         notes: Sequence[str],
         origin: str = "",
+        share: Share | None = None,
+        skipped: Mapping[int, str] | None = None,
     ) -> None:
         self._source = source
         self._chosen = tuple(chosen)
         self._kind = kind
         self._skip_bad = skip_bad
-        self._skipped: dict[int, str] = {}
+        self._skipped = dict(skipped or {})
         self._seen = Seen()
         self._kept: dict[int, Sample] = {}  # the first few, so that nobody reads them again
         self._spool = Spool(frozenset())
@@ -100,6 +104,7 @@ class Feed:
         self.batch = batch
         self.preprocess = preprocess
         self.origin = origin
+        self.share = share
         self._notes = tuple(notes)
 
     def __len__(self) -> int:
@@ -135,6 +140,25 @@ class Feed:
     def skipped(self) -> tuple[str, ...]:
         """Why each bad image or row was left out; complete after one pass over `samples()`."""
         return tuple(self._skipped[i] for i in sorted(self._skipped))
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of the good samples, in the whole of which the feed is a share; complete after a pass."""
+        whole = range(len(self._chosen)) if self.share is None else self.share.places
+        known = zip(whole, self._chosen, strict=True)
+        return tuple(place for place, index in known if index not in self._skipped)
+
+    @property
+    def skipped_places(self) -> dict[int, str]:
+        """Place in the whole -> why the sample there was left out; complete after a pass."""
+        whole = range(len(self._chosen)) if self.share is None else self.share.places
+        known = zip(whole, self._chosen, strict=True)
+        return {place: self._skipped[index] for place, index in known if index in self._skipped}
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """sha256 (hex) of every image or row, skipped ones too; complete after a pass."""
+        return tuple(digest.hex() for digest in self._seen.of(self._chosen))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -403,16 +427,31 @@ def _fed(
     usual: int = 1,
 ) -> Feed:
     chosen, said = choice.of(len(source), usual=usual)
+    batch, share = fixed_batch(specs), None
+    if choice.shard is not None:
+        share = _share(choice.shard, [source.sample_name(index) for index in chosen], batch)
+        chosen = [chosen[place] for place in share.places]
+        said = [*said, f"shard {share}: {len(chosen)} of {share.count} samples"]
     return Feed(
         source,
         chosen,
         kind=kind,
-        batch=fixed_batch(specs),
+        batch=batch,
         preprocess=settled.how if settled else None,
         skip_bad=skip_bad,
         notes=(*notes, *(settled.notes if settled else ()), *said),
         origin=settled.origin if settled else "",
+        share=share,
     )
+
+
+def _share(shard: tuple[int, int], names: Sequence[str], batch: int) -> Share:
+    if batch > 1:
+        raise ConfigError(
+            "shards are of single samples, got a model with a fixed batch of"
+            f" {batch}; export it with a batch that is open"
+        )
+    return share_of(shard, names)
 
 
 def _files(source: FeedSource) -> Files | None:
@@ -540,7 +579,9 @@ def _open_images(
     found = _how(preprocess, carried, specs)
     video = _video(files, specs[0], found.how)
     if video is None and not skip_bad:
-        check_present([files.files[i] for i in choice.of(len(files.files))[0]], files.name)
+        number, of = choice.shard or (1, 1)
+        own = choice.of(len(files.files))[0][number - 1 :: of]
+        check_present([files.files[i] for i in own], files.name)
     return _fed(
         video or ImageSource(files.files, specs[0], found.how),
         choice,

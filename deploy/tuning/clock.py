@@ -22,19 +22,31 @@ if TYPE_CHECKING:
 _WARM = 1
 _RUNS = 4  # at least
 _SECONDS = 0.15  # at least
-_ROUNDS = 4  # over all models: what disturbs the machine for a second does not decide
+_ROUNDS, _MOST_ROUNDS = 4, 12  # over all models: what disturbs the machine for a second
+_CALM = 3  # rounds in which no model was quicker than before: the machine was at its best
+_QUICKER = 0.98  # of the time before; less is the clock's own noise
 
 
 def quickest_of(
     models: Sequence[onnx.ModelProto], feeds: Sequence[Mapping[str, Array]], *, threads: int
 ) -> list[float]:
-    """`quickest_ms` of each model, in turn and more than once."""
-    best = [math.inf] * len(models)
-    with phase("timing splits", _ROUNDS * len(models), "runs") as step:
-        for place in [*range(len(models))] * _ROUNDS:
-            taken = quickest_ms(models[place], feeds, threads=threads)
-            best[place] = min(best[place], taken)
-            step()
+    """`quickest_ms` of each model, in turn, for as long as another round is quicker.
+
+    On a machine that others use too, a few rounds may all be disturbed, one model's more than
+    another's; then a split would be chosen by its neighbours.
+    """
+    best, calm = [math.inf] * len(models), 0
+    with phase("timing splits", _ROUNDS * len(models), "runs", about=True) as step:
+        for done in range(_MOST_ROUNDS):
+            if done >= _ROUNDS and calm >= _CALM:
+                break
+            taken = []
+            for model in models:
+                taken.append(quickest_ms(model, feeds, threads=threads))
+                step()
+            quicker = any(new < _QUICKER * old for new, old in zip(taken, best, strict=True))
+            calm = 0 if quicker else calm + 1
+            best = list(map(min, best, taken))
     return best
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import random
 import shutil
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -200,6 +201,49 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
     return opened
 
 
+def _sharded(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    """A shard, changed in earnest or in passing, merged."""
+    from deploy.calibration.peaks import Peaks
+    from deploy.calibration.shards import Shards
+    from deploy.pipeline import calibrate
+
+    subject = made(folder / "own")
+    whole = calibrate(subject.model, subject.pictures(0), limit=4, threads=1)
+
+    def read(path: Path) -> None:
+        with suppress(ValueError, KeyError, TypeError, RecursionError, zipfile.BadZipFile, OSError):
+            _stamp_shard(path)
+        Shards([path], whole.loaded).observed(whole.observations, Peaks())
+
+    return lambda path: partial(read, path)
+
+
+def _shards(folder: Path) -> list[bytes]:
+    from deploy.calibration.shards import keep_shard
+    from deploy.feed.choice import Choice
+    from deploy.pipeline import calibrate
+
+    subject = made(folder / "seeded")
+    path = folder / "one.shard"
+    choice = Choice(most=4, shard=(1, 1))
+    keep_shard(calibrate(subject.model, subject.pictures(0), limit=choice, threads=1), path)
+    return [path.read_bytes()]
+
+
+def _stamp_shard(path: Path) -> None:
+    """As `_stamp`, of a shard."""
+    from deploy.calibration import shard_file
+    from deploy.stamped import sha256
+
+    with zipfile.ZipFile(path) as archive:
+        packed, document = archive.read("statistics.npz"), json.loads(archive.read("shard.json"))
+    document["statistics"] = sha256(packed)
+    document["sha256"] = shard_file._digest(document)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("shard.json", json.dumps(document))
+        archive.writestr("statistics.npz", packed)
+
+
 def _stamp(cache: Path) -> None:
     """Let the digests be those of what stands there, as who changes it in earnest would."""
     from deploy.calibration import store
@@ -356,6 +400,8 @@ READERS: dict[str, Reader] = {
                open=_judged(".json")),
         Reader(name="statistics", suffix=".npz", seeds=_of_build("*.cache.npz"),
                open=_judged(".npz"), mutate=changed_zip, cases=2000),
+        Reader(name="shard", suffix=".shard", seeds=_shards, open=_sharded, mutate=changed_zip,
+               cases=2000),
         Reader(name="plan", suffix=".toml", seeds=_of_build("*.plan.toml"), open=_plan),
         Reader(name="settings", suffix=".toml", seeds=_texts(_SETTINGS), open=_settings),
         Reader(name="report", suffix=".json", seeds=_of_build("report.json"),

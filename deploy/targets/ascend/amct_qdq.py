@@ -5,7 +5,8 @@ weights (per tensor for Gemm and MatMul) behind a DequantizeLinear, and float bi
 rounded to whole steps of scale_w * scale_d, so that what `convert` rounds is exact.
 
 A grouped ConvTranspose with a scale per channel stays in float: no axis of its weight runs along
-its output channels, so DequantizeLinear cannot say it.
+its output channels, so DequantizeLinear cannot say it. So do MatMuls of two activations and inputs
+of MaxPool, of which `convert` knows nothing; inputs of an Add have their pair, as it takes them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from onnx import helper, numpy_helper
 
 from deploy.graph.edit import copied, free_inputs, rebuild, replace
 from deploy.targets.ascend.quant_layer import QuantLayer
-from deploy.targets.ascend.rewrite import Nodes, balance
+from deploy.targets.ascend.rewrite import Nodes, balance, inputs_of
 
 
 def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
@@ -35,12 +36,13 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
 
 def _expressible(q: QuantLayer) -> bool:
     grouped = q.layer.kind == "ConvTranspose" and q.layer.group > 1
-    return not (grouped and q.record.scale_w.size > 1)
+    unknown = q.layer.two_activations or q.layer.kind == "MaxPool"
+    return not unknown and not (grouped and q.record.scale_w.size > 1)
 
 
 class _Writer:
     def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
-        self.layers = layers
+        self.layers, self.inputs = layers, inputs_of(layers)
         self.adds = {q.layer.bias_add: q for q in layers.values() if q.layer.bias_add}
         self.tensors: dict[str, onnx.TensorProto] = {}
         self.shared: dict[tuple[str, float, int], str] = {}
@@ -50,32 +52,36 @@ class _Writer:
         if node.name in self.adds:
             q = self.adds[node.name]
             node.input[list(node.input).index(q.layer.bias)] = self.bias(q)
+        if node.name in self.inputs:
+            made = [self.activation(q, node, q.layer.at or 0) for q in self.inputs[node.name]]
+            return [*(one for pair in made for one in pair), node]
         if node.name not in self.layers:
             return [node]
         q, start = self.layers[node.name], node.input[0]
         nodes: Nodes = []
         if q.inverse_factors is not None:
             nodes += balance(q, start)
-            start = f"{node.name}.mul.output0"
-        nodes += self.activation(q, start, node)
+            node.input[0] = f"{node.name}.mul.output0"
+        nodes += self.activation(q, node, 0)
         if q.weight is not None:
             nodes.append(self.weight(q, node))
         if q.bias is not None and not q.layer.bias_add:
             node.input[2] = self.bias(q)
         return [*nodes, node]
 
-    def activation(self, q: QuantLayer, start: str, node: onnx.NodeProto) -> Nodes:
-        """The pair on the layer's input; layers that agree on tensor and scale share it."""
+    def activation(self, q: QuantLayer, node: onnx.NodeProto, place: int) -> Nodes:
+        """The pair on an input; layers that agree on tensor and scale share it."""
         assert q.record.scale_d is not None
+        start = node.input[place]
         key = (start, float(q.record.scale_d), q.record.offset_d)
         if key in self.shared:
-            node.input[0] = self.shared[key]
+            node.input[place] = self.shared[key]
             return []
-        name = q.layer.name
+        name = q.layer.stem
         scale = self.put(f"{name}.scale_d", np.asarray(q.record.scale_d))
         zero = self.put(f"{name}.offset_d", np.asarray(q.record.offset_d, np.int8))
-        node.input[0] = self.shared[key] = f"{name}.input.dequantized"
-        return _pair(name, start, f"{name}.input.quantized", node.input[0], [scale, zero])
+        node.input[place] = self.shared[key] = f"{name}.input.dequantized"
+        return _pair(name, start, f"{name}.input.quantized", node.input[place], [scale, zero])
 
     def weight(self, q: QuantLayer, node: onnx.NodeProto) -> onnx.NodeProto:
         """DequantizeLinear of the int8 weight, which a Gemm then reads untransposed."""

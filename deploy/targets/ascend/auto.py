@@ -110,11 +110,12 @@ def search(
         name: replace(layer, quant_enable=False) if name in back else layer
         for name, layer in config.layers.items()
     }
+    tensors = tuple(one for one in config.tensors if one.key not in back)
     return Searched(
         ranking=order,
         history=tuple(history),
         records=left or None,
-        config=replace(config, layers=layers),
+        config=replace(config, layers=layers, tensors=tensors),
     )
 
 
@@ -180,7 +181,7 @@ def _alone(model: onnx.ModelProto, q: QuantLayer) -> onnx.ModelProto:
     """A model of one layer only, with the Add of a MatMul's bias."""
     from onnx import ValueInfoProto
 
-    wanted = {q.layer.name, q.layer.bias_add} - {""}
+    wanted = {q.layer.node, q.layer.bias_add} - {""}
     index = Graph(model)
     out = type(model)()
     out.opset_import.extend(model.opset_import)
@@ -191,14 +192,16 @@ def _alone(model: onnx.ModelProto, q: QuantLayer) -> onnx.ModelProto:
         tensor = out.graph.initializer.add()
         tensor.CopyFrom(index.constants[name])
         tensor.name = name
-    out.graph.input.append(ValueInfoProto(name=q.layer.input))
+    activations = dict.fromkeys((q.layer.input, *q.layer.others))
+    out.graph.input.extend(ValueInfoProto(name=tensor) for tensor in activations)
     out.graph.output.append(ValueInfoProto(name=q.layer.output))
     return out
 
 
 def _prefix(graph: onnx.GraphProto, name: str, q: QuantLayer) -> None:
     """Give every tensor and node of a twin names of its own, its ends excepted."""
-    ends = {q.layer.input: q.layer.input, q.layer.output: f"{name}.isolated", "": ""}
+    read = (q.layer.input, *q.layer.others)
+    ends = {**{one: one for one in read}, q.layer.output: f"{name}.isolated", "": ""}
     for node in graph.node:
         node.name = f"{name}.twin.{node.name}"
         for names in (node.input, node.output):

@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -103,9 +103,9 @@ class RecordPlan:
     _found: Weights = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.config.enabled():
+        if not self._entries:
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
-        _refuse_unsupported(self.layers, self.config)
+        _refuse_unsupported(self._entries, self.config)
         if self.batches < self.config.batch_num:
             size = self.images * self.together
             of = f" of {size} images" if size > 1 else ""
@@ -126,9 +126,12 @@ class RecordPlan:
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
-        """The layers to quantize, in the model's order."""
-        enabled = self.config.enabled()
-        return {name: layer for name, layer in self.graph.layers.items() if name in enabled}
+        """What to quantize: layers, in the model's order, and what is offered and asked for."""
+        return self.graph.asked(self._entries)
+
+    @cached_property
+    def _entries(self) -> Mapping[str, LayerConfig]:
+        return self.config.entries()
 
     @cached_property
     def _index(self) -> Graph:
@@ -146,7 +149,7 @@ class RecordPlan:
                 name,
             )
             for name, layer in self.layers.items()
-            if self.config.layers[name].dmq_balancer_param is not None
+            if self._entries[name].dmq_balancer_param is not None
         }
 
     @property
@@ -157,21 +160,33 @@ class RecordPlan:
     @cached_property
     def activations(self) -> dict[str, Observation]:
         """Layer -> the statistic that its search wants; layers that agree on both share it."""
-        variant = Variant(self._key(), self._prepared, needs=tuple(self.maxima.values()))
         return {
-            name: Observation(
-                variant,
-                f"{name}.mul.output0" if name in self.maxima else layer.input,
-                self._statistic(self.config.layers[name]),
-                name,
+            name: self._observation(
+                name, f"{name}.mul.output0" if name in self.maxima else layer.input
             )
             for name, layer in self.layers.items()
         }
 
+    @cached_property
+    def seconds(self) -> dict[str, Observation]:
+        """MatMul of two activations -> the same of its second factor."""
+        return {
+            name: self._observation(name, layer.others[0])
+            for name, layer in self.layers.items()
+            if layer.two_activations
+        }
+
+    @cached_property
+    def _variant(self) -> Variant:
+        return Variant(self._key(), self._prepared, needs=tuple(self.maxima.values()))
+
+    def _observation(self, name: str, tensor: str) -> Observation:
+        return Observation(self._variant, tensor, self._statistic(self._entries[name]), name)
+
     @property
     def observations(self) -> tuple[Observation, ...]:
         """All of them."""
-        return (*self.maxima.values(), *self.activations.values())
+        return (*self.maxima.values(), *self.activations.values(), *self.seconds.values())
 
     def record(self, observed: Observed) -> Recorded:
         """Search every layer.
@@ -186,32 +201,47 @@ class RecordPlan:
         for name in sorted(
             self.activations, key=lambda name: name not in factors
         ):  # AMCT's, stable
-            recorder = observed.of(self.activations[name])
-            params = params_of(self.config.layers[name])
-            key = (self.activations[name], params)
-            if key not in found:
-                with _in_layer(name):
-                    found[key] = _searched(recorder, params)
+            first = self._scale(name, self.activations[name], observed, found)
             records[name] = LayerRecord(
-                scale_d=found[key].scale,
-                offset_d=found[key].offset,
+                scale_d=first.scale,
+                offset_d=first.offset,
                 scale_w=weights[name][0],
                 factors=factors.get(name, _NONE),
                 weighted=bool(self.layers[name].weight),
+                tensor=self.layers[name].at is not None,
             )
-        recorders = {o.key: observed.of(o) for o in self.activations.values()}
+        inputs = [(name, records[name], self.activations[name]) for name in records]
+        for name, observation in self.seconds.items():
+            scale = self._scale(name, observation, observed, found).scale
+            inputs.append((name, replace(records[name], scale_d=scale), observation))
+            records[name] = replace(records[name], scale_w=np.array([scale]), weighted=True)
+        recorders = {o.key: observed.of(o) for _, _, o in inputs}
         kept = sum(r.nbytes for r in recorders.values() if isinstance(r, Exact))
-        dead = tuple(n for n in records if _dead(observed.of(self.activations[n])))
+        dead = tuple(dict.fromkeys(name for name, _, o in inputs if _dead(observed.of(o))))
         faint = tuple(
-            name
-            for name, one in records.items()
-            if name not in dead and _faint(one, observed.of(self.activations[name]))
+            dict.fromkeys(
+                name for name, one, o in inputs if name not in dead and _faint(one, observed.of(o))
+            )
         )
         ranges = {
-            o.tensor: _range(records[name], observed.of(o), self.config.layers[name])
-            for name, o in self.activations.items()
+            o.tensor: _range(one, observed.of(o), self._entries[name]) for name, one, o in inputs
         }
         return Recorded(records=records, ranges=ranges, kept_bytes=kept, dead=dead, faint=faint)
+
+    def _scale(
+        self,
+        name: str,
+        observation: Observation,
+        observed: Observed,
+        found: dict[object, AscendScale],
+    ) -> AscendScale:
+        """Search for a layer, once for those that agree on tensor and parameters."""
+        params = params_of(self._entries[name])
+        key = (observation, params)
+        if key not in found:
+            with _in_layer(name):
+                found[key] = _searched(observed.of(observation), params)
+        return found[key]
 
     def factors(self, observed: Observed) -> Factors:
         """DMQ factors of the layers that are balanced, from the first batch."""
@@ -236,7 +266,7 @@ class RecordPlan:
 
         layer = self.layers[name]
         weight = _weight_max(array_of(self._index, layer.weight), layer)
-        strength = self.config.layers[name].dmq_balancer_param
+        strength = self._entries[name].dmq_balancer_param
         assert strength is not None
         try:
             return balance_factors(maxima.values, weight, strength=strength)
@@ -250,9 +280,11 @@ class RecordPlan:
     ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
 
+        if layer.at is not None:
+            return _NONE, np.zeros(0, np.int32)
         if not layer.weight:
             return np.ones(1, np.float32), np.zeros(1, np.int32)
-        wanted = self.config.layers[layer.name].weight
+        wanted = self._entries[layer.name].weight
         weight = array_of(self._index, layer.weight)
         rows = rows_of(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
         return arq(rows, bits=wanted.num_bits, channel_wise=bool(wanted.channel_wise))
@@ -348,7 +380,7 @@ def prepared_model(
             bits = config.layers[name].weight.num_bits
             fake = arq_fake_quantize(rows, *weights[name], bits=bits)
             turned = layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b)
-            weight = np.asarray(fake.T if turned else fake, np.float32)
+            weight = np.asarray(np.moveaxis(fake, 0, -1) if turned else fake, np.float32)
         arrays[layer.weight] = numpy_helper.from_array(np.ascontiguousarray(weight), layer.weight)
     inverse = {n: np.float32(1) / f for n, f in factors.items() if n in layers}
     return rewrite_inputs(model, layers, arrays, inverse)
@@ -403,9 +435,8 @@ def _in_layer(name: str) -> Iterator[None]:
         ) from None
 
 
-def _refuse_unsupported(layers: Mapping[str, Layer], config: QuantConfig) -> None:
-    for name in layers:
-        entry = config.layers[name]
+def _refuse_unsupported(entries: Mapping[str, LayerConfig], config: QuantConfig) -> None:
+    for name, entry in entries.items():
         if entry.weight.wts_algo != "arq_quantize":
             raise ConfigError(
                 f"calib8 computes arq_quantize, got ada_quantize in layer {name!r}; AdaRound needs"
@@ -426,4 +457,6 @@ def _refuse_unsupported(layers: Mapping[str, Layer], config: QuantConfig) -> Non
 def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32]:
     if layer.kind == "Conv":
         return weight_channel_max(weight, layer.group)
+    if layer.kind == "MatMul":
+        return channel_max(weight, -2)
     return channel_max(weight, 1 if layer.trans_b else 0)

@@ -10,8 +10,9 @@ from dataclasses import replace
 from deploy.errors import ConfigError
 from deploy.targets.ascend.config_rules import GLOBAL
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
-from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.layers import POINTS, Layer, LayerGraph
 from deploy.targets.ascend.proto import near
+from deploy.targets.ascend.tensor_config import settled_tensors
 
 
 def default_config(
@@ -38,7 +39,7 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     Raises:
         ConfigError: a layer that the model lacks or that does not take what is asked of it.
     """
-    if config.enabled() and not graph.layers:
+    if config.enabled() and not graph.known:
         raise ConfigError(_no_layers(graph))
     clashes = sorted(set(config.layers) & set(GLOBAL))
     if clashes:
@@ -55,13 +56,13 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
                 f"skip_fusion_layers takes Conv layers, got {name!r} of type {layer.kind}"
             )
     layers = {name: _settled(name, entry, config, graph) for name, entry in config.layers.items()}
-    return replace(config, layers=layers)
+    return replace(config, layers=layers, tensors=settled_tensors(config, graph))
 
 
 def _settled(name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph) -> LayerConfig:
-    if name not in graph.layers:
+    if name not in graph.names:
         raise ConfigError(_unknown_layer(name, graph))
-    layer = graph.layers[name]
+    layer = graph.known[name]
     _refuse_combination(entry, layer)
     asymmetric, channel_wise = entry.activation.asymmetric, entry.weight.channel_wise
     if asymmetric is None:
@@ -88,18 +89,30 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
         )
     if entry.activation.asymmetric and layer.symmetric_only:
         raise ConfigError(
-            f"a 3-D convolution takes symmetric activations only, got asymmetric true in layer"
+            f"{_what(layer)} takes symmetric activations only, got asymmetric true in layer"
             f" {layer.name!r}; set it to false"
         )
-    if entry.dmq_balancer_param is not None and layer.kind == "AveragePool":
+    if entry.dmq_balancer_param is not None and not layer.weight:
         raise ConfigError(
-            f"dmq_balancer_param does not apply to AveragePool, got it in layer {layer.name!r};"
+            f"dmq_balancer_param does not apply to {_what(layer)}, got it in layer {layer.name!r};"
             " leave it out"
         )
-    if entry.weight.wts_algo == "ada_quantize" and layer.kind == "AveragePool":
+    if entry.weight.wts_algo == "ada_quantize" and not layer.weight:
         raise ConfigError(
-            f"ada_quantize needs a weight, got it in layer {layer.name!r} of type AveragePool"
+            f"ada_quantize needs a weight, got it in layer {layer.name!r}, {_what(layer)}"
         )
+    if layer.two_activations and entry.activation.num_bits != 8:
+        raise ConfigError(
+            f"{_what(layer)} takes 8-bit activations, got {entry.activation.num_bits} bits in layer"
+            f" {layer.name!r}"
+        )
+
+
+def _what(layer: Layer) -> str:
+    """The layer's type, in words."""
+    if layer.two_activations:
+        return "a MatMul of two activations"
+    return {"Conv": "a 3-D convolution"}.get(layer.kind, layer.kind)
 
 
 def _no_layers(graph: LayerGraph) -> str:
@@ -110,6 +123,15 @@ def _no_layers(graph: LayerGraph) -> str:
 
 
 def _unknown_layer(name: str, graph: LayerGraph) -> str:
+    return f"layer {name!r} {why_not(name, graph)}"
+
+
+def why_not(name: str, graph: LayerGraph) -> str:
+    """Why a name stands for no layer; to be read after it."""
     if name in graph.refused:
-        return f"layer {name!r} cannot be quantized: {graph.refused[name]}; take it out"
-    return f"layer {name!r} does not exist in the model; {near(name, list(graph.layers))}"
+        return f"cannot be quantized: {graph.refused[name]}; take it out"
+    if name in graph.ops:
+        op = graph.ops[name]
+        inputs = ", but for its inputs, by tensor_quantize" if op in POINTS else ""
+        return f"of type {op} cannot be quantized{inputs}; take it out"
+    return f"does not exist in the model; {near(name, graph.names)}"

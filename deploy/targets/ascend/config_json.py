@@ -11,6 +11,7 @@ from deploy.targets.ascend.config_rules import (
     ACTIVATION,
     GLOBAL,
     LAYER,
+    TENSOR,
     WEIGHT,
     activation_from,
     checked_value,
@@ -18,7 +19,12 @@ from deploy.targets.ascend.config_rules import (
     refuse_repeats,
     weight_from,
 )
-from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
+from deploy.targets.ascend.config_types import (
+    Activation,
+    LayerConfig,
+    QuantConfig,
+    TensorConfig,
+)
 from deploy.targets.ascend.proto import near
 
 
@@ -53,6 +59,7 @@ def read_config(text: str, what: str = "the quant config") -> QuantConfig:
         do_fusion=given.get("do_fusion", True),
         skip_fusion_layers=tuple(names),
         fakequant_precision_mode=None if mode == "DEFAULT" else mode,
+        tensors=tuple(_in_tensor(one) for one in given.get("tensor_quantize", [])),
         layers=layers,
     )
 
@@ -68,16 +75,39 @@ def write_config(config: QuantConfig) -> str:
     }
     if config.fakequant_precision_mode:
         data["fakequant_precision_mode"] = config.fakequant_precision_mode
+    if config.tensors:
+        data["tensor_quantize"] = [
+            {
+                "layer_name": one.layer_name,
+                "input_index": one.input_index,
+                "activation_quant_params": _activation_json(one.activation),
+            }
+            for one in config.tensors
+        ]
     for name in sorted(config.layers):
         data[name] = _layer_json(config.layers[name])
     return json.dumps(data, indent=4, separators=(",", ":"), ensure_ascii=False)
 
 
 def _layer_json(layer: LayerConfig) -> dict[str, Any]:
-    act, wts = layer.activation, layer.weight
+    wts = layer.weight
     out: dict[str, Any] = {"quant_enable": layer.quant_enable}
     if layer.dmq_balancer_param is not None:
         out["dmq_balancer_param"] = layer.dmq_balancer_param
+    params = _activation_json(layer.activation)
+    weight: dict[str, Any] = {"num_bits": wts.num_bits}
+    if wts.channel_wise is not None:
+        weight["channel_wise"] = wts.channel_wise
+    weight["wts_algo"] = wts.wts_algo
+    if wts.wts_algo == "ada_quantize":
+        weight["num_iteration"] = wts.num_iteration
+        weight["reg_param"] = wts.reg_param
+        weight["beta_range"] = list(wts.beta_range)
+        weight["warm_start"] = wts.warm_start
+    return {**out, "activation_quant_params": params, "weight_quant_params": weight}
+
+
+def _activation_json(act: Activation) -> dict[str, Any]:
     params: dict[str, Any] = {"num_bits": act.num_bits}
     if act.act_algo == "ifmr":
         params["max_percentile"] = act.max_percentile
@@ -89,16 +119,20 @@ def _layer_json(layer: LayerConfig) -> dict[str, Any]:
         params["asymmetric"] = act.asymmetric
     if act.act_algo == "hfmg":
         params["num_of_bins"] = act.num_of_bins
-    weight: dict[str, Any] = {"num_bits": wts.num_bits}
-    if wts.channel_wise is not None:
-        weight["channel_wise"] = wts.channel_wise
-    weight["wts_algo"] = wts.wts_algo
-    if wts.wts_algo == "ada_quantize":
-        weight["num_iteration"] = wts.num_iteration
-        weight["reg_param"] = wts.reg_param
-        weight["beta_range"] = list(wts.beta_range)
-        weight["warm_start"] = wts.warm_start
-    return {**out, "activation_quant_params": params, "weight_quant_params": weight}
+    return params
+
+
+def _in_tensor(value: dict[str, Any]) -> TensorConfig:
+    given = checked_values(value, TENSOR, "tensor_quantize")
+    for needed in ("layer_name", "input_index"):
+        if needed not in given:
+            raise ConfigError(f"each tensor_quantize must hold {needed}, got one without")
+    where = "activation_quant_params"
+    try:
+        act = activation_from(checked_values(given.pop(where, {}), ACTIVATION, where))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in tensor_quantize of {given['layer_name']!r})") from None
+    return TensorConfig(**given, activation=act)
 
 
 def _in_layer(name: str, value: dict[str, Any]) -> LayerConfig:

@@ -49,6 +49,14 @@ GLOBAL = {
     "fakequant_precision_mode": _Rule(
         "str", lambda v: v in ("FORCE_FP16_QUANT", "DEFAULT"), "FORCE_FP16_QUANT or DEFAULT"
     ),
+    "tensor_quantize": _Rule(
+        "list", lambda v: all(isinstance(one, dict) for one in v), "a list of objects"
+    ),
+}
+TENSOR = {
+    "layer_name": _Rule("str", lambda v: True, "the name of an Add or MaxPool"),
+    "input_index": _Rule("int", lambda v: 0 <= v < 2**31, ">= 0"),
+    "activation_quant_params": _Rule("dict", lambda v: True, "an object"),
 }
 LAYER = {
     "quant_enable": _ANY,

@@ -44,6 +44,20 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorConfig:
+    """One tensor_quantize: an input of an Add or MaxPool, and how its scale is found."""
+
+    layer_name: str
+    input_index: int
+    activation: Activation = field(default_factory=Activation)
+
+    @property
+    def key(self) -> str:
+        """Its name in a record."""
+        return f"{self.layer_name}:{self.input_index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
     """A whole quant config; `layers` is layer name -> how it is quantized."""
 
@@ -53,8 +67,14 @@ class QuantConfig:
     do_fusion: bool = True
     skip_fusion_layers: tuple[str, ...] = ()
     fakequant_precision_mode: str | None = None
+    tensors: tuple[TensorConfig, ...] = ()
     layers: Mapping[str, LayerConfig] = field(default_factory=dict)
 
     def enabled(self) -> dict[str, LayerConfig]:
         """The layers to quantize."""
         return {name: layer for name, layer in self.layers.items() if layer.quant_enable}
+
+    def entries(self) -> dict[str, LayerConfig]:
+        """The layers to quantize, and the inputs of tensor_quantize by their names in a record."""
+        inputs = {one.key: LayerConfig(activation=one.activation) for one in self.tensors}
+        return {**self.enabled(), **inputs}

@@ -28,8 +28,8 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
 
     The activation offset is not folded into the bias: GE does that itself when it compiles.
     """
-    made = rewrite(model, layers, before=_quant, after=_dequant, store=_store)
-    parameters = [_parameter(q) for q in layers.values()]
+    made = rewrite(model, layers, before=_quant, after=_dequant, back=_anti_quant, store=_store)
+    parameters = [_parameter(q) for q in layers.values() if q.layer.at is None]
     made.graph.initializer.extend(parameters)
     return made
 
@@ -46,7 +46,7 @@ def unpack(parameter: NDArray[np.uint64]) -> Float32Array:
 
 
 def _quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
-    name = f"{q.layer.name}.quant"
+    name = f"{q.layer.stem}.quant"
     node = helper.make_node(
         "AscendQuant",
         [start],
@@ -63,6 +63,23 @@ def _dequant(q: QuantLayer, start: str, end: str) -> Nodes:
     name = f"{q.layer.name}.dequant"
     inputs = [start, f"{name}.param"]
     return [helper.make_node("AscendDequant", inputs, [end], name=name, dtype=0)]
+
+
+def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
+    """(q - offset) * scale, in float32; the operator adds, and ATC's parser turns the sign."""
+    assert q.record.scale_d is not None
+    name = f"{q.layer.stem}.anti_quant"
+    node = helper.make_node(
+        "AscendAntiQuant",
+        [start],
+        [f"{name}.output0"],
+        name=name,
+        scale=float(q.record.scale_d),
+        offset=float(q.record.offset_d),
+        dst_type="INT8",
+        dtype=0,
+    )
+    return [node], f"{name}.output0"
 
 
 def _parameter(q: QuantLayer) -> onnx.TensorProto:

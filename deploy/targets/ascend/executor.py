@@ -5,10 +5,11 @@ ONNX's integer operators, which ONNX Runtime has, and which are exact::
 
     AscendQuant      q = clip(rne(x * scale + offset)), kept as uint8 q + 128
     Conv             ConvInteger, zero points offset + 128 and 128, plus the int32 bias
-    Gemm, MatMul     MatMulInteger, likewise
+    Gemm, MatMul     MatMulInteger, likewise; of two activations with both their zero points
     ConvTranspose    weight = 16 h + l, |h| <= 8, 0 <= l < 16: two float convolutions whose sums
                      stay below 2^24 and so are exact, added as int32
     AveragePool      float pool of q - offset
+    AscendAntiQuant  (q - offset) * scale in float
     AscendDequant    float(y) * float32(low half of the parameter)
 
 Against the fake-quant model three things may differ: a code at an exact half where offset is odd
@@ -95,6 +96,8 @@ class _Rewriter:
             return self.quant(node)
         if node.op_type == "AscendDequant":
             return self.dequant(node)
+        if node.op_type == "AscendAntiQuant":
+            return self.antiquant(node)
         if node.op_type in TYPES and node.input[0] in self.zero:
             heavy = {
                 "Conv": self.conv,
@@ -135,6 +138,15 @@ class _Rewriter:
             _node("Mul", [f"{node.name}.exec.f", scale], node.output[0], node.name),
         ]
 
+    def antiquant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        given = attributes(node)
+        if node.input[0] not in self.zero or "scale" not in given:
+            raise ModelError(f"{node.name!r} must have a scale and read an AscendQuant's output")
+        scale = self.put(f"{node.name}.exec.scale", np.float32(given["scale"]))
+        centred = f"{node.name}.exec.centred"
+        nodes = self.centre(node, int(given.get("offset", 0.0)), centred)
+        return [*nodes, _node("Mul", [centred, scale], node.output[0], node.name)]
+
     def conv(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
         weight = self.constant(node.input[1])
         inputs = self.shifted(node, weight, zero)
@@ -142,6 +154,12 @@ class _Rewriter:
 
     def gemm(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
         given = attributes(node)
+        if node.input[1] in self.zero:
+            ends = [
+                self.put(f"{node.name}.exec.zero{k}", np.uint8(z + _SHIFT))
+                for k, z in enumerate((zero, self.zero[node.input[1]]))
+            ]
+            return self.biased(node, "MatMulInteger", [*node.input[:2], *ends], 0)
         weight = self.constant(node.input[1])
         weight = weight.T if given.get("transB", 0) else weight
         del node.attribute[:]

@@ -4,6 +4,8 @@
 
     x -> Mul 1/scale_d -> Round -> Add offset -> Clip -128 127 -> Sub offset -> layer -> Mul dqscale
 
+An input of an Add or MaxPool that is quantized by itself has Mul scale_d behind Sub.
+
 Weights and biases hold integers as floats. Offset is added after rounding here and before it in
 AscendQuant, so at exact halves the two differ by one code where the offset is odd.
 """
@@ -36,11 +38,11 @@ def fake_quant_model(
             fake-quant models do.
     """
     before = partial(_quant, npu_rounding=npu_rounding)
-    return rewrite(model, layers, before=before, after=_dequant, store=_store)
+    return rewrite(model, layers, before=before, after=_dequant, back=_anti_quant, store=_store)
 
 
 def _quant(q: QuantLayer, start: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
-    name = f"{q.layer.name}.quant.fakequant"
+    name = f"{q.layer.stem}.quant.fakequant"
     low, high = ascend_range(8)
     values = {
         "scale": float(q.scale),
@@ -76,6 +78,14 @@ def _dequant(q: QuantLayer, start: str, end: str) -> Nodes:
         constant,
         helper.make_node("Mul", [start, constant.output[0]], [end], name=f"{name}.mul"),
     ]
+
+
+def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
+    name = f"{q.layer.stem}.anti_quant.fake_antiquant"
+    scale = make_constant(f"{name}.scale", np.float32(q.record.scale_d))
+    output = f"{name}.mul.output0"
+    mul = helper.make_node("Mul", [start, scale.output[0]], [output], name=f"{name}.mul")
+    return [scale, mul], output
 
 
 def _store(name: str, value: NDArray[Any]) -> onnx.TensorProto:

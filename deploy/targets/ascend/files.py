@@ -62,22 +62,30 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
             return "a fusion mapping, by which CANN's accuracy comparison pairs nodes"
         config = read_config(text, str(path))
         config = settled(config, graph) if graph else config
-        return f"a sound quant config, {len(config.enabled())} layers in int8"
+        return f"a sound quant config, {_count(len(config.enabled()), len(config.tensors))}"
     key = _first_key(text)
     if key in ("record", "prune_record"):
         records, more = read_record(text, str(path)), others(text, str(path))
         if graph is not None:
             check_record(records, graph)
         beside = f"; beside them, which calib8 does not deploy: {', '.join(more)}" if more else ""
-        return f"a sound record of {len(records)} layers{beside}"
+        inputs = sum(one.tensor for one in records.values())
+        said = f" and {inputs} inputs of tensor_quantize" if inputs else ""
+        return f"a sound record of {len(records) - inputs} layers{said}{beside}"
     if key in ("aipp_op", "multi_shape_op"):
         parse_text("InsertNewOps", text, str(path))
         return "a sound AIPP configuration"
     if graph is not None:
         config = read_simple_config(text, graph, str(path))
-        return f"a sound simplified configuration, {len(config.enabled())} layers in int8"
+        count = _count(len(config.enabled()), len(config.tensors))
+        return f"a sound simplified configuration, {count}"
     parse_text("AMCTConfig", text, str(path))
     return "a simplified configuration that parses; --model checks its layers"
+
+
+def _count(layers: int, inputs: int) -> str:
+    """How much is in int8, in words."""
+    return f"{layers} layers in int8" + (f", {inputs} inputs moved in int8" if inputs else "")
 
 
 def _first_key(text: str) -> str:
@@ -99,10 +107,11 @@ def check_deploy(path: Path) -> str:
 
     model = read_model(path)
     ops = Counter(node.op_type for node in model.graph.node)
-    if not ops["AscendQuant"] or not ops["AscendDequant"]:
+    back = ops["AscendDequant"] + ops["AscendAntiQuant"]
+    if not ops["AscendQuant"] or not back:
         raise ModelError(
             f"{path} must hold AscendQuant and AscendDequant nodes, got {ops['AscendQuant']} and"
-            f" {ops['AscendDequant']}; give the deploy model"
+            f" {back}; give the deploy model"
         )
     constants = Graph(model).initializers
     with malformed():
@@ -110,7 +119,7 @@ def check_deploy(path: Path) -> str:
             if node.op_type == "AscendDequant":
                 _check_parameter(node, constants)
     executable(model)
-    return f"a sound deploy model, {ops['AscendDequant']} layers in int8"
+    return f"a sound deploy model, {_count(ops['AscendDequant'], ops['AscendAntiQuant'])}"
 
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:

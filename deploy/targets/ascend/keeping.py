@@ -35,11 +35,12 @@ def kept_layers(plan: RecordPlan, choices: Choices) -> frozenset[str]:
     """
     for method in filter(None, (choices.method, *choices.methods.values())):
         _check(method)
+    entries = plan.config.entries()
     return frozenset(
         name
         for name, layer in plan.layers.items()
         if (choices.methods.get(layer.input) or choices.method) is not None
-        and plan.config.layers[name].activation.act_algo == "ifmr"
+        and entries[name].activation.act_algo == "ifmr"
     )
 
 
@@ -59,7 +60,13 @@ def keeping(config: QuantConfig, layers: Collection[str]) -> QuantConfig:
         else one
         for name, one in config.layers.items()
     }
-    return replace(config, layers=changed)
+    tensors = (
+        replace(one, activation=replace(one.activation, search_range=_WHOLE))
+        if one.key in layers
+        else one
+        for one in config.tensors
+    )
+    return replace(config, layers=changed, tensors=tuple(tensors))
 
 
 def keeping_plan(plan: RecordPlan) -> RecordPlan:
@@ -69,7 +76,8 @@ def keeping_plan(plan: RecordPlan) -> RecordPlan:
 
 def mixed(plan: RecordPlan, own: Recorded, kept: Recorded, layers: Collection[str]) -> Recorded:
     """Records as the plan gives them, and in these layers those without clipping."""
-    tensors = {plan.activations[name].tensor for name in layers}
+    read = (*plan.activations.items(), *plan.seconds.items())
+    tensors = {observation.tensor for name, observation in read if name in layers}
     return replace(
         own,
         records={n: (kept if n in layers else own).records[n] for n in own.records},

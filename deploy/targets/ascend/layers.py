@@ -8,14 +8,19 @@ ONNX op        weight scale  conditions                                     bias
 Conv           per channel   1-D, 2-D, 3-D kernel, constant weight          input 2
 ConvTranspose  per channel   2-D kernel, constant weight                    input 2
 Gemm           per tensor    transA 0, alpha 1, beta 1, constant 2-D weight input 2
-MatMul         per tensor    second input a constant 2-D weight             a following Add
+MatMul         per tensor    second input a constant of 2 or 3 dimensions   a following Add
 AveragePool    none          2-D kernel                                     none
 =============  ============  =============================================  ==================
+
+Others are offered: they are in int8 where a configuration or a record names them. A MatMul of two
+activations, by its name; an input of an Add or MaxPool (tensor_quantize), by '<node>:<index>'::
+
+    x -> AscendQuant -> int8 -> AscendAntiQuant -> Add, MaxPool      less to move; the node is float
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,16 +43,18 @@ ALIASES = {
     "Linear": ("Gemm", "MatMul"),
     "AvgPool2d": ("AveragePool",),
 }
+POINTS = {"Add": 2, "MaxPool": 1}  # whose inputs tensor_quantize takes, and how many there are
+_TWO = "neither factor is a constant: int8 only where a configuration names it"
 AMCT_OPS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One node that can run in int8 on Ascend.
+    """One node that can run in int8 on Ascend, or an input of one that can be moved in int8.
 
     Attributes:
-        name: node name, the key in configurations and records.
-        kind: one of `TYPES`.
+        name: node name, the key in configurations and records; of an input '<node>:<index>'.
+        kind: one of `TYPES`; of an input, of `POINTS`.
         input: tensor that AscendQuant reads.
         output: tensor that AscendDequant reads: the node's, or the following Add's for a MatMul.
         weight: initializer name, '' for AveragePool.
@@ -56,6 +63,9 @@ class Layer:
         group: groups of a convolution.
         rank: spatial rank of a convolution's or pool's kernel, 0 elsewhere.
         trans_b: the Gemm's weight is stored [C_out, C_in].
+        others: further activations that the node reads: the second factor of a MatMul that has no
+            weight, the other input of an Add.
+        at: the index of an input; None for a whole node.
     """
 
     name: str
@@ -68,11 +78,28 @@ class Layer:
     group: int = 1
     rank: int = 0
     trans_b: bool = False
+    others: tuple[str, ...] = ()
+    at: int | None = None
+
+    @property
+    def node(self) -> str:
+        """The name of its node."""
+        return self.name if self.at is None else self.name.rpartition(":")[0]
+
+    @property
+    def stem(self) -> str:
+        """What the nodes that quantize its input are called after."""
+        return self.name if self.at is None else f"{self.node}.{self.at}"
+
+    @property
+    def two_activations(self) -> bool:
+        """Whether it is a MatMul of two computed factors."""
+        return self.kind == "MatMul" and not self.weight
 
     @property
     def channel_wise(self) -> bool:
         """Whether this layer's weight may have one scale per output channel."""
-        return self.kind != "AveragePool" and self.kind not in ASCEND.per_tensor
+        return bool(self.weight) and self.kind not in ASCEND.per_tensor
 
     @property
     def holds_bias(self) -> bool:
@@ -81,8 +108,8 @@ class Layer:
 
     @property
     def symmetric_only(self) -> bool:
-        """3-D convolutions take no activation offset."""
-        return self.kind == "Conv" and self.rank == 3
+        """3-D convolutions and MatMuls of two activations take no activation offset."""
+        return (self.kind == "Conv" and self.rank == 3) or self.two_activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +119,30 @@ class LayerGraph:
     Attributes:
         layers: name -> layer.
         refused: name -> reason.
-        types: op types present in the model.
+        ops: node name -> op type, of all nodes.
+        offered: layers and inputs that must be asked for by name.
+        unfit: inputs of Add and MaxPool that cannot be asked for -> reason.
     """
 
     layers: dict[str, Layer]
     refused: dict[str, str] = field(default_factory=dict)
-    types: frozenset[str] = frozenset()
+    ops: dict[str, str] = field(default_factory=dict)
+    offered: dict[str, Layer] = field(default_factory=dict)
+    unfit: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def known(self) -> dict[str, Layer]:
+        """All that can be quantized: the layers, then what is offered."""
+        return {**self.layers, **self.offered}
+
+    @property
+    def names(self) -> list[str]:
+        """The layers that a configuration may name."""
+        return [name for name, layer in self.known.items() if layer.at is None]
+
+    def asked(self, names: Collection[str]) -> dict[str, Layer]:
+        """What can be quantized, of these names."""
+        return {name: layer for name, layer in self.known.items() if name in names}
 
 
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -113,25 +158,74 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     Raises:
         ModelError: the model already holds quantization nodes.
     """
-    ops = Counter(node.op_type for node in model.graph.node)
-    present = sorted({*AMCT_OPS, "QuantizeLinear", "DequantizeLinear", "FakeQuant"} & set(ops))
+    ops = {node.name: node.op_type for node in model.graph.node}
+    present = sorted(
+        {*AMCT_OPS, "QuantizeLinear", "DequantizeLinear", "FakeQuant"} & set(ops.values())
+    )
     if present:
         raise ModelError(
             f"a model to be quantized must hold no quantization nodes, got {present};"
             " start from the float model"
         )
     index = Graph(model)
-    layers: dict[str, Layer] = {}
-    refused: dict[str, str] = {}
+    graph = LayerGraph({}, ops=ops)
     for node in model.graph.node:
+        if node.op_type in POINTS:
+            _offer_inputs(node, index, graph)
         if node.op_type not in TYPES:
             continue
         found = _layer(node, index)
         if isinstance(found, Layer):
-            layers[found.name] = found
+            graph.layers[found.name] = found
         else:
-            refused[node.name] = found
-    return LayerGraph(layers, refused, frozenset(ops))
+            graph.refused[node.name] = found
+        if found == _TWO:
+            graph.offered[node.name] = _of_two(node)
+    return graph
+
+
+def _multiplies(node: onnx.NodeProto, index: Graph) -> bool:
+    """Whether a node is a MatMul of float matrices."""
+    shapes = (index.shapes.get(tensor) for tensor in node.input)
+    matrices = all(shape is None or len(shape) > 1 for shape in shapes)
+    return node.op_type == "MatMul" and matrices and all(map(index.is_float, node.input))
+
+
+def _of_two(node: onnx.NodeProto) -> Layer:
+    """A MatMul of two activations."""
+    first, second = node.input
+    return Layer(
+        name=node.name, kind=node.op_type, input=first, output=node.output[0], others=(second,)
+    )
+
+
+def _offer_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None:
+    """Offer the inputs of an Add or MaxPool that tensor_quantize can take."""
+    biases = {layer.bias_add: layer.name for layer in graph.layers.values() if layer.bias_add}
+    for place, tensor in enumerate(node.input):
+        name = f"{node.name}:{place}"
+        if tensor in index.constants:
+            graph.unfit[name] = "it is a constant"
+        elif not index.is_float(tensor):
+            graph.unfit[name] = "it is not float32"
+        elif node.name in biases:
+            graph.unfit[name] = f"this Add is the bias of {biases[node.name]!r}"
+        else:
+            graph.offered[name] = Layer(
+                name=name,
+                kind=node.op_type,
+                input=tensor,
+                output=node.output[0],
+                others=tuple(_computed(node, index, but=place)),
+                at=place,
+            )
+
+
+def _computed(node: onnx.NodeProto, index: Graph, *, but: int) -> Iterator[str]:
+    """The inputs of a node that are no constants, but one."""
+    for place, tensor in enumerate(node.input):
+        if place != but and tensor not in index.constants:
+            yield tensor
 
 
 def _layer(node: onnx.NodeProto, index: Graph) -> Layer | str:
@@ -147,7 +241,7 @@ def _layer(node: onnx.NodeProto, index: Graph) -> Layer | str:
         return Layer(**base, output=node.output[0], rank=rank)
     weight = index.constants.get(node.input[1]) if len(node.input) > 1 else None
     if weight is None:
-        return "its weight must be a constant"
+        return _TWO if _multiplies(node, index) else "its weight must be a constant"
     reason = _refuse_weight(node, weight, given, index)
     if reason:
         return reason
@@ -182,8 +276,10 @@ def _refuse_weight(
         return f"a Conv weight must be 3-D to 5-D, got {rank}-D"
     if node.op_type == "ConvTranspose" and rank != 4:
         return f"a ConvTranspose weight must be 4-D, got {rank}-D"
-    if node.op_type in ("Gemm", "MatMul") and rank != 2:
-        return f"a {node.op_type} weight must be 2-D, got {rank}-D"
+    if node.op_type == "Gemm" and rank != 2:
+        return f"a Gemm weight must be 2-D, got {rank}-D"
+    if node.op_type == "MatMul" and rank not in (2, 3):
+        return f"a MatMul weight must be 2-D or 3-D, got {rank}-D"
     if node.op_type == "Gemm":
         factors = (given.get("transA", 0), given.get("alpha", 1.0), given.get("beta", 1.0))
         if factors != (0, 1.0, 1.0):
@@ -220,6 +316,6 @@ def _bias_add(node: onnx.NodeProto, weight: onnx.TensorProto, index: Graph) -> t
     if alone and users[0].op_type == "Add":
         others = [name for name in users[0].input if name != output]
         bias = index.constants.get(others[0]) if len(others) == 1 else None
-        if bias is not None and list(bias.dims) == [weight.dims[1]] and bias.data_type == 1:
+        if bias is not None and list(bias.dims) == [weight.dims[-1]] and bias.data_type == 1:
             return users[0].name, others[0], users[0].output[0]
     return "", "", output

@@ -76,7 +76,8 @@ class Losses:
         if not records:
             return True, 0.0
         candidate = OrtSession.open(self._form(records), threads=self.budget.threads)
-        what, labels = f"{len(records)} layers in int8", self.evaluation.labels
+        count = sum(not one.tensor for one in records.values())
+        what, labels = f"{count} layers in int8", self.evaluation.labels
         with (
             phase(what, len(self.evaluation), "samples") as step,
             self.evaluation.samples() as samples,
@@ -88,7 +89,7 @@ class Losses:
             loss = 1.0 - min(output.cosine_mean for output in figures.outputs)
         good = loss <= self.budget.max_loss
         word = "held" if good else "too much"
-        self.say(f"{len(records)} layers in int8: loss {loss:.5f}, {word}")
+        self.say(f"{what}: loss {loss:.5f}, {word}")
         return good, loss
 
     def hold(self) -> None:

@@ -99,7 +99,8 @@ def own_errors(
 
 def _moments(difference: Array, *, channels_last: bool) -> Array:
     """Mean and mean square of each channel, float64 [2, C]."""
-    channels = difference if channels_last else np.moveaxis(difference, 1, -1)
+    last = channels_last or difference.ndim < 2
+    channels = difference if last else np.moveaxis(difference, 1, -1)
     rows = channels.reshape(-1, channels.shape[-1]).astype(np.float64)
     return np.stack([rows.mean(axis=0), (rows * rows).mean(axis=0)])
 

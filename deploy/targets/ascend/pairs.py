@@ -147,14 +147,16 @@ def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
         raise _UnfitError("its weight has several scales a channel")
     if turned and sorted(turned) != list(range(len(dims))):
         raise _UnfitError("its weight is turned in a way that does not fit it")
-    if (turned.index(axis) if turned else axis) != _channels(node):
+    if (turned.index(axis) if turned else axis) != _channels(node, len(dims)):
         raise _UnfitError("its weight has no scale by output channel")
     group = int(attributes(node).get("group", 1)) if node.op_type == "ConvTranspose" else 1
     return np.tile(grid.scale, max(group, 1))
 
 
-def _channels(node: onnx.NodeProto) -> int:
-    """The axis of a weight that its output channels run along."""
+def _channels(node: onnx.NodeProto, rank: int) -> int:
+    """The axis of a weight of so many dimensions that its output channels run along."""
+    if node.op_type == "MatMul":
+        return rank - 1
     if node.op_type == "Gemm":
         return 0 if attributes(node).get("transB", 0) else 1
     return 0 if node.op_type == "Conv" else 1

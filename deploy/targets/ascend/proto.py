@@ -76,13 +76,14 @@ ENUMS: dict[str, dict[str, int]] = {
     "AttrType": {"FLOAT": 1, "INT": 2, "STRING": 3, "FLOATS": 4, "INTS": 5, "STRINGS": 6},
 }
 
+_ACTIVATIONS = _choice(
+    "activations",
+    ("ifmr_quantize", 100, "FMRQuantize"),
+    ("hfmg_quantize", 101, "HFMGQuantize"),
+)
 _CALIBRATION: tuple[Field, ...] = (
     *_choice("weights", ("arq_quantize", 13, "ARQuantize"), ("ada_quantize", 15, "ADAquantize")),
-    *_choice(
-        "activations",
-        ("ifmr_quantize", 100, "FMRQuantize"),
-        ("hfmg_quantize", 101, "HFMGQuantize"),
-    ),
+    *_ACTIVATIONS,
     *_choice("balancer", ("dmq_balancer", 200, "DMQBalancer")),
 )
 
@@ -95,6 +96,12 @@ MESSAGES: dict[str, tuple[Field, ...]] = {
         *_one("CalibrationConfig", common_config=50),
         *_many("OverrideLayerType", override_layer_types=51),
         *_many("OverrideLayer", override_layer_configs=100),
+        *_many("TensorQuantize", tensor_quantize=300),  # of amct_onnx, whose number is not public
+    ),
+    "TensorQuantize": (
+        *_one("string", layer_name=1),
+        *_one("uint32", input_index=2),
+        *_ACTIVATIONS,
     ),
     "OverrideLayerType": (
         *_one("string", layer_type=1),
@@ -214,7 +221,6 @@ MESSAGES: dict[str, tuple[Field, ...]] = {
 
 ELSEWHERE = {
     "joint_quant": "a key of AMCT's binary packages",
-    "tensor_quantize": "a key of AMCT's binary packages",
     "nuq_config": "a key of AMCT's binary packages",
     "version": "a key of the quant config JSON",
     "conv_calibration_config": "an old key; write override_layer_types for Conv",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -35,6 +35,7 @@ class QuantLayer:
         bias: int32 [C_out]; None without bias.
         dequant: scale_w * scale_d, float32 [C_out] or [1].
         inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
+        second: the other factor of a MatMul of two activations, as an input of its own.
     """
 
     layer: Layer
@@ -44,6 +45,7 @@ class QuantLayer:
     bias: NDArray[np.int32] | None
     dequant: Float32Array
     inverse_factors: Float32Array | None
+    second: QuantLayer | None = None
 
 
 def quantize_layers(
@@ -77,9 +79,7 @@ def quantize_fitting(
     check_record(records, graph)
     index = Graph(model)
     made, troubles = {}, {}
-    for name, layer in graph.layers.items():
-        if name not in records:
-            continue
+    for name, layer in graph.asked(records).items():
         try:
             made[name] = _quantize(layer, records[name], index)
         except ExportError as error:
@@ -100,7 +100,7 @@ def _stored_rows(weight: NDArray[np.int8], layer: Layer) -> NDArray[np.int8]:
     """Integers in the deploy model's layout -> output channels first."""
     if layer.kind == "ConvTranspose":
         return np.asarray(channels_first(weight, layer.group), np.int8)
-    return weight.T if layer.kind in ("Gemm", "MatMul") else weight
+    return np.moveaxis(weight, -1, 0) if layer.kind in ("Gemm", "MatMul") else weight
 
 
 def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
@@ -113,6 +113,8 @@ def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -
         scaled = weight * rows.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.ndim - 2))
     elif layer.kind == "Gemm" and layer.trans_b:
         scaled = weight * factors
+    elif layer.kind == "MatMul":
+        scaled = weight * factors[:, None]
     else:
         scaled = weight * factors.reshape(-1, *[1] * (weight.ndim - 1))
     return np.asarray(scaled, np.float32)
@@ -123,7 +125,7 @@ def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_first(weight, layer.group), np.float32)
     if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
-        return np.ascontiguousarray(weight.T)
+        return np.ascontiguousarray(np.moveaxis(weight, -1, 0))
     return weight
 
 
@@ -134,9 +136,7 @@ def array_of(index: Graph, name: str) -> Float32Array:
 
 def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     assert record.scale_d is not None
-    scale = np.float32(np.float32(1) / record.scale_d)
-    if not _LEAST <= scale <= _MOST:
-        raise ExportError(f"1 / scale_d must be in [2^-14, 65504], got {scale}")
+    scale = _inverse(record.scale_d, "scale_d")
     channels = record.factors.size
     shape = (1, channels, *[1] * layer.rank) if layer.rank else (1, channels)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
@@ -156,6 +156,29 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
         bias=bias,
         dequant=dequant,
         inverse_factors=inverse,
+        second=_second(layer, record) if layer.two_activations else None,
+    )
+
+
+def _inverse(scale: np.float32, what: str) -> np.float32:
+    """What AscendQuant multiplies with."""
+    inverse = np.float32(np.float32(1) / scale)
+    if not _LEAST <= inverse <= _MOST:
+        raise ExportError(f"1 / {what} must be in [2^-14, 65504], got {inverse}")
+    return inverse
+
+
+def _second(layer: Layer, record: LayerRecord) -> QuantLayer:
+    """The second factor of a MatMul, whose scale stands where a weight's would."""
+    (scale_d,) = record.scale_w
+    return QuantLayer(
+        layer=replace(layer, name=f"{layer.name}:1", input=layer.others[0], at=1),
+        record=replace(record, scale_d=scale_d),
+        scale=_inverse(scale_d, "scale_w"),
+        weight=None,
+        bias=None,
+        dequant=record.scale_w,
+        inverse_factors=None,
     )
 
 
@@ -163,6 +186,8 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     channels_in = weight.shape[1] * layer.group if layer.kind == "Conv" else weight.shape[0]
     if layer.trans_b:
         channels_in = weight.shape[1]
+    elif layer.kind == "MatMul":
+        channels_in = weight.shape[-2]
     if record.factors.size not in (0, channels_in):
         raise ExportError(f"{channels_in} DMQ factors are needed, got {record.factors.size}")
     rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
@@ -173,7 +198,7 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_back(integers, layer.group), np.int8)
     if layer.kind in ("Gemm", "MatMul"):
-        return np.ascontiguousarray(integers.T)
+        return np.ascontiguousarray(np.moveaxis(integers, 0, -1))
     return integers
 
 
@@ -181,12 +206,14 @@ def _check_sums(weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer:
     """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias."""
     low, high = ascend_range(8)
     rows = np.abs(weight.astype(np.float64))
-    if layer.kind == "ConvTranspose":
-        rows = channels_first(rows, layer.group)
-    elif layer.kind in ("Gemm", "MatMul"):
-        rows = rows.T
-    sums = rows.reshape(rows.shape[0], -1).sum(axis=1) * (high - low)
-    worst = float((sums + (0 if bias is None else np.abs(bias.astype(np.float64)))).max())
+    if layer.kind in ("Gemm", "MatMul"):
+        sums = rows.sum(axis=-2)  # [C_out], of each matrix of a 3-D weight
+    else:
+        first = channels_first(rows, layer.group) if layer.kind == "ConvTranspose" else rows
+        sums = first.reshape(first.shape[0], -1).sum(axis=1)
+    worst = float(
+        (sums * (high - low) + (0 if bias is None else np.abs(bias.astype(np.float64)))).max()
+    )
     if worst > np.iinfo(np.int32).max:
         raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 

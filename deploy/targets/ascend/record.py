@@ -14,6 +14,7 @@ from calibrators.amct.grid import FLT_EPSILON, ascend_range
 from deploy.errors import ConfigError
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
+from deploy.targets.ascend.tensor_config import refuse_unknown
 
 _SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
 _TYPES = ("INT4", "INT8", "INT16", "UNSET", "")
@@ -32,6 +33,9 @@ class LayerRecord:
         factors: DMQ factors by input channel, float32 [C_in]; [0] without DMQ.
         weighted: the layer has a weight (AveragePool has none, but records scale_w 1).
         skip_fusion: the scales are those of a Conv without the BatchNormalization behind it.
+        tensor: it is of one input of an Add or MaxPool (tensor_quantize), and has no scale_w.
+
+    Of a MatMul of two activations scale_d is the first factor's, scale_w the second's.
     """
 
     scale_d: np.float32 | None
@@ -40,6 +44,7 @@ class LayerRecord:
     factors: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
     weighted: bool = True
     skip_fusion: bool = False
+    tensor: bool = False
 
 
 def write_record(records: Mapping[str, LayerRecord]) -> str:
@@ -55,6 +60,8 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
         value.tensor_balance_factor.extend(float(f) for f in record.factors)
         if record.skip_fusion:
             value.skip_fusion = True
+        if record.tensor:
+            value.is_tensor_quantize = True
         if record.weighted and record.scale_w.size:
             value.wts_type = "INT8"
     return print_text(message)
@@ -120,10 +127,13 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
         ConfigError: a layer the model lacks or cannot quantize, scales that are missing or of the
             wrong number.
     """
+    known = graph.known
     for name, record in records.items():
-        if name in graph.refused:
+        if record.tensor:
+            _check_tensor(name, graph)
+        elif name in graph.refused and name not in graph.offered:
             raise ConfigError(f"layer {name!r} cannot be quantized: {graph.refused[name]}")
-        if name not in graph.layers:
+        elif name not in known:
             raise ConfigError(
                 f"layer {name!r} of the record is not in the model;"
                 f" {near(name, list(graph.layers))}"
@@ -133,12 +143,32 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
                 f"layer {name!r} must hold scale_d and offset_d, got none; the calibration was"
                 " not complete, run it again"
             )
-        _check_weights(name, record, graph.layers[name])
+        _check_weights(name, record, known[name])
+
+
+def _check_tensor(name: str, graph: LayerGraph) -> None:
+    node, _, place = name.rpartition(":")
+    if not (node and place.isdecimal()):
+        raise ConfigError(
+            "a record with is_tensor_quantize must be of an input, '<layer>:<index>', got"
+            f" {name!r}; take the key out of a layer's record"
+        )
+    refuse_unknown(node, int(place), graph)
 
 
 def _check_weights(name: str, record: LayerRecord, layer: Layer) -> None:
     count = record.scale_w.size
-    if layer.kind == "AveragePool":
+    if layer.at is not None:
+        if count or not record.tensor:
+            raise ConfigError(
+                f"the record of an input must hold is_tensor_quantize: true and no scale_w, got"
+                f" {'a scale_w' if count else 'neither'} in {name!r}"
+            )
+    elif layer.two_activations and record.offset_d:
+        raise ConfigError(
+            f"a MatMul of two activations takes offset_d 0, got {record.offset_d} in layer {name!r}"
+        )
+    elif layer.kind == "AveragePool":
         if count and not (count == 1 and record.scale_w[0] == 1):
             raise ConfigError(f"layer {name!r} is an AveragePool and takes no scale_w, got {count}")
     elif not count:
@@ -172,6 +202,7 @@ def _layer(value: Any) -> LayerRecord:
         factors=factors,
         weighted=value.wts_type != "" or scale_w.size != 1 or scale_w[0] != 1,
         skip_fusion=value.skip_fusion,
+        tensor=value.is_tensor_quantize,
     )
 
 

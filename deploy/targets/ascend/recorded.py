@@ -59,7 +59,8 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
     lacking = tuple(name for name in graph.layers if name not in records)
     if settled is not None:
         _refuse_disabled(records, settled)
-        settled = without(settled, lacking)
+        unused = (name for name in settled.entries() if name not in records)
+        settled = without(settled, (*lacking, *unused))
     notes = [f"Scales: {path}, as it stands; nothing was calibrated."]
     if bare:
         notes.append(
@@ -200,7 +201,7 @@ class _Weights:
 
 def _refuse_disabled(records: Mapping[str, LayerRecord], config: QuantConfig) -> None:
     """Refuse a record and a configuration that contradict each other."""
-    enabled = config.enabled()
+    enabled = config.entries()
     name = next((name for name in records if name not in enabled), None)
     if name is not None:
         raise ConfigError(

@@ -5,7 +5,9 @@
     x -> Conv -> y    becomes    x -> [Mul 1/factor] -> pre -> Conv' -> post -> y
 
 `pre` and `post` differ between the deploy model (AscendQuant, AscendDequant) and the fake-quant
-model (plain ops); the layer's weight and bias are replaced by integers in both.
+model (plain ops); the layer's weight and bias are replaced by integers in both. A MatMul of two
+activations has `pre` on both; an input of an Add or MaxPool gets `pre` and `back`, and the node
+stays as it is.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def rewrite(
     *,
     before: Before,
     after: After,
+    back: Before,
     store: Callable[[str, NDArray[Any]], onnx.TensorProto],
 ) -> onnx.ModelProto:
     """A copy of `model` whose `layers` run on integers.
@@ -42,16 +45,20 @@ def rewrite(
 
     Args:
         model: float model, nodes named.
-        layers: by node name.
+        layers: by node name; inputs of tensor_quantize by their own.
         before: nodes from the layer's input to its integers, and the tensor they end in.
         after: nodes from the layer's integers to its output.
+        back: nodes from an input's integers to floats again, and the tensor they end in.
         store: how an integer weight or bias is kept.
     """
     out = copied(model)
     surgery = _Surgery(out, store)
-    ends = {q.layer.bias_add or name: q for name, q in layers.items()}
+    ends = {q.layer.bias_add or name: q for name, q in layers.items() if q.layer.at is None}
+    inputs = inputs_of(layers)
     nodes: Nodes = []
     for node in out.graph.node:
+        for q in inputs.get(node.name, ()):
+            nodes += surgery.pass_through(node, q, before, back)
         if node.name in layers:
             nodes += surgery.enter(node, layers[node.name], before)
         nodes.append(node)
@@ -59,6 +66,15 @@ def rewrite(
             nodes += surgery.leave(node, ends[node.name], after)
     surgery.finish(nodes)
     return out
+
+
+def inputs_of(layers: Mapping[str, QuantLayer]) -> dict[str, list[QuantLayer]]:
+    """Node -> what of `layers` is an input of it, and not the node itself."""
+    found: dict[str, list[QuantLayer]] = {}
+    for q in layers.values():
+        if q.layer.at is not None:
+            found.setdefault(q.layer.node, []).append(q)
+    return found
 
 
 class _Surgery:
@@ -75,11 +91,9 @@ class _Surgery:
         if q.inverse_factors is not None:
             nodes += balance(q, start)
             start = f"{node.name}.mul.output0"
-        key = (start, float(q.scale), q.record.offset_d)
-        if key not in self.shared:
-            more, self.shared[key] = before(q, start)
-            nodes += more
-        node.input[0] = self.shared[key]
+        nodes += self.quantize(node, 0, q, start, before)
+        if q.second is not None:
+            nodes += self.quantize(node, 1, q.second, node.input[1], before)
         if q.weight is not None:
             self.tensors[node.input[1]] = self.store(node.input[1], q.weight)
         if q.bias is not None and not q.layer.bias_add:
@@ -88,6 +102,27 @@ class _Surgery:
             if attribute.name == "transB":
                 attribute.i = 0
         return nodes
+
+    def quantize(
+        self, node: onnx.NodeProto, place: int, q: QuantLayer, start: str, before: Before
+    ) -> Nodes:
+        """Have an input read integers; nodes that agree on tensor and scale share them."""
+        nodes: Nodes = []
+        key = (start, float(q.scale), q.record.offset_d)
+        if key not in self.shared:
+            nodes, self.shared[key] = before(q, start)
+        node.input[place] = self.shared[key]
+        return nodes
+
+    def pass_through(
+        self, node: onnx.NodeProto, q: QuantLayer, before: Before, back: Before
+    ) -> Nodes:
+        """Have an input read floats that were integers on their way."""
+        place = q.layer.at
+        assert place is not None
+        nodes = self.quantize(node, place, q, node.input[place], before)
+        more, node.input[place] = back(q, node.input[place])
+        return [*nodes, *more]
 
     def leave(self, node: onnx.NodeProto, q: QuantLayer, after: After) -> Nodes:
         """Nodes after the layer, or after the Add that holds a MatMul's bias."""

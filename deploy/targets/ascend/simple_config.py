@@ -11,9 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.errors import ConfigError
-from deploy.targets.ascend.config import settled
+from deploy.targets.ascend.config import settled, why_not
 from deploy.targets.ascend.config_rules import activation_from, checked_keys, weight_from
-from deploy.targets.ascend.config_types import Activation, LayerConfig, QuantConfig, Weight
+from deploy.targets.ascend.config_types import (
+    Activation,
+    LayerConfig,
+    QuantConfig,
+    TensorConfig,
+    Weight,
+)
 from deploy.targets.ascend.layers import ALIASES, TYPES, Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
 
@@ -33,7 +39,8 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
     by_name = _by_name(message, graph)
     common = message.common_config if message.HasField("common_config") else None
     layers = {}
-    for name, layer in sorted(graph.layers.items()):
+    named = {n: one for n, one in graph.offered.items() if n in by_name}
+    for name, layer in sorted({**graph.layers, **named}.items()):
         parts = [by_name.get(name), by_type.get(layer.kind), common]
         try:
             entry = _merged([part for part in parts if part is not None], layer, common)
@@ -51,6 +58,7 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
         fakequant_precision_mode=(
             "FORCE_FP16_QUANT" if message.HasField("fakequant_precision_mode") else None
         ),
+        tensors=tuple(_tensor(one, common) for one in message.tensor_quantize),
         layers=layers,
     )
     return settled(config, graph)
@@ -69,6 +77,9 @@ def write_simple_config(config: QuantConfig) -> str:
     message.skip_fusion_layers.extend(config.skip_fusion_layers)
     if config.fakequant_precision_mode:
         message.fakequant_precision_mode = 1
+    for one in config.tensors:
+        given = message.tensor_quantize.add(layer_name=one.layer_name, input_index=one.input_index)
+        _write_activation(given, one.activation)
     for name, layer in sorted(config.layers.items()):
         if not layer.quant_enable:
             message.skip_layers.append(name)
@@ -113,7 +124,7 @@ def _skipped(message: Any, graph: LayerGraph) -> set[str]:
     words = _once(message.skip_layer_types, "skip_layer_types")
     kinds = {kind for word in words for kind in _kinds(word)}
     left = {layer.kind for layer in graph.layers.values()} - kinds
-    if kinds and graph.layers and not left:
+    if kinds and graph.layers and not (left or message.tensor_quantize):
         raise ConfigError(
             f"skip_layer_types must leave a type to quantize, got {words}; every layer of the"
             " model is of these types"
@@ -140,13 +151,8 @@ def _by_name(message: Any, graph: LayerGraph) -> dict[str, Any]:
     for override in message.override_layer_configs:
         _complete(override, "layer_name", "override_layer_configs")
         name = override.layer_name
-        if name not in graph.layers:
-            why = graph.refused.get(name)
-            raise ConfigError(
-                f"layer {name!r} of override_layer_configs "
-                + (f"cannot be quantized: {why}" if why else "does not exist in the model; ")
-                + ("" if why else near(name, list(graph.layers)))
-            )
+        if name not in graph.names:
+            raise ConfigError(f"layer {name!r} of override_layer_configs {why_not(name, graph)}")
         if name in found:
             raise ConfigError(
                 f"override_layer_configs must name each layer once, got {name!r} again"
@@ -155,8 +161,8 @@ def _by_name(message: Any, graph: LayerGraph) -> dict[str, Any]:
     return found
 
 
-def _complete(override: Any, key: str, where: str) -> None:
-    for needed in (key, "calibration_config"):
+def _complete(override: Any, key: str, where: str, other: str = "calibration_config") -> None:
+    for needed in (key, other):
         if not override.HasField(needed):
             raise ConfigError(f"each of {where} must hold {needed}, got one without")
 
@@ -167,18 +173,40 @@ def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
     acts = next((part for part in parts if part.WhichOneof("activations")), None)
     balancer = next((part for part in parts if part.WhichOneof("balancer")), None)
     act = _activation(acts) if acts is not None else Activation()
-    if act.asymmetric is None and common is not None and acts is not None:
-        same = common.WhichOneof("activations") == acts.WhichOneof("activations")
-        act = replace(act, asymmetric=_activation(common).asymmetric) if same else act
-    if layer.symmetric_only and acts is common:
+    if not layer.symmetric_only:
+        act = _like_common(act, common) if acts is not None else act
+    elif acts is common:
         act = replace(act, asymmetric=False)
     strength = None
-    if balancer is not None and not (balancer is common and layer.kind == "AveragePool"):
+    if balancer is not None and not (balancer is common and not layer.weight):
         dmq = balancer.dmq_balancer
         given = _decimal(dmq.migration_strength) if dmq.HasField("migration_strength") else 0.5
         strength = checked_keys({"dmq_balancer_param": given}, weight=False)["dmq_balancer_param"]
     weight = _weight(weights) if weights is not None else Weight()
     return LayerConfig(activation=act, weight=weight, dmq_balancer_param=strength)
+
+
+def _tensor(part: Any, common: Any) -> TensorConfig:
+    """One tensor_quantize; IFMR where it names no algorithm, as in AMCT."""
+    _complete(part, "layer_name", "tensor_quantize", "input_index")
+    try:
+        chosen = _activation(part) if part.WhichOneof("activations") else Activation()
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in tensor_quantize of {part.layer_name!r})") from None
+    return TensorConfig(
+        layer_name=part.layer_name,
+        input_index=part.input_index,
+        activation=_like_common(chosen, common),
+    )
+
+
+def _like_common(act: Activation, common: Any) -> Activation:
+    """`asymmetric` of common_config, where both use one algorithm and `act` leaves it open."""
+    if act.asymmetric is not None or common is None or not common.WhichOneof("activations"):
+        return act
+    shared = _activation(common)
+    same = shared.act_algo == act.act_algo
+    return replace(act, asymmetric=shared.asymmetric) if same else act
 
 
 def _decimal(value: float) -> float:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from deploy.tensors import Session
 
 _ATC_SECONDS = 3600
+_MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
 _NO_ATC = "`atc` (CANN) is not on the PATH"
 _VERIFIED = 2  # samples on which the deploy model is run in integers
 
@@ -193,10 +194,13 @@ class Ascend:
         from deploy.targets.ascend.files import read_any_config
 
         _, graph = prepared(model)
+        asked: Collection[str] = graph.layers
         if self.config is not None:
-            read_any_config(self.config, graph)  # a broken one is told before calibration
-        layers = (layer for name, layer in graph.layers.items() if name not in float_nodes)
-        return tuple(dict.fromkeys(layer.input for layer in layers))
+            config = read_any_config(self.config, graph)  # a broken one is told before calibration
+            asked = {*graph.layers, *without(config, float_nodes).entries()}
+        layers = (one for one in graph.asked(asked).values() if one.node not in float_nodes)
+        read = ((one.input, *(one.others if one.two_activations else ())) for one in layers)
+        return tuple(dict.fromkeys(tensor for tensors in read for tensor in tensors))
 
     def decisions(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
@@ -304,7 +308,8 @@ class Ascend:
             request.subject,
             cann=self.cann,
         )
-        notes = [*recipe.notes, _verified(recipe.model, recipe.layers, request)]
+        notes = [*recipe.notes, *_chips(recipe.layers)]
+        notes.append(_verified(recipe.model, recipe.layers, request))
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
             host = self._write_aipp(request, files)
@@ -465,12 +470,13 @@ def _judged(made: Aipp, how: Preprocess, source: Source, request: BuildRequest) 
 
 
 def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
-    """The config with these layers disabled."""
+    """The config with these layers disabled, and no inputs of these nodes or of these names."""
     layers = {
         name: replace(layer, quant_enable=False) if name in float_nodes else layer
         for name, layer in config.layers.items()
     }
-    return replace(config, layers=layers)
+    tensors = (one for one in config.tensors if not {one.key, one.layer_name} & {*float_nodes})
+    return replace(config, layers=layers, tensors=tuple(tensors))
 
 
 @phase("atc")
@@ -536,9 +542,19 @@ def unfused(
 
 def _searches(config: QuantConfig) -> str:
     """The searches that gave the scales, in words."""
-    enabled = config.enabled().values()
+    enabled = config.entries().values()
     searches = sorted({layer.activation.act_algo.upper() for layer in enabled})
     return f"AMCT's ARQ and {' and '.join(searches)}"
+
+
+def _chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
+    """A sentence where it depends on the chip whether int8 is of use."""
+    count = sum(one.layer.two_activations for one in layers.values())
+    if count:
+        yield (
+            f"MatMuls of two activations in int8: {count}. Huawei says that this gains on Atlas A2,"
+            " A3 and 200I/500 A2 alone, and loses accuracy on other chips."
+        )
 
 
 def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
@@ -584,6 +600,7 @@ def _decisions(
     from deploy.graph.plan import AS_ASKED, ASCEND, FLOAT32, Decision
 
     decisions = []
+    moved = {one.node for one in graph.asked(chosen).values() if one.at is not None}
     for node in model.graph.node:
         int8 = node.name in chosen
         reason = graph.refused.get(node.name, "")
@@ -591,6 +608,7 @@ def _decisions(
             off = node.name in graph.layers
             asked = (why or {}).get(node.name, AS_ASKED)
             reason = asked if off else "no int8 on Ascend for this type"
+            reason = _MOVED if node.name in moved else reason
         precision = ASCEND.grid.name if int8 else FLOAT32
         decisions.append(Decision(node.name, node.op_type, precision, "" if int8 else reason))
     return tuple(decisions)

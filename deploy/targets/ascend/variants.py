@@ -79,7 +79,12 @@ def config_of(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
         name: _layer(one, chosen[name]) if name in chosen else replace(one, quant_enable=False)
         for name, one in config.layers.items()
     }
-    return replace(config, layers=layers)
+    tensors = (
+        replace(one, activation=_activation(one.activation, chosen[one.key]))
+        for one in config.tensors
+        if one.key in chosen
+    )
+    return replace(config, layers=layers, tensors=tuple(tensors))
 
 
 def _plan(own: RecordPlan, name: str) -> RecordPlan:
@@ -92,8 +97,10 @@ def _plan(own: RecordPlan, name: str) -> RecordPlan:
 
 
 def _layer(one: LayerConfig, name: str) -> LayerConfig:
-    if name == CONFIGURED:
-        return one
     if is_balanced(name):
         return replace(one, dmq_balancer_param=_BALANCED[name])
-    return replace(one, activation=_OTHERS[name](one.activation))
+    return replace(one, activation=_activation(one.activation, name))
+
+
+def _activation(one: Activation, name: str) -> Activation:
+    return one if name == CONFIGURED else _OTHERS[name](one)
