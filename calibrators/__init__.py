@@ -1,4 +1,4 @@
-"""Tensors in, scales out: numpy (and OpenCV's histogram), no graph, no files.
+"""Tensors in, scales out: numpy (and OpenCV's histogram or a C kernel), no graph, no files.
 
 The names are imported when first used, so that reaching `calibrators.errors` costs nothing.
 """

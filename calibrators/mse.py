@@ -81,7 +81,9 @@ def errors(
     clipped = np.clip(centres[None, :], lows[:, None], highs[:, None])
     error = rounded(clipped / scale, grid) * scale - centres[None, :]
     weight = error * error if power == 2 else np.abs(error) ** power
-    return np.asarray(weight @ counts.astype(np.float64), np.float64)
+    weight *= counts
+    # numpy adds pairwise in one order everywhere, which a product of matrices does not
+    return np.asarray(weight.sum(axis=1), np.float64)
 
 
 def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:

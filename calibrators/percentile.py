@@ -52,4 +52,7 @@ def quantile(counts: NDArray[np.int64], share: float) -> float:
 def _edge(histogram: Histogram, share: float) -> float:
     position = quantile(histogram.signed(), share)
     edges = histogram.edges()
-    return float(np.interp(position, np.arange(edges.size), edges))
+    below = int(position)
+    if below == edges.size - 1:
+        return float(edges[below])
+    return float((edges[below + 1] - edges[below]) * (position - below) + edges[below])

@@ -129,8 +129,25 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
+def _tell_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    """The version, and what counts values here, since that is built where there is a compiler."""
+    from calibrators.kernel import told
+
+    if wanted and not ctx.resilient_parsing:
+        say(f"calib8, version {__version__}")
+        say(f"counting: {told()}")
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="calib8")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_tell_version,
+    help="Show the version and exit.",
+)
 def cli() -> None:
     """Calibrate a trained CNN once, on any machine, and deploy it in int8 anywhere."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from calibrators.kernel import kernel, told
 from deploy.errors import Calib8Error
 from deploy.machine import INT8_FLAGS, this_machine
 from deploy.targets import TARGETS
@@ -44,6 +45,8 @@ def _itself() -> Iterator[Finding]:
     system = f"Python {platform.python_version()}, {machine.os}"
     yield Finding("calib8", True, f"{__version__}, {system}")
     others = {n: v for n, v in machine.versions.items() if n not in ("calib8", "python")}
+    quicker = "" if kernel() else "; quicker where it is installed with a C compiler at hand"
+    yield Finding("counting", kernel() is not None, told() + quicker)
     yield Finding("packages", True, ", ".join(f"{n} {v}" for n, v in others.items()))
     int8 = ", ".join(machine.int8)
     words = f"{machine.cpu}, {machine.cores} cores"

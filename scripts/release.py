@@ -3,7 +3,7 @@
 python scripts/release.py tag v1.2.3            fails unless version and changelog are ready for it
 python scripts/release.py notes                 this version's part of CHANGELOG.md
 python scripts/release.py links SETUP_CFG URL   writes the links of the project's page
-python scripts/release.py contents FOLDER       fails unless sdist and wheel hold what they should
+python scripts/release.py contents FOLDER       fails unless sdist and wheels hold what they should
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MADE = ("PKG-INFO", "setup.cfg", "calib8.egg-info/")  # by setuptools, or rewritten by it
 PACKAGES = {"calibrators", "deploy", "calib8.py"}  # all that a wheel may install
+KERNEL = "calibrators/_count.so"  # what tells the wheel of a platform from that of every platform
 
 
 def version(root: Path = ROOT) -> str:
@@ -83,17 +84,39 @@ def misfits(sdist: Collection[str], wheel: Collection[str], tracked: Collection[
     return [f"{what}: {', '.join(names[:5])}" for names, what in found if names]
 
 
+def unfit_wheels(wheels: Mapping[str, Collection[str]]) -> list[str]:
+    """What is wrong with the wheels, in sentences.
+
+    Args:
+        wheels: file name -> names in it. There are two: one for every platform, and one for this
+            one, which holds the counting kernel.
+    """
+    pure = [name for name in wheels if name.endswith("-py3-none-any.whl")]
+    found = [f"{name} must hold no {KERNEL}" for name in pure if KERNEL in wheels[name]]
+    for name in sorted(set(wheels) - set(pure)):
+        if KERNEL not in wheels[name]:
+            found.append(f"{name} must hold {KERNEL}; it is built where there is a C compiler")
+    if (len(wheels), len(pure)) != (2, 1):
+        found.append(f"there must be a wheel for every platform and one more, got {len(wheels)}")
+    return found
+
+
 def _contents(folder: Path) -> list[str]:
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    (sdist,), wheels = folder.glob("*.tar.gz"), {}
+    for wheel in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as packed:
+            wheels[wheel.name] = packed.namelist()
     with tarfile.open(sdist) as held:
         names = [m.name.partition("/")[2] for m in held.getmembers() if m.isfile()]
     listed = ["git", "ls-files", "-coz", "--exclude-standard"]
     tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    with zipfile.ZipFile(wheel) as packed:
-        inside = packed.namelist()
     there = {name for name in tracked.split("\0") if name and (ROOT / name).is_file()}
-    print(f"{sdist.name}: {len(names)} files; {wheel.name}: {len(inside)} files")
-    return misfits(names, inside, there)
+    print(f"{sdist.name}: {len(names)} files")
+    found = unfit_wheels(wheels)
+    for name, inside in wheels.items():
+        print(f"{name}: {len(inside)} files")
+        found += misfits(names, inside, there)
+    return list(dict.fromkeys(found))
 
 
 def main(words: list[str]) -> str:

@@ -260,7 +260,7 @@ def test_executor_refuses_a_broken_deploy_model(small, damage):
     made = deploy_model(model, quantize_layers(model, graph, records))
     if damage == "dst_type":
         node = next(n for n in made.graph.node if n.op_type == "AscendQuant")
-        next(a for a in node.attribute if a.name == "dst_type").s = b"INT16"
+        next(a for a in node.attribute if a.name == "dst_type").s = b"INT32"
     elif damage == "param":
         node = next(n for n in made.graph.node if n.op_type == "AscendDequant")
         node.input[1] = "nowhere"

@@ -217,7 +217,10 @@ BROKEN_RECORD = {
     "no weights": ('record { key: "fc1" value { scale_d: 1 offset_d: 0 } }', "scale_w"),
     "shift": (f'record {{ key: "fc1" value {{ {GOOD} shift_bit: 1 }} }}', "shift_bit"),
     "type": (f'record {{ key: "fc1" value {{ {GOOD} act_type: "INT9" }} }}', "INT9"),
-    "int16": (f'record {{ key: "fc1" value {{ {GOOD} act_type: "INT16" }} }}', "INT16"),
+    "int16": (
+        'record { key: "pool" value { scale_d: 1 offset_d: 0 act_type: "INT16" } }',
+        "INT16 is for Conv",
+    ),
     "factor": (f'record {{ key: "fc1" value {{ {GOOD} tensor_balance_factor: 0 }} }}', "balance"),
     "pool weight": (f'record {{ key: "pool" value {{ {GOOD} }} }}', "AveragePool"),
 }

@@ -271,8 +271,8 @@ def test_an_edited_record_changes_its_layer_alone(small_cnn, built, done, data, 
         ),
         (
             'record { key: "Conv_c1" value { scale_d: 1 offset_d: 0 scale_w: 1 offset_w: 0'
-            ' fakequant_precision_mode: "FORCE_FP16_QUANT" } }',
-            "Nano",
+            ' fakequant_precision_mode: "FORCE_FP32" } }',
+            "FORCE_FP16_QUANT or DEFAULT",
         ),
         ('record { key: "k" kv_cache_value { scale: 1 offset: 0 } }', "1 x KV cache alone"),
         ('prune_record { producer { name: "Conv_c1" } }', "1 x pruning alone"),

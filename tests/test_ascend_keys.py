@@ -160,7 +160,7 @@ OBEYED = {
         ["fc", "a", "asymmetric"],
         False,
     ),
-    "FMRQuantize.dst_type": (common(f"{IFMR} {{ dst_type: INT8 }}"), ["fc", "a", "num_bits"], 8),
+    "FMRQuantize.dst_type": (common(f"{IFMR} {{ dst_type: INT16 }}"), ["fc", "a", "num_bits"], 16),
     "HFMGQuantize.num_of_bins": (
         common(f"{HFMG} {{ num_of_bins: 1024 }}"),
         ["fc", "a", "num_of_bins"],
@@ -171,7 +171,12 @@ OBEYED = {
         ["fc", "a", "asymmetric"],
         False,
     ),
-    "HFMGQuantize.dst_type": (common(f"{HFMG} {{ dst_type: INT8 }}"), ["fc", "a", "num_bits"], 8),
+    "HFMGQuantize.dst_type": (common(f"{HFMG} {{ dst_type: INT16 }}"), ["fc", "a", "num_bits"], 16),
+    "AMCTConfig.fakequant_precision_mode": (
+        "fakequant_precision_mode: FORCE_FP16_QUANT",
+        ["fakequant_precision_mode"],
+        "FORCE_FP16_QUANT",
+    ),
 }
 REFUSED = {
     "AMCTConfig.batch_num": ("batch_num: 5", "batch_num batches, 5, got 4"),
@@ -181,8 +186,8 @@ REFUSED = {
     "AMCTConfig.skip_layer_types": ('skip_layer_types: "Convolution"', "Convolution"),
     "AMCTConfig.skip_fusion_layers": ('skip_fusion_layers: "fc"', "takes Conv layers"),
     "AMCTConfig.fakequant_precision_mode": (
-        "fakequant_precision_mode: FORCE_FP16_QUANT",
-        "FORCE_FP16_QUANT is for Nano chips",
+        "fakequant_precision_mode: FP8",
+        "FP8",
     ),
     "AMCTConfig.common_config": (common("x: 1"), "no key 'x' in CalibrationConfig"),
     "AMCTConfig.override_layer_types": ("override_layer_types { }", "layer_type"),
@@ -220,7 +225,10 @@ REFUSED = {
         common(f"{ARQ} {{ channel_wise: true }}"),
         "channel_wise must be false",
     ),
-    "ARQuantize.quant_bits": (common(f"{ARQ} {{ quant_bits: 4 }}"), "6 to 8-bit weights"),
+    "ARQuantize.quant_bits": (
+        common(f"{ARQ} {{ quant_bits: 5 }}"),
+        "num_bits must be 4, 6, 7 or 8",
+    ),
     "ADAquantize.num_iteration": (common(f"{ADA} {{ num_iteration: -1 }}"), "num_iteration"),
     "ADAquantize.reg_param": (common(f"{ADA} {{ reg_param: 2 }}"), "reg_param"),
     "ADAquantize.beta_range_start": (common(f"{ADA} {{ beta_range_start: 1 }}"), "beta_range"),
@@ -237,10 +245,10 @@ REFUSED = {
     "FMRQuantize.max_percentile": (common(f"{IFMR} {{ max_percentile: 0.4 }}"), "max_percentile"),
     "FMRQuantize.min_percentile": (common(f"{IFMR} {{ min_percentile: nan }}"), "min_percentile"),
     "FMRQuantize.asymmetric": (common(f"{IFMR} {{ asymmetric: 3 }}"), "asymmetric"),
-    "FMRQuantize.dst_type": (common(f"{IFMR} {{ dst_type: INT16 }}"), "8-bit activations"),
+    "FMRQuantize.dst_type": (common(f"{IFMR} {{ dst_type: INT4 }}"), "INT4"),
     "HFMGQuantize.num_of_bins": (common(f"{HFMG} {{ num_of_bins: 1000 }}"), "num_of_bins"),
     "HFMGQuantize.asymmetric": (common(f"{HFMG} {{ asymmetric: 3 }}"), "asymmetric"),
-    "HFMGQuantize.dst_type": (common(f"{HFMG} {{ dst_type: INT16 }}"), "8-bit activations"),
+    "HFMGQuantize.dst_type": (common(f"{HFMG} {{ dst_type: INT4 }}"), "INT4"),
 }
 SHORT = {"a": "activation_quant_params", "w": "weight_quant_params"}
 
@@ -276,7 +284,7 @@ def test_every_key_of_the_simplified_form_has_its_test():
     assert keys == set(REFUSED)
     inner = {"OverrideLayerType", "OverrideLayer", "CalibrationConfig", "ADAquantize"}
     plain = {key for key in keys if key.partition(".")[0] not in inner}
-    assert plain - set(OBEYED) == {"AMCTConfig.fakequant_precision_mode"}  # refused whatever it is
+    assert plain == set(OBEYED)
 
 
 # -- the quant config JSON ---------------------------------------------------------------------
@@ -284,22 +292,23 @@ def test_every_key_of_the_simplified_form_has_its_test():
 JSON_REFUSED = {
     "version": 2, "batch_num": 0, "activation_offset": 1, "joint_quant": True,
     "weight_offset": True, "do_fusion": "no", "skip_fusion_layers": ["fc"],
-    "fakequant_precision_mode": "FORCE_FP16_QUANT", "tensor_quantize": {},
+    "fakequant_precision_mode": "FP8", "tensor_quantize": {},
     "quant_enable": 1, "dmq_balancer_param": 0.9, "activation_quant_params": 3,
     "weight_quant_params": [],
-    "a.num_bits": 16, "a.act_algo": "mse", "a.asymmetric": 1, "a.max_percentile": 0.5,
+    "a.num_bits": 12, "a.act_algo": "mse", "a.asymmetric": 1, "a.max_percentile": 0.5,
     "a.min_percentile": 1.5, "a.search_range": [1.3, 0.7], "a.search_step": 1e-7,
     "a.num_of_bins": 1000,
-    "w.num_bits": 4, "w.wts_algo": "ada_quantize", "w.channel_wise": 0, "w.num_iteration": -1,
+    "w.num_bits": 5, "w.wts_algo": "ada_quantize", "w.channel_wise": 0, "w.num_iteration": -1,
     "w.reg_param": 1, "w.beta_range": [2, 20], "w.warm_start": 0,
 }  # fmt: skip
 JSON_OBEYED = {
     "version": 1, "batch_num": 2, "activation_offset": False, "do_fusion": False,
+    "fakequant_precision_mode": "FORCE_FP16_QUANT",
     "skip_fusion_layers": ["conv2"], "tensor_quantize": [
         {"layer_name": "pool", "input_index": 0, "activation_quant_params": {
             "num_bits": 8, "act_algo": "hfmg", "asymmetric": False, "num_of_bins": 1024}}],
     "quant_enable": False, "dmq_balancer_param": 0.4,
-    "a.num_bits": 8, "a.act_algo": "ifmr", "a.asymmetric": False, "a.max_percentile": 0.99,
+    "a.num_bits": 16, "a.act_algo": "ifmr", "a.asymmetric": False, "a.max_percentile": 0.99,
     "a.min_percentile": 0.98, "a.search_range": [0.8, 1.2], "a.search_step": 0.1,
     "a.num_of_bins": 1024,
     "w.num_bits": 6, "w.wts_algo": "arq_quantize", "w.channel_wise": False,
@@ -342,7 +351,7 @@ def test_a_wrong_value_of_the_quant_config_is_told_before_any_pass(key, built):
 def test_every_key_of_the_quant_config_has_its_test():
     layer = {f"a.{key}" for key in ACTIVATION} | {f"w.{key}" for key in WEIGHT} | set(LAYER)
     assert set(GLOBAL) | layer == set(JSON_REFUSED)
-    refused_always = {"joint_quant", "weight_offset", "fakequant_precision_mode"}
+    refused_always = {"joint_quant", "weight_offset"}
     ada = {"w.num_iteration", "w.reg_param", "w.beta_range", "w.warm_start"}
     tables = {"activation_quant_params", "weight_quant_params"}
     assert set(JSON_REFUSED) - set(JSON_OBEYED) == refused_always | ada | tables

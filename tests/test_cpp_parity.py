@@ -11,8 +11,10 @@ import cv2
 import numpy as np
 import pytest
 
-from calibrators.entropy import entropy, search
+from calibrators.entropy import entropy
+from calibrators.entropy import search as entropy_index
 from calibrators.histogram import Histogram
+from calibrators.searches import SEARCHES
 from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.errors import Calib8Error
@@ -320,7 +322,49 @@ def test_entropy_indices_are_identical(cpp, tmp_path):
         with np.load(THIRD_PARTY / "lenet" / "histograms.npz") as archive:
             rows += [archive[k].astype(np.int64) for k in archive if archive[k].shape == (2048,)]
     np.stack(rows).tofile(tmp_path / "rows.i64")
-    assert cpp("search", path=str(tmp_path / "rows.i64"))["found"] == [search(r) for r in rows]
+    assert cpp("search", path=str(tmp_path / "rows.i64"))["found"] == [
+        entropy_index(r) for r in rows
+    ]
+
+
+METHODS = [("mse", {}), ("minmax", {}), *(("percentile", {"percent": p}) for p in (99.99, 100, 51)),
+           ("entropy", {}), ("entropy-tensorrt", {}), ("legacy", {})]  # fmt: skip
+
+
+def values_of_all_kinds(count):
+    """Tensors of 1 to 3000 values: smooth, one-sided, with heavy tails, on few values, constant."""
+    rng = np.random.default_rng(17)
+    kinds = [
+        lambda n: rng.standard_normal(n),
+        lambda n: np.maximum(rng.standard_normal(n), 0),
+        lambda n: -np.abs(rng.standard_cauchy(n)),
+        lambda n: rng.integers(-5, 6, n) * 0.1,
+        lambda n: np.round(rng.standard_normal(n) * 4) / 4,
+        lambda n: rng.uniform(-1, 1, n) ** 9,
+        lambda n: rng.choice([-1.0, 0.0, 0.5, 127.0, 128.0], n),
+        lambda n: np.full(n, rng.choice([-2.5, 0.0, -0.0, 1e-38, 3e38])),
+        lambda n: rng.standard_normal(n) * 10.0 ** rng.uniform(-44, 36),
+    ]
+    for index in range(count):
+        size = int(10 ** rng.uniform(0, 3.5))
+        yield kinds[index % len(kinds)](size).astype(np.float32)
+
+
+def test_every_search_finds_the_same_to_the_bit(cpp, tmp_path):
+    rows = list(values_of_all_kinds(int(os.environ.get("CALIB8_HISTOGRAMS", "150"))))
+    np.concatenate(rows).tofile(tmp_path / "rows.f32")
+    sizes, percents = [row.size for row in rows], [99.99, 100.0, 51.0]
+    answer = cpp("scales", path=str(tmp_path / "rows.f32"), sizes=sizes, percents=percents)
+    for row, theirs in zip(rows, answer["found"], strict=True):
+        plain, faithful = Histogram(), Histogram(base=float(np.abs(row).max()))
+        plain.observe(row)
+        faithful.observe(row)
+        for (name, given), found in zip(METHODS, theirs, strict=True):
+            search = SEARCHES[name]
+            histogram = faithful if name == "entropy-tensorrt" else plain
+            scale = search.function(histogram, search.params(**given))
+            ours = {key: repr(getattr(scale, key)) for key in found}
+            assert {key: repr(value) for key, value in found.items()} == ours, (name, row[:10])
 
 
 # ---- caches ---------------------------------------------------------------------------------
@@ -532,15 +576,23 @@ def test_the_tool_calibrates_compares_and_relabels(tool, tmp_path):
     for index, batch in enumerate(batches):
         batch.tofile(tmp_path / f"{index}.f32")
     tensors = [f"--tensor=conv 1:0={tmp_path}/{index}.f32" for index in range(2)]
-    for rule, base in (("order-independent", None), ("tensorrt", float(abs(batches[0]).max()))):
-        out = tmp_path / f"{rule}.cache"
-        done = tool("calibrate", *tensors, "--version", "8.6.1", "--rule", rule, "-o", out)
+    base = float(abs(batches[0]).max())
+    for method, given in METHODS:
+        out = tmp_path / "out.cache"
+        words = ["--method", method] + [f"--{key}={value}" for key, value in given.items()]
+        done = tool("calibrate", *tensors, "--version", "8.6.1", *words, "-o", out)
         assert (done.returncode, done.stderr) == (0, "")
-        histogram = Histogram(base=base)
+        histogram = Histogram(base=base if method == "entropy-tensorrt" else None)
         for batch in batches:
             histogram.observe(batch)
-        scales = {"conv 1:0": entropy(histogram).symmetric}
+        search = SEARCHES[method]
+        scale = search.function(histogram, search.params(**given))
+        scales = {"conv 1:0": scale.symmetric}
         assert out.read_bytes() == trt_cache.dump(trt_cache.from_scales(scales, version="8.6.1"))
+    default = tmp_path / "default.cache"
+    assert tool("calibrate", *tensors, "--version=8.6.1", "-o", default).returncode == 0
+    assert tool("calibrate", *tensors, "--version=8.6.1", "--method=mse", "-o", out).returncode == 0
+    assert default.read_bytes() == out.read_bytes()
     changed = tmp_path / "new.cache"
     assert tool("relabel", out, "--version=10.3.0", "-o", changed).returncode == 0
     assert changed.read_bytes().startswith(b"TRT-100300-EntropyCalibration2\n")
@@ -581,7 +633,10 @@ def test_the_tool_ends_wrong_calls_in_one_sentence(tool, tmp_path):
         (["calibrate", "--tensor", "a", "--version=8.5.3", "-o", "x"], "must read NAME=FILE.f32"),
         (["calibrate", f"--tensor=a={tmp_path}/odd.f32", "-o", "x"], "must hold raw float32"),
         (["calibrate", "--version=8.5.3", "-o", tmp_path / "x"], "at least one scale, got none"),
-        (["calibrate", "--rule=x"], "--rule must be order-independent or tensorrt"),
+        (["calibrate", "--method=x"], "a search is one of mse, minmax, percentile, entropy"),
+        (["calibrate", "--percent=99"], "--percent is for --method percentile, got 'mse'"),
+        (["calibrate", "--method=percentile", "--percent=5o"], "--percent must be a number"),
+        (["calibrate", "--method=percentile", "--percent=50"], "must be over 50 and at most 100"),
         (["feed", tmp_path, "--input", "1x3"], "an input reads NAME:DIMS"),
         (["feed", tmp_path, "--input", "x:1x3x8x8", "--limit=0"], "--limit must be a whole"),
         (["feed", tmp_path, "--input=x:1x3x8x8", "--preprocess=y"], "'y' is no preset"),

@@ -90,6 +90,18 @@ def test_files_that_lack_something_or_hold_more_are_told(release):
     assert said == "the wheel lacks: deploy"
 
 
+def test_the_wheel_of_a_platform_has_the_kernel_and_that_of_every_platform_has_none(release):
+    own, every = "calib8-1-py3-none-manylinux_2_5_x86_64.whl", "calib8-1-py3-none-any.whl"
+    held = ["deploy/b.py", "calibrators/_count.so"]
+    assert release.unfit_wheels({own: held, every: held[:1]}) == []
+    (said,) = release.unfit_wheels({own: held[:1], every: held[:1]})
+    assert said.startswith(f"{own} must hold calibrators/_count.so; it is built where")
+    (said,) = release.unfit_wheels({own: held, every: held})
+    assert said == f"{every} must hold no calibrators/_count.so"
+    for wheels in ({own: held}, {every: held[:1]}, {own: held, "calib8-2-x.whl": held}):
+        assert release.unfit_wheels(wheels)[-1].startswith("there must be a wheel for every")
+
+
 def test_the_source_distribution_takes_all_that_git_holds():
     listed = ["git", "ls-files", "-z"]
     done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False)

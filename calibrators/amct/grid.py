@@ -6,7 +6,8 @@ negative, so that the lowest code is reached, and by 2^(bits-1) - 1 where it is 
     extreme  -1.0   scale 1.0 / 128     codes -128 ......... 0 ......... 127
     extreme  +1.0   scale 1.0 / 127     codes -127 ......... 0 ......... 127
 
-Source: hicann/amct, calculate_scale_offset and process_scale, measured on AMCT itself.
+Source: hicann/amct, calculate_scale_offset, process_scale, cast_fp16_precision and cast_to_s19,
+measured on AMCT itself.
 """
 
 from __future__ import annotations
@@ -86,3 +87,18 @@ def ascend_clip_range(scale: np.float32, offset: int, bits: int = 8) -> tuple[fl
     """(lo, hi) in real units that a signed grid covers, computed in float32."""
     qmin, qmax = ascend_range(bits)
     return float(-np.float32(offset - qmin) * scale), float(np.float32(qmax - offset) * scale)
+
+
+def ascend_half(scale: np.float32) -> np.float32:
+    """A scale, float32, at float16's precision; beyond its normal range the square of its root."""
+    value = float(scale)
+    if 2.0**-14 <= value <= 65504.0:
+        return np.float32(np.float16(value))
+    root = np.float32(np.float16(np.sqrt(value)))
+    return np.float32(root * root)
+
+
+def ascend_s19(scales: Float32Array) -> Float32Array:
+    """Scales, float32 of any shape, cut to 10 bits of mantissa, as Nano chips read them."""
+    bits = np.ascontiguousarray(scales, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
+    return np.asarray(bits.view(np.float32))

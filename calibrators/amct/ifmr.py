@@ -41,6 +41,7 @@ from calibrators.grids import Float32Array
 _MARGIN = 1e-4  # float32 rounding of AMCT's own loss, with room
 _SMALL = 4096  # below this, every candidate is evaluated directly
 _CHUNK = 1 << 16
+_STEPS = 1 << 19  # steps of all stairs that are looked at together
 _DENSE = 1 << 20  # up to here a table by position is faster than sorting the positions
 
 
@@ -106,6 +107,10 @@ class Candidates:
     lo: Float32Array
     hi: Float32Array
     scale: Float32Array
+
+    def part(self, start: int, end: int) -> Candidates:
+        """Those from `start` to before `end`."""
+        return Candidates(self.lo[start:end], self.hi[start:end], self.scale[start:end])
 
 
 def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendScale:
@@ -236,6 +241,10 @@ def staircase_losses(
     last = np.rint(candidates.hi / candidates.scale).astype(np.int64)
     last = np.maximum(last, first + 1)  # an empty staircase: one step above all its data
     steps = last - first
+    at_once = max(_STEPS // int(steps.max()), 1)
+    if steps.size > at_once:  # of 16 bits: a few stairs at a time, to bound memory
+        parts = [candidates.part(k, k + at_once) for k in range(0, steps.size, at_once)]
+        return np.concatenate([staircase_losses(below, count, total, squares, p) for p in parts])
     starts = np.concatenate(([0], np.cumsum(steps)[:-1]))
     code = (np.arange(steps.sum()) - np.repeat(starts - first, steps)).astype(np.float64)
     number, weight = below((code + 0.5) * np.repeat(scale, steps))

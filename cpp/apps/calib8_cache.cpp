@@ -6,11 +6,11 @@
 
 #include "arguments.hpp"
 #include "calib8/cache.hpp"
-#include "calib8/entropy.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/feed.hpp"
 #include "calib8/files.hpp"
 #include "calib8/histogram.hpp"
+#include "calib8/searches.hpp"
 #include "feed_options.hpp"
 
 namespace {
@@ -27,9 +27,10 @@ constexpr const char* kHelp =
     "  diff CACHE OTHER              tensors whose scales differ; exit status 1 if any\n"
     "  relabel CACHE --version X.Y.Z [--algorithm NAME] -o OUT\n"
     "                                the same scales for another TensorRT version\n"
-    "  calibrate --tensor NAME=FILE.f32 ... --version X.Y.Z -o OUT [--rule tensorrt]\n"
-    "                                entropy calibration of raw float32 activations; a name may\n"
-    "                                be repeated, one file a batch\n"
+    "  calibrate --tensor NAME=FILE.f32 ... --version X.Y.Z -o OUT\n"
+    "            [--method mse|minmax|percentile|entropy|entropy-tensorrt|legacy] [--percent P]\n"
+    "                                calibration of raw float32 activations; a name may be\n"
+    "                                repeated, one file a batch; mse unless told\n"
     "  feed IMAGES --input NAME:1x3x224x224 -o OUT.f32\n"
     "                                preprocess images (folder or list) into raw float32\n";
 
@@ -98,30 +99,41 @@ std::vector<float> floats(const std::string& path) {
   return values;
 }
 
-Histogram start(const std::vector<float>& first, bool faithful) {
-  Histogram probe;
-  probe.observe(first.data(), first.size());
-  return faithful ? Histogram(probe.amax()) : Histogram();
-}
-
 using Tensors = std::vector<std::pair<std::string, Histogram>>;
 
 // The histogram of this name, started by its first batch.
 Histogram& tensor_of(Tensors& tensors, const std::string& name, const std::vector<float>& first,
-                     bool faithful) {
+                     const Search& search) {
   for (auto& [known, histogram] : tensors) {
     if (known == name) return histogram;
   }
-  return tensors.emplace_back(name, start(first, faithful)).second;
+  return tensors.emplace_back(name, search.start(first.data(), first.size())).second;
+}
+
+Search search_of(const Arguments& arguments) {
+  const std::string method = arguments.option("method").value_or("mse");
+  const auto percent = arguments.option("percent");
+  if (!percent) return Search(method);
+  if (method != "percentile") {
+    throw ConfigError("--percent is for --method percentile, got '" + method + "'; leave it out");
+  }
+  std::size_t read = 0;
+  double share = 0;
+  try {
+    share = std::stod(*percent, &read);
+  } catch (const std::exception&) {
+    read = std::string::npos;
+  }
+  if (read != percent->size()) {
+    throw ConfigError("--percent must be a number, got '" + *percent + "'");
+  }
+  return Search(method, share);
 }
 
 int calibrate(const Words& words) {
-  const Arguments arguments(words, {"tensor", "version", "out", "rule"}, {});
+  const Arguments arguments(words, {"tensor", "version", "out", "method", "percent"}, {});
   arguments.expect({});
-  const std::string rule = arguments.option("rule").value_or("order-independent");
-  if (rule != "order-independent" && rule != "tensorrt") {
-    throw ConfigError("--rule must be order-independent or tensorrt, got '" + rule + "'");
-  }
+  const Search search = search_of(arguments);
   Tensors tensors;
   for (const std::string& text : arguments.all("tensor")) {
     const std::size_t equals = text.rfind('=');
@@ -130,12 +142,12 @@ int calibrate(const Words& words) {
     }
     const std::string name = text.substr(0, equals);
     const std::vector<float> values = floats(text.substr(equals + 1));
-    Histogram& histogram = tensor_of(tensors, name, values, rule == "tensorrt");
+    Histogram& histogram = tensor_of(tensors, name, values, search);
     histogram.observe(values.data(), values.size());
   }
   NamedScales scales;
   for (const auto& [name, histogram] : tensors) {
-    scales.emplace_back(name, entropy::scale(histogram).symmetric());
+    scales.emplace_back(name, search.scale(histogram).symmetric());
   }
   const CacheOptions options{arguments.required("version")};
   files::write(arguments.required("out"), cache_from_scales(scales, options).dump());

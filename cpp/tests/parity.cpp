@@ -1,5 +1,6 @@
 // Answers questions of the Python tests, one JSON object a line in, one out: what does the C++
 // library make of this file? An error is answered as {"error": kind, "message": text}.
+#include <ctime>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -12,6 +13,7 @@
 #include "calib8/fingerprint.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/latency.hpp"
+#include "calib8/searches.hpp"
 
 namespace {
 
@@ -95,6 +97,52 @@ Json histogram(const Json& ask) {
           {"scale", scale_json(entropy::scale(seen))}};
 }
 
+// Rows of float32, each of its own length -> the scales of every search.
+Json scales(const Json& ask) {
+  const auto values = array_of<float>(ask["path"].get<std::string>());
+  const auto percents = ask["percents"].get<std::vector<double>>();
+  Json found = Json::array();
+  const float* next = values.data();
+  for (const Json& size : ask["sizes"]) {
+    Json row = Json::array();
+    const auto count = size.get<std::size_t>();
+    for (const std::string& name : Search::names()) {
+      const bool by_share = name == "percentile";
+      for (const double percent : by_share ? percents : std::vector<double>{percentiles::kPercent}) {
+        const Search search(name, percent);
+        Histogram seen = search.start(next, count);
+        seen.observe(next, count);
+        row.push_back(scale_json(search.scale(seen)));
+      }
+    }
+    found.push_back(row);
+    next += count;
+  }
+  return {{"found", found}};
+}
+
+double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+
+// Rows of float32 of one size, read once -> CPU seconds of counting them again, and of each search.
+// For benchmarks/counting_cost.py.
+Json cost(const Json& ask) {
+  static const auto values = array_of<float>(ask["path"].get<std::string>());
+  const auto size = ask["size"].get<std::size_t>();
+  static std::vector<Histogram> seen(values.size() / size);
+  double start = cpu_seconds();
+  for (std::size_t row = 0; row < seen.size(); ++row) {
+    seen[row].observe(values.data() + row * size, size);
+  }
+  Json found{{"count", cpu_seconds() - start}};
+  for (const Json& name : ask["searches"]) {
+    const Search search(name.get<std::string>());
+    start = cpu_seconds();
+    for (const Histogram& histogram : seen) (void)search.scale(histogram);
+    found[name.get<std::string>()] = cpu_seconds() - start;
+  }
+  return found;
+}
+
 Json search(const Json& ask) {
   Json found = Json::array();
   const auto counts = array_of<std::int64_t>(ask["path"].get<std::string>());
@@ -172,7 +220,9 @@ Json answer(const Json& ask) {
   if (op == "write") return write_cache(ask);
   if (op == "relabel") return relabelled(ask);
   if (op == "histogram") return histogram(ask);
+  if (op == "cost") return cost(ask);
   if (op == "search") return search(ask);
+  if (op == "scales") return scales(ask);
   if (op == "feed") return feed(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);

@@ -6,6 +6,7 @@
 #include "calib8/errors.hpp"
 #include "calib8/histogram.hpp"
 #include "catch.hpp"
+#include "kernel/count.h"
 
 using calib8::Histogram;
 
@@ -79,4 +80,27 @@ TEST_CASE("zeros, infinities and NaN") {
   CHECK(of({1e-38F}).full_range() > 0);
   CHECK(of({std::numeric_limits<float>::max()}).total() == 1);
   CHECK(of({}).amax() == 0.0);
+}
+
+TEST_CASE("every way of the kernel counts the same") {
+  std::vector<float> values = noise((std::size_t{1} << 17U) + 4099, 3, 2.0F);
+  for (std::size_t k = 0; k < values.size(); k += 3) values[k] = 0.0F;
+  values[70000] = 900.0F;  // the range grows within a chunk
+  for (const std::size_t size : {std::size_t{1}, std::size_t{17}, std::size_t{2048},
+                                 std::size_t{2049}, std::size_t{8195}, values.size()}) {
+    const Histogram wanted = of({values.begin(), values.begin() + static_cast<long>(size)});
+    for (int way = 0; way < calib8_kernel_ways(); ++way) {
+      CAPTURE(size, calib8_kernel_way(way));
+      std::vector<std::int64_t> counts(CALIB8_CELLS, 0);
+      std::vector<std::uint64_t> scratch(CALIB8_SCRATCH / 8, 0);
+      calib8_seen seen{0, 0, INFINITY, -INFINITY, 0, 0, 0};
+      const std::vector<float> exact(values.begin(), values.begin() + static_cast<long>(size));
+      CHECK(calib8_observe(way, &seen, counts.data(), exact.data(), size, scratch.data()) == 0);
+      CHECK(counts == wanted.counts());
+      CHECK(seen.total == wanted.total());
+      CHECK(seen.full_range == wanted.full_range());
+      CHECK(scratch == std::vector<std::uint64_t>(scratch.size(), 0));
+    }
+  }
+  CHECK(calib8_kernel_way(-1) == nullptr);
 }

@@ -79,6 +79,8 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     atomic.write_text(out, text)
     moved = f", {len(made.tensors)} inputs moved in int8" if made.tensors else ""
     say(f"{out}: {len(made.enabled())} of {len(made.layers)} layers in int8{moved}")
+    for sentence in made.told:
+        say(f"  {sentence}")
     enabled = made.enabled()
     for name in (name for name in graph.refused if name not in enabled):
         say(f"  float  {name}: {graph.refused[name]}")
@@ -215,6 +217,8 @@ def auto(
         strategy=strategy,
         say=say,
     )
+    for sentence in result.config.told:
+        say(sentence)
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
     if result.records is None:
         sentence = "No layer can stay in int8 within this budget; no model was written."

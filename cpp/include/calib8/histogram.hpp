@@ -37,6 +37,12 @@ class Histogram {
   // Counts of |x| over [0, R] in `bins` bins; `bins` must divide kBins.
   std::vector<std::int64_t> magnitudes(std::int64_t bins) const;
 
+  // [2 * kBins - 1] counts between edges(); the middle bin spans both sides of 0.
+  std::vector<std::int64_t> signed_counts() const;
+
+  // [2 * kBins] edges of those bins, in real units, ascending.
+  std::vector<double> edges() const;
+
   // [2 * kBins + 1] signed counts, index kBins is bin 0.
   const std::vector<std::int64_t>& counts() const { return counts_; }
   double full_range() const { return full_range_; }  // R in real units; 0 while only zeros seen
@@ -48,8 +54,6 @@ class Histogram {
   std::optional<double> base() const { return base_; }
 
  private:
-  void observe_chunk(const float* values, std::size_t count);
-  void widen(double amax);
   void widen_to(double target);
 
   std::optional<double> base_;

@@ -6,7 +6,8 @@ rounded to whole steps of scale_w * scale_d, so that what `convert` rounds is ex
 
 A grouped ConvTranspose with a scale per channel stays in float: no axis of its weight runs along
 its output channels, so DequantizeLinear cannot say it. So do MatMuls of two activations and inputs
-of MaxPool, of which `convert` knows nothing; inputs of an Add have their pair, as it takes them.
+of MaxPool, of which `convert` knows nothing, and layers with activations of 4 or 16 bits, which it
+does not take; inputs of an Add have their pair, as it takes them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
 
 def _expressible(q: QuantLayer) -> bool:
     grouped = q.layer.kind == "ConvTranspose" and q.layer.group > 1
-    unknown = q.layer.two_activations or q.layer.kind == "MaxPool"
+    unknown = q.layer.two_activations or q.layer.kind == "MaxPool" or q.record.act_bits != 8
     return not unknown and not (grouped and q.record.scale_w.size > 1)
 
 

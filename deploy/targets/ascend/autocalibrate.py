@@ -15,6 +15,7 @@ from deploy.targets.ascend.biases import Biases, with_biases
 from deploy.targets.ascend.calibrate import RecordPlan
 from deploy.targets.ascend.cann import stripped
 from deploy.targets.ascend.gain import ByGain
+from deploy.targets.ascend.half import halves_of
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.losses import Budget, Losses
 from deploy.targets.ascend.models import write_models
@@ -133,5 +134,13 @@ def _write(result: Searched, plan: RecordPlan, folder: Path, subject: Subject) -
         path = folder / f"{subject.loaded.name}{CORRECTED}"
         written.append(atomic.write_bytes(path, data))
     layers = quantize_layers(model, graph, result.records)
-    models = write_models(model, layers, result.config, result.records, folder, subject)
+    models = write_models(
+        model,
+        layers,
+        result.config,
+        result.records,
+        folder,
+        subject,
+        halves=halves_of(subject),
+    )
     return [*written, *models.values()]

@@ -29,7 +29,13 @@ from deploy.ort import OrtSession
 from deploy.progress import phase
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import Layer, LayerGraph, find_layers
-from deploy.targets.ascend.quant_layer import array_of, bias_steps, quantize_layers, rows_of
+from deploy.targets.ascend.quant_layer import (
+    array_of,
+    bias_steps,
+    quantize_layers,
+    rows_of,
+    step_of,
+)
 from deploy.targets.ascend.record import LayerRecord
 from deploy.tensors import Array
 
@@ -75,7 +81,7 @@ def corrected_biases(
             means = _means(_up_to(int8, layer.output), [layer], samples, threads)
             change = trusted_mean(wanted[name] - means[name])
             found[name] = np.asarray(found[name] + change, np.float32)
-            steps = bias_steps(found[name], layers[name].dequant)
+            steps = bias_steps(found[name], step_of(records[name]))
             _put(stored[layers[name].layer.bias], steps)
             step()
     return found

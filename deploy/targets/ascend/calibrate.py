@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from calibrators.amct.arq import arq, arq_fake_quantize
 from calibrators.amct.dmq import balance_factors, channel_max, weight_channel_max
-from calibrators.amct.grid import ascend_clip_range
+from calibrators.amct.grid import ascend_clip_range, ascend_half
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import AscendScale, IfmrParams
 from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming
@@ -196,23 +196,29 @@ class RecordPlan:
         """
         factors = self.factors(observed)
         weights = self.weights(factors)
+        forced = self.config.fakequant_precision_mode is not None
         found: dict[object, AscendScale] = {}
         records: dict[str, LayerRecord] = {}
         for name in sorted(
             self.activations, key=lambda name: name not in factors
         ):  # AMCT's, stable
             first = self._scale(name, self.activations[name], observed, found)
+            entry = self._entries[name]
             records[name] = LayerRecord(
-                scale_d=first.scale,
+                scale_d=ascend_half(first.scale) if forced else first.scale,
                 offset_d=first.offset,
                 scale_w=weights[name][0],
                 factors=factors.get(name, _NONE),
                 weighted=bool(self.layers[name].weight),
                 tensor=self.layers[name].at is not None,
+                act_bits=entry.activation.num_bits,
+                weight_bits=entry.weight.num_bits if self.layers[name].weight else 8,
+                force_fp16=forced,
             )
         inputs = [(name, records[name], self.activations[name]) for name in records]
         for name, observation in self.seconds.items():
             scale = self._scale(name, observation, observed, found).scale
+            scale = ascend_half(scale) if forced else scale
             inputs.append((name, replace(records[name], scale_d=scale), observation))
             records[name] = replace(records[name], scale_w=np.array([scale]), weighted=True)
         recorders = {o.key: observed.of(o) for _, _, o in inputs}
@@ -346,8 +352,9 @@ def params_of(entry: LayerConfig) -> IfmrParams | HfmgParams:
     act = entry.activation
     affine = bool(act.asymmetric)
     if act.act_algo == "hfmg":
-        return HfmgParams(nbins=act.num_of_bins, with_offset=affine)
+        return HfmgParams(nbins=act.num_of_bins, bits=act.num_bits, with_offset=affine)
     return IfmrParams(
+        bits=act.num_bits,
         max_percentile=act.max_percentile,
         min_percentile=act.min_percentile,
         search_range=act.search_range,
@@ -411,7 +418,7 @@ def _range(record: LayerRecord, recorder: Recorder, entry: LayerConfig) -> Scale
     """The clip range that a record's activation scale stands for."""
     assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
     assert record.scale_d is not None
-    lo, hi = ascend_clip_range(record.scale_d, record.offset_d)
+    lo, hi = ascend_clip_range(record.scale_d, record.offset_d, record.act_bits)
     least, most = recorder.extremes
     return Scale(
         lo=lo,
@@ -442,16 +449,6 @@ def _refuse_unsupported(entries: Mapping[str, LayerConfig], config: QuantConfig)
                 f"calib8 computes arq_quantize, got ada_quantize in layer {name!r}; AdaRound needs"
                 " AMCT itself"
             )
-        if entry.activation.num_bits != 8 or entry.weight.num_bits == 4:
-            raise ConfigError(
-                "calib8 deploys 8-bit activations and 6 to 8-bit weights, got"
-                f" {entry.activation.num_bits} and {entry.weight.num_bits} bits in layer {name!r}"
-            )
-    if config.fakequant_precision_mode:
-        raise ConfigError(
-            "fakequant_precision_mode FORCE_FP16_QUANT is for Nano chips, whose files calib8 does"
-            " not write; take it out"
-        )
 
 
 def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32]:

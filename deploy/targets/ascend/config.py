@@ -8,6 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deploy.errors import ConfigError
+from deploy.targets.ascend.bits import (
+    INT16_LAYERS,
+    takes_activations,
+    takes_weights,
+    told_of_weights,
+)
 from deploy.targets.ascend.config_rules import GLOBAL
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import POINTS, Layer, LayerGraph
@@ -56,7 +62,12 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
                 f"skip_fusion_layers takes Conv layers, got {name!r} of type {layer.kind}"
             )
     layers = {name: _settled(name, entry, config, graph) for name, entry in config.layers.items()}
-    return replace(config, layers=layers, tensors=settled_tensors(config, graph))
+    return replace(
+        config,
+        layers=layers,
+        tensors=settled_tensors(config, graph),
+        told=(*config.told, *told_of_weights(config.layers, layers)),
+    )
 
 
 def _settled(name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph) -> LayerConfig:
@@ -68,14 +79,12 @@ def _settled(name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGra
     if asymmetric is None:
         asymmetric = config.activation_offset and not layer.symmetric_only
     bits = entry.weight.num_bits
-    if bits in (6, 7) and not (layer.kind == "Conv" and layer.rank == 2):
-        bits = 8  # as AMCT does, without a word
     return replace(
         entry,
         activation=replace(entry.activation, asymmetric=asymmetric),
         weight=replace(
             entry.weight,
-            num_bits=bits,
+            num_bits=bits if takes_weights(layer, bits) else 8,
             channel_wise=layer.channel_wise if channel_wise is None else channel_wise,
         ),
     )
@@ -92,6 +101,16 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
             f"{_what(layer)} takes symmetric activations only, got asymmetric true in layer"
             f" {layer.name!r}; set it to false"
         )
+    if layer.two_activations and entry.activation.num_bits != 8:
+        raise ConfigError(
+            f"{_what(layer)} takes 8-bit activations, got {entry.activation.num_bits} bits in layer"
+            f" {layer.name!r}"
+        )
+    if not takes_activations(layer, entry.activation.num_bits):
+        raise ConfigError(
+            f"16-bit activations are for {INT16_LAYERS}, got {layer.kind} in layer {layer.name!r};"
+            " give it 8"
+        )
     if entry.dmq_balancer_param is not None and not layer.weight:
         raise ConfigError(
             f"dmq_balancer_param does not apply to {_what(layer)}, got it in layer {layer.name!r};"
@@ -100,11 +119,6 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
     if entry.weight.wts_algo == "ada_quantize" and not layer.weight:
         raise ConfigError(
             f"ada_quantize needs a weight, got it in layer {layer.name!r}, {_what(layer)}"
-        )
-    if layer.two_activations and entry.activation.num_bits != 8:
-        raise ConfigError(
-            f"{_what(layer)} takes 8-bit activations, got {entry.activation.num_bits} bits in layer"
-            f" {layer.name!r}"
         )
 
 

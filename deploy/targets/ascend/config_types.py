@@ -59,7 +59,12 @@ class TensorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
-    """A whole quant config; `layers` is layer name -> how it is quantized."""
+    """A whole quant config.
+
+    Attributes:
+        layers: layer name -> how it is quantized.
+        told: sentences on what was asked for and is not so; never written.
+    """
 
     version: int = 1
     batch_num: int = 1
@@ -69,6 +74,7 @@ class QuantConfig:
     fakequant_precision_mode: str | None = None
     tensors: tuple[TensorConfig, ...] = ()
     layers: Mapping[str, LayerConfig] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
 
     def enabled(self) -> dict[str, LayerConfig]:
         """The layers to quantize."""

@@ -1,4 +1,4 @@
-"""What a deploy model computes, on a CPU: int8 operands, int32 sums, one float multiplication.
+"""What a deploy model computes, on a CPU: integer operands and sums, one float multiplication.
 
 AscendQuant and AscendDequant run nowhere but on the NPU, so the deploy model is rewritten into
 ONNX's integer operators, which ONNX Runtime has, and which are exact::
@@ -10,6 +10,8 @@ ONNX's integer operators, which ONNX Runtime has, and which are exact::
                      stay below 2^24 and so are exact, added as int32
     AveragePool      float pool of q - offset
     AscendAntiQuant  (q - offset) * scale in float
+    16-bit q         q + 32768 = 256 high + low, each as uint8 by itself; sums added as int64
+    4-bit weights    out of their bytes
     AscendDequant    float(y) * float32(low half of the parameter)
 
 Against the fake-quant model three things may differ: a code at an exact half where offset is odd
@@ -20,25 +22,26 @@ Weights go in as uint8 too: int8 ones saturate in ONNX Runtime on x86 CPUs witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from calibrators.amct.grid import ascend_range
 from deploy.errors import ModelError
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.targets.ascend.layers import TYPES
+from deploy.targets.ascend.sums import SHIFT, Constants, Layers, Part, chain, make_node
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.tensors import Session
 
-_SHIFT = 128
-_EXACT = 2**24  # integers that float32 adds without rounding
+_TYPES = {b"INT4": 4, b"INT8": 8, b"INT16": 16}
 
 
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -71,24 +74,36 @@ def malformed() -> Iterator[None]:
         ) from error
 
 
-def open_deploy(model: onnx.ModelProto, *, threads: int | None = None) -> Session:
+def open_deploy(
+    model: onnx.ModelProto, *, threads: int | None = None, shown: Collection[str] = ()
+) -> Session:
     """A deploy model ready to run on the CPU, its inputs and outputs as they are on the NPU.
+
+    Args:
+        model: the deploy model.
+        threads: threads inside one operator.
+        shown: sums of layers with 16-bit activations, int64, to give beside its outputs.
 
     Raises:
         ModelError: the model cannot be rewritten.
         BackendError: ONNX Runtime refuses it.
     """
+    from onnx import helper
+
     from deploy.ort import OrtSession
 
     model = executable(model)
+    model.graph.output.extend(helper.make_tensor_value_info(name, 7, None) for name in shown)
     return OrtSession.open(model, threads=threads, optimize=False)
 
 
 class _Rewriter:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.graph, self.index = model.graph, Graph(model)
-        self.zero: dict[str, int] = {}  # quantized tensor -> offset
-        self.new: dict[str, NDArray[Any]] = {}
+        self.constants = Constants(self.index)
+        self.layers = Layers(model, self.index, self.constants)
+        ends = [n for n in model.graph.node if n.op_type in ("AscendDequant", "AscendAntiQuant")]
+        self.half = any(attributes(n).get("dtype", 0) == 1 for n in ends)
 
     def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The nodes that stand for one node."""
@@ -98,183 +113,92 @@ class _Rewriter:
             return self.dequant(node)
         if node.op_type == "AscendAntiQuant":
             return self.antiquant(node)
-        if node.op_type in TYPES and node.input[0] in self.zero:
-            heavy = {
-                "Conv": self.conv,
-                "ConvTranspose": self.convtranspose,
-                "Gemm": self.gemm,
-                "MatMul": self.gemm,
-                "AveragePool": self.averagepool,
-            }[node.op_type]
-            return heavy(node, self.zero[node.input[0]])
+        if self.layers.is_bias(node):
+            return [make_node("Identity", [node.input[0]], node.output[0], node.name)]
+        if node.op_type in TYPES and node.input[0] in self.layers.codes:
+            return self.layers.write(node)
         return [node]
 
     def quant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         given = attributes(node)
-        if given.get("dst_type", b"INT8") != b"INT8" or "scale" not in given:
-            raise ModelError(f"{node.name!r} must have a scale and dst_type INT8, got {given}")
-        self.zero[node.output[0]] = int(given.get("offset", 0.0))
+        bits = _TYPES.get(given.get("dst_type", b"INT8"))
+        if bits is None or "scale" not in given:
+            raise ModelError(
+                f"{node.name!r} must have a scale and dst_type INT4, INT8 or INT16, got {given}"
+            )
+        zero, low_high = int(given.get("offset", 0.0)), ascend_range(bits)
         name, end = node.name, node.output[0]
-        scale = self.put(f"{name}.exec.scale", np.float32(given["scale"]))
-        offset = self.put(f"{name}.exec.offset", np.float32(given.get("offset", 0.0)))
-        ends = [self.put(f"{name}.exec.{v}", np.float32(v)) for v in (-_SHIFT, _SHIFT - 1)]
-        shift = self.put(f"{name}.exec.shift", np.float32(_SHIFT))
-        return self.chain(
-            name,
-            node.input[0],
-            end,
-            [("Mul", [scale]), ("Add", [offset]), ("Round", []), ("Clip", ends), ("Add", [shift])],
-            cast=2,
-        )
+        scale = self.constants.put(f"{name}.exec.scale", np.float32(given["scale"]))
+        offset = self.constants.put(f"{name}.exec.offset", np.float32(zero))
+        ends = [self.constants.put(f"{name}.exec.{v}", np.float32(v)) for v in low_high]
+        lift = max(SHIFT, -low_high[0])
+        shift = self.constants.put(f"{name}.exec.shift", np.float32(lift))
+        steps = [("Mul", [scale]), ("Add", [offset]), ("Round", []), ("Clip", ends)]
+        steps.append(("Add", [shift]))
+        start, before = f"{name}.exec.float32", []
+        if self.half:
+            before = chain(f"{name}.exec", node.input[0], start, [], cast=1)
+        else:
+            start = node.input[0]
+        if bits < 16:
+            self.layers.codes[end] = (Part(end, 1, zero + lift),)
+            return [*before, *chain(name, start, end, steps, cast=2)]
+        high, low = divmod(zero + lift, 256)
+        self.layers.codes[end] = (Part(f"{end}.high", 256, high), Part(f"{end}.low", 1, low))
+        whole = chain(name, start, f"{end}.lifted", steps, cast=6)
+        return [*before, *whole, *self.bytes_of(end)]
+
+    def bytes_of(self, name: str) -> list[onnx.NodeProto]:
+        """From '<name>.lifted', int32 below 65536, to its bytes '.high' and '.low', uint8."""
+        by = self.constants.put(f"{name}.exec.256", np.int32(256))
+        lifted, over, part = f"{name}.lifted", f"{name}.over", f"{name}.part"
+        return [
+            make_node("Div", [lifted, by], over, f"{name}.high"),
+            make_node("Mod", [lifted, by], part, f"{name}.low"),
+            *chain(f"{name}.high", over, f"{name}.high", [], cast=2),
+            *chain(f"{name}.low", part, f"{name}.low", [], cast=2),
+        ]
 
     def dequant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        packed = self.constant(node.input[1])
+        packed = self.constants.value(node.input[1])
         low = (packed & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)
         producer = self.index.producer.get(node.input[0])
         rank = self.rank(producer)
-        scale = self.put(f"{node.name}.exec.scale", low.reshape(1, -1, *[1] * rank))
+        scale = self.constants.put(f"{node.name}.exec.scale", low.reshape(1, -1, *[1] * rank))
         return [
-            *self.chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
-            _node("Mul", [f"{node.name}.exec.f", scale], node.output[0], node.name),
+            *chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
+            *self.scaled_float(node, f"{node.name}.exec.f", scale),
         ]
+
+    def scaled_float(self, node: onnx.NodeProto, start: str, scale: str) -> list[onnx.NodeProto]:
+        """Times a scale: float32, or float16 where the node's dtype is 1."""
+        if attributes(node).get("dtype", 0) != 1:
+            return [make_node("Mul", [start, scale], node.output[0], node.name)]
+        return chain(node.name, start, node.output[0], [("Mul", [scale])], cast=10)
 
     def antiquant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         given = attributes(node)
-        if node.input[0] not in self.zero or "scale" not in given:
-            raise ModelError(f"{node.name!r} must have a scale and read an AscendQuant's output")
-        scale = self.put(f"{node.name}.exec.scale", np.float32(given["scale"]))
-        centred = f"{node.name}.exec.centred"
-        nodes = self.centre(node, int(given.get("offset", 0.0)), centred)
-        return [*nodes, _node("Mul", [centred, scale], node.output[0], node.name)]
-
-    def conv(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
-        weight = self.constant(node.input[1])
-        inputs = self.shifted(node, weight, zero)
-        return self.biased(node, "ConvInteger", inputs, weight.ndim - 2)
-
-    def gemm(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
-        given = attributes(node)
-        if node.input[1] in self.zero:
-            ends = [
-                self.put(f"{node.name}.exec.zero{k}", np.uint8(z + _SHIFT))
-                for k, z in enumerate((zero, self.zero[node.input[1]]))
-            ]
-            return self.biased(node, "MatMulInteger", [*node.input[:2], *ends], 0)
-        weight = self.constant(node.input[1])
-        weight = weight.T if given.get("transB", 0) else weight
-        del node.attribute[:]
-        return self.biased(node, "MatMulInteger", self.shifted(node, weight, zero), 0)
-
-    def averagepool(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
-        centred = f"{node.name}.exec.centred"
-        before = self.centre(node, zero, centred)
-        node.input[0] = centred
-        return [*before, node]
-
-    def convtranspose(self, node: onnx.NodeProto, zero: int) -> list[onnx.NodeProto]:
-        weight = self.constant(node.input[1]).astype(np.int32)
-        if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _EXACT:
+        parts = self.layers.codes.get(node.input[0], ())
+        if len(parts) != 1 or "scale" not in given:
             raise ModelError(
-                f"{node.name!r} sums too many products to be exact here, weight {weight.shape};"
-                " compare the fake-quant model instead"
+                f"{node.name!r} must have a scale and read an int8 AscendQuant's output"
             )
-        low = weight & 15
-        name, centred = node.name, f"{node.name}.exec.centred"
-        nodes, halves = self.centre(node, zero, centred), []
-        for word, part in (("low", low), ("high", (weight - low) // 16)):
-            kernel = self.put(f"{name}.exec.{word}", part.astype(np.float32))
-            half = copied(node)
-            half.name, half.output[0] = f"{name}.{word}", f"{name}.exec.{word}.f"
-            del half.input[:]
-            half.input.extend([centred, kernel])
-            halves.append(f"{name}.exec.{word}.i")
-            nodes += [half, *self.chain(half.name, half.output[0], halves[-1], [], cast=6)]
-        sixteen = self.put(f"{name}.exec.16", np.int32(16))
-        scaled, total = f"{name}.exec.scaled", f"{name}.exec.sum"
-        nodes.append(_node("Mul", [halves[1], sixteen], scaled, f"{name}.scaled"))
-        bias = node.input[2] if len(node.input) > 2 else ""
-        end = total if bias else node.output[0]
-        nodes.append(_node("Add", [halves[0], scaled], end, f"{name}.sum"))
-        if bias:
-            shaped = self.bias(node, bias, weight.ndim - 2)
-            nodes.append(_node("Add", [total, shaped], node.output[0], f"{name}.bias"))
-        return nodes
-
-    def shifted(self, node: onnx.NodeProto, weight: NDArray[Any], zero: int) -> list[str]:
-        """Inputs of an integer operator: x, weight and both zero points as uint8."""
-        name = node.name
-        moved = (weight.astype(np.int16) + _SHIFT).astype(np.uint8)
-        return [
-            node.input[0],
-            self.put(f"{name}.exec.weight", np.ascontiguousarray(moved)),
-            self.put(f"{name}.exec.zero", np.uint8(zero + _SHIFT)),
-            self.put(f"{name}.exec.wzero", np.uint8(_SHIFT)),
-        ]
-
-    def biased(
-        self, node: onnx.NodeProto, op: str, inputs: list[str], rank: int
-    ) -> list[onnx.NodeProto]:
-        """The integer operator and, if there is one, the bias added to its int32 output."""
-        bias = node.input[2] if len(node.input) > 2 else ""
-        end = f"{node.name}.exec.sum" if bias else node.output[0]
-        heavy = _node(op, inputs, end, node.name)
-        heavy.attribute.extend(node.attribute)
-        if not bias:
-            return [heavy]
-        shaped = self.bias(node, bias, rank)
-        return [heavy, _node("Add", [end, shaped], node.output[0], f"{node.name}.bias")]
-
-    def bias(self, node: onnx.NodeProto, name: str, rank: int) -> str:
-        values = self.constant(name)
-        if values.dtype != np.int32:
-            raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
-        return self.put(f"{node.name}.exec.bias", values.reshape(-1, *[1] * rank))
-
-    def centre(self, node: onnx.NodeProto, zero: int, end: str) -> list[onnx.NodeProto]:
-        """Float integers q - offset from the uint8 tensor."""
-        cast = self.chain(f"{node.name}.in", node.input[0], f"{end}.u8", [], cast=1)
-        shift = self.put(f"{node.name}.exec.shift", np.float32(zero + _SHIFT))
-        return [*cast, _node("Sub", [f"{end}.u8", shift], end, f"{node.name}.centre")]
+        scale = self.constants.put(f"{node.name}.exec.scale", np.float32(given["scale"]))
+        centred = f"{node.name}.exec.centred"
+        part = replace(parts[0], zero=int(given.get("offset", 0.0)) + SHIFT)
+        return [*self.layers.centre(node, part, centred), *self.scaled_float(node, centred, scale)]
 
     def rank(self, producer: onnx.NodeProto | None) -> int:
         """Spatial rank of what an AscendDequant reads; its scale is per channel on axis 1."""
         if producer is None or producer.op_type not in ("Conv", "ConvTranspose"):
             return 0
-        return self.constant(producer.input[1]).ndim - 2
-
-    def chain(
-        self, name: str, start: str, end: str, steps: list[tuple[str, list[str]]], *, cast: int
-    ) -> list[onnx.NodeProto]:
-        """A row of nodes from `start`, closed by a Cast to `cast` that gives `end`."""
-        nodes, tensor = [], start
-        for place, (op, others) in enumerate(steps):
-            output = f"{name}.exec.{place}.out"
-            nodes.append(_node(op, [tensor, *others], output, f"{name}.{place}"))
-            tensor = output
-        closing = _node("Cast", [tensor], end, f"{name}.cast")
-        closing.attribute.add(name="to", type=2, i=cast)
-        return [*nodes, closing]
-
-    def put(self, name: str, value: Any) -> str:
-        self.new[name] = np.asarray(value)
-        return name
-
-    def constant(self, name: str) -> NDArray[Any]:
-        from onnx import numpy_helper
-
-        if name not in self.index.constants:
-            raise ModelError(f"the deploy model must hold {name!r} as a constant, got none")
-        return numpy_helper.to_array(self.index.constants[name])
+        return self.constants.value(producer.input[1]).ndim - 2
 
     def finish(self, nodes: list[onnx.NodeProto]) -> None:
         """Put the nodes in place, and drop the constants that nothing reads any more."""
         from onnx import numpy_helper
 
-        self.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in self.new.items())
+        self.graph.initializer.extend(
+            numpy_helper.from_array(v, k) for k, v in self.constants.new.items()
+        )
         rebuild(self.graph, nodes)
-
-
-def _node(op: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
-    from onnx import helper
-
-    return helper.make_node(op, inputs, [output], name=name)

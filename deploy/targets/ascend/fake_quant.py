@@ -4,7 +4,8 @@
 
     x -> Mul 1/scale_d -> Round -> Add offset -> Clip -128 127 -> Sub offset -> layer -> Mul dqscale
 
-An input of an Add or MaxPool that is quantized by itself has Mul scale_d behind Sub.
+(Clip to -8 and 7 or to -32768 and 32767 where activations are of 4 or 16 bits.) An input of an Add
+or MaxPool that is quantized by itself has Mul scale_d behind Sub.
 
 Weights and biases hold integers as floats. Offset is added after rounding here and before it in
 AscendQuant, so at exact halves the two differ by one code where the offset is odd.
@@ -14,16 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from calibrators.amct.grid import ascend_range
 from deploy.targets.ascend.quant_layer import QuantLayer
-from deploy.targets.ascend.rewrite import Nodes, make_constant, rewrite
+from deploy.targets.ascend.rewrite import Form, Nodes, make_constant, rewrite
 
 
 def fake_quant_model(
@@ -38,12 +37,13 @@ def fake_quant_model(
             fake-quant models do.
     """
     before = partial(_quant, npu_rounding=npu_rounding)
-    return rewrite(model, layers, before=before, after=_dequant, back=_anti_quant, store=_store)
+    form = Form(before=before, after=_dequant, back=_anti_quant, weight=_weight, bias=_bias)
+    return rewrite(model, layers, form)
 
 
 def _quant(q: QuantLayer, start: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
     name = f"{q.layer.stem}.quant.fakequant"
-    low, high = ascend_range(8)
+    low, high = ascend_range(q.record.act_bits)
     values = {
         "scale": float(q.scale),
         "offset": q.record.offset_d,
@@ -88,5 +88,11 @@ def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
     return [scale, mul], output
 
 
-def _store(name: str, value: NDArray[Any]) -> onnx.TensorProto:
-    return numpy_helper.from_array(value.astype(np.float32), name)
+def _weight(name: str, q: QuantLayer) -> onnx.TensorProto:
+    assert q.weight is not None
+    return numpy_helper.from_array(q.weight.astype(np.float32), name)
+
+
+def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
+    assert q.bias is not None
+    return numpy_helper.from_array(q.bias.astype(np.float32), name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.errors import ConfigError, ModelError
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, attributes
 from deploy.reading import read_text
 from deploy.targets.ascend.config import settled
 from deploy.targets.ascend.config_json import read_config
@@ -62,7 +62,7 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
             return "a fusion mapping, by which CANN's accuracy comparison pairs nodes"
         config = read_config(text, str(path))
         config = settled(config, graph) if graph else config
-        return f"a sound quant config, {_count(len(config.enabled()), len(config.tensors))}"
+        return f"a sound quant config, {_wanted(config)}"
     key = _first_key(text)
     if key in ("record", "prune_record"):
         records, more = read_record(text, str(path)), others(text, str(path))
@@ -77,15 +77,20 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
         return "a sound AIPP configuration"
     if graph is not None:
         config = read_simple_config(text, graph, str(path))
-        count = _count(len(config.enabled()), len(config.tensors))
-        return f"a sound simplified configuration, {count}"
+        return f"a sound simplified configuration, {_wanted(config)}"
     parse_text("AMCTConfig", text, str(path))
     return "a simplified configuration that parses; --model checks its layers"
 
 
-def _count(layers: int, inputs: int) -> str:
-    """How much is in int8, in words."""
-    return f"{layers} layers in int8" + (f", {inputs} inputs moved in int8" if inputs else "")
+def _wanted(config: QuantConfig) -> str:
+    """How much it quantizes, and what it asks for in vain."""
+    count = _count(len(config.enabled()), len(config.tensors))
+    return ". ".join([count, *config.told]).rstrip(".")
+
+
+def _count(layers: int, inputs: int, grid: str = "int8") -> str:
+    """How much is quantized, in words."""
+    return f"{layers} layers in {grid}" + (f", {inputs} inputs moved in int8" if inputs else "")
 
 
 def _first_key(text: str) -> str:
@@ -119,7 +124,19 @@ def check_deploy(path: Path) -> str:
             if node.op_type == "AscendDequant":
                 _check_parameter(node, constants)
     executable(model)
-    return f"a sound deploy model, {_count(ops['AscendDequant'], ops['AscendAntiQuant'])}"
+    count = _count(ops["AscendDequant"], ops["AscendAntiQuant"], _grids(model))
+    return f"a sound deploy model, {count}"
+
+
+def _grids(model: onnx.ModelProto) -> str:
+    """Types that AscendQuant makes, such as int8 or int8 and int16."""
+    made = {_made_by(node) for node in model.graph.node if node.op_type == "AscendQuant"}
+    return " and ".join(sorted(made, key=lambda name: int(name[3:])))
+
+
+def _made_by(node: onnx.NodeProto) -> str:
+    kind: bytes = attributes(node).get("dst_type", b"INT8")
+    return kind.decode().lower()
 
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:

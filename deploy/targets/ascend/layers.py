@@ -63,6 +63,7 @@ class Layer:
         group: groups of a convolution.
         rank: spatial rank of a convolution's or pool's kernel, 0 elsewhere.
         trans_b: the Gemm's weight is stored [C_out, C_in].
+        channels_in: input channels, over all groups; 0 where there is no weight.
         others: further activations that the node reads: the second factor of a MatMul that has no
             weight, the other input of an Add.
         at: the index of an input; None for a whole node.
@@ -78,6 +79,7 @@ class Layer:
     group: int = 1
     rank: int = 0
     trans_b: bool = False
+    channels_in: int = 0
     others: tuple[str, ...] = ()
     at: int | None = None
 
@@ -251,15 +253,19 @@ def _layer(node: onnx.NodeProto, index: Graph) -> Layer | str:
         return reason
     if node.op_type == "MatMul":
         add, bias, output = _bias_add(node, weight, index)
-        return Layer(**base, output=output, weight=node.input[1], bias=bias, bias_add=add)
+        wide = {"bias_add": add, "channels_in": weight.dims[-2]}
+        return Layer(**base, output=output, weight=node.input[1], bias=bias, **wide)
+    group, trans_b = int(given.get("group", 1)), bool(given.get("transB", 0))
+    channels_in = weight.dims[1] * group if node.op_type == "Conv" else weight.dims[int(trans_b)]
     return Layer(
         **base,
         output=node.output[0],
         weight=node.input[1],
         bias=bias,
-        group=int(given.get("group", 1)),
+        group=group,
         rank=len(weight.dims) - 2,
-        trans_b=bool(given.get("transB", 0)),
+        trans_b=trans_b,
+        channels_in=channels_in,
     )
 
 

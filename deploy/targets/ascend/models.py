@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ def write_models(
     subject: Subject,
     *,
     cann: str = DEFAULT,
+    halves: Collection[str] = (),
 ) -> dict[str, Path]:
     """Config, record, mapping and the three models; all is made before anything is written.
 
@@ -40,6 +42,7 @@ def write_models(
         subject: what `model` was made of; names the files, and keeps the nodes that ONNX Runtime
             does not know for the models that it does not run.
         cann: whose parser reads the models that ONNX Runtime does not run.
+        halves: tensors that stay in float16, from `deploy.targets.ascend.half.halves_of`.
 
     Returns:
         Role -> path.
@@ -47,7 +50,7 @@ def write_models(
     Raises:
         ExportError: a file cannot be written, or a node not for this CANN.
     """
-    made = list(_contents(model, layers, config, records, subject, cann))
+    made = list(_contents(model, layers, config, records, subject, cann, halves))
     return {
         role: atomic.write_bytes(folder / f"{subject.loaded.name}_{ending}", data)
         for role, ending, data in made
@@ -61,22 +64,32 @@ def _contents(
     records: Mapping[str, LayerRecord],
     subject: Subject,
     cann: str,
+    halves: Collection[str],
 ) -> Iterator[tuple[str, str, bytes]]:
     from deploy.targets.ascend.amct_qdq import amct_qdq_model
     from deploy.targets.ascend.deploy_model import deploy_model
     from deploy.targets.ascend.fake_quant import fake_quant_model
+    from deploy.targets.ascend.half import narrowed
     from deploy.targets.ascend.mapping import fusion_mapping
     from deploy.targets.ascend.record import write_record
 
     loaded = subject.loaded
     if config is not None:
         yield "quant config", "config.json", write_config(config).encode()
-    yield "record", "record.txt", write_record(records).encode()
+    typed = {
+        name: replace(one, half=layers[name].layer.output in halves)
+        for name, one in records.items()
+    }
+    yield "record", "record.txt", write_record(typed).encode()
     older = readable(model, cann)
-    deploy = loaded.whole(deploy_model(older, layers))
+    deploy, fake = deploy_model(older, layers), fake_quant_model(model, layers)
+    if halves:
+        deploy = narrowed(deploy, halves)
+        fake = narrowed(fake, halves, exact=[f"{name}.fakedequant.mul" for name in layers])
+    deploy = loaded.whole(deploy)
     for role, ending, made in (
         ("deploy model", "deploy_model.onnx", deploy),
-        ("fake-quant model", "fake_quant_model.onnx", fake_quant_model(model, layers)),
+        ("fake-quant model", "fake_quant_model.onnx", fake),
         ("Q/DQ model", "amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
     ):
         yield role, ending, stripped(made).SerializeToString(deterministic=True)

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.amct.arq import arq_integers, channels_back, channels_first
-from calibrators.amct.grid import ascend_range
+from calibrators.amct.grid import ascend_range, ascend_s19
 from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.record import LayerRecord, check_record
 from deploy.targets.stored import StoredWeight, stored_weight
 
-# GE keeps the quantize scale in float16: quant_host_cpu_op_common.h, MIN/MAX_SCALE_VALUE
+# GE keeps the quantize scale in float16, or its root where it is larger (sqrt_mode), as of 16
+# bits it is; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
 _LEAST, _MOST = 2.0**-14, 65504.0
 
 Float32Array = NDArray[np.float32]
@@ -31,9 +32,10 @@ class QuantLayer:
     Attributes:
         layer, record: where they come from.
         scale: what AscendQuant multiplies with, float32: 1 / scale_d.
-        weight: int8 in the deploy model's layout (a Gemm's is [C_in, C_out]); None for a pool.
+        weight: integers of record.weight_bits, int8 in the deploy model's layout (a Gemm's is
+            [C_in, C_out]), each in a byte of its own; None for a pool.
         bias: int32 [C_out]; None without bias.
-        dequant: scale_w * scale_d, float32 [C_out] or [1].
+        dequant: scale_w * scale_d, float32 [C_out] or [1], cut where the record says so.
         inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
         second: the other factor of a MatMul of two activations, as an input of its own.
     """
@@ -136,35 +138,34 @@ def array_of(index: Graph, name: str) -> Float32Array:
 
 def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     assert record.scale_d is not None
-    scale = _inverse(record.scale_d, "scale_d")
+    scale = _inverse(record.scale_d, "scale_d", record.act_bits)
     channels = record.factors.size
     shape = (1, channels, *[1] * layer.rank) if layer.rank else (1, channels)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
-    scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
-    dequant = np.asarray(scale_w * record.scale_d, np.float32)
+    dequant = step_of(record)
     weight = None
     if layer.weight:
         weight = _integers(array_of(index, layer.weight), layer, record)
     bias = bias_steps(array_of(index, layer.bias), dequant) if layer.bias else None
-    if weight is not None:
-        _check_sums(weight, bias, layer)
+    if weight is not None and record.act_bits < 16:
+        _check_sums(weight, bias, layer, record.act_bits)
     return QuantLayer(
         layer=layer,
         record=record,
         scale=scale,
         weight=weight,
         bias=bias,
-        dequant=dequant,
+        dequant=ascend_s19(dequant) if record.force_fp16 else dequant,
         inverse_factors=inverse,
         second=_second(layer, record) if layer.two_activations else None,
     )
 
 
-def _inverse(scale: np.float32, what: str) -> np.float32:
+def _inverse(scale: np.float32, what: str, bits: int = 8) -> np.float32:
     """What AscendQuant multiplies with."""
-    inverse = np.float32(np.float32(1) / scale)
-    if not _LEAST <= inverse <= _MOST:
-        raise ExportError(f"1 / {what} must be in [2^-14, 65504], got {inverse}")
+    inverse, most = np.float32(np.float32(1) / scale), _MOST if bits < 16 else _MOST**2
+    if not _LEAST <= inverse <= most:
+        raise ExportError(f"1 / {what} must be in [2^-14, {most:.5g}], got {inverse}")
     return inverse
 
 
@@ -183,18 +184,13 @@ def _second(layer: Layer, record: LayerRecord) -> QuantLayer:
 
 
 def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArray[np.int8]:
-    channels_in = weight.shape[1] * layer.group if layer.kind == "Conv" else weight.shape[0]
-    if layer.trans_b:
-        channels_in = weight.shape[1]
-    elif layer.kind == "MatMul":
-        channels_in = weight.shape[-2]
-    if record.factors.size not in (0, channels_in):
-        raise ExportError(f"{channels_in} DMQ factors are needed, got {record.factors.size}")
+    if record.factors.size not in (0, layer.channels_in):
+        raise ExportError(f"{layer.channels_in} DMQ factors are needed, got {record.factors.size}")
     rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
     if record.scale_w.size not in (1, rows.shape[0]):
         raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
     offset = np.zeros(record.scale_w.size, np.int32)
-    integers = arq_integers(rows, record.scale_w, offset)
+    integers = arq_integers(rows, record.scale_w, offset, bits=record.weight_bits)
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_back(integers, layer.group), np.int8)
     if layer.kind in ("Gemm", "MatMul"):
@@ -202,9 +198,14 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
     return integers
 
 
-def _check_sums(weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer) -> None:
-    """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias."""
-    low, high = ascend_range(8)
+def _check_sums(
+    weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer, bits: int
+) -> None:
+    """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias.
+
+    Not for 16 bits, where nearly every layer could; `deploy.targets.ascend.verify` measures those.
+    """
+    low, high = ascend_range(bits)
     rows = np.abs(weight.astype(np.float64))
     if layer.kind in ("Gemm", "MatMul"):
         sums = rows.sum(axis=-2)  # [C_out], of each matrix of a 3-D weight
@@ -218,17 +219,24 @@ def _check_sums(weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer:
         raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 
 
+def step_of(record: LayerRecord) -> Float32Array:
+    """What 1 in a layer's sums is worth: scale_w * scale_d, float32 [C_out] or [1]."""
+    assert record.scale_d is not None
+    scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
+    return np.asarray(scale_w * record.scale_d, np.float32)
+
+
 def bias_steps(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
     """A bias [C_out] in steps of scale_w * scale_d.
 
     Raises:
         ExportError: it does not fit int32.
     """
-    with np.errstate(over="ignore"):
-        steps = np.rint(bias.reshape(-1).astype(np.float64) / dequant)
+    with np.errstate(over="ignore"):  # in float32, as AMCT divides
+        steps = np.rint(bias.reshape(-1) / dequant).astype(np.float64)
     limits = np.iinfo(np.int32)
     if not ((steps >= limits.min) & (steps <= limits.max)).all():
         raise ExportError(
             f"bias / (scale_w * scale_d) must fit int32, got {np.abs(steps).max():.3g}"
         )
-    return steps.astype(np.int32)
+    return np.asarray(steps, np.int32)

@@ -12,12 +12,21 @@ from numpy.typing import NDArray
 
 from calibrators.amct.grid import FLT_EPSILON, ascend_range
 from deploy.errors import ConfigError
+from deploy.targets.ascend.bits import (
+    INT4_WEIGHTS,
+    INT16_LAYERS,
+    takes_activations,
+    takes_weights,
+)
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
 from deploy.targets.ascend.tensor_config import refuse_unknown
 
 _SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
-_TYPES = ("INT4", "INT8", "INT16", "UNSET", "")
+# fields that tell widths -> the widths that AMCT reads there; "UNSET" and no field are 8
+_WIDTHS = {"dst_type": (4, 8), "act_type": (4, 8, 16), "wts_type": (4, 6, 7, 8)}
+_FORCED = "FORCE_FP16_QUANT"
+_HALF = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_type
 
 Float32Array = NDArray[np.float32]
 
@@ -34,6 +43,9 @@ class LayerRecord:
         weighted: the layer has a weight (AveragePool has none, but records scale_w 1).
         skip_fusion: the scales are those of a Conv without the BatchNormalization behind it.
         tensor: it is of one input of an Add or MaxPool (tensor_quantize), and has no scale_w.
+        act_bits, weight_bits: of the integers.
+        force_fp16: scale_d is a float16 number, and dequantization scales are cut for Nano chips.
+        half: the layer reads and gives float16; None where nothing says so.
 
     Of a MatMul of two activations scale_d is the first factor's, scale_w the second's.
     """
@@ -45,6 +57,10 @@ class LayerRecord:
     weighted: bool = True
     skip_fusion: bool = False
     tensor: bool = False
+    act_bits: int = 8
+    weight_bits: int = 8
+    force_fp16: bool = False
+    half: bool | None = None
 
 
 def write_record(records: Mapping[str, LayerRecord]) -> str:
@@ -54,7 +70,7 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
         value = message.record.add(key=name).value
         if record.scale_d is not None:
             value.scale_d, value.offset_d = float(record.scale_d), record.offset_d
-            value.act_type = "INT8"
+            value.act_type = f"INT{record.act_bits}"
         value.scale_w.extend(float(s) for s in record.scale_w)
         value.offset_w.extend(0 for _ in record.scale_w)
         value.tensor_balance_factor.extend(float(f) for f in record.factors)
@@ -63,7 +79,11 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
         if record.tensor:
             value.is_tensor_quantize = True
         if record.weighted and record.scale_w.size:
-            value.wts_type = "INT8"
+            value.wts_type = f"INT{record.weight_bits}"
+        if record.half:
+            value.op_data_type = "FLOAT16"
+        if record.force_fp16:
+            value.fakequant_precision_mode = _FORCED
     return print_text(message)
 
 
@@ -144,6 +164,26 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
                 " not complete, run it again"
             )
         _check_weights(name, record, known[name])
+        _check_widths(name, record, known[name])
+
+
+def _check_widths(name: str, record: LayerRecord, layer: Layer) -> None:
+    if not takes_activations(layer, record.act_bits):
+        raise ConfigError(
+            f"act_type INT16 is for {INT16_LAYERS}, got {layer.kind} in layer {name!r}"
+        )
+    if not takes_weights(layer, record.weight_bits):
+        rule = INT4_WEIGHTS if record.weight_bits == 4 else "Conv with a 2-D kernel"
+        raise ConfigError(
+            f"wts_type INT{record.weight_bits} is for {rule}, got {layer.kind} with"
+            f" {layer.channels_in} input channels and {layer.group} groups in layer {name!r}"
+        )
+    alone = layer.at is not None or layer.two_activations
+    if alone and (record.act_bits, record.weight_bits) != (8, 8):
+        raise ConfigError(
+            "inputs of their own and MatMuls of two activations are INT8, got another type in"
+            f" {name!r}"
+        )
 
 
 def _check_tensor(name: str, graph: LayerGraph) -> None:
@@ -188,10 +228,12 @@ def _layer(value: Any) -> LayerRecord:
     if value.HasField("scale_d") != value.HasField("offset_d"):
         raise ConfigError("scale_d and offset_d must come together, got one of them")
     _check_scales([*scale_w.tolist(), *([value.scale_d] if value.HasField("scale_d") else [])])
-    _check_kinds(value)
-    low, high = ascend_range(8)
+    act_bits, weight_bits = _widths(value)
+    low, high = ascend_range(act_bits)
     if not low <= value.offset_d <= high:
-        raise ConfigError(f"offset_d must be in [{low}, {high}], got {value.offset_d}")
+        raise ConfigError(
+            f"offset_d must be in [{low}, {high}] with {act_bits} bits, got {value.offset_d}"
+        )
     factors = np.array(value.tensor_balance_factor, np.float32)
     if not ((factors > FLT_EPSILON) & (factors < 1 / FLT_EPSILON)).all():
         raise ConfigError("a tensor_balance_factor must be in (1.2e-7, 8.4e6), got one outside")
@@ -203,6 +245,10 @@ def _layer(value: Any) -> LayerRecord:
         weighted=value.wts_type != "" or scale_w.size != 1 or scale_w[0] != 1,
         skip_fusion=value.skip_fusion,
         tensor=value.is_tensor_quantize,
+        act_bits=act_bits,
+        weight_bits=weight_bits,
+        force_fp16=value.fakequant_precision_mode == _FORCED,
+        half=_HALF[value.op_data_type],
     )
 
 
@@ -212,19 +258,27 @@ def _check_scales(scales: Iterable[float]) -> None:
             raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
 
 
-def _check_kinds(value: Any) -> None:
+def _widths(value: Any) -> tuple[int, int]:
+    """Bits of activations and of weights; dst_type, where it is given, is both."""
     if value.shift_bit:
         raise ConfigError("shift_bit is not supported, got one; delete it")
-    for key in ("dst_type", "act_type", "wts_type"):
-        kind = getattr(value, key)
-        if kind not in _TYPES:
-            raise ConfigError(f"{key} must be INT8 (or INT4, INT16), got {kind!r}")
-        if kind in ("INT4", "INT16"):
-            raise ConfigError(f"calib8 reads and deploys INT8 layers, got {key} {kind!r}")
-    if value.fakequant_precision_mode not in ("", "DEFAULT", "UNSET"):
+    found = {key: _width(key, getattr(value, key), known) for key, known in _WIDTHS.items()}
+    if value.fakequant_precision_mode not in ("", "DEFAULT", "UNSET", _FORCED):
         raise ConfigError(
-            "fakequant_precision_mode is for Nano chips, whose files calib8 does not write, got"
-            f" {value.fakequant_precision_mode!r}; take it out"
+            f"fakequant_precision_mode must be {_FORCED} or DEFAULT, got"
+            f" {value.fakequant_precision_mode!r}"
         )
-    if value.op_data_type not in ("", "FLOAT32", "FLOAT16"):
+    if value.op_data_type not in _HALF:
         raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")
+    both = found["dst_type"]
+    return both or found["act_type"] or 8, both or found["wts_type"] or 8
+
+
+def _width(key: str, kind: str, known: tuple[int, ...]) -> int:
+    """Bits of a type such as INT8; 0 where none is told."""
+    if kind in ("", "UNSET"):
+        return 0
+    widths = {f"INT{bits}": bits for bits in known}
+    if kind not in widths:
+        raise ConfigError(f"{key} must be one of {', '.join(widths)}, got {kind!r}")
+    return widths[kind]

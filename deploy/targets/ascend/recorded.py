@@ -55,6 +55,7 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
             f" in {path}; give the record of a calibration"
         )
     model, graph, settled, bare = _formed(subject, records, config)
+    _check_types(records, graph, subject)
     layers = quantize_layers(model, graph, records)
     lacking = tuple(name for name in graph.layers if name not in records)
     if settled is not None:
@@ -193,10 +194,25 @@ class _Weights:
             rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
         except ValueError:  # factors of another number of channels
             return None
-        scales, _ = arq(rows, channel_wise=record.scale_w.size > 1)
+        scales, _ = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)
         if scales.size != record.scale_w.size:
             return None
         return float(np.abs(np.log2(record.scale_w / scales)).mean())
+
+
+def _check_types(records: Mapping[str, LayerRecord], graph: LayerGraph, subject: Subject) -> None:
+    """Refuse a record that tells other types of floats than the model's."""
+    from deploy.targets.ascend.half import halves_of
+
+    told = {name: one.half for name, one in records.items() if one.half is not None}
+    halves = halves_of(subject) if told else frozenset[str]()
+    for name, half in told.items():
+        if name in graph.layers and half != (graph.layers[name].output in halves):
+            kinds = ("float16", "float32") if half else ("float32", "float16")
+            raise ConfigError(
+                f"op_data_type must be the layer's own, got that of {kinds[0]} for {name!r}, which"
+                f" gives {kinds[1]} in the model's file; take it out"
+            )
 
 
 def _refuse_disabled(records: Mapping[str, LayerRecord], config: QuantConfig) -> None:

@@ -13,6 +13,7 @@ stays as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,16 +29,35 @@ from deploy.targets.ascend.quant_layer import Float32Array, QuantLayer
 Nodes = list[onnx.NodeProto]
 Before = Callable[[QuantLayer, str], tuple[Nodes, str]]
 After = Callable[[QuantLayer, str, str], Nodes]
+Store = Callable[[str, QuantLayer], onnx.TensorProto]
+
+
+def _as_it_is(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
+    return [], bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What one of the models has in place of a float layer.
+
+    Attributes:
+        before: nodes from the layer's input to its integers, and the tensor they end in.
+        after: nodes from the layer's integers to its output.
+        back: nodes from an input's integers to floats again, and the tensor they end in.
+        weight, bias: how its integers are kept, under a name.
+        behind_bias: nodes between the kept bias and the layer, and the tensor they end in.
+    """
+
+    before: Before
+    after: After
+    back: Before
+    weight: Store
+    bias: Store
+    behind_bias: Before = _as_it_is
 
 
 def rewrite(
-    model: onnx.ModelProto,
-    layers: Mapping[str, QuantLayer],
-    *,
-    before: Before,
-    after: After,
-    back: Before,
-    store: Callable[[str, NDArray[Any]], onnx.TensorProto],
+    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], form: Form
 ) -> onnx.ModelProto:
     """A copy of `model` whose `layers` run on integers.
 
@@ -46,24 +66,21 @@ def rewrite(
     Args:
         model: float model, nodes named.
         layers: by node name; inputs of tensor_quantize by their own.
-        before: nodes from the layer's input to its integers, and the tensor they end in.
-        after: nodes from the layer's integers to its output.
-        back: nodes from an input's integers to floats again, and the tensor they end in.
-        store: how an integer weight or bias is kept.
+        form: what they become.
     """
     out = copied(model)
-    surgery = _Surgery(out, store)
+    surgery = _Surgery(out, form)
     ends = {q.layer.bias_add or name: q for name, q in layers.items() if q.layer.at is None}
     inputs = inputs_of(layers)
     nodes: Nodes = []
     for node in out.graph.node:
         for q in inputs.get(node.name, ()):
-            nodes += surgery.pass_through(node, q, before, back)
+            nodes += surgery.pass_through(node, q)
         if node.name in layers:
-            nodes += surgery.enter(node, layers[node.name], before)
+            nodes += surgery.enter(node, layers[node.name])
         nodes.append(node)
         if node.name in ends:
-            nodes += surgery.leave(node, ends[node.name], after)
+            nodes += surgery.leave(node, ends[node.name])
     surgery.finish(nodes)
     return out
 
@@ -78,66 +95,66 @@ def inputs_of(layers: Mapping[str, QuantLayer]) -> dict[str, list[QuantLayer]]:
 
 
 class _Surgery:
-    def __init__(
-        self, model: onnx.ModelProto, store: Callable[[str, NDArray[Any]], onnx.TensorProto]
-    ) -> None:
-        self.graph, self.index, self.store = model.graph, Graph(model), store
+    def __init__(self, model: onnx.ModelProto, form: Form) -> None:
+        self.graph, self.index, self.form = model.graph, Graph(model), form
         self.tensors: dict[str, onnx.TensorProto] = {}
-        self.shared: dict[tuple[str, float, int], str] = {}
+        self.shared: dict[tuple[str, float, int, int], str] = {}
+        self.biases: dict[str, str] = {}  # Add of a MatMul's bias -> what it reads in its place
 
-    def enter(self, node: onnx.NodeProto, q: QuantLayer, before: Before) -> Nodes:
+    def enter(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Nodes before the layer; the layer itself gets its integer weight and bias."""
         nodes, start = [], node.input[0]
         if q.inverse_factors is not None:
             nodes += balance(q, start)
             start = f"{node.name}.mul.output0"
-        nodes += self.quantize(node, 0, q, start, before)
+        nodes += self.quantize(node, 0, q, start)
         if q.second is not None:
-            nodes += self.quantize(node, 1, q.second, node.input[1], before)
+            nodes += self.quantize(node, 1, q.second, node.input[1])
         if q.weight is not None:
-            self.tensors[node.input[1]] = self.store(node.input[1], q.weight)
-        if q.bias is not None and not q.layer.bias_add:
-            node.input[2] = self.keep_bias(q, node.input[2])
+            self.tensors[node.input[1]] = self.form.weight(node.input[1], q)
+        if q.bias is not None:
+            more, bias = self.form.behind_bias(q, self.keep_bias(q))
+            nodes += more
+            if q.layer.bias_add:
+                self.biases[q.layer.bias_add] = bias
+            else:
+                node.input[2] = bias
         for attribute in node.attribute:
             if attribute.name == "transB":
                 attribute.i = 0
         return nodes
 
-    def quantize(
-        self, node: onnx.NodeProto, place: int, q: QuantLayer, start: str, before: Before
-    ) -> Nodes:
+    def quantize(self, node: onnx.NodeProto, place: int, q: QuantLayer, start: str) -> Nodes:
         """Have an input read integers; nodes that agree on tensor and scale share them."""
         nodes: Nodes = []
-        key = (start, float(q.scale), q.record.offset_d)
+        key = (start, float(q.scale), q.record.offset_d, q.record.act_bits)
         if key not in self.shared:
-            nodes, self.shared[key] = before(q, start)
+            nodes, self.shared[key] = self.form.before(q, start)
         node.input[place] = self.shared[key]
         return nodes
 
-    def pass_through(
-        self, node: onnx.NodeProto, q: QuantLayer, before: Before, back: Before
-    ) -> Nodes:
+    def pass_through(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Have an input read floats that were integers on their way."""
         place = q.layer.at
         assert place is not None
-        nodes = self.quantize(node, place, q, node.input[place], before)
-        more, node.input[place] = back(q, node.input[place])
+        nodes = self.quantize(node, place, q, node.input[place])
+        more, node.input[place] = self.form.back(q, node.input[place])
         return [*nodes, *more]
 
-    def leave(self, node: onnx.NodeProto, q: QuantLayer, after: After) -> Nodes:
+    def leave(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
         """Nodes after the layer, or after the Add that holds a MatMul's bias."""
-        if q.layer.bias_add and q.bias is not None:
+        if node.name in self.biases:
             place = list(node.input).index(q.layer.bias)
-            node.input[place] = self.keep_bias(q, q.layer.bias)
+            node.input[place] = self.biases[node.name]
         output = node.output[0]
         node.output[0] = f"{q.layer.name}_output0"
-        return after(q, node.output[0], output)
+        return self.form.after(q, node.output[0], output)
 
-    def keep_bias(self, q: QuantLayer, name: str) -> str:
+    def keep_bias(self, q: QuantLayer) -> str:
         """The bias's name; one of its own where other nodes read the float bias too."""
-        assert q.bias is not None
+        name = q.layer.bias
         own = f"{q.layer.name}.quant_bias" if len(self.index.readers[name]) > 1 else name
-        self.tensors[own] = self.store(own, q.bias)
+        self.tensors[own] = self.form.bias(own, q)
         return own
 
     def finish(self, nodes: Nodes) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.errors import ConfigError
+from deploy.targets.ascend.bits import takes_activations, told_of_activations
 from deploy.targets.ascend.config import settled, why_not
 from deploy.targets.ascend.config_rules import activation_from, checked_keys, weight_from
 from deploy.targets.ascend.config_types import (
@@ -38,14 +39,20 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
     by_type = _by_type(message)
     by_name = _by_name(message, graph)
     common = message.common_config if message.HasField("common_config") else None
-    layers = {}
+    layers, lowered = {}, []
     named = {n: one for n, one in graph.offered.items() if n in by_name}
     for name, layer in sorted({**graph.layers, **named}.items()):
-        parts = [by_name.get(name), by_type.get(layer.kind), common]
+        given = (by_name.get(name), by_type.get(layer.kind), common)
+        parts = [part for part in given if part is not None]
         try:
-            entry = _merged([part for part in parts if part is not None], layer, common)
+            entry = _merged(parts, layer, common)
         except ConfigError as error:
             raise ConfigError(f"{error} (in layer {name!r})") from None
+        if _common_decides(parts, common) and not takes_activations(
+            layer, entry.activation.num_bits
+        ):
+            entry = replace(entry, activation=replace(entry.activation, num_bits=8))
+            lowered += [name] if name not in skipped else []
         layers[name] = replace(entry, quant_enable=name not in skipped)
     batch_num = message.batch_num if message.HasField("batch_num") else 1
     if not 0 < batch_num < 2**31:
@@ -60,6 +67,7 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
         ),
         tensors=tuple(_tensor(one, common) for one in message.tensor_quantize),
         layers=layers,
+        told=tuple(told_of_activations(lowered)),
     )
     return settled(config, graph)
 
@@ -165,6 +173,11 @@ def _complete(override: Any, key: str, where: str, other: str = "calibration_con
     for needed in (key, other):
         if not override.HasField(needed):
             raise ConfigError(f"each of {where} must hold {needed}, got one without")
+
+
+def _common_decides(parts: list[Any], common: Any) -> bool:
+    """Whether common_config says how activations are searched."""
+    return next((part for part in parts if part.WhichOneof("activations")), None) is common
 
 
 def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:

@@ -296,9 +296,12 @@ class Ascend:
             recipe: the layers and their scales.
             request: where to write, and samples to try what is written on.
         """
+        from deploy.targets.ascend import told
+        from deploy.targets.ascend.half import halves_of
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import stored_of
 
+        halves = halves_of(request.subject)
         files = write_models(
             recipe.model,
             recipe.layers,
@@ -307,8 +310,10 @@ class Ascend:
             request.folder,
             request.subject,
             cann=self.cann,
+            halves=halves,
         )
-        notes = [*recipe.notes, *_chips(recipe.layers)]
+        of_widths = (*told.widths(recipe.records), *told.halves(recipe.layers, halves))
+        notes = [*recipe.notes, *_chips(recipe.layers), *of_widths]
         notes.append(_verified(recipe.model, recipe.layers, request))
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
@@ -559,6 +564,7 @@ def _chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
 
 def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
     yield f"Scales: {_searches(plan.config)} over {_batches(plan)}."
+    yield from plan.config.told
     if found.kept_bytes:
         yield f"Exact IFMR kept {found.kept_bytes / 2**20:.1f} MiB of activations in memory."
     if found.dead:

@@ -8,7 +8,7 @@ which differs by one code wherever a value lies at a half and the offset is odd.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.quant_layer import QuantLayer
 
 _TOLERANCE = 1e-2
+_END = 2**31  # of int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +34,13 @@ class Verified:
         same_rounding: largest difference to the model that rounds as AscendQuant, over the
             largest value of that output.
         amct_cosine: lowest cosine of an output with AMCT's fake-quant model's.
+        sums: layer with 16-bit activations -> its largest sum, over the end of int32.
     """
 
     samples: int
     same_rounding: float
     amct_cosine: float
+    sums: Mapping[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
         """For the report."""
@@ -46,6 +49,21 @@ class Verified:
             f" {self.same_rounding:.1g} of the fake-quant model with AscendQuant's rounding,"
             f" cosine {self.amct_cosine:.5f} with AMCT's rounding"
             + ("." if self.same_rounding <= _TOLERANCE else "; look into this before deploying.")
+            + self._of_sums()
+        )
+
+    def _of_sums(self) -> str:
+        """A sentence on sums of 16-bit activations, of which AMCT says nothing."""
+        if not self.sums:
+            return ""
+        worst = max(self.sums, key=lambda name: self.sums[name])
+        return (
+            f" Sums of 16-bit activations reached {self.sums[worst]:.3g} of int32's end, in {worst}"
+            + (
+                "."
+                if self.sums[worst] < 1
+                else ", and are wrong wherever they are kept in int32; give it 8 bits."
+            )
         )
 
 
@@ -73,7 +91,8 @@ def verify(
     from deploy.targets.ascend.executor import open_deploy
     from deploy.targets.ascend.fake_quant import fake_quant_model
 
-    deployed = open_deploy(deploy_model(model, layers), threads=threads)
+    wide = {f"{n}_output0": n for n, q in layers.items() if q.record.act_bits == 16}
+    deployed = open_deploy(deploy_model(model, layers), threads=threads, shown=tuple(wide))
     # Optimized, ONNX Runtime folds the dequantization into the weights: no integers any more.
     twins = [
         OrtSession.open(made, threads=threads, optimize=False)
@@ -81,14 +100,17 @@ def verify(
         for made in [fake_quant_model(model, layers, npu_rounding=npu)]
     ]
     same, lowest, count = 0.0, 1.0, 0
+    sums = dict.fromkeys(wide.values(), 0.0)
     for sample in samples:
         got = deployed.run(sample)
         like_npu, like_amct = (twin.run(sample) for twin in twins)
         count += 1
+        for tensor, name in wide.items():
+            sums[name] = max(sums[name], float(np.abs(got.pop(tensor)).max()) / _END)
         for name in _comparable(got, like_amct):
             same = max(same, _distance(got[name], like_npu[name]))
             lowest = min(lowest, cosine(got[name], like_amct[name]))
-    return Verified(samples=count, same_rounding=same, amct_cosine=lowest)
+    return Verified(samples=count, same_rounding=same, amct_cosine=lowest, sums=sums)
 
 
 def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> list[str]:

@@ -1,0 +1,125 @@
+"""What counts values into a histogram's bins: the C kernel where it is built, else OpenCV.
+
+The kernel is one file of plain C, `cpp/src/kernel/count.c`, which installing compiles where there
+is a C compiler, and which wheels hold. Both give the same numbers. `CALIB8_COUNTING` says which
+counts: "c" or "opencv"; unset, the kernel where it is here.
+
+::
+
+    installed with a compiler, or as a wheel of this platform     _count.so beside this file
+    otherwise, or CALIB8_COUNTING=opencv                           None
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from calibrators.errors import CalibrationError
+
+VARIABLE = "CALIB8_COUNTING"
+LIBRARY = Path(__file__).with_name("_count.so")
+SCRATCH = 66048  # bytes, as count.h has it
+_FORM = 1  # of count.h: a library that was built from another is not used
+
+
+class Seen(ctypes.Structure):
+    """A histogram but for its counts; as count.h has it."""
+
+    _fields_ = (
+        ("base", ctypes.c_double),
+        ("full_range", ctypes.c_double),
+        ("minimum", ctypes.c_double),
+        ("maximum", ctypes.c_double),
+        ("latest", ctypes.c_double),
+        ("total", ctypes.c_int64),
+        ("infinite", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A loaded library, and which of its ways counts.
+
+    Attributes:
+        observe: `calib8_observe`; other threads run on while it counts.
+        way: the way that it is to take.
+        name: of the way: "plain", "neon", "avx2" or "avx512".
+    """
+
+    observe: Callable[..., int]
+    way: int
+    name: str
+
+
+def load(library: Path) -> tuple[Kernel, ...]:
+    """Every way that this CPU knows, the quickest last.
+
+    Raises:
+        OSError: there is no such library, or it is of another machine or another version.
+    """
+    loaded = ctypes.CDLL(str(library))
+    try:
+        form = loaded.calib8_kernel_form()
+        way_of = loaded.calib8_kernel_way
+        observe = loaded.calib8_observe
+        ways = loaded.calib8_kernel_ways()
+    except AttributeError as error:
+        raise OSError(f"{library.name} is not the counting kernel") from error
+    if form != _FORM:
+        raise OSError(f"{library.name} must have form {_FORM}, got {form}; install calib8 again")
+    way_of.restype = ctypes.c_char_p
+    pointer = ctypes.c_void_p
+    observe.argtypes = (ctypes.c_int, pointer, pointer, pointer, ctypes.c_size_t, pointer)
+    observe.restype = ctypes.c_int64
+    return tuple(Kernel(observe, way, way_of(way).decode()) for way in range(ways))
+
+
+@cache
+def kernel() -> Kernel | None:
+    """What counts here; None for numpy and OpenCV.
+
+    Raises:
+        CalibrationError: `CALIB8_COUNTING` holds no known word, or asks for what is not here.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "c", "opencv"):
+        raise CalibrationError(f"{VARIABLE} must be c, opencv or unset, got {wanted!r}")
+    if wanted == "opencv":
+        return None
+    found, why = _here()
+    if found is None and wanted == "c":
+        raise CalibrationError(
+            f"{VARIABLE}=c needs the C kernel, which {why}; install calib8 where there is a C"
+            " compiler, or unset it"
+        )
+    return found
+
+
+def told() -> str:
+    """Which one counts, in a few words.
+
+    Raises:
+        CalibrationError: as `kernel`.
+    """
+    found = kernel()
+    if found is not None:
+        return f"C kernel ({found.name})"
+    if os.environ.get(VARIABLE):
+        return f"numpy and OpenCV ({VARIABLE}=opencv)"
+    return f"numpy and OpenCV (the C kernel {_here()[1]})"
+
+
+@cache
+def _here() -> tuple[Kernel | None, str]:
+    """The kernel, or why there is none."""
+    if not LIBRARY.exists():
+        return None, "is not built here"
+    try:
+        return load(LIBRARY)[-1], ""
+    except OSError as error:
+        return None, f"cannot be loaded: {error}"

@@ -1,0 +1,246 @@
+"""The C kernel counts what numpy and OpenCV count, in every way that this CPU knows."""
+
+import ctypes
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calibrators import histogram, kernel
+from calibrators.errors import CalibrationError
+from calibrators.histogram import Histogram
+from deploy.cli import cli
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "cpp" / "src" / "kernel" / "count.c"
+CHUNK, BLOCK = 1 << 17, 1 << 12
+
+
+def compiled(folder, source=SOURCE):
+    """The kernel as setup.py builds it."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler is installed")
+    library = folder / "_count.so"
+    words = [compiler, "-std=c11", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-o", library]
+    subprocess.run([*words, source], check=True)
+    return library
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("kernel"))
+
+
+@pytest.fixture(scope="module")
+def ways(library):
+    return kernel.load(library)
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    """What is chosen here is chosen anew elsewhere."""
+    yield
+    kernel.kernel.cache_clear()
+    kernel._here.cache_clear()
+
+
+def after(way, batches, base):
+    """All that a histogram holds after the batches, or after that which was refused, and why."""
+    seen, refused = Histogram(base=base), ""
+    before = histogram.kernel
+    histogram.kernel = lambda: way
+    try:
+        for batch in batches:
+            seen.observe(batch)
+    except CalibrationError as error:
+        refused = str(error)
+    finally:
+        histogram.kernel = before
+    arrays = {name: value.tobytes() for name, value in seen.to_arrays().items()}
+    return {**arrays, "latest": seen.latest, "refused": refused}
+
+
+def agree(ways, batches, base=None):
+    wanted = after(None, batches, base)
+    for way in ways:
+        found = after(way, batches, base)
+        differ = [name for name in wanted if wanted[name] != found[name]]
+        assert not differ, f"{way.name}: {differ}"
+    return wanted
+
+
+def hostile():
+    rng = np.random.default_rng(5)
+    normal = rng.standard_normal(3 * CHUNK + 77).astype(np.float32)
+    yield "nothing", [[], [1.0], []]
+    yield "zeros", [[0.0], [-0.0, 0.0], np.zeros(9000), [-0.0]]
+    yield "signless", [[-0.0, 0.0] * 40, [0.0, -0.0] * 40]
+    yield "denormal", [[1e-45, -1e-45, 1e-38], np.full(5000, -3e-42), [2.0**-100, 2.0**-99]]
+    yield "largest", [[3.4028235e38, -3.4028235e38, 1e-45], normal]
+    yield "infinite", [[np.inf], [np.inf, -np.inf, 2.0], [*normal[:5000], np.inf], normal[:70]]
+    yield "infinite alone", [[-np.inf] * 5000]
+    yield "infinite later", [normal, np.where(np.arange(normal.size) == 2 * CHUNK, np.inf, normal)]
+    for place in (0, 15, 16, 17, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK, normal.size - 1):
+        spoilt = normal.copy()
+        spoilt[place] = np.nan
+        spoilt[normal.size // 2] = -np.nan
+        yield f"nan at {place}", [normal[:100], spoilt, normal]
+    yield "nan and more", [[1.0, np.nan, np.inf, -np.inf, np.nan, 0.0]]
+    for size in (
+        1,
+        15,
+        16,
+        17,
+        31,
+        2047,
+        2048,
+        2049,
+        BLOCK - 1,
+        BLOCK,
+        BLOCK + 1,
+        CHUNK,
+        CHUNK + 1,
+    ):
+        yield f"{size} values", [normal[:size], normal[-size:] * 3]
+    yield "one bin", [np.full(2 * CHUNK, 0.7), np.full(CHUNK, -0.7)]
+    yield "two bins", [np.tile(np.float32([0.7, 0.3, 0.0]), CHUNK)]
+    yield "ends", [[-1, 1, 0.5, -0.5, 1 - 2.0**-24, 1 + 2.0**-23], np.full(CHUNK + 9, 1.0), [-2.0]]
+    grows = np.full(2 * CHUNK, 0.5, np.float32)
+    grows[::500] = np.linspace(0, 30, grows[::500].size)
+    yield "grows in a chunk", [grows, -grows * 7]
+    yield "grows at its end", [normal[:CHUNK], np.append(normal[: CHUNK - 1], 999.0)]
+    yield "relu", [np.maximum(normal, 0), np.minimum(normal, 0), np.clip(normal, 0, 0.5)]
+
+
+@pytest.mark.parametrize("base", [None, 0.0, 1.0, 0.7, 0.1, 1e-30, 3e38], ids=str)
+@pytest.mark.parametrize("case", list(hostile()), ids=lambda case: case[0])
+def test_every_way_counts_what_numpy_counts(ways, case, base):
+    batches = [np.asarray(batch, np.float32) for batch in case[1]]
+    found = agree(ways, batches, base)
+    assert bool(found["refused"]) == ("nan" in case[0])
+
+
+def test_any_form_of_array_is_counted_alike(ways):
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((3, 40, 50)).astype(np.float32)
+    locked = values.copy()
+    locked.flags.writeable = False
+    odd = np.frombuffer(b"x" + values.tobytes(), np.float32, offset=1)
+    assert not odd.flags.aligned
+    forms = [values.T, values[:, ::3], np.asfortranarray(values), values.astype(np.float16), odd]
+    forms += [values.astype(np.float64), values.astype(">f4"), locked, np.float32(2.5)]
+    agree(ways, forms)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), max_size=60), st.integers(0, 60),
+       st.sampled_from([None, 0.75, 2.0**-90, 1e30]))  # fmt: skip
+@settings(max_examples=80, deadline=None)
+def test_any_values_are_counted_alike(library, values, cut, base):
+    x = np.asarray(values, np.float32)
+    agree(kernel.load(library), [x[:cut], x[cut:], np.repeat(x, 70)], base)
+
+
+def test_threads_count_beside_each_other(ways, monkeypatch):
+    monkeypatch.setattr(histogram, "kernel", lambda: ways[-1])
+    x = np.random.default_rng(2).standard_normal(200_000).astype(np.float32)
+    alone, several = Histogram(), [Histogram() for _ in range(4)]
+    alone.observe(x)
+    threads = [threading.Thread(target=h.observe, args=(x,)) for h in several]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(h.counts.tobytes() == alone.counts.tobytes() for h in several)
+
+
+@pytest.mark.parametrize("broken", [1e-300, -1.0, float("nan"), float("inf")])
+def test_a_range_that_no_histogram_has_is_refused(ways, broken):
+    seen = Histogram()
+    seen.full_range = broken
+    with pytest.raises(CalibrationError, match="range is 0 or at least"):
+        seen.observe(np.zeros(9, np.float32))
+    state, counts = kernel.Seen(full_range=broken), np.zeros(2 * histogram.BINS + 1, np.int64)
+    values, scratch = np.full(9, 0.5, np.float32), ctypes.create_string_buffer(kernel.SCRATCH)
+    for way in (*(w.way for w in ways), -1, len(ways)):  # nor does the kernel write beyond it
+        found = ways[0].observe(
+            way, ctypes.byref(state), counts.ctypes.data, values.ctypes.data, 9, scratch
+        )
+        assert found == -1 and not counts.any()
+
+
+# ---- which one counts -----------------------------------------------------------------------
+
+
+def said():
+    result = CliRunner().invoke(cli, ["--version"])
+    return result.output.splitlines()[-1] if result.exit_code == 0 else result.exception
+
+
+@pytest.fixture
+def beside(library, monkeypatch, tmp_path):
+    """The kernel as an installation has it."""
+    place = tmp_path / "_count.so"
+    shutil.copy(library, place)
+    monkeypatch.setattr(kernel, "LIBRARY", place)
+    monkeypatch.delenv(kernel.VARIABLE, raising=False)
+    return place
+
+
+def test_the_kernel_counts_where_it_is_here_unless_told(beside, ways, monkeypatch):
+    assert said() == f"counting: C kernel ({ways[-1].name})"
+    kernel.kernel.cache_clear()
+    monkeypatch.setenv(kernel.VARIABLE, "opencv")
+    assert said() == "counting: numpy and OpenCV (CALIB8_COUNTING=opencv)"
+    kernel.kernel.cache_clear()
+    monkeypatch.setenv(kernel.VARIABLE, "c")
+    assert said() == f"counting: C kernel ({ways[-1].name})"
+    kernel.kernel.cache_clear()
+    monkeypatch.setenv(kernel.VARIABLE, "fortran")
+    assert "must be c, opencv or unset, got 'fortran'" in str(said())
+
+
+def test_without_a_kernel_numpy_counts_and_c_is_refused(beside, monkeypatch):
+    beside.unlink()
+    assert said() == "counting: numpy and OpenCV (the C kernel is not built here)"
+    kernel.kernel.cache_clear()
+    monkeypatch.setenv(kernel.VARIABLE, "c")
+    assert "needs the C kernel, which is not built here; install" in str(said())
+
+
+def test_a_wrong_word_is_told_as_such(run, small_cnn, pictures, monkeypatch, tmp_path):
+    monkeypatch.setenv(kernel.VARIABLE, "fortran")
+    kernel.kernel.cache_clear()
+    words = ["build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0]
+    code, _, err = run(*words, "--out", tmp_path / "out")
+    assert code == 1 and err == (
+        "calib8: error: CALIB8_COUNTING must be c, opencv or unset, got 'fortran'\n"
+    )
+    assert run("--version")[0] == 1
+
+
+@pytest.mark.parametrize("text", ["", "int calib8_kernel_form(void) { return 1; }", "form 0"])
+def test_another_library_is_not_used(beside, tmp_path, text):
+    beside.unlink()
+    if text == "form 0":
+        text = SOURCE.read_text().replace("return CALIB8_KERNEL_FORM;", "return 0;")
+        text = text.replace('"count.h"', f'"{SOURCE.with_name("count.h")}"')
+    if text:
+        (tmp_path / "other.c").write_text(text)
+        compiled(tmp_path, tmp_path / "other.c")
+    else:
+        beside.write_bytes(b"no library")
+    assert said().startswith("counting: numpy and OpenCV (the C kernel cannot be loaded: ")
+
+
+def test_what_is_written_here_is_what_the_header_has():
+    header = SOURCE.with_name("count.h").read_text()
+    assert f"#define CALIB8_SCRATCH {kernel.SCRATCH} " in header
+    assert f"#define CALIB8_KERNEL_FORM {kernel._FORM} " in header
+    assert f"#define CALIB8_BINS {histogram.BINS} " in header
