@@ -75,6 +75,10 @@ def common(inner):
     return f"common_config {{ {inner} }}"
 
 
+def ada(inner):
+    return common(f"{ADA} {{ {inner} {'' if 'iteration' in inner else 'num_iteration: 3'} }}")
+
+
 def tensor(inner):
     return f'tensor_quantize {{ layer_name: "pool" input_index: 0 {inner} }}'
 
@@ -171,6 +175,12 @@ OBEYED = {
         ["fc", "a", "asymmetric"],
         False,
     ),
+    "ADAquantize.num_iteration": (ada("num_iteration: 7"), ["fc", "w", "num_iteration"], 7),
+    "ADAquantize.reg_param": (ada("reg_param: 0.1"), ["fc", "w", "reg_param"], pytest.approx(0.1)),
+    "ADAquantize.beta_range_start": (ada("beta_range_start: 9"), ["fc", "w", "beta_range", 0], 9),
+    "ADAquantize.beta_range_end": (ada("beta_range_end: 3"), ["fc", "w", "beta_range", 1], 3),
+    "ADAquantize.warm_start": (ada("warm_start: 0.5"), ["fc", "w", "warm_start"], 0.5),
+    "ADAquantize.channel_wise": (ada("channel_wise: false"), ["conv1", "w", "channel_wise"], False),
     "HFMGQuantize.dst_type": (common(f"{HFMG} {{ dst_type: INT16 }}"), ["fc", "a", "num_bits"], 16),
     "AMCTConfig.fakequant_precision_mode": (
         "fakequant_precision_mode: FORCE_FP16_QUANT",
@@ -217,7 +227,7 @@ REFUSED = {
     "TensorQuantize.ifmr_quantize": (tensor(f"{IFMR} {{ search_step: 9 }}"), "search_step"),
     "TensorQuantize.hfmg_quantize": (tensor(f"{HFMG} {{ num_of_bins: 9 }}"), "num_of_bins"),
     "CalibrationConfig.arq_quantize": (common("arq_quantize: 1"), "arq_quantize"),
-    "CalibrationConfig.ada_quantize": (common(f"{ADA} {{ }}"), "AdaRound needs AMCT itself"),
+    "CalibrationConfig.ada_quantize": (common(f"{ADA}: 1"), ADA),
     "CalibrationConfig.ifmr_quantize": (common("ifmr_quantize: 1"), "ifmr_quantize"),
     "CalibrationConfig.hfmg_quantize": (common("hfmg_quantize: 1"), "hfmg_quantize"),
     "CalibrationConfig.dmq_balancer": (common("dmq_balancer: 1"), "dmq_balancer"),
@@ -282,7 +292,7 @@ def test_a_wrong_value_of_the_simplified_form_is_told_before_any_pass(key, built
 def test_every_key_of_the_simplified_form_has_its_test():
     keys = {f"{name}.{field.name}" for name in CONFIGS for field in MESSAGES[name]}
     assert keys == set(REFUSED)
-    inner = {"OverrideLayerType", "OverrideLayer", "CalibrationConfig", "ADAquantize"}
+    inner = {"OverrideLayerType", "OverrideLayer", "CalibrationConfig"}
     plain = {key for key in keys if key.partition(".")[0] not in inner}
     assert plain == set(OBEYED)
 
@@ -298,7 +308,7 @@ JSON_REFUSED = {
     "a.num_bits": 12, "a.act_algo": "mse", "a.asymmetric": 1, "a.max_percentile": 0.5,
     "a.min_percentile": 1.5, "a.search_range": [1.3, 0.7], "a.search_step": 1e-7,
     "a.num_of_bins": 1000,
-    "w.num_bits": 5, "w.wts_algo": "ada_quantize", "w.channel_wise": 0, "w.num_iteration": -1,
+    "w.num_bits": 5, "w.wts_algo": "adaround", "w.channel_wise": 0, "w.num_iteration": -1,
     "w.reg_param": 1, "w.beta_range": [2, 20], "w.warm_start": 0,
 }  # fmt: skip
 JSON_OBEYED = {
@@ -312,7 +322,11 @@ JSON_OBEYED = {
     "a.min_percentile": 0.98, "a.search_range": [0.8, 1.2], "a.search_step": 0.1,
     "a.num_of_bins": 1024,
     "w.num_bits": 6, "w.wts_algo": "arq_quantize", "w.channel_wise": False,
+    "w.num_iteration": 7, "w.reg_param": 0.1, "w.beta_range": [9, 3], "w.warm_start": 0.5,
 }  # fmt: skip
+
+
+ADAS = {"num_iteration", "reg_param", "beta_range", "warm_start"}
 
 
 def document(key, value):
@@ -321,7 +335,8 @@ def document(key, value):
     made = {"version": 1, "batch_num": 4, **layers}
     part, _, name = key.rpartition(".")
     if part:
-        layers["conv1"][SHORT[part]] = {name: value}
+        others = {"wts_algo": "ada_quantize", "num_iteration": 3} if name in ADAS else {}
+        layers["conv1"][SHORT[part]] = {**others, name: value}
     elif key in GLOBAL:
         made[key] = value
     else:
@@ -344,7 +359,7 @@ def test_a_wrong_value_of_the_quant_config_is_told_before_any_pass(key, built):
     assert code == 1 and config is None
     assert err.count("calib8: error") == 1 and "Traceback" not in err
     name = key.rpartition(".")[2]
-    other = {"num_bits": "bits", "wts_algo": "ada_quantize"}
+    other = {"num_bits": "bits"}
     assert other.get(name, name) in err
 
 
@@ -352,6 +367,5 @@ def test_every_key_of_the_quant_config_has_its_test():
     layer = {f"a.{key}" for key in ACTIVATION} | {f"w.{key}" for key in WEIGHT} | set(LAYER)
     assert set(GLOBAL) | layer == set(JSON_REFUSED)
     refused_always = {"joint_quant", "weight_offset"}
-    ada = {"w.num_iteration", "w.reg_param", "w.beta_range", "w.warm_start"}
     tables = {"activation_quant_params", "weight_quant_params"}
-    assert set(JSON_REFUSED) - set(JSON_OBEYED) == refused_always | ada | tables
+    assert set(JSON_REFUSED) - set(JSON_OBEYED) == refused_always | tables

@@ -9,7 +9,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from calibrators.errors import CalibrationError
-from deploy.errors import BackendError, ConfigError, ExportError, FeedError
+from deploy.errors import BackendError, ExportError, FeedError
 from deploy.targets.ascend.calibrate import calibrate, prepared_model
 from deploy.targets.ascend.config import default_config, settled
 from deploy.targets.ascend.config_json import read_config
@@ -263,15 +263,6 @@ def test_sums_beyond_int32_are_told():
     record = LayerRecord(scale_d=np.float32(1), scale_w=np.array([1 / 127], np.float32))
     with pytest.raises(ExportError, match="int32"):
         quantize_layers(model, find_layers(model), {"wide": record})
-
-
-def test_ada_is_refused():
-    model = float_model("small_default")
-    graph = find_layers(model)
-    text = (CASES / "small_default" / "config.json").read_text()
-    config = settled(read_config(text.replace('"arq_quantize"', '"ada_quantize"', 1)), graph)
-    with pytest.raises(ConfigError, match="calib8"):
-        calibrate(model, graph, inputs("small_default"), config)
 
 
 def test_packing_round_trip():

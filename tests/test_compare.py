@@ -9,8 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
 from deploy.comparison.compare import compare
-from deploy.comparison.cuts import cut
 from deploy.errors import Calib8Error
+from deploy.graph.edit import cut
 
 
 def save(path, nodes, *, out="y", weights=(), x="x"):

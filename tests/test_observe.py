@@ -1,8 +1,13 @@
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from calibrators.amct.statistics import ChannelMaxOf
+from calibrators.statistics import HistogramOf
+from deploy.calibration.observation import Observation, Observed, Variant
+from deploy.calibration.observe import observe
 from deploy.errors import BackendError, CalibrationError, FeedError
 from deploy.frontends import load
 from deploy.graph.plan import ONNXRUNTIME, analyse
@@ -65,3 +70,28 @@ def test_an_exception_of_the_feed_comes_through_and_no_thread_stays(histograms, 
     with pytest.raises(FeedError, match="image 2 is broken"):
         histograms(model, ["x"], broken(), threads=3)
     assert threading.active_count() == before
+
+
+def test_what_a_need_needs_is_known_before_it(model, samples):
+    """Each form of the model is made when all that it needs is known, and of the known nothing."""
+    order = []
+
+    def observation(name, *needs):
+        def make(seen):
+            order.append(name)
+            assert all(need.key in seen for need in needs)
+            return model
+
+        return Observation(Variant(name, make, needs), "x", ChannelMaxOf())
+
+    first = observation("first")
+    second = observation("second", first)
+    third = observation("third", first, second)
+    wanted = replace(observation("last", third), statistic=HistogramOf())
+    found = observe([wanted], samples, threads=2)
+    assert order == ["first", "second", "third", "last"]
+    assert set(found) == {one.key for one in (first, second, third, wanted)}
+    order.clear()
+    known = Observed({third.key: found.of(third)})
+    observe([wanted], samples, known=known)
+    assert order == ["last"]

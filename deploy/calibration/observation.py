@@ -31,7 +31,8 @@ class Variant:
         key: names the form with everything it depends on beside the model itself; equal keys are
             equal models.
         make: gives the model from what `needs` found; called only where it must be run.
-        needs: observations of other variants, of the first samples, that it is made from.
+        needs: observations of other variants, of the first samples, that it is made from; these
+            may need others in their turn.
     """
 
     key: str
@@ -102,8 +103,23 @@ def each_once(wanted: Mapping[str, Iterable[Observation]]) -> tuple[Observation,
     return tuple(dict.fromkeys(o for own in wanted.values() for o in own))
 
 
-def with_needs(wanted: Iterable[Observation]) -> tuple[Observation, ...]:
-    """The observations with those that their variants are made from, each once, needs first."""
-    listed = list(wanted)
-    needs = (need for observation in listed for need in observation.variant.needs)
-    return tuple(dict.fromkeys((*needs, *listed)))
+def with_needs(
+    wanted: Iterable[Observation], known: Mapping[Key, Recorder] | None = None
+) -> tuple[Observation, ...]:
+    """The observations with all that their variants are made from, each once, needs first.
+
+    Of what is known nothing is needed any more.
+    """
+    before = known or {}
+    found: dict[Observation, None] = {}
+
+    def add(observation: Observation) -> None:
+        if observation in found:
+            return
+        for need in () if observation.key in before else observation.variant.needs:
+            add(need)
+        found[observation] = None
+
+    for observation in wanted:
+        add(observation)
+    return tuple(found)

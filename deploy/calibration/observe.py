@@ -12,8 +12,9 @@ can change is recorded in recorders of the worker's own, merged at the end; what
 order waits for its turn, while the others go on inferring. So neither the number of workers nor
 any batch size can change a bit.
 
-Where something must be known of the first samples (TensorRT's range rule, AMCT's DMQ), these few
-are run beforehand, kept, and run again in their place.
+Where something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
+these few are run beforehand, kept, and run again in their place; more than once where what must be
+known needs something itself.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from deploy.errors import BackendError, FeedError
 from deploy.feed.parallel import Sample, in_order
 from deploy.graph.edit import with_outputs
 from deploy.ort import OrtSession
+from deploy.progress import phase
 
 Progress = Callable[[], None]
 _Waiting = tuple[Observation, NDArray[np.float32]]
@@ -73,12 +75,12 @@ def observe(
     """
     before = known or Observed({})
     counted: Counter[str] = Counter() if runs is None else runs
-    listed = before.missing(with_needs(wanted))
+    listed = before.missing(with_needs(wanted, before))
     early = _early(listed, before)
     feed = iter(samples)
     first = list(islice(feed, max((o.statistic.samples or 0 for o in early), default=0)))
     if early:
-        before = before.and_also(_pass(early, before, first, 1, lambda: None, counted, None))
+        before = _prepared(early, before, first, max(1, threads), counted)
     late = [o for o in listed if o.key not in before]
     found = _pass(late, before, chain(first, feed), max(1, threads), progress, counted, peaks)
     keys = [o.key for o in listed]
@@ -86,10 +88,28 @@ def observe(
 
 
 def _early(listed: Iterable[Observation], known: Observed) -> tuple[Observation, ...]:
-    """What must be recorded of the first samples before the pass."""
+    """What must be recorded of the first samples before the pass, needs first."""
     needs = [need for o in listed for need in o.variant.needs]
     leads = [o.lead for o in listed if o.lead is not None]
-    return known.missing((*needs, *leads))
+    return known.missing(with_needs((*needs, *leads), known))
+
+
+def _prepared(
+    early: Sequence[Observation],
+    known: Observed,
+    first: Sequence[Sample],
+    threads: int,
+    runs: Counter[str],
+) -> Observed:
+    """What is known after these too, in as many passes over the first samples as it takes."""
+    left = list(early)
+    with phase("what it is made from"):
+        while left:
+            ready = [o for o in left if all(need.key in known for need in o.variant.needs)]
+            able = threads if all(o.statistic.ordered for o in ready) else 1  # none can be merged
+            known = known.and_also(_pass(ready, known, first, able, lambda: None, runs, None))
+            left = [o for o in left if o.key not in known]
+    return known
 
 
 def _pass(

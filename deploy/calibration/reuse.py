@@ -32,6 +32,7 @@ from deploy.frontends import LoadedModel
 
 _SEARCH = {"method", "rule"}  # parts that decide what is looked for, not what was seen
 _SOME = {"order"}  # parts that decide for some observations alone
+_SHOWN = 5  # kinds of observations that are told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ def judge(
         FeedError: an image cannot be read.
         CacheError: the cache must fit and does not.
     """
-    listed = with_needs(wanted)
+    listed = tuple(wanted)
     verdict = _judged(policy, fingerprint, listed)
     if verdict.missing and policy.path is not None and not policy.refresh:
         kept = _judged(replace(policy, path=staging.kept(policy.path)), fingerprint, listed)
@@ -150,7 +151,7 @@ def _judged(
     wanted: tuple[Observation, ...],
 ) -> Verdict:
     def anew(reason: str) -> Verdict:
-        return Verdict(reason=reason, observed=Observed({}), missing=wanted)
+        return Verdict(reason=reason, observed=Observed({}), missing=with_needs(wanted))
 
     path = policy.path
     if path is None:
@@ -172,10 +173,11 @@ def _judged(
     if all_of := [text for part, text in changes.items() if part not in _SEARCH | _SOME]:
         return anew("; ".join(all_of))
     try:
-        observed = stored.observed(o for o in wanted if not ("order" in changes and o.by_order))
+        able = (o for o in with_needs(wanted) if not ("order" in changes and o.by_order))
+        observed = stored.observed(able)
     except CacheError as error:
         return anew(str(error))
-    missing = observed.missing(wanted)
+    missing = observed.missing(with_needs(wanted, observed))
     reason = _reason(path, stored, changes, missing)
     return Verdict(reason=reason, observed=observed, missing=missing, stored=stored)
 
@@ -190,10 +192,11 @@ def _reason(
     if moved:
         return f"{changes['order']}, and {moved} observations go by it"
     if missing:
-        kinds = dict.fromkeys(f"{o.variant.key}: {o.statistic.key}" for o in missing)
+        kinds = list(dict.fromkeys(f"{o.variant.key}: {o.statistic.key}" for o in missing))
+        more = f" and {len(kinds) - _SHOWN} more kinds" if len(kinds) > _SHOWN else ""
         return (
             f"{path.name} lacks {len(missing)} observations that these targets and this method"
-            f" need ({'; '.join(kinds)})"
+            f" need ({'; '.join(kinds[:_SHOWN])}{more})"
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"

@@ -12,14 +12,14 @@ import numpy as np
 
 from deploy.comparison.sums import Figures, Sums
 from deploy.errors import BackendError
-from deploy.graph.edit import copied
+from deploy.graph.edit import cut
 from deploy.openvino import run_apart
 from deploy.ort import OrtSession
 from deploy.progress import phase
 from deploy.tensors import Array, Samples
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import ModelProto
 
 
 class _Cuts:
@@ -164,35 +164,3 @@ def _halved(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if agrees(names[middle]) else (low, middle)
-
-
-def cut(model: ModelProto, tensor: str) -> ModelProto:
-    """A copy whose only output is one tensor, with the nodes that it needs and no others."""
-    from onnx import ValueInfoProto
-
-    makers = {name: node for node in model.graph.node for name in node.output}
-    needed: set[int] = set()
-    left = [tensor]
-    while left:
-        node = makers.get(left.pop())
-        if node is not None and id(node) not in needed:
-            needed.add(id(node))
-            left += _reads(node)
-    short = type(model)()
-    short.CopyFrom(model)
-    nodes = [copied(node) for node in model.graph.node if id(node) in needed]
-    del short.graph.node[:], short.graph.output[:]
-    short.graph.node.extend(nodes)
-    own = [value for value in model.graph.output if value.name == tensor]
-    short.graph.output.extend(own or [ValueInfoProto(name=tensor)])
-    return short
-
-
-def _reads(node: NodeProto) -> list[str]:
-    """Tensors that a node reads, those of its branches and bodies among them."""
-    names = list(node.input)
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            for inner in graph.node:
-                names += _reads(inner)
-    return names

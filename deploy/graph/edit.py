@@ -47,6 +47,29 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
     return tapped
 
 
+def cut(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
+    """A model whose only output is one tensor, with the nodes and constants that it needs alone."""
+    from onnx import ValueInfoProto
+
+    graph, needed, nodes = model.graph, {tensor}, []
+    for node in reversed(graph.node):
+        if any(name in needed for name in node.output):
+            needed.update(reads(node))
+            nodes.append(node)
+    short = type(model)(ir_version=model.ir_version)
+    short.opset_import.extend(model.opset_import)
+    short.functions.extend(model.functions)
+    short.graph.name = graph.name
+    unread = {t.name for t in graph.initializer} - needed
+    short.graph.input.extend(v for v in graph.input if v.name not in unread)
+    short.graph.node.extend(reversed(nodes))
+    short.graph.initializer.extend(t for t in graph.initializer if t.name in needed)
+    short.graph.sparse_initializer.extend(graph.sparse_initializer)
+    own = [value for value in graph.output if value.name == tensor]
+    short.graph.output.extend(own or [ValueInfoProto(name=tensor)])
+    return short
+
+
 def replace(repeated: Any, values: Iterable[Any]) -> None:
     """Let a repeated field hold copies of `values`, of which some may be its own."""
     copies = [type(value).FromString(value.SerializeToString()) for value in values]

@@ -83,7 +83,7 @@ def _rounded(request: BuildRequest, making: Making) -> Rounded:
     found = {}
     for layer, x in inputs_of(
         making.reference,
-        [layer for layer, _ in written.values()],
+        [layer for layer, how in written.values() if how.nearest],
         making.samples,
         most=_PATCHES,
         threads=making.threads,

@@ -58,7 +58,7 @@ def _each_alone(request: BuildRequest, making: Making) -> BuildRequest | None:
     held = tuple(one for one in layers_of(request.model) if one.kind != "MatMul" or one.add)
     plain = {layer.name: layer for layer in layers_of(making.reference)}
     written = all_written(making.target.trial(request), held)
-    layers = [layer for layer, _ in written.values()]
+    layers = [layer for layer, how in written.values() if how.nearest]
     graph, biases = Graph(request.model), []
     for layer, x in inputs_of(
         making.reference, layers, making.samples, most=_PATCHES, threads=making.threads

@@ -1,24 +1,16 @@
-"""What a layer's weights are multiplied with: patches of its input, some of them.
-
-::
-
-    Conv input [N, C, H, W]  -->  P places of the output  -->  [groups, C of a group * taps, P]
-    Gemm, MatMul  [..., K]   -->  P rows                  -->  [1, K, P]
-
-The places are drawn evenly over a sample by its number, so that they are the same in every run.
-"""
+"""What a layer's weights are multiplied with, on a few samples: patches of its input."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from calibrators.patches import patches as drawn_patches
 from deploy.feed.parallel import Sample
+from deploy.graph.windows import window_of
 from deploy.repairs.layers import FloatArray, Layer
 from deploy.repairs.runs import tapped
 from deploy.tensors import Array
@@ -75,71 +67,6 @@ def _portions(layers: Sequence[Layer], most: int) -> Iterator[list[Layer]]:
 
 
 def patches(layer: Layer, value: Array, number: int, most: int) -> FloatArray:
-    """At most `most` patches of one input of a layer, float32 [groups, K, P].
-
-    Args:
-        layer: Conv, Gemm or MatMul.
-        value: its input.
-        number: of the sample, which draws the places.
-        most: patches.
-    """
-    rng = np.random.default_rng(number)
-    if layer.kind != "Conv":
-        rows = np.asarray(value, np.float32).reshape(-1, value.shape[-1])
-        chosen = _places(rng, len(rows), most)
-        return np.ascontiguousarray(rows[chosen].T)[None]
-    kernel = layer.array.shape[2:]
-    rank = len(kernel)
-    strides = [int(s) for s in layer.given.get("strides", [1] * rank)]
-    dilations = [int(d) for d in layer.given.get("dilations", [1] * rank)]
-    spans = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
-    pads = _pads(layer, value.shape[2:], spans, strides)
-    sizes = [
-        max((n + sum(pad) - span) // s + 1, 0)
-        for n, pad, span, s in zip(value.shape[2:], pads, spans, strides, strict=True)
-    ]
-    shape = (len(value), *sizes)
-    chosen = _places(rng, math.prod(shape), most)
-    batch, *places = np.unravel_index(chosen, shape)
-    starts = [p * s - pad[0] for p, s, pad in zip(places, strides, pads, strict=True)]
-    taps = []
-    for offsets in product(*(range(k) for k in kernel)):
-        at = [p + o * d for p, o, d in zip(starts, offsets, dilations, strict=True)]
-        taps.append(_values(value, batch, at))
-    rows = np.stack(taps, axis=2)  # [P, C, taps]
-    return np.ascontiguousarray(rows.reshape(len(chosen), layer.group, -1).transpose(1, 2, 0))
-
-
-def _values(value: Array, batch: NDArray[np.int64], at: Sequence[NDArray[np.int64]]) -> FloatArray:
-    """Values of all channels at these places, [P, C] in float32; zeros outside the input."""
-    ends = value.shape[2:]
-    inside = np.ones(len(batch), bool)
-    for place, end in zip(at, ends, strict=True):
-        inside &= (place >= 0) & (place < end)
-    near = [np.clip(place, 0, end - 1) for place, end in zip(at, ends, strict=True)]
-    found = np.asarray(np.moveaxis(value, 1, -1)[(batch, *near)], np.float32)
-    found[~inside] = 0
-    return found
-
-
-def _places(rng: np.random.Generator, count: int, most: int) -> NDArray[np.int64]:
-    if count <= most:
-        return np.arange(count, dtype=np.int64)
-    return np.sort(rng.choice(count, most, replace=False)).astype(np.int64)
-
-
-def _pads(
-    layer: Layer, sizes: Sequence[int], spans: Sequence[int], strides: Sequence[int]
-) -> list[tuple[int, int]]:
-    """(before, behind) of each spatial axis."""
-    rank = len(spans)
-    how = layer.given.get("auto_pad", b"NOTSET")
-    if how in (b"SAME_UPPER", b"SAME_LOWER"):
-        found = []
-        for size, span, stride in zip(sizes, spans, strides, strict=True):
-            whole = max((-(-size // stride) - 1) * stride + span - size, 0)
-            less = whole // 2
-            found.append((less, whole - less) if how == b"SAME_UPPER" else (whole - less, less))
-        return found
-    given = [0] * (2 * rank) if how == b"VALID" else list(layer.given.get("pads", [0] * 2 * rank))
-    return [(int(given[axis]), int(given[rank + axis])) for axis in range(rank)]
+    """At most `most` patches of one input of a Conv, Gemm or MatMul (`calibrators.patches`)."""
+    window = window_of(layer.given, layer.array.shape[2:]) if layer.kind == "Conv" else None
+    return drawn_patches(value, window, number, most)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float64]
 
+_HALF = 0.5001  # of a step, and what float32 scales leave
 _QUANT = ("Sub", "Clip", "Add", "Round", "Mul")  # from a fake-quantized layer's input backwards
 
 
@@ -40,6 +41,8 @@ class Written:
         input: scale of its input, and the integer of a real 0.
         low, high: least and greatest stored value of the input.
         grid: whose rule rounds both.
+        nearest: whether its weight is rounded to nearest; AMCT's AdaRound does not, and what it
+            found is left as it is.
     """
 
     weight: FloatArray
@@ -48,6 +51,7 @@ class Written:
     low: float
     high: float
     grid: Grid = INT8
+    nearest: bool = True
 
     def weights(self, layer: Layer) -> FloatArray:
         """What is left of a layer's weight, in ONNX layout."""
@@ -125,13 +129,22 @@ def _of_fake_quant(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written 
         return None
     groups = layer.by_channel.shape[0]
     columns = np.broadcast_to(scales, layer.outputs).reshape(groups, -1, 1, 1)
+    wide = layer.from_channels(np.ones(layer.by_channel.shape) * columns).astype(np.float64)
     return Written(
-        weight=layer.from_channels(np.ones(layer.by_channel.shape) * columns).astype(np.float64),
+        weight=wide,
         input=1 / inverse,
         zero=int(_array(graph, add.input[1])),
         low=int(_array(graph, clip.input[1])),
         high=int(_array(graph, clip.input[2])),
+        nearest=_to_nearest(_array(graph, node.input[1]), layer, wide),
     )
+
+
+def _to_nearest(codes: NDArray[Any], layer: Layer, scales: FloatArray) -> bool:
+    """Whether each weight of this layer has its nearest code."""
+    stored = codes.T if layer.turned else codes
+    steps = np.clip(layer.array / scales, INT8.qmin, INT8.qmax)
+    return bool(np.abs(steps - stored).max() < _HALF)
 
 
 def _back(graph: Graph, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:

@@ -1,9 +1,10 @@
-"""The calibration that AMCT defines: weights by ARQ, channels by DMQ, activations by IFMR or HFMG.
+"""The calibration that AMCT defines: weights by ARQ or AdaRound, channels by DMQ, then activations.
 
 As in AMCT the activations are those of the float model with fake-quantized weights (those of
-ConvTranspose stay as they are), and each algorithm sees `batch_num` batches::
+ConvTranspose stay as they are, but for AdaRound's), and each algorithm sees `batch_num` batches::
 
     float model -> DMQ factors (first batch) -> weights: ARQ -> batches -> IFMR, HFMG -> record
+                                              (AdaRound, a layer after the other, first batches)
 
 A `RecordPlan` says what must be observed for that, and makes the record of what was.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.amct.ada_statistics import Rounded
 from calibrators.amct.arq import arq, arq_fake_quantize
 from calibrators.amct.dmq import balance_factors, channel_max, weight_channel_max
 from calibrators.amct.grid import ascend_clip_range, ascend_half
@@ -36,7 +38,17 @@ from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.observe import observe
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.parallel import Sample
+from deploy.graph.edit import cut
 from deploy.graph.index import Graph
+from deploy.targets.ascend.adaround import (
+    MOST_SAMPLES,
+    AdaStep,
+    adaptive,
+    algorithms,
+    refuse_open,
+    steps_of,
+)
+from deploy.targets.ascend.adaround_search import left, settle
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.record import LayerRecord
@@ -58,6 +70,8 @@ class Recorded:
         records: layer name -> scales, in the model's order.
         ranges: tensor -> the clip range of the layers that read it.
         kept_bytes: activations that exact IFMR held.
+        adaround: (least, greatest) share of the error of the nearest codes that AdaRound leaves to
+            a layer's output, on the places it looked at; None where no layer has it.
         dead: layers whose input was zero throughout; their scale is 1 and means nothing.
         faint: layers whose input is so small that AMCT's scale, 1, rounds all of it to zero.
     """
@@ -65,6 +79,7 @@ class Recorded:
     records: dict[str, LayerRecord]
     ranges: dict[str, Scale] = field(default_factory=dict)
     kept_bytes: int = 0
+    adaround: tuple[float, float] | None = None
     dead: tuple[str, ...] = ()
     faint: tuple[str, ...] = ()
 
@@ -100,12 +115,12 @@ class RecordPlan:
     exact: bool = False
     balanced_over: int | None = None
     lenient: bool = False
-    _found: Weights = field(default_factory=dict, init=False, repr=False)
+    _arq: Weights = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self._entries:
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
-        _refuse_unsupported(self._entries, self.config)
+        refuse_open(self.model, self.layers, self.config)
         if self.batches < self.config.batch_num:
             size = self.images * self.together
             of = f" of {size} images" if size > 1 else ""
@@ -158,6 +173,19 @@ class RecordPlan:
         return self.balanced_over or self.together
 
     @cached_property
+    def adaround(self) -> dict[str, AdaStep]:
+        """Layer that AdaRound rounds -> what it wants observed."""
+        return steps_of(
+            self.model,
+            self.layers,
+            self.config,
+            key=self._key(),
+            samples=self.used,
+            needs=tuple(self.maxima.values()),
+            prepared=self._prepared,
+        )
+
+    @cached_property
     def activations(self) -> dict[str, Observation]:
         """Layer -> the statistic that its search wants; layers that agree on both share it."""
         return {
@@ -178,7 +206,8 @@ class RecordPlan:
 
     @cached_property
     def _variant(self) -> Variant:
-        return Variant(self._key(), self._prepared, needs=tuple(self.maxima.values()))
+        needs = (*self.maxima.values(), *(one.inputs for one in self.adaround.values()))
+        return Variant(self._key(), self._prepared, needs=needs)
 
     def _observation(self, name: str, tensor: str) -> Observation:
         return Observation(self._variant, tensor, self._statistic(self._entries[name]), name)
@@ -186,7 +215,9 @@ class RecordPlan:
     @property
     def observations(self) -> tuple[Observation, ...]:
         """All of them."""
-        return (*self.maxima.values(), *self.activations.values(), *self.seconds.values())
+        rounded = (one.inputs for one in self.adaround.values())
+        activations = (*self.activations.values(), *self.seconds.values())
+        return (*self.maxima.values(), *rounded, *activations)
 
     def record(self, observed: Observed) -> Recorded:
         """Search every layer.
@@ -195,7 +226,7 @@ class RecordPlan:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
         """
         factors = self.factors(observed)
-        weights = self.weights(factors)
+        weights, rounded = self.weights(observed), self.rounded(observed)
         forced = self.config.fakequant_precision_mode is not None
         found: dict[object, AscendScale] = {}
         records: dict[str, LayerRecord] = {}
@@ -210,6 +241,7 @@ class RecordPlan:
                 scale_w=weights[name][0],
                 factors=factors.get(name, _NONE),
                 weighted=bool(self.layers[name].weight),
+                rounded=rounded[name].integers if name in rounded else None,
                 tensor=self.layers[name].at is not None,
                 act_bits=entry.activation.num_bits,
                 weight_bits=entry.weight.num_bits if self.layers[name].weight else 8,
@@ -232,7 +264,14 @@ class RecordPlan:
         ranges = {
             o.tensor: _range(one, observed.of(o), self._entries[name]) for name, one, o in inputs
         }
-        return Recorded(records=records, ranges=ranges, kept_bytes=kept, dead=dead, faint=faint)
+        return Recorded(
+            records=records,
+            ranges=ranges,
+            kept_bytes=kept,
+            adaround=left(rounded.values()),
+            dead=dead,
+            faint=faint,
+        )
 
     def _scale(
         self,
@@ -259,13 +298,32 @@ class RecordPlan:
                 found[name] = self._factor(name, recorder)
         return found
 
-    def weights(self, factors: Factors) -> Weights:
+    def weights(self, observed: Observed) -> Weights:
         """Weight (scale, offset) by layer; a pool has scale 1, as AMCT records it."""
-        if not self._found:  # the factors follow from the model and the first batch
-            for name, layer in self.layers.items():
+        rounded = self.rounded(observed)
+        found = self._by_arq(self.factors(observed))
+        return {n: _weights_of(rounded[n]) if n in rounded else found[n] for n in self.layers}
+
+    def rounded(
+        self, observed: Observed, names: Collection[str] | None = None
+    ) -> dict[str, Rounded]:
+        """What AdaRound made of its layers, or of some: searched where it is not known yet."""
+        factors, found = self.factors(observed), {}
+        for place, (name, step) in enumerate(self.adaround.items(), 1):
+            if names is None or name in names:
                 with _in_layer(name):
-                    self._found[name] = self._weight(layer, factors)
-        return self._found
+                    rows = self._rows(step.layer, factors)
+                    where = f"{place} of {len(self.adaround)}: {name}"
+                    found[name] = settle(step, rows, observed, place=where)
+        return found
+
+    def _by_arq(self, factors: Factors) -> Weights:
+        if not self._arq:  # the factors follow from the model and the first batch
+            for name, layer in self.layers.items():
+                if name not in self.adaround:
+                    with _in_layer(name):
+                        self._arq[name] = self._weight(layer, factors)
+        return self._arq
 
     def _factor(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
         from deploy.targets.ascend.quant_layer import array_of
@@ -284,33 +342,49 @@ class RecordPlan:
     def _weight(
         self, layer: Layer, factors: Factors
     ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
-
         if layer.at is not None:
             return _NONE, np.zeros(0, np.int32)
         if not layer.weight:
             return np.ones(1, np.float32), np.zeros(1, np.int32)
         wanted = self._entries[layer.name].weight
-        weight = array_of(self._index, layer.weight)
-        rows = rows_of(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
+        rows = self._rows(layer, factors)
         return arq(rows, bits=wanted.num_bits, channel_wise=bool(wanted.channel_wise))
 
-    def _prepared(self, observed: Observed) -> onnx.ModelProto:
+    def _rows(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
+        """A layer's weight, balanced, output channels first."""
+        from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
+
+        weight = array_of(self._index, layer.weight)
+        return rows_of(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
+
+    def _prepared(
+        self, observed: Observed, names: Collection[str] | None = None, end: str = ""
+    ) -> onnx.ModelProto:
+        """The model to observe, of AdaRound's layers these rounded, or all; up to a tensor."""
         factors = self.factors(observed)
-        weights = self.weights(factors)
-        return prepared_model(self.model, self.layers, self.config, weights, factors)
+        rounded = self.rounded(observed, names)
+        weights = {**self._by_arq(factors), **{n: _weights_of(one) for n, one in rounded.items()}}
+        integers = {name: one.integers for name, one in rounded.items() if one.integers is not None}
+        model = cut(self.model, end) if end else self.model
+        there = {node.name for node in model.graph.node}
+        layers = {name: layer for name, layer in self.layers.items() if layer.node in there}
+        return prepared_model(model, layers, self.config, weights, factors, integers)
 
     def _key(self) -> str:
         """The variant with all that its weights and inputs depend on."""
+        first = min(self.used, MOST_SAMPLES)
         how = {
-            name: (entry.weight.num_bits, entry.weight.channel_wise, entry.dmq_balancer_param)
+            name: (
+                entry.weight.num_bits,
+                entry.weight.channel_wise,
+                entry.dmq_balancer_param,
+                *((repr(entry.weight), first) if adaptive(self.config, name) else ()),
+            )
             for name, entry in self.config.enabled().items()
         }
-        first = [self._first] if self.maxima and self._first > 1 else []
-        digest = hashlib.sha256(
-            json.dumps([self.base, how, *first], sort_keys=True).encode()
-        ).hexdigest()
-        return f"weights fake-quantized by AMCT's ARQ, {digest[:12]}"
+        parts = [self.base, how, *([self._first] if self.maxima and self._first > 1 else [])]
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return f"weights fake-quantized by AMCT's {algorithms(self.config)}, {digest[:12]}"
 
     def _statistic(self, entry: LayerConfig) -> Statistic:
         samples = self.used if self.used < self.samples else None
@@ -369,28 +443,38 @@ def prepared_model(
     config: QuantConfig,
     weights: Mapping[str, tuple[NDArray[np.float32], NDArray[np.int32]]],
     factors: Mapping[str, NDArray[np.float32]],
+    rounded: Mapping[str, NDArray[np.int8]] | None = None,
 ) -> onnx.ModelProto:
-    """The float model to observe: weights fake-quantized, inputs divided by DMQ factors."""
+    """The float model to observe: weights fake-quantized, inputs divided by DMQ factors.
+
+    Of AdaRound's layers those that are `rounded` are so, the others stay as they are.
+    """
     from onnx import numpy_helper
 
-    from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
+    from deploy.targets.ascend.quant_layer import array_of, balanced_weight, from_rows, rows_of
     from deploy.targets.ascend.rewrite import rewrite_inputs
 
-    index = Graph(model)
+    index, integers = Graph(model), rounded or {}
     arrays = {}
     for name, layer in layers.items():
         if not layer.weight:
             continue
         weight = balanced_weight(array_of(index, layer.weight), layer, factors.get(name, _NONE))
-        if layer.kind != "ConvTranspose":  # AMCT leaves it, measured on its modified model
-            rows = rows_of(weight, layer)
+        rows = rows_of(weight, layer)
+        if name in integers:
+            shape = (-1,) + (1,) * (rows.ndim - 1)
+            rows = integers[name].reshape(rows.shape) * weights[name][0].reshape(shape)
+        elif layer.kind != "ConvTranspose" and not adaptive(config, name):  # AMCT leaves it
             bits = config.layers[name].weight.num_bits
-            fake = arq_fake_quantize(rows, *weights[name], bits=bits)
-            turned = layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b)
-            weight = np.asarray(np.moveaxis(fake, 0, -1) if turned else fake, np.float32)
-        arrays[layer.weight] = numpy_helper.from_array(np.ascontiguousarray(weight), layer.weight)
+            rows = np.asarray(arq_fake_quantize(rows, *weights[name], bits=bits), np.float32)
+        arrays[layer.weight] = numpy_helper.from_array(from_rows(rows, layer), layer.weight)
     inverse = {n: np.float32(1) / f for n, f in factors.items() if n in layers}
     return rewrite_inputs(model, layers, arrays, inverse)
+
+
+def _weights_of(rounded: Rounded) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """(scale, offset) of a layer that AdaRound rounded."""
+    return rounded.scale, np.zeros(rounded.scale.size, np.int32)
 
 
 def _searched(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:
@@ -440,15 +524,6 @@ def _in_layer(name: str) -> Iterator[None]:
             f"layer {name!r}: {error} (to leave it in float, put it under skip_layers or"
             " --keep-float)"
         ) from None
-
-
-def _refuse_unsupported(entries: Mapping[str, LayerConfig], config: QuantConfig) -> None:
-    for name, entry in entries.items():
-        if entry.weight.wts_algo != "arq_quantize":
-            raise ConfigError(
-                f"calib8 computes arq_quantize, got ada_quantize in layer {name!r}; AdaRound needs"
-                " AMCT itself"
-            )
 
 
 def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32]:

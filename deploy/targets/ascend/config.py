@@ -116,9 +116,15 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
             f"dmq_balancer_param does not apply to {_what(layer)}, got it in layer {layer.name!r};"
             " leave it out"
         )
-    if entry.weight.wts_algo == "ada_quantize" and not layer.weight:
+    if entry.weight.wts_algo == "ada_quantize" and not layer.adaptive:
         raise ConfigError(
-            f"ada_quantize needs a weight, got it in layer {layer.name!r}, {_what(layer)}"
+            "ada_quantize is for 2-D convolutions, transposed ones, Gemms, and MatMuls with a 2-D"
+            f" weight, got it in layer {layer.name!r}, {_what(layer)}; give that layer arq_quantize"
+        )
+    if entry.weight.wts_algo == "ada_quantize" and entry.weight.num_bits != 8:
+        raise ConfigError(
+            f"ada_quantize rounds weights to 8 bits, got num_bits {entry.weight.num_bits} in layer"
+            f" {layer.name!r}; take num_bits out, or give it arq_quantize"
         )
 
 
@@ -126,7 +132,9 @@ def _what(layer: Layer) -> str:
     """The layer's type, in words."""
     if layer.two_activations:
         return "a MatMul of two activations"
-    return {"Conv": "a 3-D convolution"}.get(layer.kind, layer.kind)
+    if layer.stacked:
+        return "a MatMul with a 3-D weight"
+    return f"a {layer.rank}-D convolution" if layer.kind == "Conv" else layer.kind
 
 
 def _no_layers(graph: LayerGraph) -> str:

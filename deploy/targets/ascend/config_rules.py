@@ -80,8 +80,11 @@ ACTIVATION = {
     **_IFMR,
     **_HFMG,
 }
+MOST_ITERATIONS = 1_000_000  # AMCT's default is 10000, which takes minutes a layer
 _ADA = {
-    "num_iteration": _Rule("int", lambda v: v >= 0, ">= 0"),
+    "num_iteration": _Rule(
+        "int", lambda v: 0 <= v <= MOST_ITERATIONS, f">= 0 and at most {MOST_ITERATIONS}"
+    ),
     "reg_param": _Rule("float", lambda v: 0 < v < 1, "(0, 1)"),
     "beta_range": _Rule(
         "list", lambda v: _pair(v) and v[0] > v[1] > 0, "[start, end], start > end > 0"

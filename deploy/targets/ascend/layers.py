@@ -67,6 +67,7 @@ class Layer:
         others: further activations that the node reads: the second factor of a MatMul that has no
             weight, the other input of an Add.
         at: the index of an input; None for a whole node.
+        stacked: a MatMul's weight has three dimensions.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Layer:
     channels_in: int = 0
     others: tuple[str, ...] = ()
     at: int | None = None
+    stacked: bool = False
 
     @property
     def node(self) -> str:
@@ -107,6 +109,12 @@ class Layer:
     def holds_bias(self) -> bool:
         """Whether it has a place for a bias: a MatMul only in the Add behind it."""
         return bool(self.weight) and (self.kind != "MatMul" or bool(self.bias_add))
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether AMCT's AdaRound takes it: 2-D convolutions and matrices."""
+        matrix = self.kind in ("Gemm", "MatMul") and not self.stacked
+        return bool(self.weight) and (matrix or self.rank == 2)
 
     @property
     def symmetric_only(self) -> bool:
@@ -253,7 +261,11 @@ def _layer(node: onnx.NodeProto, index: Graph) -> Layer | str:
         return reason
     if node.op_type == "MatMul":
         add, bias, output = _bias_add(node, weight, index)
-        wide = {"bias_add": add, "channels_in": weight.dims[-2]}
+        wide = {
+            "bias_add": add,
+            "channels_in": weight.dims[-2],
+            "stacked": len(weight.dims) == 3,
+        }
         return Layer(**base, output=output, weight=node.input[1], bias=bias, **wide)
     group, trans_b = int(given.get("group", 1)), bool(given.get("transB", 0))
     channels_in = weight.dims[1] * group if node.op_type == "Conv" else weight.dims[int(trans_b)]

@@ -1,4 +1,4 @@
-"""The files of an Ascend deployment: config, record, mapping, and the three models."""
+"""The files of an Ascend deployment: config, record, mapping, and the models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_models(
     cann: str = DEFAULT,
     halves: Collection[str] = (),
 ) -> dict[str, Path]:
-    """Config, record, mapping and the three models; all is made before anything is written.
+    """Config, record, mapping and the models; all is made before anything is written.
 
     Args:
         model: the float model.
@@ -71,6 +71,7 @@ def _contents(
     from deploy.targets.ascend.fake_quant import fake_quant_model
     from deploy.targets.ascend.half import narrowed
     from deploy.targets.ascend.mapping import fusion_mapping
+    from deploy.targets.ascend.modified import modified_model
     from deploy.targets.ascend.record import write_record
 
     loaded = subject.loaded
@@ -93,6 +94,13 @@ def _contents(
         ("Q/DQ model", "amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
     ):
         yield role, ending, stripped(made).SerializeToString(deterministic=True)
+    if any(record.rounded is not None for record in records.values()):
+        modified = stripped(loaded.whole(modified_model(model, layers)))
+        yield (
+            "modified model",
+            "modified_model.onnx",
+            modified.SerializeToString(deterministic=True),
+        )
     original = subject.model if subject.original is None else subject.original
     mapping = fusion_mapping(deploy, original, name=loaded.name)
     yield "fusion mapping", "quant.json", mapping.encode()

@@ -131,6 +131,15 @@ def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
     return weight
 
 
+def from_rows(rows: NDArray[np.floating], layer: Layer) -> Float32Array:
+    """Inverse of `rows_of`."""
+    if layer.kind == "ConvTranspose":
+        return np.ascontiguousarray(channels_back(rows, layer.group), np.float32)
+    if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
+        return np.ascontiguousarray(np.moveaxis(rows, 0, -1), np.float32)
+    return np.ascontiguousarray(rows, np.float32)
+
+
 def array_of(index: Graph, name: str) -> Float32Array:
     """The value of a constant."""
     return np.asarray(numpy_helper.to_array(index.constants[name]), np.float32)
@@ -191,6 +200,8 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
         raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
     offset = np.zeros(record.scale_w.size, np.int32)
     integers = arq_integers(rows, record.scale_w, offset, bits=record.weight_bits)
+    if record.rounded is not None:
+        integers = record.rounded.reshape(rows.shape)
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_back(integers, layer.group), np.int8)
     if layer.kind in ("Gemm", "MatMul"):

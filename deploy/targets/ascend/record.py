@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from calibrators.amct.grid import FLT_EPSILON, ascend_range
 from deploy.errors import ConfigError
+from deploy.reading import from_json
 from deploy.targets.ascend.bits import (
     INT4_WEIGHTS,
     INT16_LAYERS,
@@ -23,6 +25,8 @@ from deploy.targets.ascend.proto import message_class, near, parse_text, print_t
 from deploy.targets.ascend.tensor_config import refuse_unknown
 
 _SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
+_ROUNDED = "# weights rounded by AdaRound, in the modified model: "
+_RULE = "a record's comment on AdaRound must end in a layer's name as JSON"
 # fields that tell widths -> the widths that AMCT reads there; "UNSET" and no field are 8
 _WIDTHS = {"dst_type": (4, 8), "act_type": (4, 8, 16), "wts_type": (4, 6, 7, 8)}
 _FORCED = "FORCE_FP16_QUANT"
@@ -43,6 +47,9 @@ class LayerRecord:
         weighted: the layer has a weight (AveragePool has none, but records scale_w 1).
         skip_fusion: the scales are those of a Conv without the BatchNormalization behind it.
         tensor: it is of one input of an Add or MaxPool (tensor_quantize), and has no scale_w.
+        rounded: integers that AdaRound found for the weight, int8, output channels first; None
+            where each is the nearest. AMCT keeps them in the float model that it leaves behind,
+            not in the record.
         act_bits, weight_bits: of the integers.
         force_fp16: scale_d is a float16 number, and dequantization scales are cut for Nano chips.
         half: the layer reads and gives float16; None where nothing says so.
@@ -56,6 +63,7 @@ class LayerRecord:
     factors: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
     weighted: bool = True
     skip_fusion: bool = False
+    rounded: NDArray[np.int8] | None = None
     tensor: bool = False
     act_bits: int = 8
     weight_bits: int = 8
@@ -84,7 +92,20 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
             value.op_data_type = "FLOAT16"
         if record.force_fp16:
             value.fakequant_precision_mode = _FORCED
-    return print_text(message)
+    return _told(records) + print_text(message)
+
+
+def _told(records: Mapping[str, LayerRecord]) -> str:
+    """Comments that name the layers of which the record does not hold all."""
+    names = [name for name, record in records.items() if record.rounded is not None]
+    return "".join(f"{_ROUNDED}{json.dumps(name)}\n" for name in names)
+
+
+def adaptive_layers(text: str) -> list[str]:
+    """The layers that a record's comments say AdaRound rounded."""
+    lines = (line[len(_ROUNDED) :] for line in text.splitlines() if line.startswith(_ROUNDED))
+    found = [from_json(line, rule=_RULE, error=ConfigError) for line in lines]
+    return [name for name in found if isinstance(name, str)]
 
 
 def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:

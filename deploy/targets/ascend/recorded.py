@@ -42,8 +42,9 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
         ConfigError: a file that cannot be read or breaks a rule, or is another model's.
         ExportError: a scale or a bias outside what the hardware takes.
     """
+    from deploy.targets.ascend.modified import unrounded
     from deploy.targets.ascend.quant_layer import quantize_layers
-    from deploy.targets.ascend.record import others, read_record
+    from deploy.targets.ascend.record import adaptive_layers, others, read_record
     from deploy.targets.ascend.target import without
 
     text = read_text(path, what="AMCT's record of scales", error=ConfigError)
@@ -68,6 +69,13 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
             "By its scales the record is of weights that nothing was folded into, so that what"
             f" follows stays apart: {', '.join(bare)}."
         )
+    nearest = unrounded(model, graph, records, adaptive_layers(text))
+    if nearest:
+        notes.append(
+            f"AdaRound rounded the weights of {len(nearest)} layers ({', '.join(nearest[:3])}). A"
+            " record does not hold that, so here they are rounded to nearest; give the"
+            " _modified_model.onnx that was written beside the record in place of the model."
+        )
     if beside:
         notes.append(f"Beside them the record holds, and was not deployed: {', '.join(beside)}.")
     return Recipe(
@@ -89,6 +97,7 @@ def from_cache(subject: Subject, path: Path) -> Recipe:
         CacheError: a file that cannot be read, or no usable scale for any layer of the model.
         ConfigError: the model has no layer that Ascend quantizes.
     """
+    from deploy.calibration.observation import Observed
     from deploy.graph.plan import ASCEND
     from deploy.targets.ascend.calibrate import RecordPlan
     from deploy.targets.ascend.config import default_config
@@ -102,7 +111,9 @@ def from_cache(subject: Subject, path: Path) -> Recipe:
     model, graph = prepared(subject.model)
     matched = match(cache, subject.model, original=subject.original, placement=ASCEND)
     config = default_config(graph, activation_offset=False)
-    weights = RecordPlan(model=model, graph=graph, config=config, base="", samples=1).weights({})
+    weights = RecordPlan(model=model, graph=graph, config=config, base="", samples=1).weights(
+        Observed({})
+    )
     records = {
         name: LayerRecord(
             scale_d=matched.scales[layer.input],

@@ -196,6 +196,8 @@ def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
         given = _decimal(dmq.migration_strength) if dmq.HasField("migration_strength") else 0.5
         strength = checked_keys({"dmq_balancer_param": given}, weight=False)["dmq_balancer_param"]
     weight = _weight(weights) if weights is not None else Weight()
+    if weights is common and weight.wts_algo == "ada_quantize" and not layer.adaptive:
+        weight = Weight()
     return LayerConfig(activation=act, weight=weight, dmq_balancer_param=strength)
 
 

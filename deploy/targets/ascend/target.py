@@ -131,6 +131,7 @@ class Ascend:
         "_record.txt",
         "_deploy_model.onnx",
         "_fake_quant_model.onnx",
+        "_modified_model.onnx",
         "_amct_qdq.onnx",
         "_aipp.cfg",
         "_compression.cfg",
@@ -547,9 +548,11 @@ def unfused(
 
 def _searches(config: QuantConfig) -> str:
     """The searches that gave the scales, in words."""
+    from deploy.targets.ascend.adaround import algorithms
+
     enabled = config.entries().values()
     searches = sorted({layer.activation.act_algo.upper() for layer in enabled})
-    return f"AMCT's ARQ and {' and '.join(searches)}"
+    return f"AMCT's {algorithms(config)} and {' and '.join(searches)}"
 
 
 def _chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
@@ -564,6 +567,7 @@ def _chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
 
 def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
     yield f"Scales: {_searches(plan.config)} over {_batches(plan)}."
+    yield from _rounding_notes(found, plan)
     yield from plan.config.told
     if found.kept_bytes:
         yield f"Exact IFMR kept {found.kept_bytes / 2**20:.1f} MiB of activations in memory."
@@ -595,6 +599,20 @@ def _batches(plan: RecordPlan) -> str:
     last = images % size
     partial = f", the last one of {last}" if last else ""
     return f"{images} samples in {plan.config.batch_num} batches of {size}{partial}"
+
+
+def _rounding_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
+    from deploy.targets.ascend.adaround import MOST_PLACES, MOST_SAMPLES
+
+    if found.adaround is None:
+        return
+    least, most = (f"{100 * share:.0f} %" for share in found.adaround)
+    yield (
+        f"AdaRound rounded the weights of {len(plan.adaround)} layers by at most {MOST_PLACES}"
+        f" places of the first {min(plan.used, MOST_SAMPLES)} samples; their outputs"
+        f" err there by {least} to {most} of what the nearest codes would. The rounding is in the"
+        " models, not in the record: `calib8 ascend deploy` takes it from the modified model."
+    )
 
 
 def _decisions(

@@ -1,0 +1,230 @@
+"""AdaRound of the layers that ask for it, one after the other in the model's order, as in AMCT.
+
+::
+
+    float model ----------------------> outputs of layer k ----.
+    the same, layers 1 .. k-1 rounded -> inputs of layer k ----+--> weights of layer k rounded
+                                                                    --> k + 1 ...
+
+Each layer is two passes over the first samples, up to 64 of them, of which places are kept: at most
+4096 and 32 MiB, of one layer at a time. What is found is an observation like any other, so a store
+keeps it. The search itself is `calibrators.amct.adaround`.
+
+Left out: AMCT looks through GELU too where it stands behind a layer; here the layer's own output
+counts there, as it does before everything that AMCT knows no activation for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrators.amct.activation import LEAKY, RELU, RELU6, SIGMOID, TANH, Activation
+from calibrators.amct.ada_statistics import RoundedOf, TargetsOf
+from calibrators.amct.adaround import AdaParams
+from deploy.calibration.observation import Observation, Observed, Variant
+from deploy.errors import ConfigError
+from deploy.graph.index import Graph, attributes
+from deploy.graph.windows import window_of
+from deploy.targets.ascend.config_types import QuantConfig, Weight
+from deploy.targets.ascend.layers import Layer
+from deploy.targets.ascend.quant_layer import array_of, rows_of
+
+if TYPE_CHECKING:
+    import onnx
+
+MOST_SAMPLES = 64
+MOST_PLACES = 4096  # of a layer
+_LEAST, _BYTES = 256, 32 * 2**20  # what their inputs may take, but for so many
+
+Float32Array = NDArray[np.float32]
+# (what was observed, layers that are rounded, last tensor) -> model, AdaRound's others in float
+Prepared = Callable[[Observed, Collection[str], str], "onnx.ModelProto"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaStep:
+    """One layer that AdaRound rounds.
+
+    Attributes:
+        layer: it.
+        params: of the search.
+        bias: float32 [G, M], zeros without.
+        activation: behind it.
+        targets: what is observed of the float model.
+        inputs: what is observed behind the rounded layers; a `Rounded`.
+    """
+
+    layer: Layer
+    params: AdaParams
+    bias: Float32Array
+    activation: Activation
+    targets: Observation
+    inputs: Observation
+
+
+def adaptive(config: QuantConfig, name: str) -> bool:
+    """Whether a layer's weights are rounded by AdaRound."""
+    return name in config.layers and config.layers[name].weight.wts_algo == "ada_quantize"
+
+
+def algorithms(config: QuantConfig) -> str:
+    """The algorithms that give the weights' codes, in words."""
+    there = {adaptive(config, name) for name in config.enabled()} or {False}
+    return " and ".join({False: "ARQ", True: "AdaRound"}[one] for one in sorted(there))
+
+
+def refuse_open(model: onnx.ModelProto, layers: Mapping[str, Layer], config: QuantConfig) -> None:
+    """Refuse a ConvTranspose whose pads are not told, which torch, and so AMCT, does not have.
+
+    Raises:
+        ConfigError: there is one that AdaRound is to round.
+    """
+    for node in model.graph.node:
+        if node.op_type != "ConvTranspose" or node.name not in layers:
+            continue
+        given = attributes(node)
+        open_ = given.get("auto_pad", b"NOTSET") != b"NOTSET" or "output_shape" in given
+        if open_ and adaptive(config, node.name):
+            raise ConfigError(
+                "ada_quantize is for a ConvTranspose with pads, got auto_pad or output_shape in"
+                f" layer {node.name!r}; give that layer arq_quantize"
+            )
+
+
+def steps_of(
+    model: onnx.ModelProto,
+    layers: Mapping[str, Layer],
+    config: QuantConfig,
+    *,
+    key: str,
+    samples: int,
+    needs: tuple[Observation, ...],
+    prepared: Prepared,
+) -> dict[str, AdaStep]:
+    """Layer that AdaRound rounds -> what is observed for it, in the model's order.
+
+    Args:
+        model: float model, nodes named.
+        layers: those to quantize, in the model's order.
+        config: settled.
+        key: names all that the models depend on.
+        samples: that the configuration uses.
+        needs: what the inputs are balanced by.
+        prepared: makes a model.
+    """
+    index = Graph(model)
+    nodes = {node.name: node for node in model.graph.node}
+    found: dict[str, AdaStep] = {}
+    for name, layer in layers.items():
+        if adaptive(config, name):
+            balanced = any(need.whose == name for need in needs)
+            earlier = tuple(found.values())
+            found[name] = _step(
+                layer, nodes[name], index, config,
+                key=key, samples=samples, needs=needs, balanced=balanced,
+                earlier=earlier, prepared=prepared,
+            )  # fmt: skip
+    return found
+
+
+def _step(
+    layer: Layer,
+    node: onnx.NodeProto,
+    index: Graph,
+    config: QuantConfig,
+    *,
+    key: str,
+    samples: int,
+    needs: tuple[Observation, ...],
+    balanced: bool,
+    earlier: tuple[AdaStep, ...],
+    prepared: Prepared,
+) -> AdaStep:
+    rows = rows_of(array_of(index, layer.weight), layer)
+    weight = config.layers[layer.name].weight
+    shape = (layer.group, rows.shape[0] // layer.group, prod(rows.shape[1:]))
+    samples = min(samples, MOST_SAMPLES)
+    total = min(max(_BYTES // (4 * shape[0] * shape[2]), _LEAST), MOST_PLACES)
+    most = -(-total // samples)
+    names = tuple(one.layer.name for one in earlier)
+    before = (*needs, *(one.inputs for one in earlier))
+    end = str(node.output[0])
+
+    def variant(words: str, rounded: Collection[str], needs: tuple[Observation, ...]) -> Variant:
+        def make(seen: Observed) -> onnx.ModelProto:
+            return prepared(seen, rounded, end)
+
+        return Variant(f"{key}, {words} up to {layer.name}", make, needs)
+
+    last = layer.kind in ("Gemm", "MatMul")
+    targets = Observation(
+        variant("float", (), before),
+        end,
+        TargetsOf(samples=samples, most=most, last=last),
+        layer.name,
+    )
+    window = None
+    if not last:
+        turned = layer.kind == "ConvTranspose"
+        window = window_of(attributes(node), rows.shape[2:], transposed=turned)
+    inputs = Observation(
+        variant("rounded", names, (*before, targets)),
+        f"{layer.name}.mul.output0" if balanced else layer.input,
+        RoundedOf(
+            samples=samples,
+            most=most,
+            window=window,
+            shape=shape,
+            scales=rows.shape[0] if weight.channel_wise else 1,
+            params=_params(weight),
+        ),
+        layer.name,
+    )
+    bias = np.zeros(rows.shape[0], np.float32)
+    if layer.bias and not layer.bias_add:
+        bias = array_of(index, layer.bias).reshape(-1)
+    return AdaStep(
+        layer=layer,
+        params=_params(weight),
+        bias=bias.reshape(shape[:2]),
+        activation=_activation(index, end, shape),
+        targets=targets,
+        inputs=inputs,
+    )
+
+
+def _params(weight: Weight) -> AdaParams:
+    return AdaParams(
+        num_iteration=weight.num_iteration,
+        reg_param=weight.reg_param,
+        beta_range=weight.beta_range,
+        warm_start=weight.warm_start,
+    )
+
+
+def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> Activation:
+    """The activation that alone reads a tensor, of those that AMCT looks through."""
+    node = index.only_reader(tensor)
+    if node is None or node.input[0] != tensor:
+        return Activation()
+    plain = {"Relu": RELU, "Sigmoid": SIGMOID, "Tanh": TANH}
+    if node.op_type in plain:
+        return Activation(plain[node.op_type])
+    if node.op_type == "LeakyRelu":
+        alpha = attributes(node).get("alpha", 0.01)
+        return Activation(LEAKY, np.full((1, 1), alpha, np.float32))
+    if node.op_type == "PRelu" and node.input[1] in index.constants:
+        slope = array_of(index, node.input[1])
+        if slope.size == 1:
+            return Activation(LEAKY, slope.reshape(1, 1))
+        if slope.size == shape[0] * shape[1]:
+            return Activation(LEAKY, slope.reshape(shape[:2]))
+    if node.op_type == "Clip" and [index.number(end) for end in node.input[1:]] == [0.0, 6.0]:
+        return Activation(RELU6)
+    return Activation()

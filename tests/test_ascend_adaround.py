@@ -1,0 +1,524 @@
+"""AdaRound: against AMCT's own, by finite differences, and through the command to every file."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from calibrators.amct.activation import LEAKY, NONE, RELU, RELU6, SIGMOID, TANH, Activation
+from calibrators.amct.ada_statistics import RoundedOf, TargetsOf
+from calibrators.amct.adaround import (
+    AdaParams,
+    AdaProblem,
+    adaround,
+    beginning,
+    beta_of,
+    drive,
+    error_slope,
+    heights,
+    nearest,
+    output_error,
+)
+from calibrators.amct.arq import channels_first
+from calibrators.amct.kl_scale import kl_scale
+from calibrators.amct.tiles import Tiles
+from calibrators.errors import CalibrationError
+from calibrators.patches import Window, patches
+from deploy.targets.ascend.quant_layer import quantize_layers
+
+# by AMCT's AdaRoundQuant, KlOptimize and loss functions in torch 2.13: random layers and inputs,
+# every place in every iteration
+GOLDEN = np.load(Path(__file__).parent / "golden" / "amct" / "adaround.npz")
+PARAMS = AdaParams(num_iteration=300, reg_param=0.02, beta_range=(12.0, 3.0), warm_start=0.3)
+CONV = Window(kernel=(3, 3), strides=(2, 2), dilations=(1, 1), pads=(1, 1, 1, 1), group=2)
+TURNED = Window(
+    kernel=(3, 3), strides=(2, 2), dilations=(1, 1), pads=(1, 1, 1, 1), group=2,
+    transposed=True, more=(1, 1),
+)  # fmt: skip
+
+
+def golden(case, name):
+    return GOLDEN[f"{case}.{name}"]
+
+
+def golden_rows(case, window):
+    weight = golden(case, "weight")
+    return channels_first(weight, window.group) if window and window.transposed else weight
+
+
+def problem_of(case, window, activation):
+    """What the recorders make of a golden case, sample by sample."""
+    rows, outputs = golden_rows(case, window), golden(case, "outputs")
+    groups = window.group if window else 1
+    shape = (groups, len(rows) // groups, rows[0].size)
+    most = {"samples": 99, "most": 999}
+    params = {"shape": shape, "scales": len(rows) if window else 1, "params": PARAMS}
+    inputs = RoundedOf(window=window, **most, **params).recorder(None)
+    targets = TargetsOf(last=window is None, **most).recorder(None)
+    for x, y in zip(golden(case, "x"), outputs, strict=True):
+        inputs.observe(x[None])
+        targets.observe(y[None])
+    wide = np.broadcast_to(golden(case, "scale"), len(rows)).reshape(groups, -1, 1)
+    taken = targets.taken()
+    return AdaProblem(
+        weight=rows.reshape(shape),
+        scale=wide,
+        inputs=inputs.taken(),
+        targets=taken.reshape(len(taken), *shape[:2]),
+        bias=golden(case, "bias").reshape(shape[:2]),
+        activation=activation,
+        share=targets.share,
+    )
+
+
+LEAK = np.full((1, 1), 0.2, np.float32)
+CASES = {
+    "conv": (CONV, Activation(RELU)),
+    "turned": (TURNED, Activation(NONE)),
+    "matrix": (None, Activation(TANH)),  # 70 channels: two blocks
+    "tokens": (None, Activation(LEAKY, LEAK)),  # [N, T, C]: AMCT sums along T
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_integers_are_amcts(case):
+    problem = problem_of(case, *CASES[case])
+    wanted = golden(case, "integers").reshape(problem.weight.shape)
+    np.testing.assert_array_equal(adaround(problem, PARAMS), wanted)
+    assert (wanted != nearest(problem)).any()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_scales_are_amcts(case):
+    window, _ = CASES[case]
+    found = kl_scale(golden_rows(case, window), channel_wise=window is not None)
+    np.testing.assert_array_equal(found, golden(case, "scale"))
+
+
+def test_a_channel_of_zeros_has_scale_one_and_what_overflows_is_told():
+    assert kl_scale(np.zeros((2, 3), np.float32)).tolist() == [1, 1]
+    with pytest.raises(CalibrationError, match="at most"):
+        kl_scale(np.full((1, 3), 3e38, np.float32))
+
+
+@pytest.mark.parametrize("kind", [NONE, RELU, SIGMOID, TANH, LEAKY, RELU6])
+def test_the_slope_is_that_of_the_loss(kind):
+    rng = np.random.default_rng(4)
+    groups, rows, width, count = 2, 3, 70, 96
+    problem = AdaProblem(
+        weight=rng.normal(size=(groups, rows, width)).astype(np.float32),
+        scale=rng.uniform(0.01, 0.03, (groups, rows, 1)).astype(np.float32),
+        inputs=rng.normal(size=(count, groups, width)).astype(np.float32),
+        targets=rng.normal(size=(count, groups, rows)).astype(np.float32),
+        bias=rng.normal(size=(groups, rows)).astype(np.float32),
+        activation=Activation(kind, rng.uniform(size=(groups, rows)).astype(np.float32)),
+        share=0.5,
+    )
+    tiles = Tiles.of(problem.weight, problem.scale, problem.bias, problem.inputs)
+    wanted = tiles.wanted(problem.targets, problem.activation)
+    low, alpha = beginning(tiles.weight, tiles.scale)
+    places = tiles.draw(np.random.default_rng(0))
+    up, rise = heights(alpha)
+    slope = (error_slope(problem, tiles, low + up, wanted, places) + drive(up, 0.1, 7.0)) * rise
+
+    def loss(at):
+        h = np.clip(1.2 / (1 + np.exp(-at.astype(np.float64))) - 0.1, 0, 1)
+        codes = tiles.rows(np.clip(low + h, -128, 127)) * problem.scale.astype(np.float64)
+        made = np.einsum("pgk,gmk->gmp", problem.inputs[places], codes)
+        made += problem.bias.astype(np.float64)[:, :, None]
+        behind = problem.activation.value(made[:, None])[:, 0]
+        error = 0.5 * np.square(behind - wanted[:, :, places]).sum() / len(places)
+        return error + 0.1 * (1 - np.abs(2 * h - 1) ** 7).sum()
+
+    flat = np.flatnonzero(rise)[::37]
+    for place in flat:
+        ends = [alpha.astype(np.float64).copy() for _ in range(2)]
+        ends[0].flat[place] -= 1e-4
+        ends[1].flat[place] += 1e-4
+        measured = (loss(ends[1]) - loss(ends[0])) / 2e-4
+        assert slope.flat[place] == pytest.approx(measured, rel=2e-3, abs=2e-5)
+
+
+def test_the_exponent_falls_by_a_cosine():
+    params = AdaParams(num_iteration=100, beta_range=(20.0, 2.0), warm_start=0.2)
+    assert [beta_of(params, at) for at in (20, 60, 100)] == pytest.approx([20, 11, 2])
+
+
+def test_without_iterations_the_nearest_codes_are_left():
+    problem = problem_of("conv", *CASES["conv"])
+    found = adaround(problem, AdaParams(num_iteration=0))
+    np.testing.assert_array_equal(found, nearest(problem))
+
+
+def test_the_error_falls_below_that_of_the_nearest():
+    rng = np.random.default_rng(2)
+    mixed = rng.normal(size=(300, 1, 5)) @ rng.normal(size=(5, 20))  # inputs that go together
+    weight = rng.normal(size=(1, 4, 20)).astype(np.float32)
+    problem = AdaProblem(
+        weight=weight,
+        scale=np.full((1, 4, 1), 0.05, np.float32),
+        inputs=mixed.astype(np.float32),
+        targets=np.einsum("pgk,gmk->pgm", mixed, weight).astype(np.float32),
+        bias=np.zeros((1, 4), np.float32),
+    )
+    found = adaround(problem, AdaParams(num_iteration=1500))
+    assert output_error(problem, found) < 0.3 * output_error(problem, nearest(problem))
+    assert np.abs(found * 0.05 - weight).max() < 0.05  # up or down, no further
+
+
+def test_values_that_are_not_finite_squared_are_told():
+    given = problem_of("conv", *CASES["conv"])
+    huge = replace(given, targets=given.targets * np.float32(1e30), activation=Activation())
+    steps = []
+    with pytest.raises(CalibrationError, match="must be finite"):
+        adaround(huge, PARAMS, step=lambda: steps.append(1))
+    assert len(steps) < 10  # not after all of them
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"strides": [2, 1], "pads": [1, 0, 2, 1], "group": 2},
+        {"strides": [3, 2], "pads": [0, 1, 1, 0], "output_padding": [1, 0], "dilations": [1, 2]},
+    ],
+)
+def test_weights_times_patches_are_a_transposed_convolution(given):
+    from deploy.graph.windows import window_of
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 4, 5, 6)).astype(np.float32)
+    weight = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
+    group = given.get("group", 1)
+    node = helper.make_node("ConvTranspose", ["x", "w"], ["y"], **given)
+    wanted = ran(model_of([node], {"w": weight}, [2, 4, 5, 6]), x)
+    window = window_of(given, weight.shape[2:], transposed=True)
+    rows = channels_first(weight, group).reshape(group, -1, 4 // group * 6)
+    made = np.einsum("gmk,gkp->pgm", rows, patches(x, window, 1, 10_000))
+    whole = np.moveaxis(wanted, 1, -1).reshape(made.shape[0], group, -1)
+    np.testing.assert_allclose(made, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_store_gives_back():
+    statistic = RoundedOf(
+        samples=1, most=9, window=None, shape=(1, 2, 3), scales=2, params=AdaParams()
+    )
+    recorder = statistic.recorder(None)
+    assert recorder.to_arrays() == {}  # nothing is found yet
+    integers = np.arange(-3, 3, dtype=np.int8).reshape(1, 2, 3)
+    recorder.keep(integers, np.float32([1, 2]), (3.0, 2.0))
+    again = statistic.restore(recorder.to_arrays())
+    np.testing.assert_array_equal(again.integers, integers)
+    assert again.scale.tolist() == [1, 2] and again.errors == (3.0, 2.0)
+    with pytest.raises(CalibrationError, match="as many as the weights"):
+        statistic.restore({**recorder.to_arrays(), "integers": np.zeros(5, np.int8)})
+
+
+# -- through the command -----------------------------------------------------------------------
+
+
+def model_of(nodes, weights, shape, opset=13):
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "made",
+        [value("x", TensorProto.FLOAT, shape)],
+        [onnx.ValueInfoProto(name="y")],
+        [numpy_helper.from_array(v.astype(np.float32), k) for k, v in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+def ran(model, x):
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    return session.run(None, {"x": x})[0]
+
+
+@pytest.fixture(scope="module")
+def all_kinds(tmp_path_factory):
+    """A Conv before a ReLU6, a depthwise one, a pool, a ConvTranspose, a Gemm and a MatMul."""
+    rng = np.random.default_rng(5)
+    make = helper.make_node
+    nodes = [
+        make("Conv", ["x", "w1", "b1"], ["c1"], name="first", pads=[1] * 4, strides=[2, 2]),
+        make("Clip", ["c1", "zero", "six"], ["r1"], name="relu6"),
+        make("Conv", ["r1", "w2", "b2"], ["c2"], name="apart", pads=[1] * 4, group=6),
+        make("PRelu", ["c2", "slope"], ["r2"], name="prelu"),
+        make("ConvTranspose", ["r2", "w3", "b3"], ["c3"], name="turned", strides=[2, 2], group=2),
+        make("Relu", ["c3"], ["r3"], name="relu"),
+        make("AveragePool", ["r3"], ["p"], name="pool", kernel_shape=[2, 2], strides=[2, 2]),
+        make("Flatten", ["p"], ["f"], name="flat"),
+        make("Gemm", ["f", "w4", "b4"], ["g"], name="fc", transB=1),
+        make("Tanh", ["g"], ["t"], name="tanh"),
+        make("MatMul", ["t", "w5"], ["m"], name="mm"),
+        make("Add", ["m", "b5"], ["y"], name="add"),
+    ]
+    shapes = {
+        "w1": (6, 3, 3, 3), "b1": (6,), "w2": (6, 1, 3, 3), "b2": (6,), "w3": (6, 4, 2, 2),
+        "b3": (8,), "w4": (20, 512), "b4": (20,), "w5": (20, 7), "b5": (7,),
+    }  # fmt: skip
+    weights = {k: rng.normal(size=s) / math.sqrt(max(np.prod(s[1:]), 1)) for k, s in shapes.items()}
+    weights |= {"zero": np.zeros(()), "six": np.full((), 6.0), "slope": rng.uniform(size=(6, 1, 1))}
+    path = tmp_path_factory.mktemp("kinds") / "kinds.onnx"
+    onnx.save(model_of(nodes, weights, ["N", 3, 16, 16]), path)
+    flat = rng.normal(size=(48, 3, 4, 4)).repeat(4, axis=2).repeat(4, axis=3)
+    images = flat + 0.3 * rng.normal(size=(48, 3, 16, 16))
+    np.save(path.with_suffix(".npy"), images.astype(np.float32))
+    return path
+
+
+@pytest.fixture
+def built(all_kinds, tmp_path, run):
+    """(folder, text, suffix, further words) -> what was said, and the folder."""
+
+    def build(folder, text, suffix=".cfg", *words):
+        config = tmp_path / f"my{suffix}"
+        config.write_text(text)
+        out = tmp_path / folder
+        fixed = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
+        images = ("--images", all_kinds.with_suffix(".npy"), "--ascend-config", config)
+        code, said, err = run("build", all_kinds, *images, *fixed, *words)
+        assert code == 0, err
+        return " ".join(said.split()), out
+
+    return build
+
+
+ARQ = "batch_num: 48"
+LAYERS = ("first", "apart", "turned", "fc", "mm")
+
+
+def ada(iterations, more=""):
+    return (
+        f"batch_num: 48 common_config {{ ada_quantize {{ num_iteration: {iterations} }} {more} }}"
+    )
+
+
+def away(path, out, kind="fake_quant"):
+    """Mean squared error of a built model against the float one, on the images of the fixture."""
+    x = np.load(path.with_suffix(".npy"))
+    made = ran(onnx.load(out / f"kinds_{kind}_model.onnx"), x)
+    return float(np.square(made - ran(onnx.load(path), x)).mean())
+
+
+def integers(out):
+    """The weights of a deploy model that are int8, by name."""
+    tensors = onnx.load(out / "kinds_deploy_model.onnx").graph.initializer
+    return {t.name: numpy_helper.to_array(t) for t in tensors if t.data_type == TensorProto.INT8}
+
+
+def test_every_kind_of_layer_is_rounded_nearer_to_the_float_model(all_kinds, built):
+    _, arq = built("arq", ARQ)
+    said, out = built("ada", ada(2000))
+    assert "AdaRound rounded the weights of 5 layers" in said and "first 48 samples" in said
+    assert "AMCT's ARQ and AdaRound and IFMR" in said  # the pool's is ARQ's
+    assert away(all_kinds, out) < 0.7 * away(all_kinds, arq)
+    assert (out / "kinds_modified_model.onnx").exists()
+    assert not (arq / "kinds_modified_model.onnx").exists()
+    config = json.loads((out / "kinds_config.json").read_text())
+    algorithms = {n: config[n]["weight_quant_params"]["wts_algo"] for n in (*LAYERS, "pool")}
+    assert algorithms == {**dict.fromkeys(LAYERS, "ada_quantize"), "pool": "arq_quantize"}
+
+
+def test_the_rounding_is_in_every_file(all_kinds, built):
+    """Deploy, fake-quant and Q/DQ model hold the same codes, which are not the nearest."""
+    said, out = built("ada", ada(150))
+    assert "within 0 of the fake-quant model" in said  # the integer executor on the deploy model
+    codes = integers(out)
+    held = {t.name: t for t in onnx.load(out / "kinds_fake_quant_model.onnx").graph.initializer}
+    qdq = {t.name: t for t in onnx.load(out / "kinds_amct_qdq.onnx").graph.initializer}
+    _, plain = built("plain", ada(0))
+    for name, layer in zip(("w1", "w2", "w4", "w5"), ("first", "apart", "fc", "mm"), strict=True):
+        np.testing.assert_array_equal(numpy_helper.to_array(held[name]), codes[name])
+        found = numpy_helper.to_array(qdq[f"{layer}.weight.int8"])
+        np.testing.assert_array_equal(found, codes[name])
+        apart = codes[name].astype(int) - integers(plain)[name]
+        assert np.abs(apart).max() == 1, name  # a weight goes to its other neighbour at most
+    assert np.abs(codes["w3"].astype(int) - integers(plain)["w3"]).max() == 1
+
+
+def test_a_record_alone_does_not_hold_the_rounding_and_says_so(all_kinds, built, run, tmp_path):
+    _, out = built("ada", ada(100, "dmq_balancer { }"))
+    record, modified = out / "kinds_record.txt", out / "kinds_modified_model.onnx"
+    code, said, err = run("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
+    assert code == 0, err
+    assert "AdaRound rounded the weights of 5 layers" in " ".join(said.split())
+    code, said, err = run("ascend", "deploy", modified, record, "-o", tmp_path / "b")
+    assert code == 0 and "AdaRound" not in said, err
+    for kind in ("deploy", "fake_quant"):
+        wanted = (out / f"kinds_{kind}_model.onnx").read_bytes()
+        assert (tmp_path / "a" / f"kinds_{kind}_model.onnx").read_bytes() != wanted
+        assert (tmp_path / "b" / f"kinds_modified_model_{kind}_model.onnx").read_bytes() == wanted
+
+
+def test_a_broken_comment_of_a_record_is_one_sentence(all_kinds, built, run, tmp_path):
+    _, out = built("ada", ada(1))
+    record = out / "kinds_record.txt"
+    record.write_text(record.read_text().replace('"first"\n', "first\n", 1))
+    code, _, err = run("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
+    assert code == 1 and "comment on AdaRound" in " ".join(err.split()) and "Traceback" not in err
+
+
+def document(**weight):
+    """A quant config JSON in which every layer that can asks for AdaRound."""
+    layers = {name: {"weight_quant_params": weight} for name in LAYERS}
+    return json.dumps({"version": 1, "batch_num": 48, **layers, "pool": {"quant_enable": True}})
+
+
+def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch):
+    _, one = built("one", ada(60))
+    said, two = built(
+        "two", document(wts_algo="ada_quantize", num_iteration=60), ".json", "--threads", 1
+    )
+    assert "calibrated anew" in said
+    files = [path.name for path in one.iterdir() if path.suffix in (".onnx", ".txt", ".npz")]
+    assert len(files) > 5
+    for name in files:
+        if "README" not in name:
+            assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    monkeypatch.setattr(
+        "deploy.targets.ascend.adaround_search.searched", lambda *a, **k: pytest.fail("a search")
+    )
+    before = {name: (two / name).read_bytes() for name in files}
+    said, two = built("two", ada(60))
+    assert "cache reused" in said
+    assert all((two / name).read_bytes() == data for name, data in before.items())
+
+
+def test_layers_that_do_not_ask_stay_as_arq_has_them(built):
+    _, arq = built("arq", ARQ)
+    fc = "calibration_config { ada_quantize { num_iteration: 100 } }"
+    said, out = built("ada", f'{ARQ} override_layer_configs {{ layer_name: "fc" {fc} }}')
+    assert "of 1 layers" in said and "ARQ and AdaRound" in said
+    changed = {n for n, codes in integers(out).items() if (codes != integers(arq)[n]).any()}
+    assert changed == {"w4"}
+
+
+def test_the_layers_are_rounded_one_after_the_other(all_kinds, built, monkeypatch):
+    """The inputs of a layer are those behind the rounded layers before it, as in AMCT."""
+    from deploy.targets.ascend import adaround_search
+
+    seen, whole = {}, adaround_search._problem
+
+    def spy(step, *rest):
+        seen[step.layer.name] = (problem := whole(step, *rest))
+        return problem
+
+    monkeypatch.setattr(adaround_search, "_problem", spy)
+    _, out = built("ada", ada(100))
+    assert list(seen) == list(LAYERS)
+    tapped = onnx.load(out / "kinds_modified_model.onnx")
+    del tapped.graph.output[:]
+    tapped.graph.output.append(onnx.ValueInfoProto(name="f"))
+    x = np.load(all_kinds.with_suffix(".npy"))
+    found = seen["fc"].inputs[:, 0, :512]
+    # the pool keeps its place, and its own codes do not show: activations stay float
+    np.testing.assert_allclose(found, ran(tapped, x), rtol=1e-4, atol=1e-5)
+    float_model = onnx.load(all_kinds)
+    float_model.graph.output[0].name = "g"
+    np.testing.assert_allclose(seen["fc"].targets[:, 0], ran(float_model, x), rtol=1e-4, atol=1e-5)
+    kinds = {name: problem.activation.kind for name, problem in seen.items()}
+    assert kinds == {"first": RELU6, "apart": LEAKY, "turned": RELU, "fc": TANH, "mm": NONE}
+
+
+def test_auto_takes_such_a_configuration(all_kinds, run, tmp_path):
+    config = tmp_path / "ada.cfg"
+    config.write_text(ada(50))
+    out = tmp_path / "auto"
+    words = ("--images", all_kinds.with_suffix(".npy"), "--ascend-config", config, "-o", out)
+    code, said, err = run("ascend", "auto", all_kinds, *words, "--max-loss", 0.5)
+    assert code == 0, err
+    assert (out / "kinds_modified_model.onnx").exists(), said
+
+
+def test_repairs_leave_its_layers_as_they_are(built):
+    _, out = built("ada", ada(200))
+    again, repaired = built("more", ada(200), ".cfg", "--repair", "bias,adaround")
+    assert "rounding by output error: nothing to repair" in again
+    assert "bias correction: nothing to repair" in again
+    name = "kinds_deploy_model.onnx"
+    assert (out / name).read_bytes() == (repaired / name).read_bytes()
+
+
+REFUSED = {
+    "a pool": (
+        json.dumps({
+            "version": 1, "pool": {"weight_quant_params": {"wts_algo": "ada_quantize"}},
+        }),
+        "AveragePool; give that layer arq_quantize",
+    ),
+    "7 bits": (document(wts_algo="ada_quantize", num_bits=7)
+               .replace('"first"', '"x"', 1).replace('"x"', '"first"', 1),
+               "rounds weights to 8 bits, got num_bits 7"),
+    "endless": (document(wts_algo="ada_quantize", num_iteration=10**7), "at most 1000000"),
+    "channel_wise": (document(wts_algo="ada_quantize", channel_wise=True), "channel_wise"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_round_is_told_before_any_pass(case, all_kinds, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.pipeline.observe", lambda *a, **k: pytest.fail("a pass"))
+    text, wanted = REFUSED[case]
+    config = tmp_path / "my.json"
+    config.write_text(text)
+    words = ("--target", "ascend", "--out", tmp_path / "o", "--ascend-config", config)
+    code, _, err = run("build", all_kinds, "--images", all_kinds.with_suffix(".npy"), *words)
+    assert code == 1 and wanted in " ".join(err.split()) and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("node", "shape", "wanted"),
+    [
+        (helper.make_node("Conv", ["x", "w"], ["y"], name="c"), [2, 3, 3], "a 1-D convolution"),
+        (
+            helper.make_node("ConvTranspose", ["x", "w"], ["y"], name="c", auto_pad="SAME_UPPER"),
+            [3, 2, 3, 3],
+            "auto_pad or output_shape",
+        ),
+        (helper.make_node("MatMul", ["x", "w"], ["y"], name="c"), [3, 8, 2], "a 3-D weight"),
+    ],
+)
+def test_convolutions_that_amct_does_not_round(node, shape, wanted, run, tmp_path):
+    weight = np.random.default_rng(0).normal(size=shape)
+    path = tmp_path / "c.onnx"
+    onnx.save(model_of([node], {"w": weight}, [1, 3, *[8] * (len(shape) - 2)]), path)
+    images = tmp_path / "x.npy"
+    np.save(images, np.ones((2, 3, *[8] * (len(shape) - 2)), np.float32))
+    config = tmp_path / "my.json"
+    layer = {"weight_quant_params": {"wts_algo": "ada_quantize", "num_iteration": 1}}
+    config.write_text(json.dumps({"version": 1, "c": layer}))
+    words = ("--target", "ascend", "--out", tmp_path / "o", "--ascend-config", config)
+    code, _, err = run("build", path, "--images", images, *words)
+    assert code == 1 and wanted in " ".join(err.split()) and "Traceback" not in err
+
+
+def test_an_error_in_a_block_ends_the_others():
+    from deploy.targets.ascend.adaround_search import _beside
+
+    problem, calls = problem_of("matrix", *CASES["matrix"]), []
+
+    def step():
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        _beside(problem, AdaParams(num_iteration=20_000), step)
+    assert len(calls) < 10_000
+
+
+def test_the_integers_of_a_record_are_taken_as_they_are():
+    from deploy.targets.ascend.layers import find_layers
+    from deploy.targets.ascend.record import LayerRecord
+
+    node = helper.make_node("Gemm", ["x", "w"], ["y"], name="g")
+    model = model_of([node], {"w": np.eye(3)}, [1, 3])
+    codes = np.arange(9, dtype=np.int8).reshape(1, 3, 3)
+    record = LayerRecord(scale_d=np.float32(1), scale_w=np.ones(1, np.float32), rounded=codes)
+    made = quantize_layers(model, find_layers(model), {"g": record})["g"]
+    np.testing.assert_array_equal(made.weight, codes[0].T)  # stored [C_in, C_out]
