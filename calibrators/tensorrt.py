@@ -20,7 +20,7 @@ python/src/infer/pyInt8.cpp, where the bindings swallow exceptions and copy the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,12 +31,18 @@ from calibrators.errors import CalibrationError
 
 Array = NDArray[Any]
 
-# Name of the search -> TensorRT's class; the algorithm word of the cache header is in the writer.
+# Name of the search -> TensorRT's class, and the word of a cache's first line.
 CLASSES = {
     "entropy2": "IInt8EntropyCalibrator2",
     "entropy": "IInt8EntropyCalibrator",
     "minmax": "IInt8MinMaxCalibrator",
     "legacy": "IInt8LegacyCalibrator",
+}
+ALGORITHMS = {
+    "entropy2": "EntropyCalibration2",
+    "entropy": "EntropyCalibration",
+    "minmax": "MinMaxCalibration",
+    "legacy": "LegacyCalibration",
 }
 
 _REFUSED = (
@@ -82,6 +88,7 @@ class Callbacks:
         shapes: input name -> the shape that TensorRT calibrates with (the profile's OPT shape).
         memory: where TensorRT reads the batches.
         known: the bytes of a cache that fits, or None to calibrate.
+        keep: takes a new cache as soon as TensorRT has it, which is long before the engine is.
     """
 
     def __init__(
@@ -92,10 +99,12 @@ class Callbacks:
         shapes: Mapping[str, Sequence[int]],
         memory: DeviceMemory,
         known: bytes | None = None,
+        keep: Callable[[bytes], object] | None = None,
     ) -> None:
         self._feed: Iterator[Mapping[str, Array]] = iter(feed)
         self._memory = memory
         self._known = known
+        self._keep = keep
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._types: dict[str, str] = {}
         self.promised = batches
@@ -129,6 +138,8 @@ class Callbacks:
         """Keep a copy: the memory is TensorRT's and is gone after the call."""
         try:
             self.written = bytes(cache)
+            if self._keep is not None and self.error is None and not self.trouble():
+                self._keep(self.written)
         except BaseException as error:
             self.error = self.error or error
 
@@ -215,6 +226,7 @@ def calibrator(
     shapes: Mapping[str, Sequence[int]],
     memory: DeviceMemory,
     known: bytes | None = None,
+    keep: Callable[[bytes], object] | None = None,
     quantile: float = 0.999999,
     cutoff: float = 1.0,
 ) -> Callbacks:
@@ -235,7 +247,7 @@ def calibrator(
             " 10.16); build from the Q/DQ model instead"
         )
     made: Callbacks = _subclass(algorithm, quantile=quantile, cutoff=cutoff)(
-        feed, batches=batches, shapes=shapes, memory=memory, known=known
+        feed, batches=batches, shapes=shapes, memory=memory, known=known, keep=keep
     )
     return made
 

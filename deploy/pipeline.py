@@ -25,7 +25,6 @@ from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import NO_CHOICES
 from deploy.calibration.expected import odd
-from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe
@@ -239,7 +238,7 @@ def _calibrated(
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
-        verdict = judge(policy, lambda: _fingerprint(subject, feed), each_once(wanted))
+        verdict = judge(policy, lambda: fingerprint_of(subject, feed.manifest()), each_once(wanted))
         able = afford.workers(verdict.missing, subject.model, workers)
         if isinstance(images, Shards):
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
@@ -249,7 +248,7 @@ def _calibrated(
         alone = [t for t in targets if t.name in wanted and feed.share is None]
         own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
         notes = (*_fewer(able, workers), *(own.notes if own else ()))
-        fingerprint = verdict.of_all(_fingerprint(subject, feed))
+        fingerprint = verdict.of_all(fingerprint_of(subject, feed.manifest()))
         outliers = (*verdict.outliers, *identified(peaks, feed.digests))
         calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
         text = own.text if own else None
@@ -486,12 +485,6 @@ def _refuse_idle_method(
     raise ConfigError(
         f"a method is for targets that search by it, got {subject.method.label} for"
         f" {', '.join(wanted)} alone, which has searches of its own; leave the method away"
-    )
-
-
-def _fingerprint(subject: Subject, feed: Feed) -> Fingerprint:
-    return fingerprint_of(
-        subject.loaded, feed, rule=subject.statistic.key, method=subject.method.label
     )
 
 

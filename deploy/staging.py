@@ -29,6 +29,7 @@ from deploy.reading import read_json
 _JOURNAL = "publishing.json"
 _KEPT = f"{atomic.PREFIX}kept"
 _CACHE = (".npz", "", ".json")  # endings of the three files of a cache, the last one written last
+_GPU = ".gpu.cache"  # ends the name of TensorRT's own, which has no statistics
 
 
 class Stage:
@@ -201,7 +202,7 @@ def _keep(stage: Path, folder: Path) -> None:
     """Move a calibration whose last file was written out of a stage that was not published."""
     for last in stage.glob(f"*{_CACHE[-1]}"):
         stem = last.name.removesuffix(_CACHE[-1])
-        names = [f"{stem}{ending}" for ending in _CACHE]
+        names = [f"{stem}{ending}" for ending in (_CACHE[1:] if stem.endswith(_GPU) else _CACHE)]
         if all((stage / name).exists() for name in names):
             (folder / _KEPT).mkdir(exist_ok=True)
             for name in names:

@@ -1,8 +1,12 @@
 """Fixtures that several test files share."""
 
 import ctypes
+import fcntl
 import importlib.util
+import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -209,3 +213,63 @@ def tensorrt(monkeypatch):
 def untold(monkeypatch):
     """No test waits so long that progress would be told: a loaded machine is no other output."""
     monkeypatch.setattr("deploy.progress.TICK_S", 1e6)
+
+
+_ROOT = Path(__file__).resolve().parents[1]
+# Which build of the C++ half is compared (cpp/CMakePresets.json), and what runs its programs: an
+# emulator's words where it is another machine's. Of OpenCV and of this machine, unless told.
+_PRESET = os.environ.get("CALIB8_CPP_PRESET", "check")
+_RUNNER = os.environ.get("CALIB8_CPP_RUNNER", "").split()
+_BUILD = _ROOT / "build" / f"cpp-{_PRESET}"
+
+
+def _in_cpp(*command):
+    return subprocess.run(command, capture_output=True, text=True, cwd=_ROOT / "cpp")
+
+
+def _build_parity():
+    """The `parity` program, built once into a folder that git ignores."""
+    for tool in ("cmake", "g++"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed, so the C++ library cannot be built")
+    _BUILD.mkdir(parents=True, exist_ok=True)
+    with (_BUILD / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of several test processes builds
+        configure = _in_cpp("cmake", "--preset", _PRESET)
+        if configure.returncode and "configuration file provided by" in configure.stderr:
+            package = configure.stderr.split("provided by", 1)[1].split('"')[1]
+            pytest.skip(f"the C++ library needs {package}, which is not installed")
+        assert configure.returncode == 0, configure.stderr
+        jobs = str(os.cpu_count() or 1)
+        targets = ("parity", "calib8_cache")
+        built = _in_cpp("cmake", "--build", _BUILD, "-j", jobs, "--target", *targets)
+        assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
+    return [*_RUNNER, _BUILD / "tests" / "parity"]
+
+
+@pytest.fixture(scope="module")
+def cpp():
+    """(op, question) -> what the C++ library answers, by cpp/tests/parity.cpp."""
+    process = subprocess.Popen(
+        _build_parity(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def ask(op, **question):
+        process.stdin.write(json.dumps({"op": op, **question}) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        assert line, f"the C++ program ended on {op} {question}"
+        return json.loads(line)
+
+    ask.reads_all = ask("decoder")["library"].startswith("OpenCV")  # or JPEG, PNG and WebP alone
+    yield ask
+    process.stdin.close()
+    process.wait(30)
+    process.stdout.close()
+    assert process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def calib8_cache(cpp):
+    """The command of the C++ tool calib8-cache, built along with what `cpp` asks."""
+    return [*_RUNNER, str(_BUILD / "calib8-cache")]

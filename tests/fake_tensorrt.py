@@ -42,6 +42,7 @@ class Story:
         parser: errors of the parser; any makes it refuse.
         build: errors that a build logs; any makes it give None before it calibrates.
         halfway: the same, after the first calibration batch.
+        behind: the same, after the calibration.
         loses: tensors that TensorRT finds no scale for.
         sources: whether it lets tactic sources be set.
         configs: of every build, in order.
@@ -54,6 +55,7 @@ class Story:
     parser: list[str] = field(default_factory=list)
     build: list[str] = field(default_factory=list)
     halfway: list[str] = field(default_factory=list)
+    behind: list[str] = field(default_factory=list)
     loses: list[str] = field(default_factory=list)
     sources: bool = True
     configs: list[IBuilderConfig] = field(default_factory=list)
@@ -393,6 +395,7 @@ class Builder:
         scales: dict[str, float] = {}
         if not wrong and config.int8_calibrator is not None and not _explicit(network.model):
             scales, wrong = _calibrated(network, config)
+            wrong = [*wrong, *STORY.behind]
         if wrong:
             _error(*wrong)
             return None

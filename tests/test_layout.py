@@ -255,3 +255,13 @@ def test_types_are_shipped(package):
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     assert config["options.package_data"][package] == "py.typed"
+
+
+def test_a_shared_library_shows_every_header_of_cpp():
+    headers = sorted((ROOT / "cpp" / "include" / "calib8").glob("*.hpp"))
+    assert headers
+    for header in headers:
+        text = header.read_text()
+        shown = text.find("CALIB8_EXPORT_BEGIN"), text.find("CALIB8_EXPORT_END")
+        assert 0 < shown[0] < shown[1], f"{header.name} must stand between these two words"
+        assert text.find("#include", shown[0]) < 0, f"{header.name} must include before them"

@@ -34,8 +34,7 @@ def fitting(cache, statistics, **changes):
     packed.write_bytes(statistics)
     document = {**json.loads(note.read_text()), **changes}
     document["sha256"] = {**document["sha256"], "statistics": sha256(statistics)}
-    document["sha256"]["this"] = store._own_digest(document)
-    note.write_text(json.dumps(document))
+    note.write_bytes(store.sealed(document))
 
 
 def stored(*members):

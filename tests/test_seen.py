@@ -14,7 +14,7 @@ from deploy.calibration import versions
 from deploy.calibration.store import sidecars
 from deploy.calibration.subject import Subject
 from deploy.errors import FeedError, ModelError
-from deploy.feed import images
+from deploy.feed import images, probe
 from deploy.feed.feed import open_feed
 from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Preprocess
@@ -261,9 +261,13 @@ def test_a_cache_of_an_older_form_is_told_and_made_anew(small_cnn, photos, tmp_p
 def test_another_decoder_is_told_and_arrays_have_none(small_cnn, photos, tmp_path, monkeypatch):
     calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
     calibrate(small_cnn, list(ROWS), cache=tmp_path / "r")
-    monkeypatch.setattr(images.opencv(), "__version__", "9.9.9")
+    monkeypatch.setattr(images.opencv(), "__version__", "9.9.9")  # which gives the same pixels
     again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
-    assert not again.reused and "-> 9.9.9" in again.reason
+    assert again.reused and "it was made with decoder OpenCV 5" in again.reason
+    other = {**probe.digests(), "webp": "0" * 16}
+    monkeypatch.setattr(probe, "digests", lambda: other)
+    again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
+    assert not again.reused and "the decoder changed (" in again.reason and "webp" in again.reason
     monkeypatch.setattr(versions, "DECODING", 99)
     again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
     assert not again.reused and again.reason.endswith("(decoding 1 -> 99)")

@@ -296,7 +296,7 @@ def other_peaks(members):
 
 
 def no_kind(members):
-    restamped(members, lambda document: document["made_from"]["images"].pop("kind"))
+    restamped(members, lambda document: document["made_from"]["made_from"]["images"].pop("kind"))
 
 
 @pytest.mark.parametrize(

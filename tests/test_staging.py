@@ -304,8 +304,9 @@ def test_builds_at_once_leave_one_of_them(small_cnn, pictures, tmp_path):
     assert not manifest.changed(out, found) and not list(out.glob(".*"))
     report = json.loads((out / "report.json").read_text())
     fingerprint = json.loads((out / "small_cnn.cache.json").read_text())["fingerprint"]
-    assert report["feed"]["samples"] == fingerprint["images"]["count"]
-    assert report["calibration"]["method"] == fingerprint["method"] == found.made_from["method"]
+    assert report["feed"]["samples"] == fingerprint["made_from"]["images"]["count"]
+    method = fingerprint["made_by"]["method"]
+    assert report["calibration"]["method"] == method == found.made_from["method"]
 
 
 def test_every_file_that_a_build_may_write_is_declared(small_cnn, pictures, tmp_path):

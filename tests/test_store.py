@@ -24,8 +24,8 @@ STATISTICS = [
 FOLDED = Variant("folded", lambda _: None)
 TEXT = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 MARK = Fingerprint(
-    model="m", images={"count": 2}, order="ab", preprocess={}, rule="histogram",
-    versions={"a": 1}, method="mse",
+    model={"graph": "m"}, images={"count": 2}, order="ab", preprocess={}, decoder={},
+    program="calib8", rule="histogram", method="mse", numbers={"a": 1}, versions={"b": "1"},
 )  # fmt: skip
 BATCHES = st.lists(
     arrays.arrays(
@@ -158,8 +158,7 @@ def test_arrays_of_another_statistic_are_told(tmp_path, statistic):
     side = store.sidecars(tmp_path / "c")[0]
     document = json.loads(side.read_text())
     document["observations"] = [["folded", "x", statistic.key]]
-    document["sha256"]["this"] = store._own_digest(document)
-    side.write_text(json.dumps(document))
+    side.write_bytes(store.sealed(document))
     with pytest.raises(CacheError, match="does not hold statistics"):
         store.load(tmp_path / "c").observed([observation(statistic)])
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.search import Method
 from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import ConfigError, SdkMissingError
@@ -250,7 +252,7 @@ def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
         return cache
 
     monkeypatch.setattr(builder, "calibrate", calibrates)
-    monkeypatch.setattr(live, "_live", lambda asked, request, settings, cuda: None)
+    monkeypatch.setattr(live, "_live", lambda asked, request, settings, cuda, keep: keep(cache))
     for rest in ("fp16", "fp32"):  # other settings of the engine, the same calibration
         backend = TensorRT(calibrator="entropy2", max_batch=2, rest=rest)
         built_on(model, tmp_path / "out", backend)
@@ -352,12 +354,30 @@ def test_warnings_become_notes() -> None:
 def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path: Path) -> None:
     from deploy.targets.tensorrt.gpu_cache import fitting, keep
 
-    path, made_from = tmp_path / "m.gpu.cache", {"model": "a", "images": {"count": 3}, "batch": 8}
+    path = tmp_path / "m.gpu.cache"
+    made_from = Fingerprint(
+        model={"graph": "a"},
+        images={"count": 3},
+        order="",
+        preprocess={},
+        decoder={},
+        program="TensorRT",
+        rule="whole batches of 8",
+        method="EntropyCalibration2",
+        numbers={},
+        versions={"tensorrt": "8.5.3"},
+    )
     assert fitting(path, made_from) is None
     keep(path, b"TRT-8503-EntropyCalibration2\nx: 3c008912\n", made_from)
     assert fitting(path, made_from) == path.read_bytes()
-    for change in ({"model": "b"}, {"images": {"count": 4}}, {"batch": 4}, {"tensorrt": "8.6.1"}):
-        assert fitting(path, made_from | change) is None
+    changes: dict[str, Any] = {
+        "model": {"graph": "b"},
+        "images": {"count": 4},
+        "rule": "whole batches of 4",
+        "versions": {"tensorrt": "8.6.1"},
+    }
+    for part, other in changes.items():
+        assert fitting(path, replace(made_from, **{part: other})) is None
     path.write_bytes(path.read_bytes() + b"y: 3c008912\n")
     assert fitting(path, made_from) is None
     keep(path, b"TRT", made_from)

@@ -14,6 +14,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.calibration.store import text_of
+
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
 LABELS = {EIGHT: "TRT-8503-", TEN: "TRT-101300-", ELEVEN: "TRT-100300-"}
 QUICK = ["--effort", 0, "--duration", 0, "--limit", 4, "--max-batch", 2]
@@ -224,6 +226,24 @@ def test_a_calibration_that_stops_halfway_says_how_far_it_came(tensorrt, failing
     assert "out of memory; TensorRT must see every batch, got 1 of 2" in failing(
         "--calibrator", "minmax"
     )
+
+
+def test_a_build_that_fails_behind_its_calibration_has_lost_nothing(
+    tensorrt, failing, run, small_cnn, pictures, tmp_path
+):
+    trt = tensorrt(EIGHT)
+    trt.STORY.behind.append("Error Code 10: no implementation found")
+    assert "no implementation found" in failing("--calibrator", "entropy2")
+    assert len(trt.STORY.configs) == 1 and not list((tmp_path / "failed").glob("*.gpu.cache"))
+    trt.STORY.behind.clear()
+    words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit", "--target"]
+    words += ["tensorrt", "--out", tmp_path / "failed", *QUICK, "--calibrator", "entropy2"]
+    assert run(*words)[0] == 0
+    assert [flags(config) for config in trt.STORY.configs[1:]] == [{"INT8", "FP16", "TF32"}]
+    (cache,) = (tmp_path / "failed").glob("*.gpu.cache")
+    _, known = text_of(cache)
+    assert known.by == f"TensorRT {trt.__version__} by EntropyCalibration2"
+    assert known.rule == "whole batches of 2" and set(known.model) == {"graph", "file"}
 
 
 def test_what_has_no_scale_is_told(tensorrt, build):

@@ -69,6 +69,29 @@ std::optional<int> Arguments::number(const std::string& name, int least) const {
   return std::stoi(*value);
 }
 
+std::optional<double> Arguments::decimal(const std::string& name) const {
+  const std::optional<std::string> value = option(name);
+  if (!value) return std::nullopt;
+  const bool plain = !value->empty() && value->size() < 10 && value->front() != '.' &&
+                     std::count(value->begin(), value->end(), '.') < 2 &&
+                     value->find_first_not_of("0123456789.") == std::string::npos;
+  if (!plain) {
+    throw ConfigError("--" + name + " must be a number from 0, such as 3 or 0.5, got " +
+                      text::repr(*value));
+  }
+  double number = 0;  // by hand: a locale may want a comma
+  double place = 0;
+  for (const char c : *value) {
+    if (c == '.') {
+      place = 1;
+    } else {
+      place *= 10;
+      number = number * 10 + (c - '0');
+    }
+  }
+  return place > 0 ? number / place : number;
+}
+
 InputText parse_input(const std::string& text) {
   const std::size_t colon = text.rfind(':');
   InputText input;

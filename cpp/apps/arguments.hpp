@@ -25,6 +25,8 @@ class Arguments {
   void expect(const std::vector<std::string>& names) const;
   // A whole number from `least`; throws ConfigError.
   std::optional<int> number(const std::string& name, int least) const;
+  // A number from 0, with or without decimals; throws ConfigError.
+  std::optional<double> decimal(const std::string& name) const;
 
  private:
   std::vector<std::string> positional_;

@@ -4,13 +4,10 @@
 #include <nlohmann/json.hpp>
 
 #include "arguments.hpp"
-#include "calib8/cache.hpp"
-#include "calib8/digest.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/feed.hpp"
 #include "calib8/files.hpp"
-#include "calib8/fingerprint.hpp"
-#include "calib8/trt/builder.hpp"
+#include "calib8/trt/build.hpp"
 #include "calib8/trt/cuda.hpp"
 #include "calib8/trt/runner.hpp"
 #include "feed_options.hpp"
@@ -25,17 +22,28 @@ constexpr const char* kHelp =
     "usage: calib8-build MODEL.onnx [IMAGES] [options]\n"
     "\n"
     "Calibrates MODEL with IMAGES (a folder or a list file) and builds an int8 TensorRT engine.\n"
-    "A model with Q/DQ nodes needs no images, and is the only kind that TensorRT 11 takes.\n"
+    "A cache that fits is used instead: calib8's of another machine, TensorRT's own, an earlier\n"
+    "run's; then IMAGES may be left away. A model with Q/DQ nodes needs neither, and is the only\n"
+    "kind that TensorRT 11 takes.\n"
     "\n"
-    "  -o, --out FILE        the engine (default: MODEL.engine)\n"
-    "  --cache FILE          the calibration cache (default: MODEL.cache); used again while its\n"
-    "                        fingerprint, in FILE.json, fits model, images, method and version\n"
+    "  -o, --out FILE        the engine (default: MODEL.engine); used again while FILE.json fits\n"
+    "  --rebuild             build even where the engine there fits\n"
+    "  --cache FILE          the calibration cache (default: MODEL.cache); used again while what it\n"
+    "                        was made from, in FILE.json, fits the model and the images given\n"
     "  --require-cache       fail where the cache does not fit\n"
-    "  --trust-cache         use a cache that has no fingerprint\n"
-    "  --calibrator NAME     entropy2 (default), entropy, minmax or legacy\n"
-    "  --rest TYPE           fp16 (default) or fp32: what does not run in int8; until TensorRT 10\n"
+    "  --trust-cache         use the cache as it is, whatever it was made from; never written\n"
+    "  --calibrator NAME     entropy2 (default, but for a cache's own), entropy, minmax or legacy\n"
+    "  --rest TYPE           fp16 (default), bf16 or fp32: what does not run in int8; until\n"
+    "                        TensorRT 10, bf16 from 10 on\n"
     "  --batch N             batch for a model that leaves it open (default 1)\n"
     "  --size HxW            height and width for a model that leaves them open\n"
+    "  --opt-shapes NAME:DIMS  the shape of an input to tune and calibrate for, such as\n"
+    "                        image:8x3x224x224; again for each input\n"
+    "  --min-shapes, --max-shapes NAME:DIMS  the least and the largest (default: the same)\n"
+    "  --workspace MIB       limit of scratch memory (default: TensorRT's own)\n"
+    "  --timing-cache FILE   timings of tactics to use and to add to; the next build is faster\n"
+    "  --dla CORE            run on a DLA core, from 0, and on the GPU what it cannot run\n"
+    "  --plugin LIBRARY      of plugins that the model needs, beside TensorRT's own; again for each\n"
     "  --device N            the GPU, from 0 (default 0)\n"
     "  --json FILE           the report, in the form of Python's calib8\n"
     "  --duration S          seconds of measuring (default 3); 0: ten runs, not warmed up\n";
@@ -45,22 +53,11 @@ struct Plan {
   std::string images;
   std::string engine;
   std::string cache;
-  std::string calibrator;
-  bool require_cache = false;
-  bool trust_cache = false;
   std::optional<int> device;
-  std::set<std::string> given;  // what was said of calibrating and precision
-  FeedOptions feed;
-  trt::BuildOptions build;
+  std::set<std::string> given;  // what was said of calibrating
+  trt::CalibrateAndBuildOptions options;
   trt::MeasureOptions measure;
   std::string json;
-};
-
-// What the report tells of the calibration.
-struct Calibrated {
-  Json feed;
-  Json calibration;
-  Json notes = Json::array();
 };
 
 Size parse_size(const std::string& text) {
@@ -71,9 +68,64 @@ Size parse_size(const std::string& text) {
   return {std::stoi(parsed.dims[0]), std::stoi(parsed.dims[1])};
 }
 
-bool parse_rest(const std::string& text) {
-  if (text == "fp16" || text == "fp32") return text == "fp16";
-  throw ConfigError("--rest must be fp16 or fp32, got '" + text + "'");
+trt::Rest parse_rest([[maybe_unused]] const std::string& text) {
+#if NV_TENSORRT_MAJOR >= 11
+  throw ConfigError("--rest is for TensorRT until 10, " + trt::version() +
+                    " takes the types of the model's own nodes; leave it away");
+#else
+  if (text == "fp16") return trt::Rest::kFp16;
+  if (text == "bf16") return trt::Rest::kBf16;
+  if (text == "fp32") return trt::Rest::kFp32;
+  throw ConfigError("--rest must be fp16, bf16 or fp32, got '" + text + "'");
+#endif
+}
+
+// "image:1x3x224x224", of one input, into its shapes.
+void parse_shapes(const Arguments& arguments, const char* option, trt::Shape trt::Shapes::*place,
+                  std::map<std::string, trt::Shapes>& shapes) {
+  for (const std::string& text : arguments.all(option)) {
+    const apps::InputText parsed = apps::parse_input(text);
+    trt::Shape& shape = shapes[parsed.name].*place;
+    shape.clear();
+    for (const std::string& dim : parsed.dims) {
+      if (dim.find_first_not_of("0123456789") != std::string::npos) {
+        throw ConfigError(std::string("--") + option + " must read NAME:DIMS with numbers, such as"
+                          " image:1x3x224x224, got '" + text + "'");
+      }
+      shape.push_back(std::stoi(dim));
+    }
+  }
+}
+
+// As trtexec has it: shapes that were not given are the best ones.
+std::map<std::string, trt::Shapes> shapes_of(const Arguments& arguments) {
+  std::map<std::string, trt::Shapes> shapes;
+  parse_shapes(arguments, "min-shapes", &trt::Shapes::min, shapes);
+  parse_shapes(arguments, "opt-shapes", &trt::Shapes::opt, shapes);
+  parse_shapes(arguments, "max-shapes", &trt::Shapes::max, shapes);
+  for (auto& [name, given] : shapes) {
+    if (given.opt.empty()) {
+      throw ConfigError("an input needs the shape to tune and calibrate for, got none for '" + name +
+                        "'; give --opt-shapes");
+    }
+    if (given.min.empty()) given.min = given.opt;
+    if (given.max.empty()) given.max = given.opt;
+  }
+  return shapes;
+}
+
+trt::BuildOptions build_options(const Arguments& arguments) {
+  trt::BuildOptions build;
+  build.batch = arguments.number("batch", 1);
+  if (const auto rest = arguments.option("rest")) build.rest = parse_rest(*rest);
+  if (const auto size = arguments.option("size")) build.size = parse_size(*size);
+  build.shapes = shapes_of(arguments);
+  const auto mib = static_cast<std::size_t>(arguments.number("workspace", 1).value_or(0));
+  build.workspace_bytes = mib << 20U;
+  build.timing_cache = arguments.option("timing-cache").value_or("");
+  build.dla = arguments.number("dla", 0);
+  build.plugins = arguments.all("plugin");
+  return build;
 }
 
 // Those of the words that count only where TensorRT calibrates.
@@ -89,10 +141,14 @@ std::set<std::string> calibration_words(const Arguments& arguments) {
   return given;
 }
 
+const std::set<std::string> kOptions{
+    "preprocess", "options",    "limit",      "out",       "cache",        "calibrator", "rest",
+    "batch",      "size",       "min-shapes", "opt-shapes", "max-shapes",  "workspace",  "plugin",
+    "dla",        "timing-cache", "device",   "json",      "duration"};
+const std::set<std::string> kFlags{"skip-bad", "require-cache", "trust-cache", "rebuild"};
+
 Plan plan_of(const std::vector<std::string>& words) {
-  std::set<std::string> options{"preprocess", "options", "limit", "out",    "cache", "calibrator",
-                                "rest",       "batch",   "size",  "device", "json",  "duration"};
-  const Arguments arguments(words, options, {"skip-bad", "require-cache", "trust-cache"});
+  const Arguments arguments(words, kOptions, kFlags);
   const std::vector<std::string>& given = arguments.positional();
   if (given.empty() || given.size() > 2) arguments.expect({"MODEL.onnx", "[IMAGES]"});
   Plan plan;
@@ -100,152 +156,49 @@ Plan plan_of(const std::vector<std::string>& words) {
   if (given.size() > 1) plan.images = given[1];
   plan.engine = arguments.option("out").value_or(plan.model + ".engine");
   plan.cache = arguments.option("cache").value_or(plan.model + ".cache");
-  plan.calibrator = arguments.option("calibrator").value_or("entropy2");
-  plan.require_cache = arguments.flag("require-cache");
-  plan.trust_cache = arguments.flag("trust-cache");
-  plan.feed = apps::feed_options(arguments);
   plan.given = calibration_words(arguments);
   plan.device = arguments.number("device", 0);
-  plan.build.batch = arguments.number("batch", 1);
-  if (const auto rest = arguments.option("rest")) {
-    plan.build.fp16 = parse_rest(*rest);
-#if NV_TENSORRT_MAJOR >= 11
-    throw ConfigError("--rest is for TensorRT until 10, " + trt::version() +
-                      " takes the types of the model's own nodes; leave it away");
-#endif
-  }
-  if (const auto size = arguments.option("size")) plan.build.size = parse_size(*size);
-  plan.measure.duration_s = arguments.number("duration", 0).value_or(3);
+  plan.options.feed = apps::feed_options(arguments);
+  plan.options.build = build_options(arguments);
+  plan.options.calibrator = arguments.option("calibrator").value_or("");
+  plan.options.require_cache = arguments.flag("require-cache");
+  plan.options.trust_cache = arguments.flag("trust-cache");
+  plan.options.engine = plan.engine;
+  plan.options.rebuild = arguments.flag("rebuild");
+  plan.measure.duration_s = arguments.decimal("duration").value_or(3);
   if (plan.measure.duration_s == 0) plan.measure.warmup_ms = 0;
   plan.json = arguments.option("json").value_or("");
   return plan;
 }
 
-#if NV_TENSORRT_MAJOR < 11
-
-constexpr std::pair<const char*, std::string_view> kAlgorithms[] = {
-    {"entropy2", kEntropy2}, {"entropy", kEntropy}, {"minmax", kMinMax}, {"legacy", kLegacy}};
-
-std::string algorithm_of(const std::string& calibrator) {
-  for (const auto& [name, algorithm] : kAlgorithms) {
-    if (calibrator == name) return std::string(algorithm);
-  }
-  throw ConfigError("--calibrator must be one of entropy2, entropy, minmax, legacy, got '" +
-                    calibrator + "'");
+Json calibration_of(const Plan& plan, const trt::Built& built) {
+  return {{"method", *built.method},
+          {"reused", built.reused},
+          {"reason", built.reason},
+          {"cache", plan.cache}};
 }
 
-// TensorRT ignores a cache of another version or calibrator without a word: told here instead.
-std::optional<std::string> header_unfit(const Plan& plan) {
-  try {
-    const Header header = read_cache(plan.cache).header;
-    const std::string algorithm = algorithm_of(plan.calibrator);
-    const bool labelled = header.label.has_value();
-    if (header.algorithm == algorithm &&
-        (!labelled || *header.label == version_label(trt::version()))) {
-      return std::nullopt;
-    }
-    return plan.cache + " begins with " + header.text + ", not with the line of TensorRT " +
-           trt::version() + " and " + algorithm;
-  } catch (const CacheError& error) {
-    return error.what();
-  }
+Json feed_of(const Plan& plan, const Feed& feed) {
+  const Json manifest = Json::parse(feed.manifest());
+  return {{"source", plan.images},
+          {"samples", feed.count()},
+          {"preprocess", manifest["preprocess"]},
+          {"skipped", feed.skipped()},
+          {"digest", manifest["sha256"]}};
 }
 
-// Why the cache cannot be used, or nothing where it can.
-std::optional<std::string> reason_to_calibrate(const Plan& plan, const Fingerprint& fingerprint) {
-  const bool foreign = !std::filesystem::exists(sidecar(plan.cache));
-  std::optional<std::string> reason;
-  if (!(plan.trust_cache && foreign)) reason = unfit(plan.cache, fingerprint);
-  if (!reason) reason = header_unfit(plan);
-  if (reason && plan.require_cache) {
-    throw CacheError("the cache must fit (--require-cache), but " + *reason +
-                     "; leave --require-cache away to calibrate anew");
-  }
-  return reason;
-}
-
-// The cache, by TensorRT where the options know none, and the engine built by it.
-template <class Calibrator>
-std::string build_with(trt::Builder& builder, trt::CalibratorOptions options) {
-  if (!options.cache) {
-    Calibrator calibrator(options);
-    options.cache = builder.calibrate(calibrator);
-  }
-  Calibrator calibrator(options);
-  return builder.build(calibrator);
-}
-
-std::string build_calibrated(const Plan& plan, trt::Builder& builder,
-                             const trt::CalibratorOptions& options) {
-  if (plan.calibrator == "entropy") {
-    return build_with<trt::Int8EntropyCalibrator>(builder, options);
-  }
-  if (plan.calibrator == "minmax") {
-    return build_with<trt::Int8MinMaxCalibrator>(builder, options);
-  }
-  if (plan.calibrator == "legacy") {
-    return build_with<trt::Int8LegacyCalibrator>(builder, options);
-  }
-  return build_with<trt::Int8EntropyCalibrator2>(builder, options);
-}
-
-std::string calibrated_engine(const Plan& plan, trt::Builder& builder, Calibrated& told) {
-  if (plan.images.empty()) {
-    throw ConfigError("a model without Q/DQ nodes is calibrated with images, got none; give a"
-                      " folder or a list file");
-  }
-  algorithm_of(plan.calibrator);
-  const TensorSpec spec = builder.calibration_input();
-  const auto feed = std::make_shared<Feed>(
-      Feed(plan.images, spec, plan.feed).whole_batches());
-  Fingerprint fingerprint;
-  fingerprint.model = Sha256().update(files::read(plan.model)).hex();
-  set_feed(fingerprint, feed->manifest());
-  fingerprint.rule = "tensorrt, whole batches of " + std::to_string(feed->batch());
-  fingerprint.versions = Json{{"tensorrt", trt::version()}}.dump();
-  fingerprint.method = plan.calibrator;
-  const auto reason = reason_to_calibrate(plan, fingerprint);
-  // at once, not after the hours that an engine may take: a build that fails then costs no cache
-  const auto keep = [&](const std::string& cache) {
-    save_calibration(plan.cache, cache, fingerprint);
-  };
-  trt::CalibratorOptions options{feed, spec.name, {}, keep};
-  if (!reason) options.cache = files::read(plan.cache);
-  std::string engine = build_calibrated(plan, builder, options);
-  const Json manifest = Json::parse(feed->manifest());
-  told.feed = {{"source", plan.images},
-               {"samples", feed->count()},
-               {"preprocess", manifest["preprocess"]},
-               {"skipped", feed->skipped()},
-               {"digest", manifest["sha256"]}};
-  told.calibration = {{"method", plan.calibrator},
-                      {"reused", !reason},
-                      {"reason", reason.value_or("the cache fits")},
-                      {"cache", plan.cache}};
-  for (const std::string& note : feed->notes()) told.notes.push_back(note);
-  return engine;
-}
-
-#else
-
-std::string calibrated_engine(const Plan& plan, trt::Builder& /*builder*/, Calibrated& /*told*/) {
-  throw ConfigError("TensorRT " + trt::version() + " has no calibrators and takes int8 from Q/DQ"
-                    " nodes, " + plan.model + " has none; make them with Python's calib8 build"
-                    " --target tensorrt");
-}
-
-#endif
-
-Json report_of(const Plan& plan, const TensorSpec& spec, const Calibrated& told,
-               const trt::Runner& runner, const Latency& latency) {
+Json report_of(const Plan& plan, const trt::Built& built, const trt::Runner& runner,
+               const Latency& latency) {
   const auto size = [](const std::string& path) { return std::filesystem::file_size(path); };
+  Json inputs = Json::array();
+  for (const TensorSpec& one : built.inputs) inputs.push_back(one.describe());
   Json report{{"schema", "calib8-report/2"},
               {"title", "calib8-build " + plan.model},
               {"model", {{"path", plan.model},
                          {"size_bytes", size(plan.model)},
-                         {"inputs", Json::array({spec.describe()})}}}};
-  if (!told.feed.is_null()) report["feed"] = told.feed;
-  if (!told.calibration.is_null()) report["calibration"] = told.calibration;
+                         {"inputs", inputs}}}};
+  if (built.feed) report["feed"] = feed_of(plan, *built.feed);
+  if (built.method) report["calibration"] = calibration_of(plan, built);
   report["engines"] = Json::array({{{"label", "int8"},
                                     {"target", "tensorrt"},
                                     {"path", plan.engine},
@@ -253,35 +206,33 @@ Json report_of(const Plan& plan, const TensorSpec& spec, const Calibrated& told,
                                     {"load_ms", runner.load_ms()},
                                     {"latency", Json::parse(latency.to_json())}}});
   Json files = Json::array({{{"role", "engine"}, {"path", plan.engine}}});
-  if (!told.calibration.is_null()) files.push_back({{"role", "cache"}, {"path", plan.cache}});
+  if (built.method) files.push_back({{"role", "cache"}, {"path", plan.cache}});
   report["files"] = files;
-  report["notes"] = told.notes;
+  report["notes"] = built.notes;
   return report;
 }
 
-std::string explicit_engine(const Plan& plan, trt::Builder& builder, Calibrated& told) {
+// What counts only where TensorRT calibrates had no effect on a model with Q/DQ nodes.
+std::string without_effect(const Plan& plan) {
   std::string unused;
   for (const std::string& word : plan.given) unused += (unused.empty() ? "" : ", ") + word;
-  told.notes.push_back("int8 by the model's own Q/DQ nodes, not calibrated here" +
-                       (unused.empty() ? "" : "; without effect: " + unused));
-  return builder.build();
+  return "int8 by the model's own Q/DQ nodes, not calibrated here" +
+         (unused.empty() ? "" : "; without effect: " + unused);
 }
 
 void run(const Plan& plan) {
   if (plan.device) trt::use_device(*plan.device);
   trt::Logger logger;
-  Calibrated told;
-  trt::Builder builder(plan.model, logger, plan.build);
-  const TensorSpec spec = builder.input();
-  const std::string engine = builder.has_qdq() ? explicit_engine(plan, builder, told)
-                                               : calibrated_engine(plan, builder, told);
-  files::write(plan.engine, engine);
-  trt::Runner runner(engine, logger);
+  trt::Built built =
+      trt::calibrate_and_build(plan.model, plan.images, plan.cache, plan.options, logger);
+  if (!built.method) built.notes.insert(built.notes.begin(), without_effect(plan));
+  trt::Runner runner(built.engine, logger);
   const Latency latency = runner.measure(plan.measure);
-  const Json report = report_of(plan, spec, told, runner, latency);
+  const Json report = report_of(plan, built, runner, latency);
   if (!plan.json.empty()) files::write(plan.json, report.dump(1) + "\n");
-  for (const Json& note : told.notes) std::cout << "note: " << note.get<std::string>() << "\n";
-  std::cout << plan.engine << ": " << engine.size() << " bytes, latency p50 "
+  if (built.method) std::cout << plan.cache << ": " << built.reason << "\n";
+  for (const std::string& note : built.notes) std::cout << "note: " << note << "\n";
+  std::cout << plan.engine << ": " << built.engine.size() << " bytes, latency p50 "
             << latency.latency.p50 << " ms, p99 " << latency.latency.p99 << " ms, "
             << latency.throughput_qps << " inferences a second\n";
 }

@@ -129,6 +129,10 @@ Entry new_entry(const std::string& name, float scale) {
 }  // namespace
 
 std::uint32_t Entry::bits() const {
+  if (!scan::hex(digits)) {
+    throw CacheError("a scale is 1 to 8 hex digits, got " + text::repr(digits) + " for " +
+                     text::repr(name) + "; write it again");
+  }
   return static_cast<std::uint32_t>(std::stoul(digits, nullptr, 16));
 }
 
@@ -198,7 +202,7 @@ CalibrationCache parse_cache(std::string_view data, const std::string& origin) {
 
 CalibrationCache read_cache(const std::filesystem::path& path) {
   try {
-    return parse_cache(files::read(path), path.string());
+    return parse_cache(files::read(path, files::kMostText), path.string());
   } catch (const FeedError& error) {
     throw CacheError(error.what());
   }

@@ -13,6 +13,8 @@ CalibrationJob::CalibrationJob(const Feed& feed, std::string input, Upload uploa
       keep_(std::move(keep)),
       known_(std::move(known)) {}
 
+CalibrationJob::CalibrationJob(std::string known) : known_(std::move(known)) {}
+
 bool CalibrationJob::next(void* bindings[], const char* const names[],
                           std::int32_t count) noexcept {
   ++asked_;
@@ -34,7 +36,7 @@ bool CalibrationJob::next_address(void* bindings[], const char* const names[],
                            (count > 0 ? text::repr(names[0]) : std::string("none")) +
                            "; give a model with one input");
   }
-  if (!stream_) stream_ = feed_.samples();
+  if (!stream_) stream_ = feed_->samples();
   const std::optional<Sample> sample = stream_->next();
   if (!sample) {
     ended_ = true;
@@ -78,9 +80,9 @@ std::string CalibrationJob::trouble() const {
                      " delete it to calibrate anew"
                    : "";
   }
-  if (taken_ != feed_.size()) {
+  if (taken_ != feed_->size()) {
     return "TensorRT must see every batch, got " + std::to_string(taken_) + " of " +
-           std::to_string(feed_.size()) + "; its scales are not usable";
+           std::to_string(feed_->size()) + "; its scales are not usable";
   }
   if (!written_ || written_->empty()) {
     return "TensorRT took " + std::to_string(taken_) + " batches but wrote no calibration cache";

@@ -78,6 +78,11 @@ std::vector<double> divergences(const std::vector<double>& h) {
 }  // namespace
 
 double divergence(const std::vector<double>& h, int kept) {
+  if (h.size() != kBins || kept < kLevels || kept > kBins) {
+    throw CalibrationError("a divergence is of " + std::to_string(kLevels) + " to " +
+                           std::to_string(kBins) + " bins kept of " + std::to_string(kBins) +
+                           ", got " + std::to_string(kept) + " of " + std::to_string(h.size()));
+  }
   const auto i = static_cast<std::size_t>(kept);
   const auto split = h.begin() + kept;
   std::vector<double> p(h.begin(), split);

@@ -1,6 +1,7 @@
 #include "calib8/feed.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -10,6 +11,7 @@
 #include "calib8/errors.hpp"
 #include "calib8/pixels.hpp"
 #include "calib8/text.hpp"
+#include "seen.hpp"
 
 namespace calib8 {
 namespace {
@@ -63,9 +65,10 @@ std::vector<Picture> choose(std::vector<Picture> all, const std::optional<std::s
 
 int batch_of(const TensorSpec& spec, const FeedOptions& options) {
   const std::int64_t own = spec.shape.front().size.value_or(options.batch.value_or(1));
-  if (own < 1 || (options.batch && *options.batch != own)) {
+  const bool counted = own >= 1 && own <= std::numeric_limits<int>::max();
+  if (!counted || (options.batch && *options.batch != own)) {
     throw ConfigError("the batch must fit the input " + spec.describe() + ", got " +
-                      std::to_string(options.batch.value_or(static_cast<int>(own))) +
+                      std::to_string(options.batch ? *options.batch : own) +
                       "; leave it away to take the model's own");
   }
   return static_cast<int>(own);
@@ -101,6 +104,7 @@ struct Feed::State {
   std::vector<std::string> notes;
   mutable std::mutex mutex;
   std::map<std::size_t, std::string> skipped;
+  Seen seen;
 
   std::size_t count() const {
     const std::lock_guard lock(mutex);
@@ -112,15 +116,49 @@ struct Feed::State {
     return skipped.count(index) > 0;
   }
 
-  std::vector<float> read(const Picture& picture) const {
-    const std::string data = images::read(picture);
-    return apply(images::decode(data, picture.name, how.color == Color::kGrey), how);
+  // A picture's bytes, which are those that were first seen.
+  std::string load(std::size_t index) {
+    const Picture& picture = pictures[index];
+    std::string data;
+    try {
+      data = images::read(picture);
+    } catch (const FeedError&) {
+      seen.note(index, Sha256().bytes(), picture.name);
+      throw;
+    }
+    seen.note(index, Sha256().update(data).bytes(), picture.name);
+    return data;
+  }
+
+  std::vector<float> read(std::size_t index) {
+    const std::string data = load(index);
+    return apply(images::decode(data, pictures[index].name, how.color == Color::kGrey), how);
+  }
+
+  // The digests in the feed's order; what no pass has read yet is read now.
+  std::vector<std::string> digests() {
+    std::vector<std::string> all;
+    for (std::size_t index = 0; index < pictures.size(); ++index) {
+      if (!seen.has(index)) hash(index);
+      all.push_back(seen.of(index));
+    }
+    return all;
+  }
+
+  void hash(std::size_t index) {
+    try {
+      load(index);
+    } catch (const FeedError&) {
+      if (!skip_bad) throw;
+    }
   }
 
   // The sample, or nothing where it is bad and bad ones are skipped.
   std::optional<std::vector<float>> good(std::size_t index) {
     try {
-      return read(pictures[index]);
+      return read(index);
+    } catch (const Changed&) {
+      throw;
     } catch (const FeedError& error) {
       if (!skip_bad) {
         throw FeedError(std::string(error.what()) + "; " + std::to_string(pictures.size()) +
@@ -137,6 +175,7 @@ struct Feed::State {
     std::vector<std::vector<float>> first;
     const auto wanted = static_cast<std::size_t>(batch);
     for (std::size_t index = 0; index < pictures.size(); ++index) {
+      if (is_skipped(index)) continue;  // known from an earlier pass
       std::optional<std::vector<float>> one = good(index);
       if (!one) continue;
       if (batch > 1 && first.size() < wanted) first.push_back(*one);
@@ -250,16 +289,7 @@ std::vector<std::string> Feed::notes() const {
 }
 
 std::string Feed::manifest() const {
-  std::vector<std::string> digests;
-  for (const Picture& picture : state_->pictures) {
-    std::string data;
-    try {
-      data = images::read(picture);
-    } catch (const FeedError&) {
-      if (!state_->skip_bad) throw;
-    }
-    digests.push_back(Sha256().update(data).bytes());
-  }
+  std::vector<std::string> digests = state_->digests();
   nlohmann::ordered_json json;
   json["kind"] = "images";
   json["count"] = state_->pictures.size();

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
@@ -63,6 +64,16 @@ mode_t current_umask() {
   return mask;
 }
 
+[[noreturn]] void unreadable(const std::filesystem::path& path, const std::string& why) {
+  throw FeedError(text::shown(path.string()) + " cannot be read: " + why);
+}
+
+// Looked at before and after it is opened: to open a pipe is to wait for it, a device has no end.
+void require_regular(const std::filesystem::path& path, int failed, const struct ::stat& state) {
+  if (failed != 0) unreadable(path, reason(errno));
+  if (!S_ISREG(state.st_mode)) unreadable(path, "it is no regular file");
+}
+
 [[noreturn]] void refuse(const std::filesystem::path& path, int code) {
   throw ExportError(path.string() + " must be writable, got: " + reason(code) +
                     "; give another --out");
@@ -70,20 +81,27 @@ mode_t current_umask() {
 
 }  // namespace
 
-std::string read(const std::filesystem::path& path) {
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (file.get() < 0) {
-    throw FeedError(text::shown(path.string()) + " cannot be read: " + reason(errno));
-  }
+std::string read(const std::filesystem::path& path, std::uintmax_t most) {
+  struct ::stat state {};
+  require_regular(path, ::stat(path.c_str(), &state), state);
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (file.get() < 0) unreadable(path, reason(errno));
+  require_regular(path, ::fstat(file.get(), &state), state);
   std::string data;
+  if (static_cast<std::uintmax_t>(state.st_size) <= most) {
+    data.reserve(static_cast<std::size_t>(state.st_size));
+  }
   std::vector<char> buffer(std::size_t{1} << 16U);
   for (;;) {
+    if (std::max<std::uintmax_t>(data.size(), static_cast<std::uintmax_t>(state.st_size)) > most) {
+      unreadable(path, "it is of over " + std::to_string(most >> 20U) + " MB, too large for its kind");
+    }
     const ssize_t got = ::read(file.get(), buffer.data(), buffer.size());
     if (got == 0) return data;
     if (got > 0) {
       data.append(buffer.data(), static_cast<std::size_t>(got));
     } else if (errno != EINTR) {
-      throw FeedError(text::shown(path.string()) + " cannot be read: " + reason(errno));
+      unreadable(path, reason(errno));
     }
   }
 }

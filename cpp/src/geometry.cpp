@@ -1,9 +1,8 @@
 #include "geometry.hpp"
 
 #include <algorithm>
-#include <opencv2/imgproc.hpp>
 
-#include "calib8/pixels.hpp"
+#include "resize.hpp"
 
 namespace calib8 {
 namespace {
@@ -14,24 +13,20 @@ int scaled(int length, int numerator, int denominator, bool nearest) {
   return static_cast<int>(nearest ? (2 * product + over) / (2 * over) : product / over);
 }
 
-int flag(Interpolation interpolation) {
-  switch (interpolation) {
-    case Interpolation::kNearest: return cv::INTER_NEAREST;
-    case Interpolation::kCubic: return cv::INTER_CUBIC;
-    case Interpolation::kArea: return cv::INTER_AREA;
-    case Interpolation::kLanczos: return cv::INTER_LANCZOS4;
-    case Interpolation::kLinear: break;
-  }
-  return cv::INTER_LINEAR;
+Pixels resized(const Pixels& pixels, Size size, const Preprocess& how) {
+  if (Size{pixels.height, pixels.width} == size) return pixels;
+  const bool enlarges = size.height > pixels.height || size.width > pixels.width;
+  const bool linear = how.interpolation == Interpolation::kArea && enlarges;
+  return resize(pixels, size, linear ? Interpolation::kLinear : how.interpolation);
 }
 
-cv::Mat resized(const cv::Mat& pixels, Size size, const Preprocess& how) {
-  if (Size{pixels.rows, pixels.cols} == size) return pixels;
-  const bool enlarges = size.height > pixels.rows || size.width > pixels.cols;
-  const bool linear = how.interpolation == Interpolation::kArea && enlarges;
-  cv::Mat out;
-  cv::resize(pixels, out, {size.width, size.height}, 0, 0,
-             linear ? cv::INTER_LINEAR : flag(how.interpolation));
+Pixels cropped(const Pixels& pixels, Size size) {
+  Pixels out(size.height, size.width, pixels.channels);
+  const int top = (pixels.height - size.height) / 2;
+  const int left = (pixels.width - size.width) / 2;
+  for (int y = 0; y < size.height; ++y) {
+    std::copy_n(pixels.row(top + y) + left * pixels.channels, out.row_bytes(), out.row(y));
+  }
   return out;
 }
 
@@ -56,16 +51,12 @@ Size letterbox_size(Size size, Size box) {
 
 namespace geometry {
 
-Placed fit(const cv::Mat& pixels, const Preprocess& how) {
+Placed fit(const Pixels& pixels, const Preprocess& how) {
   const Size out = how.size.value();
-  const Size in{pixels.rows, pixels.cols};
+  const Size in{pixels.height, pixels.width};
   switch (how.resize) {
-    case Resize::kShortSide: {
-      const cv::Mat whole = resized(pixels, short_side_size(in, how.short_length()), how);
-      const int top = (whole.rows - out.height) / 2;
-      const int left = (whole.cols - out.width) / 2;
-      return {whole({left, top, out.width, out.height}), 0, 0};
-    }
+    case Resize::kShortSide:
+      return {cropped(resized(pixels, short_side_size(in, how.short_length()), how), out), 0, 0};
     case Resize::kLetterbox: {
       const Size inner = letterbox_size(in, out);
       const bool centre = how.anchor == Anchor::kCentre;

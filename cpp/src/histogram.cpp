@@ -30,7 +30,12 @@ std::string shown(const std::optional<double>& base) {
 
 }  // namespace
 
-double range_for(double amax) { return calib8_range_for(amax); }
+double range_for(double amax) {
+  if (!std::isfinite(amax)) {
+    throw CalibrationError("a range is of a finite number, got " + number::repr(amax));
+  }
+  return calib8_range_for(amax);
+}
 
 Histogram::Histogram() : counts_(kCells, 0) {}
 
@@ -95,6 +100,10 @@ std::vector<double> Histogram::edges() const {
 }
 
 std::vector<std::int64_t> Histogram::magnitudes(std::int64_t bins) const {
+  if (bins < 1 || kBins % bins != 0) {
+    throw CalibrationError("a histogram folds into bins that divide " + std::to_string(kBins) +
+                           ", got " + std::to_string(bins));
+  }
   Counts counts = counts_;
   calib8_close(counts.data());
   Counts folded(static_cast<std::size_t>(bins), 0);

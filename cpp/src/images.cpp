@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <system_error>
 
 #include "calib8/errors.hpp"
@@ -17,6 +18,7 @@ namespace fs = std::filesystem;
 constexpr std::array<std::string_view, 11> kSuffixes{
     ".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"};
 constexpr std::uintmax_t kLargestList = std::uintmax_t{256} << 20U;
+constexpr std::uintmax_t kLargestFile = std::uintmax_t{1} << 30U;  // of a picture
 
 [[noreturn]] void not_a_list(const fs::path& path) {
   throw FeedError(text::shown(path.string()) +
@@ -67,12 +69,9 @@ std::string list_text(const fs::path& path) {
 Picture parse_line(const fs::path& listing, std::size_t number, std::string_view line) {
   const fs::path folder = listing.parent_path();
   const std::string whole(line);
-  const std::size_t space = line.find_last_of(" \t\v\f\r");
-  if (space == std::string_view::npos || is_file(folder / whole)) {
-    return {folder / whole, whole, std::nullopt};
-  }
-  const std::string name(text::strip(line.substr(0, space)));
-  const std::string_view token = line.substr(space + 1);
+  const auto [before, token] = text::split_last(line);
+  if (token.empty() || is_file(folder / whole)) return {folder / whole, whole, std::nullopt};
+  const std::string name(before);
   if (scan::digits(token, 1, 9)) return {folder / name, name, std::stoi(std::string(token))};
   if (is_file(folder / name)) {
     throw FeedError("a label must be a whole number from 0, got " + text::repr(token) +
@@ -136,9 +135,12 @@ std::vector<Picture> read_list(const fs::path& path) {
 
 std::string read(const Picture& picture) {
   std::error_code failed;
-  if (fs::exists(picture.path, failed) && !is_file(picture.path)) {
-    throw FeedError("image " + text::shown(picture.name) +  // a pipe would be waited for, forever
-                    " cannot be read: it is no regular file");
+  const std::uintmax_t size = is_file(picture.path) ? fs::file_size(picture.path, failed) : 0;
+  if (!failed && size > kLargestFile) {
+    char got[32];
+    std::snprintf(got, sizeof got, "%.1f", static_cast<double>(size) / 0x1p30);
+    throw FeedError("image " + text::shown(picture.name) + " must be of at most 1 GB, got " + got +
+                    " GB");
   }
   std::string data;
   try {

@@ -15,7 +15,28 @@ std::string joined(const Json& value) {
   return out;
 }
 
+constexpr int kMostNesting = 64;
+
+bool nested(std::string_view text) {
+  int depth = 0;
+  bool quoted = false;
+  for (std::size_t k = 0; k < text.size(); ++k) {
+    const char c = text[k];
+    if (c == '"') quoted = !quoted;
+    if (quoted && c == '\\') ++k;
+    if (quoted) continue;
+    if ((c == '[' || c == '{') && ++depth > kMostNesting) return true;
+    if (c == ']' || c == '}') --depth;
+  }
+  return false;
+}
+
 }  // namespace
+
+Json parse(std::string_view text) {
+  if (nested(text)) return Json(Json::value_t::discarded);
+  return Json::parse(text, nullptr, /*allow_exceptions=*/false);
+}
 
 std::string repr(const Json& value) {
   if (value.is_string()) return text::repr(value.get<std::string>());

@@ -55,6 +55,10 @@ Json timing_json(const Timing& timing) {
 
 double percentile(const std::vector<double>& ordered_ms, std::size_t percent) {
   const std::size_t n = ordered_ms.size();
+  if (n == 0 || percent > 100) {
+    throw ConfigError("a percentile is of one sample at the least and of 0 to 100, got " +
+                      std::to_string(n) + " samples and " + std::to_string(percent));
+  }
   const std::size_t left_out = (100 - percent) * n / 100;
   return ordered_ms[left_out + 1 > n ? 0 : n - 1 - left_out];
 }

@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "calib8/errors.hpp"
 #include "geometry.hpp"
 
 namespace calib8 {
@@ -19,9 +20,35 @@ float pick(const std::vector<double>& values, std::size_t channel) {
   return static_cast<float>(values.size() == 1 ? values.front() : values[channel]);
 }
 
+void require_fit(const Pixels& pixels, const Preprocess& how) {
+  if (!how.size || how.size->height < 1 || how.size->width < 1) {
+    throw ConfigError(
+        "a picture is fitted into a size of 1x1 at the least, got none; resolve() gives"
+        " the model's own");
+  }
+  const bool whole =
+      pixels.height > 0 && pixels.width > 0 && pixels.channels == how.channels() &&
+      pixels.data.size() == static_cast<std::size_t>(pixels.height) * pixels.row_bytes();
+  if (whole) return;
+  throw FeedError(
+      "a picture of " + std::to_string(how.channels()) + " channels in uint8 must be given, got " +
+      std::to_string(pixels.data.size()) + " values for " + std::to_string(pixels.height) + "x" +
+      std::to_string(pixels.width) + "x" + std::to_string(pixels.channels) + "; decode() gives it");
+}
+
 }  // namespace
 
-std::vector<float> apply(const cv::Mat& pixels, const Preprocess& how) {
+Pixels::Pixels(int rows, int columns, int depth) : height(rows), width(columns), channels(depth) {
+  if (rows < 1 || columns < 1 || (depth != 1 && depth != 3)) {
+    throw FeedError("a picture must have sides of 1 or more and 1 or 3 channels, got " +
+                    std::to_string(rows) + "x" + std::to_string(columns) + "x" +
+                    std::to_string(depth));
+  }
+  data.resize(static_cast<std::size_t>(rows) * row_bytes());
+}
+
+std::vector<float> apply(const Pixels& pixels, const Preprocess& how) {
+  require_fit(pixels, how);
   const geometry::Placed placed = geometry::fit(pixels, how);
   const auto height = static_cast<std::size_t>(how.size->height);
   const auto width = static_cast<std::size_t>(how.size->width);
@@ -36,11 +63,11 @@ std::vector<float> apply(const cv::Mat& pixels, const Preprocess& how) {
     const std::size_t source = how.color == Color::kRgb ? 2 - c : c;
     const float border = channel(pick(how.pad, c));
     for (std::size_t k = 0; k < height * width; ++k) plane[k * pixel_step] = border;
-    for (int y = 0; y < placed.pixels.rows; ++y) {
-      const std::uint8_t* from = placed.pixels.ptr<std::uint8_t>(y) + source;
+    for (int y = 0; y < placed.pixels.height; ++y) {
+      const std::uint8_t* from = placed.pixels.row(y) + source;
       float* to = plane + static_cast<std::size_t>(placed.top + y) * row_step +
                   static_cast<std::size_t>(placed.left) * pixel_step;
-      for (int x = 0; x < placed.pixels.cols; ++x, from += channels, to += pixel_step) {
+      for (int x = 0; x < placed.pixels.width; ++x, from += channels, to += pixel_step) {
         *to = channel(static_cast<float>(*from));
       }
     }

@@ -166,7 +166,7 @@ std::string Preprocess::to_json() const {
 }
 
 Preprocess Preprocess::from_json(const std::string& json) {
-  const Json data = Json::parse(json, nullptr, /*allow_exceptions=*/false);
+  const Json data = json_text::parse(json);
   if (!data.is_object()) {
     throw ConfigError("preprocess must be a JSON object, got " +
                       std::string(data.is_discarded() ? "no JSON" : data.type_name()));

@@ -1,4 +1,6 @@
 // What was asked, completed from the model's input.
+#include <algorithm>
+
 #include "calib8/errors.hpp"
 #include "calib8/preprocess.hpp"
 #include "calib8/text.hpp"
@@ -6,6 +8,8 @@
 
 namespace calib8 {
 namespace {
+
+constexpr std::int64_t kLongest = 1 << 30;  // beyond what any check lets pass
 
 bool one_or_three(const Dim& dim) { return dim.size == 1 || dim.size == 3; }
 
@@ -23,7 +27,7 @@ Size resolve_size(const Preprocess& how, const Dim& height, const Dim& width,
                   const TensorSpec& spec) {
   const auto own = [&](const Dim& dim, int Size::*side) -> int {
     if (how.size) return (*how.size).*side;
-    if (dim.size) return static_cast<int>(*dim.size);
+    if (dim.size) return static_cast<int>(std::clamp<std::int64_t>(*dim.size, 0, kLongest));
     if (how.default_size) return (*how.default_size).*side;
     throw FeedError("the input " + spec.describe() +
                     " leaves its size open; give a size, such as 224x224");

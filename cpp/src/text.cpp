@@ -51,14 +51,42 @@ std::size_t replaced_size(std::string_view bytes, std::size_t at) {
   return size;
 }
 
-// The ranges that Python does not call printable, as far as file and tensor names meet them.
+// The ranges that Python does not call printable: no letters, or none assigned in any version of
+// Unicode; those that some version assigned are left to the reader.
 bool printable(char32_t code) {
   if (code < 0x20 || code == 0x7F || (code >= 0x80 && code <= 0xA0) || code == 0xAD) return false;
   if (code >= 0x2000 && code <= 0x200F) return false;
   if (code >= 0x2028 && code <= 0x202F) return false;
   if (code >= 0x205F && code <= 0x206F) return false;
-  return code != 0x3000 && code != 0xFEFF && !(code >= 0xE000 && code <= 0xF8FF) &&
-         code < 0xE0000;
+  const bool own = code >= 0xE000 && code <= 0xF8FF;  // private
+  const bool never = (code >= 0xFDD0 && code <= 0xFDEF) || (code & 0xFFFEU) == 0xFFFE;
+  const bool selector = code >= 0xE0100 && code <= 0xE01EF;
+  return code != 0x3000 && code != 0xFEFF && !own && !never && (code < 0x323B0 || selector);
+}
+
+// What Python's str.isspace() says.
+bool space(const Character& c) {
+  if (!c.valid) return false;
+  const bool control = (c.code >= 0x09 && c.code <= 0x0D) || (c.code >= 0x1C && c.code <= 0x1F);
+  const bool wide = c.code >= 0x2000 && c.code <= 0x200A;
+  constexpr std::u32string_view kOthers = U" \u00A0\u1680\u2028\u2029\u202F\u205F\u3000";
+  return control || wide || c.code == 0x85 || kOthers.find(c.code) != std::u32string_view::npos;
+}
+
+// Where the last character begins; a byte that is no UTF-8 is one.
+std::size_t last_begin(std::string_view text) {
+  std::size_t at = text.size() - 1;
+  while (at > 0 && text.size() - at < 4 && continues(text, at)) --at;
+  return at + decode(text, at).size == text.size() ? at : text.size() - 1;
+}
+
+std::string_view strip_end(std::string_view text) {
+  while (!text.empty()) {
+    const std::size_t at = last_begin(text);
+    if (!space(decode(text, at))) break;
+    text = text.substr(0, at);
+  }
+  return text;
 }
 
 std::string escape(char32_t code) {
@@ -137,10 +165,21 @@ std::string lower(std::string_view text) {
 }
 
 std::string_view strip(std::string_view text) {
-  constexpr std::string_view kSpace = " \t\n\r\v\f";
-  const std::size_t begin = text.find_first_not_of(kSpace);
-  if (begin == std::string_view::npos) return {};
-  return text.substr(begin, text.find_last_not_of(kSpace) - begin + 1);
+  while (!text.empty()) {
+    const Character first = decode(text, 0);
+    if (!space(first)) break;
+    text.remove_prefix(first.size);
+  }
+  return strip_end(text);
+}
+
+std::pair<std::string_view, std::string_view> split_last(std::string_view text) {
+  for (std::size_t at = text.size(); at > 0;) {
+    const std::size_t end = at;
+    at = last_begin(text.substr(0, at));
+    if (space(decode(text, at))) return {strip_end(text.substr(0, at)), text.substr(end)};
+  }
+  return {text, {}};
 }
 
 }  // namespace calib8::text

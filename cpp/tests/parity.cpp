@@ -1,5 +1,6 @@
 // Answers questions of the Python tests, one JSON object a line in, one out: what does the C++
 // library make of this file? An error is answered as {"error": kind, "message": text}.
+#include <array>
 #include <ctime>
 #include <fstream>
 #include <iostream>
@@ -12,7 +13,10 @@
 #include "calib8/files.hpp"
 #include "calib8/fingerprint.hpp"
 #include "calib8/histogram.hpp"
+#include "calib8/images.hpp"
 #include "calib8/latency.hpp"
+#include "calib8/pixels.hpp"
+#include "calib8/probe.hpp"
 #include "calib8/searches.hpp"
 
 namespace {
@@ -191,6 +195,37 @@ Json feed(const Json& ask) {
           {"manifest", Json::parse(opened.manifest())}};
 }
 
+void write_raw(const Json& ask, const void* data, std::size_t size) {
+  std::ofstream out(ask["out"].get<std::string>(), std::ios::binary);
+  out.write(static_cast<const char*>(data), static_cast<std::streamsize>(size));
+}
+
+// The pixels of one file.
+Json decode(const Json& ask) {
+  const std::string name = ask["name"].get<std::string>();
+  const std::string data = images::read({ask["path"].get<std::string>(), name, std::nullopt});
+  const Pixels pixels = images::decode(data, name, ask["grey"].get<bool>());
+  write_raw(ask, pixels.data.data(), pixels.data.size());
+  return {{"shape", {pixels.height, pixels.width, pixels.channels}}};
+}
+
+Json applied(const Json& ask) {
+  const auto shape = ask["shape"].get<std::array<int, 3>>();
+  Pixels pixels(shape[0], shape[1], shape[2]);
+  pixels.data = array_of<std::uint8_t>(ask["path"].get<std::string>());
+  const std::vector<float> values = apply(pixels, Preprocess::from_json(ask["options"].dump()));
+  write_raw(ask, values.data(), values.size() * sizeof(float));
+  return {{"count", values.size()}};
+}
+
+Json list(const Json& ask) {
+  Json found = Json::array();
+  for (const images::Picture& one : images::read_list(ask["path"].get<std::string>())) {
+    found.push_back({one.name, one.label ? Json(*one.label) : Json()});
+  }
+  return {{"pictures", found}};
+}
+
 Json presets_json(const Json& /*ask*/) {
   Json all = Json::object();
   for (const auto& [name, how] : presets()) all[name] = Json::parse(how.to_json());
@@ -211,7 +246,26 @@ Json latency(const Json& ask) {
 Json changes(const Json& ask) {
   const Fingerprint now = Fingerprint::from_json(ask["now"].dump());
   const Fingerprint old = Fingerprint::from_json(ask["old"].dump());
-  return {{"changes", now.changes_since(old)}, {"same", Json::parse(now.to_json()) == ask["now"]}};
+  return {{"changes", now.changes_since(old)}, {"same", nlohmann::json::parse(now.to_json()) == nlohmann::json(ask["now"])}};
+}
+
+Json identity(const Json& ask) {
+  const ModelIdentity found = identity_of(ask["path"].get<std::string>());
+  return {{"graph", found.graph}, {"file", found.file}, {"weights", found.weights}};
+}
+
+// What stands beside a cache, and whether it fits.
+Json kept(const Json& ask) {
+  const Kept found = read_kept(ask["path"].get<std::string>());
+  Json out{{"by", found.fingerprint.by()}, {"text", found.text}};
+  if (ask.contains("now")) out["unfit"] = unfit(found, Fingerprint::from_json(ask["now"].dump()));
+  return out;
+}
+
+Json save(const Json& ask) {
+  save_calibration(ask["path"].get<std::string>(), ask["text"].get<std::string>(),
+                   Fingerprint::from_json(ask["fingerprint"].dump()));
+  return {{"saved", true}};
 }
 
 Json answer(const Json& ask) {
@@ -224,10 +278,17 @@ Json answer(const Json& ask) {
   if (op == "search") return search(ask);
   if (op == "scales") return scales(ask);
   if (op == "feed") return feed(ask);
+  if (op == "decode") return decode(ask);
+  if (op == "apply") return applied(ask);
+  if (op == "list") return list(ask);
   if (op == "presets") return presets_json(ask);
   if (op == "preprocess") return preprocess(ask);
   if (op == "latency") return latency(ask);
   if (op == "changes") return changes(ask);
+  if (op == "identity") return identity(ask);
+  if (op == "decoder") return Json::parse(decoder());
+  if (op == "kept") return kept(ask);
+  if (op == "save") return save(ask);
   throw std::invalid_argument("no such question: " + op);
 }
 

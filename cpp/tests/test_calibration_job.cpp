@@ -166,25 +166,37 @@ TEST_CASE("a cache is used again only while its fingerprint fits") {
   const Folder folder;
   folder.picture("a.png", 16, 20, 1);
   const Feed feed(folder.path(), kSpec, {});
-  Fingerprint now{std::string(64, 'a'), "", "", "", "tensorrt, first batch of 2",
-                  R"({"tensorrt": "8.6.1"})", "entropy2"};
+  Fingerprint now;
+  now.model.file = std::string(64, 'a');
+  now.rule = "whole batches of 2";
+  now.method = "EntropyCalibration2";
   set_feed(now, feed.manifest());
   const auto cache = folder / "out/model.cache";
+  CHECK_THROWS_WITH(save_calibration(cache, kCache, now), Catch::Contains("and a version, got one"));
+  now.versions = R"({"tensorrt": "8.6.1"})";
   CHECK(unfit(cache, now)->find("does not exist yet") != std::string::npos);
   folder.write("out/model.cache", kCache);
   CHECK(unfit(cache, now)->find("has no fingerprint beside it") != std::string::npos);
   save_calibration(cache, kCache, now);
   CHECK_FALSE(unfit(cache, now));
+  CHECK(read_kept(cache).fingerprint.by() == "TensorRT 8.6.1 by EntropyCalibration2");
   Fingerprint other = now;
-  other.model = std::string(64, 'b');
-  other.versions = R"({"tensorrt": "10.3.0"})";
+  other.versions = R"({"tensorrt": "10.3.0"})";  // told, not compared
+  CHECK_FALSE(unfit(cache, other));
+  other.model.file = std::string(64, 'b');
+  other.order = std::string(64, 'c');
   CHECK(unfit(cache, other) ==
-        "the model (weights or graph) changed; a version changed (tensorrt 8.6.1 -> 10.3.0)");
+        "the model (weights or graph) changed; the order of the images changed");
+  Fingerprint alone;  // without images the model alone is compared
+  alone.model = now.model;
+  CHECK_FALSE(unfit(cache, alone));
   folder.write("out/model.cache", kCache + "x: 1\n");
   CHECK(unfit(cache, now)->find("was changed after model.cache.json was written") !=
         std::string::npos);
   save_calibration(cache, kCache, now);
-  folder.write("out/model.cache.json", "{\"schema\": 2");
+  folder.write("out/model.cache.json", "{\"schema\": 5");
+  CHECK(unfit(cache, now)->find("is not a fingerprint") != std::string::npos);
+  folder.write("out/model.cache.json", std::string(200000, '['));
   CHECK(unfit(cache, now)->find("is not a fingerprint") != std::string::npos);
 }
 

@@ -82,6 +82,28 @@ TEST_CASE("pipes are told and never waited for") {
   CHECK_THROWS_WITH(Feed(folder / "list.txt", kSpec, {}), Catch::Contains("none of these"));
 }
 
+TEST_CASE("the manifest is of what was decoded, and a picture that changes is told") {
+  const Folder folder;
+  for (int k = 0; k < 3; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
+  folder.write("bad.png", "no picture");
+  FeedOptions options;
+  options.skip_bad = true;
+  const Feed before(folder.path(), kSpec, options);
+  const std::string manifest = before.manifest();
+  const Feed feed(folder.path(), kSpec, options);
+  CHECK(all(feed).size() == 3);
+  for (const char* name : {"1.png", "bad.png"}) std::filesystem::remove(folder / name);
+  CHECK(feed.manifest() == manifest);  // nothing is read again
+  CHECK(feed.manifest() == manifest);
+  folder.picture("1.png", 16, 20, 200);
+  for (const Feed& known : {before, feed}) {
+    CHECK_THROWS_WITH(all(known), Catch::Contains("image 1.png changed while calib8 ran"));
+  }
+  folder.picture("1.png", 16, 20, 40);
+  CHECK(all(feed).size() == 3);  // the bad one is known
+  CHECK(feed.skipped().size() == 1);
+}
+
 TEST_CASE("wrong sources are told") {
   const Folder folder;
   CHECK_THROWS_WITH(Feed(folder / "none", kSpec, {}), Catch::Contains("does not exist"));

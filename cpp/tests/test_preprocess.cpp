@@ -1,5 +1,5 @@
+#include <algorithm>
 #include <nlohmann/json.hpp>
-#include <opencv2/core.hpp>
 
 #include "calib8/errors.hpp"
 #include "calib8/pixels.hpp"
@@ -26,9 +26,8 @@ TEST_CASE("the arithmetic is three separate float roundings, channels in their o
   Preprocess how = ready({1, 2});
   how.mean = {0.485, 0.456, 0.406};
   how.std = {0.229, 0.224, 0.225};
-  cv::Mat pixels(1, 2, CV_8UC3);
-  pixels.at<cv::Vec3b>(0, 0) = {1, 2, 3};
-  pixels.at<cv::Vec3b>(0, 1) = {101, 102, 103};
+  Pixels pixels(1, 2, 3);
+  pixels.data = {1, 2, 3, 101, 102, 103};
   const std::vector<float> planes = apply(pixels, how);
   const auto value = [&how](int pixel, std::size_t channel) {
     volatile float y = static_cast<float>(pixel) * static_cast<float>(1.0 / 255);
@@ -47,7 +46,8 @@ TEST_CASE("letterbox pads through the same arithmetic") {
   how.resize = Resize::kLetterbox;
   how.scale = 1.0;
   how.pad = {114.0};
-  const cv::Mat wide(4, 8, CV_8UC3, cv::Scalar(9, 9, 9));
+  Pixels wide(4, 8, 3);
+  std::fill(wide.data.begin(), wide.data.end(), std::uint8_t{9});
   const std::vector<float> centred = apply(wide, how);
   CHECK(centred[0] == 114.0F);
   CHECK(centred[2 * 8] == 9.0F);

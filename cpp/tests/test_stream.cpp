@@ -47,6 +47,12 @@ TEST_CASE("an exception crosses over after the good items, once") {
   CHECK_FALSE(stream.next());
 }
 
+TEST_CASE("a queue of no depth holds one") {
+  Stream<int> stream([](const auto& put) { count_to(put, 3, nullptr); }, 0);
+  CHECK(stream.next() == 0);
+  CHECK(stream.next() == 1);
+}
+
 TEST_CASE("leaving early joins the thread, and the queue is bounded") {
   std::atomic<int> made{0};
   {

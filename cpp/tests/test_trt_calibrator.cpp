@@ -68,6 +68,10 @@ TEST_CASE("the four calibrators are what TensorRT takes them for") {
   CHECK(legacy.getRegressionCutoff() == 1.0);
 }
 
+TEST_CASE("a calibrator without a feed is told") {
+  CHECK_THROWS_AS(trt::Int8EntropyCalibrator2(trt::CalibratorOptions{}), ConfigError);
+}
+
 static_assert(!std::is_move_constructible_v<trt::Int8EntropyCalibrator2>,
               "TensorRT holds a calibrator's address");
 

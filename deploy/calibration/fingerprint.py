@@ -1,83 +1,169 @@
-"""What a calibration was made from, so that a stale one is told from a fitting one, part by part.
+"""What a calibration was made from and who made it, so that a stale one is told part by part.
 
-Three parts. The *observation* (model, images, preprocessing, versions) decides whether the
-statistics still hold; the *order* of the images does for those statistics alone that show it; the
-*search* (rule, method) says what is looked for, which may be found again in the stored statistics
-without running the model.
+Two halves, which C++ (cpp/include/calib8/fingerprint.hpp) reads and writes alike::
+
+    made from   model, images, preprocessing, decoder     compared
+    made by     calib8 or TensorRT, version, method       told
+
+Of the first half the *observation* (all but the order) decides whether the statistics still hold;
+the *order* of the images does for those statistics alone that show it. Of the second half the
+*search* (rule, method) says what is looked for, which may be found again in calib8's own
+statistics without running the model, and the *numbers* are those of calib8's own arithmetic, which
+hold for such statistics alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from deploy.errors import CacheError
+
+CALIB8, TENSORRT = "calib8", "TensorRT"  # who makes calibrations
 
 _NAMES = {
     "model": "the model (weights or graph)",
     "images": "the images",
     "order": "the order of the images",
     "preprocess": "the preprocessing",
+    "decoder": "the decoder",
     "rule": "the range rule",
-    "versions": "a version",
+    "numbers": "a version",
     "method": "the method",
 }
+_FROM = ("model", "images", "order", "preprocess", "decoder")
+_BY = ("program", "rule", "method", "numbers", "versions")
+_TEXTS = frozenset(("order", "program", "rule", "method"))
+_TOLD = "library"  # of the decoder: its name, where the rest says what it makes of pictures
+_OLD = ("images", "method", "model", "order", "preprocess", "rule", "versions")  # until schema 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Parts that decide a calibration, as plain JSON values.
+    """Parts of a calibration's origin, as plain JSON values.
 
     Attributes:
-        model: sha256 of the model's graph and weights.
+        model: the model's identities, any of which suffices: "graph", sha256 of what it computes
+            (`deploy.frontends.digest`); "file", sha256 of its file, with "weights", that of its
+            external data, where it has any (`deploy.frontends.reader.Stamp`).
         images: {"count", "sha256", ...} of the feed, whatever the order and the names.
         order: sha256 of the images' digests in their order.
         preprocess: what was done to the images, field by field; {} for arrays.
-        rule: "order-independent", or TensorRT's rule with its batch size.
-        versions: format of the statistics and the version of the runtime that computed them; of
-            images the decoder's too.
-        method: search and its parameters.
+        decoder: what made samples of files (`deploy.calibration.versions`); {} for arrays.
+        program: CALIB8, or TENSORRT where it calibrated on a GPU.
+        rule: "histogram", or the rule by which batches decide a range.
+        method: search and its parameters; a calibrator of TensorRT as a cache's first line has it.
+        numbers: calib8's own arithmetic; {} where it is TensorRT's.
+        versions: of the programs that took part.
     """
 
-    model: str
+    model: Mapping[str, str]
     images: Mapping[str, Any]
     order: str
     preprocess: Mapping[str, Any]
+    decoder: Mapping[str, Any]
+    program: str
     rule: str
-    versions: Mapping[str, Any]
     method: str
+    numbers: Mapping[str, Any]
+    versions: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return asdict(self)
+
+        def half(parts: tuple[str, ...]) -> dict[str, Any]:
+            held = {part: getattr(self, part) for part in parts}
+            return {k: one if isinstance(one, str) else dict(one) for k, one in held.items()}
+
+        return {"made_from": half(_FROM), "made_by": half(_BY)}
 
     @classmethod
     def from_json(cls, data: object) -> Fingerprint:
-        """Inverse of `to_json`.
+        """Inverse of `to_json`; reads the form of schema 4 too.
 
         Raises:
             CacheError: missing or mistyped parts.
         """
-        texts, tables = ("model", "order", "rule", "method"), ("images", "preprocess", "versions")
-        if (
-            not isinstance(data, dict)
-            or set(data) != {*texts, *tables}
-            or not all(isinstance(data[key], str) for key in texts)
-            or not all(isinstance(data[key], dict) for key in tables)
-        ):
-            raise CacheError("a fingerprint needs the parts " + ", ".join((*texts, *tables)))
-        return cls(**data)
+        parts = {**_half(data, "made_from"), **_half(data, "made_by")} or _of_schema_4(data)
+        wanted = {*_FROM, *_BY}
+        sound = set(parts) == wanted and all(
+            isinstance(parts[key], str if key in _TEXTS else dict) for key in wanted
+        )
+        if not sound or not all(isinstance(one, str) for one in parts["model"].values()):
+            raise CacheError(
+                f"a fingerprint needs the parts {', '.join(_FROM)} of what it was made from and"
+                f" {', '.join(_BY)} of who made it"
+            )
+        return cls(**parts)
 
     def changes_since(self, old: Fingerprint) -> dict[str, str]:
         """Part -> what changed from `old` to this one, as a sentence's end; {} if nothing did."""
         changed: dict[str, str] = {}
         for part, noun in _NAMES.items():
             before, now = getattr(old, part), getattr(self, part)
-            if before != now:
-                detail = _difference(before, now)
-                changed[part] = f"{noun} changed{f' ({detail})' if detail else ''}"
+            if _SAME.get(part, _equal)(before, now):
+                continue
+            detail = _weights(before, now) if part == "model" else _difference(before, now)
+            changed[part] = f"{noun} changed{f' ({detail})' if detail else ''}"
         return changed
+
+    @property
+    def by(self) -> str:
+        """Who made it: "calib8 0.1.0 by mse", "TensorRT 8.6.1 by EntropyCalibration2"."""
+        version = self.versions.get(self.program.lower(), "")
+        return " ".join(word for word in (self.program, str(version), "by", self.method) if word)
+
+
+def _half(data: object, name: str) -> dict[str, Any]:
+    half = data.get(name) if isinstance(data, dict) else None
+    return half if isinstance(half, dict) else {}
+
+
+def _of_schema_4(data: object) -> dict[str, Any]:
+    """Parts of the form that knew no halves; {} where it is none."""
+    if not isinstance(data, dict) or set(data) != set(_OLD):
+        return {}
+    versions, model = data["versions"], data["model"]
+    if not isinstance(versions, dict) or not isinstance(model, str):
+        return {}
+    parts = {key: data[key] for key in ("images", "order", "preprocess", "rule", "method")}
+    numbers = {k: versions[k] for k in ("frontend", "searches", "statistics") if k in versions}
+    decoder = {k: versions[k] for k in ("decoding",) if k in versions}
+    if "opencv" in versions:
+        decoder[_TOLD] = f"OpenCV {versions['opencv']}"
+    theirs = {k: one for k, one in versions.items() if k not in (*numbers, "decoding", "opencv")}
+    own = {"program": CALIB8, "numbers": numbers, "versions": theirs}
+    return {**parts, **own, "model": {"graph": model}, "decoder": decoder}
+
+
+def _equal(before: object, now: object) -> bool:
+    return before == now
+
+
+def _same_model(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether one identity is the same: the graph's, or that of the files."""
+    if "graph" in before and before["graph"] == now.get("graph"):
+        return True
+    file = "file" in before and before["file"] == now.get("file")
+    return file and before.get("weights") == now.get("weights")
+
+
+def _weights(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What is known of a change of the model."""
+    return "its external data" if "file" in before and before["file"] == now.get("file") else ""
+
+
+def _same_decoder(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two decoders make the same of pictures: by what they made of some, or by name."""
+    if not before or not now:  # of arrays nothing is decoded, and the images say so
+        return True
+    common = before.keys() & now.keys() - {_TOLD}
+    known = len(common) > 1 or before.get(_TOLD) == now.get(_TOLD)
+    return known and all(before[key] == now[key] for key in common)
+
+
+_SAME = {"model": _same_model, "decoder": _same_decoder}
 
 
 def _difference(before: object, now: object) -> str:

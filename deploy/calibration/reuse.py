@@ -2,7 +2,7 @@
 
 ::
 
-    cache --> made from the same model, images, preprocessing, versions? -- no --> all made anew
+    cache --> made from the same model, images, preprocessing, decoder? -- no --> all made anew
                  | yes
                  v
           each wanted observation: kept? -- yes --> its numbers show the order of the images, and
@@ -19,16 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from deploy import staging
-from deploy.calibration import store
-from deploy.calibration.fingerprint import Fingerprint
+from deploy.calibration import store, versions
+from deploy.calibration.fingerprint import CALIB8, Fingerprint
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Outlier
-from deploy.calibration.versions import of_feed
+from deploy.calibration.subject import Subject
 from deploy.errors import CacheError
-from deploy.feed.feed import Feed
-from deploy.frontends import LoadedModel
 
 _SEARCH = {"method", "rule"}  # parts that decide what is looked for, not what was seen
 _SOME = {"order"}  # parts that decide for some observations alone
@@ -82,11 +81,17 @@ class Verdict:
     def of_all(self, fingerprint: Fingerprint) -> Fingerprint:
         """The fingerprint of what the cache holds and what was observed beside it.
 
-        Its order is that of the cache as long as nothing was observed that shows another one.
+        Its order is that of the cache as long as nothing was observed that shows another one, and
+        so are the programs that made it as long as nothing was observed at all.
         """
-        if self.stored is None or any(o.by_order for o in self.missing):
+        if self.stored is None:
             return fingerprint
-        return replace(fingerprint, order=self.stored.fingerprint.order)
+        known = self.stored.fingerprint
+        if not any(o.by_order for o in self.missing):
+            fingerprint = replace(fingerprint, order=known.order)
+        if not self.missing:
+            fingerprint = replace(fingerprint, versions=known.versions, decoder=known.decoder)
+        return fingerprint
 
 
 def judge(
@@ -117,31 +122,24 @@ def judge(
     return verdict
 
 
-def fingerprint_of(
-    loaded: LoadedModel,
-    feed: Feed,
-    *,
-    rule: str,
-    method: str,
-) -> Fingerprint:
-    """The fingerprint of calibrating this model on this feed.
-
-    Args:
-        loaded: the model.
-        feed: the calibration samples.
-        rule: range rule of the statistics.
-        method: search and its parameters.
-    """
-    manifest = feed.manifest()
-    preprocess, order = manifest.pop("preprocess") or {}, manifest.pop("ordered_sha256")
+def fingerprint_of(subject: Subject, manifest: Mapping[str, Any]) -> Fingerprint:
+    """The fingerprint of calibrating this model by its method on the feed of this manifest."""
+    images = dict(manifest)
+    preprocess, order = images.pop("preprocess") or {}, images.pop("ordered_sha256")
+    known = subject.loaded.identities
+    if subject.repairs:  # no file is the repaired one
+        known = {"graph": known["graph"]}
     return Fingerprint(
-        model=loaded.digest,
-        images=manifest,
+        model=known,
+        images=images,
         order=order,
         preprocess=preprocess,
-        rule=rule,
-        versions=of_feed(manifest["kind"]),
-        method=method,
+        decoder=versions.decoder(images["kind"]),
+        program=CALIB8,
+        rule=subject.statistic.key,
+        method=subject.method.label,
+        numbers=versions.numbers(),
+        versions=versions.programs(),
     )
 
 
@@ -169,7 +167,8 @@ def _judged(
         stored = store.load(path)
     except CacheError as error:
         return anew(str(error))
-    changes = fingerprint().changes_since(stored.fingerprint)
+    now = fingerprint()
+    changes = now.changes_since(stored.fingerprint)
     if all_of := [text for part, text in changes.items() if part not in _SEARCH | _SOME]:
         return anew("; ".join(all_of))
     try:
@@ -178,7 +177,7 @@ def _judged(
     except CacheError as error:
         return anew(str(error))
     missing = observed.missing(with_needs(wanted, observed))
-    reason = _reason(path, stored, changes, missing)
+    reason = _reason(path, stored, changes, missing) + _told(stored.fingerprint, now)
     return Verdict(reason=reason, observed=observed, missing=missing, stored=stored)
 
 
@@ -201,3 +200,11 @@ def _reason(
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"
     return "model, images, preprocessing, method and versions are the same"
+
+
+def _told(made: Fingerprint, now: Fingerprint) -> str:
+    """Which other versions made what is kept, as a sentence's end."""
+    others = {**made.versions, "decoder": made.decoder.get("library")}
+    here = {**now.versions, "decoder": now.decoder.get("library")}
+    words = [f"{name} {old}" for name, old in others.items() if old not in (None, here.get(name))]
+    return f"; it was made with {', '.join(words)}" if words else ""

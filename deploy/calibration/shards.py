@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from calibrators.histogram import Histogram
 from deploy.calibration import shard_file
-from deploy.calibration.fingerprint import Fingerprint
+from deploy.calibration.fingerprint import CALIB8, Fingerprint
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.peaks import Peaks
 from deploy.calibration.shard_file import Shard
@@ -140,13 +140,16 @@ def _made_from(
 ) -> Fingerprint:
     """What all shards of one calibration have in common."""
     return Fingerprint(
-        model=loaded.digest,
+        model=loaded.identities,
         images=images,
         order="",
         preprocess=preprocess,
+        decoder={},
+        program=CALIB8,
         rule="",
-        versions=of_feed(str(images["kind"])),
         method="",
+        numbers=of_feed(str(images["kind"])),  # of all shards the same, programs too
+        versions={},
     )
 
 

@@ -38,8 +38,10 @@ from deploy.inputs import refuse
 from deploy.reading import from_json, opened, read_bytes, read_json
 from deploy.stamped import sha256
 
-# 3: the JSON has a digest of itself; 4: the order of the images is a part of its own
-SCHEMA = 4
+# 3: the JSON has a digest of itself; 4: the order of the images is a part of its own; 5: what it
+# was made from, and by whom, are two halves of the fingerprint, which C++ writes and reads too
+SCHEMA = 5
+_READ = (4, SCHEMA)
 _WHAT = "a file of a calibration"
 _MARK = "the fingerprint of a calibration"
 _MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `pack` writes them
@@ -173,22 +175,47 @@ def save(
     places = {(variant, tensor) for variant, tensor, _ in arrays}
     outliers = [one for one in calibration.outliers if (one.variant, one.tensor) in places]
     packed = pack(list(arrays.values()))
-    digests = {"cache": sha256(text), "statistics": sha256(packed)}
     document = {
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint.to_json(),
         "observations": [list(key) for key in arrays],
         "outliers": [astuple(one) for one in outliers],
-        "sha256": digests,
+        "sha256": {"cache": sha256(text), "statistics": sha256(packed)},
     }
-    document["sha256"] = {**digests, "this": _own_digest(document)}
-    _write(path, text, packed, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
+    _write(path, text, packed, sealed(document))
+
+
+def without_statistics(text: bytes, fingerprint: Fingerprint) -> bytes:
+    """What stands beside a cache of which nothing but its text is known, as TensorRT's own."""
+    digests = {"cache": sha256(text), "statistics": ""}
+    parts = {"fingerprint": fingerprint.to_json(), "observations": [], "outliers": []}
+    return sealed({"schema": SCHEMA, **parts, "sha256": digests})
+
+
+def sealed(document: Mapping[str, Any]) -> bytes:
+    """The JSON's text, with the sha256 of itself as it is without those digits."""
+    held = {**document, "sha256": {**document["sha256"], "this": ""}}
+    text = (json.dumps(held, indent=1, sort_keys=True) + "\n").encode()
+    return text.replace(_seal(""), _seal(sha256(text)))
+
+
+def _seal(digest: str) -> bytes:
+    return f'"this": "{digest}"'.encode()
 
 
 def _own_digest(document: Mapping[str, Any]) -> str:
-    """Sha256 of all that the JSON says but for this digest."""
+    """Until schema 4, sha256 of all that the JSON says but for this digest."""
     others = {name: one for name, one in document["sha256"].items() if name != "this"}
     return sha256(json.dumps({**document, "sha256": others}, sort_keys=True).encode())
+
+
+def _whole(raw: bytes, document: Mapping[str, Any]) -> bool:
+    """Whether the JSON is as it was written."""
+    digest = document["sha256"]["this"]
+    if document["schema"] < SCHEMA:
+        return bool(digest == _own_digest(document))
+    seal = _seal(str(digest))
+    return raw.count(seal) == 1 and bool(digest == sha256(raw.replace(seal, _seal(""))))
 
 
 def refuse_foreign(path: Path, *, force: bool) -> None:
@@ -252,13 +279,16 @@ def load(path: Path) -> Stored:
     json_path, npz_path = sidecars(path)
     raw = read(json_path)
     document = _document(raw, json_path)
-    text, packed = read(path), read(npz_path)
-    if sha256(text) != document["sha256"]["cache"]:
-        raise CacheError(f"{path} was changed after {json_path.name} was written")
+    text, fingerprint = _text_of(path, document)
+    if not document["sha256"]["statistics"]:
+        raise CacheError(
+            f"{path} was made by {fingerprint.by} and has no statistics beside it (--trust-cache"
+            " uses it as it is)"
+        )
+    packed = read(npz_path)
     if sha256(packed) != document["sha256"]["statistics"]:
         raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
     keys = tuple((str(a), str(b), str(c)) for a, b, c in document["observations"])
-    fingerprint = Fingerprint.from_json(document["fingerprint"])
     return Stored(
         text=text,
         fingerprint=fingerprint,
@@ -268,6 +298,23 @@ def load(path: Path) -> Stored:
         _packed=packed,
         _document=raw,
     )
+
+
+def text_of(path: Path) -> tuple[bytes, Fingerprint]:
+    """(text of a cache, what it was made from), whoever made it.
+
+    Raises:
+        CacheError: a file is missing, broken, or not of the same writing as the other.
+    """
+    json_path = sidecars(path)[0]
+    return _text_of(path, _document(read(json_path), json_path))
+
+
+def _text_of(path: Path, document: Mapping[str, Any]) -> tuple[bytes, Fingerprint]:
+    text = read(path)
+    if sha256(text) != document["sha256"]["cache"]:
+        raise CacheError(f"{path} was changed after {sidecars(path)[0].name} was written")
+    return text, Fingerprint.from_json(document["fingerprint"])
 
 
 def _outliers(listed: object, path: Path) -> tuple[Outlier, ...]:
@@ -361,7 +408,7 @@ def _document(raw: bytes, path: Path) -> dict[str, Any]:
     try:
         observations = document["observations"]
         complete = (
-            document["schema"] == SCHEMA
+            document["schema"] in _READ
             and isinstance(observations, list)
             and all(isinstance(key, list) and len(key) == 3 for key in observations)
             and isinstance(document["sha256"], dict)
@@ -372,7 +419,7 @@ def _document(raw: bytes, path: Path) -> dict[str, Any]:
         complete = False
     if not complete:
         raise CacheError(f"{path} is not a fingerprint that this version of calib8 reads")
-    if document["sha256"]["this"] != _own_digest(document):
+    if not _whole(raw, document):
         raise CacheError(f"{path} was changed after it was written")
     return dict(document)
 

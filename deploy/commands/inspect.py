@@ -75,13 +75,12 @@ def _inspect_cache(path: Path) -> None:
     cache = trt_cache.parse(store.read(path), origin=str(path))
     say(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")
     try:
-        known = store.load(path)
+        _, mark = store.text_of(path)
     except CacheError as error:
         say(f"no fitting fingerprint: {error}")
-        known = None
-    if known is not None:
-        mark = known.fingerprint
-        say(f"model {mark.model[:12]}, {mark.images.get('count')} images, {mark.method}")
+    else:
+        model = next(iter(mark.model.values()), "unknown")
+        say(f"model {model[:12]}, {mark.images.get('count')} images, made by {mark.by}")
     for entry in cache.entries:
         flaw = f"  ({entry.flaw})" if entry.flaw else ""
         scale = f"{entry.scale:.6g}"

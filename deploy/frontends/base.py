@@ -54,6 +54,14 @@ class LoadedModel:
     carried: Carried | None = None
 
     @property
+    def identities(self) -> dict[str, str]:
+        """What the original is known by: its "graph", and the bytes of its "file" and "weights"."""
+        files = {} if self.stamp is None else {"file": self.stamp.file}
+        if self.stamp is not None and self.stamp.weights:
+            files["weights"] = self.stamp.weights
+        return {"graph": self.digest, **files}
+
+    @property
     def cut(self) -> tuple[str, ...]:
         """A sentence on what is no part of `model`; none where all of it is."""
         if self.behind is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,9 @@ class Stamp:
 
     Attributes:
         file: sha256 (hex) of the ONNX file.
-        weights: sha256 (hex) of its external data in the model's order; "" where there is none.
+        weights: sha256 (hex) of its external data; "" where there is none. Of each piece, in the
+            order of (location, offset, length): the location's UTF-8 and a zero byte, offset and
+            length in 8 bytes, low ones first, and the sha256 of its bytes; C++ has the same.
     """
 
     file: str
@@ -153,20 +155,31 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
     """
     import onnx
 
-    total, digest = model.ByteSize(), None
+    total = model.ByteSize()
+    pieces: dict[tuple[bytes, int, int], bytes] = {}
     for tensor in _external_tensors(model):
         entry = {pair.key: pair.value for pair in tensor.external_data}
-        data = _slice_of(path, tensor.name, entry, _LIMIT - total)
+        offset, data = _slice_of(path, tensor.name, entry, _LIMIT - total)
         total += len(data)
-        digest = digest or hashlib.sha256()
-        digest.update(len(data).to_bytes(8, "little") + data)
+        place = (entry["location"].encode(), offset, len(data))
+        pieces[place] = hashlib.sha256(data).digest()
         tensor.raw_data = data
         del tensor.external_data[:]
         tensor.data_location = onnx.TensorProto.DEFAULT
-    return digest.hexdigest() if digest else ""
+    return _digest_of(pieces) if pieces else ""
 
 
-def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> bytes:
+def _digest_of(pieces: Mapping[tuple[bytes, int, int], bytes]) -> str:
+    """Sha256 (hex) of external data, as `Stamp.weights` says."""
+    state = hashlib.sha256()
+    for (location, offset, length), digest in sorted(pieces.items()):
+        state.update(location + b"\0")
+        state.update(offset.to_bytes(8, "little") + length.to_bytes(8, "little") + digest)
+    return state.hexdigest()
+
+
+def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> tuple[int, bytes]:
+    """(offset, bytes) of one tensor's external data."""
     location = entry.get("location", "")
     try:
         offset, length = int(entry.get("offset", 0)), int(entry.get("length", -1))
@@ -188,7 +201,7 @@ def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> bytes:
                 f"{path} with its external data must be below 2 GB, got more; use a smaller model"
             )
         stream.seek(offset)
-        return stream.read(length)
+        return offset, stream.read(length)
 
 
 def _external_file(path: Path, name: str, location: str) -> Path:

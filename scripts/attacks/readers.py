@@ -252,8 +252,7 @@ def _stamp(cache: Path) -> None:
     text, packed = (Path(f"{cache}{ending}").read_bytes() for ending in ("", ".npz"))
     document = json.loads(Path(f"{cache}.json").read_bytes())
     document["sha256"] |= {"cache": sha256(text), "statistics": sha256(packed)}
-    document["sha256"]["this"] = store._own_digest(document)
-    Path(f"{cache}.json").write_text(json.dumps(document))
+    Path(f"{cache}.json").write_bytes(store.sealed(document))
 
 
 def _plan(folder: Path) -> Callable[[Path], Callable[[], object]]:

@@ -17,6 +17,9 @@
 #include <utility>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 inline constexpr std::string_view kEntropy2 = "EntropyCalibration2";
@@ -30,7 +33,7 @@ struct Entry {
   std::string digits;
   std::string end = "\n";
 
-  std::uint32_t bits() const;  // the float32 bit pattern
+  std::uint32_t bits() const;  // the float32 bit pattern; throws CacheError: other digits than hex
   float scale() const;         // real value of one int8 step: amax / 127
   // Why this scale cannot stand in a Q/DQ node: "zero", "inf", "NaN", "negative"; or nothing.
   std::optional<std::string> flaw() const;
@@ -94,3 +97,4 @@ std::string label_to_version(int label);
 std::string likely_origin(std::string_view data);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -15,8 +15,10 @@
 #include <optional>
 #include <string>
 
+#include "calib8/export.hpp"
 #include "calib8/feed.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 class CalibrationJob {
@@ -30,6 +32,8 @@ class CalibrationJob {
   // calibrates with the feed's whole batches; throws ConfigError where the feed has none.
   CalibrationJob(const Feed& feed, std::string input, Upload upload,
                  std::optional<std::string> known, Keep keep = nullptr);
+  // With the text of a cache that fits, and nothing to calibrate with.
+  explicit CalibrationJob(std::string known);
 
   // The bodies of getBatch, readCalibrationCache and writeCalibrationCache.
   bool next(void* bindings[], const char* const names[], std::int32_t count) noexcept;
@@ -46,12 +50,12 @@ class CalibrationJob {
   // Whether TensorRT asked for a batch.
   bool begun() const { return asked_ > 0; }
 
-  int batch() const { return feed_.batch(); }
+  int batch() const { return feed_ ? feed_->batch() : 1; }
 
  private:
   bool next_address(void* bindings[], const char* const names[], std::int32_t count);
 
-  Feed feed_;
+  std::optional<Feed> feed_;  // none where the cache is known and no feed was given
   std::string input_;
   Upload upload_;
   Keep keep_;
@@ -65,3 +69,4 @@ class CalibrationJob {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -6,6 +6,9 @@
 #include <string_view>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // Streaming SHA-256.
@@ -29,3 +32,4 @@ class Sha256 {
 std::string combined(const std::vector<std::string>& digests);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -19,9 +19,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "calib8/export.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/scales.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8::entropy {
 
 constexpr int kBins = 2048;
@@ -35,9 +37,11 @@ int search(const std::vector<std::int64_t>& histogram);
 double threshold(int i, double full_range);
 
 // KL(P || Q) of keeping the first i bins of h ([2048] counts, h[0] == 0); inf where P > 0 = Q.
+// Throws CalibrationError: another size, or i outside 128..2048.
 double divergence(const std::vector<double>& h, int i);
 
 // Statistics of one tensor -> its clip range.
 Scale scale(const Histogram& histogram);
 
 }  // namespace calib8::entropy
+CALIB8_EXPORT_END

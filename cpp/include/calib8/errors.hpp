@@ -12,6 +12,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 class Error : public std::runtime_error {
@@ -50,3 +53,4 @@ class BackendError : public Error {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -9,10 +9,12 @@
 #include <string>
 #include <vector>
 
+#include "calib8/export.hpp"
 #include "calib8/images.hpp"
 #include "calib8/preprocess.hpp"
 #include "calib8/stream.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // One sample: float32, first dimension the batch.
@@ -35,7 +37,8 @@ class Feed {
   Feed(const std::filesystem::path& source, const TensorSpec& spec, const FeedOptions& options);
 
   // A stream of samples in the feed's order. It outlives the feed safely.
-  // next() throws FeedError on a bad sample, unless skip_bad; or where all were bad.
+  // next() throws FeedError on a bad sample, unless skip_bad; or where all were bad; or where a
+  // file is no longer what it was when it was first read.
   std::unique_ptr<Stream<Sample>> samples() const;
 
   // The same images for a calibration: an incomplete last batch is left out, as TensorRT has it.
@@ -51,7 +54,9 @@ class Feed {
   std::vector<std::string> skipped() const;        // why each bad one was left out
   std::vector<std::string> notes() const;          // how the feed was read, in sentences
 
-  // What was fed, as JSON: equal manifests mean equal samples; equal to Python's.
+  // What was fed, as JSON, equal to Python's: of the files' bytes as they were first read, so that
+  // it is of what was decoded. What no pass has read yet is read now; a picture that is skipped
+  // counts by its bytes. Throws FeedError: a file cannot be read, unless skip_bad.
   std::string manifest() const;
 
  private:
@@ -62,3 +67,4 @@ class Feed {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -1,17 +1,26 @@
 // Whole files, read and written so that no reader ever sees half of one.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <string_view>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8::files {
 
-// All bytes of a file. Throws FeedError: missing or unreadable.
-std::string read(const std::filesystem::path& path);
+inline constexpr std::uintmax_t kMostBytes = std::uintmax_t{16} << 30U;  // of any file
+inline constexpr std::uintmax_t kMostText = std::uintmax_t{64} << 20U;   // of one that is text
+
+// All bytes of a regular file. Throws FeedError: missing, unreadable, a pipe or a device, or of over
+// `most` bytes.
+std::string read(const std::filesystem::path& path, std::uintmax_t most = kMostBytes);
 
 // Writes by a temporary file in the same folder, fsync and one rename, so that a crash at any
 // moment leaves the old bytes or the new ones. Throws ExportError.
 void write(const std::filesystem::path& path, std::string_view data);
 
 }  // namespace calib8::files
+CALIB8_EXPORT_END

@@ -1,8 +1,9 @@
-// What a calibration was made from, so that a stale cache is told from a fitting one, part by part;
-// deploy/calibration/fingerprint.py. It is kept beside the cache, in CACHE.json, in the same form.
+// What a calibration was made from and who made it, so that a stale cache is told part by part;
+// deploy/calibration/fingerprint.py. It is kept beside the cache, in CACHE.json, in the same form, so
+// that a cache that one program made is used by the other.
 //
-// The model's part is the sha256 of the file here, and of what the graph computes there: a cache
-// made by the one program is never taken for fitting by the other.
+//   made from   model, images, preprocessing, decoder     compared: another one is another calibration
+//   made by     calib8 or TensorRT, version, method       told
 #pragma once
 
 #include <filesystem>
@@ -11,40 +12,68 @@
 #include <string>
 #include <string_view>
 
+#include "calib8/export.hpp"
+#include "calib8/model_identity.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
+
+inline constexpr std::string_view kMadeByCalib8 = "calib8";
+inline constexpr std::string_view kMadeByTensorrt = "TensorRT";
 
 // Tables are JSON objects as text.
 struct Fingerprint {
-  std::string model;       // sha256 of the model's file
-  std::string images;      // {"count", "sha256", ...} of the feed, whatever the order and the names
-  std::string order;       // sha256 of the images' digests in their order
-  std::string preprocess;  // the preprocessing, field by field
-  std::string rule;        // how batches decide the range
-  std::string versions;    // what computed the scales
-  std::string method;
+  ModelIdentity model;
+  std::string images = "{}";      // {"count", "sha256", ...} of the feed; "{}" of no images
+  std::string order;              // sha256 of the images' digests in their order
+  std::string preprocess = "{}";  // the preprocessing, field by field
+  std::string decoder = "{}";     // what made samples of files: decoder() of calib8/probe.hpp
+  std::string program = std::string(kMadeByTensorrt);
+  std::string rule;             // how batches decide the range; "histogram": in any order
+  std::string method;           // search; a calibrator of TensorRT as a cache's first line has it
+  std::string numbers = "{}";   // calib8's own arithmetic, where it is not TensorRT's
+  std::string versions = "{}";  // of the programs that took part
 
+  // Throws CacheError: a table that is no JSON object.
   std::string to_json() const;
-  // Throws CacheError: missing or mistyped parts.
+  // Reads Python's form of schema 4 too. Throws CacheError: missing or mistyped parts.
   static Fingerprint from_json(const std::string& json);
 
   // Part -> what changed from `old` to this one, as a sentence's end; empty if nothing did.
   std::map<std::string, std::string> changes_since(const Fingerprint& old) const;
-  // The changes as one sentence in the order of the parts, or nothing.
-  std::string changes_sentence(const Fingerprint& old) const;
+
+  // Who made it: "calib8 0.1.0 by mse", "TensorRT 8.6.1 by EntropyCalibration2".
+  std::string by() const;
 };
 
-// Splits a feed's manifest into the images, order and preprocess parts.
+// Splits a feed's manifest into the images, order and preprocess parts, and tells the decoder.
+// Throws FeedError: it is no manifest.
 void set_feed(Fingerprint& fingerprint, const std::string& manifest);
 
 // CACHE.json beside a cache.
 std::filesystem::path sidecar(const std::filesystem::path& cache);
 
-// Writes the cache and then its fingerprint, each atomically. Throws ExportError.
+// Writes the cache and then its fingerprint, each atomically. Throws ExportError, or CacheError: a
+// fingerprint without a model, method or version.
 void save_calibration(const std::filesystem::path& cache, std::string_view text,
                       const Fingerprint& fingerprint);
+
+// A cache with what stands beside it.
+struct Kept {
+  std::string text;
+  Fingerprint fingerprint;
+};
+
+// Throws CacheError: a file is missing or broken, or not of the same writing as the other.
+Kept read_kept(const std::filesystem::path& cache);
+
+// Why what is kept does not fit, part by part; "" where it does. Compared is what it was made from, as
+// far as `now` says it (without images the model alone), and the images' order where it shows.
+std::string unfit(const Kept& kept, const Fingerprint& now);
 
 // Why the file there cannot be used again; nothing where it can.
 std::optional<std::string> unfit(const std::filesystem::path& cache,
                                  const Fingerprint& fingerprint);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

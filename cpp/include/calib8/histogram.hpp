@@ -17,6 +17,9 @@
 #include <optional>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 class Histogram {
@@ -34,7 +37,7 @@ class Histogram {
   // Adds what `other` saw; exact, in any order. Throws CalibrationError on unequal bases.
   void merge(const Histogram& other);
 
-  // Counts of |x| over [0, R] in `bins` bins; `bins` must divide kBins.
+  // Counts of |x| over [0, R] in `bins` bins. Throws CalibrationError unless `bins` divides kBins.
   std::vector<std::int64_t> magnitudes(std::int64_t bins) const;
 
   // [2 * kBins - 1] counts between edges(); the middle bin spans both sides of 0.
@@ -65,7 +68,8 @@ class Histogram {
   std::int64_t infinite_ = 0;
 };
 
-// Smallest power of two >= amax.
+// Smallest power of two >= amax. Throws CalibrationError unless that is finite.
 double range_for(double amax);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

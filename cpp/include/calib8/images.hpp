@@ -1,17 +1,21 @@
 // Pictures on disk: finding them, reading a list of them, decoding one; deploy/feed/images.py.
 //
-// Decoding is OpenCV's imdecode of the whole file: 8 bits per channel (16-bit pictures keep their
+// Decoding is OpenCV's imdecode of the whole file, or done by libjpeg-turbo, libpng and libwebp to
+// the same pixels (CALIB8_CODECS=plain, which reads these kinds alone): 8 bits per channel (16-bit pictures keep their
 // upper byte), alpha dropped, grey repeated to three channels where colour is asked for, EXIF
 // orientation applied, the first picture of an animation.
 #pragma once
 
 #include <filesystem>
-#include <opencv2/core/mat.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "calib8/export.hpp"
+#include "calib8/pixels.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8::images {
 
 // A file, the name it goes by in messages and digests, and its label if the list has one.
@@ -36,7 +40,12 @@ std::vector<Picture> read_list(const std::filesystem::path& path);
 // The whole file. Throws FeedError: it is missing, unreadable or empty.
 std::string read(const Picture& picture);
 
-// File bytes -> uint8 BGR, or one channel. Throws FeedError: no whole picture OpenCV can read.
-cv::Mat decode(std::string_view data, const std::string& name, bool grey);
+// File bytes -> uint8 BGR, or one channel. Throws FeedError: no whole picture of a kind read here.
+Pixels decode(std::string_view data, const std::string& name, bool grey);
+
+// What decodes, with its version: the pixels of a picture may change with it.
+// "OpenCV 4.6.0", or "libjpeg-turbo 2.1.5, libpng 1.6.39, libwebp 1.2.4".
+std::string decoder_version();
 
 }  // namespace calib8::images
+CALIB8_EXPORT_END

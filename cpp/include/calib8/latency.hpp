@@ -6,6 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // One metric over all measured iterations, in ms (cv in percent).
@@ -25,6 +28,7 @@ struct Timing {
 };
 
 // Percentile as trtexec's, of ascending samples: floor((1 - p) * n) slowest are left out.
+// Throws ConfigError: no sample, or a percent above 100.
 double percentile(const std::vector<double>& ordered_ms, std::size_t percent);
 
 // One inference on the device, in ms; trtexec's latency is h2d + compute + d2h.
@@ -56,3 +60,4 @@ struct Latency {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

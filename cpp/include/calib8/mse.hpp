@@ -5,12 +5,15 @@
 // from the histogram: a bin's values stand at its centre. As calibrators/mse.py, for int8 and uint8.
 #pragma once
 
+#include "calib8/export.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/scales.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8::mse {
 
 // Statistics of one tensor -> its clip range. Throws CalibrationError on an empty histogram.
 Scale scale(const Histogram& histogram);
 
 }  // namespace calib8::mse
+CALIB8_EXPORT_END

@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "calib8/export.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/scales.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8::percentiles {
 
 constexpr double kPercent = 99.99;
@@ -26,3 +28,4 @@ Scale legacy(const Histogram& histogram);
 double quantile(const std::vector<std::int64_t>& counts, double share);
 
 }  // namespace calib8::percentiles
+CALIB8_EXPORT_END

@@ -9,15 +9,39 @@
 // The same steps as deploy/feed/pixels.py, so that a batch is byte-equal.
 #pragma once
 
-#include <opencv2/core/mat.hpp>
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
+#include "calib8/export.hpp"
 #include "calib8/preprocess.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
-// uint8 [H, W, C] in OpenCV's channel order -> C * h * w floats. `how` must be resolved.
-std::vector<float> apply(const cv::Mat& pixels, const Preprocess& how);
+// A picture: uint8 [height, width, channels], row after row; three channels are BGR, one is grey.
+struct Pixels {
+  int height = 0;
+  int width = 0;
+  int channels = 0;
+  std::vector<std::uint8_t> data;
+
+  Pixels() = default;
+  // Filled with 0. Throws FeedError: a side below 1, or channels other than 1 and 3.
+  Pixels(int rows, int columns, int depth);
+
+  std::size_t row_bytes() const {
+    return static_cast<std::size_t>(width) * static_cast<std::size_t>(channels);
+  }
+  std::uint8_t* row(int y) { return data.data() + static_cast<std::size_t>(y) * row_bytes(); }
+  const std::uint8_t* row(int y) const {
+    return data.data() + static_cast<std::size_t>(y) * row_bytes();
+  }
+};
+
+// uint8 [H, W, C] -> C * h * w floats. `how` must be resolved.
+// Throws ConfigError: it has no size; FeedError: other channels than it says, or too little data.
+std::vector<float> apply(const Pixels& pixels, const Preprocess& how);
 
 // (h, w) with the short side made `length`, the long one scaled alike and rounded down.
 Size short_side_size(Size size, int length);
@@ -26,3 +50,4 @@ Size short_side_size(Size size, int length);
 Size letterbox_size(Size size, Size box);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -6,9 +6,13 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 struct Size {
@@ -22,8 +26,9 @@ struct Size {
 // A dimension is a number, or a symbol, or (both empty) unknown.
 struct Dim {
   Dim() = default;
-  Dim(std::int64_t number) : size(number) {}  // implicit: a shape reads {"n", 3, 224, 224}
-  Dim(int number) : size(number) {}
+  // of any integer, and implicit: a shape reads {"n", 3, 224, 224}
+  template <class Number, class = std::enable_if_t<std::is_integral_v<Number>>>
+  Dim(Number number) : size(static_cast<std::int64_t>(number)) {}
   Dim(std::string name) : symbol(std::move(name)) {}
   Dim(const char* name) : symbol(name) {}
   std::optional<std::int64_t> size;
@@ -85,3 +90,4 @@ struct Resolved {
 Resolved resolve(const std::optional<Preprocess>& asked, const TensorSpec& spec);
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -3,6 +3,9 @@
 
 #include <string>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 // The clip range of one tensor, in real units; as calibrators/scales.py.
@@ -22,3 +25,4 @@ struct Scale {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -13,10 +13,12 @@
 #include <string>
 #include <vector>
 
+#include "calib8/export.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/percentile.hpp"
 #include "calib8/scales.hpp"
 
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 class Search {
@@ -39,3 +41,4 @@ class Search {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

@@ -16,6 +16,9 @@
 #include <thread>
 #include <utility>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
 template <class T>
@@ -25,7 +28,7 @@ class Stream {
   using Put = std::function<bool(T)>;
 
   explicit Stream(std::function<void(const Put&)> produce, std::size_t depth = 4)
-      : depth_(depth), thread_([this, produce = std::move(produce)] { run(produce); }) {}
+      : depth_(depth > 0 ? depth : 1), thread_([this, produce = std::move(produce)] { run(produce); }) {}
 
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -91,3 +94,4 @@ class Stream {
 };
 
 }  // namespace calib8
+CALIB8_EXPORT_END

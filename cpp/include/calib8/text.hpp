@@ -3,8 +3,12 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
 namespace calib8::text {
 
 // A string in quotes with escapes, as Python's repr of the bytes read as UTF-8 with
@@ -29,7 +33,11 @@ bool valid(std::string_view bytes);
 // ASCII lower case.
 std::string lower(std::string_view text);
 
-// Without ASCII white space at both ends.
+// Without white space, Unicode's as Python has it, at both ends.
 std::string_view strip(std::string_view text);
 
+// A stripped text before its last white space and after it; the second is empty where there is none.
+std::pair<std::string_view, std::string_view> split_last(std::string_view text);
+
 }  // namespace calib8::text
+CALIB8_EXPORT_END

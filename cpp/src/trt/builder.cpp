@@ -2,8 +2,15 @@
 
 #include <NvOnnxParser.h>
 
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <system_error>
+#include <type_traits>
+
 #include "calib8/cache.hpp"
+#include "calib8/digest.hpp"
 #include "calib8/errors.hpp"
+#include "calib8/files.hpp"
 #include "calib8/text.hpp"
 #include "dims.hpp"
 #include "plugins.hpp"
@@ -54,6 +61,40 @@ std::string dtype_of(nvinfer1::DataType type) {
   return "type " + std::to_string(static_cast<int>(type));
 }
 
+nvinfer1::Dims dims_of(const Shape& shape) {
+  nvinfer1::Dims dims{};
+  dims.nbDims = static_cast<std::int32_t>(shape.size());
+  // the sizes are of 32 bits until TensorRT 9
+  using Size = std::remove_reference_t<decltype(dims.d[0])>;
+  for (std::size_t k = 0; k < shape.size(); ++k) dims.d[k] = static_cast<Size>(shape[k]);
+  return dims;
+}
+
+template <class Sizes>
+std::string joined(const Sizes& sizes, std::size_t count) {
+  std::string words;
+  for (std::size_t k = 0; k < count; ++k) {
+    words += (k > 0 ? "x" : "") + (sizes[k] < 0 ? std::string("?") : std::to_string(sizes[k]));
+  }
+  return words;
+}
+std::string shown(const nvinfer1::Dims& dims) {
+  return joined(dims.d, static_cast<std::size_t>(std::max(dims.nbDims, 0)));
+}
+std::string shown(const Shape& shape) { return joined(shape, shape.size()); }
+
+#if NV_TENSORRT_MAJOR < 11
+void set_rest(nvinfer1::IBuilderConfig& config, Rest rest) {
+  if (rest == Rest::kFp16) config.setFlag(nvinfer1::BuilderFlag::kFP16);
+  if (rest != Rest::kBf16) return;
+#if NV_TENSORRT_MAJOR >= 10
+  config.setFlag(nvinfer1::BuilderFlag::kBF16);
+#else
+  throw ConfigError("bf16 is for TensorRT from 10 on, got " + version() + "; take fp16 or fp32");
+#endif
+}
+#endif
+
 }  // namespace
 
 struct Builder::State {
@@ -61,7 +102,7 @@ struct Builder::State {
       : logger(log),
         options(given),
         model(text::shown(onnx.string())),
-        no_plugins(load_plugins(log)),
+        no_plugins(loaded(given, log)),
         builder(made(nvinfer1::createInferBuilder(log), log, "a builder")),
         network(made(builder->createNetworkV2(network_flags()), log, "a network")),
         parser(made(nvonnxparser::createParser(*network, log), log, "an ONNX parser")) {
@@ -70,39 +111,87 @@ struct Builder::State {
       throw BackendError("TensorRT cannot read " + model + ": " + parser_errors(*parser, log) +
                          no_plugins);
     }
+    check_shapes();
   }
 
+  static std::string loaded(const BuildOptions& given, Logger& log) {
+    const std::string missing = load_plugins(log);
+    for (const std::string& path : given.plugins) load_library(path);
+    return missing;
+  }
+
+  std::int32_t count() const { return network->getNbInputs(); }
+
   nvinfer1::ITensor& only_input() const {
-    if (network->getNbInputs() != 1) {
-      throw BackendError("images feed one input, the model has " +
-                         std::to_string(network->getNbInputs()) + "; build it with Python's calib8");
+    if (count() != 1) {
+      throw BackendError("images feed one input, the model has " + std::to_string(count()) +
+                         "; calibrate it with Python's calib8 and give its cache");
     }
     return *network->getInput(0);
   }
 
+  // Shapes that were given must be those of inputs, and fit them.
+  void check_shapes() const {
+    std::string names;
+    std::map<std::string, const Shapes*> left;
+    for (const auto& [name, shapes] : options.shapes) left[name] = &shapes;
+    for (std::int32_t k = 0; k < count(); ++k) {
+      const nvinfer1::ITensor& input = *network->getInput(k);
+      names += (names.empty() ? "" : ", ") + text::repr(input.getName());
+      const auto found = left.find(input.getName());
+      if (found == left.end()) continue;
+      check_fits(input, *found->second);
+      left.erase(found);
+    }
+    if (left.empty()) return;
+    throw ConfigError("shapes are for inputs of the model, got " + text::repr(left.begin()->first) +
+                      " beside " + names);
+  }
+
+  static void check_fits(const nvinfer1::ITensor& input, const Shapes& given) {
+    const nvinfer1::Dims own = input.getDimensions();
+    const auto rank = static_cast<std::size_t>(own.nbDims);
+    bool fits = given.min.size() == rank && given.opt.size() == rank && given.max.size() == rank;
+    for (std::size_t k = 0; fits && k < rank; ++k) {
+      fits = given.min[k] >= 1 && given.min[k] <= given.opt[k] && given.opt[k] <= given.max[k] &&
+             (own.d[k] < 0 || (given.min[k] == own.d[k] && given.max[k] == own.d[k]));
+    }
+    if (fits) return;
+    throw ConfigError("shapes must fit the input " + text::repr(input.getName()) + " " + shown(own) +
+                      ", the least first and none above the largest, got " + shown(given.min) + ", " +
+                      shown(given.opt) + " and " + shown(given.max));
+  }
+
   // The input's dimensions with the options' in place of open ones; -1 stays where they are silent.
-  nvinfer1::Dims dims() const {
-    nvinfer1::Dims dims = only_input().getDimensions();
-    if (dims.nbDims > 0) set(dims, 0, options.batch, "--batch");
+  nvinfer1::Dims dims(const nvinfer1::ITensor& input) const {
+    nvinfer1::Dims dims = input.getDimensions();
+    const auto given = options.shapes.find(input.getName());
+    if (given != options.shapes.end()) {
+      if (options.batch || options.size.height > 0) {
+        throw ConfigError("an input's shapes and --batch or --size say the same thing, got both for " +
+                          text::repr(input.getName()) + "; give one");
+      }
+      return dims_of(given->second.opt);
+    }
+    if (dims.nbDims > 0) set(dims, 0, options.batch, "--batch", input);
     if (dims.nbDims > 0 && dims.d[0] < 0) dims.d[0] = options.batch.value_or(1);
     if (options.size.height <= 0) return dims;
     const bool nhwc = dims.nbDims == 4 && dims.d[3] > 0 && dims.d[3] <= 4;
     if (dims.nbDims == 4) {
-      set(dims, nhwc ? 1 : 2, options.size.height, "--size");
-      set(dims, nhwc ? 2 : 3, options.size.width, "--size");
+      set(dims, nhwc ? 1 : 2, options.size.height, "--size", input);
+      set(dims, nhwc ? 2 : 3, options.size.width, "--size", input);
     }
     return dims;
   }
 
   // An option for a dimension that the model fixes must say the same.
-  void set(nvinfer1::Dims& dims, std::int32_t axis, std::optional<int> wanted,
-           const char* option) const {
+  static void set(nvinfer1::Dims& dims, std::int32_t axis, std::optional<int> wanted,
+                  const char* option, const nvinfer1::ITensor& input) {
     if (!wanted || dims.d[axis] == *wanted) return;
     if (dims.d[axis] >= 0) {
       throw ConfigError("the model fixes dimension " + std::to_string(axis) + " of its input " +
-                        text::repr(only_input().getName()) + " to " +
-                        std::to_string(dims.d[axis]) + ", got " + std::to_string(*wanted) + " by " +
-                        option + "; leave it away");
+                        text::repr(input.getName()) + " to " + std::to_string(dims.d[axis]) +
+                        ", got " + std::to_string(*wanted) + " by " + option + "; leave it away");
     }
     dims.d[axis] = *wanted;
   }
@@ -116,21 +205,79 @@ struct Builder::State {
     return made_config;
   }
 
-  // One profile of one shape, where the model leaves anything open.
-  nvinfer1::IOptimizationProfile* add_profile(nvinfer1::IBuilderConfig& config) const {
-    const nvinfer1::Dims fixed = dims();
-    if (!has_open(only_input().getDimensions())) return nullptr;
-    nvinfer1::IOptimizationProfile* profile = builder->createOptimizationProfile();
-    const char* name = only_input().getName();
+  // DLA, for an engine that is to be kept: a calibration runs in float32, which DLA has not.
+  void use_dla(nvinfer1::IBuilderConfig& config) const {
+    if (!options.dla) return;
+    const std::int32_t cores = builder->getNbDLACores();
+    if (*options.dla >= cores) {
+      throw ConfigError("--dla must name one of this machine's " + std::to_string(cores) +
+                        " DLA cores, from 0, got " + std::to_string(*options.dla) +
+                        "; leave it away to build for the GPU");
+    }
+    config.setDefaultDeviceType(nvinfer1::DeviceType::kDLA);
+    config.setDLACore(*options.dla);
+    config.setFlag(nvinfer1::BuilderFlag::kGPU_FALLBACK);
+  }
+
+  // One profile, where the model leaves anything open; a calibration knows one shape alone.
+  nvinfer1::IOptimizationProfile* add_profile(nvinfer1::IBuilderConfig& config,
+                                              bool calibrating) const {
+    nvinfer1::IOptimizationProfile* profile = nullptr;
+    for (std::int32_t k = 0; k < count(); ++k) {
+      const nvinfer1::ITensor& input = *network->getInput(k);
+      const nvinfer1::Dims best = dims(input);
+      if (!has_open(input.getDimensions())) continue;
+      if (profile == nullptr) profile = builder->createOptimizationProfile();
+      set_profile(*profile, input, best, calibrating);
+    }
+    if (profile != nullptr) config.addOptimizationProfile(profile);
+    return profile;
+  }
+
+  void set_profile(nvinfer1::IOptimizationProfile& profile, const nvinfer1::ITensor& input,
+                   const nvinfer1::Dims& best, bool calibrating) const {
     using Selector = nvinfer1::OptProfileSelector;
-    for (const Selector selector : {Selector::kMIN, Selector::kOPT, Selector::kMAX}) {
-      if (!profile->setDimensions(name, selector, fixed)) {
-        throw BackendError("the input " + text::repr(name) +
-                           " leaves dimensions open; give --size HxW and --batch N");
+    const auto given = options.shapes.find(input.getName());
+    const bool range = given != options.shapes.end() && !calibrating;
+    const nvinfer1::Dims least = range ? dims_of(given->second.min) : best;
+    const nvinfer1::Dims most = range ? dims_of(given->second.max) : best;
+    const char* name = input.getName();
+    if (profile.setDimensions(name, Selector::kMIN, least) &&
+        profile.setDimensions(name, Selector::kOPT, best) &&
+        profile.setDimensions(name, Selector::kMAX, most)) {
+      return;
+    }
+    throw BackendError("the input " + text::repr(name) +
+                       " leaves dimensions open; give --size HxW and --batch N, or its shapes");
+  }
+
+  // The timings that an earlier build wrote, where there is a file and it is of this GPU and version.
+  std::unique_ptr<nvinfer1::ITimingCache> timings(nvinfer1::IBuilderConfig& config) const {
+    if (options.timing_cache.empty()) return nullptr;
+    std::string known;
+    std::error_code failed;
+    if (std::filesystem::exists(options.timing_cache, failed)) {
+      known = files::read(options.timing_cache);
+    }
+    std::unique_ptr<nvinfer1::ITimingCache> cache(
+        config.createTimingCache(known.data(), known.size()));
+    if (!cache || !config.setTimingCache(*cache, false)) {
+      cache = made(config.createTimingCache(nullptr, 0), logger, "a timing cache");
+      config.setTimingCache(*cache, false);
+    }
+    return cache;
+  }
+
+  std::string built(nvinfer1::IBuilderConfig& config) const {
+    const auto known = timings(config);
+    std::string plan = serialized(config);
+    if (known) {
+      const std::unique_ptr<nvinfer1::IHostMemory> fresh(config.getTimingCache()->serialize());
+      if (fresh) {
+        files::write(options.timing_cache, {static_cast<const char*>(fresh->data()), fresh->size()});
       }
     }
-    config.addOptimizationProfile(profile);
-    return profile;
+    return plan;
   }
 
   std::string serialized(nvinfer1::IBuilderConfig& config) const {
@@ -156,19 +303,46 @@ Builder::~Builder() = default;
 Builder::Builder(Builder&&) noexcept = default;
 
 TensorSpec Builder::input() const {
-  const nvinfer1::ITensor& tensor = state_->only_input();
-  TensorSpec spec{tensor.getName(), dtype_of(tensor.getType()), {}};
-  const nvinfer1::Dims dims = state_->dims();
-  for (std::int32_t k = 0; k < dims.nbDims; ++k) {
-    spec.shape.push_back(dims.d[k] < 0 ? Dim() : Dim(static_cast<std::int64_t>(dims.d[k])));
+  state_->only_input();
+  return inputs().front();
+}
+
+std::vector<TensorSpec> Builder::inputs() const {
+  std::vector<TensorSpec> specs;
+  for (std::int32_t k = 0; k < state_->count(); ++k) {
+    const nvinfer1::ITensor& tensor = *state_->network->getInput(k);
+    TensorSpec spec{tensor.getName(), dtype_of(tensor.getType()), {}};
+    const nvinfer1::Dims dims = state_->dims(tensor);
+    for (std::int32_t axis = 0; axis < dims.nbDims; ++axis) {
+      spec.shape.push_back(dims.d[axis] < 0 ? Dim() : Dim(static_cast<std::int64_t>(dims.d[axis])));
+    }
+    specs.push_back(std::move(spec));
   }
-  return spec;
+  return specs;
 }
 
 TensorSpec Builder::calibration_input() const {
   TensorSpec spec = input();
   if (spec.dtype == "float16" || spec.dtype == "bfloat16") spec.dtype = "float32";
   return spec;
+}
+
+std::string Builder::settings() const {
+  const BuildOptions& given = state_->options;
+  nlohmann::json told{{"rest", static_cast<int>(given.rest)}, {"workspace", given.workspace_bytes}};
+  for (std::int32_t k = 0; k < state_->count(); ++k) {
+    const nvinfer1::ITensor& input = *state_->network->getInput(k);
+    told["opt"][input.getName()] = shown(state_->dims(input));
+  }
+  for (const auto& [name, shapes] : given.shapes) {
+    told["min"][name] = shapes.min;
+    told["max"][name] = shapes.max;
+  }
+  if (given.dla) told["dla"] = *given.dla;
+  for (const std::string& path : given.plugins) {
+    told["plugins"].push_back(Sha256().update(files::read(path)).hex());
+  }
+  return told.dump();
 }
 
 bool Builder::has_qdq() const {
@@ -188,15 +362,15 @@ std::string Builder::built_by(nvinfer1::IInt8Calibrator& calibrator, const Calib
   config->setFlag(BuilderFlag::kINT8);
   if (float32_alone) {
     config->clearFlag(BuilderFlag::kTF32);
-  } else if (state_->options.fp16) {
-    config->setFlag(BuilderFlag::kFP16);
+  } else {
+    set_rest(*config, state_->options.rest);
+    state_->use_dla(*config);
   }
   config->setInt8Calibrator(&calibrator);
-  if (const nvinfer1::IOptimizationProfile* profile = state_->add_profile(*config)) {
-    config->setCalibrationProfile(profile);
-  }
+  const nvinfer1::IOptimizationProfile* profile = state_->add_profile(*config, float32_alone);
+  if (profile != nullptr) config->setCalibrationProfile(profile);
   try {
-    std::string engine = state_->serialized(*config);
+    std::string engine = float32_alone ? state_->serialized(*config) : state_->built(*config);
     job.rethrow();
     if (job.trouble().empty()) return engine;
   } catch (const BackendError& error) {
@@ -212,10 +386,11 @@ std::string Builder::build() {
   const auto config = state_->config();
 #if NV_TENSORRT_MAJOR < 11  // from 11 on every network is typed by its own nodes
   if (has_qdq()) config->setFlag(nvinfer1::BuilderFlag::kINT8);
-  if (state_->options.fp16) config->setFlag(nvinfer1::BuilderFlag::kFP16);
+  set_rest(*config, state_->options.rest);
 #endif
-  state_->add_profile(*config);
-  return state_->serialized(*config);
+  state_->use_dla(*config);
+  state_->add_profile(*config, false);
+  return state_->built(*config);
 }
 
 std::string version() { return label_to_version(getInferLibVersion()); }

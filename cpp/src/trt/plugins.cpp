@@ -3,6 +3,11 @@
 #include <NvInfer.h>
 #include <dlfcn.h>
 
+#include <filesystem>
+#include <system_error>
+
+#include "calib8/errors.hpp"
+
 namespace calib8::trt {
 namespace {
 
@@ -18,6 +23,15 @@ std::string load(Logger& logger) {
 }
 
 }  // namespace
+
+void load_library(const std::string& path) {
+  std::error_code failed;
+  const std::string file = std::filesystem::absolute(path, failed).string();  // no search by name
+  if (::dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr) return;
+  const char* const why = ::dlerror();
+  throw ConfigError("a plugin library must load beside this TensorRT, got " +
+                    std::string(why == nullptr ? path : why) + "; build it for this version");
+}
 
 std::string load_plugins(Logger& logger) {
   static const std::string missing = load(logger);

@@ -11,4 +11,7 @@ namespace calib8::trt {
 // error: gives why, as the end of a sentence, or "".
 std::string load_plugins(Logger& logger);
 
+// Loads a library of plugins, which register themselves. Throws ConfigError.
+void load_library(const std::string& path);
+
 }  // namespace calib8::trt

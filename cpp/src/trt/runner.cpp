@@ -1,7 +1,6 @@
 #include "calib8/trt/runner.hpp"
 
 #include <chrono>
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <vector>
@@ -10,6 +9,7 @@
 #include "calib8/text.hpp"
 #include "calib8/trt/cuda.hpp"
 #include "dims.hpp"
+#include "made_up.hpp"
 #include "plugins.hpp"
 
 namespace calib8::trt {
@@ -97,7 +97,8 @@ struct Runner::State {
       return;
     }
     binding.bytes = volume(dims) * binding.value_bytes;
-    std::memset(binding.host.reserve(binding.bytes), 0, binding.bytes);
+    void* const host = binding.host.reserve(binding.bytes);
+    if (binding.input) make_up(host, binding.bytes, engine->getTensorDataType(name), random);
     if (!context->setTensorAddress(name, binding.device.reserve(binding.bytes))) {
       refuse("refused the buffer of " + text::repr(name));
     }
@@ -146,6 +147,7 @@ struct Runner::State {
   }
 
   Logger& logger;
+  Random random{0};  // of inputs
   double load_ms = 0;
   // in this order: each is freed before what it came from or holds on to
   std::unique_ptr<nvinfer1::IRuntime> runtime;

@@ -4,8 +4,11 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <iterator>
 #include <memory>
+#include <set>
 
+#include "../../src/wire.hpp"
 #include "fake.hpp"
 #include "stubs.hpp"
 
@@ -79,11 +82,24 @@ class Profile final : public IOptimizationProfile, public stubs::VOptimizationPr
                      Dims const& dims) noexcept override {
 #endif
     if (is_open(from_dims(dims))) return false;
+    if (which == OptProfileSelector::kMIN) least[name] = from_dims(dims);
     if (which == OptProfileSelector::kOPT) best[name] = from_dims(dims);
+    if (which == OptProfileSelector::kMAX) most[name] = from_dims(dims);
     return true;
   }
 
+  std::map<std::string, std::vector<int>> least;
   std::map<std::string, std::vector<int>> best;
+  std::map<std::string, std::vector<int>> most;
+};
+
+// Timings are words; those of another GPU are refused.
+class Timings final : public ITimingCache, public stubs::VTimingCache {
+ public:
+  explicit Timings(std::string words) : words(std::move(words)) { mImpl = this; }
+  IHostMemory* serialize() const noexcept override { return new Memory("timings " + words); }
+
+  std::string words;
 };
 
 class Config final : public IBuilderConfig, public stubs::VBuilderConfig {
@@ -94,6 +110,20 @@ class Config final : public IBuilderConfig, public stubs::VBuilderConfig {
   void setMemoryPoolLimit(MemoryPoolType /*pool*/, std::size_t bytes) noexcept override {
     trace("workspace " + std::to_string(bytes));
   }
+  ITimingCache* createTimingCache(void const* blob, std::size_t size) const noexcept override {
+    return new Timings(std::string(static_cast<const char*>(blob), size));
+  }
+  bool setTimingCache(ITimingCache const& cache, bool /*ignore*/) noexcept override {
+    timings = static_cast<const Timings*>(&cache);
+    const bool known = timings->words.empty() || timings->words.rfind("timings", 0) == 0;
+    trace("timings " + (known ? "'" + timings->words + "'" : "refused"));
+    return known;
+  }
+  ITimingCache const* getTimingCache() const noexcept override { return timings; }
+  void setDefaultDeviceType(DeviceType type) noexcept override {
+    trace(std::string("default device ") + (type == DeviceType::kDLA ? "DLA" : "GPU"));
+  }
+  void setDLACore(std::int32_t core) noexcept override { trace("DLA core " + std::to_string(core)); }
   std::int32_t addOptimizationProfile(IOptimizationProfile const* given) noexcept override {
     profile = static_cast<const Profile*>(given);
     return 0;
@@ -113,6 +143,7 @@ class Config final : public IBuilderConfig, public stubs::VBuilderConfig {
 
   std::uint32_t flags = bit(BuilderFlag::kTF32);  // TensorRT's default
   const Profile* profile = nullptr;
+  const Timings* timings = nullptr;
 };
 
 std::string flags_of(const Config& config) {
@@ -120,7 +151,11 @@ std::string flags_of(const Config& config) {
 #if NV_TENSORRT_MAJOR < 11
   if (config.has(BuilderFlag::kINT8)) words += " int8";
   if (config.has(BuilderFlag::kFP16)) words += " fp16";
+#if NV_TENSORRT_MAJOR >= 10
+  if (config.has(BuilderFlag::kBF16)) words += " bf16";
 #endif
+#endif
+  if (config.has(BuilderFlag::kGPU_FALLBACK)) words += " gpu-fallback";
   return words + (config.has(BuilderFlag::kTF32) ? " tf32" : "");
 }
 
@@ -246,6 +281,7 @@ class Builder final : public IBuilder, public stubs::VBuilder {
     return new Network;
   }
   IBuilderConfig* createBuilderConfig() noexcept override { return new Config; }
+  std::int32_t getNbDLACores() const noexcept override { return 2; }
   IOptimizationProfile* createOptimizationProfile() noexcept override {
     profiles_.push_back(std::make_unique<Profile>());
     return profiles_.back().get();
@@ -263,7 +299,11 @@ class Builder final : public IBuilder, public stubs::VBuilder {
       if (is_open(tensor.dims)) {
         if (config.profile == nullptr) return fail("no optimization profile has been defined.");
         const std::vector<int>& best = config.profile->best.at(tensor.name);
-        trace("profile " + tensor.name + " " + shown(best));
+        const std::vector<int>& least = config.profile->least.at(tensor.name);
+        const std::vector<int>& most = config.profile->most.at(tensor.name);
+        const bool one = least == best && most == best;
+        trace("profile " + tensor.name + " " + (one ? "" : shown(least) + " ") + shown(best) +
+              (one ? "" : " " + shown(most)));
         plan += "best " + tensor.name + " " + tensor.type;
         for (const int dim : best) plan += " " + std::to_string(dim);
         plan += "\n";
@@ -294,6 +334,39 @@ class Builder final : public IBuilder, public stubs::VBuilder {
   std::vector<std::unique_ptr<Profile>> profiles_;
 };
 
+// What a real ONNX model's inputs, outputs and nodes are in words; an output's open dimension is 1.
+std::string value_line(const std::string& role, std::string_view value) {
+  using namespace calib8;
+  const auto fields = wire::fields(value);
+  const auto type = wire::fields(wire::text(wire::fields(wire::text(fields, 2)), 1));
+  const char* words[] = {"?",     "float32", "uint8", "int8",  "uint16",  "int16",
+                         "int32", "int64",   "str",   "bool",  "float16"};
+  std::string line = role + " " + std::string(wire::text(fields, 1)) + " " +
+                     words[wire::number(type, 1)];
+  for (const std::string_view dim : wire::all(wire::fields(wire::text(type, 2)), 1)) {
+    const auto held = wire::fields(dim);
+    line += " " + (wire::has(held, 1) ? std::to_string(wire::number(held, 1))
+                                     : role == "input" ? "-1" : "1");
+  }
+  return line + "\n";
+}
+
+std::string words_of(const std::string& model) {
+  using namespace calib8;
+  const auto graph = wire::fields(wire::text(wire::fields(model), 7));
+  std::set<std::string_view> weights;
+  for (const auto tensor : wire::all(graph, 5)) weights.insert(wire::text(wire::fields(tensor), 8));
+  std::string words;
+  for (const auto node : wire::all(graph, 1)) {
+    if (wire::text(wire::fields(node), 4) == "QuantizeLinear") words += "quantize\n";
+  }
+  for (const auto value : wire::all(graph, 11)) {
+    if (weights.count(wire::text(wire::fields(value), 1)) == 0) words += value_line("input", value);
+  }
+  for (const auto value : wire::all(graph, 12)) words += value_line("output", value);
+  return words;
+}
+
 class ParserError final : public parser_stubs::ParserError {
  public:
   char const* desc() const noexcept override { return words.c_str(); }
@@ -305,8 +378,10 @@ class Parser final : public parser_stubs::Parser {
   Parser(Network& network, ILogger& log) : network_(network), log_(log) {}
 
   bool parseFromFile(const char* path, int /*verbosity*/) noexcept override {
-    std::ifstream file(path);
-    for (std::string line; std::getline(file, line);) {
+    std::ifstream file(path, std::ios::binary);
+    const std::string model{std::istreambuf_iterator<char>(file), {}};
+    std::istringstream lines(!model.empty() && model[0] == '\x08' ? words_of(model) : model);
+    for (std::string line; std::getline(lines, line);) {
       if (!take(line)) return false;
     }
     error_.words = network_.inputs.empty() ? "Failed to parse the ONNX model" : "";

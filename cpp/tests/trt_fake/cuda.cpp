@@ -74,6 +74,17 @@ cudaError_t cudaSetDevice(int device) {
   return device < 2 ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int /*device*/) {
+  const std::string name = "Fake GPU " + fake::setting("CALIB8_FAKE_GPU");
+  std::strncpy(properties->name, name.c_str(), sizeof(properties->name) - 1);
+  return cudaSuccess;
+}
+
 cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
   if (fake::asked("no-gpu")) return cudaErrorInsufficientDriver;
   return fake::reserve(fake::memories().device, memory, bytes);

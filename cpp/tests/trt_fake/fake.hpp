@@ -4,9 +4,10 @@
 //   CALIB8_FAKE           what is to go wrong, words with commas between; each stands where it is asked
 //   CALIB8_FAKE_TRACE     a file; every call of note is added to it, a line each
 //   CALIB8_FAKE_BATCHES   a file; the bytes of every calibration batch are added to it
+//   CALIB8_FAKE_INPUTS    a file; the bytes of every input of every run of an engine are added to it
 //   CALIB8_FAKE_LIBRARY   the version that the library says it is, such as 8.6.3; default: the headers'
 //
-// A model is text: "input NAME TYPE DIM...", "output NAME TYPE DIM...", "quantize" for a Q/DQ node,
+// A model is ONNX, of which inputs, outputs and Q/DQ nodes count, or text: "input NAME TYPE DIM...", "output NAME TYPE DIM...", "quantize" for a Q/DQ node,
 // "plugin" for a node of TensorRT's plugin library. A dimension of -1 is open; an output's
 // dimension of ? depends on the data; an input "shape NAME TYPE DIM" is read from host memory.
 #pragma once

@@ -136,6 +136,7 @@ bool Context::use(const Tensor& tensor, cudaStream_t stream) {
   }
   auto* values = static_cast<unsigned char*>(memory);
   if (tensor.is_input()) {
+    add_to("CALIB8_FAKE_INPUTS", static_cast<const char*>(memory), bytes);
     volatile unsigned sum = 0;
     for (std::size_t k = 0; k < bytes; ++k) sum = sum + values[k];
   } else {

@@ -5,20 +5,29 @@ calls these tests for each: the version is $CALIB8_TRT_VERSION, the build folder
 $CALIB8_TRT_PROGRAMS. The fake's settings are told in fake.hpp.
 """
 
+import ctypes
+import hashlib
 import json
 import os
+import shutil
 import struct
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+
+from deploy.calibration import store
 
 VERSION = os.environ["CALIB8_TRT_VERSION"]
 PROGRAMS = Path(os.environ["CALIB8_TRT_PROGRAMS"])
 PHOTOS = Path(__file__).parents[3] / "datasets" / "fashion" / "calib"
 
 MAJOR = int(VERSION.split(".")[0])
+RELEASE = {"10.0": "10.0.1", "10.16": "10.16.0", "11.1": "11.1.0"}.get(VERSION, VERSION)
 LABEL = {"8.5.3": 8503, "8.6.1": 8601, "10.0": 100001, "10.16": 101600}.get(VERSION)
 calibrating = pytest.mark.skipif(MAJOR > 10, reason="TensorRT 11 has no calibrators")
 IMAGE = "input image float32 1 1 28 28\n"
@@ -36,11 +45,17 @@ class Run:
     error: str
     trace: list[str]
     batches: bytes
+    inputs: bytes
 
     @property
     def calibrated(self) -> int:
         """Batches that TensorRT took."""
         return sum(line.startswith("batch ") and line[6:].isdigit() for line in self.trace)
+
+    @property
+    def builds(self) -> int:
+        """How often TensorRT built."""
+        return sum(line.startswith("build ") or line == "build" for line in self.trace)
 
     def refused(self) -> str:
         """The one sentence of a run that must fail."""
@@ -67,11 +82,23 @@ class Folder:
         lines = "".join(f"{path}\n" for path in chosen)
         (self.path / "list.txt").write_text(lines + more)
 
-    def build(self, *options: str, images: bool = True, fake: str = "", library: str = "") -> Run:
-        trace, batches = self.path / "trace", self.path / "batches"
-        for path in (trace, batches):
+    def build(
+        self,
+        *options: str,
+        images: bool = True,
+        fake: str = "",
+        library: str = "",
+        gpu: str = "A",
+    ) -> Run:
+        trace, batches, inputs = (self.path / name for name in ("trace", "batches", "inputs"))
+        for path in (trace, batches, inputs):
             path.unlink(missing_ok=True)
-        settings = {"FAKE": fake, "FAKE_TRACE": trace, "FAKE_BATCHES": batches}
+        settings = {
+            "FAKE": fake,
+            "FAKE_TRACE": trace,
+            "FAKE_BATCHES": batches,
+            "FAKE_INPUTS": inputs,
+        }
         command = [str(PROGRAMS / "src/trt/calib8-build"), "model.onnx"]
         command += ["list.txt", "--preprocess", "grey-half"] if images else []
         done = subprocess.run(
@@ -79,7 +106,7 @@ class Folder:
             cwd=self.path,
             env=os.environ
             | {f"CALIB8_{name}": str(value) for name, value in settings.items()}
-            | {"CALIB8_FAKE_LIBRARY": library},
+            | {"CALIB8_FAKE_LIBRARY": library, "CALIB8_FAKE_GPU": gpu},
             capture_output=True,
             text=True,
             check=False,
@@ -91,6 +118,7 @@ class Folder:
             done.stderr,
             trace.read_text().splitlines() if trace.exists() else [],
             batches.read_bytes() if batches.exists() else b"",
+            inputs.read_bytes() if inputs.exists() else b"",
         )
 
     def built(self, *options: str, **settings: object) -> Run:
@@ -148,11 +176,15 @@ def test_live_calibration_feeds_what_is_preprocessed_and_builds_by_its_cache(fol
 def test_every_calibrator_of_tensorrt(folder, calibrator, word):
     run = folder.built("--calibrator", calibrator)
     assert f"calibrate TRT-{LABEL}-{word}Calibration int8" in run.trace
-    again = folder.built("--calibrator", calibrator)
+    again = folder.built("--calibrator", f"{word}Calibration")  # the word of the first line
     assert again.calibrated == 0
-    other = folder.built()
+    assert folder.built().calibrated == 0  # the cache's own
+    assert folder.report()["calibration"]["method"] == f"{word}Calibration"
+    other = folder.built("--calibrator", "entropy2")
     assert other.calibrated == 5
-    assert "the method changed" in folder.report()["calibration"]["reason"]
+    reason = folder.report()["calibration"]["reason"]
+    assert reason.endswith("not with a calibrator EntropyCalibration2")
+    assert "--calibrator must be one of" in folder.build("--calibrator", "mse").refused()
 
 
 @calibrating
@@ -186,11 +218,31 @@ def test_a_foreign_cache_is_taken_only_where_it_is_trusted(folder):
     assert folder.built("--trust-cache").calibrated == 0
     assert folder.cache.read_text() == ours and not folder.sidecar.exists()
     assert "no fingerprint" in folder.build("--require-cache").refused()
-    folder.cache.write_text(ours.replace("Entropy", "MinMax").replace("2\n", "\n", 1))
-    run = folder.built("--trust-cache")
-    assert run.calibrated == 5
-    assert "begins with TRT-" in folder.report()["calibration"]["reason"]
-    assert folder.cache.read_text() != ours
+    assert folder.built("--trust-cache", images=False).calibrated == 0
+    theirs = ours.replace("Entropy", "MinMax").replace("2\n", "\n", 1)
+    folder.cache.write_text(theirs)
+    assert folder.built("--trust-cache").calibrated == 0
+    assert folder.report()["calibration"]["method"] == "MinMaxCalibration"
+
+
+@calibrating
+def test_a_trusted_cache_is_never_written(folder):
+    folder.built()
+    before = folder.cache.read_bytes(), folder.sidecar.read_bytes()
+    folder.pictures(5, first=5)
+    folder.model(IMAGE + "output scores float32 1 20\n")
+    assert folder.built("--trust-cache").calibrated == 0
+    assert "is trusted as it is" in folder.report()["calibration"]["reason"]
+    said = folder.build("--trust-cache", "--calibrator", "minmax").refused()
+    assert said.endswith("name its own, or leave --calibrator away")
+    assert folder.build("--trust-cache", "--rebuild", fake="fail-engine").code == 2
+    folder.model("input other float32 1 1 28 28\n" + SCORES)
+    said = folder.build("--trust-cache").refused()
+    assert "has no scale for its input 'other'; it is another model's" in said
+    assert (folder.cache.read_bytes(), folder.sidecar.read_bytes()) == before
+    folder.cache.write_text("no cache")
+    assert "no cache" in folder.build("--trust-cache").refused()
+    assert folder.cache.read_text() == "no cache"
 
 
 @calibrating
@@ -200,15 +252,35 @@ def test_the_version_is_that_of_the_library_that_runs(folder):
     assert folder.built(library=other).calibrated == 5
     assert folder.cache.read_text().startswith(f"TRT-{label}-")
     assert folder.built(library=other).calibrated == 0
-    assert folder.built().calibrated == 5
-    assert f"a version changed (tensorrt {other} ->" in folder.report()["calibration"]["reason"]
+    before = folder.cache.read_bytes()
+    run = folder.built()  # another release of the same major version: told, and taken
+    assert run.calibrated == 0 and "cache taken" in run.trace
+    (note,) = folder.report()["notes"]
+    assert note.startswith(f"model.onnx.cache is labelled for TensorRT {other} and is used by ")
+    assert f"it was made by TensorRT {other} by" in folder.report()["calibration"]["reason"]
+    assert folder.cache.read_bytes() == before
+
+
+@calibrating
+def test_a_cache_for_another_major_version_is_told_and_taken_where_it_is_trusted(folder):
+    folder.built()
+    other = {8: "TRT-101302", 10: "TRT-8601"}[MAJOR]
+    text = folder.cache.read_text().replace(f"TRT-{LABEL}", other)
+    document = json.loads(folder.sidecar.read_bytes())
+    folder.cache.write_text(text)
+    document["sha256"]["cache"] = hashlib.sha256(text.encode()).hexdigest()
+    folder.sidecar.write_bytes(store.sealed(document))
+    said = folder.build(images=False).refused()
+    assert "whose names of tensors are not those of" in said
+    assert "cache taken" in folder.built("--trust-cache", "--rebuild", images=False).trace
+    assert folder.cache.read_text() == text
 
 
 @calibrating
 def test_a_cache_that_tensorrt_refuses_all_the_same_is_told(folder):
     folder.built()
     before = folder.cache.read_bytes()
-    said = folder.build(fake="refuse-cache").refused()
+    said = folder.build("--rebuild", fake="refuse-cache").refused()
     assert "could not build model.onnx: Calibration failure occurred" in said
     assert "TensorRT must take the known cache, but refused it" in said
     assert folder.cache.read_bytes() == before
@@ -335,7 +407,7 @@ def test_an_input_that_pictures_do_not_become_is_named_as_the_network_has_it(fol
 def test_several_inputs_and_no_pictures_are_told(folder):
     assert "calibrated with images, got none" in folder.build(images=False).refused()
     folder.model(IMAGE + "input mask float32 1 1\n" + SCORES)
-    assert "the model has 2; build it with Python's calib8" in folder.build().refused()
+    assert "the model has 2; calibrate it with Python's calib8" in folder.build().refused()
 
 
 @pytest.mark.skipif(MAJOR < 11, reason="until TensorRT 10 there are calibrators")
@@ -358,6 +430,248 @@ def test_a_model_with_qdq_nodes_is_built_without_calibrating_and_says_what_had_n
     assert folder.report()["notes"] == ["int8 by the model's own Q/DQ nodes, not calibrated here"]
     folder.built("--cache", "x")
     assert folder.report()["notes"][0].endswith("; without effect: --cache, --preprocess, IMAGES")
+
+
+@pytest.mark.skipif(MAJOR > 10, reason="TensorRT 11 takes the types of the model's own nodes")
+@pytest.mark.parametrize("rest", ["fp32", "fp16", "bf16", "int4"])
+def test_the_rest_runs_as_asked(folder, rest):
+    folder.model(QDQ)
+    if rest == "int4":
+        said = folder.build("--rest", rest, images=False).refused()
+        assert said == "--rest must be fp16, bf16 or fp32, got 'int4'"
+    elif rest == "bf16" and MAJOR < 10:
+        assert "bf16 is for TensorRT from 10 on" in folder.build("--rest", rest).refused()
+    else:
+        run = folder.built("--rest", rest, images=False)
+        assert f"build int8{'' if rest == 'fp32' else f' {rest}'} tf32" in run.trace
+
+
+def test_an_engine_is_built_again_only_for_something_else(folder):
+    folder.model(QDQ)
+    assert folder.built(images=False).builds == 1
+    assert folder.built(images=False).builds == 0
+    assert "the engine was built before" in folder.report()["notes"][1]
+    assert folder.built("--rebuild", images=False).builds == 1
+    assert folder.built("--workspace", "64", images=False).builds == 1
+    folder.model(QDQ + "output more float32 1\n")
+    assert folder.built("--workspace", "64", images=False).builds == 1
+    assert folder.built("--workspace", "64", images=False, gpu="B").builds == 1
+    folder.engine.write_bytes(folder.engine.read_bytes() + b"\n")
+    assert folder.built("--workspace", "64", images=False, gpu="B").builds == 1
+    assert folder.build("--rebuild", images=False, fake="fail-engine").code == 2
+    assert folder.built("--workspace", "64", images=False, gpu="B").builds == 0
+
+
+@calibrating
+def test_another_cache_is_another_engine(folder):
+    folder.built()
+    assert folder.built().builds == 0
+    folder.cache.write_text(f"TRT-{LABEL}-EntropyCalibration2\nimage: 3c008912\n")
+    assert folder.built("--trust-cache").builds == 1
+
+
+def test_timings_are_used_and_added_to(folder):
+    folder.model(QDQ)
+    assert "timings ''" in folder.built("--timing-cache", "t", images=False).trace
+    assert (folder.path / "t").read_text() == "timings "
+    run = folder.built("--timing-cache", "t", "--rebuild", images=False)
+    assert "timings 'timings '" in run.trace
+    (folder.path / "t").write_text("of another GPU")
+    run = folder.built("--timing-cache", "t", "--rebuild", images=False)
+    assert [line for line in run.trace if "timings" in line] == ["timings refused", "timings ''"]
+
+
+def test_memory_and_dla_are_asked_for(folder):
+    folder.model(QDQ)
+    run = folder.built("--workspace", "64", "--dla", "1", images=False)
+    assert f"workspace {64 << 20}" in run.trace
+    assert run.trace.index("default device DLA") < run.trace.index("DLA core 1")
+    assert any(line.startswith("build") and "gpu-fallback" in line for line in run.trace)
+
+
+def test_a_library_of_plugins_is_loaded_before_the_model_is_read(folder):
+    source, library = folder.path / "p.c", folder.path / "p.so"
+    source.write_text(
+        "#include <stdio.h>\n#include <stdlib.h>\n__attribute__((constructor)) void put(void) {"
+        ' FILE* f = fopen(getenv("CALIB8_FAKE_TRACE"), "a"); fputs("own plugin\\n", f);'
+        " fclose(f); }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    folder.model(QDQ)
+    trace = folder.built("--plugin", "p.so", images=False).trace
+    assert trace.index("own plugin") < trace.index(f"network flags {1 if MAJOR < 10 else 0}")
+
+
+def test_shapes_of_every_input_make_one_profile(folder):
+    folder.model("quantize\ninput image float32 -1 1 -1 -1\ninput mask float32 -1 4\n" + SCORES)
+    words = ["--opt-shapes", "image:4x1x28x28", "--min-shapes", "image:1x1x14x14"]
+    words += ["--max-shapes", "image:8x1x56x56", "--opt-shapes", "mask:4x4"]
+    run = folder.built(*words, images=False)
+    assert "profile image 1x1x14x14 4x1x28x28 8x1x56x56" in run.trace
+    assert "profile mask 4x4" in run.trace
+    assert folder.report()["model"]["inputs"] == [
+        "'image' float32 [4, 1, 28, 28]",
+        "'mask' float32 [4, 4]",
+    ]
+    said = folder.build(*words, "--batch", "4", images=False).refused()
+    assert "shapes and --batch or --size say the same thing, got both for 'image'" in said
+    said = folder.build(*words[:2], "--max-shapes", "image:3x1x56x56", images=False).refused()
+    assert "the least first and none above the largest, got 4x1x28x28, 4x1x28x28 and 3x1" in said
+
+
+@calibrating
+def test_a_calibration_has_one_shape_and_its_engine_the_range(folder):
+    folder.model(f"input image float32 -1 1 28 28\n{SCORES}")
+    words = ["--opt-shapes", "image:2x1x28x28", "--max-shapes", "image:8x1x28x28"]
+    run = folder.built(*words)
+    assert run.calibrated == 2
+    profiles = [line for line in run.trace if line.startswith("profile")]
+    assert profiles == ["profile image 2x1x28x28", "profile image 2x1x28x28 2x1x28x28 8x1x28x28"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's model with its weights beside it, and Python's calibration of it."""
+    path = tmp_path_factory.mktemp("demo")
+    fashion = PHOTOS.parent / "fashion.onnx"
+    model = onnx.load(fashion)
+    onnx.save(
+        model, path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=64
+    )
+    photos = sorted(PHOTOS.rglob("*.png"))[:5]
+    (path / "list.txt").write_text("".join(f"{photo}\n" for photo in photos))
+    words = "calibrate m.onnx --images list.txt --preprocess grey-half --target tensorrt"
+    subprocess.run(
+        [sys.executable, "-m", "deploy", *words.split(), "--trt-version", RELEASE, "-o", "p.cache"],
+        cwd=path,
+        env=os.environ | {"PYTHONPATH": str(PHOTOS.parents[2])},
+        check=True,
+        capture_output=True,
+    )
+    return path
+
+
+@pytest.fixture
+def taken(demo, tmp_path):
+    """A folder with all of that, as it would be carried to a device."""
+    for path in demo.iterdir():
+        shutil.copy(path, tmp_path)
+    folder = Folder(tmp_path)
+    shutil.copy(tmp_path / "m.onnx", tmp_path / "model.onnx")
+    folder.kept = [(tmp_path / f"p.cache{end}").read_bytes() for end in ("", ".json")]
+    return folder
+
+
+def one_weight_changed(path: Path, target: Path, **options: object) -> None:
+    model = onnx.load(path)
+    tensor = max(model.graph.initializer, key=lambda one: len(one.raw_data))
+    tensor.raw_data = bytes([tensor.raw_data[0] ^ 1]) + tensor.raw_data[1:]
+    onnx.save(model, target, **options)
+
+
+WITH = ("--cache", "p.cache")
+
+
+@calibrating
+def test_a_cache_of_python_is_used_with_and_without_images(taken):
+    for images in (False, True):
+        run = taken.built(*WITH, "--rebuild", images=images)
+        assert run.calibrated == 0 and "cache taken" in run.trace
+        made = "the model and the images" if images else "the model"
+        told = taken.report()["calibration"]
+        assert told["reason"] == f"the cache fits {made}; it was made by calib8 0.1.0 by mse"
+        assert told["reason"] in run.out and told["method"] == "EntropyCalibration2"
+        assert "feed" in taken.report() if images else "feed" not in taken.report()
+        taken.built(*WITH, "--rebuild", "--require-cache", images=images)
+    taken.built(*WITH, "--rebuild", "--trust-cache", images=False)
+    inside = onnx.load(taken.path / "m.onnx")  # the same graph, stored otherwise
+    onnx.save(inside, taken.path / "model.onnx")
+    assert taken.built(*WITH, images=False).calibrated == 0
+    assert [(taken.path / f"p.cache{end}").read_bytes() for end in ("", ".json")] == taken.kept
+
+
+@calibrating
+@pytest.mark.parametrize("beside", [False, True])
+def test_after_a_change_of_one_weight_it_is_refused(taken, beside):
+    model = taken.path / "model.onnx"
+    if beside:
+        data = bytearray((taken.path / "w.bin").read_bytes())
+        data[len(data) // 2] ^= 1
+        (taken.path / "w.bin").write_bytes(data)
+    else:
+        one_weight_changed(model, model)
+    part = "the model (weights or graph) changed" + (" (its external data)" if beside else "")
+    assert f"no cache in their place: {part}; give" in taken.build(*WITH, images=False).refused()
+    assert f"but {part};" in taken.build(*WITH, "--require-cache").refused()
+    run = taken.built("--cache", "p.cache")
+    assert run.calibrated == 5 and taken.report()["calibration"]["reason"] == part
+    assert taken.built(*WITH, images=False).calibrated == 0  # of its own calibration
+    assert "by EntropyCalibration2" in taken.report()["calibration"]["reason"]
+
+
+@calibrating
+def test_images_and_preprocessing_are_compared_where_there_are_images(taken):
+    taken.pictures(5, first=5)
+    assert "but the images changed (sha256);" in taken.build(*WITH, "--require-cache").refused()
+    assert taken.built(*WITH, images=False).calibrated == 0
+    photos = sorted(PHOTOS.rglob("*.png"))[:5]
+    lines = "".join(f"{photo}\n" for photo in reversed(photos))
+    (taken.path / "list.txt").write_text(lines)  # the order shows in no histogram
+    assert taken.built(*WITH, "--require-cache", "--rebuild").calibrated == 0
+    said = taken.build(*WITH, "--require-cache", "--preprocess", "unit").refused()
+    assert "but the preprocessing changed (mean" in said
+
+
+@calibrating
+def test_the_files_of_a_python_build_are_taken_as_they_are(demo, tmp_path):
+    words = "build m.onnx --images list.txt --preprocess grey-half --target tensorrt"
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy", *words.split(), *["--effort", "0", "--duration", "0"],
+         "--accept", "--out", tmp_path / "out"],
+        cwd=demo,
+        env=os.environ | {"PYTHONPATH": str(PHOTOS.parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cache = tmp_path / "out" / "m.tensorrt.cache"
+    release = store.text_of(cache)[0].decode()[4:].split("-")[0]  # 8503, 100300
+    folder = Folder(tmp_path)
+    shutil.copy(tmp_path / "out" / "m.tensorrt.onnx", tmp_path / "model.onnx")
+    if int(release[:-4] if len(release) > 4 else release[:-3]) == MAJOR:
+        run = folder.built("--cache", "out/m.tensorrt.cache", images=False)
+        assert run.calibrated == 0 and "made by calib8 0.1.0 by mse" in run.out
+    else:
+        said = folder.build("--cache", "out/m.tensorrt.cache", images=False).refused()
+        assert "whose names of tensors are not those of" in said
+
+
+@calibrating
+def test_several_inputs_of_any_type_are_built_by_a_cache(folder):
+    folder.model(IMAGE + "input ids int32 1 4\n" + SCORES)
+    said = folder.build().refused()
+    assert said.endswith("with Python's calib8 and give its cache")
+    folder.cache.write_text(f"TRT-{LABEL}-EntropyCalibration2\nimage: 3c008912\nids: 3c008912\n")
+    run = folder.built("--trust-cache", images=False)
+    assert "copy in 3136" in run.trace and "copy in 16" in run.trace
+
+
+@calibrating
+def test_weights_that_are_not_there_are_told(taken):
+    (taken.path / "w.bin").unlink()
+    assert "must be a file in the model's folder" in taken.build(*WITH, images=False).refused()
+
+
+@calibrating
+def test_without_images_a_cache_must_be_there(folder):
+    said = folder.build(images=False).refused()
+    assert "got none, and no cache in their place: model.onnx.cache does not exist yet" in said
+    folder.built()
+    (folder.path / "list.txt").unlink()
+    assert folder.built("--rebuild", images=False).calibrated == 0
+    folder.sidecar.unlink()
+    assert "has no fingerprint beside it" in folder.build(images=False).refused()
 
 
 def test_the_network_is_explicit_and_the_plugins_are_there_before_it_is_read(folder):
@@ -393,6 +707,109 @@ def test_inputs_and_outputs_have_the_engines_own_types(folder, dtype, size):
     run = folder.built(images=False)
     assert f"copy in {7 * size}" in run.trace and f"copy out {5 * size}" in run.trace
     assert folder.report()["model"]["inputs"] == [f"'ids' {dtype} [1, 7]"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "read", "least", "most"),
+    [
+        ("float32", "<f4", -1, 1),
+        ("float16", "<f2", -1, 1),
+        ("int32", "<i4", 0, 1),
+        ("int64", "<i8", 0, 1),
+        ("bool", "u1", 0, 1),
+        ("uint8", "u1", 0, 255),
+        ("bfloat16", "<u2", -1, 1),
+    ],
+)
+def test_what_is_timed_is_fed_random_values_the_same_every_time(folder, dtype, read, least, most):
+    if dtype in ("int64", "bfloat16") and MAJOR < 10:
+        pytest.skip("TensorRT has this type from 9 or 10 on")
+    folder.model(f"quantize\ninput x {dtype} 1 500\noutput next float32 1 5\n")
+    run = folder.built(images=False)
+    fed = np.frombuffer(run.inputs, read).reshape(-1, 500)
+    assert len(fed) >= 10 and (fed == fed[0]).all()
+    values = fed[0]
+    if dtype == "bfloat16":
+        values = (values.astype("<u4") << 16).view("<f4")
+    assert least <= values.min() < least + (most - least) / 20
+    assert most - (most - least) / 20 < values.max() <= most
+    assert abs(values.mean() - (least + most) / 2) < (most - least) / 10
+    assert folder.built(images=False).inputs[: fed[0].nbytes] == fed[0].tobytes()
+
+
+def test_a_duration_may_be_less_than_a_second(folder):
+    folder.model(QDQ)
+    folder.built("--duration", "0.01", images=False)
+    (engine,) = folder.report()["engines"]
+    assert engine["latency"]["queries"] >= 10
+    for wrong in ("x", "-1", "1e3", ".5", "1.2.3", ""):
+        said = folder.build("--duration", wrong, images=False).refused()
+        assert said.startswith("--duration must be a number from 0, such as 3 or 0.5, got")
+
+
+def test_plugins_that_are_missing_are_told_where_an_engine_is_not_loaded(folder):
+    folder.model(QDQ)
+    said = folder.build(images=False, fake="no-plugins,fail-load").refused()
+    assert said.startswith("TensorRT cannot load the engine: Serialization assertion failed")
+    assert said.endswith(f"; libnvinfer_plugin.so.{MAJOR} did not register its plugins")
+    folder.built(images=False, fake="no-plugins")
+
+
+@pytest.mark.skipif(MAJOR > 8, reason="from 10 on the library itself judges who may load it")
+def test_a_library_of_another_major_version_is_told_in_its_words(folder):
+    said = folder.build(library="7.2.3").refused()
+    assert said.endswith("Major version of the library and the headers differ.")
+
+
+class Opened:
+    """How often each file of a folder is opened, by Linux's inotify."""
+
+    def __init__(self, folder: Path) -> None:
+        self.library = ctypes.CDLL(None)
+        self.handle = self.library.inotify_init1(os.O_NONBLOCK)
+        assert self.library.inotify_add_watch(self.handle, bytes(folder), 0x20) >= 0  # IN_OPEN
+
+    def counts(self) -> dict[str, int]:
+        """Since it was made or asked before."""
+        found: dict[str, int] = {}
+        data = os.read(self.handle, 1 << 20)
+        while data:
+            _, _, _, length = struct.unpack_from("iIII", data)
+            name = data[16 : 16 + length].rstrip(b"\0").decode()
+            found[name] = found.get(name, 0) + 1
+            data = data[16 + length :]
+        return found
+
+
+@calibrating
+def test_every_picture_is_read_once(folder):
+    pictures = folder.path / "pictures"
+    pictures.mkdir()
+    chosen = [path.name for path in sorted(PHOTOS.rglob("*.png"))[:5]]
+    for path in sorted(PHOTOS.rglob("*.png"))[:5]:
+        (pictures / path.name).write_bytes(path.read_bytes())
+    (folder.path / "list.txt").write_text("".join(f"pictures/{name}\n" for name in chosen))
+    opened = Opened(pictures)
+    assert folder.built().calibrated == 5
+    assert opened.counts() == dict.fromkeys(chosen, 1)
+    assert folder.built("--require-cache").calibrated == 0
+    assert opened.counts() == dict.fromkeys(chosen, 1)
+
+
+@calibrating
+def test_pipes_and_devices_in_place_of_a_cache_are_told(folder):
+    folder.built()
+    for place in (folder.sidecar, folder.cache):
+        kept = place.read_bytes()
+        place.unlink()
+        os.mkfifo(place)
+        said = folder.build("--require-cache").refused()
+        assert "it is no regular file" in said
+        place.unlink()
+        place.write_bytes(kept)
+    assert folder.built("--require-cache").calibrated == 0
+    folder.sidecar.write_text("[" * 200_000)
+    assert "is not a fingerprint" in folder.build("--require-cache").refused()
 
 
 def test_an_output_whose_size_depends_on_the_data_is_allocated_as_it_runs(folder):
@@ -437,7 +854,13 @@ def test_a_model_that_is_none_and_a_gpu_that_is_none_are_told(folder):
             "the model fixes dimension 0 of its input 'image' to 1, got 2 by --batch",
         ),
         (["--size", "28x32"], "fixes dimension 3 of its input 'image' to 28, got 32 by --size"),
-        (["--rest", "int4"], "--rest must be fp16 or fp32, got 'int4'"),
+        (["--opt-shapes", "image:1x1xN"], "must read NAME:DIMS with numbers"),
+        (["--max-shapes", "image:1x1x28x28"], "got none for 'image'; give --opt-shapes"),
+        (["--opt-shapes", "x:1x1x28x28"], "shapes are for inputs of the model, got 'x' beside"),
+        (["--opt-shapes", "image:2x1x28x28"], "shapes must fit the input 'image' 1x1x28x28"),
+        (["--dla", "2"], "--dla must name one of this machine's 2 DLA cores, from 0, got 2"),
+        (["--workspace", "0"], "--workspace must be a whole number from 1, got '0'"),
+        (["--plugin", "none.so"], "a plugin library must load beside this TensorRT, got "),
         (["--input", "image:1x1x28x28"], "--input is no option"),
     ],
 )

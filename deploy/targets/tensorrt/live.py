@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from calibrators.tensorrt import Callbacks, HostMemory, calibrator
+from calibrators.tensorrt import ALGORITHMS, Callbacks, HostMemory, calibrator
 from deploy.calibration.batches import left_out, whole, whole_batches
+from deploy.calibration.fingerprint import TENSORRT, Fingerprint
+from deploy.calibration.reuse import fingerprint_of
+from deploy.frontends.digest import model_digest
+from deploy.frontends.reader import read_stamped
 from deploy.targets.base import BuildRequest
 from deploy.targets.tensorrt import builder, gpu_cache
 from deploy.targets.tensorrt.asked import Asked
@@ -15,6 +19,7 @@ from deploy.targets.tensorrt.builder import Settings
 from deploy.targets.tensorrt.cuda import Cuda, CudaMemory
 from deploy.targets.tensorrt.plugins import digests
 from deploy.targets.tensorrt.settings import first_sample
+from deploy.version import __version__
 
 
 def calibrated(
@@ -27,25 +32,40 @@ def calibrated(
 ) -> bytes:
     """The cache that TensorRT makes on the GPU, or made before from the same data."""
     name = f"{request.name}.gpu.cache"
-    origin = _made_from(asked, request, version)
+    together = _together(request, _calibrated_shapes(request, settings))
+    origin = _made_from(asked, request, source, version, together)
     known = gpu_cache.fitting(request.built_before(name), origin)
-    if known is None:
-        known = builder.calibrate(
-            source, settings, _live(asked, request, settings, cuda), cuda=cuda
-        )
-    gpu_cache.keep(request.folder / name, known, origin)
-    return known
+    if known is not None:
+        gpu_cache.keep(request.folder / name, known, origin)
+        return known
+
+    def keep(text: bytes) -> None:  # at once: a build that fails behind it has lost nothing
+        gpu_cache.keep(request.folder / name, text, origin)
+
+    return builder.calibrate(
+        source, settings, _live(asked, request, settings, cuda, keep), cuda=cuda
+    )
 
 
-def _made_from(asked: Asked, request: BuildRequest, version: str) -> dict[str, Any]:
-    """All that a calibration by TensorRT on the GPU depends on."""
-    return {
-        "model": request.digest,
-        "images": dict(request.manifest),
-        "calibrator": asked.calibrator,
-        "batch": asked.max_batch,
-        "tensorrt": version,
-    } | ({"plugins": digests(asked.plugins)} if asked.plugins else {})
+def _made_from(
+    asked: Asked, request: BuildRequest, source: Path, version: str, together: int
+) -> Fingerprint:
+    """All that a calibration by TensorRT on the GPU depends on.
+
+    The model is the one that is handed to TensorRT, so that on a device both files are enough.
+    """
+    model, stamp = read_stamped(source)
+    weights = {"weights": stamp.weights} if stamp.weights else {}
+    return replace(
+        fingerprint_of(request.subject, request.manifest),
+        model={"graph": model_digest(model), "file": stamp.file, **weights},
+        program=TENSORRT,
+        rule=f"whole batches of {together}",
+        method=ALGORITHMS[str(asked.calibrator)],
+        numbers={},
+        versions={"tensorrt": version, "calib8": __version__}
+        | ({"plugins": digests(asked.plugins)} if asked.plugins else {}),
+    )
 
 
 def from_cache(asked: Asked, known: bytes) -> Callbacks:
@@ -54,7 +74,13 @@ def from_cache(asked: Asked, known: bytes) -> Callbacks:
     return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
 
 
-def _live(asked: Asked, request: BuildRequest, settings: Settings, cuda: Cuda) -> Callbacks:
+def _live(
+    asked: Asked,
+    request: BuildRequest,
+    settings: Settings,
+    cuda: Cuda,
+    keep: Callable[[bytes], None],
+) -> Callbacks:
     """A calibrator that feeds the request's samples to TensorRT on the GPU."""
     shapes = _calibrated_shapes(request, settings)
     together = _together(request, shapes)
@@ -65,6 +91,7 @@ def _live(asked: Asked, request: BuildRequest, settings: Settings, cuda: Cuda) -
         batches=seen // together,
         shapes=shapes,
         memory=CudaMemory(cuda),
+        keep=keep,
     )
 
 

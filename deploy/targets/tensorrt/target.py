@@ -4,6 +4,7 @@ Written always, on any machine::
 
     m.tensorrt.onnx      the cleaned float model          } together for 8.5 to 10.16 (and DLA):
     m.tensorrt.cache     its calibration cache            } implicit quantization
+    m.tensorrt.cache.json   what that was made from, for C++ on a device
     m.tensorrt.qdq.onnx  the symmetric Q/DQ model           for 8.5 to 11: explicit quantization
     m.tensorrt.part.onnx what of that ONNX Runtime runs, where it does not know all operators
 
@@ -31,6 +32,7 @@ from deploy.targets.tensorrt.words import (
     FP16,
     FP32,
     INT8,
+    NOTE,
     PART,
     QDQ,
     TYPED,
@@ -59,6 +61,7 @@ class TensorRT(Asked):
     writes: ClassVar[tuple[str, ...]] = (
         ".tensorrt.onnx",
         ".tensorrt.cache",
+        ".tensorrt.cache.json",
         ".tensorrt.qdq.onnx",
         ".tensorrt.typed.onnx",
         ".tensorrt.part.onnx",
@@ -182,6 +185,7 @@ class TensorRT(Asked):
         from deploy.targets.tensorrt.as_cache import held
         from deploy.targets.tensorrt.baselines import Baselines
         from deploy.targets.tensorrt.engines import beside_it, engine_of
+        from deploy.targets.tensorrt.noted import note
         from deploy.targets.tensorrt.readable import all_readable
         from deploy.targets.tensorrt.to_qdq import to_qdq
         from deploy.targets.tensorrt.trtexec import on_machine, script, ways
@@ -203,7 +207,10 @@ class TensorRT(Asked):
         files = {}
         if self.precision == INT8:
             files[FLOAT] = written(stem, ".onnx", models[FLOAT])
-            files[CACHE] = written(stem, ".cache", trt_cache.dump(cache))
+            text = trt_cache.dump(cache)
+            files[CACHE] = written(stem, ".cache", text)
+            noted = note(request, files[CACHE], text, models[FLOAT])
+            files |= {} if noted is None else {NOTE: noted}
         files[QDQ] = written(stem, ".qdq.onnx", models[QDQ])
         if narrow is not None:
             files[TYPED] = written(stem, ".typed.onnx", models[TYPED])

@@ -2,10 +2,13 @@
 // with Q/DQ nodes.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "calib8/preprocess.hpp"
 #include "calib8/trt/calibrator.hpp"
@@ -13,17 +16,34 @@
 
 namespace calib8::trt {
 
+// What does not run in int8, until TensorRT 10; 11 has the model's own types. kBf16 is from 10 on.
+enum class Rest { kFp32, kFp16, kBf16 };
+
+using Shape = std::vector<std::int64_t>;
+
+// The least and largest shapes of an input, and the one to tune and calibrate for.
+struct Shapes {
+  Shape min;
+  Shape opt;
+  Shape max;
+};
+
 struct BuildOptions {
   std::optional<int> batch;         // for an input whose batch is open; none: 1
   Size size{0, 0};                  // for an input whose height and width are open
-  bool fp16 = true;                 // for what does not run in int8; 11 has the model's own types
+  std::map<std::string, Shapes> shapes;  // input -> its shapes, where it leaves dimensions open
+  Rest rest = Rest::kFp16;
   std::size_t workspace_bytes = 0;  // 0: TensorRT's own limit, all of the GPU's memory
+  std::string timing_cache;         // a file of tactic timings to use and to write; "": none
+  std::optional<int> dla;           // the core to run on, with the GPU for what it cannot
+  std::vector<std::string> plugins;  // libraries of plugins, loaded before the model is read
 };
 
 class Builder {
  public:
-  // Parses the model, with TensorRT's plugins loaded. Throws BackendError with the parser's own
-  // words.
+  // Parses the model, with TensorRT's plugins and the options' own loaded. Throws BackendError with
+  // the parser's own words; ConfigError: a library that does not load, or options that this version
+  // does not have.
   Builder(const std::filesystem::path& onnx, Logger& logger, BuildOptions options);
   ~Builder();
   Builder(Builder&&) noexcept;
@@ -33,9 +53,15 @@ class Builder {
   // what the model fixes.
   TensorSpec input() const;
 
-  // The same as calibration batches must be: TensorRT reads those of every float type as float32
+  // All inputs likewise. Throws ConfigError.
+  std::vector<TensorSpec> inputs() const;
+
+  // The only input as calibration batches must be: TensorRT reads those of every float type as float32
   // (NVIDIA's trtexec and Polygraphy feed them so).
   TensorSpec calibration_input() const;
+
+  // The options, all that an engine depends on, as a JSON object.
+  std::string settings() const;
 
   // Whether the model holds QuantizeLinear nodes, which need no calibration.
   bool has_qdq() const;

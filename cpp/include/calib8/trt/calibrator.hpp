@@ -19,6 +19,7 @@
 #include <string>
 
 #include "calib8/calibration_job.hpp"
+#include "calib8/errors.hpp"
 #include "calib8/trt/cuda.hpp"
 
 // TensorRT 10.1 and later call the calibrators deprecated; to use them is the purpose here.
@@ -28,7 +29,8 @@
 namespace calib8::trt {
 
 struct CalibratorOptions {
-  std::shared_ptr<const Feed> feed;       // batches of the shape that TensorRT calibrates with
+  std::shared_ptr<const Feed> feed;       // batches of the shape that TensorRT calibrates with; none
+                                          // is needed where there is a cache
   std::string input;                      // name of the network's input
   std::optional<std::string> cache = {};  // the text of a cache that fits; none: calibrate
   CalibrationJob::Keep keep = nullptr;    // takes a new cache before the engine is built
@@ -41,9 +43,11 @@ template <class Base>
 class Calibrator : public Base {
  public:
   explicit Calibrator(const CalibratorOptions& options)
-      : job_(*options.feed, options.input,
-             [this](const Sample& sample) { return upload(sample); }, options.cache,
-             options.keep) {}
+      : job_(options.cache && !options.feed
+                 ? CalibrationJob(*options.cache)
+                 : CalibrationJob(given(options.feed), options.input,
+                                  [this](const Sample& sample) { return upload(sample); },
+                                  options.cache, options.keep)) {}
   // TensorRT and the job hold its address.
   Calibrator(Calibrator&&) = delete;
   Calibrator& operator=(Calibrator&&) = delete;
@@ -69,6 +73,11 @@ class Calibrator : public Base {
   const CalibrationJob& job() const { return job_; }
 
  private:
+  static const Feed& given(const std::shared_ptr<const Feed>& feed) {
+    if (feed) return *feed;
+    throw ConfigError("a calibrator needs a feed, got none; give CalibratorOptions::feed");
+  }
+
   void* upload(const Sample& sample) {
     const std::size_t bytes = sample.data.size() * sizeof(float);
     void* memory = buffer_.reserve(bytes);

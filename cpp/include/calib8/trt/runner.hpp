@@ -24,7 +24,7 @@ class Runner {
   ~Runner();
   Runner(Runner&&) noexcept;
 
-  // One inference on inputs of zeros. Throws BackendError.
+  // One inference on random inputs, the same ones every time. Throws BackendError.
   DeviceTimes run();
 
   // Warm-up, then as many inferences as the options ask for. Throws BackendError.

@@ -1,0 +1,31 @@
+// What a model is known by, whoever made a cache for it: deploy/frontends/digest.py (the graph) and
+// the Stamp of deploy/frontends/reader.py (the files).
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+#include "calib8/export.hpp"
+
+CALIB8_EXPORT_BEGIN
+namespace calib8 {
+
+// sha256 in hexadecimal digits, "" where it is not known.
+struct ModelIdentity {
+  std::string graph;    // of what the model computes, however its file stores it
+  std::string file;     // of the ONNX file's bytes
+  std::string weights;  // of its external data; "" where it has none
+};
+
+// Whether one identity is the same: the graph's, or that of all files.
+bool same_model(const ModelIdentity& one, const ModelIdentity& other);
+
+// Reads the ONNX file and the external data beside it, a piece at a time. What holds tensors that
+// the digest is not defined for here (strings, types of less than a byte), or is no ONNX, has no
+// `graph`.
+// Throws FeedError: a file cannot be read; CacheError: external data that is not there whole, or
+// outside of the model's folder.
+ModelIdentity identity_of(const std::filesystem::path& onnx);
+
+}  // namespace calib8
+CALIB8_EXPORT_END

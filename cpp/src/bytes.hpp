@@ -1,0 +1,35 @@
+// Whole numbers in the bytes of a file.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace calib8::bytes {
+
+// The bytes end before the number does.
+struct CutShort {};
+
+// The `size` bytes from `at` on, at most 8, the highest first. Throws CutShort.
+inline std::uint64_t big(std::string_view data, std::size_t at, std::size_t size) {
+  if (at > data.size() || size > data.size() - at) throw CutShort();
+  std::uint64_t value = 0;
+  for (const char c : data.substr(at, size)) value = (value << 8U) | static_cast<unsigned char>(c);
+  return value;
+}
+
+// The same, the lowest first.
+inline std::uint64_t little(std::string_view data, std::size_t at, std::size_t size) {
+  if (at > data.size() || size > data.size() - at) throw CutShort();
+  std::uint64_t value = 0;
+  for (std::size_t k = size; k-- > 0;) {
+    value = (value << 8U) | static_cast<unsigned char>(data[at + k]);
+  }
+  return value;
+}
+
+// The `size` bytes from `at` on, or those of them that there are.
+inline std::string_view piece(std::string_view data, std::size_t at, std::size_t size) {
+  return data.substr(at < data.size() ? at : data.size(), size);
+}
+
+}  // namespace calib8::bytes

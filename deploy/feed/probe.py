@@ -1,0 +1,81 @@
+"""What the decoder makes of pictures: a few small ones, decoded and resized, and a digest of each.
+
+Another version of OpenCV, or C++ with libraries of its own (cpp/src/probe.cpp has the same
+pictures), is the same decoder where it gives the same pixels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from deploy.errors import FeedError
+from deploy.feed.images import decode
+from deploy.feed.pixels import apply
+from deploy.feed.preprocess import Preprocess
+from deploy.stamped import sha256
+from deploy.tensors import Array
+
+_SHORT = 16  # digits of a digest
+_RESIZES = (("linear", (11, 9)), ("linear", (40, 31)), ("area", (11, 9)), ("cubic", (11, 9)))
+# JPEG of 21x18 with halved colours, turned by EXIF; PNG with 16 bits and alpha; WebP with losses
+_PICTURES = {
+    "jpeg": (
+        "ffd8ffe100224578696600004d4d002a00000008000101120003000000010006000000000000ffe00010"
+        "4a46494600010100000100010000ffdb0043000d090a0b0a080d0b0a0b0e0e0d0f13201513121213271c"
+        "1e17202e2931302e292d2c333a4a3e333646372c2d405741464c4e525352323e5a615a50604a51524fff"
+        "db0043010e0e0e131113261515264f352d354f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f"
+        "4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4fffc00011080012001503012200021101"
+        "031101ffc4001a000100020301000000000000000000000000040601020305ffc4002410000104020005"
+        "050000000000000000000100020405031106122231323335517172ffc400180101000301000000000000"
+        "0000000000000502030406ffc40024110001030301090000000000000000000001000203040511322122"
+        "33344142517181ffda000c03010002110311003f008d4b666e9c41672696d751dc3a5ad2575879e1623b"
+        "82d0df9d2f6601c164c7b4805cd0a354678c3c3c640c6c5828e6963696c270d3dbd555f0c3de31b3a28b"
+        "16520c79afc4decd28ba78295ae89aef21241d6dc6f34e544a4f172b47087ad23e8a223ae1aa7f88ba6e"
+        "64aadddfba66fd2222729f84df4150ed457fffd9"
+    ),
+    "png": (
+        "89504e470d0a1a0a0000000d4948445200000004000000031006000000e46472850000006e4944415408"
+        "d70163009cff0305ccce14abb8ced59ff11ce223aae2c0f7fbcc58bebf3e0ffe7a622a15d8da85002618"
+        "0c7b0042ffcac010a70130e43c0843636f584840f964cc35e5ce2d7fd81f01a0c664741da07e3609ef49"
+        "c78dd6915a3e97e1004b1136ed488c53f56705cbf395ed2fb48327b7480000000049454e44ae426082"
+    ),
+    "webp": (
+        "52494646ce0000005745425056503820c20000003006009d012a150012003eb550a14c2724a322280aa8"
+        "e016896c009d328478e2d42a33f6012ccdcf600216b556995e220e7ee1b1eff7586dbe0000de56eaccde"
+        "59dfbfa35a72884c7c266b71de09c5348018ca1313a9b999316fc8359f3fa09c8d6c1c835c73d2fd9933"
+        "bb781660ed7bd4c0f8ea18351bcf3a6cc434424e76ee0639b5cf55f3d69b96bf5ff5fb7d24a3e3814047"
+        "43d4d6be22bbad7c9c7d78c750134d78244010196d9bc865b6700777df19003e8950198032651d048873"
+        "a0900000"
+    ),
+}
+
+
+@lru_cache(maxsize=1)
+def digests() -> dict[str, str]:
+    """Form -> digest of its picture's pixels; "resize" -> of resized ones.
+
+    A form that this build of OpenCV does not read is left out.
+    """
+    found = {}
+    for form, digits in _PICTURES.items():
+        try:
+            found[form] = _digest(decode(bytes.fromhex(digits), form, grey=False))
+        except FeedError:
+            continue
+    return {**found, "resize": _digest(*map(_resized, _RESIZES))}
+
+
+def _resized(case: tuple[str, tuple[int, int]]) -> Array:
+    """A pattern of 23x29, resized."""
+    interpolation, size = case
+    y, x, c = np.indices((23, 29, 3))
+    pattern = ((y * 37 + x * 91 + c * 53 + y * x * 7) % 256).astype(np.uint8)
+    how = Preprocess(size=size, interpolation=interpolation, color="bgr", layout="nhwc")
+    return apply(pattern, how)
+
+
+def _digest(*arrays: Array) -> str:
+    shown = (f"{array.shape[-3]}x{array.shape[-2]} ".encode() + array.tobytes() for array in arrays)
+    return sha256(b"".join(shown))[:_SHORT]
