@@ -57,6 +57,19 @@ class Ranged(Protocol):
         ...
 
 
+@runtime_checkable
+class Batched(Protocol):
+    """A recorder that joins samples to batches."""
+
+    def end(self) -> None:
+        """Take what waits as the last batch, which may be smaller: no more comes.
+
+        Raises:
+            CalibrationError: as `Recorder.observe`.
+        """
+        ...
+
+
 class Statistic(Protocol):
     """Which numbers to record; a frozen value."""
 

@@ -16,11 +16,22 @@ LAYERS = [f"l{n}" for n in range(12)]
 
 
 class Made:
-    """Losses that add up, a layer's own under each search; what was asked is noted."""
+    """Losses that add up, a layer's own under each search; what was asked is noted.
 
-    def __init__(self, own, budget, *, full=1.0):
+    `near` is what each layer is nearest by, and `taken` the share that correcting biases takes.
+    """
+
+    def __init__(self, own, budget, *, full=1.0, near=None, taken=0.0):
         self.own, self.budget, self.full = own, budget, full
-        self.asked = []
+        self.near, self.taken = near, taken
+        self.asked, self.corrected = [], False
+
+    def nearer(self, variants):
+        self.corrected = True
+        return self.near or dict.fromkeys(LAYERS, next(iter(variants)))
+
+    def plain(self):
+        self.corrected = False
 
     def hold(self):
         self.asked.append("hold")
@@ -34,7 +45,8 @@ class Made:
         return loss <= self.budget, loss
 
     def _loss(self, form):
-        return sum(self.own[name][search] for name, search in form.items())
+        plain = sum(self.own[name][search] for name, search in form.items())
+        return plain * (1 - self.taken * self.corrected)
 
 
 def variants(*names):
@@ -42,9 +54,10 @@ def variants(*names):
     return {name: dict.fromkeys(LAYERS, name) for name in names}
 
 
-def searched(own, budget, *names, full=1.0):
-    losses = Made(own, budget, full=full)
-    work = ByGain(variants=variants(*names), losses=losses, budget=budget)
+def searched(own, budget, *names, **how):
+    losses = Made(own, budget, **how)
+    more = {"dmq 0.5": {"l2": "dmq 0.5"}} if how.get("near") else {}
+    work = ByGain(variants=variants(*names) | more, losses=losses, budget=budget)
     return work.run(), work, losses
 
 
@@ -74,6 +87,28 @@ def test_a_budget_that_holds_at_once_looks_at_nothing_else():
 def test_no_layer_is_left_where_none_can_stay():
     chosen, work, _ = searched({name: {"a": 1.0} for name in LAYERS}, 0.01, "a")
     assert chosen == {} and work.records == {}
+
+
+def test_biases_are_corrected_and_each_layer_takes_its_own_search_before_float():
+    own = {name: {"a": 0.002, "b": 0.002, "dmq 0.5": 0.001} for name in LAYERS}
+    near = {name: "dmq 0.5" if name == "l2" else "b" for name in LAYERS}
+    chosen, work, losses = searched(own, 0.01, "a", "b", near=near, taken=0.6)
+    assert chosen == near and losses.corrected  # 0.024 in all, 0.0092 so
+    assert len(work.history) == 2
+    near = dict.fromkeys(LAYERS, "b")
+    chosen, _, losses = searched(own, 0.01, "a", "b", near=near, taken=-0.1)
+    assert not losses.corrected and len(chosen) == 5  # more was lost so, and it is not kept
+
+
+def test_a_search_that_a_layer_lacks_is_not_tried_for_it():
+    """Balancing helps the one layer that it can be done to, and begins nowhere."""
+    own = {name: {"a": 1e-5, "dmq 0.5": 0.0} for name in LAYERS}
+    own["l6"] = {"a": 0.02, "dmq 0.5": 1e-5}
+    losses = Made(own, 0.01)
+    searches = {"a": dict.fromkeys(LAYERS, "a"), "dmq 0.5": {"l6": "dmq 0.5"}}
+    work = ByGain(variants=searches, losses=losses, budget=0.01)
+    assert work.run() == {name: "dmq 0.5" if name == "l6" else "a" for name in LAYERS}
+    assert losses.asked[:2] == ["hold", 12]
 
 
 def test_all_images_have_the_last_word():

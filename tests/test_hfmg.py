@@ -50,6 +50,26 @@ def test_respreading_loses_no_count(counts, below, above):
     assert out.sum() == counts.sum() and (out >= 0).all()
 
 
+@pytest.mark.parametrize("together", [2, 3, 5])
+def test_samples_that_make_a_batch_are_the_batch(together):
+    """Held until it is whole, and the last one as small as it is."""
+    x = (
+        np.random.default_rng(4).laplace(size=(5, 400)).astype(np.float32)
+        * np.arange(1, 6)[:, None]
+    )
+    joined = HfmgHistogram(1024, together=together)
+    for sample in x.astype(np.float32):
+        joined.observe(sample)
+    joined.end()
+    plain = HfmgHistogram(1024)
+    for start in range(0, 5, together):
+        plain.observe(x[start : start + together].astype(np.float32))
+    np.testing.assert_array_equal(joined.counts, plain.counts)
+    assert joined.extremes == plain.extremes
+    joined.end()  # nothing waits
+    np.testing.assert_array_equal(joined.counts, plain.counts)
+
+
 def test_a_refused_batch_changes_nothing():
     histogram = seen([1.0, 2.0, 3.0])
     before = histogram.counts.copy()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.arq import arq, arq_integers
+from calibrators.correction import trusted_mean
 from calibrators.equalization import absorbable, equal_factors, smooth_factors
 from calibrators.errors import CalibrationError
 from calibrators.grids import quantize_weight, weight_scales
@@ -24,7 +25,6 @@ from deploy.pipeline import calibrate
 from deploy.repairs import REPAIRS, chosen
 from deploy.repairs.adaround import rounded_weight
 from deploy.repairs.apply import trials
-from deploy.repairs.bias import trusted_mean
 from deploy.repairs.layers import layers_of
 from deploy.repairs.links import links_of
 from deploy.repairs.patches import patches

@@ -58,7 +58,7 @@ def balance_factors(
     act, wts = np.asarray(act_max, np.float32), np.asarray(weight_max, np.float32)
     no_act, no_wts = act < FLT_EPSILON, wts < FLT_EPSILON
     one = np.float32(1)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # replaced or refused below
         factor = act ** np.float32(strength) / wts ** np.float32(1 - strength)
         factor = np.where(no_act | no_wts, one, factor)
         from_weight = (wts * factor).max() / wts

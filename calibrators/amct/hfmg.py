@@ -59,23 +59,48 @@ class HfmgParams:
 class HfmgHistogram:
     """AMCT's histogram of one tensor over its calibration batches.
 
+    Args:
+        nbins: bins.
+        together: samples that make a batch; those of a batch that is not whole yet are held.
+
     Attributes:
         counts: [nbins] int32; None before the first batch.
         lo, hi: range in real units, float32.
     """
 
-    def __init__(self, nbins: int = 4096) -> None:
+    def __init__(self, nbins: int = 4096, *, together: int = 1) -> None:
         self.nbins = nbins
+        self.together = together
+        self._waiting: list[Float32Array] = []
         self.counts: NDArray[np.int32] | None = None
         self.lo = self.hi = np.float32(0)
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Add one batch, any shape, float32 or float16. The state is unchanged if it is refused.
+        """Add one sample, any shape, float32 or float16. The state is unchanged if it is refused.
 
         Raises:
             CalibrationError: wrong dtype, empty, NaN or Inf.
         """
         data = checked(x, "activation").reshape(-1)
+        if self.together == 1:
+            self._add(data)
+            return
+        self._waiting.append(data.copy())
+        if len(self._waiting) == self.together:
+            self.end()
+
+    def end(self) -> None:
+        """Take what waits as a batch; the last one may be smaller, as in AMCT.
+
+        Raises:
+            CalibrationError: a range that float32 does not hold.
+        """
+        if self._waiting:
+            self._add(np.concatenate(self._waiting))
+            self._waiting.clear()
+
+    def _add(self, data: Float32Array) -> None:
+        """Count one batch on its own range, or on that and the one before."""
         lo, hi = np.float32(data.min()), np.float32(data.max())
         if self.counts is None:
             self.counts, self.lo, self.hi = histc(data, self.nbins, lo, hi), lo, hi

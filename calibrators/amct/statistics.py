@@ -5,7 +5,7 @@ AMCT's numbers are defined by its batches, one after the other, so all of these 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,18 +136,21 @@ class HfmgOf(_Ordered):
 
     Attributes:
         nbins: 1024, 2048, 4096 or 8192.
+        together: samples that make a batch.
     """
 
     nbins: int = 4096
+    together: int = 1
 
     @property
     def key(self) -> str:
-        """With its bins."""
-        return self._key(f"hfmg histogram of {self.nbins} bins")
+        """With its bins and its batches."""
+        joined = f", {self.together} samples a batch" if self.together > 1 else ""
+        return self._key(f"hfmg histogram of {self.nbins} bins{joined}")
 
     def recorder(self, lead: Recorder | None) -> HfmgHistogram:
         """An empty histogram."""
-        return HfmgHistogram(self.nbins)
+        return HfmgHistogram(self.nbins, together=self.together)
 
     def restore(self, arrays: Arrays) -> HfmgHistogram:
         """A histogram that was stored."""
@@ -166,10 +169,11 @@ class ChannelMaxOf(_Ordered):
 
     Attributes:
         axis: of the channels.
+        samples: in the batch.
     """
 
     axis: int = 1
-    samples: int | None = field(default=1, init=False)
+    samples: int | None = 1
 
     @property
     def key(self) -> str:
@@ -195,8 +199,9 @@ class ChannelMax:
         self.values: Float32Array = np.zeros(0, np.float32)
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Take the first batch."""
-        self.values = channel_max(x, self.axis)
+        """Take a sample of the first batch."""
+        found = channel_max(x, self.axis)
+        self.values = np.maximum(self.values, found) if self.values.size else found
 
     def to_arrays(self) -> Arrays:
         """The maxima."""

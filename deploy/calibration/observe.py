@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
-from calibrators.statistics import Recorder
+from calibrators.statistics import Batched, Recorder
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
 from deploy.errors import BackendError, FeedError
@@ -146,6 +147,10 @@ def _pass(
     limit = _limit(observations)
     if in_order(islice(samples, limit), work, take, threads=threads) == 0:
         raise FeedError("a calibration needs at least one sample, got none")
+    for observation, recorder in ordered.items():
+        if isinstance(recorder, Batched):
+            with _telling(observation, f"tensor {observation.tensor}"):
+                recorder.end()
     merged = parts[0]
     for part in parts[1:]:
         _merge(merged, part)
@@ -257,14 +262,21 @@ class Tap:
 def _record(
     recorder: Recorder, observation: Observation, number: int, value: NDArray[np.float32]
 ) -> None:
-    try:
+    with _telling(observation, f"tensor {observation.tensor} of sample {number}"):
         recorder.observe(value)
+
+
+@contextmanager
+def _telling(observation: Observation, what: str) -> Iterator[None]:
+    """Errors say of what they are, and the way out."""
+    try:
+        yield
     except CalibrationError as error:
-        what = f"tensor {observation.tensor} of sample {number}: {error}"
         if observation.whose:
             raise CalibrationError(
-                f"layer {observation.whose!r}: {what} (to leave it in float, use --keep-float)"
+                f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use"
+                " --keep-float)"
             ) from error
-        raise CalibrationError(f"{what}; check the model's weights and the preprocessing") from (
-            error
-        )
+        raise CalibrationError(
+            f"{what}: {error}; check the model's weights and the preprocessing"
+        ) from error

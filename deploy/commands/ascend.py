@@ -120,6 +120,13 @@ def check(path: Path, model: Path | None) -> None:
     help="AMCT's simplified .cfg, or its quant config JSON.",
 )
 @sections.option(
+    "--amct-batch",
+    section=sections.CALIBRATION,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Images of one of AMCT's batches, by which HFMG, DMQ and batch_num go.",
+)
+@sections.option(
     "--eval-images",
     section=sections.MEASURING,
     metavar="PATH",
@@ -139,8 +146,9 @@ def check(path: Path, model: Path | None) -> None:
     type=click.Choice(["gain", "binary-search"]),
     default="gain",
     show_default=True,
-    help="How layers are picked: by what the outputs gain, another search of its range being tried"
-    " before float; or by AMCT's ranking of layers alone, of which a prefix goes to float.",
+    help="How layers are picked: by what the outputs gain, other searches, DMQ and corrected biases"
+    " being tried before float; or by AMCT's ranking of layers alone, of which a prefix goes to"
+    " float.",
 )
 @image_options
 @keep_float_option
@@ -151,6 +159,7 @@ def auto(
     model: Path,
     out: Path,
     ascend_config: Path | None,
+    amct_batch: int | None,
     eval_images: str | None,
     max_loss: float,
     strategy: str,
@@ -169,7 +178,9 @@ def auto(
     from deploy.targets.ascend.target import Ascend
     from deploy.targets.ascend.variants import Choosing, plans
 
-    target = (Choosing if strategy == "gain" else Ascend)(config=ascend_config)
+    target = (Choosing if strategy == "gain" else Ascend)(
+        config=ascend_config, amct_batch=amct_batch
+    )
     path = out / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
     refuse_both_ways(policy)
@@ -199,6 +210,7 @@ def auto(
         plans(target, found.subject),
         found.ranges.observed,
         evaluation,
+        calibration=found.feed,
         folder=out,
         subject=found.subject,
         budget=Budget(max_loss=max_loss, threads=images.threads),
@@ -214,6 +226,8 @@ def auto(
     else:
         count = sum(not one.tensor for one in result.records.values())
         say(f"{count} layers in int8, {len(float_layers)} in float.")
+        for note in result.notes:
+            say(note)
     for path in written:
         say(f"  {path}")
 

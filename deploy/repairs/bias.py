@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.correction import trusted_mean
 from deploy.graph.index import Graph
 from deploy.repairs.base import Making, with_model
 from deploy.repairs.layers import Layer, layers_of, with_biases
@@ -109,18 +110,6 @@ def _ends(model: onnx.ModelProto) -> list[Layer]:
         for layer in layers.values()
         if layer.output not in leads and (layer.kind != "MatMul" or layer.add)
     ]
-
-
-def trusted_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Differences [samples, C] -> their mean [C], shrunk where the samples do not agree."""
-    mean = differences.mean(axis=0)
-    if len(differences) < 2:
-        return np.asarray(mean, np.float64)
-    doubt = differences.var(axis=0, ddof=1) / len(differences)
-    square = mean * mean
-    with np.errstate(invalid="ignore"):
-        share = np.where(square > 0, square / (square + doubt), 0.0)
-    return np.asarray(mean * share, np.float64)
 
 
 def _means(model: onnx.ModelProto, layers: Sequence[Layer], making: Making) -> Means:

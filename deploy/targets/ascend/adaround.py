@@ -103,6 +103,7 @@ def steps_of(
     config: QuantConfig,
     *,
     key: str,
+    samples: int,
     needs: tuple[Observation, ...],
     prepared: Prepared,
 ) -> dict[str, AdaStep]:
@@ -113,6 +114,7 @@ def steps_of(
         layers: those to quantize, in the model's order.
         config: settled.
         key: names all that the models depend on.
+        samples: that the configuration uses.
         needs: what the inputs are balanced by.
         prepared: makes a model.
     """
@@ -125,7 +127,8 @@ def steps_of(
             earlier = tuple(found.values())
             found[name] = _step(
                 layer, nodes[name], index, config,
-                key=key, needs=needs, balanced=balanced, earlier=earlier, prepared=prepared,
+                key=key, samples=samples, needs=needs, balanced=balanced,
+                earlier=earlier, prepared=prepared,
             )  # fmt: skip
     return found
 
@@ -137,6 +140,7 @@ def _step(
     config: QuantConfig,
     *,
     key: str,
+    samples: int,
     needs: tuple[Observation, ...],
     balanced: bool,
     earlier: tuple[AdaStep, ...],
@@ -145,7 +149,7 @@ def _step(
     rows = rows_of(array_of(index, layer.weight), layer)
     weight = config.layers[layer.name].weight
     shape = (layer.group, rows.shape[0] // layer.group, prod(rows.shape[1:]))
-    samples = min(config.batch_num, MOST_SAMPLES)
+    samples = min(samples, MOST_SAMPLES)
     total = min(max(_BYTES // (4 * shape[0] * shape[2]), _LEAST), MOST_PLACES)
     most = -(-total // samples)
     names = tuple(one.layer.name for one in earlier)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from deploy.targets.ascend.record import LayerRecord
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.targets.ascend.biases import Biases
     from deploy.targets.ascend.quant_layer import QuantLayer
 
 RANKING = "accuracy_based_auto_calibration_ranking_information.json"
@@ -49,12 +50,16 @@ class Searched:
         history: one entry a trial: the layers in float, whether the budget held, the loss.
         records: the layers that stay in int8; None where only float holds the budget.
         config: the quant config with the others disabled.
+        biases: layer in int8 -> its bias where it was corrected.
+        notes: sentences on what that costs and where it is kept.
     """
 
     ranking: tuple[tuple[str, float], ...]
     history: tuple[dict[str, Any], ...]
     records: dict[str, LayerRecord] | None
     config: QuantConfig
+    biases: Biases = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def files(self) -> dict[str, str]:
         """File name -> text, as AMCT writes them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +11,22 @@ from deploy import atomic
 from deploy.calibration.observation import Observed
 from deploy.progress import phase
 from deploy.targets.ascend.auto import Searched, rank, search
+from deploy.targets.ascend.biases import Biases, with_biases
 from deploy.targets.ascend.calibrate import RecordPlan
+from deploy.targets.ascend.cann import stripped
 from deploy.targets.ascend.gain import ByGain
 from deploy.targets.ascend.half import halves_of
+from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.losses import Budget, Losses
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.quant_layer import quantize_layers
-from deploy.targets.ascend.variants import CONFIGURED, config_of, recorded
+from deploy.targets.ascend.variants import (
+    CONFIGURED,
+    balanced_over,
+    config_of,
+    is_balanced,
+    recorded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +34,7 @@ if TYPE_CHECKING:
     from deploy.calibration.subject import Subject
     from deploy.feed.feed import Feed
 
+CORRECTED = "_corrected.onnx"  # the float model that the int8 ones are made of
 _RANKED = 8  # samples that AMCT's ranking looks at
 
 
@@ -33,6 +43,7 @@ def auto_calibrate(
     observed: Observed,
     evaluation: Feed,
     *,
+    calibration: Feed,
     folder: Path,
     subject: Subject,
     budget: Budget | None = None,
@@ -45,6 +56,7 @@ def auto_calibrate(
         plans: name of a search -> the layers and their settled configuration, the user's first.
         observed: what was observed for them.
         evaluation: feed to judge on, with `labels` or without.
+        calibration: feed that was observed, of which a few images correct biases.
         folder: where the files go.
         subject: the model that the plans are of.
         budget: what may be lost.
@@ -59,25 +71,46 @@ def auto_calibrate(
         model=plan.model,
         graph=plan.graph,
         evaluation=evaluation,
+        calibration=calibration,
         budget=budget or Budget(),
         say=say,
     )
     if strategy == "gain":
-        result = _by_gain(plans, observed, losses)
+        result = _by_gain(plans, observed, losses, name=subject.loaded.name)
     else:
         result = _by_prefix(plan, observed, losses)
     return result, _write(result, plan, folder, subject)
 
 
-def _by_gain(plans: Mapping[str, RecordPlan], observed: Observed, losses: Losses) -> Searched:
+def _by_gain(
+    plans: Mapping[str, RecordPlan], observed: Observed, losses: Losses, *, name: str
+) -> Searched:
     work = ByGain(variants=recorded(plans, observed), losses=losses, budget=losses.budget.max_loss)
     chosen = work.run()
+    biases = {layer: one for layer, one in losses.biases.items() if layer in chosen}
     return Searched(
         ranking=tuple(sorted(work.ranking.items(), key=lambda entry: -entry[1])),
         history=tuple(work.history),
         records=work.records or None,
         config=config_of(plans[CONFIGURED].config, chosen),
+        biases=biases,
+        notes=tuple(_notes(chosen, biases, plans[CONFIGURED], name)),
     )
+
+
+def _notes(chosen: Mapping[str, str], biases: Biases, plan: RecordPlan, name: str) -> Iterator[str]:
+    """What was done to the layers in int8 beside searching their ranges."""
+    if balanced := sum(map(is_balanced, chosen.values())):
+        images = balanced_over(plan) * plan.images
+        yield (
+            f"DMQ balances {balanced} layers, with a multiplication more in front of each, by the"
+            f" largest values of {images} images."
+        )
+    if biases:
+        yield (
+            f"The biases of {len(biases)} layers are corrected: {name}{CORRECTED} is the float"
+            " model that has them, and goes with the configuration and the record."
+        )
 
 
 def _by_prefix(plan: RecordPlan, observed: Observed, losses: Losses) -> Searched:
@@ -93,9 +126,16 @@ def _write(result: Searched, plan: RecordPlan, folder: Path, subject: Subject) -
     written = [atomic.write_text(folder / file, text) for file, text in result.files().items()]
     if result.records is None:
         return written
-    layers = quantize_layers(plan.model, plan.graph, result.records)
+    model, graph = plan.model, plan.graph
+    if result.biases:
+        model = with_biases(model, graph, result.biases)
+        graph = find_layers(model)
+        data = stripped(subject.loaded.whole(model)).SerializeToString(deterministic=True)
+        path = folder / f"{subject.loaded.name}{CORRECTED}"
+        written.append(atomic.write_bytes(path, data))
+    layers = quantize_layers(model, graph, result.records)
     models = write_models(
-        plan.model,
+        model,
         layers,
         result.config,
         result.records,

@@ -93,12 +93,16 @@ class RecordPlan:
         graph: its layers.
         config: from `deploy.targets.ascend.config.settled`.
         base: key of `model` among the variants that are run.
-        samples: how many the feed gives, of which `config.batch_num` are used.
+        samples: how many the feed gives, of which `config.batch_num` batches are used.
+        images: in each of them, which a model with a fixed batch has several of.
+        together: samples that make one of AMCT's batches; the last one may be smaller.
         exact: IFMR on all values, kept in memory, instead of on histograms.
+        balanced_over: samples on which DMQ's channels are measured; None for AMCT's first batch.
+        lenient: a layer that DMQ cannot balance gets factors of 1, where it is only tried.
 
     Raises:
         ConfigError: an algorithm that calib8 does not compute, or nothing to quantize.
-        FeedError: fewer samples than batch_num.
+        FeedError: fewer batches than batch_num.
     """
 
     model: onnx.ModelProto
@@ -106,18 +110,34 @@ class RecordPlan:
     config: QuantConfig
     base: str
     samples: int
+    images: int = 1
+    together: int = 1
     exact: bool = False
+    balanced_over: int | None = None
+    lenient: bool = False
     _arq: Weights = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self._entries:
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
         refuse_open(self.model, self.layers, self.config)
-        if self.samples < self.config.batch_num:
+        if self.batches < self.config.batch_num:
+            size = self.images * self.together
+            of = f" of {size} images" if size > 1 else ""
             raise FeedError(
                 f"the calibration needs batch_num batches, {self.config.batch_num}, got"
-                f" {self.samples}; give more data or lower batch_num"
+                f" {self.batches}{of}; give more data or lower batch_num"
             )
+
+    @property
+    def batches(self) -> int:
+        """How many batches the samples make."""
+        return -(-self.samples // self.together)
+
+    @property
+    def used(self) -> int:
+        """How many samples stand in the batches that are used."""
+        return min(self.samples, self.config.batch_num * self.together)
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
@@ -138,11 +158,19 @@ class RecordPlan:
         variant = Variant(self.base, lambda _: self.model)
         return {
             name: Observation(
-                variant, layer.input, ChannelMaxOf(axis=1 if layer.rank else -1), name
+                variant,
+                layer.input,
+                ChannelMaxOf(axis=1 if layer.rank else -1, samples=self._first),
+                name,
             )
             for name, layer in self.layers.items()
             if self._entries[name].dmq_balancer_param is not None
         }
+
+    @property
+    def _first(self) -> int:
+        """Samples on which DMQ's channels are measured."""
+        return self.balanced_over or self.together
 
     @cached_property
     def adaround(self) -> dict[str, AdaStep]:
@@ -152,6 +180,7 @@ class RecordPlan:
             self.layers,
             self.config,
             key=self._key(),
+            samples=self.used,
             needs=tuple(self.maxima.values()),
             prepared=self._prepared,
         )
@@ -303,7 +332,12 @@ class RecordPlan:
         weight = _weight_max(array_of(self._index, layer.weight), layer)
         strength = self._entries[name].dmq_balancer_param
         assert strength is not None
-        return balance_factors(maxima.values, weight, strength=strength)
+        try:
+            return balance_factors(maxima.values, weight, strength=strength)
+        except CalibrationError:
+            if not self.lenient:
+                raise
+            return np.ones_like(maxima.values)
 
     def _weight(
         self, layer: Layer, factors: Factors
@@ -338,7 +372,7 @@ class RecordPlan:
 
     def _key(self) -> str:
         """The variant with all that its weights and inputs depend on."""
-        first = min(self.config.batch_num, MOST_SAMPLES)
+        first = min(self.used, MOST_SAMPLES)
         how = {
             name: (
                 entry.weight.num_bits,
@@ -348,14 +382,15 @@ class RecordPlan:
             )
             for name, entry in self.config.enabled().items()
         }
-        digest = hashlib.sha256(json.dumps([self.base, how], sort_keys=True).encode()).hexdigest()
+        parts = [self.base, how, *([self._first] if self.maxima and self._first > 1 else [])]
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return f"weights fake-quantized by AMCT's {algorithms(self.config)}, {digest[:12]}"
 
     def _statistic(self, entry: LayerConfig) -> Statistic:
-        used = self.config.batch_num
-        samples = used if used < self.samples else None
+        samples = self.used if self.used < self.samples else None
         if entry.activation.act_algo == "hfmg":
-            return HfmgOf(nbins=entry.activation.num_of_bins, samples=samples)
+            bins = entry.activation.num_of_bins
+            return HfmgOf(nbins=bins, samples=samples, together=self.together)
         return ExactOf(samples=samples) if self.exact else IfmrOf(samples=samples)
 
 

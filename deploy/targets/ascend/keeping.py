@@ -71,14 +71,7 @@ def keeping(config: QuantConfig, layers: Collection[str]) -> QuantConfig:
 
 def keeping_plan(plan: RecordPlan) -> RecordPlan:
     """The plan with no clipping in any layer; what it wants observed is the same."""
-    return RecordPlan(
-        model=plan.model,
-        graph=plan.graph,
-        config=keeping(plan.config, plan.layers),
-        base=plan.base,
-        samples=plan.samples,
-        exact=plan.exact,
-    )
+    return replace(plan, config=keeping(plan.config, plan.layers))
 
 
 def mixed(plan: RecordPlan, own: Recorded, kept: Recorded, layers: Collection[str]) -> Recorded:

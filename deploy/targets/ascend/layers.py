@@ -106,6 +106,11 @@ class Layer:
         return bool(self.weight) and self.kind not in ASCEND.per_tensor
 
     @property
+    def holds_bias(self) -> bool:
+        """Whether it has a place for a bias: a MatMul only in the Add behind it."""
+        return bool(self.weight) and (self.kind != "MatMul" or bool(self.bias_add))
+
+    @property
     def adaptive(self) -> bool:
         """Whether AMCT's AdaRound takes it: 2-D convolutions and matrices."""
         matrix = self.kind in ("Gemm", "MatMul") and not self.stacked

@@ -12,8 +12,10 @@ import numpy as np
 from deploy.metrics.accuracy import compare, cosine
 from deploy.ort import OrtSession
 from deploy.progress import Step, phase
+from deploy.targets.ascend.biases import Biases, corrected_biases, with_biases
 from deploy.targets.ascend.fake_quant import fake_quant_model
-from deploy.targets.ascend.layers import LayerGraph
+from deploy.targets.ascend.layers import LayerGraph, find_layers
+from deploy.targets.ascend.nearest import nearest
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.variants import Records
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from deploy.feed.parallel import Sample
     from deploy.tensors import Array
 
+_CORRECTING = 16  # calibration images; every other one tells what layers lose by themselves
 _MOST, _BYTES = 128, 256 * 2**20  # images that are held in memory, and what they may take there
 
 
@@ -48,17 +51,21 @@ class Losses:
         model: float model, nodes named.
         graph: its layers.
         evaluation: images to judge on, with `labels` or without.
+        calibration: images that biases are corrected on.
         budget: what may be lost.
         say: told of every judgement on all images.
         held: (sample, the float model's outputs) of the images that `of` looks at.
+        biases: that layers have wherever they are in int8, by layer; the others keep their own.
     """
 
     model: onnx.ModelProto
     graph: LayerGraph
     evaluation: Feed
+    calibration: Feed
     budget: Budget
     say: Callable[[str], None]
     held: list[tuple[Sample, Mapping[str, Array]]] = field(default_factory=list)
+    biases: Biases = field(default_factory=dict)
     _reference: OrtSession = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,8 +118,29 @@ class Losses:
         step()
         return float(np.mean(found))
 
+    def nearer(self, variants: Mapping[str, Records]) -> dict[str, str]:
+        """Layer -> the search that leaves it nearest; from now on biases are corrected."""
+        samples, threads = list(self.calibration.spread(_CORRECTING)), self.budget.threads
+        chosen = nearest(self.model, self.graph, variants, samples[::2], threads=threads)
+        records = {name: variants[how][name] for name, how in chosen.items()}
+        self.biases = corrected_biases(self.model, self.graph, records, samples, threads=threads)
+        return chosen
+
+    def plain(self) -> None:
+        """Judge with the biases as they were again."""
+        self.biases = {}
+
+    def corrected(self, records: Records) -> tuple[onnx.ModelProto, LayerGraph]:
+        """The float model with the biases of these layers, and its layers."""
+        biases = {name: one for name, one in self.biases.items() if name in records}
+        if not biases:
+            return self.model, self.graph
+        model = with_biases(self.model, self.graph, biases)
+        return model, find_layers(model)
+
     def _form(self, records: Records) -> onnx.ModelProto:
-        return fake_quant_model(self.model, quantize_layers(self.model, self.graph, records))
+        model, graph = self.corrected(records)
+        return fake_quant_model(model, quantize_layers(model, graph, records))
 
 
 def _bytes(arrays: Mapping[str, Array]) -> int:

@@ -151,12 +151,11 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     channels = record.factors.size
     shape = (1, channels, *[1] * layer.rank) if layer.rank else (1, channels)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
-    scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
-    dequant = np.asarray(scale_w * record.scale_d, np.float32)
+    dequant = step_of(record)
     weight = None
     if layer.weight:
         weight = _integers(array_of(index, layer.weight), layer, record)
-    bias = _bias(array_of(index, layer.bias), dequant) if layer.bias else None
+    bias = bias_steps(array_of(index, layer.bias), dequant) if layer.bias else None
     if weight is not None and record.act_bits < 16:
         _check_sums(weight, bias, layer, record.act_bits)
     return QuantLayer(
@@ -231,7 +230,19 @@ def _check_sums(
         raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 
 
-def _bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
+def step_of(record: LayerRecord) -> Float32Array:
+    """What 1 in a layer's sums is worth: scale_w * scale_d, float32 [C_out] or [1]."""
+    assert record.scale_d is not None
+    scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
+    return np.asarray(scale_w * record.scale_d, np.float32)
+
+
+def bias_steps(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
+    """A bias [C_out] in steps of scale_w * scale_d.
+
+    Raises:
+        ExportError: it does not fit int32.
+    """
     with np.errstate(over="ignore"):  # in float32, as AMCT divides
         steps = np.rint(bias.reshape(-1) / dequant).astype(np.float64)
     limits = np.iinfo(np.int32)

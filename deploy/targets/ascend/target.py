@@ -68,6 +68,8 @@ class Ascend:
         atc_flags: further flags of atc, '--name=value'.
         cann: version of CANN, a key of `deploy.targets.ascend.cann.PARSERS`.
         exact: keep every activation in memory and search IFMR on them, as AMCT does.
+        amct_batch: images of one of AMCT's batches, by which HFMG, DMQ and batch_num are defined;
+            None takes what the model is fed at once.
     """
 
     soc: str | None = option(
@@ -85,6 +87,14 @@ class Ascend:
         flag="--exact-ifmr",
         help="Keep every activation in memory and search IFMR on them, as AMCT does; by default"
         " on histograms.",
+        observes=True,
+    )
+    amct_batch: int | None = option(
+        None,
+        metavar="N",
+        least=1,
+        help="Images of one of AMCT's batches, by which HFMG, DMQ and batch_num go; without it what"
+        " the model is fed at once.",
         observes=True,
     )
     aipp: bool = option(False, flag="--aipp/--no-aipp", help="Preprocessing inside the .om (AIPP).")
@@ -361,15 +371,32 @@ class Ascend:
             config=config,
             base=base,
             samples=subject.samples,
+            images=subject.batch,
+            together=self._together(subject),
             exact=self.exact,
         )
+
+    def _together(self, subject: Subject) -> int:
+        """Samples that make one of AMCT's batches.
+
+        Raises:
+            ConfigError: they do not make it whole.
+        """
+        wanted = self.amct_batch or subject.batch
+        if wanted % subject.batch:
+            raise ConfigError(
+                f"a batch of AMCT's is made of whole batches of the model, whose batch is"
+                f" {subject.batch}, got --amct-batch {wanted}; give a multiple of it"
+            )
+        return wanted // subject.batch
 
     def _config(self, graph: LayerGraph, subject: Subject) -> QuantConfig:
         from deploy.targets.ascend.config import default_config
         from deploy.targets.ascend.files import read_any_config
 
         if self.config is None:
-            config = default_config(graph, batch_num=max(subject.samples, 1))
+            batches = -(-subject.samples // self._together(subject))
+            config = default_config(graph, batch_num=max(batches, 1))
         else:
             config = read_any_config(self.config, graph)
         return without(config, subject.float_nodes)
@@ -539,8 +566,7 @@ def _chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
 
 
 def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
-    used = plan.config.batch_num
-    yield f"Scales: {_searches(plan.config)} over {used} samples."
+    yield f"Scales: {_searches(plan.config)} over {_batches(plan)}."
     yield from _rounding_notes(found, plan)
     yield from plan.config.told
     if found.kept_bytes:
@@ -556,10 +582,23 @@ def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
             " searches give it scale 1, which rounds all of it to zero:"
             f" {', '.join(found.faint[:3])}; --keep-float keeps them in float."
         )
-    if used < plan.samples:
+    if plan.used < plan.samples:
+        of = plan.samples * plan.images
         yield (
-            f"batch_num {used} of the configuration: {used} of {plan.samples} samples were used."
+            f"batch_num {plan.config.batch_num} of the configuration:"
+            f" {plan.used * plan.images} of {of} samples were used."
         )
+
+
+def _batches(plan: RecordPlan) -> str:
+    """What was used, in images, and how they were put together."""
+    images = plan.used * plan.images
+    size = plan.images * plan.together
+    if size == 1:
+        return f"{images} samples"
+    last = images % size
+    partial = f", the last one of {last}" if last else ""
+    return f"{images} samples in {plan.config.batch_num} batches of {size}{partial}"
 
 
 def _rounding_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
@@ -570,7 +609,7 @@ def _rounding_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
     least, most = (f"{100 * share:.0f} %" for share in found.adaround)
     yield (
         f"AdaRound rounded the weights of {len(plan.adaround)} layers by at most {MOST_PLACES}"
-        f" places of the first {min(plan.config.batch_num, MOST_SAMPLES)} samples; their outputs"
+        f" places of the first {min(plan.used, MOST_SAMPLES)} samples; their outputs"
         f" err there by {least} to {most} of what the nearest codes would. The rounding is in the"
         " models, not in the record: `calib8 ascend deploy` takes it from the modified model."
     )

@@ -1,7 +1,8 @@
-"""The activation searches among which `calib8 ascend auto` chooses, a layer each.
+"""The searches among which `calib8 ascend auto` chooses, a layer each.
 
 All are settings of AMCT's own configuration, which says afterwards what was chosen, and all are
-found in one pass over the images.
+found in one pass over the images. Those of DMQ balance the channels of a layer's input with its
+weight's, for one operator more in front of it; a layer that cannot be balanced has no such search.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _OTHERS: dict[str, Callable[[Activation], Activation]] = {
     "percentile 0.9999": lambda found: replace(found, max_percentile=0.9999, min_percentile=0.9999),
     "hfmg": lambda found: replace(Activation(), act_algo="hfmg", asymmetric=found.asymmetric),
 }
+_BALANCED_OVER = 32  # samples, which are held while they are run twice
+_BALANCED = {f"dmq {strength}": strength for strength in (0.2, 0.5, 0.8)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +47,30 @@ def plans(target: Ascend, subject: Subject) -> dict[str, RecordPlan]:
     own = target.plan(subject)
     if target.config is not None or not isinstance(target, Choosing):
         return {CONFIGURED: own}
-    return {CONFIGURED: own, **{name: _plan(own, name) for name in _OTHERS}}
+    return {CONFIGURED: own, **{name: _plan(own, name) for name in (*_OTHERS, *_BALANCED)}}
+
+
+def is_balanced(search: str) -> bool:
+    """Whether a search balances channels by DMQ."""
+    return search in _BALANCED
+
+
+def balanced_over(plan: RecordPlan) -> int:
+    """Samples on which DMQ's channels are measured: AMCT's first batch, if that is not one."""
+    return plan.together if plan.together > 1 else min(plan.samples, _BALANCED_OVER)
 
 
 def recorded(found: Mapping[str, RecordPlan], observed: Observed) -> dict[str, Records]:
-    """Name of a search -> records of all layers."""
-    return {name: plan.record(observed).records for name, plan in found.items()}
+    """Name of a search -> records of all layers; of DMQ's, of those that it changes."""
+    records = {name: plan.record(observed).records for name, plan in found.items()}
+    return {
+        name: {
+            layer: record
+            for layer, record in own.items()
+            if not is_balanced(name) or (record.factors.size and (record.factors != 1).any())
+        }
+        for name, own in records.items()
+    }
 
 
 def config_of(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
@@ -67,18 +88,17 @@ def config_of(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
 
 
 def _plan(own: RecordPlan, name: str) -> RecordPlan:
-    config = config_of(own.config, dict.fromkeys(own.layers, name))
-    return RecordPlan(
-        model=own.model,
-        graph=own.graph,
-        config=config,
-        base=own.base,
-        samples=own.samples,
-        exact=own.exact,
+    weighted = [layer.name for layer in own.layers.values() if layer.weight]
+    chosen = dict.fromkeys(own.layers, CONFIGURED) | dict.fromkeys(
+        weighted if is_balanced(name) else own.layers, name
     )
+    config = config_of(own.config, chosen)
+    return replace(own, config=config, balanced_over=balanced_over(own), lenient=True)
 
 
 def _layer(one: LayerConfig, name: str) -> LayerConfig:
+    if is_balanced(name):
+        return replace(one, dmq_balancer_param=_BALANCED[name])
     return replace(one, activation=_activation(one.activation, name))
 
 
