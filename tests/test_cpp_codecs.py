@@ -195,9 +195,9 @@ def test_an_exif_chunk_turns_a_png(differs):
 
 
 def test_the_decoder_tells_its_version(cpp):
-    version = cpp("decoder")["version"]
+    version = cpp("decoder")["library"]
     names = [part.split()[0] for part in version.split(", ")]
-    assert names == (["opencv"] if cpp.reads_all else ["libjpeg-turbo", "libpng", "libwebp"])
+    assert names == (["OpenCV"] if cpp.reads_all else ["libjpeg-turbo", "libpng", "libwebp"])
     assert all(part.split()[1][0].isdigit() for part in version.split(", "))
 
 

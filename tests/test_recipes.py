@@ -31,7 +31,7 @@ def tree(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), *ROOT.glob("*.cfg"), *ROOT.glob("*.toml")):
         shutil.copy(path, copy)
-    (copy / "cpp").mkdir()
+    shutil.copytree(ROOT / "cpp" / "include", copy / "cpp" / "include")
     for patch in RECIPES:
         run(["git", "apply", "--whitespace=nowarn", str(patch)], copy)
     return copy

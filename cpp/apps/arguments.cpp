@@ -59,9 +59,9 @@ void Arguments::expect(const std::vector<std::string>& names) const {
 std::optional<int> Arguments::number(const std::string& name, int least) const {
   const std::optional<std::string> value = option(name);
   if (!value) return std::nullopt;
-  const bool digits = !value->empty() && value->size() < 10 &&
-                      std::all_of(value->begin(), value->end(),
-                                  [](char c) { return c >= '0' && c <= '9'; });
+  const bool digits =
+      !value->empty() && value->size() < 10 &&
+      std::all_of(value->begin(), value->end(), [](char c) { return c >= '0' && c <= '9'; });
   if (!digits || std::stoi(*value) < least) {
     throw ConfigError("--" + name + " must be a whole number from " + std::to_string(least) +
                       ", got " + text::repr(*value));

@@ -28,7 +28,8 @@ constexpr const char* kHelp =
     "\n"
     "  -o, --out FILE        the engine (default: MODEL.engine); used again while FILE.json fits\n"
     "  --rebuild             build even where the engine there fits\n"
-    "  --cache FILE          the calibration cache (default: MODEL.cache); used again while what it\n"
+    "  --cache FILE          the calibration cache (default: MODEL.cache); used again while what "
+    "it\n"
     "                        was made from, in FILE.json, fits the model and the images given\n"
     "  --require-cache       fail where the cache does not fit\n"
     "  --trust-cache         use the cache as it is, whatever it was made from; never written\n"
@@ -43,7 +44,8 @@ constexpr const char* kHelp =
     "  --workspace MIB       limit of scratch memory (default: TensorRT's own)\n"
     "  --timing-cache FILE   timings of tactics to use and to add to; the next build is faster\n"
     "  --dla CORE            run on a DLA core, from 0, and on the GPU what it cannot run\n"
-    "  --plugin LIBRARY      of plugins that the model needs, beside TensorRT's own; again for each\n"
+    "  --plugin LIBRARY      of plugins that the model needs, beside TensorRT's own; again for "
+    "each\n"
     "  --device N            the GPU, from 0 (default 0)\n"
     "  --json FILE           the report, in the form of Python's calib8\n"
     "  --duration S          seconds of measuring (default 3); 0: ten runs, not warmed up\n";
@@ -89,8 +91,10 @@ void parse_shapes(const Arguments& arguments, const char* option, trt::Shape trt
     shape.clear();
     for (const std::string& dim : parsed.dims) {
       if (dim.find_first_not_of("0123456789") != std::string::npos) {
-        throw ConfigError(std::string("--") + option + " must read NAME:DIMS with numbers, such as"
-                          " image:1x3x224x224, got '" + text + "'");
+        throw ConfigError(std::string("--") + option +
+                          " must read NAME:DIMS with numbers, such as"
+                          " image:1x3x224x224, got '" +
+                          text + "'");
       }
       shape.push_back(std::stoi(dim));
     }
@@ -105,8 +109,8 @@ std::map<std::string, trt::Shapes> shapes_of(const Arguments& arguments) {
   parse_shapes(arguments, "max-shapes", &trt::Shapes::max, shapes);
   for (auto& [name, given] : shapes) {
     if (given.opt.empty()) {
-      throw ConfigError("an input needs the shape to tune and calibrate for, got none for '" + name +
-                        "'; give --opt-shapes");
+      throw ConfigError("an input needs the shape to tune and calibrate for, got none for '" +
+                        name + "'; give --opt-shapes");
     }
     if (given.min.empty()) given.min = given.opt;
     if (given.max.empty()) given.max = given.opt;
@@ -142,9 +146,9 @@ std::set<std::string> calibration_words(const Arguments& arguments) {
 }
 
 const std::set<std::string> kOptions{
-    "preprocess", "options",    "limit",      "out",       "cache",        "calibrator", "rest",
-    "batch",      "size",       "min-shapes", "opt-shapes", "max-shapes",  "workspace",  "plugin",
-    "dla",        "timing-cache", "device",   "json",      "duration"};
+    "preprocess", "options",      "limit",      "out",        "cache",      "calibrator", "rest",
+    "batch",      "size",         "min-shapes", "opt-shapes", "max-shapes", "workspace",  "plugin",
+    "dla",        "timing-cache", "device",     "json",       "duration"};
 const std::set<std::string> kFlags{"skip-bad", "require-cache", "trust-cache", "rebuild"};
 
 Plan plan_of(const std::vector<std::string>& words) {
@@ -192,11 +196,10 @@ Json report_of(const Plan& plan, const trt::Built& built, const trt::Runner& run
   const auto size = [](const std::string& path) { return std::filesystem::file_size(path); };
   Json inputs = Json::array();
   for (const TensorSpec& one : built.inputs) inputs.push_back(one.describe());
-  Json report{{"schema", "calib8-report/2"},
-              {"title", "calib8-build " + plan.model},
-              {"model", {{"path", plan.model},
-                         {"size_bytes", size(plan.model)},
-                         {"inputs", inputs}}}};
+  Json report{
+      {"schema", "calib8-report/2"},
+      {"title", "calib8-build " + plan.model},
+      {"model", {{"path", plan.model}, {"size_bytes", size(plan.model)}, {"inputs", inputs}}}};
   if (built.feed) report["feed"] = feed_of(plan, *built.feed);
   if (built.method) report["calibration"] = calibration_of(plan, built);
   report["engines"] = Json::array({{{"label", "int8"},

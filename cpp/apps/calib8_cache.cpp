@@ -82,8 +82,7 @@ int relabel_file(const Words& words) {
   const Arguments arguments(words, {"version", "algorithm", "out"}, {});
   arguments.expect({"CACHE"});
   const CalibrationCache cache = read_cache(arguments.positional()[0]);
-  const auto changed =
-      relabel(cache, arguments.required("version"), arguments.option("algorithm"));
+  const auto changed = relabel(cache, arguments.required("version"), arguments.option("algorithm"));
   files::write(arguments.required("out"), changed.dump());
   return 0;
 }
@@ -175,9 +174,11 @@ int feed(const Words& words) {
 }
 
 int run(const std::string& command, const Words& words) {
-  static const std::map<std::string, int (*)(const Words&)> kCommands{
-      {"show", show}, {"diff", diff}, {"relabel", relabel_file},
-      {"calibrate", calibrate}, {"feed", feed}};
+  static const std::map<std::string, int (*)(const Words&)> kCommands{{"show", show},
+                                                                      {"diff", diff},
+                                                                      {"relabel", relabel_file},
+                                                                      {"calibrate", calibrate},
+                                                                      {"feed", feed}};
   const auto found = kCommands.find(command);
   if (found == kCommands.end()) {
     throw ConfigError("'" + command + "' is no command; see calib8-cache --help");

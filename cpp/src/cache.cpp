@@ -94,9 +94,7 @@ Entry parse_entry(const Line& line, std::size_t number, const std::string& origi
   const bool split = colon != std::string_view::npos && colon > 0;
   const std::string_view digits = split ? line.text.substr(colon + 2) : std::string_view{};
   const bool whole = split && scan::hex(digits);
-  const auto place = [&] {
-    return "line " + std::to_string(number);
-  };
+  const auto place = [&] { return "line " + std::to_string(number); };
   const auto shown = [&] { return text::repr(text::head(line.text, 60)); };
   // Without its newline a last line may have lost digits: "3d8" reads as a number all the same.
   const bool ended = line.end.find('\n') != std::string_view::npos;
@@ -249,8 +247,7 @@ int version_label(const std::string& version) {
     throw CacheError("a TensorRT version reads X.Y.Z, such as 8.5.3, got " + text::repr(version));
   }
   if (parts[0] < 10 && parts[1] > 9) {
-    throw CacheError("TensorRT below 10 has one-digit minor versions, got " +
-                     text::repr(version));
+    throw CacheError("TensorRT below 10 has one-digit minor versions, got " + text::repr(version));
   }
   return parts[0] * (parts[0] < 10 ? 1000 : 10000) + parts[1] * 100 + parts[2];
 }

@@ -17,8 +17,7 @@ struct Magic {
   std::string_view clause;
 };
 
-constexpr std::string_view kUtf16 =
-    "is UTF-16 text (a Windows redirect?); save it as plain UTF-8";
+constexpr std::string_view kUtf16 = "is UTF-16 text (a Windows redirect?); save it as plain UTF-8";
 constexpr std::string_view kPickle = "is a Python pickle, which is never opened here";
 constexpr std::string_view kEngine = "is a TensorRT engine, not the cache it was built from";
 
@@ -103,9 +102,7 @@ bool ort_line(std::string_view line) {
   return number.empty();
 }
 
-std::string shown(std::string_view first) {
-  return text::repr_replaced(first.substr(0, 60));
-}
+std::string shown(std::string_view first) { return text::repr_replaced(first.substr(0, 60)); }
 
 // `record {`, with white space anywhere around.
 bool record(std::string_view data) {

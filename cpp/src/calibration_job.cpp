@@ -27,12 +27,11 @@ bool CalibrationJob::next(void* bindings[], const char* const names[],
   }
 }
 
-bool CalibrationJob::next_address(void* bindings[], const char* const names[],
-                                  std::int32_t count) {
+bool CalibrationJob::next_address(void* bindings[], const char* const names[], std::int32_t count) {
   if (ended_ || known_) return false;
   if (count != 1 || input_ != names[0]) {
-    throw CalibrationError("images feed the one input " + text::repr(input_) + ", TensorRT asks for " +
-                           std::to_string(count) + " from " +
+    throw CalibrationError("images feed the one input " + text::repr(input_) +
+                           ", TensorRT asks for " + std::to_string(count) + " from " +
                            (count > 0 ? text::repr(names[0]) : std::string("none")) +
                            "; give a model with one input");
   }

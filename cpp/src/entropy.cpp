@@ -70,7 +70,8 @@ std::vector<double> divergences(const std::vector<double>& h) {
       start = end;
     }
     found.push_back((logs[i] - xlogx(last) + xlogx(last + outliers) - cross - outliers * log_mean +
-                     all * std::log(sums[i] / all)) / all);
+                     all * std::log(sums[i] / all)) /
+                    all);
   }
   return found;
 }

@@ -84,10 +84,9 @@ Sample join(const std::vector<std::vector<float>>& group, const Preprocess& how)
   Sample sample;
   const bool planes = how.layout != Layout::kNhwc;
   const auto batch = static_cast<std::int64_t>(group.size());
-  sample.shape = planes ? std::vector<std::int64_t>{batch, how.channels(), how.size->height,
-                                                    how.size->width}
-                        : std::vector<std::int64_t>{batch, how.size->height, how.size->width,
-                                                    how.channels()};
+  sample.shape =
+      planes ? std::vector<std::int64_t>{batch, how.channels(), how.size->height, how.size->width}
+             : std::vector<std::int64_t>{batch, how.size->height, how.size->width, how.channels()};
   for (const std::vector<float>& one : group) {
     sample.data.insert(sample.data.end(), one.begin(), one.end());
   }

@@ -94,7 +94,8 @@ std::string read(const std::filesystem::path& path, std::uintmax_t most) {
   std::vector<char> buffer(std::size_t{1} << 16U);
   for (;;) {
     if (std::max<std::uintmax_t>(data.size(), static_cast<std::uintmax_t>(state.st_size)) > most) {
-      unreadable(path, "it is of over " + std::to_string(most >> 20U) + " MB, too large for its kind");
+      unreadable(path,
+                 "it is of over " + std::to_string(most >> 20U) + " MB, too large for its kind");
     }
     const ssize_t got = ::read(file.get(), buffer.data(), buffer.size());
     if (got == 0) return data;

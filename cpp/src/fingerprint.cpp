@@ -56,9 +56,7 @@ Json field(const Json& table, const std::string& key) {
 }
 
 // Whether two values are equal whatever the order of their keys.
-bool equal(const Json& a, const Json& b) {
-  return nlohmann::json(a) == nlohmann::json(b);
-}
+bool equal(const Json& a, const Json& b) { return nlohmann::json(a) == nlohmann::json(b); }
 
 // The fields that differ, short; digests are only said to differ.
 std::string difference(const Json& before, const Json& now) {
@@ -110,8 +108,9 @@ Json model_of(const ModelIdentity& model) {
 }
 
 [[noreturn]] void lacking() {
-  throw CacheError("a fingerprint needs the parts model, images, order, preprocess, decoder of what"
-                   " it was made from and program, rule, method, numbers, versions of who made it");
+  throw CacheError(
+      "a fingerprint needs the parts model, images, order, preprocess, decoder of what"
+      " it was made from and program, rule, method, numbers, versions of who made it");
 }
 
 std::string text_of(const Json& table, const char* key) {
@@ -133,8 +132,8 @@ ModelIdentity identity_in(const Json& model) {
 
 // The parts of schema 4, of which Python's was the only writer, as those of today.
 Json halves_of(const Json& old) {
-  const std::array<const char*, 7> parts{"images", "method", "model",   "order",
-                                         "preprocess", "rule", "versions"};
+  const std::array<const char*, 7> parts{"images",     "method", "model",   "order",
+                                         "preprocess", "rule",   "versions"};
   bool known = old.is_object() && old.size() == parts.size();
   for (const char* part : parts) known = known && old.contains(part);
   if (!known || !old["versions"].is_object()) lacking();
@@ -195,8 +194,7 @@ Json document_of(const std::string& text, const std::filesystem::path& beside) {
   const bool sound = (schema == kSchema || schema == kOldest) && document.contains("fingerprint") &&
                      field(document, "sha256").is_object();
   if (!sound) {
-    throw CacheError(beside.string() +
-                     " is not a fingerprint that this version of calib8 reads");
+    throw CacheError(beside.string() + " is not a fingerprint that this version of calib8 reads");
   }
   if (!whole(text, document)) {
     throw CacheError(beside.string() + " was changed after it was written");
@@ -210,8 +208,8 @@ std::string Fingerprint::to_json() const {
   Json from{{"model", model_of(model)}};
   Json by = Json::object();
   for (const Part& part : kParts) (part.made_by ? by : from)[part.key] = value_of(*this, part);
-  return Json{{"made_from", from}, {"made_by", by}}.dump(
-      -1, ' ', false, Json::error_handler_t::replace);
+  return Json{{"made_from", from}, {"made_by", by}}.dump(-1, ' ', false,
+                                                         Json::error_handler_t::replace);
 }
 
 Fingerprint Fingerprint::from_json(const std::string& json) {
@@ -220,7 +218,8 @@ Fingerprint Fingerprint::from_json(const std::string& json) {
   const Json data = given.contains("made_from") ? given : halves_of(given);
   const Json from = field(data, "made_from");
   const Json by = field(data, "made_by");
-  if (!from.is_object() || !by.is_object() || from.size() + by.size() != kParts.size() + 1) lacking();
+  if (!from.is_object() || !by.is_object() || from.size() + by.size() != kParts.size() + 1)
+    lacking();
   Fingerprint made;
   made.model = identity_in(field(from, "model"));
   for (const Part& part : kParts) {
@@ -279,8 +278,9 @@ void save_calibration(const std::filesystem::path& cache, std::string_view text,
                       const Fingerprint& fingerprint) {
   if (model_of(fingerprint.model).empty() || fingerprint.method.empty() ||
       parse(fingerprint.versions).empty()) {
-    throw CacheError("a fingerprint must tell the model, the method and a version, got one"
-                     " without; fill it before it is saved");
+    throw CacheError(
+        "a fingerprint must tell the model, the method and a version, got one"
+        " without; fill it before it is saved");
   }
   Json document;
   document["schema"] = kSchema;

@@ -24,9 +24,7 @@ void* scratch() {
   return tables.data();
 }
 
-std::string shown(const std::optional<double>& base) {
-  return base ? number::repr(*base) : "None";
-}
+std::string shown(const std::optional<double>& base) { return base ? number::repr(*base) : "None"; }
 
 }  // namespace
 
@@ -68,8 +66,8 @@ void Histogram::observe(const float* values, std::size_t count) {
 
 void Histogram::merge(const Histogram& other) {
   if (base_ != other.base_) {
-    throw CalibrationError("histograms merge only with equal bases, got " + shown(base_) +
-                           " and " + shown(other.base_));
+    throw CalibrationError("histograms merge only with equal bases, got " + shown(base_) + " and " +
+                           shown(other.base_));
   }
   widen_to(other.full_range_);
   Counts counts = other.counts_;

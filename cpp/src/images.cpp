@@ -46,8 +46,8 @@ std::vector<std::string> walk(const fs::path& folder) {
       }
     }
   } catch (const fs::filesystem_error& error) {
-    throw FeedError("folder " + text::shown(error.path1().string()) + " cannot be read: " +
-                    error.code().message() + "; make it readable");
+    throw FeedError("folder " + text::shown(error.path1().string()) +
+                    " cannot be read: " + error.code().message() + "; make it readable");
   }
   std::sort(found.begin(), found.end());
   return found;
@@ -75,8 +75,8 @@ Picture parse_line(const fs::path& listing, std::size_t number, std::string_view
   if (scan::digits(token, 1, 9)) return {folder / name, name, std::stoi(std::string(token))};
   if (is_file(folder / name)) {
     throw FeedError("a label must be a whole number from 0, got " + text::repr(token) +
-                    " on line " + std::to_string(number) + " of " +
-                    text::shown(listing.string()) + "; number the classes as the model's outputs"
+                    " on line " + std::to_string(number) + " of " + text::shown(listing.string()) +
+                    "; number the classes as the model's outputs"
                     " are");
   }
   return {folder / whole, whole, std::nullopt};

@@ -13,7 +13,8 @@ namespace {
 
 using json_text::Json;
 constexpr double kUnstablePercent = 2.5;  // trtexec's limit for the coefficient of variance
-constexpr std::size_t kFew = 20;  // iterations under which even the 95th percentile is the slowest of them
+constexpr std::size_t kFew =
+    20;  // iterations under which even the 95th percentile is the slowest of them
 
 std::vector<double> stage(const std::vector<DeviceTimes>& device, double DeviceTimes::*member) {
   std::vector<double> samples;
@@ -46,9 +47,9 @@ std::vector<std::string> warnings_of(const Latency& found) {
 }
 
 Json timing_json(const Timing& timing) {
-  return {{"min", timing.min},       {"max", timing.max},   {"mean", timing.mean},
-          {"median", timing.median}, {"p50", timing.p50},   {"p90", timing.p90},
-          {"p95", timing.p95},       {"p99", timing.p99},   {"cv_percent", timing.cv_percent}};
+  return {{"min", timing.min},       {"max", timing.max}, {"mean", timing.mean},
+          {"median", timing.median}, {"p50", timing.p50}, {"p90", timing.p90},
+          {"p95", timing.p95},       {"p99", timing.p99}, {"cv_percent", timing.cv_percent}};
 }
 
 }  // namespace

@@ -72,16 +72,25 @@ std::string type_again(std::string_view message, Kind kind = Kind::kType, int de
 // Bytes of a value of an element type; 0 where the digest is not defined for it.
 std::size_t value_bytes(std::uint64_t type) {
   switch (type) {
-    case 2: case 3: case 9: case 17: case 18: case 19: case 20: case 24:
-      return 1;
-    case 4: case 5: case 10: case 16:
-      return 2;
-    case 1: case 6: case 12:
-      return 4;
-    case 7: case 11: case 13:
-      return 8;
-    default:
-      return 0;
+    case 2:
+    case 3:
+    case 9:
+    case 17:
+    case 18:
+    case 19:
+    case 20:
+    case 24: return 1;
+    case 4:
+    case 5:
+    case 10:
+    case 16: return 2;
+    case 1:
+    case 6:
+    case 12: return 4;
+    case 7:
+    case 11:
+    case 13: return 8;
+    default: return 0;
   }
 }
 
@@ -186,7 +195,8 @@ class Walk {
     }
     values(fed);
     std::vector<Fields> outputs;
-    for (const std::string_view bytes : wire::all(fields, 12)) outputs.push_back(wire::fields(bytes));
+    for (const std::string_view bytes : wire::all(fields, 12))
+      outputs.push_back(wire::fields(bytes));
     values(outputs);
     nodes(wire::all(fields, 1));
     list(weights.size());
@@ -272,7 +282,8 @@ class Walk {
     for (const Field& field : attribute) {
       if (!field.is_bytes() || (field.number != 7 && field.number != 8)) continue;
       if (field.number == 8) {
-        for (const std::uint64_t value : wire::varints({field}, 8)) again.push_back({8, 0, value, {}});
+        for (const std::uint64_t value : wire::varints({field}, 8))
+          again.push_back({8, 0, value, {}});
         continue;
       }
       for (std::size_t at = 0; at + 4 <= field.bytes.size(); at += 4) {

@@ -9,7 +9,7 @@
 namespace calib8::mse {
 namespace {
 
-constexpr double kInt8Steps = 254.0;   // width of the clip range in scales: -128 is not used
+constexpr double kInt8Steps = 254.0;  // width of the clip range in scales: -128 is not used
 constexpr double kUint8Steps = 255.0;
 
 using Ratios = std::array<double, 120>;
@@ -91,9 +91,11 @@ double symmetric(const Histogram& histogram) {
   }
   const double amax = histogram.amax();
   if (bins.centres.empty()) return amax;
-  return least(bins, kInt8Steps, [&](double ratio) {
-           return Range{-(amax * ratio), amax * ratio};
-         }).high;
+  return least(bins, kInt8Steps,
+               [&](double ratio) {
+                 return Range{-(amax * ratio), amax * ratio};
+               })
+      .high;
 }
 
 Range affine(const Histogram& histogram) {

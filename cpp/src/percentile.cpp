@@ -33,9 +33,8 @@ double quantile(const std::vector<std::int64_t>& counts, double share) {
   sums.reserve(counts.size() + 1);
   for (const std::int64_t count : counts) sums.push_back(sums.back() + count);
   const double rank = share * static_cast<double>(sums.back());
-  const auto reached = std::find_if(sums.begin(), sums.end(), [&](std::int64_t sum) {
-    return static_cast<double>(sum) >= rank;
-  });
+  const auto reached = std::find_if(
+      sums.begin(), sums.end(), [&](std::int64_t sum) { return static_cast<double>(sum) >= rank; });
   if (reached == sums.begin()) return 0.0;
   const auto before = static_cast<double>(reached[-1]);
   const auto inside = static_cast<double>(reached[0] - reached[-1]);
@@ -59,10 +58,7 @@ Scale scale(const Histogram& histogram, double percent) {
   const double low = least < 0 ? std::max(least, std::min(edge(histogram, 1 - keep), 0.0)) : least;
   const double high = most > 0 ? std::min(most, std::max(edge(histogram, keep), 0.0)) : most;
   Scale found{std::min(low, most),  // values that share one bin: its quantiles may lie beyond them
-              std::max(high, least),
-              std::min(amax, histogram.amax()),
-              least,
-              most,
+              std::max(high, least), std::min(amax, histogram.amax()), least, most,
               method_of(percent)};
   found.check();
   return found;

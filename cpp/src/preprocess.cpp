@@ -12,8 +12,8 @@
 namespace calib8 {
 namespace {
 
-using json_text::repr;
 using json_text::Json;
+using json_text::repr;
 constexpr int kLargestSide = 16384;
 
 int side(const std::string& name, const Json& value) {

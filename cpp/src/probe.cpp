@@ -81,7 +81,8 @@ Pixels pattern() {
   for (int y = 0; y < pixels.height; ++y) {
     for (int k = 0; k < pixels.width * 3; ++k) {
       const int x = k / 3;
-      pixels.row(y)[k] = static_cast<std::uint8_t>((y * 37 + x * 91 + k % 3 * 53 + y * x * 7) % 256);
+      pixels.row(y)[k] =
+          static_cast<std::uint8_t>((y * 37 + x * 91 + k % 3 * 53 + y * x * 7) % 256);
     }
   }
   return pixels;

@@ -18,9 +18,9 @@ void Scale::check() const {
     sound = sound && std::isfinite(value);
   }
   if (!sound) {
-    throw CalibrationError("a scale needs finite lo <= hi and amax >= 0, got lo=" +
-                           number::repr(lo) + " hi=" + number::repr(hi) +
-                           " amax=" + number::repr(amax));
+    throw CalibrationError(
+        "a scale needs finite lo <= hi and amax >= 0, got lo=" + number::repr(lo) +
+        " hi=" + number::repr(hi) + " amax=" + number::repr(amax));
   }
 }
 

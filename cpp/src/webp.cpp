@@ -82,14 +82,11 @@ std::optional<First> first_picture(std::string_view data) {
   const std::string_view picture = frame->substr(kFrameHead);
   std::string body(picture);
   if (picture.substr(0, 4) == "ALPH") {
-    body = "VP8X" + little_bytes(10, 4) + little_bytes(kAlpha, 4) + std::string(frame->substr(6, 6)) +
-           body;
+    body = "VP8X" + little_bytes(10, 4) + little_bytes(kAlpha, 4) +
+           std::string(frame->substr(6, 6)) + body;
   }
-  return First{"RIFF" + little_bytes(body.size() + 4, 4) + "WEBP" + body,
-               2 * side(*frame, 0),
-               2 * side(*frame, 3),
-               side(data, 24) + 1,
-               side(data, 27) + 1};
+  return First{"RIFF" + little_bytes(body.size() + 4, 4) + "WEBP" + body, 2 * side(*frame, 0),
+               2 * side(*frame, 3), side(data, 24) + 1, side(data, 27) + 1};
 }
 
 std::optional<std::string_view> exif_block(std::string_view data) {

@@ -45,8 +45,9 @@ Field next(std::string_view& rest) {
 }  // namespace
 
 Broken::Broken()
-    : CacheError("a model must be whole ONNX, got bytes that do not parse; export or copy it"
-                 " again") {}
+    : CacheError(
+          "a model must be whole ONNX, got bytes that do not parse; export or copy it"
+          " again") {}
 
 std::vector<Field> fields(std::string_view message) {
   std::vector<Field> found;

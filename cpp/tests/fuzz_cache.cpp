@@ -24,10 +24,27 @@ const std::vector<std::string> kSeeds{
     "{\"conv\": [0, 1]}\n",
 };
 
-constexpr std::string_view kPieces[] = {
-    "\n"sv,   "\r"sv,       ": "sv,  "TRT-"sv,         "-"sv,      "0"sv,        "7f800000"sv,
-    "\0"sv,   "\xff"sv,     "'"sv,   "\\"sv,           "ffffffff"sv, "\xe2\x82\xac"sv, "\xed\xa0\x80"sv,
-    "ptrt"sv, "PK\x03\x04"sv, "{"sv, "EntropyCalibration"sv, " "sv, "\x08\x12"sv, "1e5"sv};
+constexpr std::string_view kPieces[] = {"\n"sv,
+                                        "\r"sv,
+                                        ": "sv,
+                                        "TRT-"sv,
+                                        "-"sv,
+                                        "0"sv,
+                                        "7f800000"sv,
+                                        "\0"sv,
+                                        "\xff"sv,
+                                        "'"sv,
+                                        "\\"sv,
+                                        "ffffffff"sv,
+                                        "\xe2\x82\xac"sv,
+                                        "\xed\xa0\x80"sv,
+                                        "ptrt"sv,
+                                        "PK\x03\x04"sv,
+                                        "{"sv,
+                                        "EntropyCalibration"sv,
+                                        " "sv,
+                                        "\x08\x12"sv,
+                                        "1e5"sv};
 
 class Mutator {
  public:

@@ -112,7 +112,8 @@ Json scales(const Json& ask) {
     const auto count = size.get<std::size_t>();
     for (const std::string& name : Search::names()) {
       const bool by_share = name == "percentile";
-      for (const double percent : by_share ? percents : std::vector<double>{percentiles::kPercent}) {
+      for (const double percent :
+           by_share ? percents : std::vector<double>{percentiles::kPercent}) {
         const Search search(name, percent);
         Histogram seen = search.start(next, count);
         seen.observe(next, count);
@@ -246,7 +247,8 @@ Json latency(const Json& ask) {
 Json changes(const Json& ask) {
   const Fingerprint now = Fingerprint::from_json(ask["now"].dump());
   const Fingerprint old = Fingerprint::from_json(ask["old"].dump());
-  return {{"changes", now.changes_since(old)}, {"same", nlohmann::json::parse(now.to_json()) == nlohmann::json(ask["now"])}};
+  return {{"changes", now.changes_since(old)},
+          {"same", nlohmann::json::parse(now.to_json()) == nlohmann::json(ask["now"])}};
 }
 
 Json identity(const Json& ask) {

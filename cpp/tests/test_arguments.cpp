@@ -172,7 +172,7 @@ TEST_CASE("a file is read up to a size alone") {
 TEST_CASE("white space is Unicode's") {
   CHECK(text::strip("\xC2\xA0 a\xE3\x80\x80\x1f") == "a");
   CHECK(text::strip("\xE2\x80\x8B") == "\xE2\x80\x8B");  // without a width, and no space
-  CHECK(text::strip("\xA0") == "\xA0");                      // a byte that is no UTF-8
+  CHECK(text::strip("\xA0") == "\xA0");                  // a byte that is no UTF-8
   CHECK(text::strip(" \x85\xC2\x85").size() == 1);
   const auto [name, token] = text::split_last("a b\xE2\x80\xA8\t7");
   CHECK(name == "a b");

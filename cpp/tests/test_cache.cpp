@@ -77,7 +77,8 @@ TEST_CASE("the golden caches hold what expected.json says") {
   for (const auto& [name, wanted] : expected.items()) {
     INFO(name);
     const CalibrationCache cache = read_cache(folder / name);
-    CHECK((wanted["label"].is_null() ? !cache.header.label : cache.header.label == wanted["label"]));
+    CHECK(
+        (wanted["label"].is_null() ? !cache.header.label : cache.header.label == wanted["label"]));
     CHECK(cache.header.algorithm == wanted["algorithm"].get<std::string>());
     auto entries = nlohmann::json::array();
     for (const Entry& entry : cache.entries) entries.push_back({hex(entry.name), entry.bits()});

@@ -54,7 +54,7 @@ TEST_CASE("all whole batches are taken and the written cache comes out") {
   CHECK(job.check() == kCache);
   CHECK(feed_of(folder).whole_batches().notes().back() ==
         "TensorRT calibrates in whole batches, of 2 samples here: the last 1"
-                              " of 5 samples fill none and were left out");
+        " of 5 samples fill none and were left out");
 }
 
 TEST_CASE("fewer images than a batch are told before TensorRT starts") {
@@ -172,7 +172,8 @@ TEST_CASE("a cache is used again only while its fingerprint fits") {
   now.method = "EntropyCalibration2";
   set_feed(now, feed.manifest());
   const auto cache = folder / "out/model.cache";
-  CHECK_THROWS_WITH(save_calibration(cache, kCache, now), Catch::Contains("and a version, got one"));
+  CHECK_THROWS_WITH(save_calibration(cache, kCache, now),
+                    Catch::Contains("and a version, got one"));
   now.versions = R"({"tensorrt": "8.6.1"})";
   CHECK(unfit(cache, now)->find("does not exist yet") != std::string::npos);
   folder.write("out/model.cache", kCache);

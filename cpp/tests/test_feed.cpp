@@ -52,9 +52,8 @@ TEST_CASE("a list with labels, and a bad image skipped or told") {
   CHECK(all(feed).size() == 1);
   CHECK(feed.labels() == std::vector<int>{3});
   CHECK(feed.size() == 1);
-  CHECK(feed.notes().back() ==
-        "1 skipped: image bad.png cannot be decoded (" + std::to_string(png.size() - 20) +
-            " bytes, cut short)");
+  CHECK(feed.notes().back() == "1 skipped: image bad.png cannot be decoded (" +
+                                   std::to_string(png.size() - 20) + " bytes, cut short)");
 }
 
 TEST_CASE("a fixed batch is filled with the first samples") {
@@ -112,8 +111,8 @@ TEST_CASE("wrong sources are told") {
   CHECK_THROWS_WITH(Feed(folder.path(), {"x", "int64", {1, 3, 4, 4}}, {}),
                     Catch::Contains("images become float32"));
   folder.write("l.txt", "a.png\ngone.png\n");
-  CHECK_THROWS_WITH(Feed(folder / "l.txt", kSpec, {}), Catch::Contains("1 of 2") &&
-                                                           Catch::Contains("gone.png"));
+  CHECK_THROWS_WITH(Feed(folder / "l.txt", kSpec, {}),
+                    Catch::Contains("1 of 2") && Catch::Contains("gone.png"));
   folder.write("bad.png", "x");
   folder.write("l.txt", "bad.png\n");
   FeedOptions options;

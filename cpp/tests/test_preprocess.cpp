@@ -99,7 +99,8 @@ TEST_CASE("options that contradict the model are told") {
   refused({}, {1, 16}, "need an input of 4 dimensions");
   refused({}, {1, 4, 8, 8}, "rgb images have 3 channels");
   refused({}, {1, 3, "h", "w"}, "leaves its size open");
-  refused(ready({32, 32}), {1, 3, 64, 64}, "size must fit the input 'image' float32 [1, 3, 64, 64]");
+  refused(ready({32, 32}), {1, 3, 64, 64},
+          "size must fit the input 'image' float32 [1, 3, 64, 64]");
   Preprocess crop = preset("imagenet");
   crop.short_side = 200;
   refused(crop, {1, 3, 224, 224}, "short_side must reach the crop of 224x224");

@@ -1,8 +1,7 @@
 // TensorRT's calibrators through TensorRT's own interface; needs its headers only. Without a GPU the
 // copy to the device fails, and that must come out of check(), not out of the callback.
-#include "calib8/trt/calibrator.hpp"
-
 #include "calib8/errors.hpp"
+#include "calib8/trt/calibrator.hpp"
 #include "calib8/trt/logger.hpp"
 #include "catch.hpp"
 #include "folder.hpp"

@@ -41,10 +41,10 @@ struct Entry {
 
 // The first line.
 struct Header {
-  std::string text;               // as written, without the line end
-  std::optional<int> label;       // TensorRT's version label; none in the legacy form
-  std::string algorithm;          // e.g. "EntropyCalibration2"
-  std::optional<double> cutoff;   // of the legacy form
+  std::string text;              // as written, without the line end
+  std::optional<int> label;      // TensorRT's version label; none in the legacy form
+  std::string algorithm;         // e.g. "EntropyCalibration2"
+  std::optional<double> cutoff;  // of the legacy form
   std::optional<double> quantile;
   std::string end = "\n";
 };

@@ -41,12 +41,12 @@ struct DeviceTimes {
 };
 
 struct Latency {
-  std::size_t queries = 0;         // measured iterations (warm-up not counted)
+  std::size_t queries = 0;  // measured iterations (warm-up not counted)
   std::size_t warmup_queries = 0;
   double total_host_walltime_s = 0;
   double throughput_qps = 0;
-  Timing latency;                  // h2d + compute + d2h
-  Timing host;                     // by the host's clock
+  Timing latency;  // h2d + compute + d2h
+  Timing host;     // by the host's clock
   Timing enqueue;
   Timing h2d;
   Timing gpu_compute;

@@ -54,13 +54,13 @@ struct Preprocess {
   std::optional<Size> size;          // pixels; none: the model's own
   std::optional<Size> default_size;  // where the model leaves its size open
   Resize resize = Resize::kStretch;
-  std::optional<int> short_side;     // pixels; none: the longer side of `size` times 8/7
+  std::optional<int> short_side;  // pixels; none: the longer side of `size` times 8/7
   Interpolation interpolation = Interpolation::kLinear;
-  std::optional<Color> color;        // none: grey for one channel, rgb for three
-  double scale = 1.0 / 255;          // multiplier of a pixel of 0..255
-  std::vector<double> mean{0.0};     // in scaled units, one value or one per channel of `color`
+  std::optional<Color> color;     // none: grey for one channel, rgb for three
+  double scale = 1.0 / 255;       // multiplier of a pixel of 0..255
+  std::vector<double> mean{0.0};  // in scaled units, one value or one per channel of `color`
   std::vector<double> std{1.0};
-  std::vector<double> pad{0.0};      // the border in pixel units
+  std::vector<double> pad{0.0};  // the border in pixel units
   Anchor anchor = Anchor::kCentre;
   std::optional<Layout> layout;
 
@@ -81,7 +81,7 @@ const Preprocess& preset(const std::string& name);
 const std::vector<std::pair<std::string, Preprocess>>& presets();
 
 struct Resolved {
-  Preprocess how;                  // size, color and layout all set
+  Preprocess how;  // size, color and layout all set
   std::vector<std::string> notes;
 };
 

@@ -10,7 +10,7 @@ namespace calib8 {
 
 // The clip range of one tensor, in real units; as calibrators/scales.py.
 struct Scale {
-  double lo = 0;            // clip range of an affine grid, lo <= hi
+  double lo = 0;  // clip range of an affine grid, lo <= hi
   double hi = 0;
   double amax = 0;          // threshold of a symmetric grid, >= 0
   double observed_min = 0;  // extremes of the data, unclipped

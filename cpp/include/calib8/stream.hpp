@@ -28,7 +28,8 @@ class Stream {
   using Put = std::function<bool(T)>;
 
   explicit Stream(std::function<void(const Put&)> produce, std::size_t depth = 4)
-      : depth_(depth > 0 ? depth : 1), thread_([this, produce = std::move(produce)] { run(produce); }) {}
+      : depth_(depth > 0 ? depth : 1),
+        thread_([this, produce = std::move(produce)] { run(produce); }) {}
 
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;

@@ -39,12 +39,12 @@ enum {
   CHUNK = 1 << 17, /* values whose range is found before they are counted; as in Python */
   BLOCK = 1 << 12,
   FEW = 1 << 11, /* values that are not worth the folding of tables */
-  SPARE = 16, /* places behind the indices of a block: a vector is stored as a whole */
+  SPARE = 16,    /* places behind the indices of a block: a vector is stored as a whole */
   TABLES = 4,
   STRIDE = 8256 /* counters from table to table: their equal bins lie in other lines of a cache */
 };
 
-_Static_assert(TABLES * STRIDE * sizeof(uint16_t) == CALIB8_SCRATCH, "the tables fill the scratch");
+_Static_assert(TABLES* STRIDE * sizeof(uint16_t) == CALIB8_SCRATCH, "the tables fill the scratch");
 _Static_assert(STRIDE >= CALIB8_CELLS, "a table holds every bin");
 _Static_assert(CHUNK / TABLES <= UINT16_MAX, "a chunk overflows no counter");
 
@@ -343,8 +343,10 @@ static int tally_many(const struct way* way, double full_range, int64_t* counts,
   }
   if (raised > 0) {
     const size_t from = cell_of(seen->low, scale), to = cell_of(seen->high, scale);
-    if (inside) way->fold(tables, counts, from, to);
-    else clear(tables, from, to);
+    if (inside)
+      way->fold(tables, counts, from, to);
+    else
+      clear(tables, from, to);
   }
   if (inside) counts[CALIB8_BINS] += (int64_t)(n - raised);
   return inside;
@@ -413,9 +415,12 @@ static int64_t observe_chunk(const struct way* way, struct calib8_seen* seen, in
     seen->infinite += infinite;
     if ((int64_t)n == infinite) return 0;
     widen(seen, counts, amax_of(&found));
-    if (seen->full_range <= 0) counts[CALIB8_BINS] += (int64_t)n - infinite;
-    else if (infinite > 0) count_finite(seen->full_range, counts, x, n);
-    else tally(way, seen->full_range, counts, x, n, tables, &found);
+    if (seen->full_range <= 0)
+      counts[CALIB8_BINS] += (int64_t)n - infinite;
+    else if (infinite > 0)
+      count_finite(seen->full_range, counts, x, n);
+    else
+      tally(way, seen->full_range, counts, x, n, tables, &found);
   }
   note(seen, &found, (int64_t)n - infinite);
   if (seen->base > 0) calib8_close(counts);

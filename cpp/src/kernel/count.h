@@ -15,9 +15,9 @@ extern "C" {
 
 #define CALIB8_KERNEL_FORM 1 /* raised when a function or a struct of this file changes */
 
-#define CALIB8_BINS 4096                    /* a side */
-#define CALIB8_CELLS (2 * CALIB8_BINS + 1)  /* counts of a histogram; CALIB8_BINS is bin 0 */
-#define CALIB8_SMALLEST_RANGE 0x1p-100      /* below this BINS / R would overflow float32 */
+#define CALIB8_BINS 4096                   /* a side */
+#define CALIB8_CELLS (2 * CALIB8_BINS + 1) /* counts of a histogram; CALIB8_BINS is bin 0 */
+#define CALIB8_SMALLEST_RANGE 0x1p-100     /* below this BINS / R would overflow float32 */
 #define CALIB8_SCRATCH 66048               /* bytes of a scratch */
 
 /* A histogram but for its counts. */

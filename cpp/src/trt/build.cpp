@@ -36,7 +36,8 @@ int major_of(int label) { return std::stoi(label_to_version(label)); }
 
 // TensorRT ignores a cache of another version or calibrator without a word. Its ranges are another
 // release's of the same major version too, whose parser names tensors alike: that is only told.
-Verdict labelled(const fs::path& path, std::string text, const std::string& calibrator, bool trusted) {
+Verdict labelled(const fs::path& path, std::string text, const std::string& calibrator,
+                 bool trusted) {
   const CalibrationCache cache = parse_cache(text, path.string());
   const Header& header = cache.header;
   Verdict verdict{std::nullopt, header.algorithm, "", {}};
@@ -64,12 +65,14 @@ Verdict labelled(const fs::path& path, std::string text, const std::string& cali
 
 Verdict trusted(const fs::path& path, const std::string& input, const std::string& calibrator) {
   Verdict verdict = labelled(path, files::read(path), calibrator, true);
-  if (!verdict.text) throw CacheError(verdict.reason + "; name its own, or leave --calibrator away");
+  if (!verdict.text)
+    throw CacheError(verdict.reason + "; name its own, or leave --calibrator away");
   const CalibrationCache cache = parse_cache(*verdict.text, path.string());
   const auto named = [&input](const Entry& entry) { return entry.name == input; };
   if (std::none_of(cache.entries.begin(), cache.entries.end(), named)) {
     throw CacheError("a trusted cache must know the model's tensors, " + path.string() +
-                     " has no scale for its input " + text::repr(input) + "; it is another model's");
+                     " has no scale for its input " + text::repr(input) +
+                     "; it is another model's");
   }
   verdict.reason = path.string() + " is trusted as it is";
   return verdict;
@@ -85,8 +88,9 @@ Verdict judged(const fs::path& path, const Fingerprint& now, const std::string& 
     verdict = labelled(path, std::move(kept.text), calibrator, false);
     if (verdict.text) {
       const bool seen = now.images != Fingerprint().images;
-      verdict.reason = "the cache fits the " + std::string(seen ? "model and the images" : "model") +
-                       "; it was made by " + by;
+      verdict.reason = "the cache fits the " +
+                       std::string(seen ? "model and the images" : "model") + "; it was made by " +
+                       by;
     }
     return verdict;
   } catch (const CacheError& error) {
@@ -144,12 +148,9 @@ class Line {
     const auto digest = [](const std::string& text) {
       return text.empty() ? std::string() : Sha256().update(text).hex();
     };
-    return Json{{"tensorrt", version()},
-                {"gpu", gpu_name()},
-                {"model_sha256", known.file},
-                {"weights_sha256", known.weights},
-                {"cache_sha256", digest(cache)},
-                {"settings", Json::parse(builder_.settings())}}
+    return Json{{"tensorrt", version()},         {"gpu", gpu_name()},
+                {"model_sha256", known.file},    {"weights_sha256", known.weights},
+                {"cache_sha256", digest(cache)}, {"settings", Json::parse(builder_.settings())}}
         .dump();
   }
 
@@ -160,8 +161,9 @@ class Line {
     if (!options_.rebuild) {
       if (auto known = fitting_engine(options_.engine, from)) {
         built_.engine_reused = true;
-        built_.notes.push_back("the engine was built before from the same model, cache and settings,"
-                               " on the same GPU");
+        built_.notes.push_back(
+            "the engine was built before from the same model, cache and settings,"
+            " on the same GPU");
         return *known;
       }
     }
@@ -177,9 +179,8 @@ class Line {
     Fingerprint now = fingerprint();
     std::error_code failed;
     if (!options_.trust_cache && fs::exists(cache_, failed)) set_images(now);
-    Verdict verdict = options_.trust_cache
-                          ? trusted(cache_, built_.inputs.front().name, asked_)
-                          : judged(cache_, now, asked_);
+    Verdict verdict = options_.trust_cache ? trusted(cache_, built_.inputs.front().name, asked_)
+                                           : judged(cache_, now, asked_);
     built_.reason = verdict.reason;
     built_.reused = verdict.text.has_value();
     if (!verdict.text) refuse_unfit(verdict.reason);
@@ -230,9 +231,12 @@ class Line {
                        "; leave --require-cache away to calibrate anew");
     }
     if (images_.empty()) {
-      throw CacheError("a model without Q/DQ nodes is calibrated with images, got none, and no cache"
-                       " in their place: " + reason + "; give a folder of images, a list file, or a"
-                       " cache that fits (--cache)");
+      throw CacheError(
+          "a model without Q/DQ nodes is calibrated with images, got none, and no cache"
+          " in their place: " +
+          reason +
+          "; give a folder of images, a list file, or a"
+          " cache that fits (--cache)");
     }
   }
 
@@ -252,8 +256,9 @@ class Line {
 #else
 
   [[noreturn]] void implicit() const {
-    throw ConfigError("TensorRT " + version() + " has no calibrators and takes int8 from Q/DQ nodes, " +
-                      model_.string() + " has none; make them with Python's calib8 build --target"
+    throw ConfigError("TensorRT " + version() +
+                      " has no calibrators and takes int8 from Q/DQ nodes, " + model_.string() +
+                      " has none; make them with Python's calib8 build --target"
                       " tensorrt");
   }
 
@@ -274,8 +279,10 @@ std::string calibrator_named(const std::string& name) {
   for (const auto& [word, algorithm] : kCalibrators) {
     if (name == word || name == algorithm) return std::string(algorithm);
   }
-  throw ConfigError("--calibrator must be one of entropy2, entropy, minmax, legacy, or such as"
-                    " EntropyCalibration2, got " + text::repr(name));
+  throw ConfigError(
+      "--calibrator must be one of entropy2, entropy, minmax, legacy, or such as"
+      " EntropyCalibration2, got " +
+      text::repr(name));
 }
 
 Built calibrate_and_build(const fs::path& model, const fs::path& images, const fs::path& cache,

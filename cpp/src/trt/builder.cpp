@@ -157,9 +157,9 @@ struct Builder::State {
              (own.d[k] < 0 || (given.min[k] == own.d[k] && given.max[k] == own.d[k]));
     }
     if (fits) return;
-    throw ConfigError("shapes must fit the input " + text::repr(input.getName()) + " " + shown(own) +
-                      ", the least first and none above the largest, got " + shown(given.min) + ", " +
-                      shown(given.opt) + " and " + shown(given.max));
+    throw ConfigError("shapes must fit the input " + text::repr(input.getName()) + " " +
+                      shown(own) + ", the least first and none above the largest, got " +
+                      shown(given.min) + ", " + shown(given.opt) + " and " + shown(given.max));
   }
 
   // The input's dimensions with the options' in place of open ones; -1 stays where they are silent.
@@ -168,8 +168,9 @@ struct Builder::State {
     const auto given = options.shapes.find(input.getName());
     if (given != options.shapes.end()) {
       if (options.batch || options.size.height > 0) {
-        throw ConfigError("an input's shapes and --batch or --size say the same thing, got both for " +
-                          text::repr(input.getName()) + "; give one");
+        throw ConfigError(
+            "an input's shapes and --batch or --size say the same thing, got both for " +
+            text::repr(input.getName()) + "; give one");
       }
       return dims_of(given->second.opt);
     }
@@ -274,7 +275,8 @@ struct Builder::State {
     if (known) {
       const std::unique_ptr<nvinfer1::IHostMemory> fresh(config.getTimingCache()->serialize());
       if (fresh) {
-        files::write(options.timing_cache, {static_cast<const char*>(fresh->data()), fresh->size()});
+        files::write(options.timing_cache,
+                     {static_cast<const char*>(fresh->data()), fresh->size()});
       }
     }
     return plan;

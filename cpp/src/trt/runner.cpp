@@ -30,8 +30,9 @@ std::size_t bytes_of(nvinfer1::DataType type) {
   if (type == DataType::kINT64) return 8;
   if (type == DataType::kBF16) return 2;
 #endif
-  throw BackendError("an engine's input or output must be of 1, 2, 4 or 8 bytes a value, got type " +
-                     std::to_string(static_cast<int>(type)) + "; build it with plain types");
+  throw BackendError(
+      "an engine's input or output must be of 1, 2, 4 or 8 bytes a value, got type " +
+      std::to_string(static_cast<int>(type)) + "; build it with plain types");
 }
 
 // One input or output: pinned host memory and device memory. An output whose size depends on the
@@ -93,7 +94,8 @@ struct Runner::State {
     if (binding.input) set_shape(name);
     const nvinfer1::Dims dims = context->getTensorShape(name);
     if (has_open(dims)) {
-      if (!context->setOutputAllocator(name, &binding)) refuse("refused to allocate " + binding.name);
+      if (!context->setOutputAllocator(name, &binding))
+        refuse("refused to allocate " + binding.name);
       return;
     }
     binding.bytes = volume(dims) * binding.value_bytes;

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <map>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <set>
 
@@ -123,7 +123,9 @@ class Config final : public IBuilderConfig, public stubs::VBuilderConfig {
   void setDefaultDeviceType(DeviceType type) noexcept override {
     trace(std::string("default device ") + (type == DeviceType::kDLA ? "DLA" : "GPU"));
   }
-  void setDLACore(std::int32_t core) noexcept override { trace("DLA core " + std::to_string(core)); }
+  void setDLACore(std::int32_t core) noexcept override {
+    trace("DLA core " + std::to_string(core));
+  }
   std::int32_t addOptimizationProfile(IOptimizationProfile const* given) noexcept override {
     profile = static_cast<const Profile*>(given);
     return 0;
@@ -339,14 +341,15 @@ std::string value_line(const std::string& role, std::string_view value) {
   using namespace calib8;
   const auto fields = wire::fields(value);
   const auto type = wire::fields(wire::text(wire::fields(wire::text(fields, 2)), 1));
-  const char* words[] = {"?",     "float32", "uint8", "int8",  "uint16",  "int16",
-                         "int32", "int64",   "str",   "bool",  "float16"};
-  std::string line = role + " " + std::string(wire::text(fields, 1)) + " " +
-                     words[wire::number(type, 1)];
+  const char* words[] = {"?",     "float32", "uint8", "int8", "uint16", "int16",
+                         "int32", "int64",   "str",   "bool", "float16"};
+  std::string line =
+      role + " " + std::string(wire::text(fields, 1)) + " " + words[wire::number(type, 1)];
   for (const std::string_view dim : wire::all(wire::fields(wire::text(type, 2)), 1)) {
     const auto held = wire::fields(dim);
     line += " " + (wire::has(held, 1) ? std::to_string(wire::number(held, 1))
-                                     : role == "input" ? "-1" : "1");
+                   : role == "input"  ? "-1"
+                                      : "1");
   }
   return line + "\n";
 }
@@ -453,5 +456,4 @@ __attribute__((visibility("default"))) bool initLibNvInferPlugins(void* /*logger
   fake::plugins_loaded = !fake::asked("no-plugins");
   return fake::plugins_loaded;
 }
-
 }

@@ -119,16 +119,12 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
 
 const char* cudaGetErrorString(cudaError_t code) {
   switch (code) {
-    case cudaErrorMemoryAllocation:
-      return "out of memory";
-    case cudaErrorIllegalAddress:
-      return "an illegal memory access was encountered";
-    case cudaErrorInvalidDevice:
-      return "invalid device ordinal";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorInsufficientDriver:
       return "CUDA driver version is insufficient for CUDA runtime version";
-    default:
-      return "invalid argument";
+    default: return "invalid argument";
   }
 }
 
@@ -160,5 +156,4 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) 
 }
 
 #pragma GCC visibility pop
-
 }

@@ -26,9 +26,7 @@ class Context final : public IExecutionContext, public stubs::VExecutionContext 
     trace("input shape " + std::string(name) + " " + shown(shapes_[name]));
     return true;
   }
-  Dims getTensorShape(char const* name) const noexcept override {
-    return to_dims(shape(name));
-  }
+  Dims getTensorShape(char const* name) const noexcept override { return to_dims(shape(name)); }
   bool setTensorAddress(char const* name, void* memory) noexcept override {
     addresses_[name] = memory;
     return true;

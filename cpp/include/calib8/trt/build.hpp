@@ -27,7 +27,7 @@ struct CalibrateAndBuildOptions {
   // own, where it is used, else the first of them.
   std::string calibrator;
   bool require_cache = false;  // fail where the cache does not fit
-  bool trust_cache = false;    // use it as it is, whatever it was made from; it is never written then
+  bool trust_cache = false;  // use it as it is, whatever it was made from; it is never written then
   // Kept here with a note of what it was built from (ENGINE.json), and used again while that fits; "":
   // the engine is given back alone.
   std::filesystem::path engine;
@@ -36,7 +36,7 @@ struct CalibrateAndBuildOptions {
 
 // What came of it.
 struct Built {
-  std::string engine;              // serialized
+  std::string engine;  // serialized
   bool engine_reused = false;
   std::vector<TensorSpec> inputs;  // as the network has them
   // Of a model without Q/DQ nodes:

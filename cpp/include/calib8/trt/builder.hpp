@@ -29,13 +29,13 @@ struct Shapes {
 };
 
 struct BuildOptions {
-  std::optional<int> batch;         // for an input whose batch is open; none: 1
-  Size size{0, 0};                  // for an input whose height and width are open
+  std::optional<int> batch;              // for an input whose batch is open; none: 1
+  Size size{0, 0};                       // for an input whose height and width are open
   std::map<std::string, Shapes> shapes;  // input -> its shapes, where it leaves dimensions open
   Rest rest = Rest::kFp16;
-  std::size_t workspace_bytes = 0;  // 0: TensorRT's own limit, all of the GPU's memory
-  std::string timing_cache;         // a file of tactic timings to use and to write; "": none
-  std::optional<int> dla;           // the core to run on, with the GPU for what it cannot
+  std::size_t workspace_bytes = 0;   // 0: TensorRT's own limit, all of the GPU's memory
+  std::string timing_cache;          // a file of tactic timings to use and to write; "": none
+  std::optional<int> dla;            // the core to run on, with the GPU for what it cannot
   std::vector<std::string> plugins;  // libraries of plugins, loaded before the model is read
 };
 

@@ -29,9 +29,9 @@
 namespace calib8::trt {
 
 struct CalibratorOptions {
-  std::shared_ptr<const Feed> feed;       // batches of the shape that TensorRT calibrates with; none
-                                          // is needed where there is a cache
-  std::string input;                      // name of the network's input
+  std::shared_ptr<const Feed> feed;  // batches of the shape that TensorRT calibrates with; none
+                                     // is needed where there is a cache
+  std::string input;                 // name of the network's input
   std::optional<std::string> cache = {};  // the text of a cache that fits; none: calibrate
   CalibrationJob::Keep keep = nullptr;    // takes a new cache before the engine is built
   double quantile = 0.999999;             // of the legacy calibrator only
@@ -45,9 +45,10 @@ class Calibrator : public Base {
   explicit Calibrator(const CalibratorOptions& options)
       : job_(options.cache && !options.feed
                  ? CalibrationJob(*options.cache)
-                 : CalibrationJob(given(options.feed), options.input,
-                                  [this](const Sample& sample) { return upload(sample); },
-                                  options.cache, options.keep)) {}
+                 : CalibrationJob(
+                       given(options.feed), options.input,
+                       [this](const Sample& sample) { return upload(sample); }, options.cache,
+                       options.keep)) {}
   // TensorRT and the job hold its address.
   Calibrator(Calibrator&&) = delete;
   Calibrator& operator=(Calibrator&&) = delete;
