@@ -7,10 +7,12 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
+#include "ahead.hpp"
 #include "calib8/digest.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/pixels.hpp"
 #include "calib8/text.hpp"
+#include "machine.hpp"
 #include "seen.hpp"
 
 namespace calib8 {
@@ -18,6 +20,8 @@ namespace {
 
 namespace fs = std::filesystem;
 using images::Picture;
+
+constexpr int kMostThreads = 1024;
 
 std::vector<Picture> pictures_of(const fs::path& path) {
   std::error_code failed;
@@ -74,6 +78,15 @@ int batch_of(const TensorSpec& spec, const FeedOptions& options) {
   return static_cast<int>(own);
 }
 
+std::size_t threads_of(const FeedOptions& options) {
+  const int threads = options.threads.value_or(default_threads());
+  if (threads < 1 || threads > kMostThreads) {
+    throw ConfigError("threads must be 1 to " + std::to_string(kMostThreads) + ", got " +
+                      std::to_string(threads) + "; leave them away for one a core, at most 4");
+  }
+  return static_cast<std::size_t>(threads);
+}
+
 std::string no_whole_batch(std::size_t count, int batch) {
   return "TensorRT calibrates in whole batches, got " + std::to_string(count) +
          " samples for batches of " + std::to_string(batch) +
@@ -96,9 +109,12 @@ Sample join(const std::vector<std::vector<float>>& group, const Preprocess& how)
 }  // namespace
 
 struct Feed::State {
+  using Decoded = Ahead<std::optional<std::vector<float>>>;
+
   std::vector<Picture> pictures;
   Preprocess how;
   int batch = 1;
+  std::size_t threads = 1;
   bool skip_bad = false;
   std::vector<std::string> notes;
   mutable std::mutex mutex;
@@ -129,7 +145,9 @@ struct Feed::State {
     return data;
   }
 
-  std::vector<float> read(std::size_t index) {
+  // A picture's sample, or nothing where an earlier pass found it bad; by any number of threads.
+  std::optional<std::vector<float>> read(std::size_t index) {
+    if (is_skipped(index)) return std::nullopt;
     const std::string data = load(index);
     return apply(images::decode(data, pictures[index].name, how.color == Color::kGrey), how);
   }
@@ -152,10 +170,10 @@ struct Feed::State {
     }
   }
 
-  // The sample, or nothing where it is bad and bad ones are skipped.
-  std::optional<std::vector<float>> good(std::size_t index) {
+  // The next sample, or nothing where it is bad and bad ones are skipped.
+  std::optional<std::vector<float>> good(std::size_t index, Decoded& decoded) {
     try {
-      return read(index);
+      return decoded.take();
     } catch (const Changed&) {
       throw;
     } catch (const FeedError& error) {
@@ -173,9 +191,9 @@ struct Feed::State {
     std::vector<std::vector<float>> group;
     std::vector<std::vector<float>> first;
     const auto wanted = static_cast<std::size_t>(batch);
+    Decoded decoded([this](std::size_t index) { return read(index); }, pictures.size(), threads);
     for (std::size_t index = 0; index < pictures.size(); ++index) {
-      if (is_skipped(index)) continue;  // known from an earlier pass
-      std::optional<std::vector<float>> one = good(index);
+      std::optional<std::vector<float>> one = good(index, decoded);
       if (!one) continue;
       if (batch > 1 && first.size() < wanted) first.push_back(*one);
       group.push_back(std::move(*one));
@@ -184,6 +202,7 @@ struct Feed::State {
       group.clear();
     }
     if (count() == 0) {
+      const std::lock_guard lock(mutex);
       throw FeedError("at least one sample must be good, all " + std::to_string(pictures.size()) +
                       " were skipped: " + skipped.begin()->second);
     }
@@ -205,6 +224,7 @@ Feed::Feed(const fs::path& source, const TensorSpec& spec, const FeedOptions& op
   state_->notes = std::move(resolved.notes);
   state_->how = std::move(resolved.how);
   state_->batch = batch_of(spec, options);
+  state_->threads = threads_of(options);
   state_->skip_bad = options.skip_bad;
   state_->pictures = choose(std::move(all), options.limit, state_->notes);
   if (!options.skip_bad) check_present(state_->pictures, source);
