@@ -103,7 +103,7 @@ def test_the_modified_model_has_both_and_with_the_record_gives_the_same(
     auto, coarse, run, tmp_path
 ):
     said, out = auto()
-    assert "and goes with the configuration." in said
+    assert "The biases of 2 layers are corrected" in said and "with the configuration." in said
     assert "that has them, and the corrected biases, and goes with the record." in said
     record, wanted = out / "coarse_record.txt", out / "coarse_fake_quant_model.onnx"
     images = coarse.with_suffix(".npy")
