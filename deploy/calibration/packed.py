@@ -5,14 +5,28 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from calibrators.statistics import Arrays
 from deploy import archives
+from deploy.errors import CacheError
 
-MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
+_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
 EPOCH = (1980, 1, 1, 0, 0, 0)  # no times in an archive
+
+
+def archive_of(data: bytes, path: Path) -> zipfile.ZipFile:
+    """An archive of statistics, that unpacks to no more than these may be.
+
+    Raises:
+        CacheError: it would be more.
+        BadZipFile: it is none.
+    """
+    file = io.BytesIO(data)
+    archives.check_archive(file, path, what="statistics", error=CacheError, most=_MOST_UNPACKED)
+    return zipfile.ZipFile(file)
 
 
 def pack(listed: list[Arrays]) -> bytes:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from calibrators.errors import CalibrationError
-from deploy import archives, atomic
+from deploy import atomic
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
-from deploy.calibration.packed import EPOCH, MOST_UNPACKED, pack, unpack
+from deploy.calibration.packed import EPOCH, archive_of, pack, unpack
 from deploy.calibration.peaks import Row
 from deploy.errors import CacheError
 from deploy.feed.share import Share
@@ -80,7 +80,7 @@ class Shard:
         places = {key: place for place, key in enumerate(self.keys)}
         found = {o.key: o.statistic for o in wanted if o.key in places}
         try:
-            with zipfile.ZipFile(_judged(self._packed, self.path)) as archive:
+            with archive_of(self._packed, self.path) as archive:
                 return Observed(
                     {k: one.restore(unpack(archive, places[k])) for k, one in found.items()}
                 )
@@ -132,7 +132,7 @@ def load(path: Path) -> Shard:
     raw = read_bytes(path, what=_WHAT, error=CacheError, own=True)
     rule = f"{path} must be {_WHAT}, as calib8 calibrate --shard writes it"
     try:
-        with zipfile.ZipFile(_judged(raw, path)) as archive:
+        with archive_of(raw, path) as archive:
             text, packed = archive.read(_DOCUMENT), archive.read(_STATISTICS)
     except _BROKEN as error:
         raise CacheError(f"{rule}, got no such archive: {error}") from error
@@ -199,10 +199,3 @@ def _digest(document: Mapping[str, Any]) -> str:
     """Sha256 of all that the JSON says but for this digest."""
     others = {name: one for name, one in document.items() if name != "sha256"}
     return sha256(json.dumps(others, sort_keys=True).encode())
-
-
-def _judged(data: bytes, path: Path) -> io.BytesIO:
-    """An archive that unpacks to no more than statistics may be."""
-    file = io.BytesIO(data)
-    archives.check_archive(file, path, what="statistics", error=CacheError, most=MOST_UNPACKED)
-    return file

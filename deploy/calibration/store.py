@@ -12,7 +12,6 @@ JSON's digests, one of which is of itself, say that they do not belong together 
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import zipfile
@@ -27,11 +26,11 @@ import numpy as np
 from calibrators.errors import CalibrationError
 from calibrators.scales import Scale, Scales
 from calibrators.statistics import Arrays
-from deploy import archives, atomic
+from deploy import atomic
 from deploy.calibration import trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
-from deploy.calibration.packed import MOST_UNPACKED, pack, unpack
+from deploy.calibration.packed import archive_of, pack, unpack
 from deploy.calibration.peaks import Outlier
 from deploy.errors import CacheError
 from deploy.inputs import refuse
@@ -102,11 +101,7 @@ class Stored:
     def _arrays(self, keys: Iterable[Key]) -> Iterator[tuple[Key, Arrays]]:
         places = {key: place for place, key in enumerate(self.keys)}
         try:
-            packed = io.BytesIO(self._packed)
-            archives.check_archive(
-                packed, self.path, what="statistics", error=CacheError, most=MOST_UNPACKED
-            )
-            with zipfile.ZipFile(packed) as archive:
+            with archive_of(self._packed, self.path) as archive:
                 for key in keys:
                     yield key, unpack(archive, places[key])
         except (

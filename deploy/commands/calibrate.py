@@ -87,7 +87,6 @@ def calibrate(
     from deploy.calibration.shard_file import refuse_foreign
     from deploy.calibration.shards import keep_shard
     from deploy.feed.choice import choice_of
-    from deploy.feed.told import as_read
     from deploy.pipeline import calibrate as run
 
     calibration.refuse_ignored(targets)
@@ -114,7 +113,7 @@ def calibrate(
     if shard is not None:
         keep_shard(found, path)
     tell(found, path, verbose=calibration.verbose)
-    for note in (*as_read(found.feed), *compared(source, path)):
+    for note in compared(source, path):
         say(note)
     put_json(json_path, found.to_json)
     end(found)

@@ -15,7 +15,6 @@ from deploy.commands.options import CalibrationOptions, calibration_options
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
 from deploy.errors import ConfigError
-from deploy.terminal import say
 
 if TYPE_CHECKING:
     from deploy.targets import Target
@@ -75,7 +74,5 @@ def merge(
         float_nodes=calibration.keep_float,
     )
     tell(found, path, verbose=calibration.verbose)
-    for note in found.feed.notes:
-        say(note)
     put_json(json_path, found.to_json)
     end(found)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
     """Say what was observed, how it was searched, and what is to be known of it."""
+    from deploy.feed.told import as_read
+
     how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
     share = found.feed.share
     why = found.reason if share is None else f"shard {share} of {share.count} samples"
@@ -29,7 +31,7 @@ def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
         say(f"no scale for {name}: it {why}")
     for warning in found.warnings:
         say(warning, err=textless())
-    for note in found.notes:
+    for note in (*found.notes, *as_read(found.feed)):
         say(note)
 
 

@@ -144,16 +144,13 @@ class Feed:
     @property
     def places(self) -> tuple[int, ...]:
         """Of the good samples, in the whole of which the feed is a share; complete after a pass."""
-        whole = range(len(self._chosen)) if self.share is None else self.share.places
-        known = zip(whole, self._chosen, strict=True)
-        return tuple(place for place, index in known if index not in self._skipped)
+        return tuple(place for place, index in self._placed() if index not in self._skipped)
 
     @property
     def skipped_places(self) -> dict[int, str]:
         """Place in the whole -> why the sample there was left out; complete after a pass."""
-        whole = range(len(self._chosen)) if self.share is None else self.share.places
-        known = zip(whole, self._chosen, strict=True)
-        return {place: self._skipped[index] for place, index in known if index in self._skipped}
+        bad = ((place, index) for place, index in self._placed() if index in self._skipped)
+        return {place: self._skipped[index] for place, index in bad}
 
     @property
     def seen(self) -> tuple[str, ...]:
@@ -282,6 +279,11 @@ class Feed:
         digests = self._seen.of(self._chosen)
         names = map(self._source.told, self._chosen)
         return {digest.hex(): name for digest, name in zip(digests, names, strict=True)}
+
+    def _placed(self) -> Iterator[tuple[int, int]]:
+        """(place in the whole, index in the source) of every sample."""
+        whole = range(len(self._chosen)) if self.share is None else self.share.places
+        return zip(whole, self._chosen, strict=True)
 
     def _hash(self, index: int) -> None:
         try:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from calibrators.correction import trusted_mean
 from deploy.feed.parallel import Sample, in_order
-from deploy.graph.edit import copied, drop_dead, drop_unread, unused, with_outputs
+from deploy.graph.edit import copied, cut, drop_unread, unused, with_outputs
 from deploy.graph.index import Graph, users
 from deploy.ort import OrtSession
 from deploy.progress import phase
@@ -70,7 +70,8 @@ def corrected_biases(
         BackendError: ONNX Runtime could not run a form of the model.
     """
     able = {n: one for n, one in graph.layers.items() if n in records and one.holds_bias}
-    found = {name: _bias(model, layer) for name, layer in able.items()}
+    index = Graph(model)
+    found = {name: _bias(index, layer) for name, layer in able.items()}
     wanted = _means(model, list(able.values()), samples, threads)
     plain = with_biases(model, graph, found)
     layers = quantize_layers(plain, find_layers(plain), records)
@@ -78,7 +79,7 @@ def corrected_biases(
     stored = {tensor.name: tensor for tensor in int8.graph.initializer}
     with phase("correcting biases", len(able), "layers") as step:
         for name, layer in able.items():
-            means = _means(_up_to(int8, layer.output), [layer], samples, threads)
+            means = _means(cut(int8, layer.output), [layer], samples, threads)
             change = trusted_mean(wanted[name] - means[name])
             found[name] = np.asarray(found[name] + change, np.float32)
             steps = bias_steps(found[name], step_of(records[name]))
@@ -109,9 +110,8 @@ def with_biases(model: onnx.ModelProto, graph: LayerGraph, biases: Biases) -> on
     return changed
 
 
-def _bias(model: onnx.ModelProto, layer: Layer) -> NDArray[np.float32]:
+def _bias(index: Graph, layer: Layer) -> NDArray[np.float32]:
     """The bias of every output channel, [C_out]; zeros where there is none."""
-    index = Graph(model)
     if layer.bias:
         return array_of(index, layer.bias).reshape(-1)
     rows = rows_of(array_of(index, layer.weight), layer)
@@ -135,21 +135,10 @@ def _means(
 
 
 def _channel_means(value: Array, layer: Layer) -> NDArray[np.float64]:
-    """A layer's output, its channels on axis 1 or a MatMul's on the last -> means [C_out]."""
-    channels = np.moveaxis(value, -1 if layer.kind == "MatMul" else 1, -1)
+    """A layer's output -> the means of its channels, [C_out]."""
+    channels = np.moveaxis(value, layer.channel_axis, -1)
     means = channels.reshape(-1, channels.shape[-1]).mean(axis=0, dtype=np.float64)
     return np.asarray(means, np.float64)
-
-
-def _up_to(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
-    """The part of a model that makes one tensor, which is its only output."""
-    from onnx import ValueInfoProto
-
-    part = copied(model)
-    del part.graph.output[:]
-    part.graph.output.append(ValueInfoProto(name=tensor))
-    drop_dead(part.graph)
-    return part
 
 
 def _put(tensor: onnx.TensorProto, steps: NDArray[np.int32]) -> None:

@@ -106,6 +106,11 @@ class Layer:
         return bool(self.weight) and self.kind not in ASCEND.per_tensor
 
     @property
+    def channel_axis(self) -> int:
+        """The axis of its output that holds the channels."""
+        return -1 if self.kind == "MatMul" else 1
+
+    @property
     def holds_bias(self) -> bool:
         """Whether it has a place for a bias: a MatMul only in the Add behind it."""
         return bool(self.weight) and (self.kind != "MatMul" or bool(self.bias_add))

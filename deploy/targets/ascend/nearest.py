@@ -82,7 +82,7 @@ def own_errors(
     def work(_: int, __: int, sample: Sample) -> dict[str, Array]:
         values = dict(tap.run(sample))
         return {
-            name: _moments(values[twin] - values[own], channels_last=_last(layers[name]))
+            name: _moments(values[twin] - values[own], layers[name].layer.channel_axis)
             for name, (own, twin) in ends.items()
         }
 
@@ -97,16 +97,11 @@ def own_errors(
     }
 
 
-def _moments(difference: Array, *, channels_last: bool) -> Array:
+def _moments(difference: Array, axis: int) -> Array:
     """Mean and mean square of each channel, float64 [2, C]."""
-    last = channels_last or difference.ndim < 2
-    channels = difference if last else np.moveaxis(difference, 1, -1)
+    channels = difference if difference.ndim < 2 else np.moveaxis(difference, axis, -1)
     rows = channels.reshape(-1, channels.shape[-1]).astype(np.float64)
     return np.stack([rows.mean(axis=0), (rows * rows).mean(axis=0)])
-
-
-def _last(layer: QuantLayer) -> bool:
-    return layer.layer.kind == "MatMul"
 
 
 def _best(errors: Mapping[str, float]) -> str:
