@@ -31,9 +31,9 @@ TEST_CASE("a folder is read recursively, sorted, any case, hidden files passed o
   CHECK(feed.names() == std::vector<std::string>{"a.JPG", "b.png", "e f.Png", "sub/c.bmp"});
   const std::vector<Sample> samples = all(feed);
   REQUIRE(samples.size() == 4);
-  CHECK(samples[1].shape == std::vector<std::int64_t>{1, 3, 16, 20});
-  CHECK(samples[1].data.front() == static_cast<float>(50) * static_cast<float>(1.0 / 255));
-  CHECK(all(feed)[1].data == samples[1].data);
+  CHECK(samples[1].front().shape == std::vector<std::int64_t>{1, 3, 16, 20});
+  CHECK(samples[1].front().floats()[0] == static_cast<float>(50) * static_cast<float>(1.0 / 255));
+  CHECK(all(feed)[1].front().bytes == samples[1].front().bytes);
   CHECK_FALSE(feed.labels());
   CHECK(feed.manifest() == Feed(folder.path(), kSpec, {}).manifest());
 }
@@ -63,9 +63,9 @@ TEST_CASE("a fixed batch is filled with the first samples") {
   const std::vector<Sample> samples = all(feed);
   REQUIRE(samples.size() == 2);
   CHECK(feed.size() == 2);
-  CHECK(samples[1].shape.front() == 2);
-  const std::size_t half = samples[1].data.size() / 2;
-  CHECK(samples[1].data[half] == samples[0].data[0]);
+  CHECK(samples[1].front().shape.front() == 2);
+  const std::size_t half = samples[1].front().bytes.size() / sizeof(float) / 2;
+  CHECK(samples[1].front().floats()[half] == samples[0].front().floats()[0]);
   CHECK(feed.notes().back().find("first 1 sample again") != std::string::npos);
   FeedOptions options;
   options.batch = 3;
