@@ -33,6 +33,9 @@ class Made:
     def plain(self):
         self.corrected = False
 
+    def rounded(self, chosen, records, worst):
+        return {}
+
     def hold(self):
         self.asked.append("hold")
 
@@ -161,6 +164,12 @@ def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "data.npy"
     np.save(path, np.random.default_rng(11).normal(size=(6, 3, 16, 16)).astype(np.float32))
     return path
+
+
+@pytest.fixture(autouse=True)
+def few_iterations(monkeypatch):
+    """Of AdaRound, which `tests/test_ascend_rounder.py` is about."""
+    monkeypatch.setattr("deploy.targets.ascend.variants.ITERATIONS", 10)
 
 
 def auto(run, small_cnn, data, out, *words):

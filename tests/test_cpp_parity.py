@@ -33,6 +33,7 @@ from deploy.tensors import TensorSpec
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "caches"
 THIRD_PARTY = ROOT.parent / "shared" / "golden" / "tensorrt"
+PHOTOS = ROOT / "datasets" / "fashion" / "calib"
 SPEC = TensorSpec("image", "float32", ("n", 3, 56, 64))
 
 
@@ -69,7 +70,9 @@ def photos(cpp, tmp_path_factory):
     return folder
 
 
-def ask_feed(cpp, out, source, spec, *, name=None, options=None, skip_bad=False, limit=None):
+def ask_feed(
+    cpp, out, source, spec, *, name=None, options=None, skip_bad=False, limit=None, threads=None
+):
     shape = {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape}
     return cpp(
         "feed",
@@ -79,6 +82,7 @@ def ask_feed(cpp, out, source, spec, *, name=None, options=None, skip_bad=False,
         options=options,
         skip_bad=skip_bad,
         limit=limit,
+        threads=threads,
         out=str(out),
     )
 
@@ -184,6 +188,33 @@ def test_lists_and_bad_images_are_told_in_the_same_words(cpp, photos, tmp_path):
 
             answer = ask_feed(cpp, tmp_path / "x", listing, SPEC, skip_bad=skip_bad)
             assert answer == outcome(ours), content
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_batches_do_not_depend_on_the_threads_that_decode(cpp, photos, tmp_path, threads):
+    paths = sorted(photos.rglob("*.*"))[:40]
+    for bad in (7, 8, 25):
+        paths[bad] = tmp_path / f"bad{bad}.png"
+        paths[bad].write_bytes(b"no picture" * bad)
+    listing = tmp_path / "list.txt"
+    listing.write_text("".join(f"{path}\n" for path in paths))
+    spec = TensorSpec("image", "float32", (4, 3, 56, 64))
+    feed = open_feed(listing, [spec], preprocess=PRESETS["raw"], skip_bad=True)
+    with feed.samples() as stream:
+        ours = np.concatenate([s["image"] for s in stream])
+    out = tmp_path / "out.f32"
+    answer = ask_feed(cpp, out, listing, spec, name="raw", skip_bad=True, threads=threads)
+    assert (
+        steps_apart(ours, np.fromfile(out, np.float32).reshape(ours.shape), feed.preprocess).max()
+        <= 1.001
+    )
+    assert answer["notes"] == list(feed.notes)
+    assert answer["skipped"] == list(feed.skipped)
+    assert answer["manifest"] == feed.manifest()
+    assert ask_feed(cpp, tmp_path / "x", listing, spec, name="raw", skip_bad=True) == answer
+    assert (tmp_path / "x").read_bytes() == out.read_bytes()
+    strict = ask_feed(cpp, out, listing, spec, name="raw", threads=threads)
+    assert strict["message"].startswith(f"image {tmp_path}/bad7.png cannot be decoded")
 
 
 def test_presets_and_wrong_options_agree(cpp):
@@ -757,6 +788,12 @@ def test_the_tool_writes_batches(tool, photos, tmp_path):
             ours = b"".join(s["image"].tobytes() for s in stream)
         assert (tmp_path / "b").read_bytes() == ours
         assert json.loads(done.stdout)["manifest"] == feed.manifest()
+    words = ("feed", photos, "--input", "image:nx3x56x64", "--preprocess=imagenet", "--limit=7")
+    for threads in (1, 3):
+        (tmp_path / "b").unlink()
+        again = tool(*words, "--threads", threads, "-o", tmp_path / "b")
+        assert (again.returncode, again.stderr, again.stdout) == (0, "", done.stdout)
+        assert (tmp_path / "b").read_bytes() == ours
 
 
 def test_the_tool_ends_wrong_calls_in_one_sentence(tool, tmp_path):
@@ -780,6 +817,8 @@ def test_the_tool_ends_wrong_calls_in_one_sentence(tool, tmp_path):
         (["feed", tmp_path, "--input", "1x3"], "an input reads NAME:DIMS"),
         (["feed", tmp_path, "--input", "x:1x3x8x8", "--limit=0"], "--limit must be a whole"),
         (["feed", tmp_path, "--input=x:1x3x8x8", "--preprocess=y"], "'y' is no preset"),
+        (["feed", tmp_path, "--input=x:1x3x8x8", "--threads=0"], "--threads must be a whole"),
+        (["feed", PHOTOS, "--input=x:1x3x8x8", "--threads=1025"], "threads must be 1 to 1024"),
     ]:
         done = tool(*words)
         assert done.returncode == 2, words

@@ -136,7 +136,7 @@ trt::BuildOptions build_options(const Arguments& arguments) {
 std::set<std::string> calibration_words(const Arguments& arguments) {
   std::set<std::string> given;
   if (arguments.positional().size() > 1) given.insert("IMAGES");
-  for (const char* name : {"preprocess", "options", "limit", "cache", "calibrator"}) {
+  for (const char* name : {"preprocess", "options", "limit", "threads", "cache", "calibrator"}) {
     if (arguments.option(name)) given.insert(std::string("--") + name);
   }
   for (const char* name : {"skip-bad", "require-cache", "trust-cache"}) {
@@ -146,9 +146,9 @@ std::set<std::string> calibration_words(const Arguments& arguments) {
 }
 
 const std::set<std::string> kOptions{
-    "preprocess", "options",      "limit",      "out",        "cache",      "calibrator", "rest",
-    "batch",      "size",         "min-shapes", "opt-shapes", "max-shapes", "workspace",  "plugin",
-    "dla",        "timing-cache", "device",     "json",       "duration"};
+    "preprocess", "options", "limit",        "threads",    "out",        "cache",      "calibrator",
+    "rest",       "batch",   "size",         "min-shapes", "opt-shapes", "max-shapes", "workspace",
+    "plugin",     "dla",     "timing-cache", "device",     "json",       "duration"};
 const std::set<std::string> kFlags{"skip-bad", "require-cache", "trust-cache", "rebuild"};
 
 Plan plan_of(const std::vector<std::string>& words) {

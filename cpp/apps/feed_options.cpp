@@ -18,6 +18,7 @@ FeedOptions feed_options(const Arguments& arguments) {
   if (const auto limit = arguments.number("limit", 1)) {
     options.limit = static_cast<std::size_t>(*limit);
   }
+  options.threads = arguments.number("threads", 1);
   return options;
 }
 

@@ -8,12 +8,14 @@
 #include <set>
 #include <system_error>
 
+#include "ahead.hpp"
 #include "array_file.hpp"
 #include "arrays.hpp"
 #include "calib8/digest.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/pixels.hpp"
 #include "calib8/text.hpp"
+#include "machine.hpp"
 #include "seen.hpp"
 #include "source.hpp"
 
@@ -22,6 +24,8 @@ namespace {
 
 namespace fs = std::filesystem;
 using images::Picture;
+
+constexpr int kMostThreads = 1024;
 
 // The first few.
 std::string summary(const std::vector<std::string>& names) {
@@ -131,6 +135,15 @@ int batch_of(const Specs& specs, const FeedOptions& options) {
   return static_cast<int>(own);
 }
 
+std::size_t threads_of(const FeedOptions& options) {
+  const int threads = options.threads.value_or(default_threads());
+  if (threads < 1 || threads > kMostThreads) {
+    throw ConfigError("threads must be 1 to " + std::to_string(kMostThreads) + ", got " +
+                      std::to_string(threads) + "; leave them away for one a core, at most 4");
+  }
+  return static_cast<std::size_t>(threads);
+}
+
 std::string no_whole_batch(std::size_t count, int batch) {
   return "TensorRT calibrates in whole batches, got " + std::to_string(count) +
          " samples for batches of " + std::to_string(batch) +
@@ -210,11 +223,14 @@ class ImageSource final : public Source {
 }  // namespace
 
 struct Feed::State {
+  using Decoded = Ahead<std::optional<Sample>>;
+
   std::unique_ptr<const Source> source;
   std::vector<std::size_t> chosen;  // of the source's samples
   std::optional<Preprocess> how;    // none: of arrays
   std::vector<std::string> inputs;
   int batch = 1;
+  std::size_t threads = 1;
   bool skip_bad = false;
   std::vector<std::string> notes;
   mutable std::mutex mutex;
@@ -246,7 +262,11 @@ struct Feed::State {
     }
   }
 
-  Sample read(std::size_t index) { return load(index).decode(); }
+  // A sample, or nothing where an earlier pass found it bad; by any number of threads.
+  std::optional<Sample> read(std::size_t index) {
+    if (is_skipped(index)) return std::nullopt;
+    return load(index).decode();
+  }
 
   // The digests in the feed's order; what no pass has read yet is read now.
   std::vector<std::string> digests() {
@@ -266,10 +286,10 @@ struct Feed::State {
     }
   }
 
-  // The sample, or nothing where it is bad and bad ones are skipped.
-  std::optional<Sample> good(std::size_t index) {
+  // The next sample, or nothing where it is bad and bad ones are skipped.
+  std::optional<Sample> good(std::size_t index, Decoded& decoded) {
     try {
-      return read(index);
+      return decoded.take();
     } catch (const Changed&) {
       throw;
     } catch (const FeedError& error) {
@@ -287,9 +307,9 @@ struct Feed::State {
     std::vector<Sample> group;
     std::vector<Sample> first;
     const auto wanted = static_cast<std::size_t>(batch);
+    Decoded decoded([this](std::size_t index) { return read(index); }, chosen.size(), threads);
     for (std::size_t index = 0; index < chosen.size(); ++index) {
-      if (is_skipped(index)) continue;  // known from an earlier pass
-      std::optional<Sample> one = good(index);
+      std::optional<Sample> one = good(index, decoded);
       if (!one) continue;
       if (batch > 1 && first.size() < wanted) first.push_back(*one);
       group.push_back(std::move(*one));
@@ -298,6 +318,7 @@ struct Feed::State {
       group.clear();
     }
     if (count() == 0) {
+      const std::lock_guard lock(mutex);
       throw FeedError("at least one sample must be good, all " + std::to_string(chosen.size()) +
                       " were skipped: " + skipped.begin()->second);
     }
@@ -358,6 +379,7 @@ Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& option
   State& state = *state_;
   Files given = files_of(source);
   state.notes = given.notes;
+  const std::size_t threads = threads_of(options);
   state.skip_bad = options.skip_bad;
   for (const TensorSpec& spec : specs) state.inputs.push_back(spec.name);
   if (hold_arrays(given)) {
@@ -376,6 +398,7 @@ Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& option
     for (const std::size_t index : state.chosen) own.push_back(given.files[index]);
     check_present(own, given.title);
   }
+  state.threads = threads;  // arrays are not decoded: one thread reads them, in the file's order
   state.how = resolved.how;
   state.source =
       std::make_unique<ImageSource>(std::move(given.files), specs.front(), std::move(resolved.how));

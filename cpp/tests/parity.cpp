@@ -184,6 +184,9 @@ Json feed(const Json& ask) {
   if (!ask["options"].is_null()) options.preprocess = Preprocess::from_json(ask["options"].dump());
   options.skip_bad = ask["skip_bad"].get<bool>();
   if (!ask["limit"].is_null()) options.limit = ask["limit"].get<std::size_t>();
+  if (ask.contains("threads") && !ask["threads"].is_null()) {
+    options.threads = ask["threads"].get<int>();
+  }
   const Feed opened(ask["source"].get<std::string>(), specs_of(ask["spec"]), options);
   std::ofstream out(ask["out"].get<std::string>(), std::ios::binary);
   const auto stream = opened.samples();

@@ -1,5 +1,9 @@
 #include <sys/stat.h>
 
+#include <chrono>
+#include <iterator>
+#include <thread>
+
 #include "calib8/errors.hpp"
 #include "calib8/feed.hpp"
 #include "catch.hpp"
@@ -16,6 +20,12 @@ std::vector<Sample> all(const Feed& feed) {
   const auto stream = feed.samples();
   while (std::optional<Sample> sample = stream->next()) samples.push_back(std::move(*sample));
   return samples;
+}
+
+// Threads of this process.
+std::ptrdiff_t running() {
+  const std::filesystem::directory_iterator all("/proc/self/task");
+  return std::distance(begin(all), end(all));
 }
 
 }  // namespace
@@ -121,6 +131,67 @@ TEST_CASE("wrong sources are told") {
                     Catch::Contains("all 1 were skipped"));
   options.limit = 0;
   CHECK_THROWS_AS(Feed(folder / "l.txt", kSpec, options), ConfigError);
+  options.limit = std::nullopt;
+  for (const int threads : {-1, 0, 1025}) {
+    options.threads = threads;
+    CHECK_THROWS_WITH(
+        Feed(folder / "l.txt", kSpec, options),
+        Catch::StartsWith("threads must be 1 to 1024, got " + std::to_string(threads)));
+  }
+}
+
+TEST_CASE("samples, notes and errors do not depend on the number of threads") {
+  const Folder folder;
+  for (int k = 10; k < 40; ++k) {
+    const std::string name = std::to_string(k) + ".png";
+    const std::string png = folder.picture(name, k, 60 - k, 6 * k);
+    if (k % 6 == 5)
+      folder.write(name, png.substr(0, png.size() - 20 - static_cast<std::size_t>(k)));
+  }
+  FeedOptions options;
+  options.batch = 4;
+  options.skip_bad = true;
+  options.threads = 1;
+  const Feed one(folder.path(), kSpec, options);
+  const std::vector<Sample> wanted = all(one);
+  for (int round = 0; round < 20; ++round) {
+    options.threads = 1 + round % 7;
+    const Feed feed(folder.path(), kSpec, options);
+    for (int pass = 0; pass < 2; ++pass) {
+      const std::vector<Sample> samples = all(feed);
+      REQUIRE(samples.size() == wanted.size());
+      for (std::size_t k = 0; k < wanted.size(); ++k)
+        CHECK(samples[k].front().bytes == wanted[k].front().bytes);
+      CHECK(feed.notes() == one.notes());
+      CHECK(feed.skipped() == one.skipped());
+      CHECK(feed.manifest() == one.manifest());
+    }
+    FeedOptions strict = options;
+    strict.skip_bad = false;
+    const Feed failing(folder.path(), kSpec, strict);
+    CHECK_THROWS_WITH(all(failing), Catch::StartsWith("image 11.png cannot be decoded"));
+  }
+}
+
+TEST_CASE("pictures are decoded by so many threads, and a stream may be left while they do") {
+  const Folder folder;
+  for (int k = 0; k < 40; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, k);
+  FeedOptions options;
+  options.threads = 5;
+  const Feed feed(folder.path(), kSpec, options);
+  {
+    const std::ptrdiff_t before = running();
+    const auto stream = feed.samples();
+    for (int k = 0; k < 10000 && running() < before + 6; ++k) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    CHECK(running() == before + 6);  // and the one that joins batches
+  }
+  for (int round = 0; round < 50; ++round) {
+    const auto stream = feed.samples();
+    for (int k = 0; k < round % 4; ++k) REQUIRE(stream->next());
+  }
+  CHECK(all(feed).size() == 40);
 }
 
 TEST_CASE("leaving a stream early, and a feed that goes before its stream") {

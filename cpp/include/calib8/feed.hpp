@@ -39,6 +39,7 @@ struct FeedOptions {
   bool skip_bad = false;                 // go on without unreadable images and NaN
   std::optional<std::size_t> limit;      // at most so many, spread evenly over all
   std::optional<int> batch;              // none: what the input fixes, or 1
+  std::optional<int> threads;            // that decode; none: one a core, at most 4
 };
 
 // Whether a source is of arrays, not of images. Throws FeedError: it is neither, or both.
@@ -52,7 +53,8 @@ class Feed {
        const FeedOptions& options);
   Feed(const std::filesystem::path& source, const TensorSpec& spec, const FeedOptions& options);
 
-  // A stream of samples in the feed's order. It outlives the feed safely.
+  // A stream of samples in the feed's order, the same by any number of threads; of which each has
+  // at most two pictures ahead. It outlives the feed safely.
   // next() throws FeedError on a bad sample, unless skip_bad; or where all were bad; or where a
   // file is no longer what it was when it was first read.
   std::unique_ptr<Stream<Sample>> samples() const;

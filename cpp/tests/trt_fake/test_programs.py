@@ -850,6 +850,31 @@ def test_every_picture_is_read_once(folder):
 
 
 @calibrating
+def test_batches_come_in_order_by_any_number_of_threads(folder):
+    (folder.path / "bad.png").write_bytes(b"no picture")
+    folder.pictures(9, more="bad.png\n")
+    wanted = folder.built("--skip-bad", "--threads", "1").batches
+    assert len(wanted) == 9 * 28 * 28 * 4
+    for threads in ("2", "5"):
+        folder.cache.unlink()
+        run = folder.built("--skip-bad", "--threads", threads, "--rebuild")
+        assert run.batches == wanted and "1 skipped: image bad.png" in run.out
+    folder.cache.unlink()
+    assert (
+        "image bad.png cannot be decoded" in folder.build("--threads", "5", "--rebuild").refused()
+    )
+    assert (
+        "--threads must be a whole number from 1, got '0'" in folder.build("--threads=0").refused()
+    )
+    assert "threads must be 1 to 1024, got 2000" in folder.build("--threads=2000").refused()
+
+
+def test_threads_are_without_effect_on_a_model_that_is_not_calibrated(folder):
+    folder.model(QDQ)
+    assert "without effect: --preprocess, --threads, IMAGES\n" in folder.built("--threads=2").out
+
+
+@calibrating
 def test_pipes_and_devices_in_place_of_a_cache_are_told(folder):
     folder.built()
     for place in (folder.sidecar, folder.cache):

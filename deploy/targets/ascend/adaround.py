@@ -16,7 +16,7 @@ counts there, as it does before everything that AMCT knows no activation for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -79,21 +79,26 @@ def algorithms(config: QuantConfig) -> str:
     return " and ".join({False: "ARQ", True: "AdaRound"}[one] for one in sorted(there))
 
 
+def open_layers(model: onnx.ModelProto) -> Iterator[str]:
+    """ConvTransposes whose pads are not told, which torch, and so AMCT, does not have."""
+    for node in model.graph.node:
+        if node.op_type == "ConvTranspose":
+            given = attributes(node)
+            if given.get("auto_pad", b"NOTSET") != b"NOTSET" or "output_shape" in given:
+                yield node.name
+
+
 def refuse_open(model: onnx.ModelProto, layers: Mapping[str, Layer], config: QuantConfig) -> None:
-    """Refuse a ConvTranspose whose pads are not told, which torch, and so AMCT, does not have.
+    """Refuse a layer of `open_layers`.
 
     Raises:
         ConfigError: there is one that AdaRound is to round.
     """
-    for node in model.graph.node:
-        if node.op_type != "ConvTranspose" or node.name not in layers:
-            continue
-        given = attributes(node)
-        open_ = given.get("auto_pad", b"NOTSET") != b"NOTSET" or "output_shape" in given
-        if open_ and adaptive(config, node.name):
+    for name in open_layers(model):
+        if name in layers and adaptive(config, name):
             raise ConfigError(
                 "ada_quantize is for a ConvTranspose with pads, got auto_pad or output_shape in"
-                f" layer {node.name!r}; give that layer arq_quantize"
+                f" layer {name!r}; give that layer arq_quantize"
             )
 
 

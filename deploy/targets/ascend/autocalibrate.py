@@ -20,11 +20,13 @@ from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.losses import Budget, Losses
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.quant_layer import quantize_layers
+from deploy.targets.ascend.rounder import Rounder
 from deploy.targets.ascend.variants import (
     CONFIGURED,
     balanced_over,
     config_of,
     is_balanced,
+    is_rounded,
     recorded,
 )
 
@@ -67,13 +69,16 @@ def auto_calibrate(
         ConfigError, CalibrationError, FeedError, ExportError: as the Ascend target's `build`.
     """
     plan = plans[CONFIGURED]
+    budget = budget or Budget()
+    rounder = Rounder(plan=plan, observed=observed, calibration=calibration, threads=budget.threads)
     losses = Losses(
         model=plan.model,
         graph=plan.graph,
         evaluation=evaluation,
         calibration=calibration,
-        budget=budget or Budget(),
+        budget=budget,
         say=say,
+        rounder=rounder if len(plans) > 1 else None,
     )
     if strategy == "gain":
         result = _by_gain(plans, observed, losses, name=subject.loaded.name)
@@ -87,7 +92,7 @@ def _by_gain(
 ) -> Searched:
     work = ByGain(variants=recorded(plans, observed), losses=losses, budget=losses.budget.max_loss)
     chosen = work.run()
-    biases = {layer: one for layer, one in losses.biases.items() if layer in chosen}
+    biases = losses.biases_of(work.records)
     return Searched(
         ranking=tuple(sorted(work.ranking.items(), key=lambda entry: -entry[1])),
         history=tuple(work.history),
@@ -106,10 +111,19 @@ def _notes(chosen: Mapping[str, str], biases: Biases, plan: RecordPlan, name: st
             f"DMQ balances {balanced} layers, with a multiplication more in front of each, by the"
             f" largest values of {images} images."
         )
+    rounded = [layer for layer, how in chosen.items() if is_rounded(how)]
     if biases:
+        goes = "the configuration" if rounded else "the configuration and the record"
         yield (
             f"The biases of {len(biases)} layers are corrected: {name}{CORRECTED} is the float"
-            " model that has them, and goes with the configuration and the record."
+            f" model that has them, and goes with {goes}."
+        )
+    if rounded:
+        both = ", and the corrected biases," if biases else ""
+        yield (
+            f"AdaRound rounds the weights of {len(rounded)} layers ({', '.join(rounded)}):"
+            f" {name}_modified_model.onnx is the float model that has them{both} and goes with the"
+            " record."
         )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from calibrators.errors import CalibrationError
 from deploy.metrics.accuracy import compare, cosine
 from deploy.ort import OrtSession
 from deploy.progress import Step, phase
@@ -17,14 +19,18 @@ from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import LayerGraph, find_layers
 from deploy.targets.ascend.nearest import nearest
 from deploy.targets.ascend.quant_layer import quantize_layers
-from deploy.targets.ascend.variants import Records
+from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.variants import Records, with_adaround
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.feed.feed import Feed
     from deploy.feed.parallel import Sample
+    from deploy.targets.ascend.rounder import Rounder
     from deploy.tensors import Array
+
+Tried = Mapping[str, Records]  # search -> records of the layers that it was tried on
 
 _CORRECTING = 16  # calibration images; every other one tells what layers lose by themselves
 _MOST, _BYTES = 128, 256 * 2**20  # images that are held in memory, and what they may take there
@@ -54,8 +60,10 @@ class Losses:
         calibration: images that biases are corrected on.
         budget: what may be lost.
         say: told of every judgement on all images.
+        rounder: rounds layers by AdaRound; None where nobody asks for it.
         held: (sample, the float model's outputs) of the images that `of` looks at.
         biases: that layers have wherever they are in int8, by layer; the others keep their own.
+        rounded_biases: that they have in place of those where AdaRound rounded them.
     """
 
     model: onnx.ModelProto
@@ -64,8 +72,10 @@ class Losses:
     calibration: Feed
     budget: Budget
     say: Callable[[str], None]
+    rounder: Rounder | None = None
     held: list[tuple[Sample, Mapping[str, Array]]] = field(default_factory=list)
     biases: Biases = field(default_factory=dict)
+    rounded_biases: Biases = field(default_factory=dict)
     _reference: OrtSession = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,17 +132,51 @@ class Losses:
         """Layer -> the search that leaves it nearest; from now on biases are corrected."""
         samples, threads = list(self.calibration.spread(_CORRECTING)), self.budget.threads
         chosen = nearest(self.model, self.graph, variants, samples[::2], threads=threads)
-        records = {name: variants[how][name] for name, how in chosen.items()}
-        self.biases = corrected_biases(self.model, self.graph, records, samples, threads=threads)
+        self.biases = self._corrected(
+            {name: variants[how][name] for name, how in chosen.items()}, samples
+        )
         return chosen
+
+    def rounded(self, chosen: Mapping[str, str], records: Records, worst: Sequence[str]) -> Tried:
+        """Search with AdaRound -> records of some of these layers, and biases that go with them."""
+        names = [] if self.rounder is None else self.rounder.able(worst)
+        if self.rounder is None or not names:
+            return {}
+        began = perf_counter()
+        try:
+            made = self.rounder.rounded(chosen, records, names)
+        except CalibrationError as error:
+            self.say(f"AdaRound is left out: {error}")
+            return {}
+        if self.biases:
+            samples = list(self.calibration.spread(_CORRECTING))
+            biases = self._corrected({**records, **made}, samples)
+            self.rounded_biases = {name: one for name, one in biases.items() if name in made}
+        self.say(f"AdaRound of {len(made)} layers to try: {perf_counter() - began:.0f} s")
+        found: dict[str, dict[str, LayerRecord]] = {}
+        for name, record in made.items():
+            found.setdefault(with_adaround(chosen[name]), {})[name] = record
+        return found
+
+    def _corrected(self, records: Records, samples: Sequence[Sample]) -> Biases:
+        threads = self.budget.threads
+        return corrected_biases(self.model, self.graph, records, samples, threads=threads)
 
     def plain(self) -> None:
         """Judge with the biases as they were again."""
         self.biases = {}
 
+    def biases_of(self, records: Records) -> Biases:
+        """The biases that were corrected of layers with these records."""
+        by = {
+            name: self.biases if record.rounded is None else self.rounded_biases
+            for name, record in records.items()
+        }
+        return {name: own[name] for name, own in by.items() if name in own}
+
     def corrected(self, records: Records) -> tuple[onnx.ModelProto, LayerGraph]:
         """The float model with the biases of these layers, and its layers."""
-        biases = {name: one for name, one in self.biases.items() if name in records}
+        biases = self.biases_of(records)
         if not biases:
             return self.model, self.graph
         model = with_biases(self.model, self.graph, biases)

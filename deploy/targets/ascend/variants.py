@@ -3,6 +3,7 @@
 All are settings of AMCT's own configuration, which says afterwards what was chosen, and all are
 found in one pass over the images. Those of DMQ balance the channels of a layer's input with its
 weight's, for one operator more in front of it; a layer that cannot be balanced has no such search.
+Each may go with AdaRound, which `deploy.targets.ascend.rounder` tries on a few layers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _OTHERS: dict[str, Callable[[Activation], Activation]] = {
 }
 _BALANCED_OVER = 32  # samples, which are held while they are run twice
 _BALANCED = {f"dmq {strength}": strength for strength in (0.2, 0.5, 0.8)}
+_ROUNDED = ", AdaRound"
+ITERATIONS = 4000  # of AdaRound; AMCT's 10000 gain little more for their time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,17 @@ def plans(target: Ascend, subject: Subject) -> dict[str, RecordPlan]:
 
 def is_balanced(search: str) -> bool:
     """Whether a search balances channels by DMQ."""
-    return search in _BALANCED
+    return search.removesuffix(_ROUNDED) in _BALANCED
+
+
+def is_rounded(search: str) -> bool:
+    """Whether a search goes with AdaRound."""
+    return search.endswith(_ROUNDED)
+
+
+def with_adaround(search: str) -> str:
+    """The same search of ranges and factors, the weights rounded by AdaRound."""
+    return search if is_rounded(search) else search + _ROUNDED
 
 
 def balanced_over(plan: RecordPlan) -> int:
@@ -97,6 +110,9 @@ def _plan(own: RecordPlan, name: str) -> RecordPlan:
 
 
 def _layer(one: LayerConfig, name: str) -> LayerConfig:
+    if is_rounded(name):
+        weight = replace(one.weight, wts_algo="ada_quantize", num_iteration=ITERATIONS)
+        return _layer(replace(one, weight=weight), name.removesuffix(_ROUNDED))
     if is_balanced(name):
         return replace(one, dmq_balancer_param=_BALANCED[name])
     return replace(one, activation=_activation(one.activation, name))
