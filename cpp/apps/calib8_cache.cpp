@@ -31,8 +31,10 @@ constexpr const char* kHelp =
     "            [--method mse|minmax|percentile|entropy|entropy-tensorrt|legacy] [--percent P]\n"
     "                                calibration of raw float32 activations; a name may be\n"
     "                                repeated, one file a batch; mse unless told\n"
-    "  feed IMAGES --input NAME:1x3x224x224 -o OUT.f32\n"
-    "                                preprocess images (folder or list) into raw float32\n";
+    "  feed IMAGES --input NAME:1x3x224x224[:DTYPE] ... -o OUT.f32\n"
+    "                                preprocess images (folder or list) into raw float32, or\n"
+    "                                write arrays (.npy, .npz, .raw, .bin) sample by sample; of\n"
+    "                                several inputs one --input each\n";
 
 void print(const Json& json) {
   std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << "\n";
@@ -158,13 +160,12 @@ int feed(const Words& words) {
   options.insert("out");
   const Arguments arguments(words, options, {"skip-bad"});
   arguments.expect({"IMAGES"});
-  const TensorSpec spec = apps::spec_of(apps::parse_input(arguments.required("input")));
-  const Feed opened(arguments.positional()[0], spec, apps::feed_options(arguments));
+  const Feed opened(arguments.positional()[0], apps::specs_of(arguments),
+                    apps::feed_options(arguments));
   std::string bytes;
   const auto stream = opened.samples();
   while (const std::optional<Sample> sample = stream->next()) {
-    bytes.append(reinterpret_cast<const char*>(sample->data.data()),
-                 sample->data.size() * sizeof(float));
+    for (const Tensor& tensor : *sample) bytes.append(tensor.bytes.data(), tensor.bytes.size());
   }
   files::write(arguments.required("out"), bytes);
   print({{"samples", opened.size()},

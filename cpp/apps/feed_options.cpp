@@ -22,13 +22,37 @@ FeedOptions feed_options(const Arguments& arguments) {
   return options;
 }
 
-TensorSpec spec_of(const InputText& input) {
-  TensorSpec spec{input.name, "float32", {}};
-  for (const std::string& dim : input.dims) {
-    const bool number = dim.find_first_not_of("0123456789") == std::string::npos;
-    spec.shape.push_back(number ? Dim(std::stoi(dim)) : Dim(dim));
+namespace {
+
+// Cuts ":int64" off; float32 where there is none.
+std::string take_dtype(std::string& text) {
+  for (const char* dtype : {"float16", "float32", "float64", "int8", "int16", "int32", "int64",
+                            "uint8", "uint16", "uint32", "uint64", "bool"}) {
+    const std::string ending = std::string(":") + dtype;
+    if (text.size() <= ending.size() || text.substr(text.size() - ending.size()) != ending)
+      continue;
+    text.resize(text.size() - ending.size());
+    return dtype;
   }
-  return spec;
+  return "float32";
+}
+
+}  // namespace
+
+std::vector<TensorSpec> specs_of(const Arguments& arguments) {
+  (void)arguments.required("input");
+  std::vector<TensorSpec> specs;
+  for (std::string text : arguments.all("input")) {
+    const std::string dtype = take_dtype(text);
+    const InputText input = parse_input(text);
+    TensorSpec spec{input.name, dtype, {}};
+    for (const std::string& dim : input.dims) {
+      const bool number = dim.find_first_not_of("0123456789") == std::string::npos;
+      spec.shape.push_back(number ? Dim(std::stoi(dim)) : Dim(dim));
+    }
+    specs.push_back(std::move(spec));
+  }
+  return specs;
 }
 
 }  // namespace calib8::apps

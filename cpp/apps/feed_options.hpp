@@ -3,6 +3,7 @@
 
 #include <set>
 #include <string>
+#include <vector>
 
 #include "arguments.hpp"
 #include "calib8/feed.hpp"
@@ -21,6 +22,7 @@ inline constexpr const char* kFeedHelp =
 
 // Throws ConfigError or FeedError.
 FeedOptions feed_options(const Arguments& arguments);
-TensorSpec spec_of(const InputText& input);
+// The inputs by --input NAME:DIMS[:DTYPE], of float32 unless told. Throws ConfigError.
+std::vector<TensorSpec> specs_of(const Arguments& arguments);
 
 }  // namespace calib8::apps

@@ -28,7 +28,7 @@ void calibrate(const std::string& images, const std::string& preset, int side,
   calib8::Histogram histogram;
   const auto samples = feed.samples();
   while (const auto sample = samples->next()) {
-    histogram.observe(sample->data.data(), sample->data.size());
+    histogram.observe(sample->front().floats(), sample->front().bytes.size() / sizeof(float));
   }
   for (const std::string& note : feed.notes()) std::cout << "note: " << note << "\n";
 

@@ -1,14 +1,16 @@
 #include "calib8/calibration_job.hpp"
 
+#include <algorithm>
+#include <set>
+
 #include "calib8/errors.hpp"
 #include "calib8/text.hpp"
 
 namespace calib8 {
 
-CalibrationJob::CalibrationJob(const Feed& feed, std::string input, Upload upload,
-                               std::optional<std::string> known, Keep keep)
+CalibrationJob::CalibrationJob(const Feed& feed, Upload upload, std::optional<std::string> known,
+                               Keep keep)
     : feed_(known ? feed : feed.whole_batches()),
-      input_(std::move(input)),
       upload_(std::move(upload)),
       keep_(std::move(keep)),
       known_(std::move(known)) {}
@@ -29,21 +31,29 @@ bool CalibrationJob::next(void* bindings[], const char* const names[],
 
 bool CalibrationJob::next_address(void* bindings[], const char* const names[], std::int32_t count) {
   if (ended_ || known_) return false;
-  if (count != 1 || input_ != names[0]) {
-    throw CalibrationError("images feed the one input " + text::repr(input_) +
-                           ", TensorRT asks for " + std::to_string(count) + " from " +
-                           (count > 0 ? text::repr(names[0]) : std::string("none")) +
-                           "; give a model with one input");
-  }
+  check_names(names, count);
   if (!stream_) stream_ = feed_->samples();
   const std::optional<Sample> sample = stream_->next();
   if (!sample) {
     ended_ = true;
     return false;
   }
-  bindings[0] = upload_(*sample);
+  for (std::int32_t k = 0; k < count; ++k) {
+    const auto named = [&](const Tensor& tensor) { return tensor.name == names[k]; };
+    bindings[k] = upload_(*std::find_if(sample->begin(), sample->end(), named));
+  }
   ++taken_;
   return true;
+}
+
+void CalibrationJob::check_names(const char* const names[], std::int32_t count) const {
+  const std::vector<std::string> asked(names, names + std::max(count, 0));
+  const std::set<std::string> wanted(asked.begin(), asked.end());
+  const std::set<std::string> fed(feed_->inputs().begin(), feed_->inputs().end());
+  if (wanted == fed) return;
+  throw CalibrationError("TensorRT must ask for the inputs that are fed, " +
+                         text::repr(feed_->inputs()) + ", got " + text::repr(asked) +
+                         "; feed every input of the model");
 }
 
 const void* CalibrationJob::read(std::size_t& length) noexcept {

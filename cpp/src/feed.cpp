@@ -5,15 +5,19 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <system_error>
 
 #include "ahead.hpp"
+#include "array_file.hpp"
+#include "arrays.hpp"
 #include "calib8/digest.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/pixels.hpp"
 #include "calib8/text.hpp"
 #include "machine.hpp"
 #include "seen.hpp"
+#include "source.hpp"
 
 namespace calib8 {
 namespace {
@@ -23,55 +27,108 @@ using images::Picture;
 
 constexpr int kMostThreads = 1024;
 
-std::vector<Picture> pictures_of(const fs::path& path) {
-  std::error_code failed;
-  if (fs::is_directory(path, failed)) return images::find(path);
-  if (!fs::exists(path, failed)) {
-    throw FeedError(text::shown(path.string()) +
-                    " does not exist; give a folder of images, a list file, an .npy or an .npz"
-                    " file");
+// The first few.
+std::string summary(const std::vector<std::string>& names) {
+  std::string list;
+  for (std::size_t k = 0; k < std::min<std::size_t>(5, names.size()); ++k) {
+    list += (list.empty() ? "" : ", ") + names[k];
   }
-  if (images::is_image(path)) return {{path, path.filename().string(), std::nullopt}};
-  return images::read_list(path);
+  return list + (names.size() > 5 ? " and " + std::to_string(names.size() - 5) + " more" : "");
 }
 
-void check_present(const std::vector<Picture>& pictures, const fs::path& path) {
+// Pictures, or files of arrays.
+struct Files {
+  std::vector<Picture> files;
+  std::string title;  // of all of them, in messages
+  bool folder = false;
+  std::vector<std::string> notes;
+};
+
+Files in_folder(const fs::path& folder) {
+  const fs::path last = folder.filename().empty() ? folder.parent_path() : folder;
+  const std::string name = last.filename().string();
+  Files found{images::find(folder, is_arrays), text::shown(name), true, {}};
+  std::vector<Picture> pictures;
+  for (const Picture& one : found.files) {
+    if (images::is_image(one.path)) pictures.push_back(one);
+  }
+  const std::size_t left = found.files.size() - pictures.size();
+  if (pictures.empty() || left == 0) return found;
+  found.files = std::move(pictures);
+  found.notes.push_back(std::to_string(left) + " files of arrays among the images of " +
+                        found.title + " are not fed");
+  return found;
+}
+
+Files files_of(const fs::path& path) {
+  std::error_code failed;
+  if (fs::is_directory(path, failed)) return in_folder(path);
+  if (!fs::exists(path, failed)) {
+    throw FeedError(text::shown(path.string()) +
+                    " does not exist; give a folder of images or arrays, a list file, or a file");
+  }
+  const std::string name = path.filename().string();
+  if (images::is_image(path) || is_arrays(path)) {
+    return {{{path, name, std::nullopt}}, text::shown(name), false, {}};
+  }
+  return {images::read_list(path), text::shown(path.string()), false, {}};
+}
+
+// Throws FeedError: some hold arrays, some are pictures.
+bool hold_arrays(const Files& given) {
+  std::vector<std::string> held;
+  for (const Picture& one : given.files) {
+    if (is_arrays(one.path)) held.push_back(text::shown(one.name));
+  }
+  if (held.empty() || held.size() == given.files.size()) return !held.empty();
+  throw FeedError(given.title + " must be of images or of arrays, got " +
+                  std::to_string(held.size()) + " of " + std::to_string(given.files.size()) +
+                  " with arrays: " + summary(held) + "; leave one kind away");
+}
+
+void check_present(const std::vector<Picture>& pictures, const std::string& title) {
   std::vector<std::string> missing;
   std::error_code failed;
   for (const Picture& picture : pictures) {
     if (!fs::exists(picture.path, failed)) missing.push_back(text::shown(picture.name));
   }
   if (missing.empty()) return;
-  std::string list;
-  for (std::size_t k = 0; k < std::min<std::size_t>(5, missing.size()); ++k) {
-    list += (list.empty() ? "" : ", ") + missing[k];
-  }
-  if (missing.size() > 5) list += " and " + std::to_string(missing.size() - 5) + " more";
   throw FeedError("every image must exist, " + std::to_string(missing.size()) + " of " +
-                  std::to_string(pictures.size()) + " in " + text::shown(path.string()) +
-                  " do not: " + list +
+                  std::to_string(pictures.size()) + " in " + title +
+                  " do not: " + summary(missing) +
                   "; paths are relative to the list file; correct them, or skip bad ones"
                   " (--skip-bad)");
 }
 
-std::vector<Picture> choose(std::vector<Picture> all, const std::optional<std::size_t>& limit,
-                            std::vector<std::string>& notes) {
+std::vector<std::size_t> choose(std::size_t count, const std::optional<std::size_t>& limit,
+                                std::vector<std::string>& notes) {
   if (limit && *limit < 1) {
     throw ConfigError("limit must be 1 or more, got 0; leave it away to use all");
   }
-  if (!limit || *limit >= all.size()) return all;
-  notes.push_back(std::to_string(*limit) + " of " + std::to_string(all.size()) +
-                  " samples are used, spread evenly over all");
-  std::vector<Picture> chosen;
-  for (std::size_t k = 0; k < *limit; ++k) chosen.push_back(all[k * all.size() / *limit]);
+  const std::size_t most = std::min(limit.value_or(count), count);
+  if (most < count) {
+    notes.push_back(std::to_string(most) + " of " + std::to_string(count) +
+                    " samples are used, spread evenly over all");
+  }
+  std::vector<std::size_t> chosen;
+  for (std::size_t k = 0; k < most; ++k) chosen.push_back(k * count / most);
   return chosen;
 }
 
-int batch_of(const TensorSpec& spec, const FeedOptions& options) {
-  const std::int64_t own = spec.shape.front().size.value_or(options.batch.value_or(1));
-  const bool counted = own >= 1 && own <= std::numeric_limits<int>::max();
+// The batch that the inputs fix, else the one that is asked for.
+int batch_of(const Specs& specs, const FeedOptions& options) {
+  const auto open = [](const TensorSpec& spec) {
+    return !spec.shape.empty() && !spec.shape.front().size;
+  };
+  const bool asked = options.batch && std::any_of(specs.begin(), specs.end(), open);
+  const std::int64_t own = asked ? *options.batch : fixed_batch(specs);
+  const auto fits = [own](const TensorSpec& spec) {
+    return spec.shape.empty() || spec.shape.front().size.value_or(own) >= 1;
+  };
+  const bool counted = own >= 1 && own <= std::numeric_limits<int>::max() &&
+                       std::all_of(specs.begin(), specs.end(), fits);
   if (!counted || (options.batch && *options.batch != own)) {
-    throw ConfigError("the batch must fit the input " + spec.describe() + ", got " +
+    throw ConfigError("the batch must fit the input " + specs.front().describe() + ", got " +
                       std::to_string(options.batch ? *options.batch : own) +
                       "; leave it away to take the model's own");
   }
@@ -93,26 +150,85 @@ std::string no_whole_batch(std::size_t count, int batch) {
          "; give more images or a smaller batch";
 }
 
-Sample join(const std::vector<std::vector<float>>& group, const Preprocess& how) {
-  Sample sample;
-  const bool planes = how.layout != Layout::kNhwc;
-  const auto batch = static_cast<std::int64_t>(group.size());
-  sample.shape =
-      planes ? std::vector<std::int64_t>{batch, how.channels(), how.size->height, how.size->width}
-             : std::vector<std::int64_t>{batch, how.size->height, how.size->width, how.channels()};
-  for (const std::vector<float>& one : group) {
-    sample.data.insert(sample.data.end(), one.begin(), one.end());
-  }
-  return sample;
+// (1, 3), or (1,): as Python shows a shape.
+std::string tuple_of(const std::vector<std::int64_t>& shape) {
+  const std::string sides = npy::shown(shape);
+  return "(" + sides.substr(1, sides.size() - 2) + (shape.size() == 1 ? ",)" : ")");
 }
+
+// Throws FeedError: samples of one batch are of several shapes.
+void check_shapes(const std::vector<Sample>& group, std::size_t input) {
+  std::set<std::vector<std::int64_t>> shapes;
+  for (const Sample& one : group) shapes.insert(one[input].shape);
+  if (shapes.size() == 1) return;
+  std::string listed;
+  for (const auto& shape : shapes) listed += (listed.empty() ? "" : ", ") + tuple_of(shape);
+  throw FeedError("samples of one batch must have one shape, got [" + listed + "] for " +
+                  text::repr(group.front()[input].name) +
+                  "; export the model with an open batch, or give all one size");
+}
+
+// Samples of batch 1 as one.
+Sample join(const std::vector<Sample>& group) {
+  Sample joined = group.front();
+  for (std::size_t input = 0; input < joined.size(); ++input) {
+    check_shapes(group, input);
+    Tensor& tensor = joined[input];
+    for (std::size_t k = 1; k < group.size() && !tensor.shape.empty(); ++k) {
+      const std::vector<char>& next = group[k][input].bytes;
+      tensor.shape.front() += group[k][input].shape.front();
+      tensor.bytes.insert(tensor.bytes.end(), next.begin(), next.end());
+    }
+  }
+  return joined;
+}
+
+class ImageSource final : public Source {
+ public:
+  ImageSource(std::vector<Picture> pictures, TensorSpec spec, Preprocess how)
+      : pictures_(std::move(pictures)), spec_(std::move(spec)), how_(std::move(how)) {}
+
+  std::size_t size() const override { return pictures_.size(); }
+  std::string name(std::size_t index) const override { return pictures_[index].name; }
+  std::string told(std::size_t index) const override {
+    return "image " + text::shown(pictures_[index].name);
+  }
+  std::optional<int> label(std::size_t index) const override { return pictures_[index].label; }
+
+  Raw load(std::size_t index) const override {
+    auto data = std::make_shared<std::string>(images::read(pictures_[index]));
+    std::string digest = Sha256().update(*data).bytes();
+    return {std::move(digest), [this, data, index] { return decoded(*data, index); }};
+  }
+
+ private:
+  Sample decoded(const std::string& data, std::size_t index) const {
+    const bool planes = how_.layout != Layout::kNhwc;
+    const std::int64_t channels = how_.channels();
+    const Size size = *how_.size;
+    Tensor tensor{spec_.name, spec_.dtype, {1, size.height, size.width, channels}, {}};
+    if (planes) tensor.shape = {1, channels, size.height, size.width};
+    const std::vector<float> values =
+        apply(images::decode(data, pictures_[index].name, how_.color == Color::kGrey), how_);
+    const auto* bytes = reinterpret_cast<const char*>(values.data());
+    tensor.bytes.assign(bytes, bytes + values.size() * sizeof(float));
+    return {std::move(tensor)};
+  }
+
+  std::vector<Picture> pictures_;
+  TensorSpec spec_;
+  Preprocess how_;
+};
 
 }  // namespace
 
 struct Feed::State {
-  using Decoded = Ahead<std::optional<std::vector<float>>>;
+  using Decoded = Ahead<std::optional<Sample>>;
 
-  std::vector<Picture> pictures;
-  Preprocess how;
+  std::unique_ptr<const Source> source;
+  std::vector<std::size_t> chosen;  // of the source's samples
+  std::optional<Preprocess> how;    // none: of arrays
+  std::vector<std::string> inputs;
   int batch = 1;
   std::size_t threads = 1;
   bool skip_bad = false;
@@ -123,7 +239,7 @@ struct Feed::State {
 
   std::size_t count() const {
     const std::lock_guard lock(mutex);
-    return pictures.size() - skipped.size();
+    return chosen.size() - skipped.size();
   }
 
   bool is_skipped(std::size_t index) const {
@@ -131,31 +247,31 @@ struct Feed::State {
     return skipped.count(index) > 0;
   }
 
-  // A picture's bytes, which are those that were first seen.
-  std::string load(std::size_t index) {
-    const Picture& picture = pictures[index];
-    std::string data;
+  // A sample's bytes, which are those that were first seen.
+  Raw load(std::size_t index) {
+    const std::string name = source->told(chosen[index]);
     try {
-      data = images::read(picture);
+      Raw raw = source->load(chosen[index]);
+      seen.note(index, raw.digest, name);
+      return raw;
+    } catch (const Changed&) {
+      throw;
     } catch (const FeedError&) {
-      seen.note(index, Sha256().bytes(), picture.name);
+      seen.note(index, Sha256().bytes(), name);
       throw;
     }
-    seen.note(index, Sha256().update(data).bytes(), picture.name);
-    return data;
   }
 
-  // A picture's sample, or nothing where an earlier pass found it bad; by any number of threads.
-  std::optional<std::vector<float>> read(std::size_t index) {
+  // A sample, or nothing where an earlier pass found it bad; by any number of threads.
+  std::optional<Sample> read(std::size_t index) {
     if (is_skipped(index)) return std::nullopt;
-    const std::string data = load(index);
-    return apply(images::decode(data, pictures[index].name, how.color == Color::kGrey), how);
+    return load(index).decode();
   }
 
   // The digests in the feed's order; what no pass has read yet is read now.
   std::vector<std::string> digests() {
     std::vector<std::string> all;
-    for (std::size_t index = 0; index < pictures.size(); ++index) {
+    for (std::size_t index = 0; index < chosen.size(); ++index) {
       if (!seen.has(index)) hash(index);
       all.push_back(seen.of(index));
     }
@@ -171,14 +287,14 @@ struct Feed::State {
   }
 
   // The next sample, or nothing where it is bad and bad ones are skipped.
-  std::optional<std::vector<float>> good(std::size_t index, Decoded& decoded) {
+  std::optional<Sample> good(std::size_t index, Decoded& decoded) {
     try {
       return decoded.take();
     } catch (const Changed&) {
       throw;
     } catch (const FeedError& error) {
       if (!skip_bad) {
-        throw FeedError(std::string(error.what()) + "; " + std::to_string(pictures.size()) +
+        throw FeedError(std::string(error.what()) + "; " + std::to_string(chosen.size()) +
                         " were to be fed: correct or remove it, or skip bad ones (--skip-bad)");
       }
       const std::lock_guard lock(mutex);
@@ -188,46 +304,104 @@ struct Feed::State {
   }
 
   void produce(const Stream<Sample>::Put& put, bool whole) {
-    std::vector<std::vector<float>> group;
-    std::vector<std::vector<float>> first;
+    std::vector<Sample> group;
+    std::vector<Sample> first;
     const auto wanted = static_cast<std::size_t>(batch);
-    Decoded decoded([this](std::size_t index) { return read(index); }, pictures.size(), threads);
-    for (std::size_t index = 0; index < pictures.size(); ++index) {
-      std::optional<std::vector<float>> one = good(index, decoded);
+    Decoded decoded([this](std::size_t index) { return read(index); }, chosen.size(), threads);
+    for (std::size_t index = 0; index < chosen.size(); ++index) {
+      std::optional<Sample> one = good(index, decoded);
       if (!one) continue;
       if (batch > 1 && first.size() < wanted) first.push_back(*one);
       group.push_back(std::move(*one));
       if (group.size() < wanted) continue;
-      if (!put(join(group, how))) return;
+      if (!put(join(group))) return;
       group.clear();
     }
     if (count() == 0) {
       const std::lock_guard lock(mutex);
-      throw FeedError("at least one sample must be good, all " + std::to_string(pictures.size()) +
+      throw FeedError("at least one sample must be good, all " + std::to_string(chosen.size()) +
                       " were skipped: " + skipped.begin()->second);
     }
     if (whole && count() < wanted) throw FeedError(no_whole_batch(count(), batch));
     if (group.empty() || whole) return;
     for (std::size_t k = 0; group.size() < wanted; ++k) group.push_back(first[k % first.size()]);
-    put(join(group, how));
+    put(join(group));
   }
 };
 
-Feed::Feed(const fs::path& source, const TensorSpec& spec, const FeedOptions& options)
-    : state_(std::make_shared<State>()) {
-  std::vector<Picture> all = pictures_of(source);
-  Resolved resolved = resolve(options.preprocess, spec);
-  if (spec.dtype != "float32") {
-    throw FeedError("images become float32, the input is " + spec.describe() +
-                    "; feed it arrays from an .npy file, by Python's calib8");
+namespace {
+
+std::unique_ptr<Source> arrays_of(const Files& given, const Specs& specs,
+                                  const FeedOptions& options) {
+  if (options.preprocess) {
+    throw ConfigError(
+        "files of arrays are fed as they are, got preprocessing for them; leave it away, or feed"
+        " images");
   }
-  state_->notes = std::move(resolved.notes);
-  state_->how = std::move(resolved.how);
-  state_->batch = batch_of(spec, options);
-  state_->threads = threads_of(options);
-  state_->skip_bad = options.skip_bad;
-  state_->pictures = choose(std::move(all), options.limit, state_->notes);
-  if (!options.skip_bad) check_present(state_->pictures, source);
+  if (given.folder) return array_folder(given.files, specs, given.title, options.skip_bad);
+  if (given.files.size() == 1 && !given.files.front().label) {
+    return array_file(given.files.front().path, specs);
+  }
+  return array_files(given.files, specs, given.title, options.skip_bad);
+}
+
+Resolved resolved_for(const Specs& specs, const FeedOptions& options) {
+  if (specs.size() != 1) {
+    std::string all;
+    for (const TensorSpec& spec : specs) all += (all.empty() ? "" : ", ") + spec.describe();
+    throw FeedError("images feed one input, the model has " + std::to_string(specs.size()) + ": " +
+                    all + "; give a folder of .npz files with one array an input");
+  }
+  Resolved found = resolve(options.preprocess, specs.front());
+  if (specs.front().dtype == "float32") return found;
+  throw FeedError("images become float32, the input is " + specs.front().describe() +
+                  "; feed it arrays from an .npy file");
+}
+
+}  // namespace
+
+bool holds_arrays(const fs::path& source) { return hold_arrays(files_of(source)); }
+
+const float* Tensor::floats() const {
+  if (dtype == "float32") return reinterpret_cast<const float*>(bytes.data());
+  throw ConfigError("values are read by their dtype, got " + dtype +
+                    " for float32; read the bytes");
+}
+
+Feed::Feed(const fs::path& source, const TensorSpec& spec, const FeedOptions& options)
+    : Feed(source, Specs{spec}, options) {}
+
+Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& options)
+    : state_(std::make_shared<State>()) {
+  if (specs.empty()) {
+    throw FeedError("a model must have an input to be fed, got none; check the model");
+  }
+  State& state = *state_;
+  Files given = files_of(source);
+  state.notes = given.notes;
+  const std::size_t threads = threads_of(options);
+  state.skip_bad = options.skip_bad;
+  for (const TensorSpec& spec : specs) state.inputs.push_back(spec.name);
+  if (hold_arrays(given)) {
+    state.source = arrays_of(given, specs, options);
+    state.notes = state.source->notes();
+    state.batch = batch_of(specs, options);
+    state.chosen = choose(state.source->size(), options.limit, state.notes);
+    return;
+  }
+  Resolved resolved = resolved_for(specs, options);
+  state.notes.insert(state.notes.end(), resolved.notes.begin(), resolved.notes.end());
+  state.batch = batch_of(specs, options);
+  state.chosen = choose(given.files.size(), options.limit, state.notes);
+  if (!options.skip_bad) {
+    std::vector<Picture> own;
+    for (const std::size_t index : state.chosen) own.push_back(given.files[index]);
+    check_present(own, given.title);
+  }
+  state.threads = threads;  // arrays are not decoded: one thread reads them, in the file's order
+  state.how = resolved.how;
+  state.source =
+      std::make_unique<ImageSource>(std::move(given.files), specs.front(), std::move(resolved.how));
 }
 
 std::unique_ptr<Stream<Sample>> Feed::samples() const {
@@ -256,21 +430,24 @@ std::size_t Feed::size() const {
 
 int Feed::batch() const { return state_->batch; }
 
-const Preprocess& Feed::preprocess() const { return state_->how; }
+const std::optional<Preprocess>& Feed::preprocess() const { return state_->how; }
+
+const std::vector<std::string>& Feed::inputs() const { return state_->inputs; }
 
 std::optional<std::vector<int>> Feed::labels() const {
   std::vector<int> labels;
-  for (std::size_t k = 0; k < state_->pictures.size(); ++k) {
-    if (!state_->pictures[k].label) return std::nullopt;
-    if (!state_->is_skipped(k)) labels.push_back(*state_->pictures[k].label);
+  for (std::size_t k = 0; k < state_->chosen.size(); ++k) {
+    const std::optional<int> label = state_->source->label(state_->chosen[k]);
+    if (!label) return std::nullopt;
+    if (!state_->is_skipped(k)) labels.push_back(*label);
   }
   return labels;
 }
 
 std::vector<std::string> Feed::names() const {
   std::vector<std::string> names;
-  for (std::size_t k = 0; k < state_->pictures.size(); ++k) {
-    if (!state_->is_skipped(k)) names.push_back(state_->pictures[k].name);
+  for (std::size_t k = 0; k < state_->chosen.size(); ++k) {
+    if (!state_->is_skipped(k)) names.push_back(state_->source->name(state_->chosen[k]));
   }
   return names;
 }
@@ -310,14 +487,15 @@ std::vector<std::string> Feed::notes() const {
 std::string Feed::manifest() const {
   std::vector<std::string> digests = state_->digests();
   nlohmann::ordered_json json;
-  json["kind"] = "images";
-  json["count"] = state_->pictures.size();
+  json["kind"] = state_->how ? "images" : "arrays";
+  json["count"] = state_->chosen.size();
   json["batch"] = state_->batch;
   json["skip_bad"] = state_->skip_bad;
   json["ordered_sha256"] = combined(digests);
   if (state_->batch == 1) std::sort(digests.begin(), digests.end());
   json["sha256"] = combined(digests);
-  json["preprocess"] = nlohmann::ordered_json::parse(state_->how.to_json());
+  json["preprocess"] = state_->how ? nlohmann::ordered_json::parse(state_->how->to_json())
+                                   : nlohmann::ordered_json();
   return json.dump();
 }
 

@@ -257,17 +257,18 @@ std::string Fingerprint::by() const {
 
 void set_feed(Fingerprint& fingerprint, const std::string& manifest) {
   Json images = parse(manifest);
-  if (!images.is_object() || !field(images, "preprocess").is_object() ||
+  const bool arrays = images.is_object() && field(images, "preprocess").is_null();
+  if (!images.is_object() || !(arrays || images["preprocess"].is_object()) ||
       !field(images, "ordered_sha256").is_string()) {
     throw FeedError("a fingerprint is made of a feed's manifest, got " +
                     text::repr(text::head(manifest, 60)) + "; give Feed::manifest()");
   }
-  fingerprint.preprocess = images["preprocess"].dump();
+  fingerprint.preprocess = arrays ? "{}" : images["preprocess"].dump();
   fingerprint.order = images["ordered_sha256"].get<std::string>();
   images.erase("preprocess");
   images.erase("ordered_sha256");
   fingerprint.images = images.dump();
-  fingerprint.decoder = decoder();
+  fingerprint.decoder = arrays ? "{}" : decoder();
 }
 
 std::filesystem::path sidecar(const std::filesystem::path& cache) {

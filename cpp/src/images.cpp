@@ -33,7 +33,7 @@ bool is_file(const fs::path& path) {
   return path.string().find('\0') == std::string::npos && fs::is_regular_file(path, failed);
 }
 
-std::vector<std::string> walk(const fs::path& folder) {
+std::vector<std::string> walk(const fs::path& folder, bool (*others)(const fs::path&)) {
   std::vector<std::string> found;
   try {
     auto entry = fs::recursive_directory_iterator(folder);
@@ -41,7 +41,7 @@ std::vector<std::string> walk(const fs::path& folder) {
       const bool directory = entry->is_directory();
       if (hidden(entry->path())) {
         if (directory) entry.disable_recursion_pending();
-      } else if (!directory && is_image(entry->path())) {
+      } else if (!directory && (is_image(entry->path()) || others(entry->path()))) {
         found.push_back(entry->path().lexically_relative(folder).generic_string());
       }
     }
@@ -98,18 +98,15 @@ bool is_image(const fs::path& path) {
   return std::find(kSuffixes.begin(), kSuffixes.end(), suffix) != kSuffixes.end();
 }
 
-std::vector<Picture> find(const fs::path& folder) {
-  std::vector<Picture> pictures;
-  for (std::string& name : walk(folder)) pictures.push_back({folder / name, name, std::nullopt});
-  if (pictures.empty()) {
-    std::string all;
-    for (const std::string_view suffix : kSuffixes) {
-      all += (all.empty() ? "" : ", ") + std::string(suffix);
-    }
-    throw FeedError(text::shown(folder.string()) + " must hold images (" + all +
-                    "), got none; give another folder or a list file");
+std::vector<Picture> find(const fs::path& folder, bool (*others)(const fs::path&)) {
+  std::vector<Picture> found;
+  for (std::string& name : walk(folder, others)) {
+    found.push_back({folder / name, name, std::nullopt});
   }
-  return pictures;
+  if (!found.empty()) return found;
+  throw FeedError(text::shown(folder.string()) +
+                  " must hold images (such as .jpg, .png) or arrays (.npy, .npz, .bin, .raw), got"
+                  " none; give another folder or a list file");
 }
 
 std::vector<Picture> read_list(const fs::path& path) {

@@ -1,7 +1,5 @@
 #include "seen.hpp"
 
-#include "calib8/text.hpp"
-
 namespace calib8 {
 
 bool Seen::has(std::size_t index) const {
@@ -12,7 +10,7 @@ bool Seen::has(std::size_t index) const {
 void Seen::note(std::size_t index, const std::string& digest, const std::string& name) {
   const std::lock_guard lock(mutex_);
   if (digests_.emplace(index, digest).first->second == digest) return;
-  throw Changed("image " + text::shown(name) +
+  throw Changed(name +
                 " changed while calib8 ran, so that not all of the run saw the same; leave the data"
                 " alone meanwhile and run again");
 }

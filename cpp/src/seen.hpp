@@ -10,19 +10,19 @@
 
 namespace calib8 {
 
-// A picture is no longer what it was when it was first read; never passed over as bad.
+// A sample is no longer what it was when it was first read; never passed over as bad.
 class Changed : public FeedError {
  public:
   using FeedError::FeedError;
 };
 
-// The digest of every picture, as it was first read; by any number of threads.
+// The digest of every sample, as it was first read; by any number of threads.
 class Seen {
  public:
   bool has(std::size_t index) const;
-  // Throws Changed: the picture of this name was another one before.
+  // Throws Changed: the sample, of this name in a message, was another one before.
   void note(std::size_t index, const std::string& digest, const std::string& name);
-  // Of a picture that was read: 32 bytes.
+  // Of a sample that was read: 32 bytes.
   std::string of(std::size_t index) const;
 
  private:

@@ -170,6 +170,13 @@ TensorSpec spec_of(const Json& ask) {
   return spec;
 }
 
+std::vector<TensorSpec> specs_of(const Json& ask) {
+  if (!ask.is_array()) return {spec_of(ask)};
+  std::vector<TensorSpec> specs;
+  for (const Json& one : ask) specs.push_back(spec_of(one));
+  return specs;
+}
+
 // All samples to a file, and everything that the feed says of itself.
 Json feed(const Json& ask) {
   FeedOptions options;
@@ -180,14 +187,15 @@ Json feed(const Json& ask) {
   if (ask.contains("threads") && !ask["threads"].is_null()) {
     options.threads = ask["threads"].get<int>();
   }
-  const Feed opened(ask["source"].get<std::string>(), spec_of(ask["spec"]), options);
+  const Feed opened(ask["source"].get<std::string>(), specs_of(ask["spec"]), options);
   std::ofstream out(ask["out"].get<std::string>(), std::ios::binary);
   const auto stream = opened.samples();
   Json shapes = Json::array();
   while (const std::optional<Sample> sample = stream->next()) {
-    const auto bytes = static_cast<std::streamsize>(sample->data.size() * sizeof(float));
-    out.write(reinterpret_cast<const char*>(sample->data.data()), bytes);
-    shapes.push_back(sample->shape);
+    for (const Tensor& tensor : *sample) {
+      out.write(tensor.bytes.data(), static_cast<std::streamsize>(tensor.bytes.size()));
+      shapes.push_back(tensor.shape);
+    }
   }
   const auto labels = opened.labels();
   return {{"shapes", shapes},

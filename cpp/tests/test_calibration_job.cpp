@@ -20,8 +20,8 @@ struct Engine {
   std::vector<float> device;
 
   CalibrationJob::Upload upload() {
-    return [this](const Sample& sample) {
-      device = sample.data;
+    return [this](const Tensor& tensor) {
+      device.assign(tensor.floats(), tensor.floats() + tensor.bytes.size() / sizeof(float));
       return device.data();
     };
   }
@@ -46,7 +46,7 @@ TEST_CASE("all whole batches are taken and the written cache comes out") {
   const Folder folder;
   for (int k = 0; k < 5; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
   Engine engine;
-  CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt);
+  CalibrationJob job(feed_of(folder), engine.upload(), std::nullopt);
   CHECK(job.batch() == 2);
   engine.calibrate(job, "image");
   CHECK(engine.seen.size() == 2);
@@ -62,9 +62,9 @@ TEST_CASE("fewer images than a batch are told before TensorRT starts") {
   folder.picture("a.png", 16, 20, 1);
   Engine engine;
   const Feed feed = feed_of(folder);
-  CHECK_THROWS_WITH(CalibrationJob(feed, "image", engine.upload(), std::nullopt),
+  CHECK_THROWS_WITH(CalibrationJob(feed, engine.upload(), std::nullopt),
                     Catch::Contains("got 1 samples for batches of 2"));
-  CHECK(CalibrationJob(feed, "image", engine.upload(), kCache).check() == kCache);
+  CHECK(CalibrationJob(feed, engine.upload(), kCache).check() == kCache);
 }
 
 TEST_CASE("bad images that leave no whole batch are told after the build") {
@@ -74,7 +74,7 @@ TEST_CASE("bad images that leave no whole batch are told after the build") {
   Engine engine;
   FeedOptions options;
   options.skip_bad = true;
-  CalibrationJob job(Feed(folder.path(), kSpec, options), "image", engine.upload(), std::nullopt);
+  CalibrationJob job(Feed(folder.path(), kSpec, options), engine.upload(), std::nullopt);
   engine.calibrate(job, "image");
   CHECK_THROWS_WITH(job.check(), Catch::Contains("got 1 samples for batches of 2"));
 }
@@ -85,18 +85,18 @@ TEST_CASE("a new cache is kept at once, and is there for a second build") {
   Engine engine;
   std::string kept;
   const auto keep = [&kept](const std::string& cache) { kept = cache; };
-  CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt, keep);
+  CalibrationJob job(feed_of(folder), engine.upload(), std::nullopt, keep);
   engine.calibrate(job, "image");
   CHECK(kept == kCache);
   std::size_t length = 0;
   const void* again = job.read(length);
   CHECK(std::string(static_cast<const char*>(again), length) == kCache);
   kept.clear();
-  CalibrationJob early(feed_of(folder), "image", engine.upload(), std::nullopt, keep);
+  CalibrationJob early(feed_of(folder), engine.upload(), std::nullopt, keep);
   engine.calibrate(early, "image", 1);
   CHECK(kept.empty());
   const auto full = [](const std::string&) { throw ExportError("no space left"); };
-  CalibrationJob unkept(feed_of(folder), "image", engine.upload(), std::nullopt, full);
+  CalibrationJob unkept(feed_of(folder), engine.upload(), std::nullopt, full);
   engine.calibrate(unkept, "image");
   CHECK_THROWS_WITH(unkept.check(), "no space left");
 }
@@ -105,7 +105,7 @@ TEST_CASE("a known cache that TensorRT refuses is told, and no batch is given in
   const Folder folder;
   for (int k = 0; k < 4; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
   Engine engine;
-  CalibrationJob job(feed_of(folder), "image", engine.upload(), kCache);
+  CalibrationJob job(feed_of(folder), engine.upload(), kCache);
   const char* name = "image";
   void* binding = nullptr;
   CHECK_FALSE(job.next(&binding, &name, 1));
@@ -116,7 +116,7 @@ TEST_CASE("a known cache is handed over and no image is read") {
   const Folder folder;
   folder.write("bad.png", "no picture");
   Engine engine;
-  CalibrationJob job(feed_of(folder), "image", engine.upload(), kCache);
+  CalibrationJob job(feed_of(folder), engine.upload(), kCache);
   engine.calibrate(job, "image");
   CHECK(engine.seen.empty());
   CHECK(job.check() == kCache);
@@ -130,20 +130,20 @@ TEST_CASE("what goes wrong inside a callback is thrown after the build") {
   SECTION("a bad image") {
     folder.write("c.png", "no picture");
     folder.picture("d.png", 16, 20, 1);
-    CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt);
+    CalibrationJob job(feed_of(folder), engine.upload(), std::nullopt);
     engine.calibrate(job, "image");
     CHECK_THROWS_WITH(job.check(), Catch::Contains("image c.png cannot be decoded"));
   }
   SECTION("an upload that fails") {
-    const auto refuse = [](const Sample&) -> void* { throw BackendError("out of memory"); };
-    CalibrationJob job(feed_of(folder), "image", refuse, std::nullopt);
+    const auto refuse = [](const Tensor&) -> void* { throw BackendError("out of memory"); };
+    CalibrationJob job(feed_of(folder), refuse, std::nullopt);
     engine.calibrate(job, "image");
     CHECK_THROWS_AS(job.check(), BackendError);
   }
   SECTION("another input") {
-    CalibrationJob job(feed_of(folder), "image", engine.upload(), std::nullopt);
+    CalibrationJob job(feed_of(folder), engine.upload(), std::nullopt);
     engine.calibrate(job, "mask");
-    CHECK_THROWS_WITH(job.check(), Catch::Contains("asks for 1 from 'mask'"));
+    CHECK_THROWS_WITH(job.check(), Catch::Contains("fed, ['image'], got ['mask']"));
   }
 }
 
@@ -151,10 +151,10 @@ TEST_CASE("a calibration that stops early or writes nothing is told") {
   const Folder folder;
   for (int k = 0; k < 5; ++k) folder.picture(std::to_string(k) + ".png", 16, 20, 40 * k);
   Engine engine;
-  CalibrationJob early(feed_of(folder), "image", engine.upload(), std::nullopt);
+  CalibrationJob early(feed_of(folder), engine.upload(), std::nullopt);
   engine.calibrate(early, "image", 1);
   CHECK_THROWS_WITH(early.check(), Catch::Contains("every batch, got 1 of 2"));
-  CalibrationJob silent(feed_of(folder), "image", engine.upload(), std::nullopt);
+  CalibrationJob silent(feed_of(folder), engine.upload(), std::nullopt);
   const char* name = "image";
   void* binding = nullptr;
   while (silent.next(&binding, &name, 1)) continue;

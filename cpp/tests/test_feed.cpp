@@ -41,9 +41,9 @@ TEST_CASE("a folder is read recursively, sorted, any case, hidden files passed o
   CHECK(feed.names() == std::vector<std::string>{"a.JPG", "b.png", "e f.Png", "sub/c.bmp"});
   const std::vector<Sample> samples = all(feed);
   REQUIRE(samples.size() == 4);
-  CHECK(samples[1].shape == std::vector<std::int64_t>{1, 3, 16, 20});
-  CHECK(samples[1].data.front() == static_cast<float>(50) * static_cast<float>(1.0 / 255));
-  CHECK(all(feed)[1].data == samples[1].data);
+  CHECK(samples[1].front().shape == std::vector<std::int64_t>{1, 3, 16, 20});
+  CHECK(samples[1].front().floats()[0] == static_cast<float>(50) * static_cast<float>(1.0 / 255));
+  CHECK(all(feed)[1].front().bytes == samples[1].front().bytes);
   CHECK_FALSE(feed.labels());
   CHECK(feed.manifest() == Feed(folder.path(), kSpec, {}).manifest());
 }
@@ -73,9 +73,9 @@ TEST_CASE("a fixed batch is filled with the first samples") {
   const std::vector<Sample> samples = all(feed);
   REQUIRE(samples.size() == 2);
   CHECK(feed.size() == 2);
-  CHECK(samples[1].shape.front() == 2);
-  const std::size_t half = samples[1].data.size() / 2;
-  CHECK(samples[1].data[half] == samples[0].data[0]);
+  CHECK(samples[1].front().shape.front() == 2);
+  const std::size_t half = samples[1].front().bytes.size() / sizeof(float) / 2;
+  CHECK(samples[1].front().floats()[half] == samples[0].front().floats()[0]);
   CHECK(feed.notes().back().find("first 1 sample again") != std::string::npos);
   FeedOptions options;
   options.batch = 3;
@@ -160,7 +160,8 @@ TEST_CASE("samples, notes and errors do not depend on the number of threads") {
     for (int pass = 0; pass < 2; ++pass) {
       const std::vector<Sample> samples = all(feed);
       REQUIRE(samples.size() == wanted.size());
-      for (std::size_t k = 0; k < wanted.size(); ++k) CHECK(samples[k].data == wanted[k].data);
+      for (std::size_t k = 0; k < wanted.size(); ++k)
+        CHECK(samples[k].front().bytes == wanted[k].front().bytes);
       CHECK(feed.notes() == one.notes());
       CHECK(feed.skipped() == one.skipped());
       CHECK(feed.manifest() == one.manifest());

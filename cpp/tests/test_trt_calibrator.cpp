@@ -37,7 +37,7 @@ bool has_gpu() {
 
 trt::CalibratorOptions options_of(const Folder& folder, std::optional<std::string> cache) {
   const TensorSpec spec{"image", "float32", {2, 3, 16, 20}};
-  return {std::make_shared<Feed>(folder.path(), spec, FeedOptions{}), "image", std::move(cache)};
+  return {std::make_shared<Feed>(folder.path(), spec, FeedOptions{}), std::move(cache)};
 }
 
 template <class Calibrator>

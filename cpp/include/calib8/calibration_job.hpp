@@ -23,15 +23,15 @@ namespace calib8 {
 
 class CalibrationJob {
  public:
-  // Copies a sample to where TensorRT reads it; gives that address. May throw.
-  using Upload = std::function<void*(const Sample&)>;
+  // Copies an input's values to where TensorRT reads them; gives that address. May throw.
+  using Upload = std::function<void*(const Tensor&)>;
   // Takes the new cache as soon as TensorRT has it, which is long before the engine is. May throw.
   using Keep = std::function<void(const std::string&)>;
 
   // `known` is the text of a cache that fits: TensorRT then gets no batches. Without one it
   // calibrates with the feed's whole batches; throws ConfigError where the feed has none.
-  CalibrationJob(const Feed& feed, std::string input, Upload upload,
-                 std::optional<std::string> known, Keep keep = nullptr);
+  CalibrationJob(const Feed& feed, Upload upload, std::optional<std::string> known,
+                 Keep keep = nullptr);
   // With the text of a cache that fits, and nothing to calibrate with.
   explicit CalibrationJob(std::string known);
 
@@ -54,9 +54,9 @@ class CalibrationJob {
 
  private:
   bool next_address(void* bindings[], const char* const names[], std::int32_t count);
+  void check_names(const char* const names[], std::int32_t count) const;
 
   std::optional<Feed> feed_;  // none where the cache is known and no feed was given
-  std::string input_;
   Upload upload_;
   Keep keep_;
   std::optional<std::string> known_;

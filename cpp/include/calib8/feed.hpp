@@ -1,5 +1,7 @@
-// What a model is fed: images, one sample at a time, decoded beside the inference; deploy/feed/feed.py.
-// Sources: a folder of images, a list file ("path" or "path label"), or one image.
+// What a model is fed: images or arrays, one sample at a time, decoded beside the inference;
+// deploy/feed/feed.py. Sources: a folder, a list file ("path" or "path label") or one file, of images or
+// of arrays: .npy, .npz with one array an input, .bin and .raw without a header. Of several inputs a
+// folder may also have one folder an input, whose files go together by name.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +19,38 @@
 CALIB8_EXPORT_BEGIN
 namespace calib8 {
 
-// One sample: float32, first dimension the batch.
-struct Sample {
-  std::vector<float> data;
-  std::vector<std::int64_t> shape;
+// One input's values of a sample, in C order and this machine's byte order.
+struct Tensor {
+  std::string name;
+  std::string dtype;                // numpy's name: float32, float16, int64, ...
+  std::vector<std::int64_t> shape;  // first dimension the batch, where the input has one
+  std::vector<char> bytes;
+
+  // The values of float32. Throws ConfigError: they are of another dtype.
+  const float* floats() const;
 };
 
+// One sample: a tensor an input, in the order of the inputs.
+using Sample = std::vector<Tensor>;
+
 struct FeedOptions {
-  std::optional<Preprocess> preprocess;  // none: taken from the input, and said in the notes
-  bool skip_bad = false;                 // go on without unreadable images
+  std::optional<Preprocess> preprocess;  // none: taken from the input, and said in the notes; or
+                                         // arrays are fed, which are fed as they are
+  bool skip_bad = false;                 // go on without unreadable images and NaN
   std::optional<std::size_t> limit;      // at most so many, spread evenly over all
   std::optional<int> batch;              // none: what the input fixes, or 1
   std::optional<int> threads;            // that decode; none: one a core, at most 4
 };
 
+// Whether a source is of arrays, not of images. Throws FeedError: it is neither, or both.
+bool holds_arrays(const std::filesystem::path& source);
+
 // A copy is of the same feed.
 class Feed {
  public:
-  // Throws FeedError: nothing to feed, or it does not fit the input; ConfigError: wrong options.
+  // Throws FeedError: nothing to feed, or it does not fit the inputs; ConfigError: wrong options.
+  Feed(const std::filesystem::path& source, const std::vector<TensorSpec>& specs,
+       const FeedOptions& options);
   Feed(const std::filesystem::path& source, const TensorSpec& spec, const FeedOptions& options);
 
   // A stream of samples in the feed's order, the same by any number of threads; of which each has
@@ -48,16 +64,17 @@ class Feed {
   Feed whole_batches() const;
 
   std::size_t size() const;   // samples the stream gives; known bad ones are not counted
-  std::size_t count() const;  // images fed; known bad ones are not counted
+  std::size_t count() const;  // images or rows fed; known bad ones are not counted
   int batch() const;
-  const Preprocess& preprocess() const;
-  std::optional<std::vector<int>> labels() const;  // one per image without the skipped ones
-  std::vector<std::string> names() const;          // the same images
+  const std::optional<Preprocess>& preprocess() const;  // none: of arrays
+  const std::vector<std::string>& inputs() const;       // names
+  std::optional<std::vector<int>> labels() const;  // one per image or row without the skipped ones
+  std::vector<std::string> names() const;          // the same images or rows
   std::vector<std::string> skipped() const;        // why each bad one was left out
   std::vector<std::string> notes() const;          // how the feed was read, in sentences
 
-  // What was fed, as JSON, equal to Python's: of the files' bytes as they were first read, so that
-  // it is of what was decoded. What no pass has read yet is read now; a picture that is skipped
+  // What was fed, as JSON, equal to Python's: of the files' bytes (or the arrays') as they were first
+  // read, so that it is of what was decoded. What no pass has read yet is read now; a picture that is skipped
   // counts by its bytes. Throws FeedError: a file cannot be read, unless skip_bad.
   std::string manifest() const;
 

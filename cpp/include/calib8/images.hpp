@@ -28,9 +28,11 @@ struct Picture {
 // Whether the suffix, in any case, is one that is read as a picture.
 bool is_image(const std::filesystem::path& path);
 
-// All pictures below a folder, sorted by the bytes of their relative path; hidden ones are passed
-// over, links to folders are not followed. Throws FeedError: there is none.
-std::vector<Picture> find(const std::filesystem::path& folder);
+// All pictures below a folder, and what `others` names too, sorted by the bytes of their relative
+// path; hidden ones are passed over, links to folders are not followed. Throws FeedError: there is
+// none.
+std::vector<Picture> find(const std::filesystem::path& folder,
+                          bool (*others)(const std::filesystem::path&));
 
 // A list file: one "path" or "path label" a line, paths relative to the list's folder; UTF-8 with
 // or without a byte order mark, LF or CRLF, `#` comments, paths with spaces.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <filesystem>
+#include <map>
 #include <string>
 
 #include "calib8/export.hpp"
@@ -26,6 +27,10 @@ bool same_model(const ModelIdentity& one, const ModelIdentity& other);
 // Throws FeedError: a file cannot be read; CacheError: external data that is not there whole, or
 // outside of the model's folder.
 ModelIdentity identity_of(const std::filesystem::path& onnx);
+
+// Input -> numpy's name of its type, as the model itself says it; TensorRT until 9 reads int64 as int32.
+// Empty where the file is no ONNX. Throws FeedError: it cannot be read.
+std::map<std::string, std::string> input_types(const std::filesystem::path& onnx);
 
 }  // namespace calib8
 CALIB8_EXPORT_END

@@ -1,6 +1,7 @@
 #include "calib8/trt/build.hpp"
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <system_error>
 
@@ -63,15 +64,19 @@ Verdict labelled(const fs::path& path, std::string text, const std::string& cali
   return verdict;
 }
 
-Verdict trusted(const fs::path& path, const std::string& input, const std::string& calibrator) {
+Verdict trusted(const fs::path& path, const std::vector<TensorSpec>& inputs,
+                const std::string& calibrator) {
   Verdict verdict = labelled(path, files::read(path), calibrator, true);
   if (!verdict.text)
     throw CacheError(verdict.reason + "; name its own, or leave --calibrator away");
   const CalibrationCache cache = parse_cache(*verdict.text, path.string());
-  const auto named = [&input](const Entry& entry) { return entry.name == input; };
-  if (std::none_of(cache.entries.begin(), cache.entries.end(), named)) {
+  const auto named = [&cache](const TensorSpec& input) {
+    return std::any_of(cache.entries.begin(), cache.entries.end(),
+                       [&input](const Entry& entry) { return entry.name == input.name; });
+  };
+  if (std::none_of(inputs.begin(), inputs.end(), named)) {
     throw CacheError("a trusted cache must know the model's tensors, " + path.string() +
-                     " has no scale for its input " + text::repr(input) +
+                     " has no scale for its input " + text::repr(inputs.front().name) +
                      "; it is another model's");
   }
   verdict.reason = path.string() + " is trusted as it is";
@@ -179,8 +184,8 @@ class Line {
     Fingerprint now = fingerprint();
     std::error_code failed;
     if (!options_.trust_cache && fs::exists(cache_, failed)) set_images(now);
-    Verdict verdict = options_.trust_cache ? trusted(cache_, built_.inputs.front().name, asked_)
-                                           : judged(cache_, now, asked_);
+    Verdict verdict =
+        options_.trust_cache ? trusted(cache_, built_.inputs, asked_) : judged(cache_, now, asked_);
     built_.reason = verdict.reason;
     built_.reused = verdict.text.has_value();
     if (!verdict.text) refuse_unfit(verdict.reason);
@@ -203,7 +208,7 @@ class Line {
   CalibratorOptions calibrating() const {
     CalibratorOptions options;
     options.feed = built_.feed;
-    options.input = built_.inputs.front().name;
+    for (const TensorSpec& input : built_.inputs) options.dtypes[input.name] = input.dtype;
     return options;
   }
 
@@ -215,10 +220,26 @@ class Line {
     now.method = asked_.empty() ? std::string(kEntropy2) : asked_;
     now.versions = Json{{"tensorrt", version()}, {"calib8", CALIB8_VERSION}}.dump();
     if (images_.empty()) return now;
-    built_.feed = std::make_shared<Feed>(
-        Feed(images_, builder_.calibration_input(), options_.feed).whole_batches());
+    built_.feed =
+        std::make_shared<Feed>(Feed(images_, samples_of(), options_.feed).whole_batches());
     now.rule = "whole batches of " + std::to_string(built_.feed->batch());
     return now;
+  }
+
+  // The inputs as samples have them: of images float32, whatever the network's own float is; of arrays
+  // the model's own types, which TensorRT may have narrowed.
+  std::vector<TensorSpec> samples_of() const {
+    std::vector<TensorSpec> specs = built_.inputs;
+    const bool arrays = holds_arrays(images_);
+    const std::map<std::string, std::string> own =
+        arrays ? input_types(model_) : std::map<std::string, std::string>();
+    for (TensorSpec& spec : specs) {
+      const auto found = own.find(spec.name);
+      const bool narrowed = found != own.end() && found->second == "int64";
+      if (arrays && narrowed && spec.dtype == "int32") spec.dtype = "int64";
+      if (!arrays && (spec.dtype == "float16" || spec.dtype == "bfloat16")) spec.dtype = "float32";
+    }
+    return specs;
   }
 
   void set_images(Fingerprint& now) const {

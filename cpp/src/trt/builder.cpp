@@ -122,14 +122,6 @@ struct Builder::State {
 
   std::int32_t count() const { return network->getNbInputs(); }
 
-  nvinfer1::ITensor& only_input() const {
-    if (count() != 1) {
-      throw BackendError("images feed one input, the model has " + std::to_string(count()) +
-                         "; calibrate it with Python's calib8 and give its cache");
-    }
-    return *network->getInput(0);
-  }
-
   // Shapes that were given must be those of inputs, and fit them.
   void check_shapes() const {
     std::string names;
@@ -304,11 +296,6 @@ Builder::Builder(const std::filesystem::path& onnx, Logger& logger, BuildOptions
 Builder::~Builder() = default;
 Builder::Builder(Builder&&) noexcept = default;
 
-TensorSpec Builder::input() const {
-  state_->only_input();
-  return inputs().front();
-}
-
 std::vector<TensorSpec> Builder::inputs() const {
   std::vector<TensorSpec> specs;
   for (std::int32_t k = 0; k < state_->count(); ++k) {
@@ -321,12 +308,6 @@ std::vector<TensorSpec> Builder::inputs() const {
     specs.push_back(std::move(spec));
   }
   return specs;
-}
-
-TensorSpec Builder::calibration_input() const {
-  TensorSpec spec = input();
-  if (spec.dtype == "float16" || spec.dtype == "bfloat16") spec.dtype = "float32";
-  return spec;
 }
 
 std::string Builder::settings() const {

@@ -234,16 +234,20 @@ class Calibration {
     return true;
   }
 
-  // The largest magnitude of a batch. TensorRT reads float32, whatever the network's own float is.
+  // The largest magnitude of a batch. TensorRT reads float32, whatever the network's own float is, and
+  // whole numbers as they are.
   float read_batch(std::size_t index, const void* memory) const {
     const Tensor& tensor = network_.inputs[index]->tensor;
     const bool open = is_open(tensor.dims) && config_.calibration_profile != nullptr;
     const std::size_t count =
         volume(open ? config_.calibration_profile->best.at(tensor.name) : tensor.dims);
+    const bool floats = tensor.type.find("float") != std::string::npos;
+    const std::size_t width = floats ? sizeof(float) : type_bytes(tensor.type);
+    const std::string bytes(static_cast<const char*>(memory), count * width);
+    add_to("CALIB8_FAKE_BATCHES", bytes.data(), bytes.size());
+    if (!floats) return 1;
     std::vector<float> values(count);
-    std::memcpy(values.data(), memory, count * sizeof(float));
-    add_to("CALIB8_FAKE_BATCHES", reinterpret_cast<const char*>(values.data()),
-           count * sizeof(float));
+    std::memcpy(values.data(), bytes.data(), bytes.size());
     float largest = 0;
     for (const float value : values) largest = std::max(largest, std::fabs(value));
     return largest;
@@ -343,6 +347,9 @@ std::string value_line(const std::string& role, std::string_view value) {
   const auto type = wire::fields(wire::text(wire::fields(wire::text(fields, 2)), 1));
   const char* words[] = {"?",     "float32", "uint8", "int8", "uint16", "int16",
                          "int32", "int64",   "str",   "bool", "float16"};
+#if NV_TENSORRT_MAJOR < 10
+  words[7] = "int32";  // as its parser has it
+#endif
   std::string line =
       role + " " + std::string(wire::text(fields, 1)) + " " + words[wire::number(type, 1)];
   for (const std::string_view dim : wire::all(wire::fields(wire::text(type, 2)), 1)) {

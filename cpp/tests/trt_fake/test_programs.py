@@ -407,7 +407,7 @@ def test_an_input_that_pictures_do_not_become_is_named_as_the_network_has_it(fol
 def test_several_inputs_and_no_pictures_are_told(folder):
     assert "calibrated with images, got none" in folder.build(images=False).refused()
     folder.model(IMAGE + "input mask float32 1 1\n" + SCORES)
-    assert "the model has 2; calibrate it with Python's calib8" in folder.build().refused()
+    assert "images feed one input, the model has 2: 'image'" in folder.build().refused()
 
 
 @pytest.mark.skipif(MAJOR < 11, reason="until TensorRT 10 there are calibrators")
@@ -650,11 +650,64 @@ def test_the_files_of_a_python_build_are_taken_as_they_are(demo, tmp_path):
 @calibrating
 def test_several_inputs_of_any_type_are_built_by_a_cache(folder):
     folder.model(IMAGE + "input ids int32 1 4\n" + SCORES)
-    said = folder.build().refused()
-    assert said.endswith("with Python's calib8 and give its cache")
+    assert "images feed one input, the model has 2" in folder.build().refused()
     folder.cache.write_text(f"TRT-{LABEL}-EntropyCalibration2\nimage: 3c008912\nids: 3c008912\n")
     run = folder.built("--trust-cache", images=False)
     assert "copy in 3136" in run.trace and "copy in 16" in run.trace
+
+
+def arrays(folder, count=5, **others):
+    """An .npz of samples of the image, and of other inputs."""
+    rng = np.random.default_rng(3)
+    image = rng.normal(size=(count, 1, 28, 28)).astype(np.float32)
+    np.savez_compressed(folder.path / "a.npz", image=image, **others)
+    return image
+
+
+def fed(folder, *options, **settings):
+    return folder.build("a.npz", *options, images=False, **settings)
+
+
+@calibrating
+def test_arrays_of_several_inputs_are_calibrated_as_tensorrt_reads_them(folder):
+    ids = np.arange(20, dtype=np.int32).reshape(5, 4)
+    scales = np.linspace(-3, 7, 10, dtype=np.float16).reshape(5, 2)
+    image = arrays(folder, ids=ids, scales=scales)
+    folder.model(IMAGE + "input ids int32 1 4\ninput scales float16 1 2\n" + SCORES)
+    run = fed(folder)
+    assert run.code == 0, run.error
+    assert run.calibrated == 5
+    rows = zip(image, ids, scales.astype(np.float32), strict=True)
+    assert run.batches == b"".join(part.tobytes() for row in rows for part in row)
+    made = json.loads(folder.sidecar.read_text())["fingerprint"]["made_from"]
+    assert made["images"]["kind"] == "arrays" and made["preprocess"] == made["decoder"] == {}
+    assert fed(folder).calibrated == 0  # the cache fits
+    arrays(folder, ids=ids + 1, scales=scales)
+    again = fed(folder)
+    assert again.calibrated == 5
+    assert "the images changed" in folder.report()["calibration"]["reason"]
+    said = fed(folder, "--preprocess", "unit").refused()
+    assert said.startswith("files of arrays are fed as they are, got preprocessing")
+
+
+@calibrating
+def test_a_models_int64_is_fed_as_the_type_tensorrt_has(folder):
+    given = [
+        onnx.helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, [1, 4]),
+        onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, [1, 1, 28, 28]),
+    ]
+    graph = onnx.helper.make_graph([], "g", given, given[1:])
+    onnx.save(onnx.helper.make_model(graph), folder.path / "model.onnx")
+    ids = np.arange(-10, 10, dtype=np.int64).reshape(5, 4)
+    image = arrays(folder, ids=ids)
+    run = fed(folder)
+    assert run.code == 0, run.error
+    own = np.int32 if MAJOR < 10 else np.int64
+    rows = zip(ids.astype(own), image, strict=True)
+    assert run.batches == b"".join(part.tobytes() for row in rows for part in row)
+    arrays(folder, ids=ids << 40)
+    if MAJOR < 10:
+        assert "as int32, which does not hold" in fed(folder).refused()
 
 
 @calibrating

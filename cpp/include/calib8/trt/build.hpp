@@ -47,7 +47,8 @@ struct Built {
   std::vector<std::string> notes;
 };
 
-// The images are a folder, a list file or one image; empty where there are none. The cache is written as
+// The images, or arrays (calib8/feed.hpp tells which), are a folder, a list file or one file; empty where
+// there are none. The cache is written as
 // soon as TensorRT has it, long before the engine is: a build that fails behind it has lost nothing.
 // Throws ConfigError, FeedError, CacheError (it must fit and does not), CalibrationError, ExportError,
 // BackendError.

@@ -48,17 +48,9 @@ class Builder {
   ~Builder();
   Builder(Builder&&) noexcept;
 
-  // The model's only input as the network has it, its open dimensions set by the options where
-  // they say so. Throws BackendError: there are several inputs; ConfigError: the options contradict
-  // what the model fixes.
-  TensorSpec input() const;
-
-  // All inputs likewise. Throws ConfigError.
+  // The model's inputs as the network has them, their open dimensions set by the options where they
+  // say so. Throws ConfigError: the options contradict what the model fixes.
   std::vector<TensorSpec> inputs() const;
-
-  // The only input as calibration batches must be: TensorRT reads those of every float type as float32
-  // (NVIDIA's trtexec and Polygraphy feed them so).
-  TensorSpec calibration_input() const;
 
   // The options, all that an engine depends on, as a JSON object.
   std::string settings() const;

@@ -1,6 +1,6 @@
-// TensorRT's int8 calibrators (up to TensorRT 10.16), fed with images:
+// TensorRT's int8 calibrators (up to TensorRT 10.16), fed with images or arrays:
 //
-//   calib8::trt::Int8EntropyCalibrator2 calibrator({feed, "image"});
+//   calib8::trt::Int8EntropyCalibrator2 calibrator({feed});
 //   std::string cache = builder.calibrate(calibrator);     // calib8::trt::Builder, or, by hand:
 //
 //   config->setInt8Calibrator(&calibrator);
@@ -14,10 +14,12 @@
 
 #if NV_TENSORRT_MAJOR < 11
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "calib8/as_read.hpp"
 #include "calib8/calibration_job.hpp"
 #include "calib8/errors.hpp"
 #include "calib8/trt/cuda.hpp"
@@ -31,10 +33,12 @@ namespace calib8::trt {
 struct CalibratorOptions {
   std::shared_ptr<const Feed> feed;  // batches of the shape that TensorRT calibrates with; none
                                      // is needed where there is a cache
-  std::string input;                 // name of the network's input
   std::optional<std::string> cache = {};  // the text of a cache that fits; none: calibrate
   CalibrationJob::Keep keep = nullptr;    // takes a new cache before the engine is built
-  double quantile = 0.999999;             // of the legacy calibrator only
+  // Of the network's inputs, where they are others than the feed's (numpy's names): int32 for the
+  // int64 of a model, until TensorRT 10.
+  std::map<std::string, std::string> dtypes = {};
+  double quantile = 0.999999;  // of the legacy calibrator only
   double regression_cutoff = 1.0;
 };
 
@@ -46,9 +50,9 @@ class Calibrator : public Base {
       : job_(options.cache && !options.feed
                  ? CalibrationJob(*options.cache)
                  : CalibrationJob(
-                       given(options.feed), options.input,
-                       [this](const Sample& sample) { return upload(sample); }, options.cache,
-                       options.keep)) {}
+                       given(options.feed), [this](const Tensor& tensor) { return upload(tensor); },
+                       options.cache, options.keep)),
+        dtypes_(options.dtypes) {}
   // TensorRT and the job hold its address.
   Calibrator(Calibrator&&) = delete;
   Calibrator& operator=(Calibrator&&) = delete;
@@ -79,16 +83,19 @@ class Calibrator : public Base {
     throw ConfigError("a calibrator needs a feed, got none; give CalibratorOptions::feed");
   }
 
-  void* upload(const Sample& sample) {
-    const std::size_t bytes = sample.data.size() * sizeof(float);
-    void* memory = buffer_.reserve(bytes);
-    trt::check(cudaMemcpy(memory, sample.data.data(), bytes, cudaMemcpyHostToDevice),
+  void* upload(const Tensor& tensor) {
+    const auto own = dtypes_.find(tensor.name);
+    const std::vector<char> values =
+        as_read(tensor, own == dtypes_.end() ? tensor.dtype : own->second);
+    void* memory = buffers_[tensor.name].reserve(values.size());
+    trt::check(cudaMemcpy(memory, values.data(), values.size(), cudaMemcpyHostToDevice),
                "copy a calibration batch to the GPU");
     return memory;
   }
 
-  DeviceBuffer buffer_;
+  std::map<std::string, DeviceBuffer> buffers_;  // of each input its own
   CalibrationJob job_;
+  std::map<std::string, std::string> dtypes_;
 };
 
 using Int8EntropyCalibrator = Calibrator<nvinfer1::IInt8EntropyCalibrator>;

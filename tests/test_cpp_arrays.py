@@ -1,0 +1,244 @@
+"""Arrays in the C++ library and in this one: the same samples, digests, notes and refusals."""
+
+import json
+import subprocess
+import zipfile
+
+import numpy as np
+import pytest
+
+from deploy.errors import Calib8Error
+from deploy.feed.feed import open_feed
+from deploy.tensors import TensorSpec
+
+IMAGE = TensorSpec("image", "float32", ("n", 3, 4, 5))
+STATE = TensorSpec("state", "int64", ("n", 2))
+SCALES = TensorSpec("scales", "float16", (3, 2))
+
+
+def batch(dtype="float32", shape=(4, 3, 4, 5), seed=1):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * 50).astype(dtype)
+
+
+def ours(source, specs, **options):
+    """What this library says of a feed of arrays, and the bytes of its samples."""
+    try:
+        feed = open_feed(source, specs, **options)
+        with feed.samples() as stream:
+            tensors = [s[spec.name] for s in stream for spec in specs]
+    except Calib8Error as error:
+        return {"error": type(error).__name__, "message": str(error)}, b""
+    labels = list(feed.labels) if feed.labels is not None else None
+    answer = {
+        "shapes": [list(t.shape) for t in tensors],
+        "size": len(feed),
+        "labels": labels,
+        "names": list(feed.names),
+        "skipped": list(feed.skipped),
+        "notes": list(feed.notes),
+        "manifest": feed.manifest(),
+    }
+    return answer, b"".join(t.tobytes() for t in tensors)
+
+
+def theirs(cpp, out, source, specs, *, skip_bad=False, limit=None):
+    out.unlink(missing_ok=True)
+    answer = cpp(
+        "feed",
+        source=str(source),
+        spec=[{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in specs],
+        preset=None,
+        options=None,
+        skip_bad=skip_bad,
+        limit=limit,
+        out=str(out),
+    )
+    return answer, out.read_bytes() if out.exists() and "error" not in answer else b""
+
+
+@pytest.fixture
+def agree(cpp, tmp_path):
+    def check(source, *specs, **options):
+        answer = ours(source, list(specs), **options)
+        assert theirs(cpp, tmp_path / "out.f", source, specs, **options) == answer
+        return answer[0]
+
+    return check
+
+
+def test_a_file_of_samples(agree, tmp_path):
+    path = tmp_path / "a.npy"
+    for array in (
+        batch(),
+        batch(shape=(5, 1, 3, 4, 5)),
+        batch(shape=(2, 2, 3, 4, 5)),
+        np.asfortranarray(batch()),
+        batch(">f4"),
+        np.asfortranarray(batch(">f4")),
+        batch()[:1],
+    ):
+        np.save(path, array)
+        assert agree(path, IMAGE)["manifest"]["kind"] == "arrays"
+        agree(path, IMAGE, limit=3)
+    np.save(path, batch(shape=(5, 3, 4, 5)))
+    filled = agree(path, TensorSpec("image", "float32", (2, 3, 4, 5)))
+    assert filled["size"] == 3 and "filled" in filled["notes"][-1]
+    np.save(path, batch())
+    path.write_bytes(path.read_bytes() + b"more")
+    assert agree(path, IMAGE)["size"] == 4
+    agree(path.rename(tmp_path / "A.NPY"), IMAGE)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "bool"]
+)
+def test_every_dtype(agree, tmp_path, dtype):
+    path = tmp_path / "a.npy"
+    spec = TensorSpec("x", dtype, ("n", 3))
+    np.save(path, batch(dtype, (4, 3)))
+    assert agree(path, spec)["size"] == 4
+    assert "must have the dtype" in agree(path, IMAGE)["message"]
+    np.save(path, batch(np.dtype(dtype).newbyteorder(">"), (4, 3)))
+    assert agree(path, spec)["size"] == 4
+    agree(path, IMAGE)
+
+
+def test_folders_lists_and_labels(agree, tmp_path):
+    folder = tmp_path / "arrays"
+    (folder / "sub").mkdir(parents=True)
+    np.save(folder / "b.npy", batch(seed=2)[:1])
+    np.save(folder / "sub" / "a.npy", batch(seed=3))
+    np.savez(folder / "c.npz", image=batch(seed=4)[:2], labels=np.array([3, 1], ">i2"))
+    batch(seed=5).tofile(folder / "d.raw")
+    (folder / ".hidden.npy").write_bytes(b"x")
+    assert agree(folder, IMAGE)["size"] == 11
+    agree(folder, IMAGE, limit=5)
+    (tmp_path / "list.txt").write_text("arrays/b.npy 2\narrays/sub/a.npy 0\n")
+    assert agree(tmp_path / "list.txt", IMAGE)["labels"] == [2, 0, 0, 0, 0]
+    (tmp_path / "one.txt").write_text("arrays/c.npz\n")
+    assert agree(tmp_path / "one.txt", IMAGE)["labels"] == [3, 1]
+    (tmp_path / "mixed.txt").write_text("arrays/b.npy\nx.png\n")
+    assert "images or of arrays" in agree(tmp_path / "mixed.txt", IMAGE)["message"]
+    (folder / "x.npy").write_bytes(b"x")
+    bad = batch(seed=6)
+    bad[1, 2, 3] = np.nan
+    bad[1, 1, 0, 0] = -np.inf
+    np.save(folder / "nan.npy", bad)
+    (tmp_path / "bad.txt").write_text("arrays/nan.npy\narrays/b.npy\n")
+    assert "holds 6 NaN or Inf" in agree(tmp_path / "bad.txt", IMAGE)["message"]
+    assert agree(tmp_path / "bad.txt", IMAGE, skip_bad=True)["size"] == 4
+    (tmp_path / "empty").mkdir()
+    assert "must hold images" in agree(tmp_path / "empty", IMAGE)["message"]
+
+
+def test_several_inputs(agree, tmp_path):
+    specs = [IMAGE, STATE, SCALES]
+    arrays = {
+        "image": batch(),
+        "state": batch("int64", (4, 2)),
+        "scales": batch("float16", (3, 2)),
+    }
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "a.npz", **arrays)
+        assert agree(tmp_path / "a.npz", *specs)["size"] == 4
+    folder = tmp_path / "side"
+    for name, array in arrays.items():
+        (folder / name).mkdir(parents=True)
+        np.save(folder / name / "0.npy", array)
+        np.savez_compressed(folder / name / "1.npz", anything=array)
+    assert agree(folder, *specs)["size"] == 8
+    (folder / "state" / "1.npz").unlink()
+    assert "files of the same names" in agree(folder, *specs)["message"]
+    assert "exactly the inputs" in agree(tmp_path / "a.npz", IMAGE, STATE)["message"]
+    assert "exactly the inputs" in agree(folder / "state" / "0.npy", *specs)["message"]
+    np.savez(tmp_path / "few.npz", **arrays | {"state": batch("int64", (3, 2))})
+    assert "as many samples" in agree(tmp_path / "few.npz", *specs)["message"]
+
+
+def test_the_tool_writes_arrays(calib8_cache, tmp_path):
+    arrays = {"image": batch(), "state": batch("int64", (4, 2))}
+    np.savez(tmp_path / "a.npz", **arrays)
+    given = ["--input", "image:nx3x4x5", "--input", "state:nx2:int64", "-o", tmp_path / "out"]
+    done = subprocess.run(
+        [*calib8_cache, "feed", tmp_path / "a.npz", *given], capture_output=True, text=True
+    )
+    answer, data = ours(tmp_path / "a.npz", [IMAGE, STATE])
+    assert (tmp_path / "out").read_bytes() == data, done.stderr
+    assert json.loads(done.stdout)["manifest"] == answer["manifest"]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (0, 3, 4, 5), (4, 4, 5, 3), (4, 3, 5, 4), (4, 3, 4)])
+def test_shapes_that_do_not_fit_are_told_in_the_same_words(agree, tmp_path, shape):
+    np.save(tmp_path / "a.npy", batch(shape=shape))
+    assert "error" in agree(tmp_path / "a.npy", IMAGE)
+
+
+def test_other_refusals_in_the_same_words(agree, tmp_path):
+    np.savez(tmp_path / "a.npz", image=batch(), y=np.array([1.0, 2, 3, 4]))
+    assert "whole numbers from 0, got float64" in agree(tmp_path / "a.npz", IMAGE)["message"]
+    np.savez(tmp_path / "a.npz", image=batch(), y=np.array([1, 2]))
+    assert "one label per sample" in agree(tmp_path / "a.npz", IMAGE)["message"]
+    np.save(tmp_path / "a.npy", np.full((2, 2), "abc"))
+    assert "got <U3 [2, 2]" in agree(tmp_path / "a.npy", IMAGE)["message"]
+    np.save(tmp_path / "a.npy", batch(shape=(2, 3, 4, 5)))
+    open_size = TensorSpec("image", "float32", (2, 3, "h", "w"))
+    np.save(tmp_path / "b.npy", batch(shape=(1, 3, 4, 6)))
+    (tmp_path / "l.txt").write_text("b.npy\na.npy\n")
+    assert "must have one shape" in agree(tmp_path / "l.txt", open_size)["message"]
+
+
+def damaged(good, rng):
+    """One file with a few bytes changed, cut or put in, most of them in its header."""
+    data = bytearray(good)
+    for _ in range(rng.integers(1, 4)):
+        at = int(rng.integers(0, min(len(data), 160) if rng.random() < 0.8 else len(data)))
+        kind = rng.integers(0, 4)
+        if kind == 0:
+            data[at] = int(rng.integers(0, 256))
+        elif kind == 1:
+            data[at] = b"0123456789(),'<>|fiu "[rng.integers(0, 21)]
+        elif kind == 2:
+            del data[at : at + int(rng.integers(1, 9))]
+        else:
+            data[at:at] = bytes(rng.integers(0, 256, int(rng.integers(1, 5)), np.uint8))
+    return bytes(data)
+
+
+def test_damaged_files_are_read_alike_or_refused(cpp, tmp_path):
+    np.save(tmp_path / "a.npy", batch())
+    np.savez(tmp_path / "b.npz", image=batch())
+    np.savez_compressed(tmp_path / "c.npz", image=batch())
+    rng = np.random.default_rng(5)
+    for name in ("a.npy", "b.npz", "c.npz"):
+        good = (tmp_path / name).read_bytes()
+        for _ in range(100):
+            (tmp_path / name).write_bytes(damaged(good, rng))
+            answer = theirs(cpp, tmp_path / "out.f", tmp_path / name, [IMAGE])
+            if "error" in answer[0]:
+                assert answer[0]["error"] == "FeedError"
+                continue
+            other = ours(tmp_path / name, [IMAGE])
+            # an archive says some things twice, and not all of them are looked at by both
+            assert answer == other or (name != "a.npy" and "error" in other[0])
+
+
+def test_files_that_tell_of_more_than_they_hold(agree, cpp, tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, batch())
+    good = path.read_bytes()
+    for wrong in (b"(9, 3, 4, 5)", b"(4, 3, 4, 5" + b"0" * 17 + b")", b"(4,-3, 4, 5)"):
+        longer = len(wrong) - len(b"(4, 3, 4, 5)")
+        head = good[:128].replace(b"(4, 3, 4, 5)", wrong).replace(b" " * longer + b"\n", b"\n")
+        path.write_bytes(head + good[128:])
+        answer, _ = theirs(cpp, tmp_path / "out.f", path, [IMAGE])
+        assert answer["message"].startswith(f"{path} cannot be read as plain numpy arrays: ")
+        assert ours(path, [IMAGE])[0]["error"] == answer["error"]
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("image.npy", good[:128] + bytes(1 << 20))
+    packed = bytearray((tmp_path / "bomb.npz").read_bytes())
+    at = packed.rfind(b"PK\x01\x02") + 24
+    packed[at : at + 4] = (1000).to_bytes(4, "little")  # unpacks to more than it tells
+    (tmp_path / "bomb.npz").write_bytes(packed)
+    answer, _ = theirs(cpp, tmp_path / "out.f", tmp_path / "bomb.npz", [IMAGE])
+    assert "more than it tells of" in answer["message"]
