@@ -24,7 +24,7 @@ bool eventually(const Holds& holds) {
 }  // namespace
 
 TEST_CASE("what several threads make is taken in order, round after round") {
-  for (const std::size_t threads : {1, 2, 5, 16}) {
+  for (const std::size_t threads : {1U, 2U, 5U, 16U}) {
     for (std::size_t count = 0; count < 60; ++count) {
       std::atomic<std::size_t> made{0};
       {
