@@ -35,6 +35,7 @@ from deploy.calibration.search import Method
 from deploy.calibration.shards import Shards, refuse_ordered
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
+from deploy.cluster.options import Cluster, cluster_of
 from deploy.errors import (
     BackendError,
     Calib8Error,
@@ -89,6 +90,7 @@ def calibrate(
     limit: Limit = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
+    scheduler: str | Cluster | None = None,
     progress: bool = False,
 ) -> Calibrated:
     """Observe what the targets declare, or take it from a fitting cache.
@@ -106,6 +108,8 @@ def calibrate(
         limit: use at most so many images, or a `Choice` of them.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
+        scheduler: address of a dask scheduler whose workers observe, or a `Cluster`; None observes
+            here. The result does not depend on it.
         progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
@@ -125,6 +129,7 @@ def calibrate(
         limit=limit,
         threads=threads,
         float_nodes=float_nodes,
+        cluster=cluster_of(scheduler),
         remember=(0, 0),
     )
 
@@ -185,6 +190,7 @@ def _calibrated(
     remember: tuple[int, int],
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
+    cluster: Cluster | None = None,
 ) -> Calibrated:
     """`calibrate` of a model that is loaded.
 
@@ -193,6 +199,7 @@ def _calibrated(
         remember: (first, spread) samples that will be asked for again.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         stage: what the files of a build wait in; a cache of the same folder appears with them.
+        cluster: the scheduler whose workers observe.
     """
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
@@ -229,7 +236,7 @@ def _calibrated(
     wanted, failed = _demands(targets, subject)
     _refuse_idle_method(method, subject, wanted)
     if feed.share is not None or isinstance(images, Shards):
-        refuse_ordered(each_once(wanted), feed.share or "merged")
+        refuse_ordered(each_once(wanted), f"a shard (got {feed.share or 'merged'})")
     peaks = Peaks()
     started = time.perf_counter()
     runs: Counter[str] = Counter()
@@ -242,12 +249,28 @@ def _calibrated(
         able = afford.workers(verdict.missing, subject.model, workers)
         if isinstance(images, Shards):
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
+        elif cluster is not None and verdict.missing:
+            from deploy.cluster.run import observe_on
+
+            refuse_ordered(verdict.missing, "a piece of a calibration (got --scheduler)")
+            able = workers
+            new, notes = observe_on(
+                cluster,
+                verdict.missing,
+                feed,
+                subject=subject,
+                images=images,
+                limit=limit,
+                peaks=peaks,
+                runs=runs,
+            )
+            observed = verdict.observed.and_also(new)
         else:
             observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
         ranges = Ranges(observed, subject.method, subject.bounds)
         alone = [t for t in targets if t.name in wanted and feed.share is None]
         own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
-        notes = (*_fewer(able, workers), *(own.notes if own else ()))
+        notes = (*notes, *_fewer(able, workers), *(own.notes if own else ()))
         fingerprint = verdict.of_all(fingerprint_of(subject, feed.manifest()))
         outliers = (*verdict.outliers, *identified(peaks, feed.digests))
         calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
@@ -301,6 +324,7 @@ def build(
     tuning: Tuning | None = None,
     gates: Gates | None = None,
     repairs: Sequence[str] | None = None,
+    scheduler: str | Cluster | None = None,
     settings: str | None = None,
     progress: bool = False,
 ) -> Report:
@@ -375,6 +399,7 @@ def build(
             remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
             repairs=asked,
             stage=stage,
+            cluster=cluster_of(scheduler),
         )
         plans, plan = _tuned(
             built_for,

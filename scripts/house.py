@@ -33,6 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.tuning",
         "deploy.repairs",
         "deploy.targets",
+        "deploy.cluster",
         "deploy.calibration",
         "deploy.frontends",
         "deploy.fx",

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from calibrators.errors import CalibrationError
-from deploy import atomic
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.calibration.packed import EPOCH, archive_of, pack, unpack
@@ -88,8 +87,7 @@ class Shard:
             raise CacheError(f"{self.path} does not hold statistics: {error}") from error
 
 
-def save(
-    path: Path,
+def to_bytes(
     *,
     share: Share,
     made_from: Fingerprint,
@@ -97,12 +95,8 @@ def save(
     skipped: Mapping[int, str],
     peaks: list[Row],
     observed: Observed,
-) -> None:
-    """Write a shard; see `Shard`.
-
-    Raises:
-        ExportError: the folder is not writable.
-    """
+) -> bytes:
+    """The bytes of a shard's file; see `Shard`."""
     packed = pack([recorder.to_arrays() for recorder in observed.values()])
     document = {
         "schema": SCHEMA,
@@ -120,7 +114,7 @@ def save(
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr(zipfile.ZipInfo(_DOCUMENT, EPOCH), text.encode())
         archive.writestr(zipfile.ZipInfo(_STATISTICS, EPOCH), packed)
-    atomic.write_bytes(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def load(path: Path) -> Shard:
@@ -129,7 +123,15 @@ def load(path: Path) -> Shard:
     Raises:
         CacheError: it is none, it is broken, or it was changed after it was written.
     """
-    raw = read_bytes(path, what=_WHAT, error=CacheError, own=True)
+    return of_bytes(read_bytes(path, what=_WHAT, error=CacheError, own=True), path)
+
+
+def of_bytes(raw: bytes, path: Path) -> Shard:
+    """A shard of its file's bytes; the path is what an error calls it.
+
+    Raises:
+        CacheError: they are none, broken, or were changed.
+    """
     rule = f"{path} must be {_WHAT}, as calib8 calibrate --shard writes it"
     try:
         with archive_of(raw, path) as archive:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from calibrators.histogram import Histogram
+from deploy import atomic
 from deploy.calibration import shard_file
 from deploy.calibration.fingerprint import CALIB8, Fingerprint
 from deploy.calibration.observation import Observation, Observed
@@ -26,14 +27,19 @@ from deploy.calibration.versions import of_feed
 from deploy.errors import CacheError, ConfigError, FeedError
 from deploy.feed.feed import Feed
 from deploy.feed.manifest import Raw
+from deploy.feed.share import Share
 
 if TYPE_CHECKING:
     from deploy.calibration.calibrated import Calibrated
     from deploy.frontends import LoadedModel
 
 
-def refuse_ordered(wanted: Iterable[Observation], shard: object) -> None:
+def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
     """Refuse statistics that cannot be put together from parts.
+
+    Args:
+        wanted: the observations.
+        what: is to be made of parts, such as "a shard (got 1/2)".
 
     Raises:
         ConfigError: there are some.
@@ -41,7 +47,7 @@ def refuse_ordered(wanted: Iterable[Observation], shard: object) -> None:
     ordered = dict.fromkeys(o.statistic.key for o in wanted if o.by_order)
     if ordered:
         raise ConfigError(
-            f"a shard (got {shard}) is of statistics that the order of the images does not show in,"
+            f"{what} is of statistics that the order of the images does not show in,"
             f" and {', '.join(ordered)} is defined by it; calibrate these in one run, or take a"
             " target and a method without it"
         )
@@ -57,22 +63,36 @@ def keep_shard(found: Calibrated, path: Path) -> None:
     Raises:
         ExportError: the folder is not writable.
     """
-    feed, share = found.feed, found.feed.share
-    assert share is not None
-    manifest = feed.manifest()
-    preprocess = manifest.pop("preprocess") or {}
-    images = {name: manifest[name] for name in ("kind", "batch", "skip_bad")}
-    shard_file.save(
-        path,
-        share=share,
-        made_from=_made_from(
-            found.loaded, {**images, "count": share.count, "names": share.names}, preprocess
-        ),
+    observed = found.ranges.observed
+    data = shard_of(found.feed, found.loaded.identities, found.peaks, observed)
+    atomic.write_bytes(path, data)
+
+
+def shard_of(feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: Observed) -> bytes:
+    """The bytes of the shard of a pass over a feed that is a share.
+
+    Args:
+        feed: the share.
+        model: identities of the model, as `LoadedModel.identities`.
+        peaks: of the pass.
+        observed: in the pass.
+    """
+    assert feed.share is not None
+    return shard_file.to_bytes(
+        share=feed.share,
+        made_from=origin_of(model, feed.form, feed.share),
         digests=feed.seen,
         skipped=feed.skipped_places,
-        peaks=found.peaks.rows(feed.places),
-        observed=found.ranges.observed,
+        peaks=peaks.rows(feed.places),
+        observed=observed,
     )
+
+
+def origin_of(model: Mapping[str, str], form: Mapping[str, Any], share: Share) -> Fingerprint:
+    """What a shard of a feed of this `Feed.form` is made from; its samples are no part of that."""
+    images = {name: form[name] for name in ("kind", "batch", "skip_bad")}
+    whole = {**images, "count": share.count, "names": share.names}
+    return _made_from(model, whole, form["preprocess"] or {})
 
 
 class Shards:
@@ -136,11 +156,11 @@ class Shards:
 
 
 def _made_from(
-    loaded: LoadedModel, images: Mapping[str, Any], preprocess: Mapping[str, Any]
+    model: Mapping[str, str], images: Mapping[str, Any], preprocess: Mapping[str, Any]
 ) -> Fingerprint:
     """What all shards of one calibration have in common."""
     return Fingerprint(
-        model=loaded.identities,
+        model=model,
         images=images,
         order="",
         preprocess=preprocess,
@@ -155,7 +175,7 @@ def _made_from(
 
 def _refuse_foreign(found: Sequence[Shard], loaded: LoadedModel) -> None:
     first = found[0]
-    here = _made_from(loaded, first.made_from.images, first.made_from.preprocess)
+    here = _made_from(loaded.identities, first.made_from.images, first.made_from.preprocess)
     for shard in found:
         if changes := here.changes_since(shard.made_from):
             beside = "the model and the versions here" if shard is first else str(first.path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import sections
+from deploy.commands.cluster import cluster_options
 from deploy.commands.completion import among_those_of
 from deploy.commands.config import ConfiguredCommand, config_option, settings
 from deploy.commands.feeding import fed
@@ -26,6 +27,7 @@ from deploy.commands.tuning import TuningOptions, tuning_options
 from deploy.terminal import say, say_lines, textless
 
 if TYPE_CHECKING:
+    from deploy.cluster.options import Cluster
     from deploy.targets import Target
 
 
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
 @model_options
 @feed_options
 @calibration_options
+@cluster_options
 @json_option
 def build(
     model: Path,
@@ -106,6 +109,7 @@ def build(
     weights: Path | None,
     images: ImageOptions,
     calibration: CalibrationOptions,
+    scheduler: Cluster | None,
     json_path: Path | None,
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
@@ -148,6 +152,7 @@ def build(
         tuning=tuning.wish,
         gates=tuning.gates,
         repairs=repairs or None,
+        scheduler=scheduler,
         settings=settings(),
     )
     say_lines(to_screen(report, verbose=calibration.verbose))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import sections
+from deploy.commands.cluster import cluster_options
 from deploy.commands.feeding import compared, fed
 from deploy.commands.model import model_from, model_options
 from deploy.commands.observed import end, tell
@@ -25,6 +26,7 @@ from deploy.terminal import say
 
 if TYPE_CHECKING:
     from deploy.calibration.reuse import CachePolicy
+    from deploy.cluster.options import Cluster
     from deploy.targets import Target
 
 
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 @model_options
 @feed_options
 @calibration_options
+@cluster_options
 @json_option
 def calibrate(
     model: Path,
@@ -67,6 +70,7 @@ def calibrate(
     weights: Path | None,
     images: ImageOptions,
     calibration: CalibrationOptions,
+    scheduler: Cluster | None,
     json_path: Path | None,
 ) -> None:
     """Calibrate MODEL on images and write the calibration cache.
@@ -79,6 +83,7 @@ def calibrate(
         --method entropy-tensorrt --batch-size 8
       calib8 calibrate model.onnx --calibrator-script old.py:make_calibrator --target tensorrt
       calib8 calibrate model.onnx --images photos/ --shard 2/3 -o b.shard
+      calib8 calibrate model.onnx --images /mnt/photos --scheduler tcp://host:8786
 
     The cache is TensorRT's text format; beside it stand its fingerprint (.json) and the
     statistics (.npz), with which another --method needs no second run. `build` with the same
@@ -109,6 +114,7 @@ def calibrate(
         limit=limit,
         threads=images.threads,
         float_nodes=calibration.keep_float,
+        scheduler=scheduler,
     )
     if shard is not None:
         keep_shard(found, path)

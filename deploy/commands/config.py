@@ -22,7 +22,9 @@ from deploy.manifest import NAME, SETTINGS
 
 _HEAD = "# The options of a build: calib8 {} --config {}"
 _APART = frozenset(("config", "force", "help"))  # of one run alone
-_UNSAID = frozenset(("out", "threads", "verbose", "quiet", "json"))  # of no weight for the build
+_UNSAID = frozenset(
+    ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
+)  # of no weight for the build
 _META = "calib8.asked"
 
 config_option = option(

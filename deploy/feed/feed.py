@@ -27,6 +27,7 @@ from deploy.feed.images import shown
 from deploy.feed.loaders import called, items_of, pictured
 from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
+from deploy.feed.posted import Posted, posted
 from deploy.feed.preprocess import Asked, Preprocess, describe
 from deploy.feed.raw import RawFiles, as_arrays, as_pictures, refuse_others
 from deploy.feed.share import Share, share_of
@@ -173,6 +174,67 @@ class Feed:
             )
         return (*self._notes, *extra)
 
+    @property
+    def by_turns(self) -> bool:
+        """Whether a sample can only be read after those before it, as a video's frames."""
+        return isinstance(self._source, VideoSource)
+
+    def share_of(self, shard: tuple[int, int]) -> Share:
+        """What a shard (its number from 1, of how many) has of this feed.
+
+        Raises:
+            ConfigError: the model fixes a batch.
+            FeedError: there are more shards than samples.
+        """
+        names = [self._source.sample_name(index) for index in self._chosen]
+        return _share(shard, names, self.batch)
+
+    def part(self, share: Share) -> Feed:
+        """A share of this feed, as a feed of its own."""
+        return Feed(
+            self._source,
+            self._of(share),
+            kind=self._kind,
+            batch=self.batch,
+            preprocess=self.preprocess,
+            skip_bad=self._skip_bad,
+            notes=(),
+            share=share,
+        )
+
+    def posted(self, share: Share) -> list[Posted]:
+        """The samples of a share, read to be sent to another machine."""
+        return posted(self._source, self._of(share))
+
+    def glance(self, place: int) -> None:
+        """Read one sample for its digest.
+
+        Raises:
+            FeedError: it cannot be read, unless `skip_bad`.
+        """
+        self._hash(self._chosen[place])
+
+    def seen_elsewhere(
+        self, share: Share, digests: Iterable[str], skipped: Mapping[int, str]
+    ) -> None:
+        """Take what a pass over a share found on another machine.
+
+        Args:
+            share: of this feed.
+            digests: sha256 (hex) of its samples in their order.
+            skipped: place in the whole -> why the sample there was left out.
+
+        Raises:
+            Changed: a sample was another one here.
+        """
+        for index, digest in zip(self._of(share), digests, strict=True):
+            self._seen.note(index, bytes.fromhex(digest), self._source.told(index))
+        self._skipped |= {self._chosen[place]: why for place, why in skipped.items()}
+        self.decodes += len(share.places) - len(skipped)
+
+    def _of(self, share: Share) -> list[int]:
+        return [self._chosen[place] for place in share.places]
+
     def samples(self) -> Stream[Sample]:
         """A stream of input name -> array, first dimension `batch`, in the feed's order.
 
@@ -239,6 +301,16 @@ class Feed:
         chosen = frozenset(_evenly(good, most))
         yield from (sample for _, sample in self._singles(only=chosen))
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """What is known before a sample is read, as plain JSON."""
+        return {
+            "kind": self._kind,
+            "batch": self.batch,
+            "skip_bad": self._skip_bad,
+            "preprocess": self.preprocess.to_json() if self.preprocess else None,
+        }
+
     def manifest(self) -> dict[str, Any]:
         """What was fed, as plain JSON.
 
@@ -259,13 +331,10 @@ class Feed:
         digests = self._seen.of(self._chosen)
         ordered = combined(digests)
         return {
-            "kind": self._kind,
+            **self.form,
             "count": len(self._chosen),
-            "batch": self.batch,
-            "skip_bad": self._skip_bad,
             "sha256": combined(sorted(digests)) if self.batch == 1 else ordered,
             "ordered_sha256": ordered,
-            "preprocess": self.preprocess.to_json() if self.preprocess else None,
         }
 
     def digests(self, number: int) -> tuple[str, ...]:

@@ -61,12 +61,17 @@ def called(path: str) -> object | None:
         ConfigError: there is no such file or function.
         FeedError: it failed.
     """
-    file, _, name = path.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier() or Path(path).exists():
+    if not names_loader(path):
         return None
     function = load_function(path, what="a loader", form=_FORM, error=FeedError)
     with users_errors(f"the loader {path}", error=FeedError):
         return _not_none(function(), path)
+
+
+def names_loader(path: str) -> bool:
+    """Whether a path is of the form `loader.py:function`."""
+    file, _, name = path.rpartition(":")
+    return file.endswith(".py") and name.isidentifier() and not Path(path).exists()
 
 
 def _not_none(given: object, path: str) -> object:

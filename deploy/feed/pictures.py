@@ -44,7 +44,18 @@ class ImageSource:
         Raises:
             FeedError: the file cannot be read; (when decoding) it is no whole picture.
         """
-        data = images.read(self.pictures[index])
+        return self.raw(index, self.read(index))
+
+    def read(self, index: int) -> bytes:
+        """The file's bytes.
+
+        Raises:
+            FeedError: it cannot be read.
+        """
+        return images.read(self.pictures[index])
+
+    def raw(self, index: int, data: bytes) -> Raw:
+        """The same of bytes that were read before."""
         return Raw(
             bytes_digest(data),
             lambda: self._decoded(index, data),
