@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deploy.benchmark import bench as bench
     from deploy.calibration.reuse import CachePolicy as CachePolicy
     from deploy.calibration.search import Method as Method
+    from deploy.cluster.options import Cluster as Cluster
     from deploy.errors import BackendError as BackendError
     from deploy.errors import CacheError as CacheError
     from deploy.errors import Calib8Error as Calib8Error
@@ -57,6 +58,7 @@ __all__ = [  # noqa: RUF022 (in the order of a user's work)
     "Choice",
     "Method",
     "CachePolicy",
+    "Cluster",
     "Tuning",
     "Gates",
     # for what
@@ -82,6 +84,7 @@ _HOMES = {
     "deploy.benchmark": ("bench",),
     "deploy.calibration.reuse": ("CachePolicy",),
     "deploy.calibration.search": ("Method",),
+    "deploy.cluster.options": ("Cluster",),
     "deploy.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "deploy.feed.choice": ("Choice",),
     "deploy.feed.preprocess": ("Preprocess",),

@@ -1,12 +1,16 @@
-"""A client of dask's scheduler: opened, asked and closed without a hang, its failures one sentence."""
+"""A client of dask's scheduler: opened, asked and closed without a hang; one sentence if not."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.errors import BackendError, SdkMissingError, first_line
 from deploy.progress import phase
@@ -15,7 +19,10 @@ if TYPE_CHECKING:
     from distributed import Client
 
 CONNECT_S = 10.0  # until the scheduler must have answered
+ANSWER_S = 30.0  # until a busy one must have, later
 _CLOSE_S = 5.0  # for taking leave
+LATE = (TimeoutError, asyncio.TimeoutError, FutureTimeout)  # one and the same from Python 3.11 on
+T = TypeVar("T")
 
 
 @contextmanager
@@ -31,14 +38,41 @@ def connected(address: str) -> Iterator[Client]:
         try:
             with client.as_current():
                 yield client
-        except (OSError, TimeoutError) as error:  # dask's own, of a connection that is gone
+        except (OSError, *LATE) as error:  # dask's own, of a connection that is gone
             raise BackendError(
                 f"the scheduler {address} must answer until the end, got: {first_line(error)}; see"
                 " to it and run again"
             ) from error
         finally:
             with suppress(Exception):
-                client.close(timeout=_CLOSE_S)
+                within(_CLOSE_S, client.close)
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What a call gives, which is left to itself where it takes longer.
+
+    Dask waits for the first words of whatever listens at an address, and for the answer of a
+    scheduler that is frozen, without an end.
+
+    Raises:
+        TimeoutError: it takes longer.
+        Exception: what the call raised.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="calib8 scheduler", daemon=True).start()
+    try:
+        return done.result(seconds)
+    except LATE as error:
+        if done.done():
+            raise
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from error
 
 
 def _opened(address: str) -> Client:
@@ -49,10 +83,14 @@ def _opened(address: str) -> Client:
             "a scheduler is spoken to by dask.distributed, which is not installed; pip install"
             " 'calib8[dask]'"
         ) from error
+
+    def client() -> Client:
+        return Client(address, timeout=CONNECT_S, set_as_default=False)
+
     try:
         with phase("scheduler"):
-            return Client(address, timeout=CONNECT_S, set_as_default=False)
-    except (OSError, TimeoutError, ValueError, ImportError, RuntimeError) as error:
+            return within(CONNECT_S, client)
+    except Exception as error:
         raise BackendError(
             f"a dask scheduler must answer at {address} within {CONNECT_S:.0f} s, got:"
             f" {first_line(error)}; start `dask scheduler` there, or correct the address, such as"

@@ -6,8 +6,6 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from calibrators.statistics import Statistic
 from deploy.calibration import versions
@@ -22,16 +20,13 @@ from deploy.feed.preprocess import Preprocess
 from deploy.feed.raw import RawFiles
 from deploy.tensors import TensorSpec
 
-if TYPE_CHECKING:
-    from deploy.frontends import LoadedModel
-
 Paths = str | RawFiles | tuple[str, ...]
 Versions = Mapping[str, str | int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tapped:
-    """An observation as it is sent: its variant by the key, the layer that wants it for an error."""
+    """An observation as it is sent: its variant by the key; `whose` is for an error."""
 
     variant: str
     tensor: str
@@ -150,12 +145,11 @@ def _paths(images: Sequence[object]) -> tuple[str, ...]:
 
 def _path_of(subject: Subject, wanted: Sequence[Observation]) -> str:
     """Path of the model's file; "" where what is run is not what a worker makes of it."""
+    source = subject.source
     as_read = not subject.repairs and {o.variant.key for o in wanted} == {FOLDED}
-    return os.path.abspath(subject.source) if as_read and _is_onnx(subject.loaded) else ""
-
-
-def _is_onnx(loaded: LoadedModel) -> bool:
-    return isinstance(loaded.source, Path) and loaded.source.suffix.lower() == ".onnx"
+    if source is None or not as_read or source.suffix.lower() != ".onnx":
+        return ""
+    return os.path.abspath(source)
 
 
 def _held(wanted: Sequence[Observation]) -> dict[str, bytes]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, did_you_mean
 
+_ADDRESS = re.compile(r"((tcp|tls|ws|wss)://)?([^\s/:\[\]]+|\[[0-9a-fA-F:.%\w]+\]):[0-9]{1,5}")
 SENDS = ("nothing", "model", "images", "all")
 RETRIES = 2
 
@@ -23,7 +25,7 @@ class Cluster:
         threads: of one piece, on its worker.
 
     Raises:
-        ConfigError: a number out of its range, or another word.
+        ConfigError: what is no address, a number out of its range, or another word.
     """
 
     address: str
@@ -33,8 +35,11 @@ class Cluster:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        if not self.address.strip():
-            raise ConfigError("a scheduler has an address, such as tcp://host:8786, got none")
+        if not _ADDRESS.fullmatch(self.address):
+            raise ConfigError(
+                "a scheduler's address is host:port, or tcp://host:port (tls, ws, wss), got"
+                f" {self.address!r}; `dask scheduler` says its own when it starts"
+            )
         if self.send not in SENDS:
             way_out = did_you_mean(self.send, SENDS, f"give one of {', '.join(SENDS)}")
             raise ConfigError(

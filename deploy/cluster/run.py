@@ -3,8 +3,8 @@
 ::
 
     shares left --submit, two a thread--> running --done--> Gathering
-         ^                                   |
-         '---- dask itself: its worker is lost, or the system failed it ----'
+         ^                                  |
+         '---- dask: its worker is lost; calib8: the system failed it --'
 
 So few pieces are under way that neither the scheduler nor a cancelled run holds many of them.
 """
@@ -22,11 +22,11 @@ from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.peaks import Peaks
 from deploy.calibration.subject import Subject
 from deploy.cluster import work
-from deploy.cluster.connect import connected
+from deploy.cluster.connect import ANSWER_S, LATE, connected, within
 from deploy.cluster.gather import Gathering
-from deploy.cluster.job import Job, job_of
+from deploy.cluster.job import Job, job_of, versions_here
 from deploy.cluster.options import Cluster
-from deploy.errors import BackendError, Calib8Error, first_line
+from deploy.errors import BackendError, first_line
 from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource
 from deploy.feed.share import Share
@@ -123,6 +123,7 @@ class Run:
         self._feed = feed
         self._held: Future | None = None
         self._running: dict[Future, Share] = {}
+        self._tries: Counter[Share] = Counter()
         self._there: Mapping[str, int] = {}
         self._looked = self._alone = time.monotonic()
         self._all: set[str] = set()
@@ -137,20 +138,32 @@ class Run:
         with phase("workers"):
             while not self._look():
                 time.sleep(TICK_S / 4)
-            here = self._client.run(
-                work.versions_here, str(self._feed.form["kind"]), on_error="return"
-            )
-        for address, found in here.items():
-            if isinstance(found, BaseException):
-                raise BackendError(
-                    f"the worker {address} must have calib8 of this version, got:"
-                    f" {first_line(found)}; pip install it there"
-                )
-            if others := work.differing(self._job.versions, found):
-                raise BackendError(
-                    f"all machines must have the same versions, the worker {address} {others}"
-                )
+            for machine, found in self._versions().items():
+                self._refuse_other(machine, found)
         return self._there
+
+    def _versions(self) -> Mapping[str, object]:
+        """Of the scheduler, which reads what it passes on, and each worker; or the error."""
+        kind = self._job.kind
+        found: dict[str, object] = {}
+        try:
+            here = within(ANSWER_S, lambda: self._client.run_on_scheduler(versions_here, kind))
+            found["the scheduler"] = {"calib8": here["calib8"]}  # the rest is for the workers
+        except (ImportError, AttributeError) as error:
+            found["the scheduler"] = error
+        workers = within(ANSWER_S, lambda: self._client.run(versions_here, kind, on_error="return"))
+        return found | {f"the worker {address}": one for address, one in workers.items()}
+
+    def _refuse_other(self, machine: str, found: object) -> None:
+        ours = self._job.versions
+        if isinstance(found, Exception):
+            raise BackendError(
+                f"{machine} must have calib8 {ours['calib8']}, got: {first_line(found)}; pip"
+                " install it there"
+            )
+        assert isinstance(found, dict)
+        if others := work.differing({name: ours[name] for name in found}, found):
+            raise BackendError(f"all machines must have the same versions, {machine} {others}")
 
     def pieces(self, shares: Iterator[Share]) -> Iterator[tuple[Share, str, bytes]]:
         """(share, its worker, bytes of its shard) of each, as they are done.
@@ -170,12 +183,10 @@ class Run:
         """Have nothing of the job left on the workers."""
         futures = [*self._running, *([] if self._held is None else [self._held])]
         if self._running:
+            key, client = self._job.key, self._client
             with suppress(Exception):
-                self._client.cancel(futures, force=True)
-            with suppress(Exception):
-                self._client.run(
-                    work.stop, self._job.key, on_error="ignore", callback_timeout=_STOP_S
-                )
+                within(_STOP_S, lambda: client.cancel(futures, force=True))
+                within(_STOP_S, lambda: client.run(work.stop, key, on_error="ignore"))
         self._running = {}
         self._held = None
 
@@ -196,7 +207,7 @@ class Run:
         if self._there and now - self._looked < TICK_S:
             return True
         self._looked = now
-        there = self._client.nthreads()
+        there = within(ANSWER_S, self._client.nthreads)
         for address in set(self._there) - set(there):
             self.lost.append(address)
             tell(f"the worker {address} is lost; what it did is done elsewhere")
@@ -222,8 +233,7 @@ class Run:
             self._held,
             share,
             samples,
-            key=f"{self._job.key}-{share.number}",
-            retries=self._cluster.retries,
+            key=f"{self._job.key}-{share.number}-{self._tries[share]}",
             pure=False,
         )
         self._running[future] = share
@@ -231,33 +241,45 @@ class Run:
     def _done(self) -> Iterator[tuple[Share, str, bytes]]:
         from distributed import wait
 
-        with suppress(TimeoutError):
+        with suppress(*LATE):
             wait(list(self._running), timeout=TICK_S, return_when="FIRST_COMPLETED")
         for future in [one for one in self._running if one.status != "pending"]:
             try:
-                worker, data = self._result(future)
-            except TimeoutError:  # its worker went before it was fetched: it is made again
+                worker, found = self._result(future)
+            except LATE:  # its worker went before it was fetched: it is made again
                 continue
             share = self._running.pop(future)
-            if isinstance(data, Calib8Error):
-                raise data
-            yield share, worker, data
+            if isinstance(found, work.Failure):
+                self._again(share, found)
+            else:
+                yield share, worker, found
 
-    def _result(self, future: Future) -> tuple[str, bytes | Calib8Error]:
+    def _again(self, share: Share, failure: work.Failure) -> None:
+        """Try a piece once more.
+
+        Raises:
+            Calib8Error: it was tried often enough, or would fail again.
+        """
+        if not failure.may_pass or self._tries[share] >= self._cluster.retries:
+            raise failure.error
+        self._tries[share] += 1
+        self._submit(share)
+
+    def _result(self, future: Future) -> tuple[str, bytes | work.Failure]:
         share = self._running[future]
-        if future.status == "cancelled" or future.status == "lost":
+        if future.status in ("cancelled", "lost"):
             raise BackendError(
                 f"the scheduler {self._cluster.address} must keep what it was given, got piece"
                 f" {share} taken away, as by a restart of it; run again"
             )
         try:
-            found: tuple[str, bytes | Calib8Error] = future.result(timeout=10 * TICK_S)
-        except (TimeoutError, Calib8Error):
+            found: tuple[str, bytes | work.Failure] = future.result(timeout=10 * TICK_S)
+        except LATE:
             raise
-        except Exception as error:
+        except Exception as error:  # of dask: several workers died of it, or it does not load there
             raise BackendError(
-                f"piece {share} failed {self._cluster.retries + 1} times, or with its worker, the"
-                f" last time by {type(error).__name__}: {first_line(error)}; see the worker's log,"
-                " or use more --pieces"
+                f"the workers must survive their pieces, got {type(error).__name__} of piece"
+                f" {share}: {first_line(error)}; see the workers' logs, use more --pieces, or give"
+                " the workers more memory"
             ) from error
         return found

@@ -5,15 +5,17 @@
     observe_piece --> the versions of the client? --> model, from the path or the bytes
                   --> this piece of the images -----> observe, as one machine does --> bytes
 
-An error of calib8 is given back as a value, since it would come again on every other worker; one of
-the system (a share that does not answer, no memory) is raised, so that dask tries again.
+An error of calib8 would come again on every other worker; one of the system (a share that does not
+answer, no memory) may not, so that the client tries again.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from deploy.calibration.observation import Observation, Observed, Variant
@@ -22,7 +24,7 @@ from deploy.calibration.peaks import Peaks
 from deploy.calibration.shards import shard_of
 from deploy.calibration.subject import FOLDED
 from deploy.cluster.job import Job, Versions, versions_here
-from deploy.errors import BackendError, Calib8Error, FeedError, ModelError
+from deploy.errors import BackendError, Calib8Error, FeedError, ModelError, first_line
 from deploy.feed.feed import Feed, Sample, open_feed
 from deploy.feed.posted import Posted, PostedSource
 from deploy.feed.share import Share
@@ -31,6 +33,7 @@ from deploy.frontends import load
 if TYPE_CHECKING:
     import onnx
 
+_LOG = logging.getLogger("distributed.worker")
 _stopped: set[str] = set()  # keys of jobs whose pieces are to end
 _opened = threading.local()  # the feed that this thread of the worker opened last
 
@@ -49,9 +52,22 @@ def stop(key: str) -> None:
     _stopped.add(key)
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there is no shard.
+
+    Attributes:
+        error: with the worker named.
+        may_pass: whether the system is behind it, so that another try may succeed.
+    """
+
+    error: Calib8Error
+    may_pass: bool
+
+
 def observe_piece(
     job: Job, share: Share, samples: Sequence[Posted] | None
-) -> tuple[str, bytes | Calib8Error]:
+) -> tuple[str, bytes | Failure]:
     """Observe a share of the images.
 
     Args:
@@ -60,19 +76,19 @@ def observe_piece(
         samples: these, where they are sent.
 
     Returns:
-        Name of the worker, and the bytes of a shard, or why there are none.
-
-    Raises:
-        Calib8Error: the system failed it, which may pass.
+        Name of the worker; and the bytes of a shard, or why there are none. An error is a value,
+        since dask waits for ever for one whose traceback does not pickle.
     """
     worker = _name()
     try:
         return worker, _observed(job, share, samples)
     except Calib8Error as error:
         named = type(error)(f"the worker {worker}: {error}")
-        if _may_pass(error):
-            raise named from error
-        return worker, named
+        return worker, Failure(named, _may_pass(error))
+    except Exception as error:
+        _LOG.exception("calib8: piece %s", share)
+        said = f"the worker {worker}: {type(error).__name__}: {first_line(error)}; see its log"
+        return worker, Failure(BackendError(said), may_pass=True)
 
 
 def differing(client: Versions, here: Versions) -> str:
@@ -86,7 +102,7 @@ def _observed(job: Job, share: Share, samples: Sequence[Posted] | None) -> bytes
     if others := differing(job.versions, versions_here(job.kind)):
         raise BackendError(f"all machines must have the same versions, this one {others}")
     models = _models(job)
-    variants = {key: Variant(key, lambda _, own=model: own) for key, model in models.items()}
+    variants = {key: Variant(key, partial(_given, model)) for key, model in models.items()}
     wanted = [Observation(variants[t.variant], t.tensor, t.statistic, t.whose) for t in job.taps]
     feed = _shared(job, share) if samples is None else _sent(job, share, samples)
     peaks = Peaks()
@@ -100,6 +116,11 @@ def _observed(job: Job, share: Share, samples: Sequence[Posted] | None) -> bytes
             raise
         peaks = Peaks()  # all of these were skipped, which is for the whole to judge
     return shard_of(feed, job.identities, peaks, found)
+
+
+def _given(model: onnx.ModelProto, known: Observed) -> onnx.ModelProto:
+    """A variant that the client made, or that is the model itself."""
+    return model
 
 
 def _models(job: Job) -> Mapping[str, onnx.ModelProto]:

@@ -1,4 +1,4 @@
-"""Samples on their way to another machine: pictures as the bytes of their files, others as arrays."""
+"""Samples on their way to another machine: pictures as their files' bytes, others as arrays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ from deploy.tensors import Array, TensorSpec
 class Readable(Protocol):
     """Random access to samples of batch 1, and how they are called."""
 
-    def sample_name(self, index: int) -> str: ...
+    def sample_name(self, index: int) -> str:
+        """Its name."""
+        ...
 
-    def told(self, index: int) -> str: ...
+    def told(self, index: int) -> str:
+        """What it is called in a message."""
+        ...
 
-    def load(self, index: int) -> Raw: ...
+    def load(self, index: int) -> Raw:
+        """What was read."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

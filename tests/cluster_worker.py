@@ -1,0 +1,40 @@
+"""Preloaded by the workers of tests/test_cluster.py: a real worker that dies, fails or is slow.
+
+Each sample that a piece runs is a line in `$CALIB8_TEST/samples`. Files there, written by a test:
+`die-NAME` has the worker of this name kill itself, `fail` has one piece fail once, `slow` has every
+sample take 50 ms.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from deploy.cluster import work
+
+FOLDER = Path(os.environ["CALIB8_TEST"])
+_real = getattr(work, "_unwatched", work._until_stopped)  # dask loads this file twice
+work._unwatched = _real
+_name = ""
+
+
+def dask_setup(worker):
+    global _name
+    _name = worker.name
+
+
+def watched(samples, key):
+    for number, sample in enumerate(_real(samples, key)):
+        with (FOLDER / "samples").open("a") as file:
+            file.write(f"{_name} {key}\n")
+        if number == 1 and (FOLDER / f"die-{_name}").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (FOLDER / "fail").exists():
+            (FOLDER / "fail").unlink()
+            raise OSError("the share does not answer")
+        if (FOLDER / "slow").exists():
+            time.sleep(0.05)
+        yield sample
+
+
+work._until_stopped = watched
