@@ -44,8 +44,8 @@ class Row:
     worker: float
 
 
-def pictures(folder: Path, count: int) -> Path:
-    """A list of the demo's own pictures, each again and again with noise of its own."""
+def pictures(folder: Path, count: int) -> list[str]:
+    """Names of the demo's own pictures, each again and again with noise of its own."""
     rng = np.random.default_rng(5)
     own = [
         cv2.imread(str(p), cv2.IMREAD_GRAYSCALE) for p in sorted((DATA / "calib").rglob("*.png"))
@@ -57,9 +57,7 @@ def pictures(folder: Path, count: int) -> Path:
         made = np.clip(own[number % len(own)] + noise, 0, 255).astype(np.uint8)
         names.append(f"pictures/{number:06}.png")
         cv2.imwrite(str(folder / names[-1]), made)
-    listed = folder / "list.txt"
-    listed.write_text("".join(f"{name}\n" for name in names))
-    return listed
+    return names
 
 
 @contextmanager
@@ -88,11 +86,11 @@ def cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def client(folder: Path, listed: Path, count: int, words: list[str]) -> tuple[float, float, float]:
+def client(folder: Path, listed: Path, words: list[str]) -> tuple[float, float, float]:
     """(wall, CPU, peak memory) of one calibration."""
     command = [
         sys.executable, "-m", "deploy", "calibrate", str(DATA / "fashion.onnx"), "--images",
-        str(listed), "--mean", "0.5", "--std", "0.5", "--limit", str(count), "--quiet", "--refresh",
+        str(listed), "--mean", "0.5", "--std", "0.5", "--quiet", "--refresh",
         "-o", str(folder / "out.cache"), *words,
     ]  # fmt: skip
     began = time.perf_counter()
@@ -107,7 +105,7 @@ def client(folder: Path, listed: Path, count: int, words: list[str]) -> tuple[fl
 def measured(folder: Path, listed: Path, count: int, workers: int) -> Row:
     """One row; of no worker, one process with one thread."""
     if not workers:
-        return Row(count, 0, *client(folder, listed, count, ["--threads", "1"]), 0.0)
+        return Row(count, 0, *client(folder, listed, ["--threads", "1"]), 0.0)
     with ExitStack() as stack:
         file = folder / "scheduler.json"
         file.unlink(missing_ok=True)
@@ -126,9 +124,11 @@ def measured(folder: Path, listed: Path, count: int, workers: int) -> Row:
             str(folder),
         )
         there = [stack.enter_context(dask(folder, *words)) for _ in range(workers)]
-        client(folder, listed, 8 * workers, ["--scheduler", address])  # libraries are loaded
+        client(
+            folder, listed, ["--scheduler", address, "--limit", str(8 * workers)]
+        )  # libraries are loaded
         before = sum(cpu(one.pid) for one in there)
-        wall, own, memory = client(folder, listed, count, ["--scheduler", address])
+        wall, own, memory = client(folder, listed, ["--scheduler", address])
         spent = sum(cpu(one.pid) for one in there) - before
         largest = max(peak(one.pid) for one in there)
     return Row(count, workers, wall, own + spent, memory, largest)
@@ -143,8 +143,10 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="calib8-dask-") as place:
         folder = Path(place)
-        listed = pictures(folder, asked.images)
+        names = pictures(folder, asked.images)
+        listed = folder / "list.txt"
         for count in (asked.images // 10, asked.images):
+            listed.write_text("".join(f"{name}\n" for name in names[:count]))
             known: list[bytes] = []
             first = 0.0
             for workers in (0, *asked.workers):

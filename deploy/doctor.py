@@ -16,6 +16,7 @@ from deploy.version import __version__
 # package -> what it is for, and what brings it
 _OPTIONAL = {
     "torch": ("trace, fuse and export PyTorch models", "pip install '.[torch]'"),
+    "distributed": ("calibrate on the workers of a dask scheduler", "pip install '.[dask]'"),
     "openvino": ("run models in OpenVINO beside ONNX Runtime", "pip install '.[openvino]'"),
 }
 

@@ -19,7 +19,16 @@ def test_a_machine_without_sdks_is_told_what_to_install(run, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 0
     lines = {line.split()[1]: line for line in out.splitlines()}
-    assert {"calib8", "counting", "packages", "CPU", *TARGETS, "torch", "openvino"} == set(lines)
+    assert {
+        "calib8",
+        "counting",
+        "packages",
+        "CPU",
+        *TARGETS,
+        "torch",
+        "distributed",
+        "openvino",
+    } == set(lines)
     assert lines["onnxruntime"].startswith("+") and "ONNX Runtime 1." in lines["onnxruntime"]
     assert lines["tensorrt"].startswith("-") and "pip install" in lines["tensorrt"]
     assert "`atc` (CANN) is not on the PATH" in lines["ascend"]
