@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -111,6 +112,14 @@ def calibrated(run, small_cnn, pictures, tmp_path):
     return done
 
 
+def refused(run, model, images, cluster, path, *words):
+    code, _, err = run(
+        "calibrate", model, "--images", images, "-o", path, "--scheduler", cluster.address, *words
+    )
+    assert code == 1 and not path.exists()
+    return err
+
+
 def contents(cache):
     return [path.read_bytes() for path in files(cache)]
 
@@ -177,6 +186,26 @@ def test_an_interrupt_ends_the_pieces_on_the_workers(cluster, small_cnn, picture
     assert len(cluster.samples()) < 2000  # of which each takes 50 ms
 
 
+def test_a_scheduler_that_is_lost_is_a_sentence(run, small_cnn, pictures, tmp_path):
+    file = tmp_path / "scheduler.json"
+    words = ("--host", "127.0.0.1", "--port", 0, "--no-dashboard", "--scheduler-file", file)
+    with started(tmp_path, "scheduler", *words) as lost:
+        until(lambda: file.exists() and file.stat().st_size, "the scheduler")
+        found = Scheduler(tmp_path)
+        found.tell("slow")
+
+        def kill():
+            until(found.samples, "the first sample")
+            lost.kill()
+
+        killer = threading.Thread(target=kill)
+        with worker(tmp_path, found.address, "dan"):
+            killer.start()
+            err = refused(run, small_cnn, pictures, found, tmp_path / "x.cache", "--pieces", 1)
+            killer.join()
+    assert f"the scheduler {found.address} must" in err
+
+
 def test_build_observes_there_too(cluster, run, small_cnn, pictures, tmp_path):
     words = ("--images", pictures, "--effort", 0, "--duration", 0)
     assert run("build", small_cnn, *words, "--out", tmp_path / "one")[0] == 0
@@ -220,14 +249,6 @@ def test_files_of_arrays_are_read_by_their_path(cluster, calibrated, tmp_path):
     calibrated("one.cache", images=tmp_path / "rows.npy")
     calibrated("all.cache", "--scheduler", cluster.address, images=tmp_path / "rows.npy")
     assert contents(tmp_path / "all.cache") == contents(tmp_path / "one.cache")
-
-
-def refused(run, model, images, cluster, path, *words):
-    code, _, err = run(
-        "calibrate", model, "--images", images, "-o", path, "--scheduler", cluster.address, *words
-    )
-    assert code == 1 and not path.exists()
-    return err
 
 
 @pytest.mark.parametrize(
@@ -310,7 +331,6 @@ def test_somebody_else_there_is_a_sentence(words, hasty, small_cnn, pictures):
     from deploy import calibrate
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        import threading
 
         def answer():
             with server.accept()[0] as other:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 CONNECT_S = 10.0  # until the scheduler must have answered
 ANSWER_S = 30.0  # until a busy one must have, later
-_CLOSE_S = 5.0  # for taking leave
+_CLOSE_S = 2.0  # for taking leave
+_LOUD = ("distributed", "tornado", "asyncio")
 LATE = (TimeoutError, asyncio.TimeoutError, FutureTimeout)  # one and the same from Python 3.11 on
 T = TypeVar("T")
 
@@ -75,17 +76,20 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         raise TimeoutError(f"no answer within {seconds:.0f} s") from error
 
 
-def _opened(address: str) -> Client:
+def _import() -> Any:
     try:
-        from distributed import Client
+        import distributed
     except ImportError as error:
         raise SdkMissingError(
             "a scheduler is spoken to by dask.distributed, which is not installed; pip install"
             " 'calib8[dask]'"
         ) from error
+    return distributed
 
+
+def _opened(address: str) -> Client:
     def client() -> Client:
-        return Client(address, timeout=CONNECT_S, set_as_default=False)
+        return _import().Client(address, timeout=CONNECT_S, set_as_default=False)
 
     try:
         with phase("scheduler"):
@@ -101,8 +105,10 @@ def _opened(address: str) -> Client:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Dask's own words of what becomes a sentence here, and of large models, are not shown."""
-    loggers = [logging.getLogger(name) for name in ("distributed", "tornado", "asyncio")]
-    before: list[Any] = [one.level for one in loggers]
+    _import()  # which sets the levels of its loggers
+    known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOUD]
+    loggers = [logging.getLogger(name) for name in known]
+    before = [one.level for one in loggers]
     try:
         for one in loggers:
             one.setLevel(logging.CRITICAL + 1)

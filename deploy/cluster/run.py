@@ -178,6 +178,7 @@ class Run:
             while left and len(self._running) < _AHEAD * max(1, sum(self._there.values())):
                 self._submit(left.popleft())
             yield from self._done()
+        self._look(anew=True)
 
     def end(self) -> None:
         """Have nothing of the job left on the workers."""
@@ -197,14 +198,14 @@ class Run:
         lost = f"lost on the way, what they did was done elsewhere: {', '.join(self.lost)}"
         return (f"{by} of {self._cluster.address}", *((lost,) if self.lost else ()))
 
-    def _look(self) -> bool:
-        """See who is there, now and then; whether anybody is.
+    def _look(self, *, anew: bool = False) -> bool:
+        """See who is there, now and then, or in any case; whether anybody is.
 
         Raises:
             BackendError: nobody has been for long.
         """
         now = time.monotonic()
-        if self._there and now - self._looked < TICK_S:
+        if not anew and self._there and now - self._looked < TICK_S:
             return True
         self._looked = now
         there = within(ANSWER_S, self._client.nthreads)
@@ -241,8 +242,12 @@ class Run:
     def _done(self) -> Iterator[tuple[Share, str, bytes]]:
         from distributed import wait
 
-        with suppress(*LATE):
+        try:
             wait(list(self._running), timeout=TICK_S, return_when="FIRST_COMPLETED")
+        except LATE:
+            pass
+        except Exception as error:  # all that it waits for was cancelled
+            raise self._taken(first_line(error)) from error
         for future in [one for one in self._running if one.status != "pending"]:
             try:
                 worker, found = self._result(future)
@@ -268,10 +273,7 @@ class Run:
     def _result(self, future: Future) -> tuple[str, bytes | work.Failure]:
         share = self._running[future]
         if future.status in ("cancelled", "lost"):
-            raise BackendError(
-                f"the scheduler {self._cluster.address} must keep what it was given, got piece"
-                f" {share} taken away, as by a restart of it; run again"
-            )
+            raise self._taken(f"piece {share} taken away")
         try:
             found: tuple[str, bytes | work.Failure] = future.result(timeout=10 * TICK_S)
         except LATE:
@@ -283,3 +285,9 @@ class Run:
                 " the workers more memory"
             ) from error
         return found
+
+    def _taken(self, what: str) -> BackendError:
+        return BackendError(
+            f"the scheduler {self._cluster.address} must keep what it was given, got: {what}; it"
+            " was restarted, or lost: run again"
+        )
