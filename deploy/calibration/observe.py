@@ -20,7 +20,7 @@ known needs something itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -32,12 +32,11 @@ from numpy.typing import NDArray
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
 from calibrators.statistics import Batched, Recorder
+from deploy.calibration.blocked import tapped
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
 from deploy.errors import BackendError, FeedError
 from deploy.feed.parallel import Sample, in_order
-from deploy.graph.edit import with_outputs
-from deploy.ort import OrtSession
 from deploy.progress import phase
 
 Progress = Callable[[], None]
@@ -229,7 +228,8 @@ def _lines(observations: list[Observation], known: Observed) -> list[_Line]:
         readers: dict[str, list[Observation]] = {}
         for observation in own:
             readers.setdefault(observation.tensor, []).append(observation)
-        tap = Tap(variant.make(known), list(readers))
+        loose = [t for t, read in readers.items() if not any(o.statistic.ordered for o in read)]
+        tap = Tap(variant.make(known), list(readers), in_any_order=loose)
         lines.append(_Line(variant.key, tap, readers, _limit(own)))
     return lines
 
@@ -238,25 +238,32 @@ class Tap:
     """A model whose inner tensors can be read: a session with them as outputs."""
 
     def __init__(
-        self, model: onnx.ModelProto, tensors: list[str], *, threads: int | None = 1
+        self,
+        model: onnx.ModelProto,
+        tensors: list[str],
+        *,
+        threads: int | None = 1,
+        in_any_order: Collection[str] = (),
     ) -> None:
         self._inputs = {i.name for i in model.graph.input}
         self._fed = [name for name in tensors if name in self._inputs]
         self._made = [name for name in tensors if name not in self._inputs]
-        self._session = OrtSession.open(
-            with_outputs(model, self._made), threads=threads, spin=False
-        )
+        self._open = tapped(model, self._made, threads=threads, in_any_order=in_any_order)
 
     def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; gives each watched tensor's name and value."""
+        """Run one sample; gives each watched tensor's name and value, or its values in any order."""
         try:
-            values = self._session.run(sample)
+            values = self._open.session.run(sample)
         except BackendError as error:
             raise BackendError(f"could not run a sample: {error}") from error
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
-        for name in self._made:
-            yield name, values.pop(name)  # let go of each tensor once it is counted
+        for name in self._made:  # let go of each tensor once it is counted
+            blocked = self._open.blocked.get(name)
+            if blocked is None:
+                yield name, values.pop(name)
+            else:
+                yield name, blocked.values(values.pop(blocked.output))
 
 
 def _record(
