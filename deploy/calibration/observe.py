@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -41,6 +40,8 @@ from deploy.progress import phase
 
 Progress = Callable[[], None]
 _Waiting = tuple[Observation, NDArray[np.float32]]
+_Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
+"""Tensor -> who reads it, and a worker's own recorder for it; None where values wait for their turn."""
 
 
 def observe(
@@ -127,14 +128,15 @@ def _pass(
     ordered = _empty((o for o in observations if o.statistic.ordered), known)
     free = [o for o in observations if not o.statistic.ordered]
     parts = [_empty(free, known) for _ in range(threads)]
+    held = [[line.held_by(part) for line in lines] for part in parts]
     own = [None if peaks is None else Peaks() for _ in range(threads)]
 
     def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
         return [
             waiting
-            for line in lines
+            for line, recorders in zip(lines, held[worker], strict=True)
             if _reaches(line.limit, number)
-            for waiting in line.run(parts[worker], own[worker], number, sample)
+            for waiting in line.run(recorders, own[worker], number, sample)
         ]
 
     def take(number: int, waiting: list[_Waiting]) -> None:
@@ -148,8 +150,10 @@ def _pass(
         raise FeedError("a calibration needs at least one sample, got none")
     for observation, recorder in ordered.items():
         if isinstance(recorder, Batched):
-            with _telling(observation, f"tensor {observation.tensor}"):
+            try:
                 recorder.end()
+            except CalibrationError as error:
+                raise _told(error, observation, f"tensor {observation.tensor}") from error
     merged = parts[0]
     for part in parts[1:]:
         _merge(merged, part)
@@ -196,9 +200,13 @@ class _Line:
     readers: Mapping[str, Sequence[Observation]]
     limit: int | None
 
+    def held_by(self, part: Mapping[Observation, Recorder]) -> _Held:
+        """The readers with their recorders, looked up once and not for every sample."""
+        return {name: [(o, part.get(o)) for o in read] for name, read in self.readers.items()}
+
     def run(
         self,
-        own: Mapping[Observation, Recorder],
+        held: _Held,
         peaks: Peaks | None,
         number: int,
         sample: Sample,
@@ -206,13 +214,12 @@ class _Line:
         """Run one sample, record what has no order, and give what has."""
         for name, value in self.tap.run(sample):
             amax: float | None = None
-            for observation in self.readers[name]:
+            for observation, recorder in held[name]:
                 if not _reaches(observation.statistic.samples, number):
                     continue
-                if observation.statistic.ordered:
+                if recorder is None:
                     yield observation, value
                     continue
-                recorder = own[observation]
                 _record(recorder, observation, number, value)
                 if isinstance(recorder, Histogram):  # which had to find it anyway
                     amax = recorder.latest
@@ -269,21 +276,17 @@ class Tap:
 def _record(
     recorder: Recorder, observation: Observation, number: int, value: NDArray[np.float32]
 ) -> None:
-    with _telling(observation, f"tensor {observation.tensor} of sample {number}"):
-        recorder.observe(value)
-
-
-@contextmanager
-def _telling(observation: Observation, what: str) -> Iterator[None]:
-    """Errors say of what they are, and the way out."""
     try:
-        yield
+        recorder.observe(value)
     except CalibrationError as error:
-        if observation.whose:
-            raise CalibrationError(
-                f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use"
-                " --keep-float)"
-            ) from error
-        raise CalibrationError(
-            f"{what}: {error}; check the model's weights and the preprocessing"
-        ) from error
+        what = f"tensor {observation.tensor} of sample {number}"
+        raise _told(error, observation, what) from error
+
+
+def _told(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:
+    """The error with what it is of, and the way out."""
+    if observation.whose:
+        return CalibrationError(
+            f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use --keep-float)"
+        )
+    return CalibrationError(f"{what}: {error}; check the model's weights and the preprocessing")
