@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -34,6 +35,7 @@ from calibrators.histogram import Histogram
 from calibrators.statistics import Batched, Recorder
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
+from deploy.calibration.subject import FOLDED
 from deploy.errors import BackendError, FeedError
 from deploy.feed.parallel import Sample, in_order
 from deploy.graph.edit import with_outputs
@@ -41,6 +43,7 @@ from deploy.ort import OrtSession
 from deploy.progress import phase
 
 Progress = Callable[[], None]
+Keep = Callable[[int, Sample], None]
 _Waiting = tuple[Observation, NDArray[np.float32]]
 
 
@@ -53,6 +56,7 @@ def observe(
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
+    keep: Keep | None = None,
 ) -> Observed:
     """Record every wanted observation in one pass.
 
@@ -64,6 +68,7 @@ def observe(
         progress: called after every sample.
         runs: raised by one for each inference, by the variant's key.
         peaks: is told the largest |x| of every tensor that is observed, sample by sample.
+        keep: is given (number of the sample, all that the cleaned model gave for it).
 
     Returns:
         What was wanted and what that needed.
@@ -82,7 +87,8 @@ def observe(
     if early:
         before = _prepared(early, before, first, max(1, threads), counted)
     late = [o for o in listed if o.key not in before]
-    found = _pass(late, before, chain(first, feed), max(1, threads), progress, counted, peaks)
+    whole = chain(first, feed)
+    found = _pass(late, before, whole, max(1, threads), progress, counted, peaks, keep)
     keys = [o.key for o in listed]
     return Observed({key: found[key] if key in found else before[key] for key in keys})
 
@@ -120,6 +126,7 @@ def _pass(
     progress: Progress,
     runs: Counter[str],
     peaks: Peaks | None,
+    keep: Keep | None = None,
 ) -> Observed:
     observations = list(wanted)
     if not observations:
@@ -135,7 +142,7 @@ def _pass(
             waiting
             for line in lines
             if _reaches(line.limit, number)
-            for waiting in line.run(parts[worker], own[worker], number, sample)
+            for waiting in line.run(parts[worker], own[worker], number, sample, keep)
         ]
 
     def take(number: int, waiting: list[_Waiting]) -> None:
@@ -203,9 +210,11 @@ class _Line:
         peaks: Peaks | None,
         number: int,
         sample: Sample,
+        keep: Keep | None,
     ) -> Iterator[_Waiting]:
         """Run one sample, record what has no order, and give what has."""
-        for name, value in self.tap.run(sample):
+        kept = None if keep is None or self.key != FOLDED else partial(keep, number)
+        for name, value in self.tap.run(sample, kept):
             amax: float | None = None
             for observation in self.readers[name]:
                 if not _reaches(observation.statistic.samples, number):
@@ -247,12 +256,16 @@ class Tap:
             with_outputs(model, self._made), threads=threads, spin=False
         )
 
-    def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; gives each watched tensor's name and value."""
+    def run(
+        self, sample: Sample, keep: Callable[[Sample], None] | None = None
+    ) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Run one sample; gives each watched tensor's name and value, and `keep` all of them."""
         try:
             values = self._session.run(sample)
         except BackendError as error:
             raise BackendError(f"could not run a sample: {error}") from error
+        if keep is not None:
+            keep(values)
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
         for name in self._made:
