@@ -142,10 +142,11 @@ def measured(
         if name != "FP32" and loaded.behind is None  # else its outputs are others
     }
     itself = _itself(loaded, timed["FP32"].session if alone else original, over)
-    reference = _reference(itself, over, outputs)
+    same, known = _same_model(itself, over, outputs)
+    reference = outputs if outputs is not None and known else itself
     asked = itself.runs
     with phase("layers"):
-        inside = Inside(loaded, sound, engines, over.samples, speaks=outputs is not None)
+        inside = Inside(loaded, sound, engines, over.samples, speaks=same)
     candidates = candidates_of(sound, engines, opened, failed) | _alone(engines, sound)
     judged = judge(reference, candidates, over, inside, threads=threads)
     failed |= judged.failed
@@ -291,20 +292,19 @@ def _itself(loaded: LoadedModel, original: Session | bytes, over: Evaluation) ->
     return FloatOutputs(opened, [spec.name for spec in loaded.outputs], first)
 
 
-def _reference(
+def _same_model(
     itself: FloatOutputs, over: Evaluation, outputs: FloatOutputs | None
-) -> FloatOutputs:
-    """The float model that engines are held against: what was kept of it, or the user's own file.
+) -> tuple[bool, bool]:
+    """Whether what was observed says the same as the user's own file; whether its word was kept.
 
-    What was kept is the cleaned model's, so that of the first sample the file itself is asked too.
+    It is the cleaned model. Where its outputs were kept, the file is asked of the first sample too.
     """
-    if outputs is None or not isinstance(over.feed, Part):
-        return itself
-    for key in over.feed.keys[:1]:
-        (first,) = over.feed.first(1)
-        if key in outputs and alike(itself.of(key, first), outputs.of(key, first)):
-            return outputs
-    return itself
+    keys = over.feed.keys[:1] if isinstance(over.feed, Part) else ()
+    if outputs is None or not keys or keys[0] not in outputs:
+        return outputs is not None, False
+    (first,) = over.feed.first(1)
+    same = alike(itself.of(keys[0], first), outputs.of(keys[0], first))
+    return same, same
 
 
 def _notes(
