@@ -120,7 +120,10 @@ class Judges:
             FeedError: as the feed's samples.
             BackendError: ONNX Runtime refused the model or a sample.
         """
-        return ((sample, self.outputs.of(key, sample)) for key, sample in self.part.spread(most))
+        return (
+            (sample, self.outputs.of(key, sample))
+            for key, sample in self.part.spread_with_keys(most)
+        )
 
 
 def judges_of(feed: Feed, model: onnx.ModelProto, most: int) -> Judges:

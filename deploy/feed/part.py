@@ -57,7 +57,11 @@ class Part:
         """A stream of them, in the feed's order."""
         return Stream(self._walk)
 
-    def spread(self, most: int) -> Iterator[tuple[int, Sample]]:
+    def spread(self, most: int) -> Iterator[Sample]:
+        """At most so many, from all over it."""
+        return (sample for _, sample in self.spread_with_keys(most))
+
+    def spread_with_keys(self, most: int) -> Iterator[tuple[int, Sample]]:
         """(key, sample) of at most so many, from all over it."""
         keys = self.keys
         count = min(most, len(keys))
