@@ -28,6 +28,7 @@ from deploy.calibration.expected import odd
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe
+from deploy.calibration.outputs import FloatOutputs, judges_of
 from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
@@ -125,7 +126,7 @@ def calibrate(
         limit=limit,
         threads=threads,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -164,7 +165,7 @@ def merge(
         limit=None,
         threads=1,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -182,7 +183,7 @@ def _calibrated(
     limit: Limit,
     threads: int | None,
     float_nodes: Iterable[str],
-    remember: tuple[int, int],
+    judging: int,
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
 ) -> Calibrated:
@@ -190,7 +191,7 @@ def _calibrated(
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
-        remember: (first, spread) samples that will be asked for again.
+        judging: how many images, at most, will judge what is built.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         stage: what the files of a build wait in; a cache of the same folder appears with them.
     """
@@ -207,7 +208,7 @@ def _calibrated(
             skip_bad=skip_bad,
             limit=limit,
         )
-    feed.remember(*remember, SHOWN)
+    feed.remember(0, judging, SHOWN)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)
@@ -230,7 +231,7 @@ def _calibrated(
     _refuse_idle_method(method, subject, wanted)
     if feed.share is not None or isinstance(images, Shards):
         refuse_ordered(each_once(wanted), feed.share or "merged")
-    peaks = Peaks()
+    peaks, judges = Peaks(), judges_of(feed, subject.model, judging)
     started = time.perf_counter()
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
@@ -243,7 +244,9 @@ def _calibrated(
         if isinstance(images, Shards):
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
         else:
-            observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
+            observed = _completed(
+                verdict, feed, threads=able, runs=runs, peaks=peaks, outputs=judges.outputs
+            )
         ranges = Ranges(observed, subject.method, subject.bounds)
         alone = [t for t in targets if t.name in wanted and feed.share is None]
         own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
@@ -276,6 +279,7 @@ def _calibrated(
         cache=policy.path,
         repairs=tuple(told(tried)),
         peaks=peaks,
+        judges=judges,
     )
 
 
@@ -372,7 +376,7 @@ def build(
             limit=limit,
             threads=threads,
             float_nodes=float_nodes,
-            remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
+            judging=CALIBRATION_SAMPLES if evaluation is None else CANDIDATES,
             repairs=asked,
             stage=stage,
         )
@@ -398,10 +402,11 @@ def build(
             calibrated.loaded,
             built_for,
             results,
-            calibration=calibrated.feed,
+            calibration=calibrated.judges.part,
             evaluation=evaluation,
             labels=known,
             metric=score,
+            outputs=None if calibrated.subject.repairs else calibrated.judges.outputs,
             duration_s=duration_s,
             threads=workers,
         )
@@ -519,6 +524,7 @@ def _completed(
     threads: int,
     runs: Counter[str],
     peaks: Peaks,
+    outputs: FloatOutputs,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
@@ -532,6 +538,7 @@ def _completed(
             progress=step,
             runs=runs,
             peaks=peaks,
+            keep=lambda number, values: outputs.add(feed.key(number), values),
         )
     return verdict.observed.and_also(new)
 
@@ -566,6 +573,7 @@ def _request(calibrated: Calibrated, stage: Stage, threads: int) -> BuildRequest
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
+        judges=calibrated.judges,
         threads=threads,
     )
 
@@ -658,8 +666,7 @@ def _repaired(
     """What one target is built from after the repairs that helped it, and what was tried."""
     from deploy.repairs.apply import few, repaired, told
 
-    samples = few(request.feed) if names else []
-    own, tried = repaired(target, request, names, samples)
+    own, tried = repaired(target, request, names, few(request.judges) if names else [])
     return own, told(tried)
 
 

@@ -1,7 +1,7 @@
 """Inner tensors in the layout in which ONNX Runtime computes them.
 
-On many CPUs ONNX Runtime computes convolutions on blocks of channels (NCHWc). What is to be seen from
-outside is put in order again by a `ReorderOutput`, which costs as much as counting its values::
+On many CPUs ONNX Runtime computes convolutions on blocks of channels (NCHWc). What is to be
+seen from outside is put in order again by a `ReorderOutput`, which costs as much as counting::
 
     Conv --> [N, C/16, H, W, 16] --> Conv --> ...
                    |
@@ -9,10 +9,11 @@ outside is put in order again by a `ReorderOutput`, which costs as much as count
                    |
                    '--------------------> all of it        a blocked tap
 
-A statistic without an order does not care where a value stands. So the model is saved as ONNX Runtime
-would run it, every `ReorderOutput` that nothing reads but a tap is taken out, and what remains is
-run as it is. Channels that only fill the last block hold what they like, and are left out of the
-values. Where there is no such operator, the taps are ordinary ones; the values are the same.
+A statistic without an order does not care where a value stands. So the model is saved as ONNX
+Runtime would run it, every `ReorderOutput` that nothing reads but a tap is taken out, and what
+remains is run as it is. Channels that only fill the last block hold what they like, and are left
+out of the values. Where there is no such operator, the taps are ordinary ones; the values are the
+same.
 """
 
 from __future__ import annotations
@@ -82,14 +83,15 @@ def tapped(
     Args:
         model: as it is calibrated.
         tensors: that nodes of it make.
-        in_any_order: those of which only the values matter, not where they stand.
+        in_any_order: those of which only the values matter, not where they stand; the model's own
+            outputs come as they are.
         threads: threads inside one operator.
 
     Raises:
         BackendError: ONNX Runtime cannot load the model.
     """
     whole = with_outputs(model, tensors)
-    wanted = set(in_any_order)
+    wanted = set(in_any_order).difference(o.name for o in model.graph.output)
     if wanted and os.environ.get(VARIABLE) != "ordinary" and _convolves(model):
         try:
             return _blocked(whole, wanted, threads)

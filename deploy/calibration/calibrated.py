@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.calibration.observation import Observation, each_once
+from deploy.calibration.outputs import Judges
 from deploy.calibration.peaks import Peaks
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.search import Method
@@ -37,12 +38,14 @@ class Calibrated:
         cache: where it is kept.
         repairs: what was tried on the model before it was observed, in sentences.
         peaks: the largest samples of every tensor that was observed now.
+        judges: samples that judge what is built, with the float model's outputs.
     """
 
     subject: Subject
     images: str
     feed: Feed
     ranges: Ranges
+    judges: Judges = field(repr=False)
     wanted: Mapping[str, tuple[Observation, ...]]
     failed: Mapping[str, str]
     observed_now: tuple[Observation, ...]

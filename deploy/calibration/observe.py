@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -34,14 +35,16 @@ from calibrators.statistics import Batched, Recorder
 from deploy.calibration.blocked import tapped
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
+from deploy.calibration.subject import FOLDED
 from deploy.errors import BackendError, FeedError
 from deploy.feed.parallel import Sample, in_order
 from deploy.progress import phase
 
 Progress = Callable[[], None]
+Keep = Callable[[int, Sample], None]
 _Waiting = tuple[Observation, NDArray[np.float32]]
 _Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
-"""Tensor -> who reads it, and a worker's own recorder for it; None where values wait for their turn."""
+"""Tensor -> who reads it, and a worker's own recorder; None where values wait for their turn."""
 
 
 def observe(
@@ -53,6 +56,7 @@ def observe(
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
+    keep: Keep | None = None,
 ) -> Observed:
     """Record every wanted observation in one pass.
 
@@ -64,6 +68,7 @@ def observe(
         progress: called after every sample.
         runs: raised by one for each inference, by the variant's key.
         peaks: is told the largest |x| of every tensor that is observed, sample by sample.
+        keep: is given (number of the sample, all that the cleaned model gave for it).
 
     Returns:
         What was wanted and what that needed.
@@ -82,7 +87,8 @@ def observe(
     if early:
         before = _prepared(early, before, first, max(1, threads), counted)
     late = [o for o in listed if o.key not in before]
-    found = _pass(late, before, chain(first, feed), max(1, threads), progress, counted, peaks)
+    whole = chain(first, feed)
+    found = _pass(late, before, whole, max(1, threads), progress, counted, peaks, keep)
     keys = [o.key for o in listed]
     return Observed({key: found[key] if key in found else before[key] for key in keys})
 
@@ -120,6 +126,7 @@ def _pass(
     progress: Progress,
     runs: Counter[str],
     peaks: Peaks | None,
+    keep: Keep | None = None,
 ) -> Observed:
     observations = list(wanted)
     if not observations:
@@ -136,7 +143,7 @@ def _pass(
             waiting
             for line, recorders in zip(lines, held[worker], strict=True)
             if _reaches(line.limit, number)
-            for waiting in line.run(recorders, own[worker], number, sample)
+            for waiting in line.run(recorders, own[worker], number, sample, keep)
         ]
 
     def take(number: int, waiting: list[_Waiting]) -> None:
@@ -210,9 +217,11 @@ class _Line:
         peaks: Peaks | None,
         number: int,
         sample: Sample,
+        keep: Keep | None,
     ) -> Iterator[_Waiting]:
         """Run one sample, record what has no order, and give what has."""
-        for name, value in self.tap.run(sample):
+        kept = None if keep is None or self.key != FOLDED else partial(keep, number)
+        for name, value in self.tap.run(sample, kept):
             amax: float | None = None
             for observation, recorder in held[name]:
                 if not _reaches(observation.statistic.samples, number):
@@ -257,12 +266,19 @@ class Tap:
         self._made = [name for name in tensors if name not in self._inputs]
         self._open = tapped(model, self._made, threads=threads, in_any_order=in_any_order)
 
-    def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; gives each watched tensor's name and value, or its values in any order."""
+    def run(
+        self, sample: Sample, keep: Callable[[Sample], None] | None = None
+    ) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Run one sample; gives each watched tensor's name and value, or its values in any order.
+
+        `keep` gets the model's own outputs, and may get more.
+        """
         try:
             values = self._open.session.run(sample)
         except BackendError as error:
             raise BackendError(f"could not run a sample: {error}") from error
+        if keep is not None:
+            keep(values)
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
         for name in self._made:  # let go of each tensor once it is counted
