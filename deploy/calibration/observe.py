@@ -7,10 +7,10 @@
                                 '--> worker ...
 
 Each variant is tapped: the wanted tensors become outputs of it, and ONNX Runtime still optimises
-the rest. Each worker takes one sample at a time and runs it with one thread inside. What no order
-can change is recorded in recorders of the worker's own, merged at the end; what is defined by the
-order waits for its turn, while the others go on inferring. So neither the number of workers nor
-any batch size can change a bit.
+the rest (`deploy.calibration.blocked`). Each worker takes one sample at a time and runs it with one
+thread inside. What no order can change is recorded in recorders of the worker's own, merged at the
+end; what is defined by the order waits for its turn, while the others go on inferring. So neither
+the number of workers nor any batch size can change a bit.
 
 Where something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
 these few are run beforehand, kept, and run again in their place; more than once where what must be
@@ -41,7 +41,7 @@ from deploy.progress import phase
 Progress = Callable[[], None]
 _Waiting = tuple[Observation, NDArray[np.float32]]
 _Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
-"""Tensor -> who reads it, and a worker's own recorder for it; None where values wait for their turn."""
+"""Tensor -> who reads it, with the recorder of a worker; None where values wait for their turn."""
 
 
 def observe(
@@ -258,7 +258,7 @@ class Tap:
         self._open = tapped(model, self._made, threads=threads, in_any_order=in_any_order)
 
     def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; gives each watched tensor's name and value, or its values in any order."""
+        """Run one sample; gives each watched tensor's name and value, or values in any order."""
         try:
             values = self._open.session.run(sample)
         except BackendError as error:
