@@ -1,7 +1,7 @@
 """Inner tensors in the layout in which ONNX Runtime computes them.
 
-On many CPUs ONNX Runtime computes convolutions on blocks of channels (NCHWc). What is to be
-seen from outside is put in order again by a `ReorderOutput`, which costs as much as counting::
+On many CPUs ONNX Runtime computes convolutions on blocks of channels (NCHWc). What is to be seen
+from outside is put in order again by a `ReorderOutput`, which costs as much as counting it::
 
     Conv --> [N, C/16, H, W, 16] --> Conv --> ...
                    |
@@ -19,7 +19,6 @@ same.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ from deploy.graph.index import attributes, users
 from deploy.ort import OrtSession
 from deploy.reading import read_bytes
 
-VARIABLE = "CALIB8_TAPS"  # "ordinary": no blocked ones
 _DOMAIN = "com.microsoft.nchwc"
 
 
@@ -92,7 +90,7 @@ def tapped(
     """
     whole = with_outputs(model, tensors)
     wanted = set(in_any_order).difference(o.name for o in model.graph.output)
-    if wanted and os.environ.get(VARIABLE) != "ordinary" and _convolves(model):
+    if wanted and _may_block(model):
         try:
             return _blocked(whole, wanted, threads)
         except (BackendError, OSError):  # no room for a file, or a form that it cannot read again
@@ -100,7 +98,8 @@ def tapped(
     return Tapped(OrtSession.open(whole, threads=threads, spin=False), {})
 
 
-def _convolves(model: onnx.ModelProto) -> bool:
+def _may_block(model: onnx.ModelProto) -> bool:
+    """Whether it is worth a look: blocks begin at convolutions."""
     return any(node.op_type == "Conv" for node in model.graph.node)
 
 

@@ -7,10 +7,10 @@
                                 '--> worker ...
 
 Each variant is tapped: the wanted tensors become outputs of it, and ONNX Runtime still optimises
-the rest. Each worker takes one sample at a time and runs it with one thread inside. What no order
-can change is recorded in recorders of the worker's own, merged at the end; what is defined by the
-order waits for its turn, while the others go on inferring. So neither the number of workers nor
-any batch size can change a bit.
+the rest (`deploy.calibration.blocked`). Each worker takes one sample at a time and runs it with one
+thread inside. What no order can change is recorded in recorders of the worker's own, merged at the
+end; what is defined by the order waits for its turn, while the others go on inferring. So neither
+the number of workers nor any batch size can change a bit.
 
 Where something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
 these few are run beforehand, kept, and run again in their place; more than once where what must be
@@ -44,7 +44,7 @@ Progress = Callable[[], None]
 Keep = Callable[[int, Sample], None]
 _Waiting = tuple[Observation, NDArray[np.float32]]
 _Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
-"""Tensor -> who reads it, and a worker's own recorder; None where values wait for their turn."""
+"""Tensor -> who reads it, with the recorder of a worker; None where values wait for their turn."""
 
 
 def observe(
