@@ -1,0 +1,39 @@
+"""The state of every generator that a training may draw from, as tensors and plain values."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+State = dict[str, Any]
+
+
+def state() -> State:
+    """Of torch on the CPU and on every GPU, of numpy and of Python."""
+    version, words, gauss = random.getstate()
+    name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [str(name), torch.from_numpy(np.array(key, np.int64)), position, has_gauss, cached],
+        "python": [version, torch.tensor(words), gauss],
+    }
+
+
+def restore(saved: State) -> None:
+    """Go on from `state()`; GPUs that are not here are left out.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: it is none.
+    """
+    torch.set_rng_state(saved["torch"])
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, one in enumerate(saved["cuda"][:here]):
+        torch.cuda.set_rng_state(one, device)
+    name, key, position, has_gauss, cached = saved["numpy"]
+    np.random.set_state((name, key.numpy().astype(np.uint32), position, has_gauss, cached))
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
