@@ -72,7 +72,7 @@ def test_trace_replaces_an_operation(script):
 
 
 @pytest.mark.parametrize(
-    ("kept", "layers"), [((), 2), (("op:Conv*",), 1), (("[13]",), 1), (("0", "op:Conv1d"), 1)]
+    ("kept", "layers"), [((), 2), (("op:Conv*",), 1), (("[13]",), 1), (("0", "op:Conv2d"), 1)]
 )
 def test_export_keeps_layers_in_float_by_name_pattern_and_type(script, tmp_path, kept, layers):
     out = tmp_path / "q.onnx"

@@ -293,7 +293,7 @@ def test_the_export_command_in_float_and_quantized(tmp_path):
     qdq = [*base, "--qdq", "--images", str(tmp_path / "x.npy"), "-o", str(tmp_path / "q.onnx")]
     shown = CliRunner().invoke(cli, [*qdq, "--modes", "--scales", "--target", "tensorrt"])
     assert shown.exit_code == 0, (shown.output, shown.exception)
-    assert [line.split()[0] for line in shown.output.splitlines()[3:7]] == [
+    assert [line.split()[0] for line in shown.output.splitlines()[4:8]] == [
         "float",
         "weight-only",
         "dynamic",

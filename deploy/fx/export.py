@@ -142,7 +142,7 @@ def compare(
     names = [spec.name for spec in session.inputs]
     worst = largest = 0.0
     same = samples = 0
-    telling = False
+    varied: dict[bool, bool] = {}  # by whether there is another sample to compare with
     for batch in batches:
         feed = {n: x.detach().cpu().numpy() for n, x in zip(names, batch, strict=True)}
         theirs = [torch.from_numpy(np.array(value)) for value in session.run(feed).values()]
@@ -156,12 +156,14 @@ def compare(
                 )
             worst = max(worst, difference(left, right))
         largest = max(largest, largest_of(ours))
-        telling = telling or any(_varies(output) for output in ours)
+        several = len(batch[0]) > 1 if batch[0].ndim else False
+        varied[several] = varied.get(several, False) or any(map(_varies, ours))
         hits = _same_argmax(ours[-1].cpu().numpy(), theirs[-1].numpy())
         same, samples = same + int(hits.sum()), samples + len(hits)
     step = _last_scale(model)
     codes = worst / step if step else None
-    sizes = tuple(sorted({len(batch[0]) for batch in batches if batch and batch[0].ndim}))
+    sizes = tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim}))
+    telling = varied.get(True, varied.get(False, False))
     return Agreement(samples, worst, largest, same / max(samples, 1), codes, sizes, telling)
 
 

@@ -44,8 +44,10 @@ def note(spec: object, weights: object) -> str | None:
     """A sentence where a named model keeps its random weights."""
     if not usercode.is_named(spec) or weights is not None:
         return None
-    return f"{spec} has random weights: time and form are its own, what it computes means nothing;"\
-        " --weights FILE loads trained ones"
+    return (
+        f"the weights of {spec} are random: its form and its time are its own, what it computes"
+        " means nothing; --weights FILE loads trained ones"
+    )
 
 
 def _check_package(package: str, spec: str) -> None:
