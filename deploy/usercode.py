@@ -19,7 +19,6 @@ from typing import Any
 from deploy.errors import Calib8Error, ConfigError
 from deploy.reading import refuse_irregular
 
-
 # Packages whose models are given as `package:name`, by their import names -> what installs them.
 MODEL_LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "ultralytics": "ultralytics"}
 

@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path, changed, said):
 def test_a_checkpoint_holds_the_state_of_every_generator(tmp_path):
     def batches(epoch):
         for _ in range(2):
-            x = torch.randn(4, 3, 8, 8) + np.random.rand() + random.random()  # noqa: NPY002, S311
+            x = torch.randn(4, 3, 8, 8) + np.random.rand() + random.random()  # noqa: NPY002
             yield x.float(), torch.zeros(4, dtype=torch.int64)
 
     def stop_in_second(epoch):
@@ -233,9 +233,9 @@ def test_a_checkpoint_holds_the_state_of_every_generator(tmp_path):
     resumed = train(task_of(net(), batches=batches, **seeded()), checkpoint=path)
     assert resumed.losses == whole.losses
     kept = randomness.state()
-    drawn = np.random.rand(), random.random()  # noqa: NPY002, S311
+    drawn = np.random.rand(), random.random()  # noqa: NPY002
     randomness.restore(kept)
-    assert (np.random.rand(), random.random()) == drawn  # noqa: NPY002, S311
+    assert (np.random.rand(), random.random()) == drawn  # noqa: NPY002
 
 
 def test_what_stays_float_is_said_and_nothing_in_int8_is_refused(tmp_path):

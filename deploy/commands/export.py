@@ -129,7 +129,7 @@ def export(
     raw_dtype: str | None,
     **preprocess: str | None,
 ) -> None:
-    """Export MODEL (file.py:factory or timm:NAME), check it against torch, and say how well they agree."""
+    """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
     from deploy.atomic import write_bytes
     from deploy.commands.options import preprocess_from, raw_from
     from deploy.errors import ConfigError

@@ -23,15 +23,13 @@ Number = TypeVar("Number", int, float)
 def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Number] | None]:
     """A click callback: numbers with commas between them."""
 
-    def read(
-        ctx: click.Context, param: click.Parameter, text: str | None
-    ) -> list[Number] | None:
+    def read(ctx: click.Context, param: click.Parameter, text: str | None) -> list[Number] | None:
         try:
             return None if text is None else [kind(word) for word in text.split(",")]
         except ValueError:
-            raise click.BadParameter(f"must be {what} with commas between them, got {text!r}") from (
-                None
-            )
+            raise click.BadParameter(
+                f"must be {what} with commas between them, got {text!r}"
+            ) from (None)
 
     return read
 

@@ -135,7 +135,9 @@ def train(
         CacheError: a checkpoint that is broken or of another training.
     """
     for name in computed_weights(task.model):
-        report(f"{name} is computed in the model from other tensors; trained as a weight of its own")
+        report(
+            f"{name} is computed in the model from other tensors; trained as a weight of its own"
+        )
     if device is not None:
         task = _on(task, device)
     prepared = _prepared(task, target, bits)
@@ -201,9 +203,7 @@ def _marks(
         "precision": task.amp,
     }
     teacher = task.teacher
-    return checkpoints.marks(
-        task.model, prepared, optimizer, teacher=teacher, settings=settings
-    )
+    return checkpoints.marks(task.model, prepared, optimizer, teacher=teacher, settings=settings)
 
 
 def _prepared(task: Task, target: str, bits: int) -> nn.Module:

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
-from io import TextIOBase
+from typing import Any
 
 
 @contextmanager
@@ -28,32 +28,16 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-class _Elsewhere(TextIOBase):
+class _Elsewhere:
     """Stderr for all threads but the one that made this: progress is told by another."""
 
     def __init__(self) -> None:
         self._hushed, self._stream = threading.get_ident(), sys.stderr
 
-    @property
-    def encoding(self) -> str:
-        """That of stderr."""
-        return self._stream.encoding
-
     def write(self, text: str) -> int:
         """Nothing, or what stderr does."""
-        return len(text) if self._is_hushed() else self._stream.write(text)
+        return len(text) if threading.get_ident() == self._hushed else self._stream.write(text)
 
-    def flush(self) -> None:
-        """As stderr does."""
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        """As stderr is."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """As stderr has."""
-        return self._stream.fileno()
-
-    def _is_hushed(self) -> bool:
-        return threading.get_ident() == self._hushed
+    def __getattr__(self, name: str) -> Any:
+        """All else of stderr."""
+        return getattr(self._stream, name)

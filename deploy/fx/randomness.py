@@ -14,11 +14,17 @@ State = dict[str, Any]
 def state() -> State:
     """Of torch on the CPU and on every GPU, of numpy and of Python."""
     version, words, gauss = random.getstate()
-    name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, key, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (a user's own)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": [str(name), torch.from_numpy(np.array(key, np.int64)), position, has_gauss, cached],
+        "numpy": [
+            str(name),
+            torch.from_numpy(np.array(key, np.int64)),
+            position,
+            has_gauss,
+            cached,
+        ],
         "python": [version, torch.tensor(words), gauss],
     }
 
@@ -34,6 +40,7 @@ def restore(saved: State) -> None:
     for device, one in enumerate(saved["cuda"][:here]):
         torch.cuda.set_rng_state(one, device)
     name, key, position, has_gauss, cached = saved["numpy"]
-    np.random.set_state((name, key.numpy().astype(np.uint32), position, has_gauss, cached))
-    version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    words = key.numpy().astype(np.uint32)
+    np.random.set_state((name, words, position, has_gauss, cached))  # noqa: NPY002
+    version, held, gauss = saved["python"]
+    random.setstate((version, tuple(held.tolist()), gauss))

@@ -76,9 +76,7 @@ def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
         return model(*inputs)
 
 
-def _same_in_float64(
-    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]
-) -> bool:
+def _same_in_float64(before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether they agree where nothing is rounded; not where either runs in its own dtype alone."""
     doubled = [x.double() if x.is_floating_point() else x for x in inputs]
     try:

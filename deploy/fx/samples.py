@@ -88,7 +88,9 @@ def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
         ConfigError: another suffix.
     """
     if path.suffix.lower() not in (".npy", ".npz"):
-        raise ConfigError(f"a sample is an .npy or .npz file, got {path}; write it with numpy.savez")
+        raise ConfigError(
+            f"a sample is an .npy or .npz file, got {path}; write it with numpy.savez"
+        )
     arrays = _read(path)
     chosen = [arrays[name] for name in _in_order(arrays, model, path)]
     try:

@@ -43,9 +43,7 @@ def found_state(read: Any, path: Path) -> Mapping[str, torch.Tensor]:
     return inside
 
 
-def fitted(
-    state: Mapping[str, torch.Tensor], model: nn.Module
-) -> Mapping[str, torch.Tensor]:
+def fitted(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
     """The state under the model's own names, where a prefix of all of them is what differs.
 
     DataParallel writes `module.`, torch.compile `_orig_mod.`, a training loop the name of its own
@@ -68,6 +66,5 @@ def _is_state(value: Mapping[Any, Any]) -> bool:
         return False
     tensors = [isinstance(item, torch.Tensor) for item in value.values()]
     return any(tensors) and all(
-        tensor or name.endswith("_extra_state")
-        for tensor, name in zip(tensors, value, strict=True)
+        tensor or name.endswith("_extra_state") for tensor, name in zip(tensors, value, strict=True)
     )

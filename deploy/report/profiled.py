@@ -50,10 +50,12 @@ def _figures(found: Profile) -> Iterator[tuple[str, str]]:
 def _sections(found: Profile) -> Iterator[Section]:
     picture = tree_map(_tiles(found.nodes, ()), "Time by module")
     if picture:
-        yield Section("Time by module", f"<figure>{picture}{_LEGEND}</figure>", folded=False)
+        drawn = f"<figure>{picture}{_LEGEND}</figure>"
+        yield Section(title="Time by module", html=drawn, folded=False)
     slowest = sorted(found.nodes, key=lambda node: -node.seconds)
     rows = [_row(node) for node in slowest]
-    yield Section("Nodes, slowest first", markup.table(_HEADS, rows), rows=len(rows))
+    table = markup.table(_HEADS, rows)
+    yield Section(title="Nodes, slowest first", html=table, rows=len(rows))
 
 
 _LEGEND = (
