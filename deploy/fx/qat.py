@@ -138,8 +138,7 @@ def train(
         report(
             f"{name} is computed in the model from other tensors; trained as a weight of its own"
         )
-    if device is not None:
-        task = _on(task, device)
+    task = _on(task, device)
     prepared = _prepared(task, target, bits)
     batches = task.calibration or (lambda: _first_inputs(task))
     calibrate(prepared, batches())
@@ -181,8 +180,10 @@ def first_batches(task: Task) -> list[tuple[Any, ...]]:
     return [moved(as_inputs(x), CPU) for x in _first_inputs(task)]
 
 
-def _on(task: Task, device: torch.device) -> Task:
-    """The task with copies of its models on a device."""
+def _on(task: Task, device: torch.device | None) -> Task:
+    """The task with copies of its models on a device, and its inputs there too."""
+    if device is None:
+        return replace(task, inputs=moved(list(task.inputs), device_of(task.model)))
     teacher = None if task.teacher is None else plain_copy(task.teacher).to(device)
     model = plain_copy(task.model).to(device)
     return replace(task, model=model, teacher=teacher, inputs=moved(list(task.inputs), device))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,20 @@ def state() -> State:
         ],
         "python": [version, torch.tensor(words), gauss],
     }
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Torch's generators begin at a seed until the block ends, and go on where they were."""
+    cpu = torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        for device, one in enumerate(gpus):
+            torch.cuda.set_rng_state(one, device)
 
 
 def restore(saved: State) -> None:

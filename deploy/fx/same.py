@@ -16,6 +16,7 @@ from torch import nn
 
 from deploy.errors import ModelError
 from deploy.fx.profile import tensors_of
+from deploy.fx.randomness import seeded
 
 NEAR = 1e-3  # of the largest output, in float32
 EXACT = 1e-6  # of the largest output, in float64
@@ -71,8 +72,7 @@ def _differ(
 
 def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     """The output, with the random values that both forms draw."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded():
         return model(*inputs)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
+from deploy.fx.copied import unwrapped
 from deploy.fx.hooks import computing, has_hooks, take_off
 from deploy.fx.source import users_line
 from deploy.fx.wrap import Function, global_wrap
@@ -68,6 +69,7 @@ def trace(
         ModelError: the model cannot be traced; the message names the module, the file and the
             line, and the three remedies: leaf, split, rewrite.
     """
+    model = unwrapped(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
     texts = frozenset(leaf for leaf in leaves if isinstance(leaf, str))
     _check_leaves(model, texts, classes)

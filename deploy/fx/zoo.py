@@ -15,6 +15,7 @@ import torch
 
 from deploy import usercode
 from deploy.errors import ConfigError, ModelError, SdkMissingError, first_line
+from deploy.fx.randomness import seeded
 
 
 def make_named(spec: str) -> Any:
@@ -28,8 +29,7 @@ def make_named(spec: str) -> Any:
     package, _, name = spec.partition(":")
     _check_package(package, spec)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded():
             return _MAKERS[package](name)
     except ConfigError:
         raise

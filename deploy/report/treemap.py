@@ -123,18 +123,23 @@ def _drawn(tiles: Sequence[Tile], area: Area) -> Iterator[str]:
 
 def _inside(area: Area) -> Area:
     """Where the parts of a tile stand, under its name."""
-    head = _HEAD if area.height > 2 * _HEAD else _GAP
+    head = _HEAD if _has_head(area) else _GAP
     return Area(
         area.x + _GAP, area.y + head, area.width - 2 * _GAP, max(area.height - head - _GAP, 0)
     )
+
+
+def _has_head(area: Area) -> bool:
+    """Whether there is room for a name above parts."""
+    return area.height > 2 * _HEAD
 
 
 def _rectangle(tile: Tile, area: Area) -> str:
     """The tile's area, and as much of its name as has room."""
     letters = int((area.width - 6) / _LETTER)
     name = tile.name if len(tile.name) <= letters else f"{tile.name[: max(letters - 1, 0)]}…"
-    text = ""
-    if letters >= 3 and area.height >= _HEAD:
+    text, room = "", _has_head(area) if tile.parts else area.height >= _HEAD
+    if letters >= 3 and room:
         text = f'<text x="{area.x + 3:.1f}" y="{area.y + 11.5:.1f}">{escape(name)}</text>'
     kind = "whole" if tile.parts else f"c{tile.kind}"
     return (
