@@ -8,6 +8,7 @@ and matrix products; one multiply-accumulate is two FLOPs).
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from deploy.fx.table import columns, target_name
 from deploy.progress import phase
 
 SCHEMA = "calib8-profile/1"
+_CALLS = re.compile(r"@[0-9]+")  # counts the calls of a module, in torch.export
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +231,7 @@ def owner_of(node: fx.Node) -> str:
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}
     path = str([*stack.values()][-1][0]) if stack else ""
-    return path.removeprefix("L['self']").lstrip(".")
+    return _CALLS.sub("", path.removeprefix("L['self']").lstrip("."))
 
 
 def _row(node: NodeCost) -> tuple[str, ...]:
