@@ -22,6 +22,7 @@ from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.carried import Carried, Settled, settled
 from deploy.feed.choice import Choice, Limit, choice_of
 from deploy.feed.denormalise import picture_in
+from deploy.feed.doubling import scattered
 from deploy.feed.files import Files, files_of, labelled, listed
 from deploy.feed.images import shown
 from deploy.feed.loaders import called, items_of, pictured
@@ -117,6 +118,11 @@ class Feed:
         return len(self._chosen) - len(self._skipped)
 
     @property
+    def opened(self) -> int:
+        """How many images or rows there are, skipped ones too."""
+        return len(self._chosen)
+
+    @property
     def filled(self) -> int:
         """How many samples, at the end, hold images again to fill the model's batch."""
         return 1 if self.count % self.batch else 0
@@ -197,6 +203,25 @@ class Feed:
         self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread * self.batch), *seen)))
         self._views = Views(self.preprocess, seen)
 
+    def scatter(self) -> None:
+        """Give the samples so that the first 8, 16, 32 ... are each spread evenly over all."""
+        self._chosen = tuple(scattered(self._chosen))
+
+    def reached(self, number: int) -> int:
+        """How many images or rows lie up to the sample of this number, skipped ones too."""
+        good = (place for place, index in enumerate(self._chosen, 1) if index not in self._skipped)
+        return next(islice(good, number - 1, None))
+
+    def keep(self, count: int) -> None:
+        """Be the feed of the first so many images or rows alone, in the order of their source."""
+        if count < len(self._chosen):
+            said = f"{count} of {len(self._chosen)} samples are used, spread evenly over all"
+            self._notes = (*self._notes, said)
+        self._chosen = tuple(sorted(self._chosen[:count]))
+        left = set(self._chosen)
+        self._skipped = {index: why for index, why in self._skipped.items() if index in left}
+        self._good = (-1, ())
+
     def views(self) -> list[View]:
         """Pictures of the samples to be shown; those that nobody has read are read now.
 
@@ -239,8 +264,11 @@ class Feed:
         chosen = frozenset(_evenly(good, most))
         yield from (sample for _, sample in self._singles(only=chosen))
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self, first: int | None = None) -> dict[str, Any]:
         """What was fed, as plain JSON.
+
+        Args:
+            first: of so many images or rows alone, as if `keep` had left no others; None for all.
 
         Made of the files' bytes (or the arrays'), not of decoded pixels; what no pass has read yet
         is read now. `sha256` is the same for the same samples under other names, in a folder or in
@@ -251,16 +279,17 @@ class Feed:
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
         """
-        unread = [index for index in self._chosen if index not in self._seen]
+        chosen = self._chosen if first is None else sorted(self._chosen[:first])
+        unread = [index for index in chosen if index not in self._seen]
         with phase("hashing", len(unread), "samples") as step:
             for index in unread:
                 self._hash(index)
                 step()
-        digests = self._seen.of(self._chosen)
+        digests = self._seen.of(chosen)
         ordered = combined(digests)
         return {
             "kind": self._kind,
-            "count": len(self._chosen),
+            "count": len(chosen),
             "batch": self.batch,
             "skip_bad": self._skip_bad,
             "sha256": combined(sorted(digests)) if self.batch == 1 else ordered,
