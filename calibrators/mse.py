@@ -149,7 +149,7 @@ class _Bins:
         if self.ramps is None:
             return np.arange(lows.size)
         steps = _steps(lows, highs, self.grid)
-        lowest, highest = (rounded(ends / steps, self.grid) for ends in (lows, highs))
+        lowest, highest = (np.rint(ends / steps) for ends in (lows, highs))
         found = self.ramps.errors(steps / self.width, lowest, highest)
         return np.flatnonzero(found <= found.min() + TOLERANCE * self.ramps.squares)
 

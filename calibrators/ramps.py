@@ -45,7 +45,8 @@ class Ramps:
         slopes = _from_behind(both)
         centres = np.arange(above.size) + 0.5
         squares = float(((above + below) * (centres * centres)).sum())
-        return cls(_from_behind(slopes).ravel() * 1.0, slopes.ravel() * 1.0, squares)
+        heights = _from_behind(slopes).ravel().astype(np.float64)
+        return cls(heights, slopes.ravel().astype(np.float64), squares)
 
     def errors(
         self,

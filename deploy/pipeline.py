@@ -261,7 +261,6 @@ def _calibrated(
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
         else:
             observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks, watch=watch)
-        outliers = (*verdict.outliers, *identified(peaks, feed.digests))
         if until is not None:
             feed.keep(_reached(verdict, feed, watch))
             feed.remember(*remember, SHOWN)
@@ -272,6 +271,7 @@ def _calibrated(
         few = _too_few(feed) if until and verdict.missing and agreement is None else ()
         notes = (*_fewer(able, workers), *few, *(own.notes if own else ()))
         fingerprint = verdict.of_all(fingerprint_of(subject, feed.manifest()))
+        outliers = (*verdict.outliers, *identified(peaks, feed.digests))
         kept = verdict.stored if not verdict.missing else None
         calibration = Calibration(
             observed=observed,

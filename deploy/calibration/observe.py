@@ -170,7 +170,9 @@ def _pass(
         runs.update(line.key for line in lines if _reaches(line.limit, number))
         progress()
 
-    drawn, ahead, whole = 0, islice(samples, _limit(observations)), _empty(free, known)
+    drawn, ahead = 0, islice(samples, _limit(observations))
+    apart = enough is not None or halves is not None  # what is looked at is left as it is
+    whole = [_empty(free, known)] if apart else []
     while True:
         some = None if enough is None else following(drawn)
         piece = ahead if some is None else islice(ahead, some - drawn)
@@ -180,9 +182,9 @@ def _pass(
         if enough is None or drawn != some:
             break
         new = _joined(parts)
-        _merge(whole, new)
+        _merge(whole[0], new)
         parts[:] = [_empty(free, known) for _ in parts]
-        if enough(drawn, _by_key(new), _by_key(whole)):
+        if enough(drawn, _by_key(new), _by_key(whole[0])):
             break
     for observation, recorder in ordered.items():
         if isinstance(recorder, Batched):
@@ -191,7 +193,7 @@ def _pass(
     if halves is not None:
         halves += [_by_key(_joined(parts[1::2])), _by_key(_joined(parts[::2]))]
         parts = [parts[0], parts[1]]
-    merged = _joined([whole, *parts]) | ordered
+    merged = _joined([*whole, *parts]) | ordered
     for part_of in own:
         if peaks is not None and part_of is not None:
             peaks.merge(part_of)

@@ -92,7 +92,7 @@ class Feed:
         skipped: Mapping[int, str] | None = None,
     ) -> None:
         self._source = source
-        self._chosen = tuple(chosen)
+        self._chosen = self._given = tuple(chosen)  # in their order, and as samples() gave them
         self._kind = kind
         self._skip_bad = skip_bad
         self._skipped = dict(skipped or {})
@@ -205,7 +205,7 @@ class Feed:
 
     def scatter(self) -> None:
         """Give the samples so that the first 8, 16, 32 ... are each spread evenly over all."""
-        self._chosen = tuple(scattered(self._chosen))
+        self._chosen = self._given = tuple(scattered(self._chosen))
 
     def reached(self, number: int) -> int:
         """How many images or rows lie up to the sample of this number, skipped ones too."""
@@ -298,8 +298,8 @@ class Feed:
         }
 
     def digests(self, number: int) -> tuple[str, ...]:
-        """sha256 (hex) of each image or row of a sample, counted from 1; complete after a pass."""
-        good = [index for index in self._chosen if index not in self._skipped]
+        """sha256 (hex) of each image or row of a sample, counted from 1 as a pass gave it."""
+        good = [index for index in self._given if index not in self._skipped]
         own = good[(number - 1) * self.batch : number * self.batch]
         return tuple(digest.hex() for digest in self._seen.of(own))
 
