@@ -28,6 +28,10 @@ class Spool:
         self._file: IO[bytes] | None = None
         self._using = threading.Lock()
 
+    def __contains__(self, index: object) -> bool:
+        """Whether a sample is kept."""
+        return index in self._places
+
     def add(self, index: int, sample: Mapping[str, Array]) -> None:
         """Keep a sample, if it is wanted and there is room."""
         with self._using:
