@@ -7,10 +7,10 @@
                                 '--> worker ...
 
 Each variant is tapped: the wanted tensors become outputs of it, and ONNX Runtime still optimises
-the rest. Each worker takes one sample at a time and runs it with one thread inside. What no order
-can change is recorded in recorders of the worker's own, merged at the end; what is defined by the
-order waits for its turn, while the others go on inferring. So neither the number of workers nor
-any batch size can change a bit.
+the rest (`deploy.calibration.blocked`). Each worker takes one sample at a time and runs it with one
+thread inside. What no order can change is recorded in recorders of the worker's own, merged at the
+end; what is defined by the order waits for its turn, while the others go on inferring. So neither
+the number of workers nor any batch size can change a bit.
 
 Where something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
 these few are run beforehand, kept, and run again in their place; more than once where what must be
@@ -44,7 +44,7 @@ Progress = Callable[[], None]
 Keep = Callable[[int, Sample], None]
 _Waiting = tuple[Observation, NDArray[np.float32]]
 _Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
-"""Tensor -> who reads it, and a worker's own recorder for it; None where values wait for their turn."""
+"""Tensor -> who reads it, with the recorder of a worker; None where values wait for their turn."""
 
 
 def observe(
@@ -244,10 +244,8 @@ def _lines(observations: list[Observation], known: Observed) -> list[_Line]:
         readers: dict[str, list[Observation]] = {}
         for observation in own:
             readers.setdefault(observation.tensor, []).append(observation)
-        model = variant.make(known)
-        as_they_are = {value.name for value in model.graph.output}  # these may be kept
-        as_they_are |= {t for t, read in readers.items() if any(o.statistic.ordered for o in read)}
-        tap = Tap(model, list(readers), in_any_order=readers.keys() - as_they_are)
+        loose = [t for t, read in readers.items() if not any(o.statistic.ordered for o in read)]
+        tap = Tap(variant.make(known), list(readers), in_any_order=loose)
         lines.append(_Line(variant.key, tap, readers, _limit(own)))
     return lines
 
@@ -273,9 +271,7 @@ class Tap:
     ) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Run one sample; gives each watched tensor's name and value, or its values in any order.
 
-        Args:
-            sample: {input: array}.
-            keep: is given all that the model gave.
+        `keep` gets the model's own outputs, and may get more.
         """
         try:
             values = self._open.session.run(sample)
