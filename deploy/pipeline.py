@@ -28,13 +28,16 @@ from deploy.calibration.expected import odd
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe
+from deploy.calibration.outputs import FloatOutputs, judges_of
 from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
 from deploy.calibration.shards import Shards, refuse_ordered
+from deploy.calibration.stability import Watch, refuse
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
+from deploy.calibration.until import Agreement, Until
 from deploy.cluster.options import Cluster, cluster_of
 from deploy.errors import (
     BackendError,
@@ -88,6 +91,7 @@ def calibrate(
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     scheduler: str | Cluster | None = None,
@@ -106,6 +110,9 @@ def calibrate(
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: go on without unreadable images.
         limit: use at most so many images, or a `Choice` of them.
+        until_stable: look at 16, 32, 64 ... of them, spread evenly over all, until the ranges of
+            two halves differ by less than this share (`deploy.calibration.stability`); None looks
+            at all.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
         scheduler: address of a dask scheduler whose workers observe, or a `Cluster`; None observes
@@ -127,10 +134,11 @@ def calibrate(
         policy=_policy(cache),
         skip_bad=skip_bad,
         limit=limit,
+        until_stable=until_stable,
         threads=threads,
         float_nodes=float_nodes,
         cluster=cluster_of(scheduler),
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -167,9 +175,10 @@ def merge(
         policy=_policy(cache),
         skip_bad=False,
         limit=None,
+        until_stable=None,
         threads=1,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -185,9 +194,10 @@ def _calibrated(
     policy: CachePolicy,
     skip_bad: bool,
     limit: Limit,
+    until_stable: float | None,
     threads: int | None,
     float_nodes: Iterable[str],
-    remember: tuple[int, int],
+    judging: int,
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
     cluster: Cluster | None = None,
@@ -196,7 +206,7 @@ def _calibrated(
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
-        remember: (first, spread) samples that will be asked for again.
+        judging: how many images, at most, will judge what is built.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         stage: what the files of a build wait in; a cache of the same folder appears with them.
         cluster: the scheduler whose workers observe.
@@ -214,7 +224,7 @@ def _calibrated(
             skip_bad=skip_bad,
             limit=limit,
         )
-    feed.remember(*remember, SHOWN)
+    feed.remember(0, judging, SHOWN)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)
@@ -237,7 +247,15 @@ def _calibrated(
     _refuse_idle_method(method, subject, wanted)
     if feed.share is not None or isinstance(images, Shards):
         refuse_ordered(each_once(wanted), f"a shard (got {feed.share or 'merged'})")
-    peaks = Peaks()
+    until = None if until_stable is None else Until(until_stable, subject.method.label)
+    if until is not None and cluster is not None:
+        raise ConfigError(
+            "--until-stable looks at images one after the other, got --scheduler, whose workers"
+            " share all of them out; leave one of them away"
+        )
+    watch = _watch(subject, wanted, feed, until, trusted=policy.trust)
+    agreement: Agreement | None = None
+    peaks, judges = Peaks(), judges_of(feed, subject.model, judging)
     started = time.perf_counter()
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
@@ -245,7 +263,12 @@ def _calibrated(
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
-        verdict = judge(policy, lambda: fingerprint_of(subject, feed.manifest()), each_once(wanted))
+        verdict = judge(
+            policy,
+            lambda count: fingerprint_of(subject, feed.manifest(count)),
+            each_once(wanted),
+            until=until,
+        )
         able = afford.workers(verdict.missing, subject.model, workers)
         if isinstance(images, Shards):
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
@@ -266,14 +289,34 @@ def _calibrated(
             )
             observed = verdict.observed.and_also(new)
         else:
-            observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
+            observed = _completed(
+                verdict,
+                feed,
+                threads=able,
+                runs=runs,
+                peaks=peaks,
+                outputs=judges.outputs,
+                watch=watch,
+            )
+        if until is not None:
+            feed.keep(_reached(verdict, feed, watch))
+            feed.remember(0, judging, SHOWN)
+            judges = judges_of(feed, subject.model, judging)
         ranges = Ranges(observed, subject.method, subject.bounds)
+        agreement = watch.end(len(feed)) if verdict.missing else None
         alone = [t for t in targets if t.name in wanted and feed.share is None]
         own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
-        notes = (*notes, *_fewer(able, workers), *(own.notes if own else ()))
+        few = _too_few(feed) if until and verdict.missing and agreement is None else ()
+        notes = (*notes, *_fewer(able, workers), *few, *(own.notes if own else ()))
         fingerprint = verdict.of_all(fingerprint_of(subject, feed.manifest()))
         outliers = (*verdict.outliers, *identified(peaks, feed.digests))
-        calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
+        kept = verdict.stored if not verdict.missing else None
+        calibration = Calibration(
+            observed=observed,
+            fingerprint=fingerprint,
+            outliers=outliers,
+            until=kept.until if kept else until,
+        )
         text = own.text if own else None
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
     return Calibrated(
@@ -299,6 +342,8 @@ def _calibrated(
         cache=policy.path,
         repairs=tuple(told(tried)),
         peaks=peaks,
+        judges=judges,
+        agreement=agreement,
     )
 
 
@@ -318,6 +363,7 @@ def build(
     metric: str | Function | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
@@ -394,9 +440,10 @@ def build(
             policy=policy,
             skip_bad=skip_bad,
             limit=limit,
+            until_stable=until_stable,
             threads=threads,
             float_nodes=float_nodes,
-            remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
+            judging=CALIBRATION_SAMPLES if evaluation is None else CANDIDATES,
             repairs=asked,
             stage=stage,
             cluster=cluster_of(scheduler),
@@ -423,10 +470,11 @@ def build(
             calibrated.loaded,
             built_for,
             results,
-            calibration=calibrated.feed,
+            calibration=calibrated.judges.part,
             evaluation=evaluation,
             labels=known,
             metric=score,
+            outputs=None if calibrated.subject.repairs else calibrated.judges.outputs,
             duration_s=duration_s,
             threads=workers,
         )
@@ -544,6 +592,8 @@ def _completed(
     threads: int,
     runs: Counter[str],
     peaks: Peaks,
+    outputs: FloatOutputs,
+    watch: Watch,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
@@ -557,8 +607,41 @@ def _completed(
             progress=step,
             runs=runs,
             peaks=peaks,
+            keep=lambda number, values: outputs.add(feed.key(number), values),
+            halves=watch.halves,
+            enough=watch.enough if watch.decides else None,
         )
     return verdict.observed.and_also(new)
+
+
+def _watch(
+    subject: Subject,
+    wanted: Mapping[str, tuple[Observation, ...]],
+    feed: Feed,
+    until: Until | None,
+    *,
+    trusted: bool,
+) -> Watch:
+    """What tells whether the samples are enough; where it decides, they come spread over all.
+
+    Raises:
+        ConfigError: `until` is asked for where it cannot decide.
+    """
+    listed = each_once(wanted)
+    searched = [o for o in listed if o.statistic == subject.statistic and not o.by_order]
+    if until is not None:
+        refuse(feed, listed, searched, trusted=trusted)
+        feed.scatter()
+    alone = searched if feed.share is None else ()  # half of a part tells nothing of the whole
+    return Watch(alone, lambda found: Ranges(found, subject.method, subject.bounds), until)
+
+
+def _reached(verdict: Verdict, feed: Feed, watch: Watch) -> int:
+    """How many images were looked at, now or when the cache was made."""
+    if not verdict.missing:
+        assert verdict.stored is not None
+        return verdict.stored.count
+    return feed.reached(watch.samples) if watch.stopped else feed.opened
 
 
 def _fewer(able: int, asked: int) -> tuple[str, ...]:
@@ -566,6 +649,11 @@ def _fewer(able: int, asked: int) -> tuple[str, ...]:
     if able >= asked:
         return ()
     return (f"calibrated with {able} of {asked} threads: memory does not suffice for more.",)
+
+
+def _too_few(feed: Feed) -> tuple[str, ...]:
+    """What to say where there is nothing to hold the first ranges against."""
+    return (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
 
 
 def _warnings(
@@ -591,6 +679,7 @@ def _request(calibrated: Calibrated, stage: Stage, threads: int) -> BuildRequest
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
+        judges=calibrated.judges,
         threads=threads,
     )
 
@@ -683,8 +772,7 @@ def _repaired(
     """What one target is built from after the repairs that helped it, and what was tried."""
     from deploy.repairs.apply import few, repaired, told
 
-    samples = few(request.feed) if names else []
-    own, tried = repaired(target, request, names, samples)
+    own, tried = repaired(target, request, names, few(request.judges) if names else [])
     return own, told(tried)
 
 

@@ -442,6 +442,14 @@ def test_what_goes_by_the_order_is_refused_before_anybody_is_asked(
     assert code == 1 and "got --scheduler" in err and "in one run" in err
 
 
+def test_stopping_early_and_sharing_out_exclude_each_other(run, small_cnn, pictures, tmp_path):
+    code, _, err = run(
+        "calibrate", small_cnn, "--images", pictures, "-o", tmp_path / "x", "--until-stable",
+        "--scheduler", ELSEWHERE,
+    )  # fmt: skip
+    assert code == 1 and "--until-stable" in err and "got --scheduler" in err
+
+
 def test_images_without_a_path_must_be_sent(small_cnn, tmp_path):
     from deploy import calibrate
 
