@@ -28,6 +28,7 @@ from deploy.calibration.expected import odd
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe
+from deploy.calibration.outputs import FloatOutputs, judges_of
 from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
@@ -132,7 +133,7 @@ def calibrate(
         until_stable=until_stable,
         threads=threads,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -172,7 +173,7 @@ def merge(
         until_stable=None,
         threads=1,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -191,7 +192,7 @@ def _calibrated(
     until_stable: float | None,
     threads: int | None,
     float_nodes: Iterable[str],
-    remember: tuple[int, int],
+    judging: int,
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
 ) -> Calibrated:
@@ -199,7 +200,7 @@ def _calibrated(
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
-        remember: (first, spread) samples that will be asked for again.
+        judging: how many images, at most, will judge what is built.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         stage: what the files of a build wait in; a cache of the same folder appears with them.
     """
@@ -216,7 +217,7 @@ def _calibrated(
             skip_bad=skip_bad,
             limit=limit,
         )
-    feed.remember(*remember, SHOWN)
+    feed.remember(0, judging, SHOWN)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)
@@ -242,7 +243,7 @@ def _calibrated(
     until = None if until_stable is None else Until(until_stable, subject.method.label)
     watch = _watch(subject, wanted, feed, until, trusted=policy.trust)
     agreement: Agreement | None = None
-    peaks = Peaks()
+    peaks, judges = Peaks(), judges_of(feed, subject.model, judging)
     started = time.perf_counter()
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
@@ -260,10 +261,19 @@ def _calibrated(
         if isinstance(images, Shards):
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
         else:
-            observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks, watch=watch)
+            observed = _completed(
+                verdict,
+                feed,
+                threads=able,
+                runs=runs,
+                peaks=peaks,
+                outputs=judges.outputs,
+                watch=watch,
+            )
         if until is not None:
             feed.keep(_reached(verdict, feed, watch))
-            feed.remember(*remember, SHOWN)
+            feed.remember(0, judging, SHOWN)
+            judges = judges_of(feed, subject.model, judging)
         ranges = Ranges(observed, subject.method, subject.bounds)
         agreement = watch.end(len(feed)) if verdict.missing else None
         alone = [t for t in targets if t.name in wanted and feed.share is None]
@@ -304,6 +314,7 @@ def _calibrated(
         cache=policy.path,
         repairs=tuple(told(tried)),
         peaks=peaks,
+        judges=judges,
         agreement=agreement,
     )
 
@@ -403,7 +414,7 @@ def build(
             until_stable=until_stable,
             threads=threads,
             float_nodes=float_nodes,
-            remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
+            judging=CALIBRATION_SAMPLES if evaluation is None else CANDIDATES,
             repairs=asked,
             stage=stage,
         )
@@ -429,10 +440,11 @@ def build(
             calibrated.loaded,
             built_for,
             results,
-            calibration=calibrated.feed,
+            calibration=calibrated.judges.part,
             evaluation=evaluation,
             labels=known,
             metric=score,
+            outputs=None if calibrated.subject.repairs else calibrated.judges.outputs,
             duration_s=duration_s,
             threads=workers,
         )
@@ -550,6 +562,7 @@ def _completed(
     threads: int,
     runs: Counter[str],
     peaks: Peaks,
+    outputs: FloatOutputs,
     watch: Watch,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
@@ -564,6 +577,7 @@ def _completed(
             progress=step,
             runs=runs,
             peaks=peaks,
+            keep=lambda number, values: outputs.add(feed.key(number), values),
             halves=watch.halves,
             enough=watch.enough if watch.decides else None,
         )
@@ -635,6 +649,7 @@ def _request(calibrated: Calibrated, stage: Stage, threads: int) -> BuildRequest
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
+        judges=calibrated.judges,
         threads=threads,
     )
 
@@ -727,8 +742,7 @@ def _repaired(
     """What one target is built from after the repairs that helped it, and what was tried."""
     from deploy.repairs.apply import few, repaired, told
 
-    samples = few(request.feed) if names else []
-    own, tried = repaired(target, request, names, samples)
+    own, tried = repaired(target, request, names, few(request.judges) if names else [])
     return own, told(tried)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from deploy.calibration.observation import Observation, each_once
+from deploy.calibration.outputs import Judges
 from deploy.calibration.peaks import Peaks
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.search import Method
@@ -38,6 +39,7 @@ class Calibrated:
         cache: where it is kept.
         repairs: what was tried on the model before it was observed, in sentences.
         peaks: the largest samples of every tensor that was observed now.
+        judges: samples that judge what is built, with the float model's outputs.
         agreement: how far halves of the samples agree; None where nothing was observed that tells
             it.
     """
@@ -46,6 +48,7 @@ class Calibrated:
     images: str
     feed: Feed
     ranges: Ranges
+    judges: Judges = field(repr=False)
     wanted: Mapping[str, tuple[Observation, ...]]
     failed: Mapping[str, str]
     observed_now: tuple[Observation, ...]

@@ -7,10 +7,10 @@
                                 '--> worker ...
 
 Each variant is tapped: the wanted tensors become outputs of it, and ONNX Runtime still optimises
-the rest. Each worker takes one sample at a time and runs it with one thread inside. What no order
-can change is recorded in parts, by one worker at a time, merged at the end; what is defined by the
-order waits for its turn, while the others go on inferring. So neither the number of workers nor
-any batch size can change a bit.
+the rest (`deploy.calibration.blocked`). Each worker takes one sample at a time and runs it with one
+thread inside. What no order can change is recorded in parts, by one worker at a time, merged at the
+end; what is defined by the order waits for its turn, while the others go on inferring. So neither
+the number of workers nor any batch size can change a bit.
 
 Where it is asked whether the samples are enough, all workers come to rest at 8, 16, 32 ... of them,
 so that what is looked at is the statistics of just so many.
@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -37,16 +38,18 @@ from calibrators.statistics import Batched, Recorder
 from deploy.calibration.blocked import tapped
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
+from deploy.calibration.subject import FOLDED
 from deploy.errors import BackendError, FeedError
 from deploy.feed.doubling import following
 from deploy.feed.parallel import Sample, in_order
 from deploy.progress import phase
 
 Progress = Callable[[], None]
+Keep = Callable[[int, Sample], None]
 Enough = Callable[[int, Observed, Observed], bool]
 _Waiting = tuple[Observation, NDArray[np.float32]]
 _Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
-"""Tensor -> who reads it, and a worker's own recorder for it; None where values wait for their turn."""
+"""Tensor -> who reads it, with the recorder of a worker; None where values wait for their turn."""
 
 
 def observe(
@@ -58,6 +61,7 @@ def observe(
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
+    keep: Keep | None = None,
     halves: list[Observed] | None = None,
     enough: Enough | None = None,
 ) -> Observed:
@@ -71,6 +75,7 @@ def observe(
         progress: called after every sample.
         runs: raised by one for each inference, by the variant's key.
         peaks: is told the largest |x| of every tensor that is observed, sample by sample.
+        keep: is given (number of the sample, all that the cleaned model gave for it).
         halves: gets what the first, third, fifth ... sample gave, and what the others gave, of
             observations that any order gives.
         enough: (samples so far, what those since it was asked last gave, what all gave) -> whether
@@ -101,6 +106,7 @@ def observe(
         progress,
         counted,
         peaks,
+        keep=keep,
         halves=halves,
         enough=enough,
     )
@@ -142,6 +148,7 @@ def _pass(
     runs: Counter[str],
     peaks: Peaks | None,
     *,
+    keep: Keep | None = None,
     halves: list[Observed] | None = None,
     enough: Enough | None = None,
 ) -> Observed:
@@ -162,7 +169,7 @@ def _pass(
             waiting
             for line, recorders in zip(lines, held[number % len(held)], strict=True)
             if _reaches(line.limit, number)
-            for waiting in line.run(recorders, own[worker], number, sample)
+            for waiting in line.run(recorders, own[worker], number, sample, keep)
         ]
 
     def take(number: int, waiting: list[_Waiting]) -> None:
@@ -261,9 +268,11 @@ class _Line:
         peaks: Peaks | None,
         number: int,
         sample: Sample,
+        keep: Keep | None,
     ) -> Iterator[_Waiting]:
         """Run one sample, record what has no order, and give what has."""
-        for name, value in self.tap.run(sample):
+        kept = None if keep is None or self.key != FOLDED else partial(keep, number)
+        for name, value in self.tap.run(sample, kept):
             amax: float | None = None
             for observation, recorder in held[name]:
                 if not _reaches(observation.statistic.samples, number):
@@ -308,12 +317,19 @@ class Tap:
         self._made = [name for name in tensors if name not in self._inputs]
         self._open = tapped(model, self._made, threads=threads, in_any_order=in_any_order)
 
-    def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; gives each watched tensor's name and value, or its values in any order."""
+    def run(
+        self, sample: Sample, keep: Callable[[Sample], None] | None = None
+    ) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Run one sample; gives each watched tensor's name and value, or its values in any order.
+
+        `keep` gets the model's own outputs, and may get more.
+        """
         try:
             values = self._open.session.run(sample)
         except BackendError as error:
             raise BackendError(f"could not run a sample: {error}") from error
+        if keep is not None:
+            keep(values)
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
         for name in self._made:  # let go of each tensor once it is counted

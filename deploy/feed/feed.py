@@ -223,9 +223,11 @@ class Feed:
             spread: how many all over the feed.
             shown: how many more all over the feed, with small pictures of them for `views`.
         """
+        if self.batch > 1:  # `spread` gives the first of them
+            first, spread = max(first, spread), 0
         early = self._chosen[: first * self.batch]
         seen = _evenly(self._chosen, shown)
-        self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread * self.batch), *seen)))
+        self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread), *seen)))
         self._views = Views(self.preprocess, seen)
 
     def scatter(self) -> None:
@@ -282,12 +284,35 @@ class Feed:
         Raises:
             FeedError: as `samples`.
         """
+        yield from (sample for _, sample in self.keyed(self.spread_keys(most)))
+
+    def spread_keys(self, most: int) -> tuple[int, ...]:
+        """Keys of the samples that `spread` gives, as far as it is known which are bad."""
         if self.batch > 1:
-            yield from islice(self._batches(), most)
-            return
+            return tuple(range(min(most, len(self))))
         good = [index for index in self._chosen if index not in self._skipped]
-        chosen = frozenset(_evenly(good, most))
-        yield from (sample for _, sample in self._singles(only=chosen))
+        return tuple(_evenly(good, most))
+
+    def keyed(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
+        """(key, sample) of those that are named, in the feed's order, without bad ones.
+
+        A key names a sample of this feed whichever others turn out to be bad.
+
+        Raises:
+            FeedError: as `samples`.
+        """
+        if self.batch == 1:
+            yield from self._singles(only=frozenset(keys))
+        elif keys:
+            numbered = enumerate(islice(self._batches(), max(keys) + 1))
+            yield from ((key, sample) for key, sample in numbered if key in keys)
+
+    def key(self, number: int) -> int:
+        """Key of sample `number`, from 1, of a pass over `samples`, once it was given."""
+        if self.batch > 1 or not self._skipped:
+            return number - 1 if self.batch > 1 else self._chosen[number - 1]
+        good = (index for index in self._chosen if index not in self._skipped)
+        return next(islice(good, number - 1, None))
 
     def manifest(self, first: int | None = None) -> dict[str, Any]:
         """What was fed, as plain JSON.
