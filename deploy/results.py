@@ -276,7 +276,7 @@ def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationP
         method=asked if asked in used or not used else "",
         reused=calibrated.reused,
         reason=calibrated.reason,
-        seconds=None if calibrated.reused else calibrated.seconds,
+        seconds=None if calibrated.reused or not calibrated.wanted else calibrated.seconds,
         cache=str(calibrated.cache) if calibrated.cache else None,
         groups=_groups(calibrated),
     )

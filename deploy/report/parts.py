@@ -72,7 +72,7 @@ class CalibrationPart:
             target's ranges were really chosen by is told by its `TargetPart`.
         reused: True where a cache was taken over and nothing was run.
         reason: why it was reused, or why not, in one sentence.
-        seconds: time of observing and searching; None where reused.
+        seconds: time of observing and searching; None where nothing was observed.
         cache: path of the cache.
         groups: what was observed, and which of it was reused.
     """
