@@ -49,10 +49,10 @@ def load_either(source: str | Path | onnx.ModelProto) -> LoadedModel:
     try:
         return load(source)
     except QuantizedError:
-        from deploy.frontends.from_pairs import load_trained
+        from deploy.frontends.from_pairs import read_trained
 
         with phase("model"):
-            return load_trained(source)
+            return read_trained(source)
 
 
 def is_quantized(path: Path) -> bool:

@@ -43,7 +43,7 @@ _CONTRIB = "com.microsoft"
 _TAILS = frozenset({"Relu", "Clip"})
 
 
-def load_trained(source: str | Path | onnx.ModelProto) -> LoadedModel:
+def read_trained(source: str | Path | onnx.ModelProto) -> LoadedModel:
     """Load a Q/DQ model as the float model behind it, with what its pairs say.
 
     Args:

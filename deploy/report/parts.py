@@ -72,9 +72,10 @@ class CalibrationPart:
             target's ranges were really chosen by is told by its `TargetPart`.
         reused: True where a cache was taken over and nothing was run.
         reason: why it was reused, or why not, in one sentence.
-        seconds: time of observing and searching; None where nothing was observed.
+        seconds: time of observing and searching; None where reused.
         cache: path of the cache.
         groups: what was observed, and which of it was reused.
+        by_model: whether the pairs of a quantized model say the ranges, and nothing was observed.
     """
 
     method: str = ""
@@ -83,6 +84,7 @@ class CalibrationPart:
     seconds: float | None = None
     cache: str | None = None
     groups: tuple[GroupRow, ...] = ()
+    by_model: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
