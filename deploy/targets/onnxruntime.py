@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from calibrators.scales import Scale
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
+    from deploy.frontends.trained import Trained
     from deploy.graph.plan import Decision, Placement
     from deploy.tensors import Session
 
@@ -127,15 +128,22 @@ class OnnxRuntime:
                 " files keep it, or export the model with standard ONNX operators"
             )
         if subject.loaded.trained is not None:
-            from deploy.targets.trained import refuse_options
-
-            given = {
-                "--int8-stem": self.int8_stem,
-                "--weight-bits": self.weight_bits != 8,
-                "--dynamic-matmul": self.dynamic_matmul,
-            }
-            refuse_options(subject.loaded.trained, self.name, given)
+            return self._every_tensor(subject, subject.loaded.trained)
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
+
+    def _every_tensor(self, subject: Subject, trained: Trained) -> tuple[Observation, ...]:
+        """What a Q/DQ model may or may not have a scale for; its own layers are in int8."""
+        from deploy.targets.trained import refuse_options
+
+        given = {
+            "--int8-stem": self.int8_stem,
+            "--weight-bits": self.weight_bits != 8,
+            "--dynamic-matmul": self.dynamic_matmul,
+        }
+        refuse_options(trained, self.name, given)
+        graph = subject.model.graph
+        made = (name for node in graph.node for name in node.output if name)
+        return subject.histograms([*(value.name for value in graph.input), *made])
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """The engine itself."""

@@ -294,6 +294,12 @@ def _pairs(folder: Path) -> Callable[[Path], Callable[[], object]]:
     return lambda path: lambda: from_qdq(read_model(path), path)
 
 
+def _trained(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    from deploy.frontends import load_either
+
+    return lambda path: partial(load_either, path)
+
+
 _PROCESSOR = json.dumps(
     {
         "do_center_crop": True, "do_normalize": True, "do_resize": True, "resample": 3,
