@@ -415,6 +415,42 @@ def test_the_float_model_is_the_quantized_one_without_its_rounding(spelled, data
         assert error < 0.01, name
 
 
+@pytest.mark.parametrize("version", ["8.6.1.6", "10.13.0.35", "11.0.0.10"])
+def test_an_engine_is_built_from_the_pairs_and_not_from_the_cache(built, made, tensorrt, version):
+    trt = tensorrt(version)
+    built(made["tensorrt"], "--target", "tensorrt")
+    (network,) = trt.STORY.networks
+    assert any(node.op_type == "DequantizeLinear" for node in network.model.graph.node)
+
+
+def half():
+    """`modelopt` with float16 for what is not quantized, its scales too."""
+    model = modelopt()
+    held = [a.t for n in model.graph.node for a in n.attribute if a.name == "value"]
+    for tensor in (one for one in held if one.data_type == TensorProto.FLOAT):
+        array = numpy_helper.to_array(tensor).astype(np.float16)
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    model.opset_import[0].version = 19
+    return model
+
+
+def test_a_float16_model_is_kept_for_tensorrt_and_float32_elsewhere(built, run, data, tmp_path):
+    onnx.save(half(), tmp_path / "half.onnx")
+    np.save(tmp_path / "x.npy", np.load(data).astype(np.float16))
+    out = tmp_path / "out"
+    words = ("--images", tmp_path / "x.npy", "--out", out, *BUILD, *ALL)
+    code, _, err = run("build", tmp_path / "half.onnx", *words)
+    assert code == 0, err
+    report = json.loads((out / "report.json").read_text())
+    own, trt, _ = report["targets"]
+    for one in (own, trt):
+        assert {n["name"]: n for n in one["nodes"]}["n_c1"]["precision"] in ("int8", "uint8")
+    assert any("Kept to the bit" in note for note in trt["notes"])
+    assert (out / "half.tensorrt.typed.onnx").exists()
+
+
 def test_int32_biases_are_float_in_tensorrts_model(built, tmp_path):
     w = Writer()
     x = w.pair("x", 0.03, np.int8(0))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from calibrators.scales import Scale
     from deploy.graph.index import Graph
 
-_KEEPING = MOVES | CUTS | {"MaxPool", "Resize"}
+_KEEPING = MOVES | CUTS | {"MaxPool", "Resize", "Cast"}  # a float16 model is cast at its ends
 
 
 def spread(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]:

@@ -427,6 +427,8 @@ READERS: dict[str, Reader] = {
         Reader(name="onnx", suffix=".onnx", seeds=_onnx, open=_model, cases=2000),
         Reader(name="qdq", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_pairs,
                cases=2000),
+        Reader(name="trained", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_trained,
+               cases=2000),
         Reader(name="processor", suffix=".json", seeds=_texts(_PROCESSOR),
                open=_beside("preprocessor_config.json"), cases=5000),
         Reader(name="timm", suffix=".json", seeds=_texts(_TIMM), open=_beside("config.json"),

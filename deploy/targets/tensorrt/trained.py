@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from deploy.frontends.trained import Trained
 
+_FLOAT = 1  # onnx.TensorProto
 ANEW = (
     "TensorRT's are int8 with zero point 0: each range is as wide on either side of 0 as its"
     " farther end, and pairs stand where TensorRT wants them"
@@ -65,7 +66,8 @@ def own_typed(
     rounded = copied(model)
     index = Graph(rounded)
     pairs = [node for node in index.nodes if node.op_type in (Q, DQ)]
-    for tensor in {n.input[1]: index.constants[n.input[1]] for n in pairs}.values():
+    held = {n.input[1]: index.constants[n.input[1]] for n in pairs}
+    for tensor in (one for one in held.values() if one.data_type == _FLOAT):
         scales = storable(np.asarray(to_array(tensor), np.float32), rest)
         tensor.CopyFrom(numpy_helper.from_array(scales.reshape(tuple(tensor.dims)), tensor.name))
     return typed(rounded, rest, largest)
