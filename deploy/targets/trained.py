@@ -104,8 +104,9 @@ def anew_notes(
     changed = [name for name, same in _weights(trained, written) if not same]
     if changed:
         yield (
-            f"Weights that were rounded again, since their scales do not fit: {len(changed)}"
-            f" ({', '.join(changed[:_TOLD])}); all others keep their integers."
+            "Weights with channels that were rounded again, whose scales do not fit (a zero point,"
+            f" or no room beside the bias in int32): {len(changed)} ({', '.join(changed[:_TOLD])});"
+            " all others keep their integers."
         )
 
 
