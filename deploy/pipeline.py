@@ -30,11 +30,13 @@ from deploy.calibration.expected import odd
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe
+from deploy.calibration.outputs import FloatOutputs, judges_of
 from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
 from deploy.calibration.shards import Shards, refuse_ordered
+from deploy.calibration.stability import Watch, refuse
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
 from deploy.calibration.trained import (
@@ -46,6 +48,7 @@ from deploy.calibration.trained import (
     subject_of,
     taken,
 )
+from deploy.calibration.until import Agreement, Until
 from deploy.errors import (
     BackendError,
     Calib8Error,
@@ -99,6 +102,7 @@ def calibrate(
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     progress: bool = False,
@@ -116,6 +120,9 @@ def calibrate(
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: go on without unreadable images.
         limit: use at most so many images, or a `Choice` of them.
+        until_stable: look at 16, 32, 64 ... of them, spread evenly over all, until the ranges of
+            two halves differ by less than this share (`deploy.calibration.stability`); None looks
+            at all.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
         progress: tell on stderr what is going on, where it takes over two seconds.
@@ -135,9 +142,10 @@ def calibrate(
         policy=_policy(cache),
         skip_bad=skip_bad,
         limit=limit,
+        until_stable=until_stable,
         threads=threads,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -174,9 +182,10 @@ def merge(
         policy=_policy(cache),
         skip_bad=False,
         limit=None,
+        until_stable=None,
         threads=1,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -192,9 +201,10 @@ def _calibrated(
     policy: CachePolicy,
     skip_bad: bool,
     limit: Limit,
+    until_stable: float | None,
     threads: int | None,
     float_nodes: Iterable[str],
-    remember: tuple[int, int],
+    judging: int,
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
 ) -> Calibrated:
@@ -202,7 +212,7 @@ def _calibrated(
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
-        remember: (first, spread) samples that will be asked for again.
+        judging: how many images, at most, will judge what is built.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         stage: what the files of a build wait in; a cache of the same folder appears with them.
     """
@@ -219,7 +229,7 @@ def _calibrated(
             skip_bad=skip_bad,
             limit=limit,
         )
-    feed.remember(*remember, SHOWN)
+    feed.remember(0, judging, SHOWN)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)
@@ -242,7 +252,10 @@ def _calibrated(
     _refuse_idle_method(method, subject, wanted)
     if feed.share is not None or isinstance(images, Shards):
         refuse_ordered(each_once(wanted), feed.share or "merged")
-    peaks = Peaks()
+    until = None if until_stable is None else Until(until_stable, subject.method.label)
+    watch = _watch(subject, wanted, feed, until, trusted=policy.trust)
+    agreement: Agreement | None = None
+    peaks, judges = Peaks(), judges_of(feed, subject.model, judging)
     started = time.perf_counter()
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
@@ -250,19 +263,44 @@ def _calibrated(
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
-        verdict = judge(policy, lambda: fingerprint_of(subject, feed.manifest()), each_once(wanted))
+        verdict = judge(
+            policy,
+            lambda count: fingerprint_of(subject, feed.manifest(count)),
+            each_once(wanted),
+            until=until,
+        )
         able = afford.workers(verdict.missing, subject.model, workers)
         if isinstance(images, Shards):
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
         else:
-            observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
+            observed = _completed(
+                verdict,
+                feed,
+                threads=able,
+                runs=runs,
+                peaks=peaks,
+                outputs=judges.outputs,
+                watch=watch,
+            )
+        if until is not None:
+            feed.keep(_reached(verdict, feed, watch))
+            feed.remember(0, judging, SHOWN)
+            judges = judges_of(feed, subject.model, judging)
         ranges = Ranges(observed, subject.method, subject.bounds)
+        agreement = watch.end(len(feed)) if verdict.missing else None
         alone = [t for t in targets if t.name in wanted and feed.share is None]
         own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
-        notes = (*_fewer(able, workers), *(own.notes if own else ()))
+        few = _too_few(feed) if until and verdict.missing and agreement is None else ()
+        notes = (*_fewer(able, workers), *few, *(own.notes if own else ()))
         fingerprint = verdict.of_all(fingerprint_of(subject, feed.manifest()))
         outliers = (*verdict.outliers, *identified(peaks, feed.digests))
-        calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
+        kept = verdict.stored if not verdict.missing else None
+        calibration = Calibration(
+            observed=observed,
+            fingerprint=fingerprint,
+            outliers=outliers,
+            until=kept.until if kept else until,
+        )
         text = own.text if own else None
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
     return Calibrated(
@@ -288,6 +326,8 @@ def _calibrated(
         cache=policy.path,
         repairs=tuple(told(tried)),
         peaks=peaks,
+        judges=judges,
+        agreement=agreement,
     )
 
 
@@ -308,6 +348,7 @@ def build(
     metric: str | Function | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
@@ -358,7 +399,7 @@ def build(
     trained = loaded.trained
     reference, judged_by = reference_of(loaded, float_model, images)
     if trained is not None:
-        idle = _idle(images, method, policy, tuple(float_nodes), wish, repairs)
+        idle = _idle(images, method, policy, tuple(float_nodes), wish, repairs, until_stable)
         refuse_calibrating(trained, idle)
         wish = replace(wish, effort=0)
     judged_on = eval_images if eval_images is not None or trained is None else images
@@ -399,9 +440,10 @@ def build(
                 policy=policy,
                 skip_bad=skip_bad,
                 limit=limit,
+                until_stable=until_stable,
                 threads=threads,
                 float_nodes=float_nodes,
-                remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
+                judging=CALIBRATION_SAMPLES if evaluation is None else CANDIDATES,
                 repairs=asked,
                 stage=stage,
             )
@@ -437,6 +479,7 @@ def build(
             repairs=asked,
             against=loaded.model if duration_s > 0 else None,
         )
+        unchanged = not calibrated.subject.repairs
         if images is None:
             figures = unmeasured(reference, results)
         else:
@@ -444,10 +487,11 @@ def build(
                 calibrated.loaded if trained is None else reference,
                 built_for,
                 results,
-                calibration=calibrated.feed,
+                calibration=calibrated.judges.part,
                 evaluation=evaluation,
                 labels=known,
                 metric=score,
+                outputs=calibrated.judges.outputs if trained is None and unchanged else None,
                 duration_s=duration_s,
                 threads=workers,
             )
@@ -478,6 +522,7 @@ def _idle(
     float_nodes: tuple[str, ...],
     wish: Tuning,
     repairs: Sequence[str] | None,
+    until_stable: float | None,
 ) -> list[str]:
     """What was asked that says how a float model is calibrated, as the command line calls it."""
     given = {
@@ -490,6 +535,7 @@ def _idle(
         "--keep-float": bool(float_nodes),
         "--effort": wish.effort not in (0, DEFAULT_EFFORT),
         "--plan": wish.plan is not None,
+        "--until-stable": until_stable is not None,
         "--repair": bool(repairs) and tuple(repairs or ()) != ("none",),
     }
     return [flag for flag, asked in given.items() if asked]
@@ -515,7 +561,7 @@ def _taken(
         skip_bad=skip_bad,
         limit=None if images is None else limit,
     )
-    feed.remember(0, 0, SHOWN)
+    feed.remember(0, CANDIDATES, SHOWN)
     subject = subject_of(loaded, feed, trt_version or _builds_here(targets))
     failed: dict[str, Calib8Error] = {}
     for target in targets:
@@ -527,7 +573,8 @@ def _taken(
         raise next(iter(failed.values()))
     source = images if isinstance(images, str | Path | RawFiles) else "arrays in memory"
     told = {name: str(error) for name, error in failed.items()}
-    return taken(trained, subject, feed, MADE_UP if images is None else str(source), told)
+    judges = judges_of(feed, subject.model, CANDIDATES)
+    return taken(trained, subject, feed, judges, MADE_UP if images is None else str(source), told)
 
 
 def targets_of(targets: Sequence[str | Target]) -> list[Target]:
@@ -627,6 +674,8 @@ def _completed(
     threads: int,
     runs: Counter[str],
     peaks: Peaks,
+    outputs: FloatOutputs,
+    watch: Watch,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
@@ -640,8 +689,41 @@ def _completed(
             progress=step,
             runs=runs,
             peaks=peaks,
+            keep=lambda number, values: outputs.add(feed.key(number), values),
+            halves=watch.halves,
+            enough=watch.enough if watch.decides else None,
         )
     return verdict.observed.and_also(new)
+
+
+def _watch(
+    subject: Subject,
+    wanted: Mapping[str, tuple[Observation, ...]],
+    feed: Feed,
+    until: Until | None,
+    *,
+    trusted: bool,
+) -> Watch:
+    """What tells whether the samples are enough; where it decides, they come spread over all.
+
+    Raises:
+        ConfigError: `until` is asked for where it cannot decide.
+    """
+    listed = each_once(wanted)
+    searched = [o for o in listed if o.statistic == subject.statistic and not o.by_order]
+    if until is not None:
+        refuse(feed, listed, searched, trusted=trusted)
+        feed.scatter()
+    alone = searched if feed.share is None else ()  # half of a part tells nothing of the whole
+    return Watch(alone, lambda found: Ranges(found, subject.method, subject.bounds), until)
+
+
+def _reached(verdict: Verdict, feed: Feed, watch: Watch) -> int:
+    """How many images were looked at, now or when the cache was made."""
+    if not verdict.missing:
+        assert verdict.stored is not None
+        return verdict.stored.count
+    return feed.reached(watch.samples) if watch.stopped else feed.opened
 
 
 def _fewer(able: int, asked: int) -> tuple[str, ...]:
@@ -649,6 +731,11 @@ def _fewer(able: int, asked: int) -> tuple[str, ...]:
     if able >= asked:
         return ()
     return (f"calibrated with {able} of {asked} threads: memory does not suffice for more.",)
+
+
+def _too_few(feed: Feed) -> tuple[str, ...]:
+    """What to say where there is nothing to hold the first ranges against."""
+    return (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
 
 
 def _warnings(
@@ -674,6 +761,7 @@ def _request(calibrated: Calibrated, stage: Stage, threads: int) -> BuildRequest
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
+        judges=calibrated.judges,
         threads=threads,
     )
 
@@ -766,8 +854,7 @@ def _repaired(
     """What one target is built from after the repairs that helped it, and what was tried."""
     from deploy.repairs.apply import few, repaired, told
 
-    samples = few(request.feed) if names else []
-    own, tried = repaired(target, request, names, samples)
+    own, tried = repaired(target, request, names, few(request.judges) if names else [])
     return own, told(tried)
 
 

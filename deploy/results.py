@@ -281,6 +281,7 @@ def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationP
         cache=str(calibrated.cache) if calibrated.cache else None,
         groups=_groups(calibrated),
         by_model=by_model,
+        agreement=calibrated.agreement,
     )
 
 

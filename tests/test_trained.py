@@ -233,6 +233,7 @@ def test_in_python_a_model_in_memory_is_built_alike(made, data, tmp_path):
         ("--effort", "2"),
         ("--plan", "p.toml"),
         ("--repair", "bias"),
+        ("--until-stable",),
     ],
 )
 def test_options_of_a_calibration_are_refused(refused, made, words):

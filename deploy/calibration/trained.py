@@ -16,6 +16,7 @@ from calibrators.grids import Grid
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import Choices
 from deploy.calibration.observation import Observation, Observed
+from deploy.calibration.outputs import Judges
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.search import Method
 from deploy.calibration.store import Found, Trouble
@@ -82,7 +83,12 @@ def subject_of(loaded: LoadedModel, feed: Feed, trt_version: str | None) -> Subj
 
 
 def taken(
-    trained: Trained, subject: Subject, feed: Feed, images: str, failed: Mapping[str, str]
+    trained: Trained,
+    subject: Subject,
+    feed: Feed,
+    judges: Judges,
+    images: str,
+    failed: Mapping[str, str],
 ) -> Calibrated:
     """The ranges of the pairs as a calibration that cost nothing."""
     return Calibrated(
@@ -90,6 +96,7 @@ def taken(
         images=images,
         feed=feed,
         ranges=TrainedRanges(trained, subject),
+        judges=judges,
         wanted={},
         failed=failed,
         observed_now=(),
