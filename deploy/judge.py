@@ -141,7 +141,7 @@ class Candidate:
 def candidates_of(
     built: Sequence[Built],
     engines: Mapping[str, Session | None],
-    opened: Mapping[Path, Session],
+    opened: Mapping[str, Session],
     failed: dict[str, str],
 ) -> dict[str, Candidate]:
     """Target -> what can be run of it here; why not is added to `failed`.
@@ -149,7 +149,7 @@ def candidates_of(
     Args:
         built: what each target made.
         engines: as `Inside` has them.
-        opened: files that are open already, in one thread.
+        opened: target -> its runnable file, where it is open already, in one thread.
         failed: target -> why its engine cannot be run.
     """
     found = {}
@@ -163,8 +163,7 @@ def candidates_of(
         if path is None:
             continue
         try:
-            ready = None if stand_in else opened.get(path)
-            session = ready or sleeping(path, stand_in=stand_in)
+            session = opened.get(result.target) or sleeping(path, stand_in=stand_in)
             found[result.target] = Candidate(session, alone=False)
         except BackendError as error:
             failed[result.target] = str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,49 +111,31 @@ def measured(
     over = evaluation_of(calibration, evaluation, labels, metric)
     original = float_model(loaded)
     alone = duration_s <= 0  # nothing but judging is done with what is opened
-    timed: dict[str, _Timed] = {
-        "FP32": _timed(
-            partial(sleeping, original)
-            if alone
-            else partial(OrtSession.open, original, threads=threads)
-        )
-    }
-    failed: dict[str, str] = {}
-    opened: dict[Path, Session] = {}
-    for target, result in zip(targets, built, strict=True):
-        for label, path in _engines_of(result).items():
-            judges = alone and target.runs_here and path == result.runnable
-            make = (
-                partial(sleeping, path) if judges else partial(target.open, path, threads=threads)
-            )
-            try:
-                timed[label] = _timed(make)
-            except SdkMissingError:
-                continue  # built for another machine
-            except BackendError as error:
-                failed[label] = str(error)
-                continue
-            if judges:
-                opened[path] = timed[label].session
+    usual = partial(OrtSession.open, original, threads=threads)
+    own = _timed(partial(sleeping, original) if alone else usual)
+    itself = _itself(loaded, (own.session if alone else None) or original, over)
+    timed = {"FP32": replace(own, session=None) if alone else own}
+    failed = _open_engines(timed, targets, built, threads=threads, alone=alone)
     sound = [result for result in built if result.target not in failed]
     engines = {
         name: one.session if one.on_device else None
         for name, one in timed.items()
         if name != "FP32" and loaded.behind is None  # else its outputs are others
     }
-    itself = _itself(loaded, timed["FP32"].session if alone else original, over)
     same, known = _same_model(itself, over, outputs)
-    reference = outputs if outputs is not None and known else itself
     asked = itself.runs
+    reference = outputs if outputs is not None and known else itself
+    del own, itself  # a session that is needed no more lets go of its weights
     with phase("layers"):
         inside = Inside(loaded, sound, engines, over.samples, speaks=same)
+    opened = {name: one.session for name, one in timed.items() if one.session and one.judges}
     candidates = candidates_of(sound, engines, opened, failed) | _alone(engines, sound)
     judged = judge(reference, candidates, over, inside, threads=threads)
     failed |= judged.failed
     sessions = {
         name: one.session
         for name, one in timed.items()
-        if name not in failed and (one.on_device or not alone)
+        if one.session is not None and name not in failed and not one.judges
     }
     latency = _latencies(sessions, calibration, duration_s)
     limits = bounds(loaded.model)
@@ -203,12 +185,15 @@ class _Timed:
     """A session as a user would open it, and what opening took.
 
     Attributes:
+        session: None once it was closed.
         on_device: whether another runtime than ONNX Runtime runs it.
+        judges: whether it is opened to judge alone: in one thread, and not to be timed.
     """
 
-    session: Session
+    session: Session | None
     load_ms: float
     on_device: bool
+    judges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +227,32 @@ def _rows(built: Built, seen: _Seen, *, alone: bool) -> Iterator[EngineRow]:
             ran=ran_part(layers, built.decisions if own else ()),
             notes=(seen.failed[name],) if name in seen.failed and not own else (),
         )
+
+
+def _open_engines(
+    timed: dict[str, _Timed],
+    targets: Sequence[Target],
+    built: Sequence[Built],
+    *,
+    threads: int,
+    alone: bool,
+) -> dict[str, str]:
+    """Open all that was built, beside what is in `timed`; gives why some cannot be, by name."""
+    failed = {}
+    for target, result in zip(targets, built, strict=True):
+        for label, path in _engines_of(result).items():
+            judges = alone and target.runs_here and path == result.runnable
+            usual = partial(target.open, path, threads=threads)
+            try:
+                one = _timed(partial(sleeping, path) if judges else usual)
+            except SdkMissingError:
+                continue  # built for another machine
+            except BackendError as error:
+                failed[label] = str(error)
+                continue
+            closed = alone and not judges and not one.on_device
+            timed[label] = replace(one, session=None if closed else one.session, judges=judges)
+    return failed
 
 
 @phase("loading the engines")
