@@ -1,8 +1,8 @@
 """Preloaded by the workers of tests/test_cluster.py: a real worker that dies, fails or is slow.
 
 Each sample that a piece runs is a line in `$CALIB8_TEST/samples`. Files there, written by a test:
-`die-NAME` has the worker of this name kill itself, `fail` has one piece fail once, `slow` has every
-sample take 50 ms.
+`die` has one worker kill itself at its second sample, `fail` has one piece fail once, `slow` has
+every sample take 50 ms.
 """
 
 import os
@@ -23,14 +23,22 @@ def dask_setup(worker):
     _name = worker.name
 
 
+def _claimed(word):
+    """Whether this is the worker to do it: the one that takes the file away."""
+    try:
+        (FOLDER / word).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def watched(samples, key):
     for number, sample in enumerate(_real(samples, key)):
         with (FOLDER / "samples").open("a") as file:
             file.write(f"{_name} {key}\n")
-        if number == 1 and (FOLDER / f"die-{_name}").exists():
+        if number == 1 and _claimed("die"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if (FOLDER / "fail").exists():
-            (FOLDER / "fail").unlink()
+        if _claimed("fail"):
             raise OSError("the share does not answer")
         if (FOLDER / "slow").exists():
             time.sleep(0.05)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -94,7 +93,7 @@ def scheduler(tmp_path_factory):
 def cluster(scheduler):
     """The same, with nothing told yet."""
     for path in scheduler.folder.glob("*"):
-        if path.name.partition("-")[0] in ("samples", "slow", "fail", "die"):
+        if path.name in ("samples", "slow", "fail", "die"):
             path.unlink()
     return scheduler
 
@@ -136,17 +135,14 @@ def test_a_cluster_writes_the_bytes_of_one_run(send, cluster, calibrated, tmp_pa
 
 def test_a_worker_that_is_killed_in_the_middle_changes_nothing(cluster, calibrated, tmp_path):
     calibrated("one.cache")
-    cluster.tell("die-carol")
-    with worker(cluster.folder, cluster.address, "carol") as carol:
+    with worker(cluster.folder, cluster.address, "carol"):
         from distributed import Client
 
         with Client(cluster.address, set_as_default=False) as client:
             client.wait_for_workers(3, timeout=60)
-        cluster.tell("slow")  # so that each of them gets a piece
+        cluster.tell("die")
         out = calibrated("all.cache", "--scheduler", cluster.address, "--pieces", 6)
-        assert carol.wait(30) == -signal.SIGKILL
-    by = Counter(line.split()[0] for line in cluster.samples())
-    assert by["carol"] == 2 and sum(by.values()) == 22  # two samples were run for nothing
+    assert len(cluster.samples()) == 22  # two were run for nothing
     assert "lost on the way" in out
     assert contents(tmp_path / "all.cache") == contents(tmp_path / "one.cache")
 
