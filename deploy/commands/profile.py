@@ -49,12 +49,12 @@ def profile(
 ) -> None:
     """Run MODEL (file.py:factory) node by node and print what each node costs, slowest first."""
     from deploy.frontends.torch import parse_shape
+    from deploy.fx.capture import graph_of
     from deploy.fx.profile import profile as profile_graph
     from deploy.fx.source import example_inputs, load_module, users_errors
-    from deploy.fx.trace import trace
 
     inputs = example_inputs([parse_shape(shape) for shape in shapes])
-    graph_module = trace(load_module(model, weights), leaves=leaves)
     with users_errors(model):
+        graph_module = graph_of(load_module(model, weights), inputs, leaves=leaves)
         result = profile_graph(graph_module, inputs, warm_up=warm_up, runs=runs)
     say_lines(result.table())

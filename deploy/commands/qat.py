@@ -63,6 +63,7 @@ def qat(
     from deploy.atomic import write_bytes
     from deploy.errors import ConfigError
     from deploy.fx import export as exports
+    from deploy.fx.fuse import norms_in_float
     from deploy.fx.modes import measure, report, scales_report
     from deploy.fx.qat import Task, first_batches, train
     from deploy.fx.source import call_factory, load_module, users_errors
@@ -87,6 +88,8 @@ def qat(
         say(f"after training ({bits} bits): {trained.end:.4f}")
     exported = exports.to_onnx(trained.converted, list(task.inputs))
     say(str(exports.compare(exported, trained.converted, batches)))
+    if left := norms_in_float(trained.converted):
+        say(left)
     say_lines(report([measure("qat", task.model, trained.converted, batches)]))
     if scales:
         say_lines(scales_report(trained.converted))
