@@ -44,7 +44,7 @@ def export_torch(
     weights: Path | None = None,
     dynamic_batch: bool = True,
 ) -> onnx.ModelProto:
-    """Export the float model that `file.py:factory` makes, checked against torch.
+    """Export the float model that `file.py:factory` makes, its branches merged, checked against it.
 
     Args:
         spec: the user's file and function; the code is run.
@@ -63,11 +63,13 @@ def export_torch(
             f"{spec} needs the shape of its input: --input 1x3x224x224, once for each input"
         )
     from deploy.fx.export import check_float, to_onnx
+    from deploy.fx.fuse import without_branches
     from deploy.fx.source import example_inputs, load_module
 
     model = load_module(spec, weights)
     tensors = example_inputs(inputs)
-    exported = to_onnx(model, tensors, dynamic_batch=dynamic_batch)
+    merged, _ = without_branches(model, tensors)
+    exported = to_onnx(merged, tensors, dynamic_batch=dynamic_batch)
     check_float(exported, model, [tensors])
     return exported
 

@@ -2,9 +2,8 @@
 
 Symbolic tracing (`deploy.fx.trace`) sees a model without values, so it fails on whatever looks at
 one: `for` over a tensor, `list(x.chunk(2, 1))`, `forward(x, *args)`. torch.export has shapes to
-look at, and fails only where Python follows the values of a tensor. It needs example inputs, so what
-has none (`calib8 trace`, `fuse` without `--input`) traces symbolically, as does what keeps modules
-whole.
+look at, and fails only where Python follows the values of a tensor. It needs example inputs, so
+`calib8 trace`, and `fuse` without `--input`, trace symbolically, as does what keeps modules whole.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def _export(model: nn.Module, inputs: tuple[Any, ...], batch: Any) -> torch.expo
         shapes = pytree.tree_map(lambda leaf: {0: batch} if _has_batch(leaf) else None, inputs)
         if _is_variadic(model, len(inputs)):
             shapes = _variadic(model, shapes)
-    with _quiet():
+    with _quiet(), torch.enable_grad():  # without, attention is one kernel that nothing can open
         return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
 
 

@@ -143,6 +143,21 @@ def norms_in_float(model: nn.Module) -> str:
     return f"BatchNorm left in float: {len(left)}: {', '.join(left[:3])}{more}"
 
 
+def without_branches(
+    model: nn.Module, inputs: Sequence[Any] | None = None
+) -> tuple[nn.Module, int]:
+    """`model` with its parallel branches merged, and how many; itself where it has none.
+
+    A runtime folds norms by itself; three convolutions that are one, it computes.
+    """
+    try:
+        folded, report = fold_batch_norms(model, inputs)
+    except ModelError:  # exporting says why it cannot be followed
+        return model, 0
+    merged = report.counts().get("Branches", 0)
+    return (folded, merged) if merged else (model, 0)
+
+
 def join_relus(graph_module: fx.GraphModule, report: FuseReport) -> None:
     """Join each ReLU to the Conv, Linear or BatchNorm that feeds only it; in place."""
     for node in list(graph_module.graph.nodes):
