@@ -8,6 +8,7 @@ and matrix products; one multiply-accumulate is two FLOPs).
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from deploy.fx.table import columns, target_name
 from deploy.progress import phase
 
 SCHEMA = "calib8-profile/1"
+_CALLS = re.compile(r"@[0-9]+")  # counts the calls of a module, in torch.export
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,11 @@ def profile(
 
 def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
     """FLOPs by node name, for inputs of these shapes; no number is computed."""
-    counter = FlopInterpreter(copy.deepcopy(graph_module).to("meta"))
+    on_meta = copy.deepcopy(graph_module).to("meta")
+    for node in on_meta.graph.nodes:
+        if "device" in node.kwargs:  # of what makes a tensor, as it was captured
+            node.kwargs = {**node.kwargs, "device": torch.device("meta")}
+    counter = FlopInterpreter(on_meta)
     with torch.no_grad():
         counter.run(*(tensor.to("meta") for tensor in inputs))
     return counter.flops
@@ -229,7 +235,7 @@ def owner_of(node: fx.Node) -> str:
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}
     path = str([*stack.values()][-1][0]) if stack else ""
-    return path.removeprefix("L['self']").lstrip(".")
+    return _CALLS.sub("", path.removeprefix("L['self']").lstrip("."))
 
 
 def _row(node: NodeCost) -> tuple[str, ...]:
