@@ -97,7 +97,7 @@ def test_weights_that_are_computed_are_taken_as_they_are_now(kind):
         assert torch.allclose(own(X), wanted, atol=1e-6)
     assert torch.equal(model(X), wanted) and computed_weights(model)
     converted = quantized(model, [X], [(X,)], mode="static")
-    assert coverage(converted).quantized == ("0", "3")
+    assert coverage(converted, model).quantized == ("0", "3")
 
 
 def test_a_computed_weight_in_a_training_is_said():
@@ -261,7 +261,7 @@ def test_what_stays_float_is_said_and_nothing_in_int8_is_refused(tmp_path):
     assert "must have layers in int8, and none of 3" in str(shown.exception)
     assert not (tmp_path / "none.onnx").exists()
     with pytest.raises(ExportError, match="there are no weights"):
-        refuse_float(coverage(nn.ReLU()))
+        refuse_float(coverage(nn.ReLU(), nn.ReLU()))
 
 
 def tiny(factor):

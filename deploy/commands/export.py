@@ -173,7 +173,7 @@ def export(
         converted = quantized(
             module, inputs, batches, mode=mode, target=target, only=only, ranges=ranges, **kept
         )
-        covered = coverage(converted)
+        covered = coverage(converted, module)
         refuse_float(covered)
         exported = exports.to_onnx(converted, inputs, opset=opset, dynamic_batch=not static_batch)
         say(str(covered))

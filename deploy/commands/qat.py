@@ -107,7 +107,7 @@ def qat(
             report=say,
         )
         batches = first_batches(task)
-    covered = coverage(trained.converted, [*(task.convert or {}).values()])
+    covered = coverage(trained.converted, task.model, [*(task.convert or {}).values()])
     refuse_float(covered)
     say(str(covered))
     if trained.end is not None:

@@ -43,13 +43,17 @@ class Coverage:
         return f"{few} and {more} more" if more > 0 else few
 
 
-def coverage(converted: nn.Module, own: Sequence[type[nn.Module]] = ()) -> Coverage:
+def coverage(
+    converted: nn.Module, model: nn.Module, own: Sequence[type[nn.Module]] = ()
+) -> Coverage:
     """Which layers of a converted model have int8 weights.
 
     Args:
         converted: what `deploy.fx.convert.convert` gave.
+        model: the user's, whose classes a graph may not keep.
         own: the user's classes of quantized modules.
     """
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()
     activations = 0
     for name, module in converted.named_modules():
@@ -60,7 +64,8 @@ def coverage(converted: nn.Module, own: Sequence[type[nn.Module]] = ()) -> Cover
             quantized.append(name)
             inside = (*inside, f"{name}.")
         elif any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-            left.append((name or "the model itself", type(module).__name__))
+            kind = kinds.get(name, type(module).__name__)
+            left.append((name or "the model itself", kind))
     return Coverage(tuple(quantized), tuple(left), activations)
 
 
