@@ -20,8 +20,7 @@ known needs something itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -32,16 +31,17 @@ from numpy.typing import NDArray
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
 from calibrators.statistics import Batched, Recorder
+from deploy.calibration.blocked import tapped
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
 from deploy.errors import BackendError, FeedError
 from deploy.feed.parallel import Sample, in_order
-from deploy.graph.edit import with_outputs
-from deploy.ort import OrtSession
 from deploy.progress import phase
 
 Progress = Callable[[], None]
 _Waiting = tuple[Observation, NDArray[np.float32]]
+_Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
+"""Tensor -> who reads it, and a worker's own recorder for it; None where values wait for their turn."""
 
 
 def observe(
@@ -128,14 +128,15 @@ def _pass(
     ordered = _empty((o for o in observations if o.statistic.ordered), known)
     free = [o for o in observations if not o.statistic.ordered]
     parts = [_empty(free, known) for _ in range(threads)]
+    held = [[line.held_by(part) for line in lines] for part in parts]
     own = [None if peaks is None else Peaks() for _ in range(threads)]
 
     def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
         return [
             waiting
-            for line in lines
+            for line, recorders in zip(lines, held[worker], strict=True)
             if _reaches(line.limit, number)
-            for waiting in line.run(parts[worker], own[worker], number, sample)
+            for waiting in line.run(recorders, own[worker], number, sample)
         ]
 
     def take(number: int, waiting: list[_Waiting]) -> None:
@@ -149,8 +150,10 @@ def _pass(
         raise FeedError("a calibration needs at least one sample, got none")
     for observation, recorder in ordered.items():
         if isinstance(recorder, Batched):
-            with _telling(observation, f"tensor {observation.tensor}"):
+            try:
                 recorder.end()
+            except CalibrationError as error:
+                raise _told(error, observation, f"tensor {observation.tensor}") from error
     merged = parts[0]
     for part in parts[1:]:
         _merge(merged, part)
@@ -197,9 +200,13 @@ class _Line:
     readers: Mapping[str, Sequence[Observation]]
     limit: int | None
 
+    def held_by(self, part: Mapping[Observation, Recorder]) -> _Held:
+        """The readers with their recorders, looked up once and not for every sample."""
+        return {name: [(o, part.get(o)) for o in read] for name, read in self.readers.items()}
+
     def run(
         self,
-        own: Mapping[Observation, Recorder],
+        held: _Held,
         peaks: Peaks | None,
         number: int,
         sample: Sample,
@@ -207,13 +214,12 @@ class _Line:
         """Run one sample, record what has no order, and give what has."""
         for name, value in self.tap.run(sample):
             amax: float | None = None
-            for observation in self.readers[name]:
+            for observation, recorder in held[name]:
                 if not _reaches(observation.statistic.samples, number):
                     continue
-                if observation.statistic.ordered:
+                if recorder is None:
                     yield observation, value
                     continue
-                recorder = own[observation]
                 _record(recorder, observation, number, value)
                 if isinstance(recorder, Histogram):  # which had to find it anyway
                     amax = recorder.latest
@@ -229,7 +235,8 @@ def _lines(observations: list[Observation], known: Observed) -> list[_Line]:
         readers: dict[str, list[Observation]] = {}
         for observation in own:
             readers.setdefault(observation.tensor, []).append(observation)
-        tap = Tap(variant.make(known), list(readers))
+        loose = [t for t, read in readers.items() if not any(o.statistic.ordered for o in read)]
+        tap = Tap(variant.make(known), list(readers), in_any_order=loose)
         lines.append(_Line(variant.key, tap, readers, _limit(own)))
     return lines
 
@@ -238,45 +245,48 @@ class Tap:
     """A model whose inner tensors can be read: a session with them as outputs."""
 
     def __init__(
-        self, model: onnx.ModelProto, tensors: list[str], *, threads: int | None = 1
+        self,
+        model: onnx.ModelProto,
+        tensors: list[str],
+        *,
+        threads: int | None = 1,
+        in_any_order: Collection[str] = (),
     ) -> None:
         self._inputs = {i.name for i in model.graph.input}
         self._fed = [name for name in tensors if name in self._inputs]
         self._made = [name for name in tensors if name not in self._inputs]
-        self._session = OrtSession.open(
-            with_outputs(model, self._made), threads=threads, spin=False
-        )
+        self._open = tapped(model, self._made, threads=threads, in_any_order=in_any_order)
 
     def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; gives each watched tensor's name and value."""
+        """Run one sample; gives each watched tensor's name and value, or its values in any order."""
         try:
-            values = self._session.run(sample)
+            values = self._open.session.run(sample)
         except BackendError as error:
             raise BackendError(f"could not run a sample: {error}") from error
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
-        for name in self._made:
-            yield name, values.pop(name)  # let go of each tensor once it is counted
+        for name in self._made:  # let go of each tensor once it is counted
+            blocked = self._open.blocked.get(name)
+            if blocked is None:
+                yield name, values.pop(name)
+            else:
+                yield name, blocked.values(values.pop(blocked.output))
 
 
 def _record(
     recorder: Recorder, observation: Observation, number: int, value: NDArray[np.float32]
 ) -> None:
-    with _telling(observation, f"tensor {observation.tensor} of sample {number}"):
-        recorder.observe(value)
-
-
-@contextmanager
-def _telling(observation: Observation, what: str) -> Iterator[None]:
-    """Errors say of what they are, and the way out."""
     try:
-        yield
+        recorder.observe(value)
     except CalibrationError as error:
-        if observation.whose:
-            raise CalibrationError(
-                f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use"
-                " --keep-float)"
-            ) from error
-        raise CalibrationError(
-            f"{what}: {error}; check the model's weights and the preprocessing"
-        ) from error
+        what = f"tensor {observation.tensor} of sample {number}"
+        raise _told(error, observation, what) from error
+
+
+def _told(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:
+    """The error with what it is of, and the way out."""
+    if observation.whose:
+        return CalibrationError(
+            f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use --keep-float)"
+        )
+    return CalibrationError(f"{what}: {error}; check the model's weights and the preprocessing")
