@@ -51,7 +51,7 @@ def _drop_unread(graph_module: fx.GraphModule, made: dict[str, dict[str, Any]]) 
     keys = ("weight", "bias", *STATISTICS)
     moved = {options.get(key) for options in made.values() for key in keys}
     for name in moved - read - {None}:
-        owner, _, attribute = name.rpartition(".")
+        owner, _, attribute = str(name).rpartition(".")
         if owner not in called:
             delattr(graph_module.get_submodule(owner), attribute)
 
