@@ -184,6 +184,25 @@ def test_a_derived_norm_that_is_kept_whole_is_not_folded_without_its_activation(
     assert report.fused == [] and torch.equal(folded(x), model(x))
 
 
+def test_constants_that_change_what_is_read_again_are_left_alone():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+            self.register_buffer("by", torch.rand(4, 1, 1))
+
+        def forward(self, x):
+            x = self.conv(x)
+            y = x
+            y *= self.by
+            return (y + self.by) * x
+
+    x = torch.randn(1, 3, 4, 4)
+    model = Twice().eval()
+    folded, report = fold_batch_norms(model, [x])
+    assert report.fused == [] and max_difference(folded(x), model(x)) < 1e-6
+
+
 @pytest.mark.parametrize(
     "second",
     [

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deploy.fx.rewrite import is_op
+from deploy.fx.rewrite import SPELLINGS, is_op
 
 STOCK = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _ORDERS: dict[Any, tuple[str, ...]] = {
@@ -125,6 +125,8 @@ def _affine(graph_module: fx.GraphModule, add: fx.Node) -> tuple[fx.Node, Frozen
     source, factor = _with_constant(graph_module, product, "mul")
     if source is None or factor.shape != shift.shape:
         return None
+    if product.target in SPELLINGS["mul"][1] and len(source.users) > 1:
+        return None  # what is multiplied in place is read again
     return source, FrozenNorm(factor.reshape(-1).clone(), shift.reshape(-1).clone())
 
 
