@@ -81,7 +81,7 @@ def test_what_cannot_be_folded_is_left_alone_with_its_reason():
             self.twice = nn.Conv2d(3, 3, 1)
             self.bn2 = nn.BatchNorm2d(3)
             self.bn3 = nn.BatchNorm2d(3)
-            self.plain = nn.Conv2d(3, 3, 1)
+            self.plain = nn.Conv2d(3, 3, 3, padding=1)
             self.no_statistics = nn.BatchNorm2d(3, track_running_stats=False)
 
         def forward(self, x):
@@ -162,7 +162,7 @@ def test_the_commands(tmp_path):
     for command in (["profile"], ["fuse", "--bench"], ["trace"]):
         shown = CliRunner().invoke(cli, [*command, spec, "--input", "1x4x64x64"])
         assert isinstance(shown.exception, ModelError), command
-        assert "must run without error" in str(shown.exception)
+        assert "must run" in str(shown.exception)
     shown = CliRunner().invoke(cli, ["fuse", spec, "--bench"])
     assert "needs its --input shape" in str(shown.exception)
 

@@ -81,14 +81,15 @@ def tapped(
     Args:
         model: as it is calibrated.
         tensors: that nodes of it make.
-        in_any_order: those of which only the values matter, not where they stand.
+        in_any_order: those of which only the values matter, not where they stand; the model's own
+            outputs come as they are.
         threads: threads inside one operator.
 
     Raises:
         BackendError: ONNX Runtime cannot load the model.
     """
     whole = with_outputs(model, tensors)
-    wanted = set(in_any_order)
+    wanted = set(in_any_order).difference(o.name for o in model.graph.output)
     if wanted and _may_block(model):
         try:
             return _blocked(whole, wanted, threads)

@@ -10,7 +10,9 @@ from typing import Any
 from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
-from deploy.fx.source import users_line
+from deploy.fx.copied import unwrapped
+from deploy.fx.hooks import computing, has_hooks, take_off
+from deploy.fx.refusal import line_of
 from deploy.fx.wrap import Function, global_wrap
 
 
@@ -22,20 +24,29 @@ class LeafTracer(fx.Tracer):
         self.texts = texts  # qualified names and class names
         self.classes = classes
         self.path: list[tuple[str, str]] = []  # (qualified name, class) of modules being traced
+        self.unhooked: set[str] = set()  # layers whose hooks are nodes of their own
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Chosen leaves, and what torch.fx itself keeps whole (torch.nn's own modules)."""
-        chosen = (
-            module_qualified_name in self.texts
-            or type(m).__name__ in self.texts
-            or isinstance(m, self.classes)
+        return self._is_chosen(m, module_qualified_name) or bool(
+            super().is_leaf_module(m, module_qualified_name)
         )
-        return chosen or bool(super().is_leaf_module(m, module_qualified_name))
+
+    def _is_chosen(self, m: nn.Module, name: str) -> bool:
+        named = name in self.texts or type(m).__name__ in self.texts
+        return named or isinstance(m, self.classes)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Remember which module is being traced, so that a failure can name it."""
-        self.path.append((self.path_of_module(m), type(m).__name__))
-        result = super().call_module(m, forward, args, kwargs)
+        name = self.path_of_module(m)
+        self.path.append((name, type(m).__name__))
+        if has_hooks(m) and self.is_leaf_module(m, name) and not self._is_chosen(m, name):
+            self.unhooked.add(name)
+            call = super().call_module
+            with computing(m, lambda *a, **k: call(m, forward, a, k)):
+                result = forward(*args, **kwargs)
+        else:
+            result = super().call_module(m, forward, args, kwargs)
         self.path.pop()
         return result
 
@@ -56,8 +67,9 @@ def trace(
     Raises:
         ConfigError: a leaf that names nothing in the model.
         ModelError: the model cannot be traced; the message names the module, the file and the
-            line, and the three remedies: leaf, split, rewrite.
+            line, and the remedies: leaf, split, rewrite.
     """
+    model = unwrapped(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
     texts = frozenset(leaf for leaf in leaves if isinstance(leaf, str))
     _check_leaves(model, texts, classes)
@@ -68,6 +80,7 @@ def trace(
     except Exception as error:  # whatever the user's forward raises on symbolic values
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
+    take_off(graph_module, tracer.unhooked)
     graph_module.graph.lint()
     return graph_module
 
@@ -120,14 +133,17 @@ def _check_leaves(model: nn.Module, texts: frozenset[str], classes: tuple[type, 
 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
     name, kind = tracer.path[-1] if tracer.path else ("", type(model).__name__)
-    where = users_line(error) or "an unknown line"
-    leaf = quote(name or "<its submodule>")
+    where = line_of(error) or "an unknown line"
+    ways = (
+        [f"keep it whole and in float with --leaf {quote(name)} or --leaf {kind}"] if name else []
+    )
+    ways += ["trace only a part that can be, with --only SUBMODULE", _rewrite_hint(str(error))]
+    if "iterated" in str(error):
+        ways.append("fuse with --input, profile, export and qat follow it by torch.export")
     return (
         f"a traced model's control flow and shapes must not depend on data, but {kind}"
-        f" ({name or 'the model itself'}) does at {where} ({_reason(error)}). Three ways out:"
-        f" (1) leaf: keep it whole and in float with --leaf {leaf} or --leaf {kind};"
-        f" (2) split: trace only a part that can be, with --only SUBMODULE;"
-        f" (3) rewrite: {_rewrite_hint(str(error))}"
+        f" ({name or 'the model itself'}) does at {where} ({_reason(error)}). Ways out: "
+        + "; ".join(f"({i}) {way}" for i, way in enumerate(ways, 1))
     )
 
 
