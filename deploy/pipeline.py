@@ -7,7 +7,9 @@
           -> calibrators (search) -> Scales -> tuning (what stays float)
           -> targets (files, build, session) -> metrics -> report
 
-`calibrate` goes as far as what was observed and keeps it in a cache; `build` goes all the way.
+`calibrate` goes as far as what was observed and keeps it in a cache; `build` goes all the way. A
+Q/DQ model brings its ranges along (`deploy.calibration.trained`): `build` observes and searches
+nothing then.
 """
 
 from __future__ import annotations
@@ -28,13 +30,25 @@ from deploy.calibration.expected import odd
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe
+from deploy.calibration.outputs import FloatOutputs, judges_of
 from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
 from deploy.calibration.shards import Shards, refuse_ordered
+from deploy.calibration.stability import Watch, refuse
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
+from deploy.calibration.trained import (
+    MADE_UP,
+    choices_of,
+    made_up,
+    reference_of,
+    refuse_calibrating,
+    subject_of,
+    taken,
+)
+from deploy.calibration.until import Agreement, Until
 from deploy.errors import (
     BackendError,
     Calib8Error,
@@ -51,7 +65,7 @@ from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Asked
 from deploy.feed.raw import RawFiles
 from deploy.feed.views import SHOWN
-from deploy.frontends import LoadedModel, load
+from deploy.frontends import LoadedModel, load, load_either
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
 from deploy.inputs import guarded
@@ -66,11 +80,12 @@ from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
 from deploy.targets.options import given
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.samples import CANDIDATES
-from deploy.tuning.tune import Tuned, Tuning, keep_plan, plan_at, tuned
+from deploy.tuning.tune import DEFAULT_EFFORT, Tuned, Tuning, keep_plan, plan_at, tuned
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.frontends.trained import Trained
     from deploy.metrics.tasks.metric import Function
     from deploy.report import Report
 
@@ -87,6 +102,7 @@ def calibrate(
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     progress: bool = False,
@@ -104,6 +120,9 @@ def calibrate(
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: go on without unreadable images.
         limit: use at most so many images, or a `Choice` of them.
+        until_stable: look at 16, 32, 64 ... of them, spread evenly over all, until the ranges of
+            two halves differ by less than this share (`deploy.calibration.stability`); None looks
+            at all.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
         progress: tell on stderr what is going on, where it takes over two seconds.
@@ -123,9 +142,10 @@ def calibrate(
         policy=_policy(cache),
         skip_bad=skip_bad,
         limit=limit,
+        until_stable=until_stable,
         threads=threads,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -162,9 +182,10 @@ def merge(
         policy=_policy(cache),
         skip_bad=False,
         limit=None,
+        until_stable=None,
         threads=1,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -180,9 +201,10 @@ def _calibrated(
     policy: CachePolicy,
     skip_bad: bool,
     limit: Limit,
+    until_stable: float | None,
     threads: int | None,
     float_nodes: Iterable[str],
-    remember: tuple[int, int],
+    judging: int,
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
 ) -> Calibrated:
@@ -190,7 +212,7 @@ def _calibrated(
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
-        remember: (first, spread) samples that will be asked for again.
+        judging: how many images, at most, will judge what is built.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         stage: what the files of a build wait in; a cache of the same folder appears with them.
     """
@@ -207,7 +229,7 @@ def _calibrated(
             skip_bad=skip_bad,
             limit=limit,
         )
-    feed.remember(*remember, SHOWN)
+    feed.remember(0, judging, SHOWN)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)
@@ -230,7 +252,10 @@ def _calibrated(
     _refuse_idle_method(method, subject, wanted)
     if feed.share is not None or isinstance(images, Shards):
         refuse_ordered(each_once(wanted), feed.share or "merged")
-    peaks = Peaks()
+    until = None if until_stable is None else Until(until_stable, subject.method.label)
+    watch = _watch(subject, wanted, feed, until, trusted=policy.trust)
+    agreement: Agreement | None = None
+    peaks, judges = Peaks(), judges_of(feed, subject.model, judging)
     started = time.perf_counter()
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
@@ -238,19 +263,44 @@ def _calibrated(
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
-        verdict = judge(policy, lambda: fingerprint_of(subject, feed.manifest()), each_once(wanted))
+        verdict = judge(
+            policy,
+            lambda count: fingerprint_of(subject, feed.manifest(count)),
+            each_once(wanted),
+            until=until,
+        )
         able = afford.workers(verdict.missing, subject.model, workers)
         if isinstance(images, Shards):
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
         else:
-            observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
+            observed = _completed(
+                verdict,
+                feed,
+                threads=able,
+                runs=runs,
+                peaks=peaks,
+                outputs=judges.outputs,
+                watch=watch,
+            )
+        if until is not None:
+            feed.keep(_reached(verdict, feed, watch))
+            feed.remember(0, judging, SHOWN)
+            judges = judges_of(feed, subject.model, judging)
         ranges = Ranges(observed, subject.method, subject.bounds)
+        agreement = watch.end(len(feed)) if verdict.missing else None
         alone = [t for t in targets if t.name in wanted and feed.share is None]
         own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
-        notes = (*_fewer(able, workers), *(own.notes if own else ()))
+        few = _too_few(feed) if until and verdict.missing and agreement is None else ()
+        notes = (*_fewer(able, workers), *few, *(own.notes if own else ()))
         fingerprint = verdict.of_all(fingerprint_of(subject, feed.manifest()))
         outliers = (*verdict.outliers, *identified(peaks, feed.digests))
-        calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
+        kept = verdict.stored if not verdict.missing else None
+        calibration = Calibration(
+            observed=observed,
+            fingerprint=fingerprint,
+            outliers=outliers,
+            until=kept.until if kept else until,
+        )
         text = own.text if own else None
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
     return Calibrated(
@@ -276,6 +326,8 @@ def _calibrated(
         cache=policy.path,
         repairs=tuple(told(tried)),
         peaks=peaks,
+        judges=judges,
+        agreement=agreement,
     )
 
 
@@ -283,8 +335,9 @@ def _calibrated(
 @on_request
 def build(
     model: str | Path | onnx.ModelProto | LoadedModel,
-    images: FeedSource,
+    images: FeedSource | None = None,
     *,
+    float_model: str | Path | onnx.ModelProto | None = None,
     out: Path | str = "build",
     targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
@@ -295,6 +348,7 @@ def build(
     metric: str | Function | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
@@ -308,7 +362,12 @@ def build(
 
     A target that fails is a row of the report with its sentence; the others are built all the same.
 
+    Of a Q/DQ model, whoever trained it, the scales of its pairs are the calibration: images, where
+    there are some, are what it is measured on.
+
     Args beyond those of `calibrate`:
+        images: None for a Q/DQ model of which nothing is to be measured.
+        float_model: what a Q/DQ model is judged beside; None takes its pairs out for that.
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
         labels: class of every evaluation image, where its list does not give it; or the objects
@@ -327,17 +386,24 @@ def build(
         Calib8Error: as `calibrate`; and what the targets raised where none could be built.
     """
     from deploy.judge import CALIBRATION_SAMPLES
-    from deploy.measure import measured
+    from deploy.measure import measured, unmeasured
     from deploy.repairs import DEFAULT, chosen
     from deploy.results import made_from, publish, write_report
 
     wish = tuning or Tuning()
-    asked = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
     folder = Path(out)
     built_for = targets_of(targets)
     score = None if metric is None else metric_of(metric)  # as the evaluation, opened first
-    loaded = model if isinstance(model, LoadedModel) else load(model)
+    loaded = model if isinstance(model, LoadedModel) else load_either(model)
     policy = _policy(cache)
+    trained = loaded.trained
+    reference, judged_by = reference_of(loaded, float_model, images)
+    if trained is not None:
+        idle = _idle(images, method, policy, tuple(float_nodes), wish, repairs, until_stable)
+        refuse_calibrating(trained, idle)
+        wish = replace(wish, effort=0)
+    judged_on = eval_images if eval_images is not None or trained is None else images
+    asked = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
     cache_path = policy.path or folder / f"{loaded.name}.cache"
     policy = replace(policy, path=cache_path)
     plan_name = f"{loaded.name}.plan.toml"
@@ -346,45 +412,64 @@ def build(
         fresh += [] if settings is None else [manifest.SETTINGS]
         manifest.refuse_foreign(folder, [*written_by(built_for, loaded.name), *fresh])
     evaluation = None
-    if eval_images is not None:  # opened first: a wrong path is told before anything is run
+    if judged_on is not None:  # opened first: a wrong path is told before anything is run
         evaluation = open_feed(
-            eval_images,
+            judged_on,
             loaded.inputs,
             preprocess=preprocess,
             carried=loaded.carried,
             skip_bad=skip_bad,
+            limit=limit if eval_images is None else None,
             labels_by_folder=labels == BY_FOLDER,
         )
     known = labels_of(labels, evaluation)
     workers = threads or default_threads()
     afford.refuse_full_disk(folder, loaded.model, len(built_for))
-    parts = _parts(wish, duration_s)
+    duration_s = duration_s if images is not None else 0.0
+    parts = _parts(wish, duration_s, trained=trained is not None, fed=images is not None)
     with numbered(*parts), staged(folder) as stage:
-        calibrated = _calibrated(
-            loaded,
-            _given(model),
-            images,
-            targets=built_for,
-            method=method,
-            preprocess=preprocess,
-            policy=policy,
-            skip_bad=skip_bad,
-            limit=limit,
-            threads=threads,
-            float_nodes=float_nodes,
-            remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
-            repairs=asked,
-            stage=stage,
-        )
-        plans, plan = _tuned(
-            built_for,
-            calibrated,
-            stage,
-            replace(wish, timed=duration_s > 0, fresh=policy.refresh),
-            method_asked=method is not None,
-            repairs=asked,
-            threads=workers,
-        )
+        if trained is None:
+            assert images is not None
+            calibrated = _calibrated(
+                loaded,
+                _given(model),
+                images,
+                targets=built_for,
+                method=method,
+                preprocess=preprocess,
+                policy=policy,
+                skip_bad=skip_bad,
+                limit=limit,
+                until_stable=until_stable,
+                threads=threads,
+                float_nodes=float_nodes,
+                judging=CALIBRATION_SAMPLES if evaluation is None else CANDIDATES,
+                repairs=asked,
+                stage=stage,
+            )
+            plans, plan = _tuned(
+                built_for,
+                calibrated,
+                stage,
+                replace(wish, timed=duration_s > 0, fresh=policy.refresh),
+                method_asked=method is not None,
+                repairs=asked,
+                threads=workers,
+            )
+        else:
+            calibrated = _taken(
+                loaded,
+                trained,
+                images,
+                targets=built_for,
+                preprocess=preprocess,
+                skip_bad=skip_bad,
+                limit=limit,
+                trt_version=policy.trt_version,
+            )
+            settled = TargetPlan(choices=choices_of(trained, loaded))
+            plans = {one.name: Tuned(plan=settled, searched=False) for one in built_for}
+            plan = None
         results = _built(
             built_for,
             calibrated,
@@ -394,17 +479,23 @@ def build(
             repairs=asked,
             against=loaded.model if duration_s > 0 else None,
         )
-        figures = measured(
-            calibrated.loaded,
-            built_for,
-            results,
-            calibration=calibrated.feed,
-            evaluation=evaluation,
-            labels=known,
-            metric=score,
-            duration_s=duration_s,
-            threads=workers,
-        )
+        unchanged = not calibrated.subject.repairs
+        if images is None:
+            figures = unmeasured(reference, results)
+        else:
+            figures = measured(
+                calibrated.loaded if trained is None else reference,
+                built_for,
+                results,
+                calibration=calibrated.judges.part,
+                evaluation=evaluation,
+                labels=known,
+                metric=score,
+                outputs=calibrated.judges.outputs if trained is None and unchanged else None,
+                duration_s=duration_s,
+                threads=workers,
+            )
+        figures = replace(figures, notes=(*judged_by, *figures.notes))
         report = write_report(
             calibrated, results, figures, stage, plans=plans, plan=plan, gates=gates or Gates()
         )
@@ -415,11 +506,75 @@ def build(
     return report
 
 
-def _parts(wish: Tuning, duration_s: float) -> tuple[str, ...]:
+def _parts(wish: Tuning, duration_s: float, *, trained: bool, fed: bool) -> tuple[str, ...]:
     """What a build does, as its progress counts it."""
+    before = () if trained else ("calibration",)
     search = ("search",) if wish.effort and wish.plan is None else ()
+    accuracy = ("layers", "accuracy") if fed else ()
     latency = ("latency",) if duration_s > 0 else ()
-    return ("calibration", *search, "targets", "layers", "accuracy", *latency, "report")
+    return (*before, *search, "targets", *accuracy, *latency, "report")
+
+
+def _idle(
+    images: FeedSource | None,
+    method: str | Method | None,
+    policy: CachePolicy,
+    float_nodes: tuple[str, ...],
+    wish: Tuning,
+    repairs: Sequence[str] | None,
+    until_stable: float | None,
+) -> list[str]:
+    """What was asked that says how a float model is calibrated, as the command line calls it."""
+    given = {
+        "--calibrator-script": isinstance(images, CalibratorScript),
+        "--method": method is not None,
+        "--cache": policy.path is not None,
+        "--require-cache": policy.require,
+        "--trust-cache": policy.trust,
+        "--refresh": policy.refresh,
+        "--keep-float": bool(float_nodes),
+        "--effort": wish.effort not in (0, DEFAULT_EFFORT),
+        "--plan": wish.plan is not None,
+        "--until-stable": until_stable is not None,
+        "--repair": bool(repairs) and tuple(repairs or ()) != ("none",),
+    }
+    return [flag for flag, asked in given.items() if asked]
+
+
+def _taken(
+    loaded: LoadedModel,
+    trained: Trained,
+    images: FeedSource | None,
+    *,
+    targets: Sequence[Target],
+    preprocess: Asked,
+    skip_bad: bool,
+    limit: Limit,
+    trt_version: str | None,
+) -> Calibrated:
+    """`_calibrated` of a model whose pairs say every range."""
+    feed = open_feed(
+        made_up(loaded) if images is None else images,
+        loaded.inputs,
+        preprocess=None if images is None else preprocess,
+        carried=loaded.carried,
+        skip_bad=skip_bad,
+        limit=None if images is None else limit,
+    )
+    feed.remember(0, CANDIDATES, SHOWN)
+    subject = subject_of(loaded, feed, trt_version or _builds_here(targets))
+    failed: dict[str, Calib8Error] = {}
+    for target in targets:
+        try:
+            target.demand(subject)
+        except Calib8Error as error:
+            failed[target.name] = error
+    if len(failed) == len(targets):
+        raise next(iter(failed.values()))
+    source = images if isinstance(images, str | Path | RawFiles) else "arrays in memory"
+    told = {name: str(error) for name, error in failed.items()}
+    judges = judges_of(feed, subject.model, CANDIDATES)
+    return taken(trained, subject, feed, judges, MADE_UP if images is None else str(source), told)
 
 
 def targets_of(targets: Sequence[str | Target]) -> list[Target]:
@@ -519,6 +674,8 @@ def _completed(
     threads: int,
     runs: Counter[str],
     peaks: Peaks,
+    outputs: FloatOutputs,
+    watch: Watch,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
@@ -532,8 +689,41 @@ def _completed(
             progress=step,
             runs=runs,
             peaks=peaks,
+            keep=lambda number, values: outputs.add(feed.key(number), values),
+            halves=watch.halves,
+            enough=watch.enough if watch.decides else None,
         )
     return verdict.observed.and_also(new)
+
+
+def _watch(
+    subject: Subject,
+    wanted: Mapping[str, tuple[Observation, ...]],
+    feed: Feed,
+    until: Until | None,
+    *,
+    trusted: bool,
+) -> Watch:
+    """What tells whether the samples are enough; where it decides, they come spread over all.
+
+    Raises:
+        ConfigError: `until` is asked for where it cannot decide.
+    """
+    listed = each_once(wanted)
+    searched = [o for o in listed if o.statistic == subject.statistic and not o.by_order]
+    if until is not None:
+        refuse(feed, listed, searched, trusted=trusted)
+        feed.scatter()
+    alone = searched if feed.share is None else ()  # half of a part tells nothing of the whole
+    return Watch(alone, lambda found: Ranges(found, subject.method, subject.bounds), until)
+
+
+def _reached(verdict: Verdict, feed: Feed, watch: Watch) -> int:
+    """How many images were looked at, now or when the cache was made."""
+    if not verdict.missing:
+        assert verdict.stored is not None
+        return verdict.stored.count
+    return feed.reached(watch.samples) if watch.stopped else feed.opened
 
 
 def _fewer(able: int, asked: int) -> tuple[str, ...]:
@@ -541,6 +731,11 @@ def _fewer(able: int, asked: int) -> tuple[str, ...]:
     if able >= asked:
         return ()
     return (f"calibrated with {able} of {asked} threads: memory does not suffice for more.",)
+
+
+def _too_few(feed: Feed) -> tuple[str, ...]:
+    """What to say where there is nothing to hold the first ranges against."""
+    return (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
 
 
 def _warnings(
@@ -566,6 +761,7 @@ def _request(calibrated: Calibrated, stage: Stage, threads: int) -> BuildRequest
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
+        judges=calibrated.judges,
         threads=threads,
     )
 
@@ -658,8 +854,7 @@ def _repaired(
     """What one target is built from after the repairs that helped it, and what was tried."""
     from deploy.repairs.apply import few, repaired, told
 
-    samples = few(request.feed) if names else []
-    own, tried = repaired(target, request, names, samples)
+    own, tried = repaired(target, request, names, few(request.judges) if names else [])
     return own, told(tried)
 
 

@@ -1,7 +1,7 @@
 """Inner tensors in the layout in which ONNX Runtime computes them.
 
-On many CPUs ONNX Runtime computes convolutions on blocks of channels (NCHWc). What is to be seen from
-outside is put in order again by a `ReorderOutput`, which costs as much as counting its values::
+On many CPUs ONNX Runtime computes convolutions on blocks of channels (NCHWc). What is to be seen
+from outside is put in order again by a `ReorderOutput`, which costs as much as counting it::
 
     Conv --> [N, C/16, H, W, 16] --> Conv --> ...
                    |
@@ -9,16 +9,16 @@ outside is put in order again by a `ReorderOutput`, which costs as much as count
                    |
                    '--------------------> all of it        a blocked tap
 
-A statistic without an order does not care where a value stands. So the model is saved as ONNX Runtime
-would run it, every `ReorderOutput` that nothing reads but a tap is taken out, and what remains is
-run as it is. Channels that only fill the last block hold what they like, and are left out of the
-values. Where there is no such operator, the taps are ordinary ones; the values are the same.
+A statistic without an order does not care where a value stands. So the model is saved as ONNX
+Runtime would run it, every `ReorderOutput` that nothing reads but a tap is taken out, and what
+remains is run as it is. Channels that only fill the last block hold what they like, and are left
+out of the values. Where there is no such operator, the taps are ordinary ones; the values are the
+same.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,6 @@ from deploy.graph.index import attributes, users
 from deploy.ort import OrtSession
 from deploy.reading import read_bytes
 
-VARIABLE = "CALIB8_TAPS"  # "ordinary": no blocked ones
 _DOMAIN = "com.microsoft.nchwc"
 
 
@@ -82,15 +81,16 @@ def tapped(
     Args:
         model: as it is calibrated.
         tensors: that nodes of it make.
-        in_any_order: those of which only the values matter, not where they stand.
+        in_any_order: those of which only the values matter, not where they stand; the model's own
+            outputs come as they are.
         threads: threads inside one operator.
 
     Raises:
         BackendError: ONNX Runtime cannot load the model.
     """
     whole = with_outputs(model, tensors)
-    wanted = set(in_any_order)
-    if wanted and os.environ.get(VARIABLE) != "ordinary" and _convolves(model):
+    wanted = set(in_any_order).difference(o.name for o in model.graph.output)
+    if wanted and _may_block(model):
         try:
             return _blocked(whole, wanted, threads)
         except (BackendError, OSError):  # no room for a file, or a form that it cannot read again
@@ -98,7 +98,8 @@ def tapped(
     return Tapped(OrtSession.open(whole, threads=threads, spin=False), {})
 
 
-def _convolves(model: onnx.ModelProto) -> bool:
+def _may_block(model: onnx.ModelProto) -> bool:
+    """Whether it is worth a look: blocks begin at convolutions."""
     return any(node.op_type == "Conv" for node in model.graph.node)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from deploy.calibration.observation import Observation, each_once
+from deploy.calibration.outputs import Judges
 from deploy.calibration.peaks import Peaks
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.search import Method
 from deploy.calibration.store import Found
 from deploy.calibration.subject import Subject
+from deploy.calibration.until import Agreement
 from deploy.feed.feed import Feed
 from deploy.frontends import LoadedModel
 
@@ -37,12 +39,16 @@ class Calibrated:
         cache: where it is kept.
         repairs: what was tried on the model before it was observed, in sentences.
         peaks: the largest samples of every tensor that was observed now.
+        judges: samples that judge what is built, with the float model's outputs.
+        agreement: how far halves of the samples agree; None where nothing was observed that tells
+            it.
     """
 
     subject: Subject
     images: str
     feed: Feed
     ranges: Ranges
+    judges: Judges = field(repr=False)
     wanted: Mapping[str, tuple[Observation, ...]]
     failed: Mapping[str, str]
     observed_now: tuple[Observation, ...]
@@ -55,6 +61,7 @@ class Calibrated:
     cache: Path | None = None
     repairs: tuple[str, ...] = ()
     peaks: Peaks = field(default_factory=Peaks, repr=False)
+    agreement: Agreement | None = None
 
     @property
     def loaded(self) -> LoadedModel:
@@ -96,6 +103,7 @@ class Calibrated:
             "failed": dict(self.failed),
             "ranges": {name: [float(one.lo), float(one.hi)] for name, one in scales.items()},
             "without_range": dict(self.found.reasons),
+            "agreement": None if self.agreement is None else asdict(self.agreement),
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
             "notes": [*self.warnings, *self.notes, *self.feed.notes],
         }

@@ -7,10 +7,13 @@
                                 '--> worker ...
 
 Each variant is tapped: the wanted tensors become outputs of it, and ONNX Runtime still optimises
-the rest. Each worker takes one sample at a time and runs it with one thread inside. What no order
-can change is recorded in recorders of the worker's own, merged at the end; what is defined by the
-order waits for its turn, while the others go on inferring. So neither the number of workers nor
-any batch size can change a bit.
+the rest (`deploy.calibration.blocked`). Each worker takes one sample at a time and runs it with one
+thread inside. What no order can change is recorded in parts, by one worker at a time, merged at the
+end; what is defined by the order waits for its turn, while the others go on inferring. So neither
+the number of workers nor any batch size can change a bit.
+
+Where it is asked whether the samples are enough, all workers come to rest at 8, 16, 32 ... of them,
+so that what is looked at is the statistics of just so many.
 
 Where something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
 these few are run beforehand, kept, and run again in their place; more than once where what must be
@@ -22,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -34,14 +38,18 @@ from calibrators.statistics import Batched, Recorder
 from deploy.calibration.blocked import tapped
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
+from deploy.calibration.subject import FOLDED
 from deploy.errors import BackendError, FeedError
+from deploy.feed.doubling import following
 from deploy.feed.parallel import Sample, in_order
 from deploy.progress import phase
 
 Progress = Callable[[], None]
+Keep = Callable[[int, Sample], None]
+Enough = Callable[[int, Observed, Observed], bool]
 _Waiting = tuple[Observation, NDArray[np.float32]]
 _Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
-"""Tensor -> who reads it, and a worker's own recorder for it; None where values wait for their turn."""
+"""Tensor -> who reads it, with the recorder of a worker; None where values wait for their turn."""
 
 
 def observe(
@@ -53,6 +61,9 @@ def observe(
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
+    keep: Keep | None = None,
+    halves: list[Observed] | None = None,
+    enough: Enough | None = None,
 ) -> Observed:
     """Record every wanted observation in one pass.
 
@@ -64,6 +75,11 @@ def observe(
         progress: called after every sample.
         runs: raised by one for each inference, by the variant's key.
         peaks: is told the largest |x| of every tensor that is observed, sample by sample.
+        keep: is given (number of the sample, all that the cleaned model gave for it).
+        halves: gets what the first, third, fifth ... sample gave, and what the others gave, of
+            observations that any order gives.
+        enough: (samples so far, what those since it was asked last gave, what all gave) -> whether
+            no more are to be looked at; asked at 8, 16, 32 ... samples, of such observations.
 
     Returns:
         What was wanted and what that needed.
@@ -82,7 +98,18 @@ def observe(
     if early:
         before = _prepared(early, before, first, max(1, threads), counted)
     late = [o for o in listed if o.key not in before]
-    found = _pass(late, before, chain(first, feed), max(1, threads), progress, counted, peaks)
+    found = _pass(
+        late,
+        before,
+        chain(first, feed),
+        max(1, threads),
+        progress,
+        counted,
+        peaks,
+        keep=keep,
+        halves=halves,
+        enough=enough,
+    )
     keys = [o.key for o in listed]
     return Observed({key: found[key] if key in found else before[key] for key in keys})
 
@@ -120,6 +147,10 @@ def _pass(
     progress: Progress,
     runs: Counter[str],
     peaks: Peaks | None,
+    *,
+    keep: Keep | None = None,
+    halves: list[Observed] | None = None,
+    enough: Enough | None = None,
 ) -> Observed:
     observations = list(wanted)
     if not observations:
@@ -127,16 +158,18 @@ def _pass(
     lines = _lines(observations, known)
     ordered = _empty((o for o in observations if o.statistic.ordered), known)
     free = [o for o in observations if not o.statistic.ordered]
-    parts = [_empty(free, known) for _ in range(threads)]
+    # a sample is begun when those `threads` before it are done, so no two are in one part at a
+    # time; of an even number of parts, every other one holds the samples of odd numbers
+    parts = [_empty(free, known) for _ in range(threads + (halves is not None and threads % 2))]
     held = [[line.held_by(part) for line in lines] for part in parts]
     own = [None if peaks is None else Peaks() for _ in range(threads)]
 
     def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
         return [
             waiting
-            for line, recorders in zip(lines, held[worker], strict=True)
+            for line, recorders in zip(lines, held[number % len(held)], strict=True)
             if _reaches(line.limit, number)
-            for waiting in line.run(recorders, own[worker], number, sample)
+            for waiting in line.run(recorders, own[worker], number, sample, keep)
         ]
 
     def take(number: int, waiting: list[_Waiting]) -> None:
@@ -145,23 +178,48 @@ def _pass(
         runs.update(line.key for line in lines if _reaches(line.limit, number))
         progress()
 
-    limit = _limit(observations)
-    if in_order(islice(samples, limit), work, take, threads=threads) == 0:
-        raise FeedError("a calibration needs at least one sample, got none")
+    drawn, ahead = 0, islice(samples, _limit(observations))
+    apart = enough is not None or halves is not None  # what is looked at is left as it is
+    whole = [_empty(free, known)] if apart else []
+    while True:
+        some = None if enough is None else following(drawn)
+        piece = ahead if some is None else islice(ahead, some - drawn)
+        drawn += in_order(piece, work, take, threads=threads, after=drawn)
+        if drawn == 0:
+            raise FeedError("a calibration needs at least one sample, got none")
+        if enough is None or drawn != some:
+            break
+        new = _joined(parts)
+        _merge(whole[0], new)
+        parts[:] = [_empty(free, known) for _ in parts]
+        held[:] = [[line.held_by(part) for line in lines] for part in parts]
+        if enough(drawn, _by_key(new), _by_key(whole[0])):
+            break
     for observation, recorder in ordered.items():
         if isinstance(recorder, Batched):
             try:
                 recorder.end()
             except CalibrationError as error:
                 raise _told(error, observation, f"tensor {observation.tensor}") from error
-    merged = parts[0]
-    for part in parts[1:]:
-        _merge(merged, part)
-    merged |= ordered
+    if halves is not None:
+        halves += [_by_key(_joined(parts[1::2])), _by_key(_joined(parts[::2]))]
+        parts = [parts[0], parts[1]]
+    merged = _joined([*whole, *parts]) | ordered
     for part_of in own:
         if peaks is not None and part_of is not None:
             peaks.merge(part_of)
     return Observed({o.key: merged[o] for o in observations})
+
+
+def _joined(parts: Sequence[dict[Observation, Recorder]]) -> dict[Observation, Recorder]:
+    """The first part, with what all others saw."""
+    for part in parts[1:]:
+        _merge(parts[0], part)
+    return parts[0]
+
+
+def _by_key(part: Mapping[Observation, Recorder]) -> Observed:
+    return Observed({o.key: recorder for o, recorder in part.items()})
 
 
 def _limit(observations: Iterable[Observation]) -> int | None:
@@ -210,9 +268,11 @@ class _Line:
         peaks: Peaks | None,
         number: int,
         sample: Sample,
+        keep: Keep | None,
     ) -> Iterator[_Waiting]:
         """Run one sample, record what has no order, and give what has."""
-        for name, value in self.tap.run(sample):
+        kept = None if keep is None or self.key != FOLDED else partial(keep, number)
+        for name, value in self.tap.run(sample, kept):
             amax: float | None = None
             for observation, recorder in held[name]:
                 if not _reaches(observation.statistic.samples, number):
@@ -257,12 +317,19 @@ class Tap:
         self._made = [name for name in tensors if name not in self._inputs]
         self._open = tapped(model, self._made, threads=threads, in_any_order=in_any_order)
 
-    def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; gives each watched tensor's name and value, or its values in any order."""
+    def run(
+        self, sample: Sample, keep: Callable[[Sample], None] | None = None
+    ) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Run one sample; gives each watched tensor's name and value, or its values in any order.
+
+        `keep` gets the model's own outputs, and may get more.
+        """
         try:
             values = self._open.session.run(sample)
         except BackendError as error:
             raise BackendError(f"could not run a sample: {error}") from error
+        if keep is not None:
+            keep(values)
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
         for name in self._made:  # let go of each tensor once it is counted

@@ -107,6 +107,7 @@ def calibrate(
         cache=policy,
         skip_bad=images.skip_bad,
         limit=limit,
+        until_stable=images.until_stable,
         threads=images.threads,
         float_nodes=calibration.keep_float,
     )

@@ -1,5 +1,8 @@
 """What a model is fed: images or arrays, one sample at a time, decoded beside the inference.
 
+Pictures are decoded in as many threads as there are cores, 4 at most: where the model takes longer,
+they wait for it, and where decoding does, no core is idle.
+
 Sources: a folder, a list file ("path" or "path label"), a pattern or a COCO json of images or of
 files of arrays (already preprocessed), a `loader.py:function`, a TensorRT calibrator, or what
 Python has: arrays, paths, loaders and datasets that give them.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -16,12 +20,14 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.ahead import ahead
 from deploy.feed.array_files import from_file, from_files, from_folder
 from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.carried import Carried, Settled, settled
 from deploy.feed.choice import Choice, Limit, choice_of
 from deploy.feed.denormalise import picture_in
+from deploy.feed.doubling import scattered
 from deploy.feed.files import Files, files_of, labelled, listed
 from deploy.feed.images import shown
 from deploy.feed.loaders import called, items_of, pictured
@@ -35,6 +41,7 @@ from deploy.feed.stream import Stream
 from deploy.feed.video import VideoSource, is_video
 from deploy.feed.views import View, Views
 from deploy.inputs import is_read
+from deploy.machine import default_threads
 from deploy.progress import phase
 from deploy.tensors import Array, TensorSpec
 
@@ -64,6 +71,24 @@ class Source(Protocol):
     def load(self, index: int) -> Raw: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """A sample as a thread read it, or what kept it from that."""
+
+    raw: Raw | None = None
+    sample: Sample | None = None
+    error: FeedError | None = None
+
+
+def _fetched(source: Source, index: int) -> _Fetched:
+    raw = None
+    try:
+        raw = source.load(index)
+        return _Fetched(raw, raw.decode())
+    except FeedError as error:
+        return _Fetched(raw, error=error)
+
+
 class Feed:
     """The samples of one model; iterate `samples()` as often as needed.
 
@@ -91,7 +116,7 @@ class Feed:
         skipped: Mapping[int, str] | None = None,
     ) -> None:
         self._source = source
-        self._chosen = tuple(chosen)
+        self._chosen = self._given = tuple(chosen)  # in their order, and as samples() gave them
         self._kind = kind
         self._skip_bad = skip_bad
         self._skipped = dict(skipped or {})
@@ -115,6 +140,11 @@ class Feed:
     def count(self) -> int:
         """How many images or rows are fed; known bad ones are not counted."""
         return len(self._chosen) - len(self._skipped)
+
+    @property
+    def opened(self) -> int:
+        """How many images or rows there are, skipped ones too."""
+        return len(self._chosen)
 
     @property
     def filled(self) -> int:
@@ -176,8 +206,9 @@ class Feed:
     def samples(self) -> Stream[Sample]:
         """A stream of input name -> array, first dimension `batch`, in the feed's order.
 
-        Decoding runs in one background thread a few samples ahead. The stream may be pulled by
-        several threads at once; leaving it early: `close()` it or use it in a `with`.
+        A background thread reads a few samples ahead, and has pictures decoded by up to 4 others.
+        The stream may be pulled by several threads at once; leaving it early: `close()` it or use
+        it in a `with`.
 
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or nothing but bad ones.
@@ -192,10 +223,31 @@ class Feed:
             spread: how many all over the feed.
             shown: how many more all over the feed, with small pictures of them for `views`.
         """
+        if self.batch > 1:  # `spread` gives the first of them
+            first, spread = max(first, spread), 0
         early = self._chosen[: first * self.batch]
         seen = _evenly(self._chosen, shown)
-        self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread * self.batch), *seen)))
+        self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread), *seen)))
         self._views = Views(self.preprocess, seen)
+
+    def scatter(self) -> None:
+        """Give the samples so that the first 8, 16, 32 ... are each spread evenly over all."""
+        self._chosen = self._given = tuple(scattered(self._chosen))
+
+    def reached(self, number: int) -> int:
+        """How many images or rows lie up to the sample of this number, skipped ones too."""
+        good = (place for place, index in enumerate(self._chosen, 1) if index not in self._skipped)
+        return next(islice(good, number - 1, None))
+
+    def keep(self, count: int) -> None:
+        """Be the feed of the first so many images or rows alone, in the order of their source."""
+        if count < len(self._chosen):
+            said = f"{count} of {len(self._chosen)} samples are used, spread evenly over all"
+            self._notes = (*self._notes, said)
+        self._chosen = tuple(sorted(self._chosen[:count]))
+        left = set(self._chosen)
+        self._skipped = {index: why for index, why in self._skipped.items() if index in left}
+        self._good = (-1, ())
 
     def views(self) -> list[View]:
         """Pictures of the samples to be shown; those that nobody has read are read now.
@@ -232,15 +284,41 @@ class Feed:
         Raises:
             FeedError: as `samples`.
         """
-        if self.batch > 1:
-            yield from islice(self._batches(), most)
-            return
-        good = [index for index in self._chosen if index not in self._skipped]
-        chosen = frozenset(_evenly(good, most))
-        yield from (sample for _, sample in self._singles(only=chosen))
+        yield from (sample for _, sample in self.keyed(self.spread_keys(most)))
 
-    def manifest(self) -> dict[str, Any]:
+    def spread_keys(self, most: int) -> tuple[int, ...]:
+        """Keys of the samples that `spread` gives, as far as it is known which are bad."""
+        if self.batch > 1:
+            return tuple(range(min(most, len(self))))
+        good = [index for index in self._chosen if index not in self._skipped]
+        return tuple(_evenly(good, most))
+
+    def keyed(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
+        """(key, sample) of those that are named, in the feed's order, without bad ones.
+
+        A key names a sample of this feed whichever others turn out to be bad.
+
+        Raises:
+            FeedError: as `samples`.
+        """
+        if self.batch == 1:
+            yield from self._singles(only=frozenset(keys))
+        elif keys:
+            numbered = enumerate(islice(self._batches(), max(keys) + 1))
+            yield from ((key, sample) for key, sample in numbered if key in keys)
+
+    def key(self, number: int) -> int:
+        """Key of sample `number`, from 1, of a pass over `samples`, once it was given."""
+        if self.batch > 1 or not self._skipped:
+            return number - 1 if self.batch > 1 else self._chosen[number - 1]
+        good = (index for index in self._chosen if index not in self._skipped)
+        return next(islice(good, number - 1, None))
+
+    def manifest(self, first: int | None = None) -> dict[str, Any]:
         """What was fed, as plain JSON.
+
+        Args:
+            first: of so many images or rows alone, as if `keep` had left no others; None for all.
 
         Made of the files' bytes (or the arrays'), not of decoded pixels; what no pass has read yet
         is read now. `sha256` is the same for the same samples under other names, in a folder or in
@@ -251,16 +329,17 @@ class Feed:
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
         """
-        unread = [index for index in self._chosen if index not in self._seen]
+        chosen = self._chosen if first is None else sorted(self._chosen[:first])
+        unread = [index for index in chosen if index not in self._seen]
         with phase("hashing", len(unread), "samples") as step:
             for index in unread:
                 self._hash(index)
                 step()
-        digests = self._seen.of(self._chosen)
+        digests = self._seen.of(chosen)
         ordered = combined(digests)
         return {
             "kind": self._kind,
-            "count": len(self._chosen),
+            "count": len(chosen),
             "batch": self.batch,
             "skip_bad": self._skip_bad,
             "sha256": combined(sorted(digests)) if self.batch == 1 else ordered,
@@ -269,8 +348,8 @@ class Feed:
         }
 
     def digests(self, number: int) -> tuple[str, ...]:
-        """sha256 (hex) of each image or row of a sample, counted from 1; complete after a pass."""
-        good = [index for index in self._chosen if index not in self._skipped]
+        """sha256 (hex) of each image or row of a sample, counted from 1 as a pass gave it."""
+        good = [index for index in self._given if index not in self._skipped]
         own = good[(number - 1) * self.batch : number * self.batch]
         return tuple(digest.hex() for digest in self._seen.of(own))
 
@@ -310,11 +389,12 @@ class Feed:
 
     def _singles(self, *, only: Collection[int] | None = None) -> Iterator[tuple[int, Sample]]:
         """(index, sample of batch 1) of every good one, or of those that are named."""
-        for index in self._chosen:
-            if index in self._skipped or (only is not None and index not in only):
-                continue
+        wanted = (index for index in self._chosen if only is None or index in only)
+        good = (index for index in wanted if index not in self._skipped)
+        several = default_threads() if isinstance(self._source, ImageSource) else 1
+        for index, fetched in ahead(good, self._fetch, threads=several):
             try:
-                yield index, self._read(index)
+                yield index, self._read(index, fetched)
             except Changed:
                 raise
             except FeedError as error:
@@ -330,20 +410,39 @@ class Feed:
                 f" {next(iter(self._skipped.values()))}"
             )
 
-    def _read(self, index: int) -> Sample:
+    def _fetch(self, index: int) -> _Fetched | None:
+        """Read and decode a sample, in any thread; None of one that is kept."""
+        if index in self._kept or index in self._spool:
+            return None
+        return _fetched(self._source, index)
+
+    def _read(self, index: int, fetched: _Fetched | None = None) -> Sample:
         """One sample, from memory or disk where it is among the first ones."""
         if index in self._kept:
             return dict(self._kept[index])
         if (known := self._spool.get(index)) is not None:
             return known
-        raw = self._load(index)
-        sample = raw.decode()
+        raw, sample = self._noted(index, fetched or _fetched(self._source, index))
         self.decodes += 1
         self._spool.add(index, sample)
         self._views.add(index, self._source.sample_name(index), raw, sample)
         if len(self._kept) < KEPT * self.batch:
             self._kept[index] = sample
         return dict(sample)
+
+    def _noted(self, index: int, fetched: _Fetched) -> tuple[Raw, Sample]:
+        """A sample that was read just now, whose bytes are those that were first seen.
+
+        Raises:
+            Changed: they are not.
+            FeedError: what reading or decoding raised.
+        """
+        digest = UNREADABLE if fetched.raw is None else fetched.raw.digest
+        self._seen.note(index, digest, self._source.told(index))
+        if fetched.error is not None:
+            raise fetched.error
+        assert fetched.raw is not None and fetched.sample is not None
+        return fetched.raw, fetched.sample
 
     def _batches(self) -> Iterator[Sample]:
         if self.batch == 1:

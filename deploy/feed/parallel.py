@@ -28,6 +28,7 @@ def in_order(
     take: Callable[[int, Work], None],
     *,
     threads: int,
+    after: int = 0,
 ) -> int:
     """Work on every sample and take the results in order.
 
@@ -36,6 +37,7 @@ def in_order(
         work: (worker 0.., number of the sample 1.., sample) -> result; runs beside others.
         take: (number, result); no two at a time, in the order of the numbers.
         threads: workers, 1 or more.
+        after: samples that went before; the first one here has the next number.
 
     Returns:
         How many samples there were.
@@ -43,7 +45,7 @@ def in_order(
     Raises:
         What `samples`, `work` or `take` raised first; the other workers end.
     """
-    line: _Line[Work] = _Line(samples)
+    line: _Line[Work] = _Line(samples, after)
     # a thread of its own for a single worker too: OpenCV keeps settings a thread, and those for
     # decoding make counting slow
     with ThreadPoolExecutor(threads) as pool:
@@ -54,19 +56,19 @@ def in_order(
         except BaseException:  # an interrupt of the user reaches this thread alone
             line.stop()
             raise
-    return line.drawn
+    return line.drawn - after
 
 
 class _Line(Generic[Work]):
     """One iterator for several threads, and whose turn it is."""
 
-    def __init__(self, samples: Iterable[Sample]) -> None:
+    def __init__(self, samples: Iterable[Sample], after: int) -> None:
         self._samples = iter(samples)
         self._drawing = threading.Lock()
         self._moved = threading.Condition()
-        self._next = 1
+        self._next = after + 1
         self._stopped = False
-        self.drawn = 0
+        self.drawn = after
 
     def draw(self) -> tuple[int, Sample] | None:
         """The next sample with its number; None after the last, or where one failed."""

@@ -8,14 +8,9 @@ look at, and fails only where Python follows the values of a tensor. It needs ex
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +18,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from deploy.errors import ModelError
+from deploy.fx.copied import plain_copy
+from deploy.fx.device import device_of
 from deploy.fx.lift import lift
+from deploy.fx.quiet import quiet
 from deploy.fx.refusal import explain
 from deploy.fx.trace import trace
 from deploy.progress import phase
@@ -51,12 +49,12 @@ def graph_of(
     if isinstance(model, fx.GraphModule):
         return copy.deepcopy(model)
     if leaves or inputs is None:
-        return trace(copy.deepcopy(model), leaves=leaves)
+        return trace(plain_copy(model), leaves=leaves)
     try:
         return capture(model, inputs)
     except ModelError:
         try:
-            return trace(copy.deepcopy(model))
+            return trace(plain_copy(model))
         except ModelError:
             pass
         raise
@@ -76,11 +74,12 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     Raises:
         ModelError: torch.export cannot follow the model, or its graph computes something else.
     """
-    own = copy.deepcopy(model)
+    own = plain_copy(model)
     modes = {module: module.training for module in own.modules()}
     own.eval()
     captured = _capture(own, inputs)
-    check_same(captured, copy.deepcopy(model).eval(), inputs)  # exporting leaves marks in `own`
+    if device_of(own).type != "meta":  # which holds no values
+        check_same(captured, plain_copy(model).eval(), inputs)  # exporting leaves marks in `own`
     for module in captured.modules():
         module.training = modes.get(module, model.training)
     return captured
@@ -134,7 +133,7 @@ def _export(model: nn.Module, inputs: tuple[Any, ...], batch: Any) -> torch.expo
         shapes = pytree.tree_map(lambda leaf: {0: batch} if _has_batch(leaf) else None, inputs)
         if _is_variadic(model, len(inputs)):
             shapes = _variadic(model, shapes)
-    with _quiet(), torch.enable_grad():  # without, attention is one kernel that nothing can open
+    with quiet(), torch.enable_grad():  # without, attention is one kernel that nothing can open
         return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
 
 
@@ -175,19 +174,3 @@ def _kept_open(program: Any, inputs: Sequence[Any], widened: Any) -> bool:
         if wide is not ours and not isinstance(node.meta["val"].shape[0], torch.SymInt):
             return False
     return True
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what torch prints before it raises, and its notes on attributes that forward sets."""
-    logs = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._export")]
-    levels = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)

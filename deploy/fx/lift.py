@@ -195,6 +195,7 @@ class _Lifter:
 
     def _put(self, node: fx.Node, call: fx.Node) -> None:
         self.new[node] = call
+        call.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
         if _is_tensor(node):
             call.meta["rank"] = node.meta["val"].dim()
 

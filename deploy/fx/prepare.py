@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ from torch import fx, nn
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import graph_of
 from deploy.fx.convert import CustomClasses
+from deploy.fx.copied import plain_copy
+from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
 from deploy.fx.fuse import called_module, fold_batch_norms, fold_frozen, foldable, layers_to_modules
 from deploy.fx.grids import ActivationGrid, Target, find_target
@@ -105,7 +106,7 @@ def prepare(
     graph_module.delete_all_unused_submodules()
     graph_module.graph.lint()
     graph_module.recompile()
-    return graph_module
+    return graph_module.to(device_of(graph_module))
 
 
 def prepare_only(
@@ -122,7 +123,7 @@ def prepare_only(
     Raises:
         ConfigError, ModelError: as `prepare`; or the run does not reach the submodule.
     """
-    model = copy.deepcopy(model)
+    model = plain_copy(model)
     part = submodule(model, name)
     seen: list[tuple[Any, ...]] = []
     hook = part.register_forward_pre_hook(lambda _, args: seen.append(args))
@@ -131,7 +132,11 @@ def prepare_only(
     hook.remove()
     if not seen:
         raise ModelError(f"{name} must run for the example inputs, and does not")
-    replace_submodule(model, name, prepare(part, seen[0], **options))
+    prepared = prepare(part, seen[0], **options)
+    for module in prepared.modules():
+        if isinstance(module, FakeQuant):
+            module.members *= len(seen)  # one range for all calls that a run makes of the part
+    replace_submodule(model, name, prepared)
     return model
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
+from deploy.calibration.until import Agreement
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.kernels import Kernel
 from deploy.metrics.latency import Latency
@@ -75,6 +76,8 @@ class CalibrationPart:
         seconds: time of observing and searching; None where reused.
         cache: path of the cache.
         groups: what was observed, and which of it was reused.
+        by_model: whether the pairs of a quantized model say the ranges, and nothing was observed.
+        agreement: how far halves of the samples agree; None where nothing told it.
     """
 
     method: str = ""
@@ -83,6 +86,8 @@ class CalibrationPart:
     seconds: float | None = None
     cache: str | None = None
     groups: tuple[GroupRow, ...] = ()
+    by_model: bool = False
+    agreement: Agreement | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,7 @@ class WorkPart:
     Attributes:
         decodes: images that were read and decoded.
         calibration_runs: variant of the model -> inferences for its statistics.
-        reference_runs: inferences of the float model, to judge engines by.
+        reference_runs: further inferences of the float model, to judge engines by.
         engine_runs: target -> inferences of its engine, or of the model that stands in for it.
     """
 

@@ -294,6 +294,12 @@ def _pairs(folder: Path) -> Callable[[Path], Callable[[], object]]:
     return lambda path: lambda: from_qdq(read_model(path), path)
 
 
+def _trained(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    from deploy.frontends import load_either
+
+    return lambda path: partial(load_either, path)
+
+
 _PROCESSOR = json.dumps(
     {
         "do_center_crop": True, "do_normalize": True, "do_resize": True, "resample": 3,
@@ -414,12 +420,16 @@ READERS: dict[str, Reader] = {
         Reader(name="coco", suffix=".json", seeds=_texts(_COCO), open=_labels),
         Reader(name="npy", suffix=".npy", seeds=_npy, open=_fed),
         Reader(name="npz", suffix=".npz", seeds=_npz, open=_fed, mutate=changed_zip),
+        Reader(name="values", suffix=".npy", seeds=_npy,
+               open=lambda folder: lambda path: ["quantize", str(path)], cases=5000),
         Reader(name="png", suffix=".png", seeds=_pictures(".png"), open=_fed, mutate=changed_png),
         Reader(name="jpeg", suffix=".jpg", seeds=_pictures(".jpg"), open=_fed),
         Reader(name="webp", suffix=".webp", seeds=_pictures(".webp"), open=_fed),
         Reader(name="bmp", suffix=".bmp", seeds=_pictures(".bmp"), open=_fed),
         Reader(name="onnx", suffix=".onnx", seeds=_onnx, open=_model, cases=2000),
         Reader(name="qdq", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_pairs,
+               cases=2000),
+        Reader(name="trained", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_trained,
                cases=2000),
         Reader(name="processor", suffix=".json", seeds=_texts(_PROCESSOR),
                open=_beside("preprocessor_config.json"), cases=5000),
