@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +24,12 @@ from calibrators.searches import DEFAULT_METHOD
 from deploy import atomic, manifest
 from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
+from deploy.calibration.checkpoint import Checkpoint, beside, clear
 from deploy.calibration.choices import NO_CHOICES
 from deploy.calibration.expected import odd
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
-from deploy.calibration.observe import observe
+from deploy.calibration.observe import observe, planned
 from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
@@ -89,6 +91,8 @@ def calibrate(
     limit: Limit = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
+    resume: bool = False,
+    checkpoint: Path | str | None = None,
     progress: bool = False,
 ) -> Calibrated:
     """Observe what the targets declare, or take it from a fitting cache.
@@ -106,6 +110,9 @@ def calibrate(
         limit: use at most so many images, or a `Choice` of them.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
+        resume: go on with a run that was ended, from its checkpoint.
+        checkpoint: file to keep the state in now and then; None for one beside the cache, where
+            there is one. What is found without a cache is kept by the caller, who removes it.
         progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
@@ -126,6 +133,8 @@ def calibrate(
         threads=threads,
         float_nodes=float_nodes,
         remember=(0, 0),
+        resume=resume,
+        checkpoint=None if checkpoint is None else Path(checkpoint),
     )
 
 
@@ -185,6 +194,8 @@ def _calibrated(
     remember: tuple[int, int],
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
+    resume: bool = False,
+    checkpoint: Path | None = None,
 ) -> Calibrated:
     """`calibrate` of a model that is loaded.
 
@@ -208,6 +219,7 @@ def _calibrated(
             limit=limit,
         )
     feed.remember(*remember, SHOWN)
+    place = _place(policy, checkpoint, resume=resume)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)
@@ -235,6 +247,7 @@ def _calibrated(
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
     outliers: tuple[Outlier, ...] = ()
+    kept: Checkpoint | None = None
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
@@ -243,7 +256,14 @@ def _calibrated(
         if isinstance(images, Shards):
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
         else:
-            observed = _completed(verdict, feed, threads=able, runs=runs, peaks=peaks)
+            plan = planned(verdict.missing, verdict.observed)
+            if place is not None and plan.late:
+                kept = Checkpoint(
+                    place, subject, feed, plan.late, peaks, resume=resume, force=policy.force
+                )
+            elif place is not None and resume:
+                clear(place)
+            observed = _completed(verdict, feed, plan.first, able, runs, peaks, kept)
         ranges = Ranges(observed, subject.method, subject.bounds)
         alone = [t for t in targets if t.name in wanted and feed.share is None]
         own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
@@ -253,6 +273,8 @@ def _calibrated(
         calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
         text = own.text if own else None
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
+        if kept is not None and policy.path is not None:
+            kept.path.unlink(missing_ok=True)
     return Calibrated(
         subject=subject,
         images=str(images)
@@ -276,6 +298,8 @@ def _calibrated(
         cache=policy.path,
         repairs=tuple(told(tried)),
         peaks=peaks,
+        checkpoint=kept.path if kept is not None and policy.path is None else None,
+        resumed=() if kept is None else tuple(kept.notes),
     )
 
 
@@ -302,6 +326,7 @@ def build(
     gates: Gates | None = None,
     repairs: Sequence[str] | None = None,
     settings: str | None = None,
+    resume: bool = False,
     progress: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
@@ -375,6 +400,7 @@ def build(
             remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
             repairs=asked,
             stage=stage,
+            resume=resume,
         )
         plans, plan = _tuned(
             built_for,
@@ -512,18 +538,45 @@ def _trusted(
     return verdict, Ranges(Observed({}), subject.method, subject.bounds, trusted=found)
 
 
+def _place(policy: CachePolicy, checkpoint: Path | None, *, resume: bool) -> Path | None:
+    """Where the state of a run is kept.
+
+    Raises:
+        ConfigError: it is to be gone on from, and there is no place; or nothing is observed.
+    """
+    if resume and (policy.require or policy.trust):
+        flag = "--require-cache" if policy.require else "--trust-cache"
+        raise ConfigError(
+            f"--resume goes on observing and {flag} takes a cache as it is; leave one of them away"
+        )
+    if checkpoint is None and policy.path is not None:
+        return beside(policy.path)
+    if resume and checkpoint is None:
+        raise ConfigError(
+            "to go on with a run there must be a cache beside which its checkpoint stands, or the"
+            " checkpoint itself, got neither; name one"
+        )
+    return checkpoint
+
+
 def _completed(
     verdict: Verdict,
     feed: Feed,
-    *,
+    first: int,
     threads: int,
     runs: Counter[str],
     peaks: Peaks,
+    kept: Checkpoint | None,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
         return verdict.observed
-    with phase("observing", len(feed), "samples") as step, feed.samples() as samples:
+    counted = 0 if kept is None else kept.counted
+    with (
+        phase("observing", len(feed) - counted, "samples") as step,
+        nullcontext() if kept is None else kept.telling(),
+        feed.samples(without=range(first, counted)) as samples,
+    ):
         new = observe(
             verdict.missing,
             samples,
@@ -532,6 +585,7 @@ def _completed(
             progress=step,
             runs=runs,
             peaks=peaks,
+            keeper=kept,
         )
     return verdict.observed.and_also(new)
 

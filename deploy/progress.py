@@ -193,6 +193,12 @@ def on_request(function: Callable[P, T]) -> Callable[P, T]:
     return asked
 
 
+def note(sentence: str) -> None:
+    """Tell what the user should know before the run goes on, where it tells at all."""
+    if _TELLER.get() is not None:
+        terminal.say(f"calib8: note: {sentence}", err=True)
+
+
 @contextmanager
 def numbered(*parts: str) -> Iterator[None]:
     """Phases of these names are told with their place among them."""

@@ -37,6 +37,8 @@ class Calibrated:
         cache: where it is kept.
         repairs: what was tried on the model before it was observed, in sentences.
         peaks: the largest samples of every tensor that was observed now.
+        checkpoint: what the run would have gone on from; whoever keeps what was found removes it.
+        resumed: from where it went on, or why it did not, in sentences.
     """
 
     subject: Subject
@@ -55,6 +57,8 @@ class Calibrated:
     cache: Path | None = None
     repairs: tuple[str, ...] = ()
     peaks: Peaks = field(default_factory=Peaks, repr=False)
+    checkpoint: Path | None = None
+    resumed: tuple[str, ...] = ()
 
     @property
     def loaded(self) -> LoadedModel:
@@ -97,7 +101,7 @@ class Calibrated:
             "ranges": {name: [float(one.lo), float(one.hi)] for name, one in scales.items()},
             "without_range": dict(self.found.reasons),
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
-            "notes": [*self.warnings, *self.notes, *self.feed.notes],
+            "notes": [*self.warnings, *self.resumed, *self.notes, *self.feed.notes],
         }
 
     @property

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Protocol
 
 import numpy as np
 import onnx
@@ -35,13 +36,35 @@ from calibrators.statistics import Batched, Recorder
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
 from deploy.errors import BackendError, FeedError
-from deploy.feed.parallel import Sample, in_order
+from deploy.feed.parallel import NEVER, Rest, Sample, in_order
 from deploy.graph.edit import with_outputs
 from deploy.ort import OrtSession
 from deploy.progress import phase
 
 Progress = Callable[[], None]
 _Waiting = tuple[Observation, NDArray[np.float32]]
+
+
+class Keeper(Protocol):
+    """What keeps the state of a pass now and then, and knows that of one that was ended.
+
+    Attributes:
+        counted: samples whose statistics it knows; 0 for none.
+    """
+
+    counted: int
+
+    def known(self, wanted: Iterable[Observation]) -> Observed:
+        """What those samples gave; nothing where there were none."""
+        ...
+
+    def due(self) -> bool:
+        """Whether it is time to keep."""
+        ...
+
+    def keep(self, number: int, observed: Observed) -> None:
+        """Keep what the first so many samples gave."""
+        ...
 
 
 def observe(
@@ -53,17 +76,20 @@ def observe(
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
+    keeper: Keeper | None = None,
 ) -> Observed:
     """Record every wanted observation in one pass.
 
     Args:
         wanted: the observations; those that their variants need are found too.
-        samples: {input: array} of one inference each, in the feed's order; drawn once.
+        samples: {input: array} of one inference each, in the feed's order; drawn once. Where a
+            keeper has counted some, these are not among them, but for those that `planned` says.
         known: what a cache holds already; a variant is made from it where it has what it needs.
         threads: worker threads, each running whole samples.
         progress: called after every sample.
         runs: raised by one for each inference, by the variant's key.
         peaks: is told the largest |x| of every tensor that is observed, sample by sample.
+        keeper: keeps the state; the peaks that it knows are told already.
 
     Returns:
         What was wanted and what that needed.
@@ -75,16 +101,45 @@ def observe(
     """
     before = known or Observed({})
     counted: Counter[str] = Counter() if runs is None else runs
-    listed = before.missing(with_needs(wanted, before))
-    early = _early(listed, before)
+    plan = planned(wanted, before)
     feed = iter(samples)
-    first = list(islice(feed, max((o.statistic.samples or 0 for o in early), default=0)))
-    if early:
-        before = _prepared(early, before, first, max(1, threads), counted)
-    late = [o for o in listed if o.key not in before]
-    found = _pass(late, before, chain(first, feed), max(1, threads), progress, counted, peaks)
-    keys = [o.key for o in listed]
+    first = list(islice(feed, plan.first))
+    if plan.early:
+        before = _prepared(plan.early, before, first, max(1, threads), counted)
+    counted_before = 0 if keeper is None else keeper.counted
+    late = chain(first[counted_before:], feed)
+    found = _pass(plan.late, before, late, max(1, threads), progress, counted, peaks, keeper=keeper)
+    keys = [o.key for o in plan.listed]
     return Observed({key: found[key] if key in found else before[key] for key in keys})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is recorded when.
+
+    Attributes:
+        listed: all that is missing, needs first.
+        early: what must be known of the first samples before the pass.
+        late: what is recorded in the pass.
+        first: how many samples are run beforehand.
+    """
+
+    listed: tuple[Observation, ...]
+    early: tuple[Observation, ...]
+    late: tuple[Observation, ...]
+    first: int
+
+
+def planned(wanted: Iterable[Observation], known: Observed) -> Plan:
+    """What `observe` records when; what is known is recorded no more."""
+    listed = known.missing(with_needs(wanted, known))
+    early = _early(listed, known)
+    return Plan(
+        listed=listed,
+        early=early,
+        late=tuple(o for o in listed if o not in early),
+        first=max((o.statistic.samples or 0 for o in early), default=0),
+    )
 
 
 def _early(listed: Iterable[Observation], known: Observed) -> tuple[Observation, ...]:
@@ -120,17 +175,24 @@ def _pass(
     progress: Progress,
     runs: Counter[str],
     peaks: Peaks | None,
+    keeper: Keeper | None = None,
 ) -> Observed:
     observations = list(wanted)
     if not observations:
         return Observed({})
+    before = 0 if keeper is None else keeper.counted
     lines = _lines(observations, known)
     ordered = _empty((o for o in observations if o.statistic.ordered), known)
     free = [o for o in observations if not o.statistic.ordered]
     parts = [_empty(free, known) for _ in range(threads)]
     own = [None if peaks is None else Peaks() for _ in range(threads)]
+    if keeper is not None and before:
+        earlier = keeper.known(observations)
+        ordered = {o: earlier.of(o) for o in ordered}
+        parts[0] = {o: earlier.of(o) for o in free}
 
-    def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
+    def work(worker: int, drawn: int, sample: Sample) -> list[_Waiting]:
+        number = before + drawn
         return [
             waiting
             for line in lines
@@ -138,27 +200,52 @@ def _pass(
             for waiting in line.run(parts[worker], own[worker], number, sample)
         ]
 
-    def take(number: int, waiting: list[_Waiting]) -> None:
+    def take(drawn: int, waiting: list[_Waiting]) -> None:
+        number = before + drawn
         for observation, value in waiting:
             _record(ordered[observation], observation, number, value)
         runs.update(line.key for line in lines if _reaches(line.limit, number))
         progress()
 
+    def together() -> Observed:
+        """All that was recorded, while nobody records; every part but the first begins anew."""
+        for place, part in enumerate(parts[1:], 1):
+            _merge(parts[0], part)
+            parts[place] = _empty(free, known)
+        for place, part_of in enumerate(own):
+            if peaks is not None and part_of is not None:
+                peaks.merge(part_of)
+                own[place] = Peaks()
+        recorded = parts[0] | ordered
+        return Observed({o.key: recorded[o] for o in observations})
+
     limit = _limit(observations)
-    if in_order(islice(samples, limit), work, take, threads=threads) == 0:
+    left = None if limit is None else max(limit - before, 0)
+    rest = NEVER if keeper is None else _rest(keeper, before, ordered.values(), together)
+    drawn = in_order(islice(samples, left), work, take, threads=threads, rest=rest)
+    if before + drawn == 0:
         raise FeedError("a calibration needs at least one sample, got none")
     for observation, recorder in ordered.items():
         if isinstance(recorder, Batched):
             with _telling(observation, f"tensor {observation.tensor}"):
                 recorder.end()
-    merged = parts[0]
-    for part in parts[1:]:
-        _merge(merged, part)
-    merged |= ordered
-    for part_of in own:
-        if peaks is not None and part_of is not None:
-            peaks.merge(part_of)
-    return Observed({o.key: merged[o] for o in observations})
+    return together()
+
+
+def _rest(
+    keeper: Keeper, before: int, ordered: Iterable[Recorder], together: Callable[[], Observed]
+) -> Rest:
+    """Keep the state when it is time, and where no samples wait to be a batch."""
+    batches = {recorder.together for recorder in ordered if isinstance(recorder, Batched)}
+
+    def whole(drawn: int) -> bool:
+        return all((before + drawn) % samples == 0 for samples in batches)
+
+    def use(drawn: int) -> None:
+        if whole(drawn):
+            keeper.keep(before + drawn, together())
+
+    return Rest(due=lambda drawn: keeper.due() and whole(drawn), use=use)
 
 
 def _limit(observations: Iterable[Observation]) -> int | None:

@@ -26,6 +26,7 @@ from deploy.calibration.versions import of_feed
 from deploy.errors import CacheError, ConfigError, FeedError
 from deploy.feed.feed import Feed
 from deploy.feed.manifest import Raw
+from deploy.feed.share import Share
 
 if TYPE_CHECKING:
     from deploy.calibration.calibrated import Calibrated
@@ -59,20 +60,18 @@ def keep_shard(found: Calibrated, path: Path) -> None:
     """
     feed, share = found.feed, found.feed.share
     assert share is not None
-    manifest = feed.manifest()
-    preprocess = manifest.pop("preprocess") or {}
-    images = {name: manifest[name] for name in ("kind", "batch", "skip_bad")}
+    feed.manifest()  # has all of them read
     shard_file.save(
         path,
         share=share,
-        made_from=_made_from(
-            found.loaded, {**images, "count": share.count, "names": share.names}, preprocess
-        ),
+        made_from=made_from(found.loaded, feed, share),
         digests=feed.seen,
         skipped=feed.skipped_places,
         peaks=found.peaks.rows(feed.places),
         observed=found.ranges.observed,
     )
+    if found.checkpoint is not None:
+        found.checkpoint.unlink(missing_ok=True)
 
 
 class Shards:
@@ -95,6 +94,7 @@ class Shards:
         found = [shard_file.load(path) for path in paths]
         if not found:
             raise CacheError("shards are to be merged, got none; name their files")
+        _refuse_checkpoints(found)
         _refuse_foreign(found, loaded)
         self._shards = _each_once(found)
         self.feed = _whole(self._shards)
@@ -135,10 +135,16 @@ class Shards:
         return Observed(whole)
 
 
+def made_from(loaded: LoadedModel, feed: Feed, share: Share) -> Fingerprint:
+    """What all shards of a calibration of this feed, of which it is this one, have in common."""
+    images = {**feed.form, "count": share.count, "names": share.names}
+    preprocess = {} if feed.preprocess is None else feed.preprocess.to_json()
+    return _made_from(loaded, images, preprocess)
+
+
 def _made_from(
     loaded: LoadedModel, images: Mapping[str, Any], preprocess: Mapping[str, Any]
 ) -> Fingerprint:
-    """What all shards of one calibration have in common."""
     return Fingerprint(
         model=loaded.identities,
         images=images,
@@ -151,6 +157,14 @@ def _made_from(
         numbers=of_feed(str(images["kind"])),  # of all shards the same, programs too
         versions={},
     )
+
+
+def _refuse_checkpoints(found: Sequence[Shard]) -> None:
+    if begun := next((shard for shard in found if shard.counted is not None), None):
+        raise CacheError(
+            f"a shard that is merged must be whole, got {begun.path}, the checkpoint of a run that"
+            " did not end; go on with that run by --resume"
+        )
 
 
 def _refuse_foreign(found: Sequence[Shard], loaded: LoadedModel) -> None:

@@ -19,6 +19,7 @@ from deploy.commands.options import (
     ImageOptions,
     calibration_options,
     feed_options,
+    resume_option,
 )
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
 @model_options
 @feed_options
 @calibration_options
+@resume_option
 @json_option
 def build(
     model: Path,
@@ -106,6 +108,7 @@ def build(
     weights: Path | None,
     images: ImageOptions,
     calibration: CalibrationOptions,
+    resume: bool,
     json_path: Path | None,
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
@@ -149,6 +152,7 @@ def build(
         gates=tuning.gates,
         repairs=repairs or None,
         settings=settings(),
+        resume=resume,
     )
     say_lines(to_screen(report, verbose=calibration.verbose))
     for sentence in grave(report) if textless() else ():
