@@ -193,12 +193,6 @@ def on_request(function: Callable[P, T]) -> Callable[P, T]:
     return asked
 
 
-def note(sentence: str) -> None:
-    """Tell what the user should know before the run goes on, where it tells at all."""
-    if _TELLER.get() is not None:
-        terminal.say(f"calib8: note: {sentence}", err=True)
-
-
 @contextmanager
 def numbered(*parts: str) -> Iterator[None]:
     """Phases of these names are told with their place among them."""
@@ -243,6 +237,12 @@ def lasting(what: str, seconds: float) -> Iterator[None]:
         return
     with _entered(teller, Phase(what=what, total=seconds, timed=True, began=teller.clock())):
         yield
+
+
+def tell(line: str) -> None:
+    """Say at once what a run that is told must not keep to itself until its end."""
+    if _TELLER.get() is not None:
+        terminal.say(f"calib8: {line}", err=True)
 
 
 @contextmanager

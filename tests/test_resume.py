@@ -10,6 +10,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -17,10 +18,11 @@ import onnx
 import pytest
 
 from deploy.calibration import checkpoint, shard_file
-from deploy.calibration.checkpoint import beside
+from deploy.calibration.checkpoint import Checkpoint, beside
 from deploy.calibration.observe import Tap
 from deploy.calibration.store import files
 from deploy.cli import main
+from deploy.errors import ConfigError, ExportError
 from tests.conftest import save_small_cnn
 
 HFMG = "batch_num: 3\ncommon_config { hfmg_quantize { num_of_bins: 1024 } }\n"
@@ -71,15 +73,15 @@ def killed(run, often, monkeypatch, capfd):
     """(samples, words) -> a run that is gone when the checkpoint of so many is written."""
 
     def call(samples, *words):
-        save = shard_file.save
+        keep = Checkpoint.keep
 
-        def saved(path, **rest):
-            save(path, **rest)
-            if rest["counted"] >= samples:
+        def kept(self, number, observed):
+            keep(self, number, observed)
+            if number >= samples:
                 raise Killed
 
         with monkeypatch.context() as patched:
-            patched.setattr(shard_file, "save", saved)
+            patched.setattr(Checkpoint, "keep", kept)
             with pytest.raises(Killed):
                 run(*words)
         return capfd.readouterr().err
@@ -433,19 +435,16 @@ def test_what_calib8_did_not_write_is_not_replaced(run, words, tmp_path):
 
 
 def test_a_disk_that_takes_no_checkpoint_ends_no_run(run, often, words, tmp_path, monkeypatch):
-    from deploy.errors import ExportError
-
-    def full(path, **_):
+    def full(path, data):
         raise ExportError(f"{path} must be writable, got: No space left on device")
 
-    monkeypatch.setattr(shard_file, "save", full)
+    monkeypatch.setattr(checkpoint, "atomic", SimpleNamespace(write_bytes=full))
     code, out, _ = run(*words)
     assert code == 0 and out.count("no checkpoint could be kept: ") == 1
 
 
 def test_from_python(small_cnn, folder, state, tmp_path):
     from deploy import calibrate
-    from deploy.errors import ConfigError
 
     with pytest.raises(ConfigError, match="got neither"):
         calibrate(small_cnn, folder, resume=True)
@@ -459,6 +458,7 @@ _CHILD = """
 import sys
 from deploy.calibration import checkpoint
 from deploy.cli import main
+from deploy.errors import ConfigError, ExportError
 checkpoint.EVERY_S = checkpoint._SHARE = 0
 main(sys.argv[1:])
 """

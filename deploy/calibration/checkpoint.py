@@ -23,14 +23,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy import atomic
 from deploy.calibration import shard_file
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.shard_file import Shard
-from deploy.calibration.shards import made_from
+from deploy.calibration.shards import origin_of
 from deploy.errors import CacheError, ExportError
 from deploy.inputs import refuse
-from deploy.progress import note
+from deploy.progress import tell
 from deploy.version import __version__
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 ENDING = ".checkpoint"
 EVERY_S = 10.0  # between two of them
-_SHARE = 30  # writing one takes at most such a part of a run's time
+_SHARE = 30  # of a run's time one takes at most such a part, waiting for all workers too
 _WHAT = "a checkpoint of a calibration"
 
 
@@ -99,7 +100,8 @@ class Checkpoint:
         self.notes: list[str] = []
         self._subject, self._feed, self._wanted, self._peaks = subject, feed, wanted, peaks
         self._kept = 0  # samples of what this run wrote, or took up
-        self._next = time.monotonic() + EVERY_S
+        self._began = time.monotonic()
+        self._next = self._began + EVERY_S
         self._unkept = next((o for o in wanted if not o.statistic.recorder(None).to_arrays()), None)
         found = self._found(force=force)
         self._standing = 0 if found is None or found.counted is None else found.counted
@@ -124,31 +126,33 @@ class Checkpoint:
         return Observed({}) if self._earlier is None else self._earlier.observed(wanted)
 
     def due(self) -> bool:
-        """Whether it is time to keep."""
-        return self._unkept is None and time.monotonic() >= self._next
+        """Whether it is time to keep; from now on nobody works until that is done."""
+        self._began = time.monotonic()
+        return self._unkept is None and self._began >= self._next
 
     def keep(self, number: int, observed: Observed) -> None:
         """Write what the first so many samples gave; a disk that takes none ends no run."""
-        if self._unkept is not None or number <= self._kept or number < self._standing:
-            return
-        began = time.monotonic()
+        if self._unkept is None and self._kept < number >= self._standing:
+            self._write(number, observed)
+        now = time.monotonic()
+        self._next = now + max(EVERY_S, _SHARE * (now - self._began))
+
+    def _write(self, number: int, observed: Observed) -> None:
         digests, skipped = self._feed.so_far(number)
+        data = shard_file.to_bytes(
+            share=self._share,
+            made_from=self._made_from,
+            digests=digests,
+            skipped=skipped,
+            peaks=self._peaks.rows(self._feed.places[:: self._feed.batch]),
+            observed=observed,
+            counted=number,
+        )
         try:
-            shard_file.save(
-                self.path,
-                share=self._share,
-                made_from=self._made_from,
-                digests=digests,
-                skipped=skipped,
-                peaks=self._peaks.rows(self._feed.places[:: self._feed.batch]),
-                observed=observed,
-                counted=number,
-            )
+            atomic.write_bytes(self.path, data)
             self._kept = number
         except ExportError as error:
             self.notes[:] = dict.fromkeys((*self.notes, f"no checkpoint could be kept: {error}"))
-        now = time.monotonic()
-        self._next = now + max(EVERY_S, _SHARE * (now - began))
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -169,9 +173,8 @@ class Checkpoint:
     @cached_property
     def _made_from(self) -> Fingerprint:
         """What a run must have in common with the one that it goes on with."""
-        found = made_from(self._subject.loaded, self._feed, self._share)
-        numbers = {**found.numbers, "calib8": __version__}
-        return replace(found, model=self._subject.identities, numbers=numbers)
+        found = origin_of(self._subject.identities, self._feed.form, self._share)
+        return replace(found, numbers={**found.numbers, "calib8": __version__})
 
     def _left(self) -> str:
         """What is left for the next run."""
@@ -190,7 +193,7 @@ class Checkpoint:
     def _say(self, sentence: str) -> None:
         """Now, and at the end."""
         self.notes.append(sentence)
-        note(sentence)
+        tell(f"note: {sentence}")
 
     def _found(self, *, force: bool) -> Shard | None:
         refuse(self.path)
@@ -236,6 +239,8 @@ class Checkpoint:
         changes = list(self._made_from.changes_since(found.made_from).values())
         if str(found.share) != str(self._share):
             changes.append(f"the shard changed ({found.share} -> {self._share})")
+        elif found.share != self._share and not changes:
+            changes.append("the images changed")
         held, wanted = set(found.keys), {o.key for o in self._wanted}
         strange = [f"{key[2]} of {key[1]!r}" for key in found.keys if key not in wanted]
         lacking = [f"{o.key[2]} of {o.tensor!r}" for o in self._wanted if o.key not in held]

@@ -191,8 +191,7 @@ def _pass(
         ordered = {o: earlier.of(o) for o in ordered}
         parts[0] = {o: earlier.of(o) for o in free}
 
-    def work(worker: int, drawn: int, sample: Sample) -> list[_Waiting]:
-        number = before + drawn
+    def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
         return [
             waiting
             for line in lines
@@ -200,8 +199,7 @@ def _pass(
             for waiting in line.run(parts[worker], own[worker], number, sample)
         ]
 
-    def take(drawn: int, waiting: list[_Waiting]) -> None:
-        number = before + drawn
+    def take(number: int, waiting: list[_Waiting]) -> None:
         for observation, value in waiting:
             _record(ordered[observation], observation, number, value)
         runs.update(line.key for line in lines if _reaches(line.limit, number))
@@ -221,8 +219,8 @@ def _pass(
 
     limit = _limit(observations)
     left = None if limit is None else max(limit - before, 0)
-    rest = NEVER if keeper is None else _rest(keeper, before, ordered.values(), together)
-    drawn = in_order(islice(samples, left), work, take, threads=threads, rest=rest)
+    rest = NEVER if keeper is None else _rest(keeper, ordered.values(), together)
+    drawn = in_order(islice(samples, left), work, take, threads=threads, after=before, rest=rest)
     if before + drawn == 0:
         raise FeedError("a calibration needs at least one sample, got none")
     for observation, recorder in ordered.items():
@@ -232,20 +230,18 @@ def _pass(
     return together()
 
 
-def _rest(
-    keeper: Keeper, before: int, ordered: Iterable[Recorder], together: Callable[[], Observed]
-) -> Rest:
+def _rest(keeper: Keeper, ordered: Iterable[Recorder], together: Callable[[], Observed]) -> Rest:
     """Keep the state when it is time, and where no samples wait to be a batch."""
     batches = {recorder.together for recorder in ordered if isinstance(recorder, Batched)}
 
-    def whole(drawn: int) -> bool:
-        return all((before + drawn) % samples == 0 for samples in batches)
+    def whole(number: int) -> bool:
+        return all(number % samples == 0 for samples in batches)
 
-    def use(drawn: int) -> None:
-        if whole(drawn):
-            keeper.keep(before + drawn, together())
+    def use(number: int) -> None:
+        if whole(number):
+            keeper.keep(number, together())
 
-    return Rest(due=lambda drawn: keeper.due() and whole(drawn), use=use)
+    return Rest(due=lambda number: keeper.due() and whole(number), use=use)
 
 
 def _limit(observations: Iterable[Observation]) -> int | None:

@@ -29,8 +29,8 @@ def archive_of(data: bytes, path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(file)
 
 
-def pack(listed: list[Arrays], *, compressed: bool = True) -> bytes:
-    """An .npz of the arrays `<place>.<field>`; quick compression or none, no times in it."""
+def pack(listed: list[Arrays]) -> bytes:
+    """An .npz of the arrays `<place>.<field>`; quick compression, no times in it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for place, arrays in enumerate(listed):
@@ -38,7 +38,7 @@ def pack(listed: list[Arrays], *, compressed: bool = True) -> bytes:
                 data = io.BytesIO()
                 np.lib.format.write_array(data, np.ascontiguousarray(array), allow_pickle=False)
                 member = zipfile.ZipInfo(f"{place}.{field}.npy", EPOCH)
-                member.compress_type = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+                member.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(member, data.getvalue(), compresslevel=1)
     return buffer.getvalue()
 

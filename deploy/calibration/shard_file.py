@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from calibrators.errors import CalibrationError
-from deploy import atomic
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.calibration.packed import EPOCH, archive_of, pack, unpack
@@ -94,8 +93,7 @@ class Shard:
             raise CacheError(f"{self.path} does not hold statistics: {error}") from error
 
 
-def save(
-    path: Path,
+def to_bytes(
     *,
     share: Share,
     made_from: Fingerprint,
@@ -104,14 +102,9 @@ def save(
     peaks: list[Row],
     observed: Observed,
     counted: int | None = None,
-) -> None:
-    """Write a shard, or a checkpoint; see `Shard`.
-
-    Raises:
-        ExportError: the folder is not writable.
-    """
-    arrays = [recorder.to_arrays() for recorder in observed.values()]
-    packed = pack(arrays, compressed=counted is None)
+) -> bytes:
+    """The bytes of the file of a shard, or of a checkpoint; see `Shard`."""
+    packed = pack([recorder.to_arrays() for recorder in observed.values()])
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "share": asdict(share),
@@ -130,7 +123,7 @@ def save(
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr(zipfile.ZipInfo(_DOCUMENT, EPOCH), text.encode())
         archive.writestr(zipfile.ZipInfo(_STATISTICS, EPOCH), packed)
-    atomic.write_bytes(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def load(path: Path, *, what: str = _WHAT) -> Shard:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from calibrators.histogram import Histogram
+from deploy import atomic
 from deploy.calibration import shard_file
 from deploy.calibration.fingerprint import CALIB8, Fingerprint
 from deploy.calibration.observation import Observation, Observed
@@ -60,18 +61,24 @@ def keep_shard(found: Calibrated, path: Path) -> None:
     """
     feed, share = found.feed, found.feed.share
     assert share is not None
-    feed.manifest()  # has all of them read
-    shard_file.save(
-        path,
+    data = shard_file.to_bytes(
         share=share,
-        made_from=made_from(found.loaded, feed, share),
+        made_from=origin_of(found.loaded.identities, feed.form, share),
         digests=feed.seen,
         skipped=feed.skipped_places,
         peaks=found.peaks.rows(feed.places),
         observed=found.ranges.observed,
     )
+    atomic.write_bytes(path, data)
     if found.checkpoint is not None:
         found.checkpoint.unlink(missing_ok=True)
+
+
+def origin_of(model: Mapping[str, str], form: Mapping[str, Any], share: Share) -> Fingerprint:
+    """What a shard of a feed of this `Feed.form` is made from; its samples are no part of that."""
+    images = {name: form[name] for name in ("kind", "batch", "skip_bad")}
+    whole = {**images, "count": share.count, "names": share.names}
+    return _made_from(model, whole, form["preprocess"] or {})
 
 
 class Shards:
@@ -135,18 +142,12 @@ class Shards:
         return Observed(whole)
 
 
-def made_from(loaded: LoadedModel, feed: Feed, share: Share) -> Fingerprint:
-    """What all shards of a calibration of this feed, of which it is this one, have in common."""
-    images = {**feed.form, "count": share.count, "names": share.names}
-    preprocess = {} if feed.preprocess is None else feed.preprocess.to_json()
-    return _made_from(loaded, images, preprocess)
-
-
 def _made_from(
-    loaded: LoadedModel, images: Mapping[str, Any], preprocess: Mapping[str, Any]
+    model: Mapping[str, str], images: Mapping[str, Any], preprocess: Mapping[str, Any]
 ) -> Fingerprint:
+    """What all shards of one calibration have in common."""
     return Fingerprint(
-        model=loaded.identities,
+        model=model,
         images=images,
         order="",
         preprocess=preprocess,
@@ -169,7 +170,7 @@ def _refuse_checkpoints(found: Sequence[Shard]) -> None:
 
 def _refuse_foreign(found: Sequence[Shard], loaded: LoadedModel) -> None:
     first = found[0]
-    here = _made_from(loaded, first.made_from.images, first.made_from.preprocess)
+    here = _made_from(loaded.identities, first.made_from.images, first.made_from.preprocess)
     for shard in found:
         if changes := here.changes_since(shard.made_from):
             beside = "the model and the versions here" if shard is first else str(first.path)

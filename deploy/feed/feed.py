@@ -179,11 +179,6 @@ class Feed:
         names = map(self._source.sample_name, self._chosen)
         return share_of((1, 1), list(names)) if self.share is None else self.share
 
-    @property
-    def form(self) -> dict[str, Any]:
-        """What kind of samples it gives, as plain JSON."""
-        return {"kind": self._kind, "batch": self.batch, "skip_bad": self._skip_bad}
-
     def so_far(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:
         """What the first so many samples came of, while others may be read already.
 
@@ -288,6 +283,16 @@ class Feed:
         chosen = frozenset(_evenly(good, most))
         yield from (sample for _, sample in self._singles(only=chosen))
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """What is known before a sample is read, as plain JSON."""
+        return {
+            "kind": self._kind,
+            "batch": self.batch,
+            "skip_bad": self._skip_bad,
+            "preprocess": self.preprocess.to_json() if self.preprocess else None,
+        }
+
     def manifest(self) -> dict[str, Any]:
         """What was fed, as plain JSON.
 
@@ -312,7 +317,6 @@ class Feed:
             "count": len(self._chosen),
             "sha256": combined(sorted(digests)) if self.batch == 1 else ordered,
             "ordered_sha256": ordered,
-            "preprocess": self.preprocess.to_json() if self.preprocess else None,
         }
 
     def digests(self, number: int) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class Rest:
     """When the work rests, and what is done then.
 
     Attributes:
-        due: number of samples drawn so far -> whether it is time.
+        due: number of the last sample that was drawn -> whether it is time.
         use: told that number while nobody works; also where the user ends the run.
     """
 
@@ -49,6 +49,7 @@ def in_order(
     take: Callable[[int, Work], None],
     *,
     threads: int,
+    after: int = 0,
     rest: Rest = NEVER,
 ) -> int:
     """Work on every sample and take the results in order.
@@ -60,6 +61,7 @@ def in_order(
         work: (worker 0.., number of the sample 1.., sample) -> result; runs beside others.
         take: (number, result); no two at a time, in the order of the numbers.
         threads: workers, 1 or more.
+        after: samples that went before; the first one here has the next number.
         rest: between two samples.
 
     Returns:
@@ -68,7 +70,7 @@ def in_order(
     Raises:
         What `samples`, `work` or `take` raised first; the other workers end.
     """
-    line: _Line[Work] = _Line(samples, rest)
+    line: _Line[Work] = _Line(samples, after, rest)
     try:
         # a thread of its own for a single worker too: OpenCV keeps settings a thread, and those for
         # decoding make counting slow
@@ -85,21 +87,21 @@ def in_order(
         if not isinstance(ended, Exception):  # an interrupt of the user reaches this thread alone
             line.end()
         raise
-    return line.drawn
+    return line.drawn - after
 
 
 class _Line(Generic[Work]):
     """One iterator for several threads, and whose turn it is."""
 
-    def __init__(self, samples: Iterable[Sample], rest: Rest) -> None:
+    def __init__(self, samples: Iterable[Sample], after: int, rest: Rest) -> None:
         self._samples = iter(samples)
         self._rest = rest
         self._drawing = threading.Lock()
         self._moved = threading.Condition()
-        self._next = 1
+        self._next = after + 1
         self._stopped = False
         self._finished = False
-        self.drawn = 0
+        self.drawn = after
 
     def draw(self) -> tuple[int, Sample] | None:
         """The next sample with its number; None after the last, or where one failed."""
