@@ -284,6 +284,16 @@ def test_labels_of_a_pipe_are_not_waited_for(name, run, model, pictures, tmp_pat
     assert code == 1 and "a device or pipe" in said
 
 
+@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.raw"])
+@pytest.mark.parametrize("place", ["", "folder"])
+def test_arrays_of_a_pipe_are_not_waited_for(name, place, run, model, tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / place / name)
+    arrays = tmp_path / place if place else tmp_path / name
+    code, said = run("calibrate", model, "--images", arrays, "-o", tmp_path / "c.cache")
+    assert code == 1 and "a device or pipe" in said
+
+
 def test_a_label_of_thirty_digits_is_refused(run, model, pictures, tmp_path):
     labels = tmp_path / "labels.txt"
     labels.write_text("1\n" * 19 + f"{10**30}\n")

@@ -256,6 +256,7 @@ def _load_raw(path: Path, specs: Specs) -> Array:
 
 
 def _load_npy(path: Path) -> Array:
+    refuse_irregular(path, what="an .npy file", error=FeedError)
     array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
         array.close()

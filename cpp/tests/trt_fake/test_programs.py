@@ -540,15 +540,20 @@ def demo(tmp_path_factory):
     )
     photos = sorted(PHOTOS.rglob("*.png"))[:5]
     (path / "list.txt").write_text("".join(f"{photo}\n" for photo in photos))
-    words = "calibrate m.onnx --images list.txt --preprocess grey-half --target tensorrt"
+    python("calibrate m.onnx --images list.txt --preprocess grey-half", path)
+    return path
+
+
+def python(words, folder):
+    """What Python says of a calibration for the TensorRT of these tests, kept as p.cache."""
+    words += f" --target tensorrt --trt-version {RELEASE} -o p.cache"
     subprocess.run(
-        [sys.executable, "-m", "deploy", *words.split(), "--trt-version", RELEASE, "-o", "p.cache"],
-        cwd=path,
+        [sys.executable, "-m", "deploy", *words.split()],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(PHOTOS.parents[2])},
         check=True,
         capture_output=True,
     )
-    return path
 
 
 @pytest.fixture
@@ -645,6 +650,23 @@ def test_the_files_of_a_python_build_are_taken_as_they_are(demo, tmp_path):
     else:
         said = folder.build("--cache", "out/m.tensorrt.cache", images=False).refused()
         assert "whose names of tensors are not those of" in said
+
+
+@calibrating
+def test_a_cache_of_python_made_of_arrays_is_used_with_and_without_them(folder):
+    rng = np.random.default_rng(5)
+    samples = rng.normal(size=(5, 1, 28, 28)).astype(np.float32)
+    np.save(folder.path / "a.npy", samples)
+    shutil.copy(PHOTOS.parent / "fashion.onnx", folder.path / "model.onnx")
+    python("calibrate model.onnx --images a.npy", folder.path)
+    for feed, made in (((), "the model"), (("a.npy",), "the model and the images")):
+        run = folder.built(*feed, *WITH, "--rebuild", images=False)
+        assert run.calibrated == 0 and "cache taken" in run.trace
+        reason = folder.report()["calibration"]["reason"]
+        assert reason == f"the cache fits {made}; it was made by calib8 0.1.0 by mse"
+    np.save(folder.path / "a.npy", samples + 1)
+    said = folder.build("a.npy", *WITH, "--require-cache", images=False).refused()
+    assert "the images changed" in said
 
 
 @calibrating
