@@ -247,7 +247,7 @@ def _calibrated(
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
     outliers: tuple[Outlier, ...] = ()
-    kept: Checkpoint | None = None
+    mark: Checkpoint | None = None
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
@@ -258,12 +258,12 @@ def _calibrated(
         else:
             plan = planned(verdict.missing, verdict.observed)
             if place is not None and plan.late:
-                kept = Checkpoint(
+                mark = Checkpoint(
                     place, subject, feed, plan.late, peaks, resume=resume, force=policy.force
                 )
             elif place is not None and resume:
                 clear(place)
-            observed = _completed(verdict, feed, plan.first, able, runs, peaks, kept)
+            observed = _completed(verdict, feed, plan.first, able, runs, peaks, mark)
         ranges = Ranges(observed, subject.method, subject.bounds)
         alone = [t for t in targets if t.name in wanted and feed.share is None]
         own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
@@ -273,8 +273,8 @@ def _calibrated(
         calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
         text = own.text if own else None
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
-        if kept is not None and policy.path is not None:
-            kept.path.unlink(missing_ok=True)
+        if mark is not None and policy.path is not None:
+            mark.path.unlink(missing_ok=True)
     return Calibrated(
         subject=subject,
         images=str(images)
@@ -298,8 +298,8 @@ def _calibrated(
         cache=policy.path,
         repairs=tuple(told(tried)),
         peaks=peaks,
-        checkpoint=kept.path if kept is not None and policy.path is None else None,
-        resumed=() if kept is None else tuple(kept.notes),
+        checkpoint=mark.path if mark is not None and policy.path is None else None,
+        resumed=() if mark is None else tuple(mark.notes),
     )
 
 
@@ -566,15 +566,15 @@ def _completed(
     threads: int,
     runs: Counter[str],
     peaks: Peaks,
-    kept: Checkpoint | None,
+    mark: Checkpoint | None,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
         return verdict.observed
-    counted = 0 if kept is None else kept.counted
+    counted = 0 if mark is None else mark.counted
     with (
         phase("observing", len(feed) - counted, "samples") as step,
-        nullcontext() if kept is None else kept.telling(),
+        nullcontext() if mark is None else mark.telling(),
         feed.samples(without=range(first, counted)) as samples,
     ):
         new = observe(
@@ -585,7 +585,7 @@ def _completed(
             progress=step,
             runs=runs,
             peaks=peaks,
-            keeper=kept,
+            keeper=mark,
         )
     return verdict.observed.and_also(new)
 

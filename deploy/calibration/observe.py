@@ -205,21 +205,21 @@ def _pass(
         runs.update(line.key for line in lines if _reaches(line.limit, number))
         progress()
 
-    def together() -> Observed:
-        """All that was recorded, while nobody records; every part but the first begins anew."""
-        for place, part in enumerate(parts[1:], 1):
-            _merge(parts[0], part)
-            parts[place] = _empty(free, known)
+    def take_peaks() -> None:
         for place, part_of in enumerate(own):
             if peaks is not None and part_of is not None:
                 peaks.merge(part_of)
                 own[place] = Peaks()
-        recorded = parts[0] | ordered
+
+    def so_far() -> Observed:
+        """All that was recorded; no other thread may record meanwhile."""
+        take_peaks()
+        recorded = _joined([_empty(free, known), *parts]) | ordered
         return Observed({o.key: recorded[o] for o in observations})
 
     limit = _limit(observations)
     left = None if limit is None else max(limit - before, 0)
-    rest = NEVER if keeper is None else _rest(keeper, ordered.values(), together)
+    rest = NEVER if keeper is None else _rest(keeper, ordered.values(), so_far)
     drawn = in_order(islice(samples, left), work, take, threads=threads, after=before, rest=rest)
     if before + drawn == 0:
         raise FeedError("a calibration needs at least one sample, got none")
@@ -227,10 +227,19 @@ def _pass(
         if isinstance(recorder, Batched):
             with _telling(observation, f"tensor {observation.tensor}"):
                 recorder.end()
-    return together()
+    take_peaks()
+    merged = _joined(parts) | ordered
+    return Observed({o.key: merged[o] for o in observations})
 
 
-def _rest(keeper: Keeper, ordered: Iterable[Recorder], together: Callable[[], Observed]) -> Rest:
+def _joined(parts: Sequence[dict[Observation, Recorder]]) -> dict[Observation, Recorder]:
+    """The first part, with what all others saw."""
+    for part in parts[1:]:
+        _merge(parts[0], part)
+    return parts[0]
+
+
+def _rest(keeper: Keeper, ordered: Iterable[Recorder], so_far: Callable[[], Observed]) -> Rest:
     """Keep the state when it is time, and where no samples wait to be a batch."""
     batches = {recorder.together for recorder in ordered if isinstance(recorder, Batched)}
 
@@ -239,7 +248,7 @@ def _rest(keeper: Keeper, ordered: Iterable[Recorder], together: Callable[[], Ob
 
     def use(number: int) -> None:
         if whole(number):
-            keeper.keep(number, together())
+            keeper.keep(number, so_far())
 
     return Rest(due=lambda number: keeper.due() and whole(number), use=use)
 
