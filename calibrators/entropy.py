@@ -21,6 +21,8 @@ calibration tables that TensorRT 7.2 wrote.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,16 +78,13 @@ def _divergences(h: NDArray[np.float64]) -> NDArray[np.float64]:
     A * KL = sum h ln h - sum s ln(s / n) + last-bin correction + A ln(S / A).
     """
     i = np.arange(LEVELS, BINS + 1)
-    # level l holds the bins j with floor(j * 128 / i) == l, i.e. ceil(l * i / 128) <= j
-    starts = -(-np.arange(LEVELS + 1)[None, :] * i[:, None] // LEVELS)
-    sums = np.diff(_prefix(h)[starts], axis=1)
-    occupied = np.diff(_prefix(h > 0)[starts], axis=1)
-    mean = sums / np.maximum(occupied, 1)
-    kept, everything = _prefix(h)[i], h.sum()
-    last, outliers = h[i - 1], everything - _prefix(h)[i]
-    last_mean = mean[:, -1]
+    sums, occupied = _prefix(h), _prefix(h > 0)
+    cross = np.take(_crosses(sums, occupied), _levels()).sum(axis=1)
+    start = _starts()[:, -2]
+    last_mean = (sums[i] - sums[start]) / np.maximum(occupied[i] - occupied[start], 1)
+    kept, everything = sums[i], h.sum()
+    last, outliers = h[i - 1], everything - sums[i]
     with np.errstate(divide="ignore", invalid="ignore"):
-        cross = (sums * np.log(np.where(mean > 0, mean, 1.0))).sum(axis=1)
         kl = (
             _prefix(_xlogx(h))[i]
             - _xlogx(last)
@@ -96,6 +95,31 @@ def _divergences(h: NDArray[np.float64]) -> NDArray[np.float64]:
         ) / everything
     impossible = (kept == 0) | ((last == 0) & (outliers > 0))
     return np.where(impossible, np.inf, kl)
+
+
+def _crosses(sums: NDArray[np.float64], occupied: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sums s ln(s / n) of 1 to 16 bins from each bin on, from prefix sums: [16 * 2049].
+
+    Every level of every i is one of these, and most are a level of many.
+    """
+    ends = np.minimum(np.arange(BINS + 1) + np.arange(1, BINS // LEVELS + 1)[:, None], BINS)
+    held = sums[ends] - sums
+    mean = held / np.maximum(occupied[ends] - occupied, 1)
+    return np.asarray(held * np.log(np.where(mean > 0, mean, 1.0))).ravel()
+
+
+@cache
+def _starts() -> NDArray[np.intp]:
+    """[1921, 129] first bin of each level of each i, and i itself."""
+    # level l holds the bins j with floor(j * 128 / i) == l, i.e. ceil(l * i / 128) <= j
+    i = np.arange(LEVELS, BINS + 1)
+    return np.asarray(-(-np.arange(LEVELS + 1)[None, :] * i[:, None] // LEVELS))
+
+
+@cache
+def _levels() -> NDArray[np.intp]:
+    """[1921, 128] where in `_crosses` each level of each i stands."""
+    return np.asarray((np.diff(_starts(), axis=1) - 1) * (BINS + 1) + _starts()[:, :-1])
 
 
 def _prefix(x: NDArray[np.generic]) -> NDArray[np.float64]:

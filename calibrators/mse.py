@@ -13,20 +13,28 @@ The error comes from the histogram: a bin's values stand at its centre, and thos
 range at its end. A bin is at least 8 times finer than an int8 step; steps of 16 bits are finer
 than the bins, and then clipping is all that the error sees.
 
+That is what defines the range. Which ranges may be the best is found sooner where the error is
+squared and the grid has integers of 8 bits or fewer (`calibrators.ramps`), and only among those
+that come so close that rounding could tell them apart are the bins added up.
+
 Source: R. Banner et al., "Post training 4-bit quantization of convolutional networks",
 arXiv:1810.05723, section 2; the search itself is a plain scan.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.grids import INT8, UINT8, Grid, rounded
 from calibrators.histogram import BINS, Histogram
+from calibrators.ramps import TOLERANCE, Ramps
 from calibrators.scales import Scale
 
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
+_TOGETHER = 1 << 15  # bins of several ranges that stay in a core's cache
 
 
 def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:
@@ -76,46 +84,131 @@ def errors(
 
     Each range is taken to hold 0 at a stored value, as every grid has it.
     """
-    scale = (highs - lows) / grid.steps
-    scale = np.where(scale > 0, scale, 1.0)[:, None]
-    clipped = np.clip(centres[None, :], lows[:, None], highs[:, None])
-    error = rounded(clipped / scale, grid) * scale - centres[None, :]
+    some = max(_TOGETHER // max(centres.size, 1), 1)
+    parts = [
+        _errors(centres, counts, lows[at : at + some], highs[at : at + some], grid, power)
+        for at in range(0, lows.size, some)
+    ]
+    return np.concatenate(parts)
+
+
+def _errors(
+    centres: NDArray[np.float64],
+    counts: NDArray[np.int64],
+    lows: NDArray[np.float64],
+    highs: NDArray[np.float64],
+    grid: Grid,
+    power: float,
+) -> NDArray[np.float64]:
+    scale = _steps(lows, highs, grid)[:, None]
+    error = np.clip(centres[None, :], lows[:, None], highs[:, None])
+    error = rounded(error / scale, grid) * scale
+    error -= centres
     weight = error * error if power == 2 else np.abs(error) ** power
     weight *= counts
     # numpy adds pairwise in one order everywhere, which a product of matrices does not
     return np.asarray(weight.sum(axis=1), np.float64)
 
 
+def _steps(
+    lows: NDArray[np.float64], highs: NDArray[np.float64], grid: Grid
+) -> NDArray[np.float64]:
+    scale = (highs - lows) / grid.steps
+    return np.where(scale > 0, scale, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bins:
+    """What is searched: the bins that hold anything, a grid, and how errors weigh.
+
+    Attributes:
+        centres, counts: [B] of the bins that hold anything, in real units.
+        ramps: the same for a quick look; None where the grid or the power has none.
+        width: of a bin, in real units.
+    """
+
+    centres: NDArray[np.float64]
+    counts: NDArray[np.int64]
+    grid: Grid
+    power: float
+    ramps: Ramps | None
+    width: float
+
+    def best(self, lows: NDArray[np.float64], highs: NDArray[np.float64]) -> int:
+        """Which of the [K] ranges has the least error; the first among equals."""
+        if (lows == lows[0]).all() and (highs == highs[0]).all():
+            return 0
+        near = self._near(lows, highs)
+        if near.size == 1:
+            return int(near[0])
+        tried = errors(self.centres, self.counts, lows[near], highs[near], self.grid, self.power)
+        return int(near[np.argmin(tried)])
+
+    def _near(self, lows: NDArray[np.float64], highs: NDArray[np.float64]) -> NDArray[np.intp]:
+        """Those that may be the best."""
+        if self.ramps is None:
+            return np.arange(lows.size)
+        steps = _steps(lows, highs, self.grid)
+        lowest, highest = (np.rint(ends / steps) for ends in (lows, highs))
+        found = self.ramps.errors(steps / self.width, lowest, highest)
+        return np.flatnonzero(found <= found.min() + TOLERANCE * self.ramps.squares)
+
+
 def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
     counts = histogram.magnitudes(BINS)
-    centres, counts = _occupied((np.arange(BINS) + 0.5) * histogram.full_range / BINS, counts)
+    centres, held = _occupied((np.arange(BINS) + 0.5) * histogram.full_range / BINS, counts)
     highs = histogram.amax * _RATIOS
     if not centres.size:
         return histogram.amax
-    return float(highs[np.argmin(errors(centres, counts, -highs, highs, grid, power))])
+    bins = _Bins(
+        centres=centres,
+        counts=held,
+        grid=grid,
+        power=power,
+        ramps=Ramps.of(counts, np.zeros_like(counts)) if _quick(grid, power) else None,
+        width=histogram.full_range / BINS,
+    )
+    return float(highs[bins.best(-highs, highs)])
 
 
 def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, float]:
-    edges = histogram.edges()
-    centres, counts = _occupied((edges[:-1] + edges[1:]) / 2, histogram.signed())
+    edges, counts = histogram.edges(), histogram.signed()
+    centres, held = _occupied((edges[:-1] + edges[1:]) / 2, counts)
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
     if not centres.size:
         return low, high
+    bins = _Bins(
+        centres=centres,
+        counts=held,
+        grid=grid,
+        power=power,
+        ramps=_sides(counts) if _quick(grid, power) else None,
+        width=histogram.full_range / BINS,
+    )
+    lows, highs = low * _RATIOS, high * _RATIOS
+    known: dict[tuple[str, float], float] = {}  # the second time round, often of the same end
     for side in ("high", "low", "high", "low") if high >= -low else ("low", "high") * 2:
-        lows = np.minimum(histogram.minimum, 0.0) * _RATIOS if side == "low" else None
-        highs = np.maximum(histogram.maximum, 0.0) * _RATIOS if side == "high" else None
-        tried = errors(
-            centres,
-            counts,
-            np.full(_RATIOS.size, low) if lows is None else lows,
-            np.full(_RATIOS.size, high) if highs is None else highs,
-            grid,
-            power,
-        )
-        best = int(np.argmin(tried))
-        low = low if lows is None else float(lows[best])
-        high = high if highs is None else float(highs[best])
+        other, ends = (low, highs) if side == "high" else (high, lows)
+        if (side, other) not in known:
+            fixed = np.full(_RATIOS.size, other)
+            best = bins.best(fixed, ends) if side == "high" else bins.best(ends, fixed)
+            known[side, other] = float(ends[best])
+        if side == "high":
+            high = known[side, other]
+        else:
+            low = known[side, other]
     return low, high
+
+
+def _quick(grid: Grid, power: float) -> bool:
+    return power == 2 and grid.kind == "integer" and grid.bits <= 8
+
+
+def _sides(counts: NDArray[np.int64]) -> Ramps:
+    """[2 * BINS - 1] counts -> both sides of 0, without the bin around it."""
+    above, below = counts[BINS - 1 :].copy(), counts[BINS - 1 :: -1].copy()
+    above[0] = below[0] = 0
+    return Ramps.of(above, below)
 
 
 def _occupied(

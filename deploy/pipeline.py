@@ -35,8 +35,10 @@ from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
 from deploy.calibration.search import Method
 from deploy.calibration.shards import Shards, refuse_ordered
+from deploy.calibration.stability import Watch, refuse
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
+from deploy.calibration.until import Agreement, Until
 from deploy.errors import (
     BackendError,
     Calib8Error,
@@ -89,6 +91,7 @@ def calibrate(
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     resume: bool = False,
@@ -108,6 +111,9 @@ def calibrate(
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: go on without unreadable images.
         limit: use at most so many images, or a `Choice` of them.
+        until_stable: look at 16, 32, 64 ... of them, spread evenly over all, until the ranges of
+            two halves differ by less than this share (`deploy.calibration.stability`); None looks
+            at all.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
         resume: go on with a run that was ended, from its checkpoint.
@@ -130,6 +136,7 @@ def calibrate(
         policy=_policy(cache),
         skip_bad=skip_bad,
         limit=limit,
+        until_stable=until_stable,
         threads=threads,
         float_nodes=float_nodes,
         remember=(0, 0),
@@ -171,6 +178,7 @@ def merge(
         policy=_policy(cache),
         skip_bad=False,
         limit=None,
+        until_stable=None,
         threads=1,
         float_nodes=float_nodes,
         remember=(0, 0),
@@ -189,6 +197,7 @@ def _calibrated(
     policy: CachePolicy,
     skip_bad: bool,
     limit: Limit,
+    until_stable: float | None,
     threads: int | None,
     float_nodes: Iterable[str],
     remember: tuple[int, int],
@@ -219,7 +228,7 @@ def _calibrated(
             limit=limit,
         )
     feed.remember(*remember, SHOWN)
-    place = _place(policy, checkpoint, resume=resume)
+    place = _place(policy, checkpoint, resume=resume, stable=until_stable is not None)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)
@@ -242,6 +251,9 @@ def _calibrated(
     _refuse_idle_method(method, subject, wanted)
     if feed.share is not None or isinstance(images, Shards):
         refuse_ordered(each_once(wanted), feed.share or "merged")
+    until = None if until_stable is None else Until(until_stable, subject.method.label)
+    watch = _watch(subject, wanted, feed, until, trusted=policy.trust)
+    agreement: Agreement | None = None
     peaks = Peaks()
     started = time.perf_counter()
     runs: Counter[str] = Counter()
@@ -251,7 +263,12 @@ def _calibrated(
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
-        verdict = judge(policy, lambda: fingerprint_of(subject, feed.manifest()), each_once(wanted))
+        verdict = judge(
+            policy,
+            lambda count: fingerprint_of(subject, feed.manifest(count)),
+            each_once(wanted),
+            until=until,
+        )
         able = afford.workers(verdict.missing, subject.model, workers)
         if isinstance(images, Shards):
             observed = verdict.observed.and_also(images.observed(verdict.missing, peaks))
@@ -263,14 +280,25 @@ def _calibrated(
                 )
             elif place is not None and resume:
                 clear(place)
-            observed = _completed(verdict, feed, plan.first, able, runs, peaks, mark)
+            observed = _completed(verdict, feed, plan.first, able, runs, peaks, mark, watch)
+        if until is not None:
+            feed.keep(_reached(verdict, feed, watch))
+            feed.remember(*remember, SHOWN)
         ranges = Ranges(observed, subject.method, subject.bounds)
+        agreement = watch.end(len(feed)) if verdict.missing else None
         alone = [t for t in targets if t.name in wanted and feed.share is None]
         own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
-        notes = (*_fewer(able, workers), *(own.notes if own else ()))
+        few = _too_few(feed) if until and verdict.missing and agreement is None else ()
+        notes = (*_fewer(able, workers), *few, *(own.notes if own else ()))
         fingerprint = verdict.of_all(fingerprint_of(subject, feed.manifest()))
         outliers = (*verdict.outliers, *identified(peaks, feed.digests))
-        calibration = Calibration(observed=observed, fingerprint=fingerprint, outliers=outliers)
+        kept = verdict.stored if not verdict.missing else None
+        calibration = Calibration(
+            observed=observed,
+            fingerprint=fingerprint,
+            outliers=outliers,
+            until=kept.until if kept else until,
+        )
         text = own.text if own else None
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
         if mark is not None and policy.path is not None:
@@ -299,7 +327,8 @@ def _calibrated(
         repairs=tuple(told(tried)),
         peaks=peaks,
         checkpoint=mark.path if mark is not None and policy.path is None else None,
-        resumed=() if mark is None else tuple(mark.notes),
+        resumed=_resumed(mark, watch),
+        agreement=agreement,
     )
 
 
@@ -319,6 +348,7 @@ def build(
     metric: str | Function | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     duration_s: float = 3.0,
@@ -395,6 +425,7 @@ def build(
             policy=policy,
             skip_bad=skip_bad,
             limit=limit,
+            until_stable=until_stable,
             threads=threads,
             float_nodes=float_nodes,
             remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
@@ -538,8 +569,10 @@ def _trusted(
     return verdict, Ranges(Observed({}), subject.method, subject.bounds, trusted=found)
 
 
-def _place(policy: CachePolicy, checkpoint: Path | None, *, resume: bool) -> Path | None:
-    """Where the state of a run is kept.
+def _place(
+    policy: CachePolicy, checkpoint: Path | None, *, resume: bool, stable: bool
+) -> Path | None:
+    """Where the state of a run is kept; nowhere of one that looks at as few samples as it takes.
 
     Raises:
         ConfigError: it is to be gone on from, and there is no place; or nothing is observed.
@@ -549,6 +582,13 @@ def _place(policy: CachePolicy, checkpoint: Path | None, *, resume: bool) -> Pat
         raise ConfigError(
             f"--resume goes on observing and {flag} takes a cache as it is; leave one of them away"
         )
+    if stable and resume:
+        raise ConfigError(
+            "--resume goes on with a run over all samples, got --until-stable, which looks at as"
+            " few as it takes and keeps no checkpoint; leave one of them away"
+        )
+    if stable:
+        return None
     if checkpoint is None and policy.path is not None:
         return beside(policy.path)
     if resume and checkpoint is None:
@@ -567,6 +607,7 @@ def _completed(
     runs: Counter[str],
     peaks: Peaks,
     mark: Checkpoint | None,
+    watch: Watch,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
@@ -586,8 +627,49 @@ def _completed(
             runs=runs,
             peaks=peaks,
             keeper=mark,
+            halves=None if counted else watch.halves,  # of those counted nobody knows the halves
+            enough=watch.enough if watch.decides else None,
         )
     return verdict.observed.and_also(new)
+
+
+def _watch(
+    subject: Subject,
+    wanted: Mapping[str, tuple[Observation, ...]],
+    feed: Feed,
+    until: Until | None,
+    *,
+    trusted: bool,
+) -> Watch:
+    """What tells whether the samples are enough; where it decides, they come spread over all.
+
+    Raises:
+        ConfigError: `until` is asked for where it cannot decide.
+    """
+    listed = each_once(wanted)
+    searched = [o for o in listed if o.statistic == subject.statistic and not o.by_order]
+    if until is not None:
+        refuse(feed, listed, searched, trusted=trusted)
+        feed.scatter()
+    alone = searched if feed.share is None else ()  # half of a part tells nothing of the whole
+    return Watch(alone, lambda found: Ranges(found, subject.method, subject.bounds), until)
+
+
+def _reached(verdict: Verdict, feed: Feed, watch: Watch) -> int:
+    """How many images were looked at, now or when the cache was made."""
+    if not verdict.missing:
+        assert verdict.stored is not None
+        return verdict.stored.count
+    return feed.reached(watch.samples) if watch.stopped else feed.opened
+
+
+def _resumed(mark: Checkpoint | None, watch: Watch) -> tuple[str, ...]:
+    """From where a run went on, and what is not known of it then."""
+    if mark is None:
+        return ()
+    unknown = mark.counted and watch.halves is not None
+    halves = "how far two halves of the samples agree is not known of a run that went on"
+    return (*mark.notes, *((halves,) if unknown else ()))
 
 
 def _fewer(able: int, asked: int) -> tuple[str, ...]:
@@ -595,6 +677,11 @@ def _fewer(able: int, asked: int) -> tuple[str, ...]:
     if able >= asked:
         return ()
     return (f"calibrated with {able} of {asked} threads: memory does not suffice for more.",)
+
+
+def _too_few(feed: Feed) -> tuple[str, ...]:
+    """What to say where there is nothing to hold the first ranges against."""
+    return (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
 
 
 def _warnings(

@@ -280,6 +280,7 @@ def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationP
         seconds=None if calibrated.reused else calibrated.seconds,
         cache=str(calibrated.cache) if calibrated.cache else None,
         groups=_groups(calibrated),
+        agreement=calibrated.agreement,
     )
 
 

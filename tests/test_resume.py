@@ -443,6 +443,24 @@ def test_a_disk_that_takes_no_checkpoint_ends_no_run(run, often, words, tmp_path
     assert code == 0 and out.count("no checkpoint could be kept: ") == 1
 
 
+def test_a_run_over_as_few_samples_as_it_takes_keeps_no_checkpoint(
+    run, interrupted, left, words, tmp_path
+):
+    code, _, err = run(*words, "--resume", "--until-stable")
+    assert code == 1 and "--until-stable" in err and "--resume" in err
+    left.unlink()
+    code, (said,), _ = interrupted(5, signal.SIGINT, *words, "--until-stable", "-q")
+    assert code == 130 and said.endswith("left behind") and not left.exists()
+
+
+def test_halves_are_not_told_of_a_run_that_went_on(run, left, words, tmp_path):
+    told = tmp_path / "found.json"
+    assert run(*words, "--resume", "--json", told)[0] == 0
+    found = json.loads(told.read_text())
+    assert found["agreement"] is None
+    assert any("how far two halves" in note for note in found["notes"])
+
+
 def test_from_python(small_cnn, folder, state, tmp_path):
     from deploy import calibrate
 

@@ -108,12 +108,12 @@ def test_each_observation_is_judged_by_itself(tmp_path):
     ]
     kept(path, here)
     more = [*here, observation(HistogramOf(), "z"), observation(HistogramOf(first=2))]
-    verdict = judge(CachePolicy(path=path), lambda: MARK, more)
+    verdict = judge(CachePolicy(path=path), lambda _: MARK, more)
     assert set(verdict.observed) == {o.key for o in here}
     assert verdict.missing == tuple(more[2:]) and "lacks 2 observations" in verdict.reason
     with pytest.raises(CacheError, match="lacks 2 observations"):
-        judge(CachePolicy(path=path, require=True), lambda: MARK, more)
-    assert not judge(CachePolicy(path=path, require=True), lambda: MARK, here).missing
+        judge(CachePolicy(path=path, require=True), lambda _: MARK, more)
+    assert not judge(CachePolicy(path=path, require=True), lambda _: MARK, here).missing
 
 
 def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):

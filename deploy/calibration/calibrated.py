@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from deploy.calibration.observation import Observation, each_once
@@ -12,6 +12,7 @@ from deploy.calibration.ranges import Ranges
 from deploy.calibration.search import Method
 from deploy.calibration.store import Found
 from deploy.calibration.subject import Subject
+from deploy.calibration.until import Agreement
 from deploy.feed.feed import Feed
 from deploy.frontends import LoadedModel
 
@@ -39,6 +40,8 @@ class Calibrated:
         peaks: the largest samples of every tensor that was observed now.
         checkpoint: what the run would have gone on from; whoever keeps what was found removes it.
         resumed: from where it went on, or why it did not, in sentences.
+        agreement: how far halves of the samples agree; None where nothing was observed that tells
+            it.
     """
 
     subject: Subject
@@ -59,6 +62,7 @@ class Calibrated:
     peaks: Peaks = field(default_factory=Peaks, repr=False)
     checkpoint: Path | None = None
     resumed: tuple[str, ...] = ()
+    agreement: Agreement | None = None
 
     @property
     def loaded(self) -> LoadedModel:
@@ -100,6 +104,7 @@ class Calibrated:
             "failed": dict(self.failed),
             "ranges": {name: [float(one.lo), float(one.hi)] for name, one in scales.items()},
             "without_range": dict(self.found.reasons),
+            "agreement": None if self.agreement is None else asdict(self.agreement),
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
             "notes": [*self.warnings, *self.resumed, *self.notes, *self.feed.notes],
         }

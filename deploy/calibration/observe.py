@@ -8,9 +8,12 @@
 
 Each variant is tapped: the wanted tensors become outputs of it, and ONNX Runtime still optimises
 the rest. Each worker takes one sample at a time and runs it with one thread inside. What no order
-can change is recorded in recorders of the worker's own, merged at the end; what is defined by the
+can change is recorded in parts, by one worker at a time, merged at the end; what is defined by the
 order waits for its turn, while the others go on inferring. So neither the number of workers nor
 any batch size can change a bit.
+
+Where it is asked whether the samples are enough, all workers come to rest at 8, 16, 32 ... of them,
+so that what is looked at is the statistics of just so many.
 
 Where something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
 these few are run beforehand, kept, and run again in their place; more than once where what must be
@@ -36,12 +39,14 @@ from calibrators.statistics import Batched, Recorder
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
 from deploy.errors import BackendError, FeedError
+from deploy.feed.doubling import following
 from deploy.feed.parallel import NEVER, Rest, Sample, in_order
 from deploy.graph.edit import with_outputs
 from deploy.ort import OrtSession
 from deploy.progress import phase
 
 Progress = Callable[[], None]
+Enough = Callable[[int, Observed, Observed], bool]
 _Waiting = tuple[Observation, NDArray[np.float32]]
 
 
@@ -77,6 +82,8 @@ def observe(
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
     keeper: Keeper | None = None,
+    halves: list[Observed] | None = None,
+    enough: Enough | None = None,
 ) -> Observed:
     """Record every wanted observation in one pass.
 
@@ -90,6 +97,10 @@ def observe(
         runs: raised by one for each inference, by the variant's key.
         peaks: is told the largest |x| of every tensor that is observed, sample by sample.
         keeper: keeps the state; the peaks that it knows are told already.
+        halves: gets what the first, third, fifth ... sample gave, and what the others gave, of
+            observations that any order gives.
+        enough: (samples so far, what those since it was asked last gave, what all gave) -> whether
+            no more are to be looked at; asked at 8, 16, 32 ... samples, of such observations.
 
     Returns:
         What was wanted and what that needed.
@@ -107,8 +118,18 @@ def observe(
     if plan.early:
         before = _prepared(plan.early, before, first, max(1, threads), counted)
     counted_before = 0 if keeper is None else keeper.counted
-    late = chain(first[counted_before:], feed)
-    found = _pass(plan.late, before, late, max(1, threads), progress, counted, peaks, keeper=keeper)
+    found = _pass(
+        plan.late,
+        before,
+        chain(first[counted_before:], feed),
+        max(1, threads),
+        progress,
+        counted,
+        peaks,
+        keeper=keeper,
+        halves=halves,
+        enough=enough,
+    )
     keys = [o.key for o in plan.listed]
     return Observed({key: found[key] if key in found else before[key] for key in keys})
 
@@ -175,7 +196,10 @@ def _pass(
     progress: Progress,
     runs: Counter[str],
     peaks: Peaks | None,
+    *,
     keeper: Keeper | None = None,
+    halves: list[Observed] | None = None,
+    enough: Enough | None = None,
 ) -> Observed:
     observations = list(wanted)
     if not observations:
@@ -184,7 +208,9 @@ def _pass(
     lines = _lines(observations, known)
     ordered = _empty((o for o in observations if o.statistic.ordered), known)
     free = [o for o in observations if not o.statistic.ordered]
-    parts = [_empty(free, known) for _ in range(threads)]
+    # a sample is begun when those `threads` before it are done, so no two are in one part at a
+    # time; of an even number of parts, every other one holds the samples of odd numbers
+    parts = [_empty(free, known) for _ in range(threads + (halves is not None and threads % 2))]
     own = [None if peaks is None else Peaks() for _ in range(threads)]
     if keeper is not None and before:
         earlier = keeper.known(observations)
@@ -196,7 +222,7 @@ def _pass(
             waiting
             for line in lines
             if _reaches(line.limit, number)
-            for waiting in line.run(parts[worker], own[worker], number, sample)
+            for waiting in line.run(parts[number % len(parts)], own[worker], number, sample)
         ]
 
     def take(number: int, waiting: list[_Waiting]) -> None:
@@ -218,17 +244,32 @@ def _pass(
         return Observed({o.key: recorded[o] for o in observations})
 
     limit = _limit(observations)
-    left = None if limit is None else max(limit - before, 0)
     rest = NEVER if keeper is None else _rest(keeper, ordered.values(), so_far)
-    drawn = in_order(islice(samples, left), work, take, threads=threads, after=before, rest=rest)
-    if before + drawn == 0:
-        raise FeedError("a calibration needs at least one sample, got none")
+    drawn, ahead = before, islice(samples, None if limit is None else max(limit - before, 0))
+    apart = enough is not None or halves is not None  # what is looked at is left as it is
+    whole = [_empty(free, known)] if apart else []
+    while True:
+        some = None if enough is None else following(drawn)
+        piece = ahead if some is None else islice(ahead, some - drawn)
+        drawn += in_order(piece, work, take, threads=threads, after=drawn, rest=rest)
+        if drawn == 0:
+            raise FeedError("a calibration needs at least one sample, got none")
+        if enough is None or drawn != some:
+            break
+        new = _joined(parts)
+        _merge(whole[0], new)
+        parts[:] = [_empty(free, known) for _ in parts]
+        if enough(drawn, _by_key(new), _by_key(whole[0])):
+            break
     for observation, recorder in ordered.items():
         if isinstance(recorder, Batched):
             with _telling(observation, f"tensor {observation.tensor}"):
                 recorder.end()
+    if halves is not None:
+        halves += [_by_key(_joined(parts[1::2])), _by_key(_joined(parts[::2]))]
+        parts = [parts[0], parts[1]]
     take_peaks()
-    merged = _joined(parts) | ordered
+    merged = _joined([*whole, *parts]) | ordered
     return Observed({o.key: merged[o] for o in observations})
 
 
@@ -237,6 +278,10 @@ def _joined(parts: Sequence[dict[Observation, Recorder]]) -> dict[Observation, R
     for part in parts[1:]:
         _merge(parts[0], part)
     return parts[0]
+
+
+def _by_key(part: Mapping[Observation, Recorder]) -> Observed:
+    return Observed({o.key: recorder for o, recorder in part.items()})
 
 
 def _rest(keeper: Keeper, ordered: Iterable[Recorder], so_far: Callable[[], Observed]) -> Rest:

@@ -27,6 +27,7 @@ from deploy.calibration.fingerprint import CALIB8, Fingerprint
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Outlier
 from deploy.calibration.subject import Subject
+from deploy.calibration.until import Until
 from deploy.errors import CacheError
 
 _SEARCH = {"method", "rule"}  # parts that decide what is looked for, not what was seen
@@ -95,23 +96,30 @@ class Verdict:
 
 
 def judge(
-    policy: CachePolicy, fingerprint: Callable[[], Fingerprint], wanted: Iterable[Observation]
+    policy: CachePolicy,
+    fingerprint: Callable[[int | None], Fingerprint],
+    wanted: Iterable[Observation],
+    *,
+    until: Until | None = None,
 ) -> Verdict:
     """Look into the cache of `policy` for these observations of this fingerprint.
 
     Args:
         policy: where the cache is.
-        fingerprint: asked for only where there is a cache to be judged, since it reads all images.
+        fingerprint: of so many images in the feed's order, or of all; asked for only where there is
+            a cache to be judged, since it reads them.
         wanted: the observations.
+        until: where only so many samples are looked at as it takes, a cache fits that stopped by
+            the same rule, and holds all.
 
     Raises:
         FeedError: an image cannot be read.
         CacheError: the cache must fit and does not.
     """
     listed = tuple(wanted)
-    verdict = _judged(policy, fingerprint, listed)
+    verdict = _judged(policy, fingerprint, listed, until)
     if verdict.missing and policy.path is not None and not policy.refresh:
-        kept = _judged(replace(policy, path=staging.kept(policy.path)), fingerprint, listed)
+        kept = _judged(replace(policy, path=staging.kept(policy.path)), fingerprint, listed, until)
         if len(kept.missing) < len(verdict.missing):
             verdict = replace(kept, reason=f"of a run that did not end: {kept.reason}")
     if verdict.missing and policy.require:
@@ -142,8 +150,9 @@ def fingerprint_of(subject: Subject, manifest: Mapping[str, Any]) -> Fingerprint
 
 def _judged(
     policy: CachePolicy,
-    fingerprint: Callable[[], Fingerprint],
+    fingerprint: Callable[[int | None], Fingerprint],
     wanted: tuple[Observation, ...],
+    until: Until | None,
 ) -> Verdict:
     def anew(reason: str) -> Verdict:
         return Verdict(reason=reason, observed=Observed({}), missing=with_needs(wanted))
@@ -164,7 +173,10 @@ def _judged(
         stored = store.load(path)
     except CacheError as error:
         return anew(str(error))
-    now = fingerprint()
+    if until is not None and stored.until != until:
+        how = "of samples that were chosen beforehand" if stored.until is None else stored.until
+        return anew(f"{path.name} was observed {how}, not {until}")
+    now = fingerprint(None if until is None else stored.count)
     changes = now.changes_since(stored.fingerprint)
     if all_of := [text for part, text in changes.items() if part not in _SEARCH | _SOME]:
         return anew("; ".join(all_of))
@@ -175,7 +187,10 @@ def _judged(
         return anew(str(error))
     missing = observed.missing(with_needs(wanted, observed))
     reason = _reason(path, stored, changes, missing) + _told(stored.fingerprint, now)
-    return Verdict(reason=reason, observed=observed, missing=missing, stored=stored)
+    if missing and until is not None:
+        return anew(f"{reason}; what is observed until it is stable is observed at once")
+    how = "" if until is None else f"; it was observed {until}"
+    return Verdict(reason=reason + how, observed=observed, missing=missing, stored=stored)
 
 
 def _reason(

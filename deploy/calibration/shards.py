@@ -244,9 +244,9 @@ class _Whole(Feed):
         )
         self._in_json = first.made_from.preprocess
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self, first: int | None = None) -> dict[str, Any]:
         """As one run would have written it."""
-        return {**super().manifest(), "preprocess": dict(self._in_json) or None}
+        return {**super().manifest(first), "preprocess": dict(self._in_json) or None}
 
 
 def _whole(shards: Sequence[Shard]) -> Feed:

@@ -17,7 +17,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.calibration.packed import archive_of, pack, unpack
 from deploy.calibration.peaks import Outlier
-from deploy.errors import CacheError
+from deploy.calibration.until import Until
+from deploy.errors import CacheError, ConfigError
 from deploy.inputs import refuse
 from deploy.reading import from_json, opened, read_bytes, read_json
 from deploy.stamped import sha256
@@ -54,11 +55,13 @@ class Calibration:
         observed: every statistic.
         fingerprint: what they were made from.
         outliers: samples that stand out in some of them.
+        until: when no more samples were looked at; None where they were chosen beforehand.
     """
 
     observed: Observed
     fingerprint: Fingerprint
     outliers: tuple[Outlier, ...] = ()
+    until: Until | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,7 @@ class Stored:
         fingerprint: what it was made from.
         keys: the observations that are kept.
         outliers: samples that stand out in some of them.
+        until: as `Calibration`.
         path: where it was read.
     """
 
@@ -77,6 +81,7 @@ class Stored:
     fingerprint: Fingerprint
     keys: tuple[Key, ...]
     outliers: tuple[Outlier, ...]
+    until: Until | None
     path: Path
     _packed: bytes
     _document: bytes
@@ -93,6 +98,12 @@ class Stored:
             return Observed({key: found[key].restore(held) for key, held in self._arrays(found)})
         except (ArithmeticError, LookupError, TypeError, ValueError, CalibrationError) as error:
             raise self._broken(error) from error
+
+    @property
+    def count(self) -> int:
+        """How many images it is of; 0 where it does not say."""
+        count = self.fingerprint.images.get("count")
+        return count if isinstance(count, int) else 0
 
     def carried(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
         """The arrays of some observations as they stand, to be written again."""
@@ -177,6 +188,8 @@ def save(
         "outliers": [astuple(one) for one in outliers],
         "sha256": {"cache": sha256(text), "statistics": sha256(packed)},
     }
+    if calibration.until is not None:
+        document["until"] = asdict(calibration.until)
     _write(path, text, packed, sealed(document))
 
 
@@ -289,6 +302,7 @@ def load(path: Path) -> Stored:
         fingerprint=fingerprint,
         keys=keys,
         outliers=_outliers(document["outliers"], json_path),
+        until=_until(document.get("until"), json_path),
         path=path,
         _packed=packed,
         _document=raw,
@@ -320,6 +334,15 @@ def _outliers(listed: object, path: Path) -> tuple[Outlier, ...]:
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise CacheError(f"{path} does not list outliers: {error}") from error
+
+
+def _until(held: object, path: Path) -> Until | None:
+    if held is None:
+        return None
+    try:
+        return Until(within=float(held["within"]), method=str(held["method"]))  # type: ignore[index]
+    except (TypeError, ValueError, KeyError, ConfigError) as error:
+        raise CacheError(f"{path} does not say until when it was observed: {error}") from error
 
 
 def trusted(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -> Found:

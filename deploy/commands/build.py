@@ -145,6 +145,7 @@ def build(
         metric=metric,
         skip_bad=images.skip_bad,
         limit=images.limit,
+        until_stable=images.until_stable,
         threads=images.threads,
         float_nodes=calibration.keep_float,
         duration_s=duration,

@@ -112,6 +112,7 @@ def calibrate(
         cache=policy,
         skip_bad=images.skip_bad,
         limit=limit,
+        until_stable=images.until_stable,
         threads=images.threads,
         float_nodes=calibration.keep_float,
         resume=resume,

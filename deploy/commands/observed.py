@@ -25,6 +25,8 @@ def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
     for name, own in found.wanted.items():
         by = "" if not set(own) & set(found.searched) else f", searched by {found.method.label}"
         say(f"  {name}: {len(own)}{by}")
+    if found.agreement is not None:
+        say(found.agreement.words)
     if verbose:
         say(found.cost)
     for name, why in found.found.reasons.items():

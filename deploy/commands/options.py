@@ -13,7 +13,7 @@ from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import sections
 from deploy.commands.completion import among_those_of
 from deploy.commands.methods import method_options
-from deploy.commands.numbers import THREADS
+from deploy.commands.numbers import THREADS, Real
 from deploy.commands.output import verbose_option
 from deploy.errors import ConfigError
 
@@ -42,6 +42,7 @@ class ImageOptions:
         script: `file.py:function` of a TensorRT calibrator; "" where images do.
         limit: which samples are used.
         skip_bad: whether to go on without unreadable images.
+        until_stable: share of a range by which halves may differ; None looks at all images.
         preprocess: how images become inputs; None without an option of it.
         threads: worker threads.
     """
@@ -50,6 +51,7 @@ class ImageOptions:
     script: str
     limit: Limit
     skip_bad: bool
+    until_stable: float | None
     preprocess: Asked
     threads: int
 
@@ -255,6 +257,40 @@ def limit_from(words: dict[str, Any]) -> Limit:
     return Choice(most=most, sample=sample, seed=seed or 0, every=every)
 
 
+_STABLE = (
+    sections.option(
+        "--until-stable",
+        section=sections.IMAGES,
+        is_flag=True,
+        help="Look at 16, 32, 64 ... images, spread evenly over all, until both halves of them give"
+        " the same ranges.",
+    ),
+    sections.option(
+        "--stable-within",
+        section=sections.IMAGES,
+        type=Real(),
+        help="Of --until-stable: the share of its range by which halves may differ."
+        "  [default: 0.2]",
+    ),
+)
+
+
+def stable_from(words: dict[str, Any]) -> float | None:
+    """Take the words of `_STABLE` out of a command's.
+
+    Raises:
+        ConfigError: a share without what it is of.
+    """
+    from deploy.calibration.until import WITHIN
+
+    asked, within = words.pop("until_stable", False), words.pop("stable_within", None)
+    if within is not None and not asked:
+        raise ConfigError(
+            f"--stable-within is of --until-stable, got {within:g} alone; give --until-stable too"
+        )
+    return None if not asked else WITHIN if within is None else within
+
+
 skip_bad_option = sections.option(
     "--skip-bad",
     section=sections.IMAGES,
@@ -294,6 +330,7 @@ def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[.
             script=script or "",
             limit=limit_from(words),
             skip_bad=words.pop("skip_bad"),
+            until_stable=stable_from(words),
             preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
             threads=words.pop("threads") or default_threads(),
         )
@@ -311,6 +348,7 @@ def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[.
         preprocess_options,
         raw_options,
         limit_options,
+        *(_STABLE if scripts else ()),
         skip_bad_option,
         sections.option(
             "--threads",

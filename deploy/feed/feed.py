@@ -22,6 +22,7 @@ from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.carried import Carried, Settled, settled
 from deploy.feed.choice import Choice, Limit, choice_of
 from deploy.feed.denormalise import picture_in
+from deploy.feed.doubling import scattered
 from deploy.feed.files import Files, files_of, labelled, listed
 from deploy.feed.images import shown
 from deploy.feed.loaders import called, items_of, pictured
@@ -91,7 +92,7 @@ class Feed:
         skipped: Mapping[int, str] | None = None,
     ) -> None:
         self._source = source
-        self._chosen = tuple(chosen)
+        self._chosen = self._given = tuple(chosen)  # in their order, and as samples() gave them
         self._kind = kind
         self._skip_bad = skip_bad
         self._skipped = dict(skipped or {})
@@ -115,6 +116,11 @@ class Feed:
     def count(self) -> int:
         """How many images or rows are fed; known bad ones are not counted."""
         return len(self._chosen) - len(self._skipped)
+
+    @property
+    def opened(self) -> int:
+        """How many images or rows there are, skipped ones too."""
+        return len(self._chosen)
 
     @property
     def filled(self) -> int:
@@ -241,6 +247,25 @@ class Feed:
         self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread * self.batch), *seen)))
         self._views = Views(self.preprocess, seen)
 
+    def scatter(self) -> None:
+        """Give the samples so that the first 8, 16, 32 ... are each spread evenly over all."""
+        self._chosen = self._given = tuple(scattered(self._chosen))
+
+    def reached(self, number: int) -> int:
+        """How many images or rows lie up to the sample of this number, skipped ones too."""
+        good = (place for place, index in enumerate(self._chosen, 1) if index not in self._skipped)
+        return next(islice(good, number - 1, None))
+
+    def keep(self, count: int) -> None:
+        """Be the feed of the first so many images or rows alone, in the order of their source."""
+        if count < len(self._chosen):
+            said = f"{count} of {len(self._chosen)} samples are used, spread evenly over all"
+            self._notes = (*self._notes, said)
+        self._chosen = tuple(sorted(self._chosen[:count]))
+        left = set(self._chosen)
+        self._skipped = {index: why for index, why in self._skipped.items() if index in left}
+        self._good = (-1, ())
+
     def views(self) -> list[View]:
         """Pictures of the samples to be shown; those that nobody has read are read now.
 
@@ -293,8 +318,11 @@ class Feed:
             "preprocess": self.preprocess.to_json() if self.preprocess else None,
         }
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self, first: int | None = None) -> dict[str, Any]:
         """What was fed, as plain JSON.
+
+        Args:
+            first: of so many images or rows alone, as if `keep` had left no others; None for all.
 
         Made of the files' bytes (or the arrays'), not of decoded pixels; what no pass has read yet
         is read now. `sha256` is the same for the same samples under other names, in a folder or in
@@ -305,23 +333,24 @@ class Feed:
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
         """
-        unread = [index for index in self._chosen if index not in self._seen]
+        chosen = self._chosen if first is None else sorted(self._chosen[:first])
+        unread = [index for index in chosen if index not in self._seen]
         with phase("hashing", len(unread), "samples") as step:
             for index in unread:
                 self._hash(index)
                 step()
-        digests = self._seen.of(self._chosen)
+        digests = self._seen.of(chosen)
         ordered = combined(digests)
         return {
             **self.form,
-            "count": len(self._chosen),
+            "count": len(chosen),
             "sha256": combined(sorted(digests)) if self.batch == 1 else ordered,
             "ordered_sha256": ordered,
         }
 
     def digests(self, number: int) -> tuple[str, ...]:
-        """sha256 (hex) of each image or row of a sample, counted from 1; complete after a pass."""
-        good = [index for index in self._chosen if index not in self._skipped]
+        """sha256 (hex) of each image or row of a sample, counted from 1 as a pass gave it."""
+        good = [index for index in self._given if index not in self._skipped]
         own = good[(number - 1) * self.batch : number * self.batch]
         return tuple(digest.hex() for digest in self._seen.of(own))
 

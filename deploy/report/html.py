@@ -183,6 +183,7 @@ def _setup(report: Findings) -> Iterator[Section]:
     if report.calibration:
         part = report.calibration
         facts.append(("Calibration", calibration_words(report)))
+        facts += [("Ranges", part.agreement.words)] if part.agreement else []
         facts += [("Observed", group_words(group)) for group in part.groups]
         facts += [("Cache", part.cache)] if part.cache else []
     if report.feed:
@@ -192,7 +193,16 @@ def _setup(report: Findings) -> Iterator[Section]:
         facts += [("Skipped", text) for text in report.feed.skipped]
     facts += [(step, f"{seconds:.1f} s") for step, seconds in report.seconds.items()]
     if facts:
-        yield Section(title="Calibration", html=markup.facts(facts))
+        yield Section(title="Calibration", html=markup.facts(facts) + _apart(report))
+
+
+def _apart(report: Findings) -> str:
+    """The ranges in which the halves of the samples do not agree."""
+    agreement = report.calibration.agreement if report.calibration else None
+    if agreement is None or not agreement.apart:
+        return ""
+    rows = [[name, figures.percent(share)] for name, share in agreement.apart.items()]
+    return markup.table(["tensor", "halves differ by"], rows)
 
 
 def _machine(report: Findings) -> Iterator[Section]:

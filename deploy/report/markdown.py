@@ -80,6 +80,8 @@ def _head(report: Findings) -> Iterator[str]:
         facts += [f"{_escape(k)}: {_escape(str(v))}" for k, v in known.items()]
     if report.calibration:
         facts += [f"Calibration: {_escape(calibration_words(report))}"]
+        if report.calibration.agreement:
+            facts += [f"Ranges: {_escape(report.calibration.agreement.words)}"]
         facts += [f"Observed: {_escape(group_words(g))}" for g in report.calibration.groups]
     facts += [f"{_escape(t.name)} failed: {_escape(t.error)}" for t in failures(report)]
     if facts:

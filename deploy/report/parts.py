@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
+from deploy.calibration.until import Agreement
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.kernels import Kernel
 from deploy.metrics.latency import Latency
@@ -75,6 +76,7 @@ class CalibrationPart:
         seconds: time of observing and searching; None where reused.
         cache: path of the cache.
         groups: what was observed, and which of it was reused.
+        agreement: how far halves of the samples agree; None where nothing told it.
     """
 
     method: str = ""
@@ -83,6 +85,7 @@ class CalibrationPart:
     seconds: float | None = None
     cache: str | None = None
     groups: tuple[GroupRow, ...] = ()
+    agreement: Agreement | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,8 @@ def _how(report: Findings) -> Iterator[str]:
             yield from entry("  pictures", report.feed.prepared)
     if report.calibration:
         yield from entry("Calibration", calibration_words(report))
+        if report.calibration.agreement:
+            yield from entry("  ranges", report.calibration.agreement.words)
     yield from _failures(report)
     yield from _searched(report)
     yield from _coverage(report)
