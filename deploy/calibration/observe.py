@@ -215,7 +215,7 @@ def _pass(
     if keeper is not None and before:
         earlier = keeper.known(observations)
         ordered = {o: earlier.of(o) for o in ordered}
-        parts[0] = {o: earlier.of(o) for o in free}
+        _merge(parts[0], {o: earlier.of(o) for o in free})
 
     def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
         return [
