@@ -249,6 +249,35 @@ class Histogram:
         self.total += other.total
         self.infinite += other.infinite
 
+    def without(self, other: Histogram) -> Histogram:
+        """What is left when the values that `other` saw, which are among these, are taken away.
+
+        An extreme that `other` has is known to a bin afterwards. A value that the two binned
+        differently, as the same model's under another optimization, takes nothing below 0.
+
+        Raises:
+            CalibrationError: the range follows the order of the values.
+        """
+        if self.base is not None or other.base is not None:
+            raise CalibrationError("values are taken from a histogram of no order, got one of some")
+        taken = Histogram()
+        taken._widen_to(self.full_range)
+        taken.merge(other)
+        left = self.clamped(-math.inf, math.inf)
+        left._widen_to(taken.full_range)
+        left.counts = np.maximum(left.counts - taken.counts, 0)
+        left.total = int(left.counts.sum())
+        left.infinite = max(self.infinite - other.infinite, 0)
+        held = np.flatnonzero(left.counts) - BINS
+        if not held.size:
+            return Histogram()
+        width, low, high = left.full_range / BINS, int(held[0]), int(held[-1])
+        if other.minimum <= self.minimum:
+            left.minimum = max(self.minimum, (low if low > 0 else low - 1) * width)
+        if other.maximum >= self.maximum:
+            left.maximum = min(self.maximum, (high if high < 0 else high + 1) * width)
+        return left
+
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
         """Plain 1-D arrays; see `calibrators.statistics.HistogramOf.restore`."""
         reals = (self.base or 0.0, self.full_range, self.minimum, self.maximum)

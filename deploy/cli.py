@@ -65,6 +65,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "qat": ("deploy.commands.qat:qat", "Train a PyTorch model for int8, and export it with Q/DQ."),
     "export": ("deploy.commands.export:export", "A PyTorch model as ONNX, float or with Q/DQ."),
+    "quantize": (
+        "deploy.commands.quantize:quantize",
+        "Values to integers: scale, zero point, int_repr and error.",
+    ),
     "cache": (
         "deploy.commands.cache:cache",
         "Show, check and convert TensorRT calibration caches.",

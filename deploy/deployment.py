@@ -24,6 +24,7 @@ from deploy.calibration.subject import Subject
 from deploy.errors import ConfigError, ModelError
 from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
+from deploy.feed.part import Part
 from deploy.feed.preprocess import Asked
 from deploy.inputs import guarded
 from deploy.machine import default_threads, this_machine
@@ -140,7 +141,7 @@ def deploy(
             loaded,
             [ascend],
             [built],
-            calibration=feed,
+            calibration=Part(feed, feed.count),
             evaluation=feed,
             labels=None,
             duration_s=0,

@@ -1,21 +1,29 @@
 """Accuracy of what was built: every engine beside the float model, in one pass.
 
-The float model and each engine run every evaluation sample once, in sessions of one thread that
-run beside each other. Inner tensors are compared first, over a few samples.
+Each engine runs every sample that judges once, in sessions of one thread that run beside each
+other; so does the float model, where its outputs were not kept while the calibration was made::
+
+    sample            1    2    3    4    5 ...      spread over the feed
+    float outputs     kept, or run
+    engines           run  run  run  run  run
+    inner tensors     of both, for a few of them     the float model's outputs come with these
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from deploy.calibration.outputs import FloatOutputs
 from deploy.errors import BackendError
 from deploy.feed.looks import Looks
 from deploy.feed.parallel import Sample, in_order
+from deploy.feed.part import Part
 from deploy.frontends.again import file_of
 from deploy.frontends.reader import parse_model
 from deploy.graph.edit import name_nodes, with_outputs
@@ -34,72 +42,88 @@ if TYPE_CHECKING:
 
     from deploy.frontends import LoadedModel
 
-_LAYER_SAMPLES = 4  # samples for the figures of inner tensors, which keep them all in memory
+LAYER_SAMPLES = 4  # for the figures of inner tensors, of which both models give all
 CALIBRATION_SAMPLES = 100  # of the calibration images, where no evaluation images are given
 
 
-def _sleeping(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
+def sleeping(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
     """A session of one thread that wakes nobody: samples run beside each other instead."""
     return OrtSession.open(model, threads=1, spin=False, int8_kernels=not stand_in)
 
 
-@dataclass(frozen=True, slots=True)
 class Inside:
-    """Figures of inner tensors over the first few samples.
+    """Inner tensors of both models over a few samples; all of one's are in memory, and no more.
 
     Attributes:
-        layers: target -> its figures.
-        reference: the float model's outputs of these samples, so that it is not run again.
+        places: numbers, from 1, of the samples that are looked into.
+        samples: how many were.
     """
 
-    layers: Mapping[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
-    reference: tuple[Mapping[str, Array], ...] = ()
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        built: Sequence[Built],
+        engines: Mapping[str, Session | None],
+        samples: int,
+        *,
+        speaks: bool = True,
+    ) -> None:
+        """What is to be compared.
 
+        Args:
+            loaded: the float model.
+            built: what each target made.
+            engines: target whose engine can be opened here -> its session where a device runs it,
+                None where ONNX Runtime does.
+            samples: how many there will be.
+            speaks: whether engines are held against `loaded` as it is, with no repair in it.
+        """
+        self.samples = 0
+        self._speaks = speaks
+        self._looking = threading.Lock()
+        self._taps: dict[str, Session] = {}
+        self._figures: dict[str, TensorComparison] = {}
+        for result in built:
+            if result.runnable is not None and any(d.quantized for d in result.decisions):
+                self._tap(loaded, result, stand_in=result.target not in engines)
+        self.places: frozenset[int] = frozenset()
+        if self._taps:
+            tensors = dict.fromkeys(t for one in self._figures.values() for t in one.pairs)
+            self._names = [spec.name for spec in loaded.outputs]
+            self._reference = sleeping(with_outputs(loaded.model, tensors))
+            few = min(LAYER_SAMPLES, samples)
+            self.places = frozenset(1 + at * samples // few for at in range(few))
 
-@phase("layers")
-def look_inside(
-    loaded: LoadedModel,
-    built: Sequence[Built],
-    engines: Mapping[str, Session | None],
-    over: Evaluation,
-) -> Inside:
-    """Compare inner tensors; all of one sample's are in memory at a time, and no more.
+    def _tap(self, loaded: LoadedModel, result: Built, *, stand_in: bool) -> None:
+        import onnx
 
-    Args:
-        loaded: the float model.
-        built: what each target made.
-        engines: target whose engine can be opened here -> its session where a device runs it,
-            None where ONNX Runtime does.
-        over: the samples.
-    """
-    import onnx
-
-    pairs: dict[str, Mapping[str, str]] = {}
-    taps: dict[str, Session] = {}
-    for result in built:
-        if result.runnable is None or not any(d.quantized for d in result.decisions):
-            continue
+        assert result.runnable is not None
         model = onnx.load(result.runnable)
         shared = shared_tensors(loaded.model, model)
         if shared:  # a fake-quant model has no DequantizeLinear
             tapped = with_outputs(model, shared.values())
-            pairs[result.target] = shared
-            taps[result.target] = _sleeping(tapped, stand_in=result.target not in engines)
-    if not taps:
-        return Inside()
-    tensors = dict.fromkeys(name for own in pairs.values() for name in own)
-    reference = _sleeping(with_outputs(loaded.model, tensors))
-    figures = {name: TensorComparison(own) for name, own in pairs.items()}
-    kept = []
-    for sample in over.feed.first(min(_LAYER_SAMPLES, over.samples)):
-        left = reference.run(sample)
-        kept.append({spec.name: left[spec.name] for spec in loaded.outputs})
-        for name, tap in list(taps.items()):
-            try:
-                figures[name].add(sample, left, tap.run(sample))
-            except BackendError:  # what is wrong with it is told of the engine itself
-                del taps[name], figures[name]
-    return Inside({name: one.result() for name, one in figures.items()}, tuple(kept))
+            self._taps[result.target] = sleeping(tapped, stand_in=stand_in)
+            self._figures[result.target] = TensorComparison(shared)
+
+    def look(self, sample: Sample) -> Mapping[str, Array] | None:
+        """Compare one sample's; gives the float model's outputs where engines are held against it.
+
+        So it is not run again.
+        """
+        with self._looking:
+            left = self._reference.run(sample)
+            for name, tap in list(self._taps.items()):
+                try:
+                    self._figures[name].add(sample, left, tap.run(sample))
+                except BackendError:  # what is wrong with it is told of the engine itself
+                    del self._taps[name], self._figures[name]
+            self.samples += 1
+        return {name: left[name] for name in self._names} if self._speaks else None
+
+    @property
+    def layers(self) -> dict[str, tuple[OutputAccuracy, ...]]:
+        """Target -> its figures."""
+        return {name: one.result() for name, one in self._figures.items() if self.samples}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +139,19 @@ class Candidate:
 
 
 def candidates_of(
-    built: Sequence[Built], engines: Mapping[str, Session | None], failed: dict[str, str]
+    built: Sequence[Built],
+    engines: Mapping[str, Session | None],
+    opened: Mapping[str, Session],
+    failed: dict[str, str],
 ) -> dict[str, Candidate]:
-    """Target -> what can be run of it here; why not is added to `failed`."""
+    """Target -> what can be run of it here; why not is added to `failed`.
+
+    Args:
+        built: what each target made.
+        engines: as `Inside` has them.
+        opened: target -> its runnable file, where it is open already, in one thread.
+        failed: target -> why its engine cannot be run.
+    """
     found = {}
     for result in built:
         engine = engines.get(result.target)
@@ -129,7 +163,8 @@ def candidates_of(
         if path is None:
             continue
         try:
-            found[result.target] = Candidate(_sleeping(path, stand_in=stand_in), alone=False)
+            session = opened.get(result.target) or sleeping(path, stand_in=stand_in)
+            found[result.target] = Candidate(session, alone=False)
         except BackendError as error:
             failed[result.target] = str(error)
     return found
@@ -140,6 +175,7 @@ class Judged:
     """What the evaluation pass gives.
 
     Attributes:
+        reference_runs: inferences of the float model.
         examples: candidate -> a few samples where it and the float model differ most.
         looks: number of each of them -> its name and picture, uint8 [h, w, 3].
     """
@@ -162,18 +198,18 @@ class _Ran:
 
 
 def judge(
-    original: bytes,
+    reference: FloatOutputs,
     candidates: Mapping[str, Candidate],
     over: Evaluation,
     inside: Inside,
     *,
     threads: int,
 ) -> Judged:
-    """One pass over the evaluation samples through the `original` model and every candidate."""
+    """One pass over the samples that judge: every candidate's outputs beside the float model's."""
     found = Judged()
     if not candidates:
         return found
-    reference = _sleeping(original)
+    before = reference.runs
     figures = {
         name: Comparison(reference, one.session, labels=over.labels, metric=over.metric)
         for name, one in candidates.items()
@@ -188,8 +224,8 @@ def judge(
             found.failed[name] = str(error)
 
     def work(_: int, number: int, sample: Sample) -> _Ran:
-        known = number <= len(inside.reference)
-        ran = _Ran(sample, inside.reference[number - 1] if known else reference.run(sample))
+        inner = inside.look(sample) if number in inside.places else None
+        ran = _Ran(sample, inner or reference.of(over.key(number), sample))
         for name, one in candidates.items():
             if not one.alone:
                 attempt(name, sample, ran)
@@ -198,7 +234,6 @@ def judge(
     looks = Looks(over.feed)
 
     def take(_: int, ran: _Ran) -> None:
-        found.reference_runs += 1
         for name, one in candidates.items():
             if one.alone:
                 attempt(name, ran.sample, ran)
@@ -211,6 +246,7 @@ def judge(
     most = over.samples
     with phase("accuracy", most, "samples") as step, over.feed.samples() as samples:
         in_order(itertools.islice(samples, most), work, take, threads=threads)
+    found.reference_runs = reference.runs - before + inside.samples
     for name, figure in figures.items():
         if name not in found.failed:
             found.accuracy[name] = figure.result()
@@ -226,6 +262,7 @@ class Evaluation:
     Attributes:
         samples: at most how many of the feed.
         most: at most how many images in them.
+        key: number of a sample, from 1, in a pass over them -> its key.
         metric: the user's figure.
     """
 
@@ -233,6 +270,7 @@ class Evaluation:
     samples: int
     most: int
     labels: Sequence[int] | GroundTruth | None
+    key: Callable[[int], int] = int
     metric: Metric | None = None
 
     @property
@@ -261,28 +299,29 @@ class _Labels(Sequence[int]):
 
 
 def evaluation_of(
-    calibration: Samples,
+    part: Part,
     evaluation: Samples | None,
     labels: Sequence[int] | GroundTruth | None,
     metric: Metric | None = None,
 ) -> Evaluation:
-    """The evaluation feed, or else some of the calibration images, without labels."""
-    if evaluation is not None:
-        known: Sequence[int] | GroundTruth | None = labels
-        if labels is None and evaluation.labels is not None:
-            known = _Labels(evaluation)
+    """The evaluation feed, or else a part of the calibration images, without labels."""
+    if evaluation is None:
         return Evaluation(
-            feed=evaluation,
-            samples=len(evaluation),
-            most=evaluation.count,
-            labels=known,
+            feed=part,
+            samples=len(part),
+            most=part.count,
+            labels=None,
+            key=part.key,
             metric=metric,
         )
+    known: Sequence[int] | GroundTruth | None = labels
+    if labels is None and evaluation.labels is not None:
+        known = _Labels(evaluation)
     return Evaluation(
-        feed=calibration,
-        samples=min(CALIBRATION_SAMPLES, len(calibration)),
-        most=min(CALIBRATION_SAMPLES, calibration.count),
-        labels=None,
+        feed=evaluation,
+        samples=len(evaluation),
+        most=evaluation.count,
+        labels=known,
         metric=metric,
     )
 

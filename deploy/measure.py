@@ -9,9 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.calibration.outputs import FloatOutputs, alike
 from deploy.errors import BackendError, SdkMissingError
+from deploy.feed.part import Part
 from deploy.graph.saturation import Bounds, bounds
-from deploy.judge import Candidate, candidates_of, evaluation_of, float_model, judge, look_inside
+from deploy.judge import (
+    Candidate,
+    Evaluation,
+    Inside,
+    candidates_of,
+    evaluation_of,
+    float_model,
+    judge,
+    sleeping,
+)
 from deploy.machine import Device
 from deploy.metrics.accuracy import Accuracy, OutputAccuracy
 from deploy.metrics.latency import DeviceSession, Latency, measure
@@ -67,26 +78,29 @@ def measured(
     targets: Sequence[Target],
     built: Sequence[Built],
     *,
-    calibration: Samples,
+    calibration: Part,
     evaluation: Samples | None,
     labels: Sequence[int] | GroundTruth | None,
     metric: Metric | None = None,
+    outputs: FloatOutputs | None = None,
     duration_s: float,
     threads: int,
 ) -> Figures:
     """Compare every engine with the float model, in outputs and in latency.
 
-    The float model and each engine run every evaluation sample once; the figures of inner tensors
-    come from the first few of them.
+    Each engine runs every sample that judges once, the float model those whose outputs were not
+    kept; the figures of inner tensors come from a few of these samples.
 
     Args:
         loaded: the float model.
         targets: the targets.
         built: what each of them made, in the same order.
-        calibration: the calibration samples; some of them stand in for missing evaluation ones.
+        calibration: some of the calibration samples; they stand in for missing evaluation ones.
         evaluation: samples for the accuracy figures.
         labels: class of each evaluation sample.
         metric: the user's figure.
+        outputs: what the float model said of the calibration samples, as far as it was kept; None
+            where what was observed is not the model that was loaded.
         duration_s: seconds of latency runs a model; 0 leaves them out.
         threads: threads inside one inference.
 
@@ -96,32 +110,32 @@ def measured(
     """
     over = evaluation_of(calibration, evaluation, labels, metric)
     original = float_model(loaded)
-    timed: dict[str, _Timed] = {"FP32": _timed(lambda: OrtSession.open(original, threads=threads))}
-    failed: dict[str, str] = {}
-    for target, result in zip(targets, built, strict=True):
-        for label, path in _engines_of(result).items():
-            try:
-                timed[label] = _timed(partial(target.open, path, threads=threads))
-            except SdkMissingError:
-                continue  # built for another machine
-            except BackendError as error:
-                failed[label] = str(error)
-    if duration_s <= 0:  # those that ONNX Runtime runs were opened to be timed alone
-        timed = {name: one.closed() for name, one in timed.items()}
+    alone = duration_s <= 0  # nothing but judging is done with what is opened
+    usual = partial(OrtSession.open, original, threads=threads)
+    own = _timed(partial(sleeping, original) if alone else usual)
+    itself = _itself(loaded, (own.session if alone else None) or original, over)
+    timed = {"FP32": replace(own, session=None) if alone else own}
+    failed = _open_engines(timed, targets, built, threads=threads, alone=alone)
     sound = [result for result in built if result.target not in failed]
     engines = {
         name: one.session if one.on_device else None
         for name, one in timed.items()
         if name != "FP32" and loaded.behind is None  # else its outputs are others
     }
-    inside = look_inside(loaded, sound, engines, over)
-    candidates = candidates_of(sound, engines, failed) | _alone(engines, sound)
-    judged = judge(original, candidates, over, inside, threads=threads)
+    same, known = _same_model(itself, over, outputs)
+    asked = itself.runs
+    reference = outputs if outputs is not None and known else itself
+    del own, itself  # a session that is needed no more lets go of its weights
+    with phase("layers"):
+        inside = Inside(loaded, sound, engines, over.samples, speaks=same)
+    opened = {name: one.session for name, one in timed.items() if one.session and one.judges}
+    candidates = candidates_of(sound, engines, opened, failed) | _alone(engines, sound)
+    judged = judge(reference, candidates, over, inside, threads=threads)
     failed |= judged.failed
     sessions = {
         name: one.session
         for name, one in timed.items()
-        if one.session is not None and name not in failed
+        if one.session is not None and name not in failed and not one.judges
     }
     latency = _latencies(sessions, calibration, duration_s)
     limits = bounds(loaded.model)
@@ -147,10 +161,10 @@ def measured(
         engines=(first, *rows),
         layers=layers,
         failed=failed,
-        notes=_notes(judged.accuracy, evaluation),
+        notes=_notes(judged.accuracy, evaluation, inside.samples),
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
-        reference_runs=judged.reference_runs,
+        reference_runs=asked + judged.reference_runs,
         engine_runs=judged.engine_runs,
         examples=judged.examples,
         looks=judged.looks,
@@ -164,15 +178,13 @@ class _Timed:
     Attributes:
         session: None once it was closed.
         on_device: whether another runtime than ONNX Runtime runs it.
+        judges: whether it is opened to judge alone: in one thread, and not to be timed.
     """
 
     session: Session | None
     load_ms: float
     on_device: bool
-
-    def closed(self) -> _Timed:
-        """Without its session, but for one of a device, which is judged itself."""
-        return self if self.on_device else replace(self, session=None)
+    judges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +218,32 @@ def _rows(built: Built, seen: _Seen, *, alone: bool) -> Iterator[EngineRow]:
             ran=ran_part(layers, built.decisions if own else ()),
             notes=(seen.failed[name],) if name in seen.failed and not own else (),
         )
+
+
+def _open_engines(
+    timed: dict[str, _Timed],
+    targets: Sequence[Target],
+    built: Sequence[Built],
+    *,
+    threads: int,
+    alone: bool,
+) -> dict[str, str]:
+    """Open all that was built, beside what is in `timed`; gives why some cannot be, by name."""
+    failed = {}
+    for target, result in zip(targets, built, strict=True):
+        for label, path in _engines_of(result).items():
+            judges = alone and target.runs_here and path == result.runnable
+            usual = partial(target.open, path, threads=threads)
+            try:
+                one = _timed(partial(sleeping, path) if judges else usual)
+            except SdkMissingError:
+                continue  # built for another machine
+            except BackendError as error:
+                failed[label] = str(error)
+                continue
+            closed = alone and not judges and not one.on_device
+            timed[label] = replace(one, session=None if closed else one.session, judges=judges)
+    return failed
 
 
 @phase("loading the engines")
@@ -255,11 +293,40 @@ def _latencies(
     return {name: latency for each in found for name, latency in each.items()}
 
 
-def _notes(accuracy: Mapping[str, Accuracy], evaluation: Samples | None) -> tuple[str, ...]:
-    if evaluation is not None or not accuracy:
+def _itself(loaded: LoadedModel, original: Session | bytes, over: Evaluation) -> FloatOutputs:
+    """The user's own file, run when it is asked."""
+
+    def opened() -> Session:
+        return sleeping(original) if isinstance(original, bytes) else original
+
+    first = over.feed.keys[:1] if isinstance(over.feed, Part) else ()
+    return FloatOutputs(opened, [spec.name for spec in loaded.outputs], first)
+
+
+def _same_model(
+    itself: FloatOutputs, over: Evaluation, outputs: FloatOutputs | None
+) -> tuple[bool, bool]:
+    """Whether what was observed says the same as the user's own file; whether its word was kept.
+
+    It is the cleaned model. Where its outputs were kept, the file is asked of the first sample too.
+    """
+    keys = over.feed.keys[:1] if isinstance(over.feed, Part) else ()
+    if outputs is None or not keys or keys[0] not in outputs:
+        return outputs is not None, False
+    (first,) = over.feed.first(1)
+    same = alike(itself.of(keys[0], first), outputs.of(keys[0], first))
+    return same, same
+
+
+def _notes(
+    accuracy: Mapping[str, Accuracy], evaluation: Samples | None, inside: int
+) -> tuple[str, ...]:
+    """What the figures stand on."""
+    if not accuracy:
         return ()
     count = next(iter(accuracy.values())).samples
-    return (
-        f"accuracy was measured on {count} of the calibration images;"
-        " --eval-images gives others, which tell more",
-    )
+    layers = f"that of inner tensors on {inside} of these" if inside else ""
+    if evaluation is not None:
+        return (f"accuracy was measured on {count} evaluation images, {layers}",) if layers else ()
+    said = f"accuracy was measured on {count} of the calibration images{layers and f', {layers}'}"
+    return (f"{said}; --eval-images gives others, which tell more",)

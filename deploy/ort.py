@@ -27,6 +27,8 @@ _DROP_A_CLIP = ("ReluQuantRewrite", "ClipQuantRewrite")
 
 _KERNEL = "_kernel_time"  # ends the name of a kernel's event in a profile
 
+_LARGE = 1 << 12  # bytes of weights that stand in a file beside a model that is saved
+
 _LOG_FATAL = 4  # what matters arrives as an exception; the rest is noise on a user's screen
 
 
@@ -56,6 +58,7 @@ class OrtSession:
         spin: bool = True,
         int8_kernels: bool = True,
         trace: Path | None = None,
+        saved: Path | None = None,
     ) -> OrtSession:
         """Load a model from a file or from memory.
 
@@ -70,6 +73,8 @@ class OrtSession:
                 with its weights quantized once: for a model that has another runtime's form. A
                 `ModelProto` with pairs of fp8, which has no kernels, always is.
             trace: beginning of the path that the profile is written to.
+            saved: where the model is written as it is run on this CPU, with its larger weights in
+                a file beside it.
 
         Raises:
             BackendError: ONNX Runtime cannot load the model; its own words are in the message.
@@ -83,7 +88,7 @@ class OrtSession:
         try:
             session = onnxruntime.InferenceSession(
                 source,
-                _options(threads, optimize, spin, int8_kernels, trace),
+                _options(threads, optimize, spin, int8_kernels, trace, saved),
                 providers=["CPUExecutionProvider"],
                 disabled_optimizers=[] if int8_kernels else list(_DROP_A_CLIP),
             )
@@ -193,7 +198,12 @@ def _whole(path: Path | str) -> bytes:
 
 
 def _options(
-    threads: int, optimize: bool, spin: bool, int8_kernels: bool, trace: Path | None
+    threads: int,
+    optimize: bool,
+    spin: bool,
+    int8_kernels: bool,
+    trace: Path | None,
+    saved: Path | None,
 ) -> onnxruntime.SessionOptions:
     import onnxruntime
 
@@ -211,6 +221,11 @@ def _options(
     if trace is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(trace)
+    if saved is not None:
+        options.optimized_model_filepath = str(saved)
+        entry = "session.optimized_model_external_initializers_"
+        options.add_session_config_entry(f"{entry}file_name", f"{saved.name}.data")
+        options.add_session_config_entry(f"{entry}min_size_in_bytes", str(_LARGE))
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     return options

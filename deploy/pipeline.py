@@ -30,6 +30,7 @@ from deploy.calibration.expected import odd
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
 from deploy.calibration.observe import observe, planned
+from deploy.calibration.outputs import FloatOutputs, judges_of
 from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
@@ -139,7 +140,7 @@ def calibrate(
         until_stable=until_stable,
         threads=threads,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
         resume=resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
     )
@@ -181,7 +182,7 @@ def merge(
         until_stable=None,
         threads=1,
         float_nodes=float_nodes,
-        remember=(0, 0),
+        judging=0,
     )
 
 
@@ -200,7 +201,7 @@ def _calibrated(
     until_stable: float | None,
     threads: int | None,
     float_nodes: Iterable[str],
-    remember: tuple[int, int],
+    judging: int,
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
     resume: bool = False,
@@ -210,7 +211,7 @@ def _calibrated(
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
-        remember: (first, spread) samples that will be asked for again.
+        judging: how many images, at most, will judge what is built.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         stage: what the files of a build wait in; a cache of the same folder appears with them.
     """
@@ -227,7 +228,7 @@ def _calibrated(
             skip_bad=skip_bad,
             limit=limit,
         )
-    feed.remember(*remember, SHOWN)
+    feed.remember(0, judging, SHOWN)
     place = _place(policy, checkpoint, resume=resume, stable=until_stable is not None)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
@@ -254,7 +255,7 @@ def _calibrated(
     until = None if until_stable is None else Until(until_stable, subject.method.label)
     watch = _watch(subject, wanted, feed, until, trusted=policy.trust)
     agreement: Agreement | None = None
-    peaks = Peaks()
+    peaks, judges = Peaks(), judges_of(feed, subject.model, judging)
     started = time.perf_counter()
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
@@ -280,10 +281,21 @@ def _calibrated(
                 )
             elif place is not None and resume:
                 clear(place)
-            observed = _completed(verdict, feed, plan.first, able, runs, peaks, mark, watch)
+            observed = _completed(
+                verdict,
+                feed,
+                plan.first,
+                threads=able,
+                runs=runs,
+                peaks=peaks,
+                mark=mark,
+                outputs=judges.outputs,
+                watch=watch,
+            )
         if until is not None:
             feed.keep(_reached(verdict, feed, watch))
-            feed.remember(*remember, SHOWN)
+            feed.remember(0, judging, SHOWN)
+            judges = judges_of(feed, subject.model, judging)
         ranges = Ranges(observed, subject.method, subject.bounds)
         agreement = watch.end(len(feed)) if verdict.missing else None
         alone = [t for t in targets if t.name in wanted and feed.share is None]
@@ -328,6 +340,7 @@ def _calibrated(
         peaks=peaks,
         checkpoint=mark.path if mark is not None and policy.path is None else None,
         resumed=_resumed(mark, watch),
+        judges=judges,
         agreement=agreement,
     )
 
@@ -428,7 +441,7 @@ def build(
             until_stable=until_stable,
             threads=threads,
             float_nodes=float_nodes,
-            remember=(CALIBRATION_SAMPLES if evaluation is None else 0, CANDIDATES),
+            judging=CALIBRATION_SAMPLES if evaluation is None else CANDIDATES,
             repairs=asked,
             stage=stage,
             resume=resume,
@@ -455,10 +468,11 @@ def build(
             calibrated.loaded,
             built_for,
             results,
-            calibration=calibrated.feed,
+            calibration=calibrated.judges.part,
             evaluation=evaluation,
             labels=known,
             metric=score,
+            outputs=None if calibrated.subject.repairs else calibrated.judges.outputs,
             duration_s=duration_s,
             threads=workers,
         )
@@ -603,10 +617,12 @@ def _completed(
     verdict: Verdict,
     feed: Feed,
     first: int,
+    *,
     threads: int,
     runs: Counter[str],
     peaks: Peaks,
     mark: Checkpoint | None,
+    outputs: FloatOutputs,
     watch: Watch,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
@@ -627,6 +643,7 @@ def _completed(
             runs=runs,
             peaks=peaks,
             keeper=mark,
+            keep=lambda number, values: outputs.add(feed.key(number), values),
             halves=None if counted else watch.halves,  # of those counted nobody knows the halves
             enough=watch.enough if watch.decides else None,
         )
@@ -707,6 +724,7 @@ def _request(calibrated: Calibrated, stage: Stage, threads: int) -> BuildRequest
         ranges=calibrated.ranges,
         feed=calibrated.feed,
         manifest=calibrated.feed.manifest(),
+        judges=calibrated.judges,
         threads=threads,
     )
 
@@ -799,8 +817,7 @@ def _repaired(
     """What one target is built from after the repairs that helped it, and what was tried."""
     from deploy.repairs.apply import few, repaired, told
 
-    samples = few(request.feed) if names else []
-    own, tried = repaired(target, request, names, samples)
+    own, tried = repaired(target, request, names, few(request.judges) if names else [])
     return own, told(tried)
 
 

@@ -23,6 +23,15 @@ class TensorSpec:
     shape: tuple[int | str | None, ...]
 
 
+class Speaking(Protocol):
+    """What has outputs of known names."""
+
+    @property
+    def outputs(self) -> Sequence[TensorSpec]:
+        """Specs of the outputs, in the model's order."""
+        ...
+
+
 class Session(Protocol):
     """An engine that is loaded and ready to run."""
 

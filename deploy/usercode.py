@@ -19,6 +19,15 @@ from typing import Any
 from deploy.errors import Calib8Error, ConfigError
 from deploy.reading import refuse_irregular
 
+# Packages whose models are given as `package:name`, by their import names -> what installs them.
+MODEL_LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "ultralytics": "ultralytics"}
+
+
+def is_named(spec: object) -> bool:
+    """Whether a spec reads as `package:name` of `MODEL_LIBRARIES`."""
+    package, colon, name = str(spec).partition(":")
+    return package in MODEL_LIBRARIES and bool(colon and name)
+
 
 def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) -> Any:
     """`path/to/file.py:name` -> the function `name` of that file.

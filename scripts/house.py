@@ -26,7 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.cli deploy.__main__",
         "deploy.commands",
         "deploy.pipeline deploy.benchmark deploy.comparison deploy.results deploy.inspection"
-        " deploy.explanation deploy.builds deploy.deployment deploy.doctor",
+        " deploy.explanation deploy.builds deploy.deployment deploy.doctor deploy.experiment",
         "deploy.measure",
         "deploy.judge",
         "deploy.report",

@@ -2,7 +2,7 @@
 
 import sys
 import zlib
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from deploy.errors import FeedError
 from deploy.feed import headers, images
 from deploy.feed.feed import open_feed
-from deploy.feed.words import overheard
+from deploy.feed.words import heard, overheard
 from deploy.tensors import TensorSpec
 
 cv2 = pytest.importorskip("cv2")
@@ -130,6 +130,30 @@ def test_only_decoders_are_overheard(capfd):
     assert "Corrupt JPEG data" in capfd.readouterr().err  # afterwards the screen is as it was
 
 
+def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
+    cut, sound = JPEG[: len(JPEG) // 2] + b"\xff\xd9", JPEG
+    kinds = [cut if number % 7 == 0 else sound for number in range(200)]
+
+    def words(data):
+        return heard(lambda: cv2.imdecode(np.frombuffer(data, np.uint8), 1))[1]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(words, kinds))
+    assert [bool(said) for said in found] == [data is cut for data in kinds]
+    assert all(len(said) == 1 for said in found if said)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_decoder_that_talks_by_itself_is_asked_once():
+    calls = []
+
+    def decode():
+        calls.append(1)
+        cv2.imdecode(np.frombuffer(JPEG[:1000] + b"\xff\xd9", np.uint8), 1)
+
+    assert heard(decode)[1] and len(calls) == 1
+
+
 @pytest.mark.parametrize(
     "words, damage",
     [
@@ -144,11 +168,7 @@ def test_only_decoders_are_overheard(capfd):
     ],
 )
 def test_which_words_mean_damage(monkeypatch, words, damage):
-    @contextmanager
-    def hears():
-        yield [words]
-
-    monkeypatch.setattr(images, "overheard", hears)
+    monkeypatch.setattr(images, "heard", lambda decode: (decode(), [words]))
     if not damage:
         images.decode(JPEG, "it.jpg", grey=False)
         return

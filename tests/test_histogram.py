@@ -121,3 +121,31 @@ def test_zeros_and_nothing():
 def test_different_bases_do_not_merge():
     with pytest.raises(CalibrationError, match="equal bases"):
         Histogram(base=1.0).merge(Histogram())
+
+
+@given(values | ends, values | ends)
+@settings(max_examples=50)
+def test_what_is_left_without_some_values_is_what_the_others_gave(others, taken):
+    whole, own, rest = Histogram(), Histogram(), Histogram()
+    whole.observe(np.concatenate([others, taken]))
+    own.observe(taken)
+    rest.observe(others)
+    left = whole.without(own)
+    same = Histogram()
+    same.full_range = whole.full_range
+    same.merge(rest)
+    assert left.counts.tolist() == same.counts.tolist() and left.full_range == whole.full_range
+    assert (left.total, left.infinite) == (rest.total, 0)
+    width = 2 * whole.full_range / BINS  # of the bin around 0, which is the widest
+    assert whole.minimum <= left.minimum <= rest.minimum <= left.minimum + width
+    assert left.maximum - width <= rest.maximum <= left.maximum <= whole.maximum
+
+
+def test_nothing_is_left_of_a_whole_and_no_count_falls_below_nothing():
+    whole, other = Histogram(), Histogram()
+    whole.observe(np.float32([1, -2]))
+    assert state(whole.without(whole)) == state(Histogram())
+    other.observe(np.float32([1.9, 5]))  # not among them, as after another optimization
+    assert (left := whole.without(other)).counts.min() == 0 and left.total == 2
+    with pytest.raises(CalibrationError, match="of no order"):
+        Histogram(base=1.0).without(other)

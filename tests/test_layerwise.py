@@ -6,7 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.graph.plan import Decision
-from deploy.judge import evaluation_of, look_inside
+from deploy.judge import LAYER_SAMPLES, Inside
 from deploy.metrics.layerwise import shared_tensors
 from deploy.targets.base import Built
 
@@ -40,8 +40,11 @@ def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
     built = Built(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(int8_model, built.runnable)
     loaded = load(float_model)
-    over = evaluation_of(open_feed([x], loaded.inputs), None, None)
-    ((found,),) = look_inside(loaded, [built], {"int8": None}, over).layers.values()
+    inside = Inside(loaded, [built], {"int8": None}, len(x))
+    for row, sample in zip(x, open_feed([x], loaded.inputs).first(4), strict=True):
+        said = inside.look(sample)
+        assert said is not None and np.array_equal(said["y"][0], -np.maximum(row, 0))
+    ((found,),) = inside.layers.values()
     a = np.maximum(x, 0).astype(np.float64)
     steps = np.rint(a / STEP) * STEP
     assert found.name == "a"
@@ -51,3 +54,12 @@ def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
 
 def test_models_that_share_no_tensor_have_no_figures():
     assert shared_tensors(model(quantized=True), model(quantized=False)) == {}
+
+
+def test_a_few_samples_all_over_the_feed_are_looked_into(tmp_path):
+    built = Built(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
+    onnx.save(model(quantized=True), built.runnable)
+    loaded = load(model(quantized=False))
+    places = {n: sorted(Inside(loaded, [built], {}, n).places) for n in (1, 3, 100)}
+    assert places[1] == [1] and places[3] == [1, 2, 3]
+    assert places[100] == [1, 26, 51, 76] and LAYER_SAMPLES == 4

@@ -17,6 +17,7 @@ from calibrators.errors import CalibrationError
 from calibrators.grids import quantize_weight, weight_scales
 from calibrators.rounding import gram, output_error, products_of, rounded_by_output
 from deploy.calibration.choices import Choices
+from deploy.calibration.outputs import judges_of
 from deploy.cli import main
 from deploy.errors import ConfigError
 from deploy.frontends import load
@@ -245,6 +246,7 @@ def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(targe
         ranges=loaded.ranges,
         feed=loaded.feed,
         manifest={},
+        judges=judges_of(loaded.feed, loaded.subject.model, 16),
     )
     trial = trials(made_for, request, ("adaround",))
     plain = trials(made_for, request, ())

@@ -96,12 +96,12 @@ def interrupted(monkeypatch, capfd):
     def call(sample, number, *words):
         ran, plain = [], Tap.run
 
-        def heard(self, inputs):
+        def heard(self, inputs, keep=None):
             ran.append(1)
             if len(ran) == sample:
                 os.kill(os.getpid(), number)
                 time.sleep(0.2)  # until the main thread has heard
-            return plain(self, inputs)
+            return plain(self, inputs, keep)
 
         with monkeypatch.context() as patched:
             patched.setattr(Tap, "run", heard)
@@ -120,12 +120,12 @@ def state(small_cnn, odd, tmp_path_factory) -> bytes:
 
     path, plain, ran = tmp_path_factory.mktemp("state") / "c", Tap.run, []
 
-    def heard(self, sample):
+    def heard(self, sample, keep=None):
         ran.append(1)
         if len(ran) == 5:
             signal.raise_signal(signal.SIGINT)  # in the thread of a worker
             time.sleep(0.2)
-        return plain(self, sample)
+        return plain(self, sample, keep)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Tap, "run", heard)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.choices import NO_CHOICES, Choices
+from deploy.calibration.outputs import judges_of
 from deploy.calibration.search import Method
 from deploy.errors import ExportError
 from deploy.feed.feed import open_feed
@@ -39,7 +40,8 @@ def chosen(count, most, *, loud=()):
     for at, row in enumerate(rows):
         row[0, 0] = at  # by which it is known again
     feed = open_feed(rows, loaded.inputs)
-    return [int(sample["x"][0, 0]) for sample in telling(loaded.model, feed, most)]
+    judges = judges_of(feed, loaded.model, 500)
+    return [int(sample["x"][0, 0]) for sample, _ in telling(judges, most)]
 
 
 def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_over():
@@ -127,9 +129,9 @@ class FakeTarget:
 
 
 def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_all_noise():
-    samples = [{"x": np.ones((1, 4), np.float32)}]
+    heard = [({"x": np.ones((1, 4), np.float32)}, {"y": np.full((1, 4), 2, np.float32)})]
     target, request = FakeTarget(), FakeRequest(doubling().model)
-    prober = Prober(target.trial, request, samples, runs_here=True, threads=2)
+    prober = Prober(target.trial, request, heard, runs_here=True, threads=2)
     broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, none, again = prober.noises([NO_CHOICES, off, broken, off])
     assert equal.worst == 0 and half.parts["y"] == pytest.approx([0.25]) == again.parts["y"]

@@ -162,7 +162,7 @@ def test_the_commands(tmp_path):
     for command in (["profile"], ["fuse", "--bench"], ["trace"]):
         shown = CliRunner().invoke(cli, [*command, spec, "--input", "1x4x64x64"])
         assert isinstance(shown.exception, ModelError), command
-        assert "must run without error" in str(shown.exception)
+        assert "must run" in str(shown.exception)
     shown = CliRunner().invoke(cli, ["fuse", spec, "--bench"])
     assert "needs its --input shape" in str(shown.exception)
 

@@ -83,6 +83,17 @@ def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request
     assert lost(request) < 0.01 < 0.3 < lost(search)  # what they show is clipped
 
 
+@pytest.mark.parametrize(("target", "runs"), [("onnxruntime", 3), ("tensorrt", 3), ("ascend", 17)])
+def test_where_it_can_be_the_judges_alone_are_run_again(target, runs, request_for, monkeypatch):
+    made_for, request = request_for(target, images(20))
+    ran: list[int] = []
+    run = OrtSession.run
+    monkeypatch.setattr(OrtSession, "run", lambda self, feed: ran.append(1) or run(self, feed))
+    judges = request.feed.first(3)
+    search = unseen(made_for, request, judges)
+    assert len(ran) == runs and search is not request
+
+
 @pytest.mark.parametrize("count", [MANY + 10, 3])
 def test_of_many_samples_a_few_make_no_difference_and_none_may_be_left(count, request_for):
     made_for, request = request_for("onnxruntime", images(count))

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from deploy.calibration.observation import Observation, each_once
+from deploy.calibration.outputs import Judges
 from deploy.calibration.peaks import Peaks
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.search import Method
@@ -40,6 +41,7 @@ class Calibrated:
         peaks: the largest samples of every tensor that was observed now.
         checkpoint: what the run would have gone on from; whoever keeps what was found removes it.
         resumed: from where it went on, or why it did not, in sentences.
+        judges: samples that judge what is built, with the float model's outputs.
         agreement: how far halves of the samples agree; None where nothing was observed that tells
             it.
     """
@@ -48,6 +50,7 @@ class Calibrated:
     images: str
     feed: Feed
     ranges: Ranges
+    judges: Judges = field(repr=False)
     wanted: Mapping[str, tuple[Observation, ...]]
     failed: Mapping[str, str]
     observed_now: tuple[Observation, ...]

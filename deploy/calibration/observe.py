@@ -7,10 +7,10 @@
                                 '--> worker ...
 
 Each variant is tapped: the wanted tensors become outputs of it, and ONNX Runtime still optimises
-the rest. Each worker takes one sample at a time and runs it with one thread inside. What no order
-can change is recorded in parts, by one worker at a time, merged at the end; what is defined by the
-order waits for its turn, while the others go on inferring. So neither the number of workers nor
-any batch size can change a bit.
+the rest (`deploy.calibration.blocked`). Each worker takes one sample at a time and runs it with one
+thread inside. What no order can change is recorded in parts, by one worker at a time, merged at the
+end; what is defined by the order waits for its turn, while the others go on inferring. So neither
+the number of workers nor any batch size can change a bit.
 
 Where it is asked whether the samples are enough, all workers come to rest at 8, 16, 32 ... of them,
 so that what is looked at is the statistics of just so many.
@@ -23,9 +23,9 @@ known needs something itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Protocol
 
@@ -36,18 +36,21 @@ from numpy.typing import NDArray
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
 from calibrators.statistics import Batched, Recorder
+from deploy.calibration.blocked import tapped
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.peaks import Peaks, largest
+from deploy.calibration.subject import FOLDED
 from deploy.errors import BackendError, FeedError
 from deploy.feed.doubling import following
 from deploy.feed.parallel import NEVER, Rest, Sample, in_order
-from deploy.graph.edit import with_outputs
-from deploy.ort import OrtSession
 from deploy.progress import phase
 
 Progress = Callable[[], None]
+Keep = Callable[[int, Sample], None]
 Enough = Callable[[int, Observed, Observed], bool]
 _Waiting = tuple[Observation, NDArray[np.float32]]
+_Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
+"""Tensor -> who reads it, with the recorder of a worker; None where values wait for their turn."""
 
 
 class Keeper(Protocol):
@@ -82,6 +85,7 @@ def observe(
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
     keeper: Keeper | None = None,
+    keep: Keep | None = None,
     halves: list[Observed] | None = None,
     enough: Enough | None = None,
 ) -> Observed:
@@ -97,6 +101,7 @@ def observe(
         runs: raised by one for each inference, by the variant's key.
         peaks: is told the largest |x| of every tensor that is observed, sample by sample.
         keeper: keeps the state; the peaks that it knows are told already.
+        keep: is given (number of the sample, all that the cleaned model gave for it).
         halves: gets what the first, third, fifth ... sample gave, and what the others gave, of
             observations that any order gives.
         enough: (samples so far, what those since it was asked last gave, what all gave) -> whether
@@ -127,6 +132,7 @@ def observe(
         counted,
         peaks,
         keeper=keeper,
+        keep=keep,
         halves=halves,
         enough=enough,
     )
@@ -198,6 +204,7 @@ def _pass(
     peaks: Peaks | None,
     *,
     keeper: Keeper | None = None,
+    keep: Keep | None = None,
     halves: list[Observed] | None = None,
     enough: Enough | None = None,
 ) -> Observed:
@@ -211,6 +218,7 @@ def _pass(
     # a sample is begun when those `threads` before it are done, so no two are in one part at a
     # time; of an even number of parts, every other one holds the samples of odd numbers
     parts = [_empty(free, known) for _ in range(threads + (halves is not None and threads % 2))]
+    held = [[line.held_by(part) for line in lines] for part in parts]
     own = [None if peaks is None else Peaks() for _ in range(threads)]
     if keeper is not None and before:
         earlier = keeper.known(observations)
@@ -220,9 +228,9 @@ def _pass(
     def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
         return [
             waiting
-            for line in lines
+            for line, recorders in zip(lines, held[number % len(held)], strict=True)
             if _reaches(line.limit, number)
-            for waiting in line.run(parts[number % len(parts)], own[worker], number, sample)
+            for waiting in line.run(recorders, own[worker], number, sample, keep)
         ]
 
     def take(number: int, waiting: list[_Waiting]) -> None:
@@ -259,12 +267,15 @@ def _pass(
         new = _joined(parts)
         _merge(whole[0], new)
         parts[:] = [_empty(free, known) for _ in parts]
+        held[:] = [[line.held_by(part) for line in lines] for part in parts]
         if enough(drawn, _by_key(new), _by_key(whole[0])):
             break
     for observation, recorder in ordered.items():
         if isinstance(recorder, Batched):
-            with _telling(observation, f"tensor {observation.tensor}"):
+            try:
                 recorder.end()
+            except CalibrationError as error:
+                raise _told(error, observation, f"tensor {observation.tensor}") from error
     if halves is not None:
         halves += [_by_key(_joined(parts[1::2])), _by_key(_joined(parts[::2]))]
         parts = [parts[0], parts[1]]
@@ -334,23 +345,28 @@ class _Line:
     readers: Mapping[str, Sequence[Observation]]
     limit: int | None
 
+    def held_by(self, part: Mapping[Observation, Recorder]) -> _Held:
+        """The readers with their recorders, looked up once and not for every sample."""
+        return {name: [(o, part.get(o)) for o in read] for name, read in self.readers.items()}
+
     def run(
         self,
-        own: Mapping[Observation, Recorder],
+        held: _Held,
         peaks: Peaks | None,
         number: int,
         sample: Sample,
+        keep: Keep | None,
     ) -> Iterator[_Waiting]:
         """Run one sample, record what has no order, and give what has."""
-        for name, value in self.tap.run(sample):
+        kept = None if keep is None or self.key != FOLDED else partial(keep, number)
+        for name, value in self.tap.run(sample, kept):
             amax: float | None = None
-            for observation in self.readers[name]:
+            for observation, recorder in held[name]:
                 if not _reaches(observation.statistic.samples, number):
                     continue
-                if observation.statistic.ordered:
+                if recorder is None:
                     yield observation, value
                     continue
-                recorder = own[observation]
                 _record(recorder, observation, number, value)
                 if isinstance(recorder, Histogram):  # which had to find it anyway
                     amax = recorder.latest
@@ -366,7 +382,8 @@ def _lines(observations: list[Observation], known: Observed) -> list[_Line]:
         readers: dict[str, list[Observation]] = {}
         for observation in own:
             readers.setdefault(observation.tensor, []).append(observation)
-        tap = Tap(variant.make(known), list(readers))
+        loose = [t for t, read in readers.items() if not any(o.statistic.ordered for o in read)]
+        tap = Tap(variant.make(known), list(readers), in_any_order=loose)
         lines.append(_Line(variant.key, tap, readers, _limit(own)))
     return lines
 
@@ -375,45 +392,55 @@ class Tap:
     """A model whose inner tensors can be read: a session with them as outputs."""
 
     def __init__(
-        self, model: onnx.ModelProto, tensors: list[str], *, threads: int | None = 1
+        self,
+        model: onnx.ModelProto,
+        tensors: list[str],
+        *,
+        threads: int | None = 1,
+        in_any_order: Collection[str] = (),
     ) -> None:
         self._inputs = {i.name for i in model.graph.input}
         self._fed = [name for name in tensors if name in self._inputs]
         self._made = [name for name in tensors if name not in self._inputs]
-        self._session = OrtSession.open(
-            with_outputs(model, self._made), threads=threads, spin=False
-        )
+        self._open = tapped(model, self._made, threads=threads, in_any_order=in_any_order)
 
-    def run(self, sample: Sample) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; gives each watched tensor's name and value."""
+    def run(
+        self, sample: Sample, keep: Callable[[Sample], None] | None = None
+    ) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Run one sample; gives each watched tensor's name and value, or its values in any order.
+
+        `keep` gets the model's own outputs, and may get more.
+        """
         try:
-            values = self._session.run(sample)
+            values = self._open.session.run(sample)
         except BackendError as error:
             raise BackendError(f"could not run a sample: {error}") from error
+        if keep is not None:
+            keep(values)
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
-        for name in self._made:
-            yield name, values.pop(name)  # let go of each tensor once it is counted
+        for name in self._made:  # let go of each tensor once it is counted
+            blocked = self._open.blocked.get(name)
+            if blocked is None:
+                yield name, values.pop(name)
+            else:
+                yield name, blocked.values(values.pop(blocked.output))
 
 
 def _record(
     recorder: Recorder, observation: Observation, number: int, value: NDArray[np.float32]
 ) -> None:
-    with _telling(observation, f"tensor {observation.tensor} of sample {number}"):
-        recorder.observe(value)
-
-
-@contextmanager
-def _telling(observation: Observation, what: str) -> Iterator[None]:
-    """Errors say of what they are, and the way out."""
     try:
-        yield
+        recorder.observe(value)
     except CalibrationError as error:
-        if observation.whose:
-            raise CalibrationError(
-                f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use"
-                " --keep-float)"
-            ) from error
-        raise CalibrationError(
-            f"{what}: {error}; check the model's weights and the preprocessing"
-        ) from error
+        what = f"tensor {observation.tensor} of sample {number}"
+        raise _told(error, observation, what) from error
+
+
+def _told(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:
+    """The error with what it is of, and the way out."""
+    if observation.whose:
+        return CalibrationError(
+            f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use --keep-float)"
+        )
+    return CalibrationError(f"{what}: {error}; check the model's weights and the preprocessing")

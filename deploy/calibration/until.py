@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deploy.errors import ConfigError
 
@@ -57,7 +57,7 @@ class Agreement:
     samples: int
     within: float
     tensors: int
-    apart: Mapping[str, float]
+    apart: Mapping[str, float] = field(default_factory=dict)
     stopped: bool = False
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.model import torch_inputs, torch_model, torch_options
 from deploy.commands.options import preprocess_options, raw_options
 from deploy.commands.output import quietable
 from deploy.terminal import say, say_lines
@@ -17,20 +18,7 @@ QDQ = "Quantization"  # with --qdq alone
 @click.command(cls=sections.SectionedCommand)
 @quietable()
 @click.argument("model")
-@sections.option(
-    "--input",
-    "shapes",
-    section=sections.MODEL,
-    multiple=True,
-    metavar="SHAPE",
-    help="Shape of an input, batch first, such as 1x3x224x224.",
-)
-@sections.option(
-    "--weights",
-    section=sections.MODEL,
-    type=click.Path(path_type=Path),
-    help="State dict to load.",
-)
+@torch_options
 @sections.option(
     "-o",
     "--out",
@@ -120,8 +108,10 @@ QDQ = "Quantization"  # with --qdq alone
 def export(
     model: str,
     shapes: tuple[str, ...],
-    out: Path,
+    sample: Path | None,
     weights: Path | None,
+    device: str,
+    out: Path,
     opset: int,
     static_batch: bool,
     qdq: bool,
@@ -139,42 +129,53 @@ def export(
     raw_dtype: str | None,
     **preprocess: str | None,
 ) -> None:
-    """Export MODEL (file.py:factory), check it against torch, and say how well they agree."""
+    """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
     from deploy.atomic import write_bytes
     from deploy.commands.options import preprocess_from, raw_from
     from deploy.errors import ConfigError
-    from deploy.frontends.torch import parse_shape
     from deploy.fx import export as exports
+    from deploy.fx.coverage import coverage, refuse_float
+    from deploy.fx.device import find_device, moved, refuse_meta
     from deploy.fx.images import batches_of
     from deploy.fx.layers import weighted
     from deploy.fx.modes import compare_modes, measure, quantized, report, scales_report
-    from deploy.fx.source import example_inputs, load_module
+    from deploy.fx.samples import in_float32
     from deploy.fx.trace import submodule
     from deploy.graph.selection import select
 
-    if not shapes:
-        raise ConfigError("export runs the model and needs its --input shape")
+    if not shapes and not sample:
+        raise ConfigError("export runs the model and needs its --input shape, or a --sample")
     if not qdq:
         given.refuse_without("--qdq", [*given.typed_in(QDQ), *given.typed_in(sections.IMAGES)])
     elif not images:
         given.refuse_without("--images", given.typed_in(sections.IMAGES))
-    module = load_module(model, weights)
-    inputs = example_inputs([parse_shape(shape) for shape in shapes])
+    place = find_device(device)
+    refuse_meta(place, "an exported model")
+    module = torch_model(model, weights, device)
+    if sentence := in_float32(module):
+        say(sentence)
+    inputs = tuple(
+        x.float() if x.is_floating_point() else x for x in torch_inputs(module, shapes, sample)
+    )
     if not qdq:
         exported = exports.to_onnx(module, inputs, opset=opset, dynamic_batch=not static_batch)
-        say(str(exports.check_float(exported, module, [inputs])))
+        say(str(exports.check_float(exported, module, inputs)))
     else:
         if mode == "static" and not images:
             raise ConfigError("static ranges come from data: give --images, or another --mode")
         how = preprocess_from(preprocess)
         source = raw_from({"raw_shape": raw_shape, "raw_dtype": raw_dtype}, images or "")
         batches = batches_of(source, inputs, how, limit) if images else [inputs]
+        batches = moved(batches, place)
         part = submodule(module, only) if only else module
         kept = {"leaves": leaves, "skip": select(weighted(part), skip)}
         converted = quantized(
             module, inputs, batches, mode=mode, target=target, only=only, ranges=ranges, **kept
         )
+        covered = coverage(converted, module)
+        refuse_float(covered)
         exported = exports.to_onnx(converted, inputs, opset=opset, dynamic_batch=not static_batch)
+        say(str(covered))
         say(str(exports.compare(exported, converted, batches)))
         results = compare_modes(module, inputs, batches, target=target) if all_modes else []
         say_lines(report(results or [measure(mode, module, converted, batches)]))

@@ -6,42 +6,83 @@ from pathlib import Path
 
 import click
 
-from deploy.commands import given
+from deploy.commands import given, sections
+from deploy.commands.model import torch_inputs, torch_model, torch_options
 from deploy.commands.output import told
 from deploy.terminal import say
 
 
-@click.command()
+@click.command(cls=sections.SectionedCommand)
 @told
 @click.argument("model")
-@click.option(
-    "--input",
-    "shapes",
+@torch_options
+@sections.option(
+    "--leaf",
+    "leaves",
+    section=sections.MODEL,
     multiple=True,
-    metavar="SHAPE",
-    help="Shape of an input, such as 1x3x224x224.",
+    metavar="NAME|CLASS",
+    help="Module to keep whole, by its name or class.",
 )
-@click.option("--weights", type=click.Path(path_type=Path), help="State dict to load.")
-@click.option("--bench", is_flag=True, help="Time it before and after, and compare the outputs.")
-def fuse(model: str, shapes: tuple[str, ...], weights: Path | None, bench: bool) -> None:
-    """Fuse Conv+BN(+ReLU), Linear+BN/ReLU and BN+ReLU in MODEL (file.py:factory)."""
+@sections.option(
+    "--bench",
+    section=sections.MEASURING,
+    is_flag=True,
+    help="Time it before and after, and compare the outputs.",
+)
+@sections.option(
+    "-o",
+    "--out",
+    section=sections.GENERAL,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the fused model: .onnx, or .pt2 for torch.export.load.",
+)
+def fuse(
+    model: str,
+    shapes: tuple[str, ...],
+    sample: Path | None,
+    weights: Path | None,
+    device: str,
+    leaves: tuple[str, ...],
+    bench: bool,
+    out: Path | None,
+) -> None:
+    """Fuse Conv+BN(+ReLU), Linear+BN/ReLU and BN+ReLU in MODEL (file.py:factory or timm:NAME)."""
     from deploy.errors import ConfigError
-    from deploy.frontends.torch import parse_shape
+    from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.fuse import fuse as fuse_module
-    from deploy.fx.source import example_inputs, load_module, users_errors
+    from deploy.fx.same import check_same
+    from deploy.fx.saved import check_suffix, write_fused
+    from deploy.fx.source import users_errors
+    from deploy.fx.trace import trace
 
-    if bench and not shapes:
-        raise ConfigError("--bench runs the model and needs its --input shape")
-    if not bench:
-        given.refuse_without("--bench", given.typed("shapes"))
-    module = load_module(model, weights)
-    fused, report = fuse_module(module)
+    runs = bench or out is not None
+    if runs and not (shapes or sample):
+        raise ConfigError(
+            f"{'--bench' if bench else '--out'} runs the model and needs its --input shape"
+        )
+    if not runs:
+        given.refuse_without("--bench or --out", given.typed("shapes", "sample", "device"))
+    if out is not None:
+        check_suffix(out)
+    module = torch_model(model, weights, device)
+    if runs:
+        refuse_meta(find_device(device), "a run")
+    fused, report = fuse_module(trace(module, leaves=leaves) if leaves else module)
     for pattern, count in sorted(report.counts().items()):
         say(f"{pattern}: {count} fused")
     for name, reason in report.skipped:
         say(f"left alone: {name}: {reason}")
-    if bench:
-        from deploy.fx.profile import compare_speed
+    if not runs:
+        return
+    inputs = torch_inputs(module, shapes, sample)
+    with users_errors(model):
+        check_same(module, fused, inputs, "fusing")
+        if bench:
+            from deploy.fx.profile import compare_speed
 
-        with users_errors(model):
-            say(compare_speed(module, fused, example_inputs([parse_shape(s) for s in shapes])))
+            say(compare_speed(module, fused, inputs))
+        if out is not None:
+            say(write_fused(out, fused, module, inputs))
+            say(f"{out}: {out.stat().st_size} bytes")

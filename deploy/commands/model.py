@@ -1,4 +1,4 @@
-"""How commands take a model: an ONNX file, or `file.py:factory` with the shapes of its inputs."""
+"""How commands take a model: an ONNX file, or one of PyTorch with the shapes of its inputs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import click
 
 from deploy.commands import sections
 from deploy.errors import ConfigError
+from deploy.terminal import say
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from deploy.frontends.base import LoadedModel
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -23,15 +27,16 @@ def model_options(command: Command) -> Command:
         "--weights",
         section=sections.MODEL,
         type=click.Path(path_type=Path),
-        help="State dict for a model given as file.py:factory.",
+        help="State dict for a model given as file.py:factory or timm:NAME.",
     )
     shapes = sections.option(
         "--input",
         "shapes",
         section=sections.MODEL,
         multiple=True,
-        metavar="SHAPE",
-        help="Input shape of a model given as file.py:factory, such as 1x3x224x224.",
+        metavar="SHAPE[:DTYPE]",
+        help="Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
+        " 1x128:int64.",
     )
     return shapes(weights(command))
 
@@ -43,12 +48,93 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
         ConfigError: shapes or weights for an ONNX file.
         SdkMissingError, ModelError, ExportError: as `export_torch`.
     """
-    from deploy.frontends.torch import is_torch_spec, open_torch, parse_shape
+    from deploy.frontends.torch import is_torch_spec, open_torch, parse_input
 
     if is_torch_spec(model):
-        return open_torch(str(model), [parse_shape(s) for s in shapes], weights=weights)
+        inputs = [parse_input(text) for text in shapes]
+        dtypes = [dtype for _, dtype in inputs]
+        return open_torch(str(model), [s for s, _ in inputs], dtypes=dtypes, weights=weights)
     if shapes or weights:
         raise ConfigError(
             f"--input and --weights are for a model given as file.py:factory, got {model}"
         )
     return model
+
+
+def torch_options(command: Command) -> Command:
+    """Add what a command for models in PyTorch alone takes: inputs, weights, a device."""
+    added = (
+        sections.option(
+            "--input",
+            "shapes",
+            section=sections.MODEL,
+            multiple=True,
+            metavar="SHAPE[:DTYPE]",
+            help="Input, batch first, such as 1x3x224x224 or 1x128:int64; once for each.",
+        ),
+        sections.option(
+            "--sample",
+            section=sections.MODEL,
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Inputs of one run in place of made-up ones: .npy, or .npz with an array for each"
+            " argument of forward.",
+        ),
+        sections.option(
+            "--weights",
+            section=sections.MODEL,
+            type=click.Path(path_type=Path),
+            help="State dict, or a checkpoint that holds one, to load.",
+        ),
+        sections.option(
+            "--device",
+            section=sections.MODEL,
+            default="cpu",
+            show_default=True,
+            help="Where the model computes: cpu, cuda, cuda:1; meta computes nothing.",
+        ),
+    )
+    for option in reversed(added):
+        command = option(command)
+    return command
+
+
+def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
+    """A model in PyTorch on its device; says what the user should know of it.
+
+    Raises:
+        SdkMissingError, ConfigError, ModelError: as `deploy.fx.source.load_module`.
+    """
+    from deploy.fx.device import find_device
+    from deploy.fx.source import load_module
+    from deploy.fx.zoo import note
+
+    place = find_device(device)
+    module = load_module(model, weights)
+    if sentence := note(model, weights):
+        say(sentence)
+    return module.to(place)
+
+
+def torch_inputs(
+    module: nn.Module, shapes: tuple[str, ...], sample: Path | None
+) -> tuple[torch.Tensor, ...]:
+    """The inputs of `--input` or `--sample`, where the model is; none where neither is given.
+
+    Raises:
+        ConfigError, FeedError: both, no shape, or no sample for this model.
+    """
+    from deploy.frontends.torch import parse_input
+    from deploy.fx.device import device_of, moved
+    from deploy.fx.samples import example_inputs, floating_dtype, read_sample
+
+    if shapes and sample:
+        raise ConfigError("inputs are made up by --input or read by --sample, got both; give one")
+    if sample:
+        tensors = read_sample(sample, module)
+    else:
+        wanted = [parse_input(text) for text in shapes]
+        sizes, dtypes = [shape for shape, _ in wanted], [dtype for _, dtype in wanted]
+        tensors = example_inputs(sizes, dtypes, floating=floating_dtype(module))
+    found: tuple[torch.Tensor, ...] = moved(tensors, device_of(module))
+    return found

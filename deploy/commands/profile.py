@@ -6,55 +6,80 @@ from pathlib import Path
 
 import click
 
-from deploy.commands.output import told
-from deploy.terminal import say_lines
+from deploy.commands import sections
+from deploy.commands.model import torch_inputs, torch_model, torch_options
+from deploy.commands.output import html_option, json_option, put_json, quietable
+from deploy.terminal import say, say_lines
 
 
-@click.command()
-@told
+@click.command(cls=sections.SectionedCommand)
+@quietable("--json", "--html")
 @click.argument("model")
-@click.option(
-    "--input",
-    "shapes",
-    multiple=True,
-    required=True,
-    metavar="SHAPE",
-    help="Shape of an input, such as 5x3x224x224.",
-)
-@click.option(
+@torch_options
+@sections.option(
     "--leaf",
     "leaves",
+    section=sections.MODEL,
     multiple=True,
     metavar="NAME|CLASS",
     help="Module to keep whole, by its name or class.",
 )
-@click.option("--weights", type=click.Path(path_type=Path), help="State dict to load.")
-@click.option(
+@sections.option(
     "--warm-up",
+    section=sections.MEASURING,
     default=5,
     show_default=True,
     type=click.IntRange(0),
     help="Runs before the clock starts.",
 )
-@click.option(
-    "--runs", default=20, show_default=True, type=click.IntRange(1), help="Runs that are timed."
+@sections.option(
+    "--runs",
+    section=sections.MEASURING,
+    default=20,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Runs that are timed.",
 )
+@json_option
+@html_option
 def profile(
     model: str,
     shapes: tuple[str, ...],
-    leaves: tuple[str, ...],
+    sample: Path | None,
     weights: Path | None,
+    device: str,
+    leaves: tuple[str, ...],
     warm_up: int,
     runs: int,
+    json_path: Path | None,
+    html_path: Path | None,
 ) -> None:
-    """Run MODEL (file.py:factory) node by node and print what each node costs, slowest first."""
-    from deploy.frontends.torch import parse_shape
+    """Run MODEL (file.py:factory or timm:NAME) and print what each node costs, slowest first."""
+    from deploy.atomic import write_text
+    from deploy.errors import ConfigError
     from deploy.fx.profile import profile as profile_graph
-    from deploy.fx.source import example_inputs, load_module, users_errors
+    from deploy.fx.source import users_errors
     from deploy.fx.trace import trace
+    from deploy.report.profiled import profile_page
 
-    inputs = example_inputs([parse_shape(shape) for shape in shapes])
-    graph_module = trace(load_module(model, weights), leaves=leaves)
+    if not shapes and not sample:
+        raise ConfigError("profile runs the model and needs its --input shape, or a --sample")
+    module = torch_model(model, weights, device)
+    inputs = torch_inputs(module, shapes, sample)
+    graph_module = trace(module, leaves=leaves)
     with users_errors(model):
         result = profile_graph(graph_module, inputs, warm_up=warm_up, runs=runs)
     say_lines(result.table())
+    if device == "meta":
+        say("nothing was computed on the meta device: the times are those of Python alone")
+    put_json(json_path, result.to_json)
+    if html_path is not None:
+        ran = f"{runs} runs on {device}, of inputs {', '.join(map(_told, inputs))}"
+        write_text(html_path, profile_page(result, name=model, notes=[ran]))
+        say(f"{html_path}: written")
+
+
+def _told(tensor: object) -> str:
+    """Shape and dtype of a tensor, as `--input` takes them."""
+    shape = "x".join(map(str, getattr(tensor, "shape", ())))
+    return f"{shape}:{str(getattr(tensor, 'dtype', '')).removeprefix('torch.')}"

@@ -34,6 +34,13 @@ from deploy.terminal import say, say_lines
     type=click.Path(path_type=Path),
     help="File that is written after each epoch, and gone on from.",
 )
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help="Where to train: cpu, cuda or cuda:1; batches are brought there.",
+)
+@click.option("--amp", is_flag=True, help="Train in bfloat16 where torch.autocast does.")
 @click.option("--scales", is_flag=True, help="Print every activation's scale and zero point.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file to write."
@@ -48,6 +55,8 @@ def qat(
     teacher_weights: Path | None,
     distil: tuple[str, ...],
     checkpoint: Path | None,
+    device: str,
+    amp: bool,
     scales: bool,
     out: Path,
 ) -> None:
@@ -63,17 +72,24 @@ def qat(
     from deploy.atomic import write_bytes
     from deploy.errors import ConfigError
     from deploy.fx import export as exports
+    from deploy.fx.calibrate import float_form
+    from deploy.fx.coverage import coverage, refuse_float
+    from deploy.fx.device import CPU, find_device, moved, refuse_meta
     from deploy.fx.modes import measure, report, scales_report
     from deploy.fx.qat import Task, first_batches, train
     from deploy.fx.source import call_factory, load_module, users_errors
 
     if teacher is None:
         given.refuse_without("--teacher", given.typed("teacher_weights"))
+    place = find_device(device)
+    refuse_meta(place, "a training")
     task = call_factory(script)
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a deploy.fx.qat.Task, got {type(task).__name__}")
     if ranges is not None:
         task = replace(task, ranges=ranges)
+    if amp:
+        task = replace(task, amp=True)
     if epochs is not None:
         task = replace(task, epochs=epochs)
     if teacher is not None:
@@ -81,13 +97,25 @@ def qat(
     if distil:
         task = replace(task, distil=[_pair(text) for text in distil])
     with users_errors(script):
-        trained = train(task, target=target, bits=bits, checkpoint=checkpoint, report=say)
+        trained = train(
+            task,
+            target=target,
+            bits=bits,
+            checkpoint=checkpoint,
+            device=place if given.typed("device") else None,
+            report=say,
+        )
         batches = first_batches(task)
+    covered = coverage(trained.converted, task.model, [*(task.convert or {}).values()])
+    refuse_float(covered)
+    say(str(covered))
     if trained.end is not None:
         say(f"after training ({bits} bits): {trained.end:.4f}")
-    exported = exports.to_onnx(trained.converted, list(task.inputs))
+    exported = exports.to_onnx(trained.converted, moved(list(task.inputs), CPU))
     say(str(exports.compare(exported, trained.converted, batches)))
-    say_lines(report([measure("qat", task.model, trained.converted, batches)]))
+    result = measure("qat", float_form(trained.prepared), trained.converted, batches)
+    say_lines(report([result]))
+    say("error and SQNR are of the trained model: its int8 form against its own weights in float")
     if scales:
         say_lines(scales_report(trained.converted))
     write_bytes(out, exported.SerializeToString(deterministic=True))

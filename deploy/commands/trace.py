@@ -6,20 +6,16 @@ from pathlib import Path
 
 import click
 
+from deploy.commands import given, sections
+from deploy.commands.model import torch_inputs, torch_model, torch_options
 from deploy.commands.output import told
 from deploy.terminal import say_lines
 
 
-@click.command()
+@click.command(cls=sections.SectionedCommand)
 @told
 @click.argument("model")
-@click.option(
-    "--input",
-    "shapes",
-    multiple=True,
-    metavar="SHAPE",
-    help="Shape of an input, such as 1x3x224x224; shows the shapes of all nodes.",
-)
+@torch_options
 @click.option(
     "--leaf",
     "leaves",
@@ -42,31 +38,36 @@ from deploy.terminal import say_lines
     metavar="OP=FUNCTION",
     help="Operation to replace, such as add=torch.mul.",
 )
-@click.option("--weights", type=click.Path(path_type=Path), help="State dict to load.")
 @click.option(
     "--code/--table", "as_code", default=False, help="Print Python code, or the IR table."
 )
 def trace(
     model: str,
     shapes: tuple[str, ...],
+    sample: Path | None,
+    weights: Path | None,
+    device: str,
     leaves: tuple[str, ...],
     wraps: tuple[str, ...],
     only: str | None,
     replaced: tuple[str, ...],
-    weights: Path | None,
     as_code: bool,
 ) -> None:
-    """Trace MODEL (file.py:factory) and print its graph, the IR table by default."""
+    """Trace MODEL (file.py:factory or timm:NAME) and print its graph, the IR table by default.
+
+    With --input or --sample, the shapes of all nodes too.
+    """
     from deploy.errors import ConfigError
-    from deploy.frontends.torch import parse_shape
     from deploy.fx.rewrite import propagate_shapes, replace_op
-    from deploy.fx.source import example_inputs, load_module, users_errors
+    from deploy.fx.source import users_errors
     from deploy.fx.table import code, columns, table
     from deploy.fx.trace import submodule
     from deploy.fx.trace import trace as trace_module
     from deploy.fx.wrap import find_function
 
-    module = load_module(model, weights)
+    if not shapes and not sample:
+        given.refuse_without("--input or --sample", given.typed("device"))
+    module = torch_model(model, weights, device)
     part = submodule(module, only) if only else module
     graph_module = trace_module(part, leaves=leaves, wrap=[find_function(name) for name in wraps])
     for change in replaced:
@@ -75,8 +76,8 @@ def trace(
             raise ConfigError(f"--replace takes OP=FUNCTION, as add=torch.mul, got {change!r}")
         replace_op(graph_module, op, find_function(function))
     say_lines(code(graph_module) if as_code else table(graph_module))
-    if shapes:
-        inputs = example_inputs([parse_shape(shape) for shape in shapes])
+    if shapes or sample:
+        inputs = torch_inputs(part, shapes, sample)
         with users_errors(model):
             shaped = propagate_shapes(graph_module, *inputs)
         rows = [(name, str(shape)) for name, shape in shaped.items()]

@@ -1,5 +1,8 @@
 """What a model is fed: images or arrays, one sample at a time, decoded beside the inference.
 
+Pictures are decoded in as many threads as there are cores, 4 at most: where the model takes longer,
+they wait for it, and where decoding does, no core is idle.
+
 Sources: a folder, a list file ("path" or "path label"), a pattern or a COCO json of images or of
 files of arrays (already preprocessed), a `loader.py:function`, a TensorRT calibrator, or what
 Python has: arrays, paths, loaders and datasets that give them.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -16,6 +20,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.ahead import ahead
 from deploy.feed.array_files import from_file, from_files, from_folder
 from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
 from deploy.feed.calibrator import CalibratorScript
@@ -36,6 +41,7 @@ from deploy.feed.stream import Stream
 from deploy.feed.video import VideoSource, is_video
 from deploy.feed.views import View, Views
 from deploy.inputs import is_read
+from deploy.machine import default_threads
 from deploy.progress import phase
 from deploy.tensors import Array, TensorSpec
 
@@ -63,6 +69,24 @@ class Source(Protocol):
     def told(self, index: int) -> str: ...
 
     def load(self, index: int) -> Raw: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """A sample as a thread read it, or what kept it from that."""
+
+    raw: Raw | None = None
+    sample: Sample | None = None
+    error: FeedError | None = None
+
+
+def _fetched(source: Source, index: int) -> _Fetched:
+    raw = None
+    try:
+        raw = source.load(index)
+        return _Fetched(raw, raw.decode())
+    except FeedError as error:
+        return _Fetched(raw, error=error)
 
 
 class Feed:
@@ -223,8 +247,9 @@ class Feed:
     def samples(self, without: range = range(0)) -> Stream[Sample]:
         """A stream of input name -> array, first dimension `batch`, in the feed's order.
 
-        Decoding runs in one background thread a few samples ahead. The stream may be pulled by
-        several threads at once; leaving it early: `close()` it or use it in a `with`.
+        A background thread reads a few samples ahead, and has pictures decoded by up to 4 others.
+        The stream may be pulled by several threads at once; leaving it early: `close()` it or use
+        it in a `with`.
 
         Args:
             without: places, from 0, of samples that an earlier run read; they are not read.
@@ -242,9 +267,11 @@ class Feed:
             spread: how many all over the feed.
             shown: how many more all over the feed, with small pictures of them for `views`.
         """
+        if self.batch > 1:  # `spread` gives the first of them
+            first, spread = max(first, spread), 0
         early = self._chosen[: first * self.batch]
         seen = _evenly(self._chosen, shown)
-        self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread * self.batch), *seen)))
+        self._spool = Spool(frozenset((*early, *_evenly(self._chosen, spread), *seen)))
         self._views = Views(self.preprocess, seen)
 
     def scatter(self) -> None:
@@ -301,12 +328,35 @@ class Feed:
         Raises:
             FeedError: as `samples`.
         """
+        yield from (sample for _, sample in self.keyed(self.spread_keys(most)))
+
+    def spread_keys(self, most: int) -> tuple[int, ...]:
+        """Keys of the samples that `spread` gives, as far as it is known which are bad."""
         if self.batch > 1:
-            yield from islice(self._batches(), most)
-            return
+            return tuple(range(min(most, len(self))))
         good = [index for index in self._chosen if index not in self._skipped]
-        chosen = frozenset(_evenly(good, most))
-        yield from (sample for _, sample in self._singles(only=chosen))
+        return tuple(_evenly(good, most))
+
+    def keyed(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
+        """(key, sample) of those that are named, in the feed's order, without bad ones.
+
+        A key names a sample of this feed whichever others turn out to be bad.
+
+        Raises:
+            FeedError: as `samples`.
+        """
+        if self.batch == 1:
+            yield from self._singles(only=frozenset(keys))
+        elif keys:
+            numbered = enumerate(islice(self._batches(), max(keys) + 1))
+            yield from ((key, sample) for key, sample in numbered if key in keys)
+
+    def key(self, number: int) -> int:
+        """Key of sample `number`, from 1, of a pass over `samples`, once it was given."""
+        if self.batch > 1 or not self._skipped:
+            return number - 1 if self.batch > 1 else self._chosen[number - 1]
+        good = (index for index in self._chosen if index not in self._skipped)
+        return next(islice(good, number - 1, None))
 
     @property
     def form(self) -> dict[str, Any]:
@@ -390,11 +440,12 @@ class Feed:
 
     def _singles(self, *, only: Collection[int] | None = None) -> Iterator[tuple[int, Sample]]:
         """(index, sample of batch 1) of every good one, or of those that are named."""
-        for index in self._chosen:
-            if index in self._skipped or (only is not None and index not in only):
-                continue
+        wanted = (index for index in self._chosen if only is None or index in only)
+        good = (index for index in wanted if index not in self._skipped)
+        several = default_threads() if isinstance(self._source, ImageSource) else 1
+        for index, fetched in ahead(good, self._fetch, threads=several):
             try:
-                yield index, self._read(index)
+                yield index, self._read(index, fetched)
             except Changed:
                 raise
             except FeedError as error:
@@ -410,20 +461,39 @@ class Feed:
                 f" {next(iter(self._skipped.values()))}"
             )
 
-    def _read(self, index: int) -> Sample:
+    def _fetch(self, index: int) -> _Fetched | None:
+        """Read and decode a sample, in any thread; None of one that is kept."""
+        if index in self._kept or index in self._spool:
+            return None
+        return _fetched(self._source, index)
+
+    def _read(self, index: int, fetched: _Fetched | None) -> Sample:
         """One sample, from memory or disk where it is among the first ones."""
         if index in self._kept:
             return dict(self._kept[index])
         if (known := self._spool.get(index)) is not None:
             return known
-        raw = self._load(index)
-        sample = raw.decode()
+        raw, sample = self._noted(index, fetched or _fetched(self._source, index))
         self.decodes += 1
         self._spool.add(index, sample)
         self._views.add(index, self._source.sample_name(index), raw, sample)
         if len(self._kept) < KEPT * self.batch:
             self._kept[index] = sample
         return dict(sample)
+
+    def _noted(self, index: int, fetched: _Fetched) -> tuple[Raw, Sample]:
+        """A sample that was read just now, whose bytes are those that were first seen.
+
+        Raises:
+            Changed: they are not.
+            FeedError: what reading or decoding raised.
+        """
+        digest = UNREADABLE if fetched.raw is None else fetched.raw.digest
+        self._seen.note(index, digest, self._source.told(index))
+        if fetched.error is not None:
+            raise fetched.error
+        assert fetched.raw is not None and fetched.sample is not None
+        return fetched.raw, fetched.sample
 
     def _batches(self, without: range = range(0)) -> Iterator[Sample]:
         only = self._but(without) if without else None
@@ -439,7 +509,7 @@ class Feed:
         if group:
             good = [index for index in self._chosen if index not in self._skipped]
             missing = self.batch - len(group)
-            yield _join(group + [self._read(good[i % len(good)]) for i in range(missing)])
+            yield _join(group + [self._read(good[i % len(good)], None) for i in range(missing)])
 
     def _but(self, without: range) -> frozenset[int]:
         """All but the images or rows of some samples."""

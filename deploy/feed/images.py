@@ -26,7 +26,7 @@ import numpy as np
 from deploy.errors import FeedError
 from deploy.feed import jpeg
 from deploy.feed.headers import sides
-from deploy.feed.words import overheard
+from deploy.feed.words import heard
 from deploy.reading import read_bytes
 from deploy.tensors import Array
 
@@ -166,12 +166,15 @@ def _decoded(data: bytes, grey: bool) -> tuple[Array | None, list[str]]:
     """What OpenCV makes of the bytes, and what the decoder behind it said."""
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
-    with overheard() as said:
+
+    def pixels() -> Array | None:
         try:
-            pixels: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+            found: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
         except (cv2.error, MemoryError):
-            pixels = None
-    return pixels, said
+            return None
+        return found
+
+    return heard(pixels)
 
 
 def opencv() -> Any:

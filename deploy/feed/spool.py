@@ -17,16 +17,21 @@ from deploy.tensors import Array
 class Spool:
     """Samples by their index; written once, read as often as needed, gone with the process.
 
-    A disk that is full ends the keeping, not the run: what was kept stays, the rest is decoded
+    A disk that is full ends the keeping, not the run: what was kept stays, the rest is made
     again by whoever asks.
     """
 
-    def __init__(self, wanted: Collection[int]) -> None:
-        """Args: wanted: which samples to keep; others pass by."""
+    def __init__(self, wanted: Collection[int], *, most_bytes: int | None = None) -> None:
+        """Args: wanted: which samples to keep; most_bytes: of all of them, None for no limit."""
         self._wanted = wanted
+        self._most_bytes = most_bytes
         self._places: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._file: IO[bytes] | None = None
         self._using = threading.Lock()
+
+    def __contains__(self, index: object) -> bool:
+        """Whether a sample is kept."""
+        return index in self._places
 
     def add(self, index: int, sample: Mapping[str, Array]) -> None:
         """Keep a sample, if it is wanted and there is room."""
@@ -38,6 +43,8 @@ class Spool:
                     self._file = tempfile.TemporaryFile(prefix="calib8-")  # noqa: SIM115
                     weakref.finalize(self, _close, self._file)
                 place = self._file.seek(0, 2)
+                if self._most_bytes is not None and place + _bytes(sample) > self._most_bytes:
+                    return
                 for array in sample.values():
                     np.save(self._file, array, allow_pickle=False)
                 self._file.flush()
@@ -54,6 +61,10 @@ class Spool:
             place, names = self._places[index]
             self._file.seek(place)
             return {name: np.load(self._file, allow_pickle=False) for name in names}
+
+
+def _bytes(sample: Mapping[str, Array]) -> int:
+    return sum(np.asarray(array).nbytes for array in sample.values())
 
 
 def _close(file: IO[bytes]) -> None:

@@ -10,6 +10,9 @@ decoding the variable is pointed at a file without a name::
 
 The descriptor is never touched: nothing of others is lost or late, whenever the process ends. Where
 the C library has no such variable (not glibc, not macOS) decoding goes on without the words.
+
+Several threads decode at once. Words that fall meanwhile are nobody's in particular: whoever was
+decoding does it again by itself, and has them, or not.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeVar
 
+T = TypeVar("T")
 _MOST = 1 << 16  # bytes that are read of what a decoder says
 
 
@@ -32,37 +38,98 @@ def overheard() -> Iterator[list[str]]:
 
     One decoder is heard at a time; another thread's waits.
     """
-    lines: list[str] = []
     ear = _ear()
     if ear is None:
-        yield lines
+        yield []
         return
-    with ear.using:
-        ear.open()
-        try:
-            yield lines
-        finally:
-            lines += ear.close()
+    with ear.alone() as lines:
+        yield lines
+
+
+def heard(decode: Callable[[], T]) -> tuple[T, list[str]]:
+    """What a function gives, and the lines that it printed; others may decode meanwhile.
+
+    It is called a second time, alone, where words fell that may be its own.
+    """
+    ear = _ear()
+    if ear is None:
+        return decode(), []
+    with ear.among() as words:
+        found = decode()
+    if words.own or not words.lines:
+        return found, words.lines
+    with ear.alone() as lines:
+        found = decode()
+    return found, lines
+
+
+@dataclass(slots=True)
+class _Words:
+    """What was said while somebody listened, and whether nobody else was there."""
+
+    lines: list[str] = field(default_factory=list)
+    own: bool = False
 
 
 class _Ear:
     """A nameless file that takes the place of the C library's stderr, again and again."""
 
     def __init__(self, stderr: ctypes.c_void_p, stream: int, handle: int) -> None:
-        self.using = threading.Lock()
         self._stderr, self._stream, self._handle = stderr, stream, handle
         self._own: int | None = None
+        self._turn = threading.Condition()
+        self._inside = 0  # who decode now
+        self._entered = 0  # who ever did
+        self._alone = 0  # who wait to be alone, or are
 
-    def open(self) -> None:
-        self._own, self._stderr.value = self._stderr.value, self._stream
+    @contextmanager
+    def among(self) -> Iterator[_Words]:
+        """Listen, others too."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._alone)
+            begun = self._enter()
+            number, first = self._entered, self._inside == 1
+        words = _Words()
+        try:
+            yield words
+        finally:
+            with self._turn:
+                words.own = first and self._entered == number
+                words.lines = self._leave(begun)
 
-    def close(self) -> list[str]:
-        self._stderr.value = self._own
+    @contextmanager
+    def alone(self) -> Iterator[list[str]]:
+        """Listen, while nobody else decodes; the lines are there at the end."""
+        with self._turn:
+            self._alone += 1
+            self._turn.wait_for(lambda: not self._inside)
+            begun = self._enter()
+        lines: list[str] = []
+        try:
+            yield lines
+        finally:
+            with self._turn:
+                self._alone -= 1
+                lines += self._leave(begun)
+
+    def _enter(self) -> int:
+        """Listen from here on; gives what was written before."""
+        self._inside += 1
+        self._entered += 1
+        if self._inside == 1:
+            self._own, self._stderr.value = self._stderr.value, self._stream
+        return os.fstat(self._handle).st_size
+
+    def _leave(self, begun: int) -> list[str]:
+        """What was said since; the last one puts the C library's stderr back."""
+        self._inside -= 1
+        if not self._inside:
+            self._stderr.value = self._own
         size = os.fstat(self._handle).st_size
-        if not size:
-            return []
-        said = os.pread(self._handle, min(size, _MOST), 0)
-        os.ftruncate(self._handle, 0)
+        said = os.pread(self._handle, min(size - begun, _MOST), begun) if size > begun else b""
+        if not self._inside and size:
+            os.ftruncate(self._handle, 0)
+        self._turn.notify_all()
         text = said.decode("ascii", "backslashreplace")
         shown = ("".join(c for c in line if c.isprintable()).strip() for line in text.splitlines())
         return [line for line in shown if line]

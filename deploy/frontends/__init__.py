@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from deploy.frontends.base import LoadedModel, Loader
 from deploy.frontends.onnx import load_onnx
-from deploy.frontends.torch import load_torch
+from deploy.frontends.torch import is_torch_spec, load_torch
 from deploy.progress import phase
 
 if TYPE_CHECKING:
@@ -43,4 +43,5 @@ def _kind(source: str | Path | onnx.ModelProto) -> str:
     if not isinstance(source, str | Path):
         return ".onnx"
     path, colon, _ = str(source).rpartition(":")
-    return ".py" if colon and path.endswith(".py") else Path(source).suffix.lower()
+    torch = (colon and path.endswith(".py")) or is_torch_spec(source)
+    return ".py" if torch else Path(source).suffix.lower()

@@ -8,21 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, did_you_mean
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx import load_onnx
 from deploy.progress import phase
+from deploy.usercode import is_named
 
 if TYPE_CHECKING:
     import onnx
 
 _SHAPE = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)*")
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+DTYPES = (*_FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 def is_torch_spec(source: object) -> bool:
-    """Whether `source` reads as `file.py:factory`."""
+    """Whether `source` reads as `file.py:factory`, or as a named model such as timm:resnet18."""
     path, _, name = str(source).rpartition(":")
-    return path.endswith(".py") and name.isidentifier()
+    return (path.endswith(".py") and name.isidentifier()) or is_named(source)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -36,24 +39,48 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split("x"))
 
 
+def parse_input(text: str) -> tuple[tuple[int, ...], str | None]:
+    """`1x128:int64` -> ((1, 128), "int64"); without a dtype None, that of the model.
+
+    Raises:
+        ConfigError: no shape, or no dtype of `DTYPES`.
+    """
+    shape, colon, dtype = text.partition(":")
+    if colon and dtype not in DTYPES:
+        raise ConfigError(
+            f"an input is like 1x3x224x224 or 1x128:int64, of a dtype of {', '.join(DTYPES)}, got"
+            f" {text!r}{_meant(dtype)}"
+        )
+    return parse_shape(shape), dtype or None
+
+
+def _meant(dtype: str) -> str:
+    way_out = did_you_mean(dtype, DTYPES)
+    return f"; {way_out}" if way_out else ""
+
+
 @phase("exporting the PyTorch model")
 def export_torch(
     spec: str,
     inputs: Sequence[tuple[int, ...]],
     *,
+    dtypes: Sequence[str | None] = (),
     weights: Path | None = None,
     dynamic_batch: bool = True,
+    notes: list[str] | None = None,
 ) -> onnx.ModelProto:
     """Export the float model that `file.py:factory` makes, checked against torch.
 
     Args:
-        spec: the user's file and function; the code is run.
+        spec: the user's file and function, whose code is run; or a named model.
         inputs: shape of each input of forward, batch first.
+        dtypes: of each input, None for the model's own floating dtype.
         weights: a state dict to load, tensors only.
         dynamic_batch: leave the batch open.
+        notes: gets a sentence for each thing that the user should know.
 
     Raises:
-        SdkMissingError: torch is not installed.
+        SdkMissingError: torch, or the package of a named model, is not installed.
         ConfigError: the spec or a shape is none.
         ModelError: the file, the factory, the weights or the export failed.
         ExportError: onnxruntime computes something else than torch.
@@ -63,17 +90,27 @@ def export_torch(
             f"{spec} needs the shape of its input: --input 1x3x224x224, once for each input"
         )
     from deploy.fx.export import check_float, to_onnx
-    from deploy.fx.source import example_inputs, load_module
+    from deploy.fx.samples import example_inputs, in_float32
+    from deploy.fx.source import load_module
+    from deploy.fx.zoo import note
 
     model = load_module(spec, weights)
-    tensors = example_inputs(inputs)
+    told = [note(spec, weights), in_float32(model)]
+    tensors = example_inputs(inputs, dtypes)
+    tensors = tuple(x.float() if x.is_floating_point() else x for x in tensors)
     exported = to_onnx(model, tensors, dynamic_batch=dynamic_batch)
-    check_float(exported, model, [tensors])
+    told.append(check_float(exported, model, tensors).untold)
+    if notes is not None:
+        notes += [sentence for sentence in told if sentence]
     return exported
 
 
 def open_torch(
-    spec: str, inputs: Sequence[tuple[int, ...]], *, weights: Path | None = None
+    spec: str,
+    inputs: Sequence[tuple[int, ...]],
+    *,
+    dtypes: Sequence[str | None] = (),
+    weights: Path | None = None,
 ) -> LoadedModel:
     """`export_torch`, cleaned and known by its digest like any other model.
 
@@ -81,9 +118,13 @@ def open_torch(
         SdkMissingError, ConfigError, ModelError, ExportError: as `export_torch`.
     """
     file, _, factory = spec.rpartition(":")
-    loaded = load_onnx(export_torch(spec, inputs, weights=weights), True)
-    note = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
-    return replace(loaded, name=f"{Path(file).stem}-{factory}", notes=(note, *loaded.notes))
+    notes = list[str]()
+    exported = export_torch(spec, inputs, dtypes=dtypes, weights=weights, notes=notes)
+    loaded = load_onnx(exported, True)
+    made = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
+    name = f"{Path(file).stem}-{Path(factory).stem}"
+    told = (f"{sentence[0].upper()}{sentence[1:]}." for sentence in notes)
+    return replace(loaded, name=name, notes=(made, *told, *loaded.notes))
 
 
 def load_torch(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from deploy.errors import FeedError
+from deploy.fx.device import device_of, moved
 from deploy.fx.fakequant import FakeQuant
 from deploy.fx.layers import QatConvBn, WeightQuant
 
@@ -38,7 +40,7 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any]) -> int:
     count = 0
     with torch.no_grad():
         for batch in batches:
-            prepared(*as_inputs(batch))
+            prepared(*moved(as_inputs(batch), device_of(prepared)))
             count += 1
     if not count:
         raise FeedError("calibration needs at least one batch, got none")
@@ -47,6 +49,13 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any]) -> int:
         quant.parameters_of_grid()  # says which tensor saw no data
     set_phase(prepared, observe=False, quantize=True)
     return count
+
+
+def float_form(prepared: nn.Module) -> nn.Module:
+    """A copy of a prepared model that computes in float with the weights it has by now."""
+    form = copy.deepcopy(prepared).eval()
+    set_phase(form, observe=False, quantize=False)
+    return form
 
 
 def freeze_norms(prepared: nn.Module) -> int:

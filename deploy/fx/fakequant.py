@@ -122,7 +122,7 @@ class FakeQuant(nn.Module):
             self.hi.lerp_(hi, self.momentum)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """X, or its rounding to the grid once enabled; same shape and dtype."""
+        """X, or its rounding to the grid once enabled, float32; same shape."""
         if self.observe:
             self.update(x)
         return self.rounded(x) if self.enabled else x
@@ -130,7 +130,9 @@ class FakeQuant(nn.Module):
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """X rounded to the grid of the present range."""
         scale, zero = self.parameters_of_grid()
-        return torch.fake_quantize_per_tensor_affine(x, scale, zero, self.grid.qmin, self.grid.qmax)
+        qmin, qmax = self.grid.qmin, self.grid.qmax
+        # float32: a value of bfloat16 (torch.autocast) has fewer digits than the grid has steps
+        return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, qmin, qmax)
 
 
 class DynamicQuant(nn.Module):

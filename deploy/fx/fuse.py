@@ -25,6 +25,7 @@ import torch
 from torch import fx, nn
 
 from deploy.errors import ModelError
+from deploy.fx.copied import plain_copy
 from deploy.fx.modules import functions_to_modules
 from deploy.fx.rewrite import is_op
 from deploy.fx.trace import replace_submodule, trace
@@ -77,7 +78,7 @@ def fold_batch_norms(model: nn.Module) -> tuple[fx.GraphModule, FuseReport]:
         ModelError: the model cannot be traced, or is in train mode, where a norm follows the
             batch and has no fixed factor to fold.
     """
-    graph_module = as_graph(copy.deepcopy(model))
+    graph_module = as_graph(plain_copy(model))
     refuse_train_mode(graph_module)
     functions_to_modules(graph_module)
     report = FuseReport()

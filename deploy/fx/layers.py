@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from deploy.errors import CalibrationError
 from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
+from deploy.fx.hooks import refuse_hooks
 
 WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
 
@@ -94,6 +95,7 @@ class QatLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, weight_quant: WeightQuant):
         super().__init__()
+        refuse_hooks(layer, f"a layer that is quantized ({type(layer).__name__})")
         self.layer = layer
         self.weight_quant = weight_quant
 

@@ -12,6 +12,7 @@ qat             int8, trained on the grid           fixed ranges, trained with (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from deploy.fx.convert import convert, scale_table
 from deploy.fx.prepare import MODES, prepare, prepare_only
 from deploy.fx.profile import tensors_of
 from deploy.fx.ranges import search_ranges
+from deploy.fx.same import check_same
 from deploy.fx.table import columns
 from deploy.metrics.accuracy import sqnr_db
 
@@ -37,7 +39,8 @@ class ModeResult:
         size: bytes of weights and constants.
         ratio: the float model's bytes over these.
         max_error: largest absolute difference of any output.
-        sqnr_db: signal to quantization noise of the outputs, in dB; inf where equal.
+        sqnr_db: signal to quantization noise of the outputs, in dB; inf where equal, NaN where all
+            outputs are 0, which proves nothing.
     """
 
     mode: str
@@ -79,6 +82,8 @@ def quantized(
         prepared = prepare(model, inputs, **options)
     else:
         prepared = prepare_only(model, only, inputs, **options)
+    if mode != "dynamic":  # whose activations are rounded from the start
+        check_same(model, prepared, inputs, "tracing and folding BatchNorm")
     if mode == "static":
         calibrate(prepared, [tuple(batch) for batch in batches])
         if ranges == "mse":
@@ -94,7 +99,11 @@ def measure(
     converted: nn.Module,
     batches: Sequence[Sequence[torch.Tensor]],
 ) -> ModeResult:
-    """Size and error of a converted model against the float one, on `batches`."""
+    """Size and error of a converted model against the float one, on `batches`.
+
+    The error of a trained one is told against its own weights in float (`float_form`): against the
+    model from before the training it would be what was learned.
+    """
     signal = noise = worst = 0.0
     with torch.no_grad():
         for batch in batches:
@@ -106,7 +115,8 @@ def measure(
                 worst = max(worst, float(difference.abs().max()))
     size = stored_bytes(converted)
     ratio = stored_bytes(model) / max(size, 1)
-    return ModeResult(mode, size, ratio, worst, sqnr_db(signal, noise))
+    quality = sqnr_db(signal, noise) if signal or noise else math.nan
+    return ModeResult(mode, size, ratio, worst, quality)
 
 
 def compare_modes(
@@ -128,7 +138,8 @@ def report(results: Sequence[ModeResult]) -> str:
     """The results as a table."""
     rows = [("Mode", "Bytes", "Smaller", "Max error", "SQNR dB")]
     for result in results:
-        numbers = (f"{result.ratio:.2f}x", f"{result.max_error:.4g}", f"{result.sqnr_db:.1f}")
+        quality = "all 0" if math.isnan(result.sqnr_db) else f"{result.sqnr_db:.1f}"
+        numbers = (f"{result.ratio:.2f}x", f"{result.max_error:.4g}", quality)
         rows.append((result.mode, str(result.size), *numbers))
     return columns(rows)
 

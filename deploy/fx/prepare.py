@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.convert import CustomClasses
+from deploy.fx.copied import plain_copy
+from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
 from deploy.fx.fuse import NORMS, called_module, fold_batch_norms, foldable
 from deploy.fx.grids import ActivationGrid, Target, find_target
@@ -104,7 +105,7 @@ def prepare(
     graph_module.delete_all_unused_submodules()
     graph_module.graph.lint()
     graph_module.recompile()
-    return graph_module
+    return graph_module.to(device_of(graph_module))
 
 
 def prepare_only(
@@ -121,7 +122,7 @@ def prepare_only(
     Raises:
         ConfigError, ModelError: as `prepare`; or the run does not reach the submodule.
     """
-    model = copy.deepcopy(model)
+    model = plain_copy(model)
     part = submodule(model, name)
     seen: list[tuple[Any, ...]] = []
     hook = part.register_forward_pre_hook(lambda _, args: seen.append(args))
@@ -130,7 +131,11 @@ def prepare_only(
     hook.remove()
     if not seen:
         raise ModelError(f"{name} must run for the example inputs, and does not")
-    replace_submodule(model, name, prepare(part, seen[0], **options))
+    prepared = prepare(part, seen[0], **options)
+    for module in prepared.modules():
+        if isinstance(module, FakeQuant):
+            module.members *= len(seen)  # one range for all calls that a run makes of the part
+    replace_submodule(model, name, prepared)
     return model
 
 
@@ -144,7 +149,7 @@ def _check_options(mode: str, norms: str, momentum: float) -> None:
 
 
 def _graph(model: nn.Module, leaves: list[Any], norms: str) -> fx.GraphModule:
-    own = copy.deepcopy(model)
+    own = plain_copy(model)
     traced = own if isinstance(own, fx.GraphModule) else trace(own, leaves=leaves)
     if norms == "fold":
         return fold_batch_norms(traced)[0]

@@ -8,9 +8,10 @@ and matrix products; one multiply-accumulate is two FLOPs).
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,14 +22,27 @@ from deploy.fx.fuse import called_module
 from deploy.fx.table import columns, target_name
 from deploy.progress import phase
 
+SCHEMA = "calib8-profile/1"
+_CALLS = re.compile(r"@[0-9]+")  # counts the calls of a module, in torch.export
+
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """What one node of the graph costs; `seconds` is the mean of the timed runs."""
+    """What one node of the graph costs.
+
+    Attributes:
+        opcode, name, target: as in the table of `calib8 trace`.
+        module: qualified name of the module that it belongs to; "" for the model itself.
+        seconds: mean of the timed runs.
+        percent: of the whole run.
+        flops: floating-point operations, two a multiply-accumulate.
+        parameters: of the module that it calls.
+    """
 
     opcode: str
     name: str
     target: str
+    module: str
     seconds: float
     percent: float
     flops: int
@@ -57,13 +71,24 @@ class Profile:
         """MACs of the whole graph."""
         return sum(node.macs for node in self.nodes)
 
+    @property
+    def parameters(self) -> int:
+        """Parameters of the modules that are called, each call counted."""
+        return sum(node.parameters for node in self.nodes)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON types: the whole, and every node in the graph's order."""
+        whole = {"seconds": self.seconds, "flops": self.flops, "macs": self.macs}
+        nodes = [{**asdict(node), "macs": node.macs} for node in self.nodes]
+        return {"schema": SCHEMA, **whole, "parameters": self.parameters, "nodes": nodes}
+
     def table(self) -> str:
         """The nodes, slowest first, and a line of totals."""
         heading = ("Op type", "Op", "Average runtime (s)", "Pct", "MFLOPs", "MMACs", "Parameters")
         slowest = sorted(self.nodes, key=lambda node: -node.seconds)
         rows = [heading, *(_row(node) for node in slowest)]
         percent = f"{sum(node.percent for node in self.nodes):.2f}"
-        parameters = str(sum(node.parameters for node in self.nodes))
+        parameters = str(self.parameters)
         total = (f"{self.seconds:.6f}", percent, _mega(self.flops), _mega(self.macs), parameters)
         return columns([*rows, ("total", "", *total)])
 
@@ -170,7 +195,9 @@ def compare_speed(
 def max_difference(left: Any, right: Any) -> float:
     """Largest absolute difference of two outputs: tensors, or tuples, lists and dicts of them."""
     pairs = zip(tensors_of(left), tensors_of(right), strict=True)
-    return max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+    return max(
+        (float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel()), default=0.0
+    )
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
@@ -189,9 +216,22 @@ def _cost(
 ) -> NodeCost:
     module = called_module(graph_module, node)
     parameters = sum(p.numel() for p in module.parameters()) if module is not None else 0
-    percent = 100 * seconds / whole
+    percent = 100 * seconds / whole if whole else 0.0
     target = target_name(node.target)
-    return NodeCost(node.op, node.name, target, seconds, percent, flops, parameters)
+    owner = owner_of(node)
+    return NodeCost(node.op, node.name, target, owner, seconds, percent, flops, parameters)
+
+
+def owner_of(node: fx.Node) -> str:
+    """Qualified name of the innermost module that the node was traced in, "" for the model.
+
+    Of a call of a module it is that module.
+    """
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str([*stack.values()][-1][0]) if stack else ""
+    return _CALLS.sub("", path.removeprefix("L['self']").lstrip("."))
 
 
 def _row(node: NodeCost) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,13 @@ from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.fx import checkpoint as checkpoints
 from deploy.fx.calibrate import as_inputs, calibrate, freeze_norms, set_phase
 from deploy.fx.convert import CustomClasses, convert
+from deploy.fx.copied import computed_weights, plain_copy
+from deploy.fx.device import CPU, Reached, device_of, moved
 from deploy.fx.distill import Distiller
 from deploy.fx.placement import SHARED
 from deploy.fx.prepare import prepare, prepare_only
 from deploy.fx.ranges import search_ranges
+from deploy.fx.same import check_same
 from deploy.progress import phase
 
 Batches = Callable[[int], Iterable[tuple[Any, Any]]]
@@ -55,6 +58,8 @@ class Task:
         ranges: "ema", moving averages of minimum and maximum that follow the training data; or
             "mse", searched once after calibration and then kept, better at few bits.
         only: submodule to quantize; the rest is trained with it, in float.
+        amp: compute forward and loss in bfloat16 where torch.autocast does; ranges, weights and
+            what is exported stay float32.
         convert: observed class -> quantized class, as `deploy.fx.convert.convert`.
     """
 
@@ -81,6 +86,7 @@ class Task:
     norms: str = "fold"
     only: str | None = None
     ranges: str = "ema"
+    amp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,7 @@ def train(
     target: str = "onnxruntime",
     bits: int = 8,
     checkpoint: Path | None = None,
+    device: torch.device | None = None,
     report: Callable[[str], object] = lambda line: None,
 ) -> Trained:
     """Calibrate the task's model, train it on the target's grid, convert it.
@@ -118,6 +125,8 @@ def train(
         bits: of activations and weights, 2 to 8.
         checkpoint: written after each epoch; where it exists, training goes on from it and ends
             as it would have without the break.
+        device: to train on; None for where the task's model is. Batches are brought there, and
+            the converted model is on the CPU.
         report: called with one line on each epoch.
 
     Raises:
@@ -125,6 +134,11 @@ def train(
             or the loss is no longer a finite number.
         CacheError: a checkpoint that is broken or of another training.
     """
+    for name in computed_weights(task.model):
+        report(
+            f"{name} is computed in the model from other tensors; trained as a weight of its own"
+        )
+    task = _on(task, device)
     prepared = _prepared(task, target, bits)
     batches = task.calibration or (lambda: _first_inputs(task))
     calibrate(prepared, batches())
@@ -135,7 +149,7 @@ def train(
         report(f"before training (PTQ, {bits} bits): {start:.4f}")
     optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
     rates = [group["lr"] for group in optimizer.param_groups]
-    mark = checkpoints.fingerprint(prepared, target, bits, task.epochs, task.norms, task.ranges)
+    mark = _marks(task, prepared, optimizer, target, bits)
     first, losses = 0, list[float]()
     if checkpoint is not None and checkpoint.exists():
         first, losses = checkpoints.resume(checkpoint, mark, prepared, optimizer)
@@ -157,12 +171,40 @@ def train(
             distiller.close()
     set_phase(prepared.eval(), observe=False, quantize=True)
     converted = convert(prepared, task.convert)
-    return Trained(prepared, converted, tuple(losses), start, _figure(task, converted))
+    end = _figure(task, converted)
+    return Trained(prepared.cpu(), converted.cpu(), tuple(losses), start, end)
 
 
 def first_batches(task: Task) -> list[tuple[Any, ...]]:
-    """The inputs of the first batches of epoch 0, to calibrate or to compare with."""
-    return [as_inputs(x) for x in _first_inputs(task)]
+    """The inputs of the first batches of epoch 0 on the CPU, to calibrate or to compare with."""
+    return [moved(as_inputs(x), CPU) for x in _first_inputs(task)]
+
+
+def _on(task: Task, device: torch.device | None) -> Task:
+    """The task with copies of its models on a device, and its inputs there too."""
+    if device is None:
+        return replace(task, inputs=moved(list(task.inputs), device_of(task.model)))
+    teacher = None if task.teacher is None else plain_copy(task.teacher).to(device)
+    model = plain_copy(task.model).to(device)
+    return replace(task, model=model, teacher=teacher, inputs=moved(list(task.inputs), device))
+
+
+def _marks(
+    task: Task, prepared: nn.Module, optimizer: torch.optim.Optimizer, target: str, bits: int
+) -> checkpoints.Marks:
+    """What a checkpoint must be of for the training to go on from it; the data is not looked at."""
+    settings = {
+        "target": target,
+        "number of bits": bits,
+        "number of epochs": task.epochs,
+        "handling of norms": task.norms,
+        "kind of ranges": task.ranges,
+        "distillation": (list(task.distil), task.distil_weight),
+        "limit of gradients": task.clip_gradient,
+        "precision": task.amp,
+    }
+    teacher = task.teacher
+    return checkpoints.marks(task.model, prepared, optimizer, teacher=teacher, settings=settings)
 
 
 def _prepared(task: Task, target: str, bits: int) -> nn.Module:
@@ -180,9 +222,14 @@ def _prepared(task: Task, target: str, bits: int) -> nn.Module:
         "share": task.share,
         "custom": task.custom,
     }
+    prepared: nn.Module
     if task.only is not None:
-        return prepare_only(model, task.only, task.inputs, **options)
-    return prepare(model, task.inputs, **options)
+        prepared = prepare_only(model, task.only, task.inputs, **options)
+    else:
+        prepared = prepare(model, task.inputs, **options)
+    if not task.custom:  # whose observed classes compute what they will
+        check_same(model, prepared, task.inputs, "tracing and folding BatchNorm")
+    return prepared
 
 
 def _first_inputs(task: Task) -> Iterable[Any]:
@@ -192,8 +239,9 @@ def _first_inputs(task: Task) -> Iterable[Any]:
 def _figure(task: Task, model: nn.Module) -> float | None:
     if task.evaluate is None:
         return None
+    home = device_of(model).type == "cpu"
     with torch.no_grad():
-        return float(task.evaluate(model.eval()))
+        return float(task.evaluate(model.eval() if home else Reached(model).eval()))
 
 
 def _begin(
@@ -223,12 +271,14 @@ def _epoch(
     distiller: Distiller | None,
 ) -> float:
     total, count = 0.0, 0
+    device = device_of(prepared)
     for inputs, labels in task.batches(epoch):
-        arguments = as_inputs(inputs)
-        output = prepared(*arguments)
-        loss = task.loss(output, labels)
-        if distiller is not None:
-            loss = loss + task.distil_weight * distiller.loss(arguments, output)
+        arguments = moved(as_inputs(inputs), device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=task.amp):
+            output = prepared(*arguments)
+            loss = task.loss(output, moved(labels, device))
+            if distiller is not None:
+                loss = loss + task.distil_weight * distiller.loss(arguments, output)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise CalibrationError(

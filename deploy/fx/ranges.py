@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from deploy.fx.calibrate import as_inputs, observers_of, set_phase
+from deploy.fx.device import device_of, moved
 from deploy.fx.fakequant import FakeQuant
 
 FACTORS = tuple(i / 20 for i in range(20, 5, -1))  # ties go to the longer range
@@ -41,7 +42,7 @@ def search_ranges(prepared: nn.Module, batches: Iterable[Any]) -> dict[str, floa
     prepared.eval()
     with torch.no_grad():
         for batch in batches:
-            prepared(*as_inputs(batch))
+            prepared(*moved(as_inputs(batch), device_of(prepared)))
     for hook in hooks:
         hook.remove()
     prepared.train(training)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from deploy.errors import ConfigError, ModelError
+from deploy.errors import ConfigError, ModelError, first_line
 
 # torch function: (operators, in-place operators and methods, methods)
 SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
@@ -97,10 +97,19 @@ def propagate_shapes(
     """Run the graph once and give each tensor node's shape by the node's name.
 
     The shapes also stay in `node.meta["tensor_meta"]`, as torch.fx's passes expect.
+
+    Raises:
+        ModelError: a node does not run for these inputs.
     """
-    # torch prints a traceback of its own before it raises
-    with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-        ShapeProp(graph_module).propagate(*inputs)
+    try:  # torch prints a traceback of its own before it raises
+        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
+            ShapeProp(graph_module).propagate(*inputs)
+    except Exception as error:  # whatever a user's model raises
+        taken = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
+        cause = error.__cause__ or error  # torch.fx wraps what the model raised
+        raise ModelError(f"the model must run for inputs {taken}, got: {first_line(cause)}") from (
+            cause
+        )
     metas = {node.name: node.meta.get("tensor_meta") for node in graph_module.graph.nodes}
     return {name: tuple(meta.shape) for name, meta in metas.items() if hasattr(meta, "shape")}
 

@@ -5,7 +5,7 @@ Weights come from a file only where one is named, through `torch.load(weights_on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +16,11 @@ from torch import nn
 import deploy.usercode as usercode
 from deploy.archives import check_archive
 from deploy.errors import Calib8Error, ModelError
+from deploy.fx.copied import unwrapped
+from deploy.fx.states import fitted, found_state
+from deploy.fx.zoo import make_named
 from deploy.reading import MOST_BYTES, opened
+from deploy.usercode import is_named
 
 
 def load_factory(spec: str) -> Callable[[], Any]:
@@ -45,28 +49,31 @@ def call_factory(spec: str) -> Any:
 def load_module(spec: str, weights: Path | None = None) -> nn.Module:
     """The model that `spec` makes, in eval mode, with `weights` loaded where given.
 
+    Args:
+        spec: `file.py:factory`, or a name such as timm:resnet18 (`deploy.fx.zoo`).
+        weights: file of a state dict.
+
     Raises:
-        ConfigError, ModelError: as `load_factory`; or not a module, or weights that do not fit.
+        ConfigError, ModelError: as `load_factory`; or not a module, TorchScript, or weights that do
+            not fit.
+        SdkMissingError: the package of a named model is not installed.
     """
-    model = call_factory(spec)
+    model = make_named(spec) if is_named(spec) else call_factory(spec)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{spec} must return a torch.nn.Module, got {type(model).__name__}")
+    model = unwrapped(model)
     if weights is not None:
         load_weights(model, weights)
     return model.eval()
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state dict (or a checkpoint that holds one as `state_dict`) into `model`, strictly.
+    """Load a state dict, or a checkpoint that holds one, into `model`, strictly.
 
     Raises:
         ModelError: not a file of plain tensors, or names or shapes that are not the model's.
     """
-    state = read_tensors(path)
-    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]
-    if not isinstance(state, dict):
-        raise ModelError(f"{path} must hold a state dict, got {type(state).__name__}")
+    state = fitted(found_state(read_tensors(path), path), model)
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -105,12 +112,6 @@ def _refuse_bomb(file: IO[bytes], path: Path) -> None:
     if file.read(2) == b"PK":
         check_archive(file, path, what="a file of tensors", error=ModelError, most=MOST_BYTES)
     file.seek(0)
-
-
-def example_inputs(shapes: Sequence[Sequence[int]], seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """One float32 tensor of standard normal values for each shape, the same on every call."""
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(*shape, generator=generator) for shape in shapes)
 
 
 def users_line(error: BaseException) -> str:

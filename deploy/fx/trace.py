@@ -10,6 +10,8 @@ from typing import Any
 from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
+from deploy.fx.copied import unwrapped
+from deploy.fx.hooks import computing, has_hooks, take_off
 from deploy.fx.source import users_line
 from deploy.fx.wrap import Function, global_wrap
 
@@ -22,20 +24,29 @@ class LeafTracer(fx.Tracer):
         self.texts = texts  # qualified names and class names
         self.classes = classes
         self.path: list[tuple[str, str]] = []  # (qualified name, class) of modules being traced
+        self.unhooked: set[str] = set()  # layers whose hooks are nodes of their own
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Chosen leaves, and what torch.fx itself keeps whole (torch.nn's own modules)."""
-        chosen = (
-            module_qualified_name in self.texts
-            or type(m).__name__ in self.texts
-            or isinstance(m, self.classes)
+        return self._is_chosen(m, module_qualified_name) or bool(
+            super().is_leaf_module(m, module_qualified_name)
         )
-        return chosen or bool(super().is_leaf_module(m, module_qualified_name))
+
+    def _is_chosen(self, m: nn.Module, name: str) -> bool:
+        named = name in self.texts or type(m).__name__ in self.texts
+        return named or isinstance(m, self.classes)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Remember which module is being traced, so that a failure can name it."""
-        self.path.append((self.path_of_module(m), type(m).__name__))
-        result = super().call_module(m, forward, args, kwargs)
+        name = self.path_of_module(m)
+        self.path.append((name, type(m).__name__))
+        if has_hooks(m) and self.is_leaf_module(m, name) and not self._is_chosen(m, name):
+            self.unhooked.add(name)
+            call = super().call_module
+            with computing(m, lambda *a, **k: call(m, forward, a, k)):
+                result = forward(*args, **kwargs)
+        else:
+            result = super().call_module(m, forward, args, kwargs)
         self.path.pop()
         return result
 
@@ -58,6 +69,7 @@ def trace(
         ModelError: the model cannot be traced; the message names the module, the file and the
             line, and the three remedies: leaf, split, rewrite.
     """
+    model = unwrapped(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
     texts = frozenset(leaf for leaf in leaves if isinstance(leaf, str))
     _check_leaves(model, texts, classes)
@@ -68,6 +80,7 @@ def trace(
     except Exception as error:  # whatever the user's forward raises on symbolic values
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
+    take_off(graph_module, tracer.unhooked)
     graph_module.graph.lint()
     return graph_module
 

@@ -21,7 +21,7 @@ from deploy.metrics.running import OutputAccuracy, RunningError, cosine, output_
 from deploy.metrics.tasks import Metric, TaskFigure
 from deploy.metrics.tasks.examples import Example
 from deploy.metrics.truth import PartAccuracy, Truth, part_json, task_json
-from deploy.tensors import Array, Session
+from deploy.tensors import Array, Session, Speaking, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +115,8 @@ class Comparison:
 
     def __init__(
         self,
-        reference: Session,
-        candidate: Session,
+        reference: Speaking,
+        candidate: Speaking,
         *,
         labels: Sequence[int] | GroundTruth | None = None,
         form: Form | None = None,
@@ -194,14 +194,34 @@ class Comparison:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Outputs that were kept, in the place of the session that gave them."""
+
+    values: Mapping[str, Array]
+
+    @property
+    def outputs(self) -> Sequence[TensorSpec]:
+        """Specs of the outputs, as of these values."""
+        kinds = {
+            name: "str" if v.dtype.kind in "OSU" else v.dtype.name
+            for name, v in self.values.items()
+        }
+        return [TensorSpec(name, kinds[name], v.shape) for name, v in self.values.items()]
+
+
 class TensorComparison:
-    """Figures of pairs of tensors, reference's name -> candidate's, batch by batch."""
+    """Figures of pairs of tensors, batch by batch.
+
+    Attributes:
+        pairs: reference's name -> candidate's.
+    """
 
     def __init__(self, pairs: Mapping[str, str]) -> None:
         """Raises ConfigError where there is no pair."""
         if not pairs:
             raise ConfigError("a comparison of tensors needs at least one pair of names, got none")
-        self._pairs = dict(pairs)
+        self.pairs = dict(pairs)
         self._errors = {name: RunningError(name) for name in pairs}
         self._seen = 0
 
@@ -213,7 +233,7 @@ class TensorComparison:
     ) -> None:
         """Add one batch's tensors."""
         batch = batch_length(feed)
-        for name, other in self._pairs.items():
+        for name, other in self.pairs.items():
             self._errors[name].add(reference[name], candidate[other], batch)
         self._seen += batch
 
@@ -315,7 +335,7 @@ def _problems(
             )
 
 
-def _common_outputs(reference: Session, candidate: Session) -> list[str]:
+def _common_outputs(reference: Speaking, candidate: Speaking) -> list[str]:
     names = [spec.name for spec in reference.outputs if spec.dtype != "str"]
     others = {spec.name for spec in candidate.outputs}
     if not names or set(names) - others:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from deploy.calibration.observation import each_once
@@ -29,21 +28,25 @@ if TYPE_CHECKING:
 
     import onnx
 
+    from deploy.calibration.outputs import Judges
     from deploy.calibration.subject import Subject
     from deploy.feed.feed import Feed
     from deploy.targets.base import Target
-    from deploy.tensors import Samples
+    from deploy.tensors import Array
 
 _SAMPLES = 16  # images of which half make the after-repairs and half judge them
 _ENOUGH = 4  # samples from which on they are shared out
+Heard = tuple[Sample, Mapping[str, "Array"]]
 _CLEARLY_DB = 0.5  # what a before-repair must gain: it is judged with the ranges of few samples
 STAND_IN = OnnxRuntime()  # where no target can be tried on a few samples
 
 
-def few(feed: Samples, most: int = _SAMPLES) -> list[Sample]:
-    """The first samples, `most` images or so."""
-    with feed.samples() as samples:
-        return list(islice(samples, max(2, most * len(feed) // max(feed.count, 1))))
+def few(judges: Judges | None) -> list[Heard]:
+    """A few of the samples that judge, from all over them, with what the float model says."""
+    if judges is None:
+        return []
+    part = judges.part
+    return list(judges.heard(max(2, _SAMPLES * len(part) // max(part.count, 1))))
 
 
 def trials(
@@ -61,7 +64,8 @@ def trials(
     """
     if ROUNDING not in names:
         return target.trial
-    with _making(target, request, few(request.feed)) as making:
+    samples = [sample for sample, _ in few(request.judges)]
+    with _making(target, request, samples) as making:
         return trials_rounded(request, making)
 
 
@@ -83,7 +87,7 @@ def repaired(
     target: Target,
     request: BuildRequest,
     names: Sequence[str],
-    samples: Sequence[Sample],
+    heard: Sequence[Heard],
 ) -> tuple[BuildRequest, list[Tried]]:
     """Try the after-repairs of these names for one target.
 
@@ -91,7 +95,7 @@ def repaired(
         target: the target.
         request: what it would be built from.
         names: of `REPAIRS`; those that come before observing are passed over.
-        samples: a few, of which half make the repairs and the other half judge them.
+        heard: a few samples with their float outputs; half make the repairs, half judge them.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -99,20 +103,20 @@ def repaired(
     repairs = {name: one.after for name in names if (one := REPAIRS[name]).after is not None}
     if not repairs:
         return request, []
-    with _making(target, request, samples) as making:
-        return _tried_out(request, making, repairs, samples)
+    with _making(target, request, [sample for sample, _ in heard]) as making:
+        return _tried_out(request, making, repairs, heard)
 
 
 def _tried_out(
     request: BuildRequest,
     making: Making,
     repairs: Mapping[str, After],
-    samples: Sequence[Sample],
+    heard: Sequence[Heard],
 ) -> tuple[BuildRequest, list[Tried]]:
     """What is left of a request after its repairs, each judged on the samples of no repair."""
     target = making.target
-    judging = samples[1::2] if len(samples) >= _ENOUGH else samples
-    bench = Judge(request.model, judging, threads=request.threads)
+    judging, said = zip(*(heard[1::2] if len(heard) >= _ENOUGH else heard), strict=True)
+    bench = Judge(request.model, judging, threads=request.threads, said=said)
     kernels = ".onnx" in target.engines
     now, tried = bench.of(target.trial(request), kernels=kernels), []
     for name, repair in repairs.items():
@@ -252,7 +256,7 @@ class _Field:
         folder: Path,
         threads: int,
     ) -> None:
-        self.samples = few(feed, _SAMPLES // 2)
+        self.samples = feed.first(max(2, _SAMPLES // 2 * len(feed) // max(feed.count, 1)))
         self._targets = list(targets)
         self._feed, self._folder, self._threads = feed, folder, threads
         self._judge = Judge(subject.model, self.samples, threads=threads)

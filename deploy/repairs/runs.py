@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deploy.feed.parallel import Sample, in_order
 from deploy.graph.edit import with_outputs
-from deploy.metrics.accuracy import Accuracy, Comparison
+from deploy.metrics.accuracy import Accuracy, Comparison, Said
 from deploy.ort import OrtSession
 from deploy.tensors import Array
 
@@ -92,14 +92,28 @@ def _rows(value: Array, axis: int) -> Array:
 
 
 class Judge:
-    """Compares models with the float one on the same few samples, which it runs once."""
+    """Compares models with the float one on the same few samples, which it runs once.
+
+    Args:
+        reference: the float model.
+        samples: a few.
+        threads: samples that run beside each other.
+        said: the float model's outputs for them, where they are known.
+    """
 
     def __init__(
-        self, reference: onnx.ModelProto, samples: Sequence[Sample], *, threads: int
+        self,
+        reference: onnx.ModelProto,
+        samples: Sequence[Sample],
+        *,
+        threads: int,
+        said: Sequence[Mapping[str, Array]] | None = None,
     ) -> None:
         self._samples, self._threads = samples, threads
-        self._session = OrtSession.open(reference, threads=1, spin=False)
-        self._outputs = _ran(self._session, samples, threads)
+        if said is None:
+            session = OrtSession.open(reference, threads=1, spin=False)
+            said = _ran(session, samples, threads)
+        self._outputs = said
 
     def of(self, model: onnx.ModelProto, *, kernels: bool) -> Accuracy:
         """Figures of a model; `kernels` runs ONNX Runtime's int8 kernels, where it has them.
@@ -108,7 +122,7 @@ class Judge:
             BackendError: ONNX Runtime refused the model or a sample.
         """
         session = OrtSession.open(model, threads=1, spin=False, int8_kernels=kernels)
-        comparison = Comparison(self._session, session)
+        comparison = Comparison(Said(self._outputs[0]), session)
         outputs = _ran(session, self._samples, self._threads)
         for sample, reference, candidate in zip(self._samples, self._outputs, outputs, strict=True):
             comparison.add(sample, reference, candidate)

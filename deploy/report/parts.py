@@ -95,7 +95,7 @@ class WorkPart:
     Attributes:
         decodes: images that were read and decoded.
         calibration_runs: variant of the model -> inferences for its statistics.
-        reference_runs: inferences of the float model, to judge engines by.
+        reference_runs: further inferences of the float model, to judge engines by.
         engine_runs: target -> inferences of its engine, or of the model that stands in for it.
     """
 

@@ -85,6 +85,10 @@ svg .zero { stroke: var(--ink); stroke-width: 1; }
 svg .cut { fill: var(--c2); } svg .clip { stroke: var(--ink); stroke-dasharray: 4 3; }
 svg .other { stroke: var(--c3); stroke-width: 1.5; }
 svg .tried { fill: var(--c0); fill-opacity: .6; } svg .time { fill: var(--soft); }
+svg.map { display: block; width: 100%; height: auto; }
+svg.map rect { stroke: var(--page); stroke-width: 1; fill-opacity: .4; }
+svg.map rect.whole { fill: var(--line); fill-opacity: .5; } svg.map text { fill: var(--ink); }
+svg.map rect.c0 { fill: var(--c0); } svg.map rect.c1 { fill: var(--c1); }
 svg.hist { display: block; width: 100%; height: auto; margin-top: .4rem; }
 .drawn { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fill, minmax(270px, 1fr)); }
 .drawn figure { margin: 0; padding: .8rem; min-width: 0; font-size: .88rem; }

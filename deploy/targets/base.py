@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from calibrators.grids import Grid
     from calibrators.scales import Scale
     from deploy.calibration.observation import Observation
+    from deploy.calibration.outputs import Judges
     from deploy.calibration.ranges import Ranges
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
@@ -36,6 +37,8 @@ class BuildRequest:
         threads: for what is run while building; the files do not depend on it.
         manifest: what the feed is made of, preprocessing included.
         choices: what was settled for the target beyond what the user asked for.
+        judges: the calibration samples that judge what is tried, with the float model's outputs;
+            None where nothing is tried.
         against: the cleaned float model without repairs, for float engines that the speed of what
             is built is held against; None where no speed is measured.
     """
@@ -48,6 +51,7 @@ class BuildRequest:
     earlier: Path | None = None
     threads: int = 1
     choices: Choices = NO_CHOICES
+    judges: Judges | None = None
     against: onnx.ModelProto | None = None
 
     def choosing(self, choices: Choices) -> BuildRequest:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from deploy.calibration.choices import Choices
 from deploy.errors import Calib8Error
-from deploy.metrics.accuracy import Accuracy, Comparison
+from deploy.metrics.accuracy import Accuracy, Comparison, Said
 from deploy.metrics.form import form_of
 from deploy.ort import OrtSession
 
@@ -104,14 +104,15 @@ class Prober:
     Attributes:
         tried: how many trial models were run.
 
-    `by_task` also compares them by the figures of the task, which a limit of loss needs.
+    `heard` are the samples, each with what the float model says of it; `by_task` also compares the
+    trials by the figures of the task, which a limit of loss needs.
     """
 
     def __init__(
         self,
         trial: Callable[[BuildRequest], onnx.ModelProto],
         request: BuildRequest,
-        samples: Sequence[Mapping[str, Array]],
+        heard: Sequence[tuple[Mapping[str, Array], Mapping[str, Array]]],
         *,
         runs_here: bool,
         threads: int,
@@ -121,14 +122,13 @@ class Prober:
         self._progress = progress
         self._trial = trial
         self._request = request
-        self._samples = samples
+        self._samples = [sample for sample, _ in heard]
+        self._wanted = [said for _, said in heard]
         self._kernels = runs_here
         self._threads = threads
         self._by_task = by_task
         self._known: dict[object, Noise] = {}
-        self._reference = OrtSession.open(request.model, threads=1, spin=False)
-        self._wanted = [self._reference.run(sample) for sample in samples]
-        self._form = form_of(self._wanted, inputs=samples)
+        self._form = form_of(self._wanted, inputs=self._samples)
         self._usual = usual_powers(self._form, self._wanted)
         self._stopped = False
         self.tried = 0
@@ -155,7 +155,7 @@ class Prober:
         try:
             model = self._trial(self._request.adding(choices))
             session = OrtSession.open(model, threads=1, spin=False, int8_kernels=self._kernels)
-            figures = Comparison(self._reference, session, form=self._form)
+            figures = Comparison(Said(self._wanted[0]), session, form=self._form)
             powers = []
             for sample, wanted in zip(self._samples, self._wanted, strict=True):
                 if self._stopped:

@@ -16,34 +16,34 @@ from numpy.typing import NDArray
 
 from deploy.metrics.form import form_of
 from deploy.metrics.parts import SAMPLES
-from deploy.ort import OrtSession
 
 if TYPE_CHECKING:
-    import onnx
-
-    from deploy.tensors import Array, Samples
+    from deploy.calibration.outputs import Judges
+    from deploy.tensors import Array
 
 _EVERY = 2  # of the strongest samples every second one: the very first would speak for all
-CANDIDATES = 48  # samples that the float model is run on to choose from
+CANDIDATES = 48  # samples of those that judge, to choose from
 
 Sample = Mapping[str, "Array"]
+Outputs = Mapping[str, "Array"]
 
 
-def telling(model: onnx.ModelProto, feed: Samples, most: int) -> list[Sample]:
-    """At most so many samples of the feed, in its order; the candidates are read twice."""
-    energies = _energies(model, feed.spread(CANDIDATES))
+def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:
+    """At most so many samples with what the float model says of them, in the feed's order.
+
+    The candidates are read twice, so that only the chosen ones are in memory.
+    """
+    energies = _energies(judges.heard(CANDIDATES))
     chosen = _places(energies, most)
-    return [s for place, s in enumerate(feed.spread(CANDIDATES)) if place in chosen]
+    return [heard for place, heard in enumerate(judges.heard(CANDIDATES)) if place in chosen]
 
 
-def _energies(model: onnx.ModelProto, samples: Iterable[Sample]) -> NDArray[np.float64]:
+def _energies(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
     """[samples, parts]: sum of squares of every part; 0 where it is not finite."""
-    session = OrtSession.open(model, threads=1, spin=False)
-    feed = iter(samples)
-    first = list(islice(feed, SAMPLES))
-    known = [session.run(sample) for sample in first]
-    form = form_of(known, inputs=first)
-    outputs = chain(known, (session.run(sample) for sample in feed))
+    left = iter(heard)
+    first = list(islice(left, SAMPLES))
+    form = form_of([said for _, said in first], inputs=[sample for sample, _ in first])
+    outputs = (said for _, said in chain(first, left))
     return np.array(
         [[_energy(part.of(one[part.output])) for part in form.parts] for one in outputs]
     )

@@ -199,13 +199,15 @@ def _searched(
         return TargetPlan(choices=NO_CHOICES), 0
     effort = EFFORTS[wish.effort]
     few = max(_LEAST_SAMPLES, min(effort.samples, len(request.feed) // _SHARE))
-    model, feed = request.model, request.feed
-    samples = request.ranges.once((telling, few), lambda: telling(model, feed, few))
+    judges = request.judges
+    assert judges is not None  # whoever searches has some
+    heard = request.ranges.once((telling, few), lambda: telling(judges, few))
+    samples = [sample for sample, _ in heard]
     here = target.runs_here
     prober = Prober(
         trial,
         unseen(target, request, samples),
-        samples,
+        heard,
         runs_here=here,
         threads=request.threads,
         by_task=wish.max_loss is not None,

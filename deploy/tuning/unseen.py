@@ -7,7 +7,9 @@ were found without its own samples::
     calibration images  o o x o o o x o ...      x: tell the noise of every trial
                         o o   o o o   o          what the trial's ranges were found in
 
-What is built has the ranges of all of them. Among many images a few make no difference.
+What is built has the ranges of all of them. Among many images a few make no difference. A histogram
+that no order decides is what was counted of all, less what the judges add to it, so that these few
+alone are run again; any other statistic is made anew of the others.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.calibration.observation import Observed, each_once
+from calibrators.histogram import Histogram
+from calibrators.statistics import HistogramOf, Recorder
+from deploy.calibration.observation import Key, Observation, Observed, each_once
 from deploy.calibration.observe import observe
 from deploy.calibration.ranges import Ranges
 from deploy.errors import Calib8Error
@@ -48,7 +52,9 @@ def unseen(target: Target, request: BuildRequest, judges: Sequence[Sample]) -> B
     subject = replace(request.subject, samples=left)
     seen = ranges.once("without the judges", lambda: [Observed({})])  # shared by the targets
     try:
-        wanted = each_once({target.name: target.demand(subject)})
+        wanted = seen[0].missing(each_once({target.name: target.demand(subject)}))
+        counted = [o for o in wanted if _counted(ranges.observed, o)]
+        seen[0] = seen[0].and_also(_less(request, counted, judges))
         with phase("observing without the judges", left, "samples") as step:
             seen[0] = seen[0].and_also(
                 observe(
@@ -65,6 +71,29 @@ def unseen(target: Target, request: BuildRequest, judges: Sequence[Sample]) -> B
         return request
     found = Ranges(seen[0], ranges.method, ranges.bounds)
     return replace(request, subject=subject, ranges=found)
+
+
+def _counted(observed: Observed, observation: Observation) -> bool:
+    """Whether what was observed is a histogram that judges can be taken from."""
+    known = observation.key in observed and not observation.variant.needs
+    return known and observation.statistic == HistogramOf()
+
+
+def _less(
+    request: BuildRequest, counted: Sequence[Observation], judges: Sequence[Sample]
+) -> dict[Key, Recorder]:
+    """What was counted of all samples, less what these add to it."""
+    if not counted:
+        return {}
+    own = observe(counted, judges, threads=request.threads)
+    ranges = request.ranges
+    return {o.key: ranges.histogram(o).without(_histogram(own, o)) for o in counted}
+
+
+def _histogram(observed: Observed, observation: Observation) -> Histogram:
+    found = observed.of(observation)
+    assert isinstance(found, Histogram)
+    return found
 
 
 def _others(request: BuildRequest, judges: Sequence[Sample]) -> Iterator[Sample]:

@@ -458,6 +458,8 @@ READERS: dict[str, Reader] = {
         Reader(name="coco", suffix=".json", seeds=_texts(_COCO), open=_labels),
         Reader(name="npy", suffix=".npy", seeds=_npy, open=_fed),
         Reader(name="npz", suffix=".npz", seeds=_npz, open=_fed, mutate=changed_zip),
+        Reader(name="values", suffix=".npy", seeds=_npy,
+               open=lambda folder: lambda path: ["quantize", str(path)], cases=5000),
         Reader(name="png", suffix=".png", seeds=_pictures(".png"), open=_fed, mutate=changed_png),
         Reader(name="jpeg", suffix=".jpg", seeds=_pictures(".jpg"), open=_fed),
         Reader(name="webp", suffix=".webp", seeds=_pictures(".webp"), open=_fed),

@@ -23,8 +23,10 @@
 
 #if defined(__GNUC__)
 #define INLINE static inline __attribute__((always_inline))
+#define SOON(at) __builtin_prefetch(at, 0, 1)
 #else
 #define INLINE static inline
+#define SOON(at) (void)(at)
 #endif
 
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -41,6 +43,7 @@ enum {
   FEW = 1 << 11, /* values that are not worth the folding of tables */
   SPARE = 16,    /* places behind the indices of a block: a vector is stored as a whole */
   TABLES = 4,
+  AT_ONCE = 16, /* indices, as many as floats stand in a line of a cache */
   STRIDE = 8256 /* counters from table to table: their equal bins lie in other lines of a cache */
 };
 
@@ -307,17 +310,21 @@ static size_t cell_of(float x, float scale) {
   return (size_t)((ptrdiff_t)(x * scale) + CALIB8_BINS); /* the cast truncates */
 }
 
-static void raise_tables(uint16_t* tables, const int32_t* index, size_t n) {
+/* Raises the counters of the indices; meanwhile the values behind `next` come nearer, two lines of a
+ * cache for sixteen indices, since zeros have none. */
+static void raise_tables(uint16_t* tables, const int32_t* index, size_t n, const float* next) {
   uint16_t* zero = tables + CALIB8_BINS;
   size_t k = 0;
-  for (; k + TABLES <= n; k += TABLES) {
-    for (size_t t = 0; t < TABLES; ++t) {
-      uint16_t* counter = zero + t * STRIDE + index[k + t];
+  for (; k + AT_ONCE <= n; k += AT_ONCE) {
+    SOON(next + 2 * k);
+    SOON(next + 2 * k + AT_ONCE);
+    for (size_t t = 0; t < AT_ONCE; ++t) {
+      uint16_t* counter = zero + t % TABLES * STRIDE + index[k + t];
       *counter = (uint16_t)(*counter + 1);
     }
   }
-  for (size_t t = 0; k + t < n; ++t) {
-    uint16_t* counter = zero + t * STRIDE + index[k + t];
+  for (; k < n; ++k) {
+    uint16_t* counter = zero + k % TABLES * STRIDE + index[k];
     *counter = (uint16_t)(*counter + 1);
   }
 }
@@ -336,7 +343,7 @@ static int tally_many(const struct way* way, double full_range, int64_t* counts,
     const size_t found = way->index(x + at, smaller(n - at, BLOCK), scale, index, &part);
     inside = within(&part, full_range);
     if (inside) {
-      raise_tables(tables, index, found);
+      raise_tables(tables, index, found, x + smaller(at + BLOCK, n));
       raised += found;
       join(seen, &part);
     }

@@ -1,0 +1,98 @@
+"""`calib8 quantize`: values in; scale, zero point, integers and error out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from deploy.commands import given, sections
+from deploy.commands.methods import method_options
+from deploy.commands.output import json_option, put_json, quietable
+from deploy.terminal import say_lines
+
+if TYPE_CHECKING:
+    from deploy.calibration.search import Method
+
+GRID = "Grid"
+Number = TypeVar("Number", int, float)
+
+
+def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Number] | None]:
+    """A click callback: numbers with commas between them."""
+
+    def read(ctx: click.Context, param: click.Parameter, text: str | None) -> list[Number] | None:
+        try:
+            return None if text is None else [kind(word) for word in text.split(",")]
+        except ValueError:
+            raise click.BadParameter(
+                f"must be {what} with commas between them, got {text!r}"
+            ) from (None)
+
+    return read
+
+
+@click.command(cls=sections.SectionedCommand)
+@quietable("--json")
+@click.argument("values")
+@sections.option(
+    "--dtype",
+    section=GRID,
+    type=click.Choice(["quint8", "qint8", "qint32"]),
+    default="quint8",
+    show_default=True,
+    help="Integers to store, by torch's name: 0..255, -128..127 or 32 bits.",
+)
+@sections.option(
+    "--scale",
+    "scales",
+    section=GRID,
+    metavar="X[,X...]",
+    callback=_numbers(float, "numbers"),
+    help="Real value of one step, in place of a search; of each channel with --axis.",
+)
+@sections.option(
+    "--zero-point",
+    "zeros",
+    section=GRID,
+    metavar="N[,N...]",
+    callback=_numbers(int, "whole numbers"),
+    help="Integer of a real 0, with --scale.  [default: 0]",
+)
+@sections.option("--axis", section=GRID, type=int, help="Dimension of channels, each by itself.")
+@method_options
+@json_option
+def quantize(
+    values: str,
+    dtype: str,
+    scales: list[float] | None,
+    zeros: list[int] | None,
+    axis: int | None,
+    method: Method,
+    asked: tuple[str, ...],
+    json_path: Path | None,
+) -> None:
+    """Quantize VALUES: a JSON array such as '[-1, 0, 1, 2]', or an .npy file.
+
+    Prints scale and zero point, each value's integer and what it stands for, and the error. The
+    range is searched in the values, or given by --scale and --zero-point.
+    """
+    from deploy.errors import ConfigError
+    from deploy.experiment import read_values, searched, with_scales
+
+    if scales is None:
+        given.refuse_without("--scale", given.typed("zeros"))
+    elif asked:
+        raise ConfigError(
+            f"a scale is given or searched, got --scale and {' and '.join(asked)}; leave one away"
+        )
+    read = read_values(values)
+    if scales is None:
+        made = searched(read, method, axis=axis, dtype=dtype)
+    else:
+        zeros = zeros if zeros is not None else [0] * len(scales)
+        made = with_scales(read, scales, zeros, axis=axis, dtype=dtype)
+    say_lines(made.to_text())
+    put_json(json_path, made.to_json)

@@ -1,0 +1,198 @@
+"""Taps in ONNX Runtime's blocks give the statistics of ordinary ones, to the last count."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from calibrators.amct.statistics import ChannelMaxOf
+from calibrators.statistics import AmaxOf, HistogramOf
+from deploy.calibration import blocked
+from deploy.calibration.observation import Observation, Variant
+from deploy.calibration.observe import Tap, observe
+from deploy.errors import BackendError, CalibrationError
+
+ODD = (3, 5, 8, 12, 17)
+
+
+def network(channels, *, ends="Relu"):
+    """x [n, 3, 9, 7] through convolutions of odd channels, whole, grouped and depthwise."""
+    rng = np.random.default_rng(1)
+    nodes, constants, seen = [], [], []
+
+    def add(op, inputs, *, weights=None, **attributes):
+        name = f"{op.lower()}{len(nodes)}"
+        if weights is not None:
+            values = rng.normal(scale=0.5, size=weights).astype(np.float32)
+            constants.append(numpy_helper.from_array(values, f"{name}.w"))
+            inputs = [*inputs, f"{name}.w"]
+        nodes.append(helper.make_node(op, inputs, [name], name=name, **attributes))
+        seen.append(name)
+        return name
+
+    last, before = "x", 3
+    for count in channels:
+        last = add("Conv", [last], weights=(count, before, 3, 3), pads=[1] * 4)
+        last = add(ends, [last])
+        own = add("Conv", [last], weights=(count, 1, 3, 3), pads=[1] * 4, group=count)
+        last = add("Add", [add("Sigmoid", [own]), last])
+        last, before = add("MaxPool", [last], kernel_shape=[3, 3], pads=[1] * 4), count
+    grouped = add("Conv", [last], weights=(16, before, 1, 1))
+    grouped = add("Relu", [add("Conv", [grouped], weights=(32, 8, 1, 1), group=2)])
+    grouped = add("Concat", [grouped, grouped], axis=1)
+    add("Flatten", [grouped])  # reads what it reads in the ordinary layout
+    graph = helper.make_graph(
+        nodes,
+        "odd",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 9, 7])],
+        [onnx.ValueInfoProto(name=last)],
+        constants,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return model, seen
+
+
+def batches(*sizes):
+    rng = np.random.default_rng(2)
+    return [{"x": rng.normal(size=(n, 3, 9, 7)).astype(np.float32)} for n in sizes]
+
+
+def state(model, tensors, samples, statistic, *, threads=1):
+    wanted = [Observation(Variant("float", lambda _: model), name, statistic) for name in tensors]
+    seen = observe(wanted, samples, threads=threads)
+    return {
+        o.tensor: {name: values.tolist() for name, values in seen.of(o).to_arrays().items()}
+        for o in wanted
+    }
+
+
+@pytest.fixture
+def ordinary(monkeypatch):
+    """Calls what follows without blocks."""
+
+    def call(function, *words, **named):
+        with monkeypatch.context() as patch:
+            patch.setattr(blocked, "_may_block", lambda _: False)
+            return function(*words, **named)
+
+    return call
+
+
+def has_blocks():
+    try:
+        return blocked.block_size() > 1
+    except BackendError:
+        return False
+
+
+needs_blocks = pytest.mark.skipif(not has_blocks(), reason="ONNX Runtime has no blocks here")
+
+
+@pytest.mark.parametrize("channels", [*((n,) for n in ODD), ODD])
+@pytest.mark.parametrize("sizes", [(1, 1), (2,), (3, 3, 1), (5, 4, 2)])
+def test_counts_and_extremes_are_those_of_ordinary_taps(ordinary, channels, sizes):
+    model, tensors = network(channels)
+    samples = batches(*sizes)
+    for statistic in (HistogramOf(), AmaxOf(len(samples))):
+        expected = ordinary(state, model, tensors, samples, statistic)
+        assert state(model, tensors, samples, statistic) == expected
+    expected = ordinary(state, model, tensors, samples, HistogramOf())
+    assert state(model, tensors, samples, HistogramOf(), threads=3) == expected
+
+
+@needs_blocks
+@pytest.mark.parametrize("ends", ["Relu", "Sigmoid"])  # what fills a block is 0, or 0.5
+def test_tensors_stay_in_blocks_and_what_fills_one_is_not_counted(ends):
+    model, tensors = network(ODD, ends=ends)
+    tap = Tap(model, tensors, in_any_order=tensors)
+    kept = tap._open.blocked
+    odd = {name for name, where in kept.items() if where.channels % blocked.block_size()}
+    assert len(kept) > 8 and any(t.startswith("conv") for t in odd)
+    assert any(t.startswith("sigmoid") for t in odd)
+    (sample,) = batches(2)
+    expected = dict(Tap(model, tensors).run(sample))
+    for name, values in tap.run(sample):
+        assert np.array_equal(np.sort(values, axis=None), np.sort(expected[name], axis=None))
+
+
+@needs_blocks
+def test_what_another_node_reads_and_what_has_an_order_keeps_its_layout():
+    model, tensors = network((12,))
+    opened = blocked.tapped(model, tensors, in_any_order=tensors)
+    assert opened.blocked.keys().isdisjoint({t for t in tensors if t[:4] in ("conc", "flat")})
+    few = blocked.tapped(model, tensors, in_any_order=["conv0"])
+    assert set(few.blocked) <= {"conv0"}
+    assert blocked.tapped(model, tensors).blocked == {}
+
+
+def test_statistics_with_an_order_or_channels_see_the_tensor_as_it_is(ordinary):
+    model, tensors = network((5, 17))
+    convolved = [name for name in tensors if name.startswith("conv")]
+    samples = batches(2, 2, 1)
+    for statistic in (HistogramOf(2), ChannelMaxOf(axis=1)):
+        expected = ordinary(state, model, convolved, samples, statistic)
+        assert state(model, convolved, samples, statistic) == expected
+
+
+def test_of_a_tensor_that_both_kinds_read_both_are_right(ordinary):
+    model, tensors = network((5,))
+    variant = Variant("float", lambda _: model)
+
+    def both():
+        wanted = [
+            Observation(variant, t, s) for t in tensors for s in (HistogramOf(), HistogramOf(1))
+        ]
+        seen = observe(wanted, batches(2, 1), threads=2)
+        return [{k: v.tolist() for k, v in seen.of(o).to_arrays().items()} for o in wanted]
+
+    assert both() == ordinary(both)
+
+
+def test_nan_is_told_with_its_tensor():
+    model, tensors = network((5,))
+    bad = [{"x": np.full((1, 3, 9, 7), np.nan, np.float32)}]
+    with pytest.raises(CalibrationError, match=r"tensor conv0 of sample 1: .*NaN"):
+        state(model, tensors, bad, HistogramOf())
+
+
+@pytest.mark.parametrize("error", [BackendError("no"), OSError("disk full")])
+def test_where_the_form_cannot_be_kept_the_taps_are_ordinary(ordinary, monkeypatch, error):
+    model, tensors = network((5,))
+    samples = batches(1)
+    expected = ordinary(state, model, tensors, samples, HistogramOf())
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(blocked, "read_bytes", fails)
+    assert blocked.tapped(model, tensors, in_any_order=tensors).blocked == {}
+    assert state(model, tensors, samples, HistogramOf()) == expected
+
+
+def test_nothing_stays_in_the_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(blocked.tempfile, "tempdir", str(tmp_path))
+    model, tensors = network((5,))
+    blocked.tapped(model, tensors, in_any_order=tensors)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("block", [4, 8, 16])
+@pytest.mark.parametrize("channels", [1, *ODD, 16, 31])
+def test_the_real_channels_of_blocks(block, channels):
+    filled = -(-channels // block) * block
+    x = np.random.default_rng(0).normal(size=(2, filled, 3, 5)).astype(np.float32)
+    laid = x.reshape(2, filled // block, block, 3, 5).transpose(0, 1, 3, 4, 2)
+    stored = np.ascontiguousarray(laid).reshape(x.shape)
+    found = blocked.real_values(stored, channels, block)
+    assert sorted(found) == sorted(x[:, :channels].reshape(-1))
+
+
+def test_caches_have_the_same_bytes_both_ways(ordinary, run, small_cnn, pictures, tmp_path):
+    def calibrated(name):
+        words = ("--images", pictures, "--size", "16x16", "--out", tmp_path / name)
+        assert run("calibrate", small_cnn, *words)[0] == 0
+        with np.load(tmp_path / f"{name}.npz") as stored:
+            arrays = {key: stored[key].tobytes() for key in stored.files}
+        return (tmp_path / name).read_bytes(), arrays
+
+    assert calibrated("blocked.cache") == ordinary(calibrated, "ordinary.cache")
