@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from deploy.errors import ExportError as ExportError
     from deploy.errors import FeedError as FeedError
     from deploy.errors import ModelError as ModelError
+    from deploy.errors import QuantizedError as QuantizedError
     from deploy.errors import SdkMissingError as SdkMissingError
     from deploy.feed.choice import Choice as Choice
     from deploy.feed.preprocess import Preprocess as Preprocess
@@ -70,6 +71,7 @@ __all__ = [  # noqa: RUF022 (in the order of a user's work)
     "Calib8Error",
     "CalibrationError",
     "ModelError",
+    "QuantizedError",
     "FeedError",
     "CacheError",
     "ConfigError",

@@ -5,6 +5,7 @@
     Calib8Error                 (calibrators.errors, so that calibrators/ stands alone)
     |-- CalibrationError        statistics or a search gave no sound scale
     |-- ModelError              a model that cannot be read, analysed or lifted
+    |   `-- QuantizedError      one that is quantized already
     |-- FeedError               images or arrays that cannot be fed to the model
     |-- CacheError              a cache that is broken, foreign or stale
     |-- ConfigError             options or configuration files that contradict the rules
@@ -29,12 +30,17 @@ __all__ = [
     "ExportError",
     "FeedError",
     "ModelError",
+    "QuantizedError",
     "SdkMissingError",
 ]
 
 
 class ModelError(Calib8Error):
     """A model that cannot be read, analysed or lifted to the opset that quantization needs."""
+
+
+class QuantizedError(ModelError):
+    """A model that is quantized already, where a float one is wanted."""
 
 
 class FeedError(Calib8Error):

@@ -332,12 +332,13 @@ def float_model(loaded: LoadedModel) -> bytes:
     With names of their own for nodes that share one, which ONNX Runtime does not load.
 
     Not a float16 file: the CPU casts around its nodes, and int8 would look better than it is. Nor
-    one with nodes that ONNX Runtime does not know: the part before them stands for it.
+    one with nodes that ONNX Runtime does not know: the part before them stands for it. Of a Q/DQ
+    model it is the float model that was taken out of it.
 
     Raises:
         ModelError: the file changed since.
     """
-    if loaded.widened or loaded.behind is not None:
+    if loaded.widened or loaded.behind is not None or loaded.trained is not None:
         return bytes(loaded.model.SerializeToString())
     data = file_of(loaded)
     if not loaded.renamed:

@@ -171,6 +171,15 @@ def measured(
     )
 
 
+def unmeasured(loaded: LoadedModel, built: Sequence[Built]) -> Figures:
+    """The engines of a build without images: their files, and no figure of how they run."""
+    size = len(float_model(loaded))
+    first = EngineRow(label="FP32", reference=True, path=None, size_bytes=size)
+    nothing = _Seen({}, {}, {}, {}, {}, None)
+    rows = [row for one in built for row in _rows(one, nothing, alone=len(built) == 1)]
+    return Figures(engines=(first, *rows))
+
+
 @dataclass(frozen=True, slots=True)
 class _Timed:
     """A session as a user would open it, and what opening took.
@@ -196,7 +205,7 @@ class _Seen:
     latency: Mapping[str, Latency]
     accuracy: Mapping[str, Accuracy]
     failed: Mapping[str, str]
-    threads: int
+    threads: int | None
 
 
 def _rows(built: Built, seen: _Seen, *, alone: bool) -> Iterator[EngineRow]:

@@ -7,7 +7,9 @@
           -> calibrators (search) -> Scales -> tuning (what stays float)
           -> targets (files, build, session) -> metrics -> report
 
-`calibrate` goes as far as what was observed and keeps it in a cache; `build` goes all the way.
+`calibrate` goes as far as what was observed and keeps it in a cache; `build` goes all the way. A
+Q/DQ model brings its ranges along (`deploy.calibration.trained`): `build` observes and searches
+nothing then.
 """
 
 from __future__ import annotations
@@ -39,6 +41,15 @@ from deploy.calibration.shards import Shards, refuse_ordered
 from deploy.calibration.stability import Watch, refuse
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
+from deploy.calibration.trained import (
+    MADE_UP,
+    choices_of,
+    made_up,
+    reference_of,
+    refuse_calibrating,
+    subject_of,
+    taken,
+)
 from deploy.calibration.until import Agreement, Until
 from deploy.errors import (
     BackendError,
@@ -56,7 +67,7 @@ from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Asked
 from deploy.feed.raw import RawFiles
 from deploy.feed.views import SHOWN
-from deploy.frontends import LoadedModel, load
+from deploy.frontends import LoadedModel, load, load_either
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
 from deploy.inputs import guarded
@@ -71,11 +82,12 @@ from deploy.targets.base import BuildRequest, Built, CacheText, WritesCache
 from deploy.targets.options import given
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.samples import CANDIDATES
-from deploy.tuning.tune import Tuned, Tuning, keep_plan, plan_at, tuned
+from deploy.tuning.tune import DEFAULT_EFFORT, Tuned, Tuning, keep_plan, plan_at, tuned
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.frontends.trained import Trained
     from deploy.metrics.tasks.metric import Function
     from deploy.report import Report
 
@@ -349,8 +361,9 @@ def _calibrated(
 @on_request
 def build(
     model: str | Path | onnx.ModelProto | LoadedModel,
-    images: FeedSource,
+    images: FeedSource | None = None,
     *,
+    float_model: str | Path | onnx.ModelProto | None = None,
     out: Path | str = "build",
     targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
@@ -376,7 +389,12 @@ def build(
 
     A target that fails is a row of the report with its sentence; the others are built all the same.
 
+    Of a Q/DQ model, whoever trained it, the scales of its pairs are the calibration: images, where
+    there are some, are what it is measured on.
+
     Args beyond those of `calibrate`:
+        images: None for a Q/DQ model of which nothing is to be measured.
+        float_model: what a Q/DQ model is judged beside; None takes its pairs out for that.
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
         labels: class of every evaluation image, where its list does not give it; or the objects
@@ -395,17 +413,24 @@ def build(
         Calib8Error: as `calibrate`; and what the targets raised where none could be built.
     """
     from deploy.judge import CALIBRATION_SAMPLES
-    from deploy.measure import measured
+    from deploy.measure import measured, unmeasured
     from deploy.repairs import DEFAULT, chosen
     from deploy.results import made_from, publish, write_report
 
     wish = tuning or Tuning()
-    asked = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
     folder = Path(out)
     built_for = targets_of(targets)
     score = None if metric is None else metric_of(metric)  # as the evaluation, opened first
-    loaded = model if isinstance(model, LoadedModel) else load(model)
+    loaded = model if isinstance(model, LoadedModel) else load_either(model)
     policy = _policy(cache)
+    trained = loaded.trained
+    reference, judged_by = reference_of(loaded, float_model, images)
+    if trained is not None:
+        idle = _idle(images, method, policy, tuple(float_nodes), wish, repairs, until_stable)
+        refuse_calibrating(trained, [*idle, *(["--resume"] if resume else [])])
+        wish = replace(wish, effort=0)
+    judged_on = eval_images if eval_images is not None or trained is None else images
+    asked = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
     cache_path = policy.path or folder / f"{loaded.name}.cache"
     policy = replace(policy, path=cache_path)
     plan_name = f"{loaded.name}.plan.toml"
@@ -414,47 +439,65 @@ def build(
         fresh += [] if settings is None else [manifest.SETTINGS]
         manifest.refuse_foreign(folder, [*written_by(built_for, loaded.name), *fresh])
     evaluation = None
-    if eval_images is not None:  # opened first: a wrong path is told before anything is run
+    if judged_on is not None:  # opened first: a wrong path is told before anything is run
         evaluation = open_feed(
-            eval_images,
+            judged_on,
             loaded.inputs,
             preprocess=preprocess,
             carried=loaded.carried,
             skip_bad=skip_bad,
+            limit=limit if eval_images is None else None,
             labels_by_folder=labels == BY_FOLDER,
         )
     known = labels_of(labels, evaluation)
     workers = threads or default_threads()
     afford.refuse_full_disk(folder, loaded.model, len(built_for))
-    parts = _parts(wish, duration_s)
+    duration_s = duration_s if images is not None else 0.0
+    parts = _parts(wish, duration_s, trained=trained is not None, fed=images is not None)
     with numbered(*parts), staged(folder) as stage:
-        calibrated = _calibrated(
-            loaded,
-            _given(model),
-            images,
-            targets=built_for,
-            method=method,
-            preprocess=preprocess,
-            policy=policy,
-            skip_bad=skip_bad,
-            limit=limit,
-            until_stable=until_stable,
-            threads=threads,
-            float_nodes=float_nodes,
-            judging=CALIBRATION_SAMPLES if evaluation is None else CANDIDATES,
-            repairs=asked,
-            stage=stage,
-            resume=resume,
-        )
-        plans, plan = _tuned(
-            built_for,
-            calibrated,
-            stage,
-            replace(wish, timed=duration_s > 0, fresh=policy.refresh),
-            method_asked=method is not None,
-            repairs=asked,
-            threads=workers,
-        )
+        if trained is None:
+            assert images is not None
+            calibrated = _calibrated(
+                loaded,
+                _given(model),
+                images,
+                targets=built_for,
+                method=method,
+                preprocess=preprocess,
+                policy=policy,
+                skip_bad=skip_bad,
+                limit=limit,
+                until_stable=until_stable,
+                threads=threads,
+                float_nodes=float_nodes,
+                judging=CALIBRATION_SAMPLES if evaluation is None else CANDIDATES,
+                repairs=asked,
+                stage=stage,
+                resume=resume,
+            )
+            plans, plan = _tuned(
+                built_for,
+                calibrated,
+                stage,
+                replace(wish, timed=duration_s > 0, fresh=policy.refresh),
+                method_asked=method is not None,
+                repairs=asked,
+                threads=workers,
+            )
+        else:
+            calibrated = _taken(
+                loaded,
+                trained,
+                images,
+                targets=built_for,
+                preprocess=preprocess,
+                skip_bad=skip_bad,
+                limit=limit,
+                trt_version=policy.trt_version,
+            )
+            settled = TargetPlan(choices=choices_of(trained, loaded))
+            plans = {one.name: Tuned(plan=settled, searched=False) for one in built_for}
+            plan = None
         results = _built(
             built_for,
             calibrated,
@@ -464,18 +507,23 @@ def build(
             repairs=asked,
             against=loaded.model if duration_s > 0 else None,
         )
-        figures = measured(
-            calibrated.loaded,
-            built_for,
-            results,
-            calibration=calibrated.judges.part,
-            evaluation=evaluation,
-            labels=known,
-            metric=score,
-            outputs=None if calibrated.subject.repairs else calibrated.judges.outputs,
-            duration_s=duration_s,
-            threads=workers,
-        )
+        unchanged = not calibrated.subject.repairs
+        if images is None:
+            figures = unmeasured(reference, results)
+        else:
+            figures = measured(
+                calibrated.loaded if trained is None else reference,
+                built_for,
+                results,
+                calibration=calibrated.judges.part,
+                evaluation=evaluation,
+                labels=known,
+                metric=score,
+                outputs=calibrated.judges.outputs if trained is None and unchanged else None,
+                duration_s=duration_s,
+                threads=workers,
+            )
+        figures = replace(figures, notes=(*judged_by, *figures.notes))
         report = write_report(
             calibrated, results, figures, stage, plans=plans, plan=plan, gates=gates or Gates()
         )
@@ -486,11 +534,75 @@ def build(
     return report
 
 
-def _parts(wish: Tuning, duration_s: float) -> tuple[str, ...]:
+def _parts(wish: Tuning, duration_s: float, *, trained: bool, fed: bool) -> tuple[str, ...]:
     """What a build does, as its progress counts it."""
+    before = () if trained else ("calibration",)
     search = ("search",) if wish.effort and wish.plan is None else ()
+    accuracy = ("layers", "accuracy") if fed else ()
     latency = ("latency",) if duration_s > 0 else ()
-    return ("calibration", *search, "targets", "layers", "accuracy", *latency, "report")
+    return (*before, *search, "targets", *accuracy, *latency, "report")
+
+
+def _idle(
+    images: FeedSource | None,
+    method: str | Method | None,
+    policy: CachePolicy,
+    float_nodes: tuple[str, ...],
+    wish: Tuning,
+    repairs: Sequence[str] | None,
+    until_stable: float | None,
+) -> list[str]:
+    """What was asked that says how a float model is calibrated, as the command line calls it."""
+    given = {
+        "--calibrator-script": isinstance(images, CalibratorScript),
+        "--method": method is not None,
+        "--cache": policy.path is not None,
+        "--require-cache": policy.require,
+        "--trust-cache": policy.trust,
+        "--refresh": policy.refresh,
+        "--keep-float": bool(float_nodes),
+        "--effort": wish.effort not in (0, DEFAULT_EFFORT),
+        "--plan": wish.plan is not None,
+        "--until-stable": until_stable is not None,
+        "--repair": bool(repairs) and tuple(repairs or ()) != ("none",),
+    }
+    return [flag for flag, asked in given.items() if asked]
+
+
+def _taken(
+    loaded: LoadedModel,
+    trained: Trained,
+    images: FeedSource | None,
+    *,
+    targets: Sequence[Target],
+    preprocess: Asked,
+    skip_bad: bool,
+    limit: Limit,
+    trt_version: str | None,
+) -> Calibrated:
+    """`_calibrated` of a model whose pairs say every range."""
+    feed = open_feed(
+        made_up(loaded) if images is None else images,
+        loaded.inputs,
+        preprocess=None if images is None else preprocess,
+        carried=loaded.carried,
+        skip_bad=skip_bad,
+        limit=None if images is None else limit,
+    )
+    feed.remember(0, CANDIDATES, SHOWN)
+    subject = subject_of(loaded, feed, trt_version or _builds_here(targets))
+    failed: dict[str, Calib8Error] = {}
+    for target in targets:
+        try:
+            target.demand(subject)
+        except Calib8Error as error:
+            failed[target.name] = error
+    if len(failed) == len(targets):
+        raise next(iter(failed.values()))
+    source = images if isinstance(images, str | Path | RawFiles) else "arrays in memory"
+    told = {name: str(error) for name, error in failed.items()}
+    judges = judges_of(feed, subject.model, CANDIDATES)
+    return taken(trained, subject, feed, judges, MADE_UP if images is None else str(source), told)
 
 
 def targets_of(targets: Sequence[str | Target]) -> list[Target]:

@@ -273,13 +273,15 @@ def _groups(calibrated: Calibrated) -> tuple[GroupRow, ...]:
 def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationPart:
     asked = calibrated.ranges.chosen_by
     used = {result.method for result in built if result.method}
+    by_model = calibrated.loaded.trained is not None
     return CalibrationPart(
         method=asked if asked in used or not used else "",
         reused=calibrated.reused,
         reason=calibrated.reason,
-        seconds=None if calibrated.reused else calibrated.seconds,
+        seconds=None if calibrated.reused or by_model else calibrated.seconds,
         cache=str(calibrated.cache) if calibrated.cache else None,
         groups=_groups(calibrated),
+        by_model=by_model,
         agreement=calibrated.agreement,
     )
 

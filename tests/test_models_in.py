@@ -76,7 +76,7 @@ def test_whole_numbers_are_fed_and_every_file_takes_them(run, sentences):
     assert any("--shapes=input_ids:1x12,attention_mask:1x12" in n for n in told["notes"])
 
 
-@pytest.mark.parametrize("command", ["build", "calibrate", "check"])
+@pytest.mark.parametrize("command", ["calibrate", "check"])
 def test_a_model_that_is_quantized_already_is_one_sentence(
     run, small_cnn, pictures, command, tmp_path
 ):
@@ -87,7 +87,6 @@ def test_a_model_that_is_quantized_already_is_one_sentence(
     given[0] = out / "small_cnn.int8.onnx"
     cache = out / "small_cnn.cache"
     words = {
-        "build": ["build", *given, "--out", tmp_path / "again"],
         "calibrate": ["calibrate", *given, "-o", tmp_path / "again.cache"],
         "check": ["cache", "check", cache, "--model", given[0]],
     }

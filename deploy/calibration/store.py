@@ -383,10 +383,12 @@ class Trouble:
     Attributes:
         why: the end of a sentence that begins with the tensor.
         infinite: whether infinity is the reason; TensorRT's cache then says `inf`, else `0`.
+        unknown: whether nothing is known of it, so that TensorRT's cache leaves it out.
     """
 
     why: str
     infinite: bool = False
+    unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,7 +407,8 @@ class Found:
     def symmetric(self) -> dict[str, np.float32]:
         """Tensor -> amax / 127, as TensorRT's cache has it: 0 or infinite where in trouble."""
         known = {name: scale.symmetric for name, scale in self.scales.items()}
-        without = {n: np.float32(np.inf if t.infinite else 0) for n, t in self.troubles.items()}
+        told = {name: one for name, one in self.troubles.items() if not one.unknown}
+        without = {n: np.float32(np.inf if t.infinite else 0) for n, t in told.items()}
         return {**known, **without}
 
     @property

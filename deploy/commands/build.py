@@ -17,8 +17,9 @@ from deploy.commands.numbers import Real
 from deploy.commands.options import (
     CalibrationOptions,
     ImageOptions,
+    build_options,
     calibration_options,
-    feed_options,
+    refuse_unfed,
     resume_option,
 )
 from deploy.commands.output import json_option, put_json, quietable
@@ -52,6 +53,14 @@ if TYPE_CHECKING:
     section=sections.MEASURING,
     metavar="PATH",
     help="Images for the accuracy figures, as --images; a list file may hold labels.",
+)
+@sections.option(
+    "--float",
+    "float_model",
+    section=sections.MEASURING,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Of a Q/DQ model: the float model to judge it beside.  [default: it without its pairs]",
 )
 @sections.option(
     "--labels",
@@ -89,7 +98,7 @@ if TYPE_CHECKING:
 @config_option
 @target_options(lambda option: True)
 @model_options
-@feed_options
+@build_options
 @calibration_options
 @resume_option
 @json_option
@@ -98,6 +107,7 @@ def build(
     out: Path,
     cache: Path | None,
     eval_images: str | None,
+    float_model: Path | None,
     labels: Path | None,
     metric: str | None,
     duration: float,
@@ -113,6 +123,9 @@ def build(
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
 
+    A MODEL that is quantized already, in the Q/DQ form, is built by its own scales: --images are
+    what it is measured on then, and may be left away.
+
     A target that fails is a row of the report; the others are built, and the exit code is 1. An
     engine whose verdict is "unusable" gives exit code 3, unless --accept.
 
@@ -122,6 +135,7 @@ def build(
       calib8 build model.onnx --images list.txt --target onnxruntime,tensorrt
       calib8 build model.onnx --images photos/ --target ascend --soc Ascend310P3
       calib8 build net.py:make --input 1x3x224x224 --images photos/
+      calib8 build net.qdq.onnx --float net.onnx --images photos/ --target onnxruntime,ascend
       calib8 build --config build/calib8.toml --target tensorrt
       calib8 build model.onnx --images photos/ --quiet --json - | jq .engines
     """  # noqa: D301 (click reads the backspace)
@@ -131,10 +145,12 @@ def build(
     from deploy.report.screen import grave
 
     calibration.refuse_ignored(targets)
+    _refuse_unfed_float(model, images)
     source, method = fed(images, calibration, targets)
     report = run(
         model_from(model, shapes, weights),
-        source,
+        source or None,
+        float_model=float_model,
         out=out,
         targets=targets,
         method=method,
@@ -163,3 +179,11 @@ def build(
         click.get_current_context().exit(1)
     if report.unusable and not tuning.gates.accept:
         click.get_current_context().exit(3)
+
+
+def _refuse_unfed_float(model: Path, images: ImageOptions) -> None:
+    """Refuse a float model without images; a Q/DQ model needs none."""
+    from deploy.frontends import is_quantized
+
+    if not images.source and not images.script and not is_quantized(model):
+        refuse_unfed()

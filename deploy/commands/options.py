@@ -318,13 +318,22 @@ def feed_options(command: Callable[..., None]) -> Callable[..., None]:
     return _image_options(command, scripts=True)
 
 
-def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[..., None]:
+def build_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The same, where a model may need neither; `refuse_unfed` is asked of others."""
+    return _image_options(command, scripts=True, needed=False)
+
+
+def _image_options(
+    command: Callable[..., None], *, scripts: bool, needed: bool = True
+) -> Callable[..., None]:
     @wraps(command)
     def gathered(**words: Any) -> None:
         from deploy.machine import default_threads
 
         source, script = words.pop("images"), words.pop("calibrator_script", None)
         _refuse_feeds(source, script)
+        if needed and not source and not script:
+            refuse_unfed()
         images = ImageOptions(
             source=raw_from(words, source or ""),
             script=script or "",
@@ -361,14 +370,17 @@ def _image_options(command: Callable[..., None], *, scripts: bool) -> Callable[.
 
 
 def _refuse_feeds(source: str | None, script: str | None) -> None:
-    """Refuse no feed, and two."""
+    """Refuse two feeds."""
     if source and script:
         raise ConfigError(
             f"samples come from --images or from --calibrator-script, got {source} and {script};"
             " leave one of them away"
         )
-    if not source and not script:
-        raise click.UsageError("Missing option '--images' or '--calibrator-script'")
+
+
+def refuse_unfed() -> None:
+    """Refuse a command that has nothing to feed."""
+    raise click.UsageError("Missing option '--images' or '--calibrator-script'")
 
 
 keep_float_option = sections.option(

@@ -14,7 +14,7 @@ from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Asked, Preprocess, with_options
 from deploy.feed.raw import RawFiles
-from deploy.frontends import LoadedModel, load
+from deploy.frontends import LoadedModel, load_either
 from deploy.machine import default_threads
 from deploy.progress import on_request, phase
 from deploy.repairs import REPAIRS
@@ -105,14 +105,14 @@ def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
         ConfigError: the report names one that is not there, or no ONNX file.
     """
     if named is not None:
-        return load(Path(named))
+        return load_either(Path(named))
     path = beside(found.model, Path(found.report))
     if not is_file(path) or path.suffix.lower() != ".onnx":
         raise ConfigError(
             f"images are run through the ONNX model of the build, got {found.model!r} in"
             f" {found.report}, which is none here; name it with --model"
         )
-    return load(path)
+    return load_either(path)
 
 
 def _asked(preprocess: Asked, known: Preprocess | None) -> Asked:

@@ -467,7 +467,7 @@ class Feed:
             return None
         return _fetched(self._source, index)
 
-    def _read(self, index: int, fetched: _Fetched | None) -> Sample:
+    def _read(self, index: int, fetched: _Fetched | None = None) -> Sample:
         """One sample, from memory or disk where it is among the first ones."""
         if index in self._kept:
             return dict(self._kept[index])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.errors import ModelError, QuantizedError
 from deploy.frontends.base import LoadedModel, Loader
 from deploy.frontends.onnx import load_onnx
 from deploy.frontends.torch import is_torch_spec, load_torch
@@ -13,7 +14,7 @@ from deploy.progress import phase
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["FRONTENDS", "LoadedModel", "Loader", "load"]
+__all__ = ["FRONTENDS", "LoadedModel", "Loader", "is_quantized", "load", "load_either"]
 
 # Kind of source -> loader. A kind is a file's suffix; "file.py:factory" is of kind ".py".
 FRONTENDS: dict[str, Loader] = {
@@ -37,6 +38,35 @@ def load(source: str | Path | onnx.ModelProto, *, fold_batchnorm: bool = True) -
     """
     # A file of an unknown suffix goes to the ONNX reader, which says what the file really is.
     return FRONTENDS.get(_kind(source), load_onnx)(source, fold_batchnorm)
+
+
+def load_either(source: str | Path | onnx.ModelProto) -> LoadedModel:
+    """A float model as `load` gives it, or a Q/DQ model with what its pairs say in `trained`.
+
+    Raises:
+        ModelError: as `load`; a Q/DQ model whose pairs cannot be taken for a calibration.
+    """
+    try:
+        return load(source)
+    except QuantizedError:
+        from deploy.frontends.from_pairs import read_trained
+
+        with phase("model"):
+            return read_trained(source)
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether a file is an ONNX model that is quantized already, as far as it can be read."""
+    from deploy.frontends.checks import check_float
+    from deploy.frontends.reader import model_bytes, parse_model
+
+    try:
+        check_float(parse_model(model_bytes(path), str(path)))
+    except QuantizedError:
+        return True
+    except ModelError:
+        return False
+    return False
 
 
 def _kind(source: str | Path | onnx.ModelProto) -> str:

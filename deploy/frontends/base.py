@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.frontends.plugins import Behind
+    from deploy.frontends.trained import Trained
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class LoadedModel:
         behind: nodes that ONNX Runtime does not know and all that reads of them, which are no part
             of `model`; None where there are none.
         carried: what the file, or one beside it, says of how pictures become its input.
+        trained: what the pairs of a Q/DQ model say, which were taken out of `model`; None for a
+            float model.
     """
 
     model: onnx.ModelProto
@@ -52,6 +55,7 @@ class LoadedModel:
     stamp: Stamp | None = None
     behind: Behind | None = None
     carried: Carried | None = None
+    trained: Trained | None = None
 
     @property
     def identities(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploy.errors import ModelError, first_line
+from deploy.errors import ModelError, QuantizedError, first_line
 from deploy.graph.edit import copied
 from deploy.graph.index import all_nodes
 
@@ -58,9 +58,10 @@ def check_float(model: onnx.ModelProto) -> None:
     """Refuse models that hold int8 nodes already, by the first such node."""
     for node in all_nodes(model.graph):
         if _is_quantized(node.op_type) or node.domain in _QUANTIZED_DOMAINS:
-            raise ModelError(
+            raise QuantizedError(
                 "the model must be a float32 one, got one that is quantized already "
-                f"({node.op_type} '{node.name}'); give the model it was made from"
+                f"({node.op_type} '{node.name}'); give the model it was made from, or a Q/DQ model"
+                " to calib8 build"
             )
 
 

@@ -45,7 +45,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         model, notes, widened, behind = _clean(model, fold_batchnorm)
         _check_cleaned(model)
     except ModelError as error:  # a name in a broken model may hold line breaks and worse
-        raise ModelError(_printable(str(error))) from error.__cause__
+        raise type(error)(_printable(str(error))) from error.__cause__
     name = path.stem if path else model.graph.name or "model"
     inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
     if shared:

@@ -76,6 +76,7 @@ class CalibrationPart:
         seconds: time of observing and searching; None where reused.
         cache: path of the cache.
         groups: what was observed, and which of it was reused.
+        by_model: whether the pairs of a quantized model say the ranges, and nothing was observed.
         agreement: how far halves of the samples agree; None where nothing told it.
     """
 
@@ -85,6 +86,7 @@ class CalibrationPart:
     seconds: float | None = None
     cache: str | None = None
     groups: tuple[GroupRow, ...] = ()
+    by_model: bool = False
     agreement: Agreement | None = None
 
 

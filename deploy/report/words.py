@@ -43,6 +43,8 @@ def calibration_words(report: Findings) -> str:
 def _reuse(part: CalibrationPart) -> str:
     if part.reused:
         return "cache reused"
+    if part.by_model:
+        return "nothing calibrated"
     some = any(group.reused for group in part.groups)
     return "cache reused in part" if some else "calibrated anew"
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deploy.calibration.ranges import Ranges
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
+    from deploy.frontends.trained import Trained
     from deploy.graph.plan import Decision
     from deploy.targets.stored import StoredWeight
     from deploy.tensors import Samples, Session
@@ -91,6 +92,11 @@ class BuildRequest:
     def model(self) -> onnx.ModelProto:
         """The cleaned float model."""
         return self.subject.model
+
+    @property
+    def trained(self) -> Trained | None:
+        """What the model's own pairs say, where it is quantized already; None of a float one."""
+        return self.subject.loaded.trained
 
     @property
     def source(self) -> Path | None:

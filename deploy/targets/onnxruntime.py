@@ -22,8 +22,15 @@ if TYPE_CHECKING:
     from calibrators.scales import Scale
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
+    from deploy.frontends.trained import Trained
     from deploy.graph.plan import Decision, Placement
     from deploy.tensors import Session
+
+
+_ANEW = (
+    "ONNX Runtime's are uint8: the same codes 128 higher, and where a tensor of zero point 0 is"
+    " never negative, all 255 steps over the same real range"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +127,23 @@ class OnnxRuntime:
                 f" {subject.loaded.behind.stranger}; build with --target tensorrt or ascend, whose"
                 " files keep it, or export the model with standard ONNX operators"
             )
+        if subject.loaded.trained is not None:
+            return self._every_tensor(subject, subject.loaded.trained)
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
+
+    def _every_tensor(self, subject: Subject, trained: Trained) -> tuple[Observation, ...]:
+        """What a Q/DQ model may or may not have a scale for; its own layers are in int8."""
+        from deploy.targets.trained import refuse_options
+
+        given = {
+            "--int8-stem": self.int8_stem,
+            "--weight-bits": self.weight_bits != 8,
+            "--dynamic-matmul": self.dynamic_matmul,
+        }
+        refuse_options(trained, self.name, given)
+        graph = subject.model.graph
+        made = (name for node in graph.node for name in node.output if name)
+        return subject.histograms([*(value.name for value in graph.input), *made])
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """The engine itself."""
@@ -134,15 +157,25 @@ class OnnxRuntime:
         from deploy.graph.plan import analyse
         from deploy.targets.dynamic import write_dynamic
         from deploy.targets.qdq import write_qdq
+        from deploy.targets.trained import decisions_of
 
-        found = request.ranges_of(self)
+        found, trained = request.ranges_of(self), request.trained
+        if trained is not None and self._keeps(request):
+            decisions = decisions_of(trained, request.model, self.placement)
+            return trained.model, decisions, dict(found.scales)
         plan = analyse(
             request.model,
-            self._static,
+            self._static if trained is None else replace(self._static, thin=0),
             float_nodes=request.float_nodes,
             float_tensors=found.reasons,
         )
-        model = write_qdq(request.model, plan, found.scales, weight_bits=self.weight_bits)
+        model = write_qdq(
+            request.model,
+            plan,
+            found.scales,
+            weight_bits=self.weight_bits,
+            known={} if trained is None else trained.weights,
+        )
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             model = write_dynamic(model, dynamic, signed(self.weight_bits))
@@ -167,8 +200,25 @@ class OnnxRuntime:
             method=request.chosen.chosen_by,
             ranges=ranges,
             weights=(*stored_in(model), *dynamic_weights(model)),
-            notes=self._notes(decisions),
+            notes=(*self._notes(decisions), *self._of_trained(request, model, decisions)),
         )
+
+    def _keeps(self, request: BuildRequest) -> bool:
+        """Whether a Q/DQ model is what ONNX Runtime's kernels want as it is."""
+        trained = request.trained
+        return trained is not None and trained.only("uint8") and not request.subject.loaded.widened
+
+    def _of_trained(
+        self, request: BuildRequest, written: onnx.ModelProto, decisions: tuple[Decision, ...]
+    ) -> tuple[str, ...]:
+        """What became of the pairs of a Q/DQ model."""
+        from deploy.targets.trained import anew_notes, kept_note
+
+        if request.trained is None:
+            return ()
+        if self._keeps(request):
+            return (kept_note(request.trained),)
+        return tuple(anew_notes(request.trained, written, decisions, self.name, _ANEW))
 
     def _notes(self, decisions: tuple[Decision, ...]) -> tuple[str, ...]:
         from deploy.machine import this_machine

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.grids import FP8, Grid, codes, quantize_weight, signed, weight_scales
+from calibrators.grids import FP8, Grid, codes, quantize, quantize_weight, signed, weight_scales
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends.checks import opset_of
@@ -48,6 +49,7 @@ def write_qdq(
     *,
     weight_bits: int = 8,
     storable: Callable[[Scales32], Scales32] = lambda scales: scales,
+    known: Mapping[str, Scales32] = MappingProxyType({}),
 ) -> onnx.ModelProto:
     """Insert the plan's pairs; `model` is left as it is.
 
@@ -59,6 +61,8 @@ def write_qdq(
         weight_bits: 8 as the placement has them, or 7 for CPUs whose int8 kernels saturate 16-bit
             sums (x86 without VNNI).
         storable: rounds scales to those that can be stored, before anything is quantized.
+        known: node -> scales of its weight that it was trained with, [C_out] or [1], where the
+            weight is a multiple of them already.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or a scale that is not positive.
@@ -71,7 +75,7 @@ def write_qdq(
             f" ({', '.join(missing[:3])}); calibrate again for this target"
         )
     out = copied(model)
-    writer = _Writer(out, plan, scales, weight_bits, storable)
+    writer = _Writer(out, plan, scales, weight_bits, storable, known)
     per_channel = opset_of(model) >= TARGET_OPSET
     for weight in plan.weights:
         writer.weight(weight if per_channel else replace(weight, axis=None))
@@ -97,7 +101,9 @@ class _Writer:
         scales: Mapping[str, Scale],
         weight_bits: int,
         storable: Callable[[Scales32], Scales32],
+        known: Mapping[str, Scales32],
     ) -> None:
+        self.known = known
         self.graph = model.graph
         self.plan = plan
         self.scales = scales
@@ -171,11 +177,17 @@ class _Writer:
         self, node: onnx.NodeProto, target: WeightTarget
     ) -> tuple[str, NDArray[np.float32]]:
         array = numpy_helper.to_array(self.initializers[target.name])
-        scales = self.storable(weight_scales(array, target.axis, grid=self.weight_grid))
+        own = known_scales(self.known.get(target.node), array.shape, target.axis)
+        if own is None:
+            own = weight_scales(array, target.axis, grid=self.weight_grid)
+        scales = self.storable(own)
         if self.plan.placement.bias and target.bias in self.initializers:
             bias = numpy_helper.to_array(self.initializers[str(target.bias)])
             scales = _room_for_bias(scales, bias, self._input_scale(node))
-        integers = quantize_weight(array, scales, target.axis, grid=self.weight_grid)
+        if target.node in self.known:  # whose lowest integer may be in use
+            integers = quantize(array, along(scales, array.ndim, target.axis), 0, self.weight_grid)
+        else:
+            integers = quantize_weight(array, scales, target.axis, grid=self.weight_grid)
         suffix = "" if not any(key[0] == target.name for key in self.weights) else f"/{node.name}"
         name = f"{target.name}{suffix}"
         return self._dequantized(name, integers, scales, target.axis, self.weight_grid), scales
@@ -268,6 +280,22 @@ def _room_for_bias(
     if scales.size == 1:
         need = need.max(keepdims=True)
     return np.maximum(scales, need.astype(np.float32)).astype(np.float32)
+
+
+def known_scales(
+    known: Scales32 | None, shape: tuple[int, ...], axis: int | None
+) -> Scales32 | None:
+    """Scales that a weight was trained with, [C] along `axis`; None where they do not fit it."""
+    if known is None or (axis is None and known.size != 1):
+        return None
+    if axis is None or known.size == shape[axis]:
+        return known
+    return np.broadcast_to(known, shape[axis : axis + 1]).copy() if known.size == 1 else None
+
+
+def along(scales: Scales32, rank: int, axis: int | None) -> Scales32:
+    """Scales [C] as they multiply a weight of this rank."""
+    return scales.reshape([-1 if place == axis else 1 for place in range(rank)])
 
 
 def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:

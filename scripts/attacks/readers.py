@@ -336,6 +336,12 @@ def _pairs(folder: Path) -> Callable[[Path], Callable[[], object]]:
     return lambda path: lambda: from_qdq(read_model(path), path)
 
 
+def _trained(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    from deploy.frontends import load_either
+
+    return lambda path: partial(load_either, path)
+
+
 _PROCESSOR = json.dumps(
     {
         "do_center_crop": True, "do_normalize": True, "do_resize": True, "resample": 3,
@@ -466,6 +472,8 @@ READERS: dict[str, Reader] = {
         Reader(name="bmp", suffix=".bmp", seeds=_pictures(".bmp"), open=_fed),
         Reader(name="onnx", suffix=".onnx", seeds=_onnx, open=_model, cases=2000),
         Reader(name="qdq", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_pairs,
+               cases=2000),
+        Reader(name="trained", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_trained,
                cases=2000),
         Reader(name="processor", suffix=".json", seeds=_texts(_PROCESSOR),
                open=_beside("preprocessor_config.json"), cases=5000),

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.errors import ExportError, ModelError
-from deploy.graph.edit import copied, free_inputs, name_nodes
+from deploy.errors import ExportError
+from deploy.frontends.unpaired import named, without_pairs
 from deploy.graph.index import Graph
-from deploy.targets.ascend.pairs import DQ, Q, Taken, taken_over
+from deploy.targets.ascend.pairs import Taken, taken_over
 from deploy.targets.ascend.recipe import Recipe
-from deploy.targets.ascend.unpaired import without_pairs
 
 if TYPE_CHECKING:
     import onnx
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.quant_layer import Float32Array, QuantLayer
     from deploy.targets.ascend.record import LayerRecord
 
-_OLDEST = 11  # Clip has its limits as inputs from here on
 _HALF_INT32 = 2**30
 _TOLD = 3  # names in a sentence
 _MATRIX = (
@@ -76,11 +74,12 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
     from deploy.frontends.metadata import carried_of
 
     carried = carried_of(quantized, path)
-    model = _named(quantized)
+    model = named(quantized)
     taken, why = taken_over(Graph(model))
     while True:
-        plain, loose = without_pairs(model, taken, keep_rounding=keep_rounding)
-        loaded = replace(load(plain, fold_batchnorm=False), name=path.stem, carried=carried)
+        plain = without_pairs(model, taken, keep_rounding=keep_rounding)
+        loaded = load(plain.model, fold_batchnorm=False)
+        loaded = replace(loaded, name=path.stem, carried=carried)
         graph, layers, changed, unfit = _quantized(loaded.model, taken)
         if len(layers) == len(taken):
             break
@@ -103,38 +102,10 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
         why={name: why.get(name, "its pairs are gone") for name in graph.layers},
         notes=(
             *_notes(path, graph, layers, changed),
-            *_of_loose(loose, keep_rounding=keep_rounding),
+            *_of_loose(plain.loose, keep_rounding=keep_rounding),
         ),
     )
     return Converted(loaded=loaded, recipe=recipe)
-
-
-def _named(quantized: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy with its functions inlined and a name for each node."""
-    from deploy.frontends import checks
-    from deploy.frontends.fold import remove_identity
-    from deploy.frontends.onnx import inlined
-    from deploy.frontends.plugins import check_part_valid
-
-    checks.check_names(quantized)
-    opset = checks.opset_of(quantized)
-    if opset < _OLDEST:
-        raise ModelError(
-            f"a Q/DQ model must use ONNX opset {_OLDEST} or newer, got {opset}; export it again"
-        )
-    check_part_valid(quantized)
-    model = copied(quantized)
-    if model.functions:
-        model, _ = inlined(model)
-    free_inputs(model.graph)
-    if not any(node.op_type in (Q, DQ) for node in model.graph.node):
-        raise ModelError(
-            "a Q/DQ model must hold QuantizeLinear and DequantizeLinear nodes, got none; calib8"
-            " build --target ascend quantizes a float model"
-        )
-    remove_identity(model.graph)
-    name_nodes(model.graph)
-    return model
 
 
 def _quantized(
@@ -217,6 +188,6 @@ def _of_loose(loose: int, *, keep_rounding: bool) -> list[str]:
     if keep_rounding:
         return [
             f"{what} They are rounded there as in the model, by four operators each;"
-            " --no-keep-rounding leaves these away."
+            " calib8 ascend convert --no-keep-rounding leaves these away."
         ]
     return [f"{what} They are rounded no more, as was asked for."]

@@ -1,10 +1,5 @@
 """What the Q/DQ pairs of a model say of its layers, as Ascend can take it over.
 
-::
-
-    x --> Q --> DQ --[moves]--> Conv <--[Cast, Transpose]-- DQ <-- int8 w      or Q <-- float w
-          scale, zero point                                 scale a channel, zero point 0
-
 Ascend adds its offset where ONNX adds the zero point: an int8 zero point is the offset, of a uint8
 one 128 is taken away. Weights keep the integers that they have, so that their zero point must be 0
 (or 128 in uint8). What does not fit is told by its reason, and the layer stays float.
@@ -12,28 +7,18 @@ one 128 is taken away. Weights keep the integers that they have, so that their z
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.frontends.checks import to_array
-from deploy.graph.flow import MOVES
-from deploy.graph.index import Graph, attributes
+from deploy.frontends.pairs import Grid, UnfitError, input_grid, weight_grid
+from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import TYPES
 
 if TYPE_CHECKING:
     import onnx
     from numpy.typing import NDArray
-
-Q, DQ = "QuantizeLinear", "DequantizeLinear"
-_HALF = 128  # a uint8 code stands for the int8 code so far below
-KEEPING = MOVES | {"MaxPool", "Cast"}  # give values that they read, and no others
-
-
-class _UnfitError(Exception):
-    """Why something cannot be taken over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,36 +35,6 @@ class Taken:
     scale_w: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A grid of integers: scale and zero points, each of size 1 or one a channel.
-
-    Attributes:
-        scale: float32, above 0.
-        zero: int64, in the type that is stored.
-        dtype: its name, such as "uint8".
-        least, most: its codes.
-    """
-
-    scale: NDArray[np.float32]
-    zero: NDArray[np.int64]
-    dtype: str
-    least: int
-    most: int
-
-    @property
-    def single(self) -> bool:
-        """Whether there is one scale and one zero point."""
-        return self.scale.size == 1 and self.zero.size == 1
-
-    @property
-    def offset(self) -> NDArray[np.int64]:
-        """The zero points in int8."""
-        if self.dtype not in ("int8", "uint8"):
-            raise _UnfitError(f"it is quantized to {self.dtype}, and Ascend's layers to int8")
-        return self.zero - (_HALF if self.dtype == "uint8" else 0)
-
-
 def taken_over(index: Graph) -> tuple[dict[str, Taken], dict[str, str]]:
     """Layers by name whose pairs Ascend can take over, and why it cannot those of others.
 
@@ -92,32 +47,13 @@ def taken_over(index: Graph) -> tuple[dict[str, Taken], dict[str, str]]:
             continue
         try:
             taken[node.name] = _taken(node, index)
-        except _UnfitError as error:
+        except UnfitError as error:
             why[node.name] = str(error)
     return taken, why
 
 
-def grid_of(node: onnx.NodeProto, index: Graph) -> Grid | None:
-    """The grid of a QuantizeLinear or DequantizeLinear; None where it is not a constant one."""
-    try:
-        return _grid(node, index)
-    except _UnfitError:
-        return None
-
-
 def _taken(node: onnx.NodeProto, index: Graph) -> Taken:
-    read = _behind(node.input[0], index, KEEPING)[0]
-    if read is None or read.op_type != DQ:
-        raise _UnfitError("no QuantizeLinear and DequantizeLinear stand on its input")
-    quantizer = index.producer.get(read.input[0])
-    if quantizer is None or quantizer.op_type != Q:
-        raise _UnfitError("its input is no activation")
-    grid = _grid(read, index)
-    if not grid.single:
-        raise _UnfitError("its input has a scale a channel")
-    own = _grid(quantizer, index)
-    if own.scale.tobytes() != grid.scale.tobytes() or own.zero.tolist() != grid.zero.tolist():
-        raise _UnfitError("the two scales on its input differ")
+    grid = _in_int8(input_grid(node, index))
     return Taken(
         scale_d=np.float32(grid.scale.reshape(-1)[0]),
         offset_d=int(grid.offset.reshape(-1)[0]),
@@ -127,91 +63,14 @@ def _taken(node: onnx.NodeProto, index: Graph) -> Taken:
 
 def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
     """Scales of a layer's weight, by output channel where there are several."""
-    read, turned = _behind(node.input[1], index, frozenset({"Cast", "Transpose"}))
-    if read is None or read.op_type != DQ:
-        raise _UnfitError("its weight is not quantized")
-    source = read.input[0]
-    quantizer = index.producer.get(source)
-    if quantizer is not None and quantizer.op_type == Q:
-        source = quantizer.input[0]
-    if source not in index.constants:
-        raise _UnfitError("its weight is computed")
-    grid = _grid(read, index)
-    if grid.offset.any():
-        raise _UnfitError("its weight has a zero point, and Ascend's have none")
-    if grid.scale.size == 1:
-        return grid.scale.reshape(1)
-    dims = list(index.constants[source].dims)
-    axis = int(attributes(read).get("axis", 1)) % max(len(dims), 1)
-    if grid.scale.ndim != 1 or axis >= len(dims) or dims[axis] != grid.scale.size:
-        raise _UnfitError("its weight has several scales a channel")
-    if turned and sorted(turned) != list(range(len(dims))):
-        raise _UnfitError("its weight is turned in a way that does not fit it")
-    if (turned.index(axis) if turned else axis) != _channels(node, len(dims)):
-        raise _UnfitError("its weight has no scale by output channel")
-    group = int(attributes(node).get("group", 1)) if node.op_type == "ConvTranspose" else 1
-    return np.tile(grid.scale, max(group, 1))
+    grid, scales = weight_grid(node, index)
+    if _in_int8(grid).offset.any():
+        raise UnfitError("its weight has a zero point, and Ascend's have none")
+    return scales
 
 
-def _channels(node: onnx.NodeProto, rank: int) -> int:
-    """The axis of a weight of so many dimensions that its output channels run along."""
-    if node.op_type == "MatMul":
-        return rank - 1
-    if node.op_type == "Gemm":
-        return 0 if attributes(node).get("transB", 0) else 1
-    return 0 if node.op_type == "Conv" else 1
-
-
-def _behind(
-    tensor: str, index: Graph, passing: frozenset[str]
-) -> tuple[onnx.NodeProto | None, tuple[int, ...]]:
-    """What makes a tensor, before nodes that pass values on, and the one permutation of these."""
-    turned: tuple[int, ...] = ()
-    node = index.producer.get(tensor)
-    while node is not None and node.op_type in passing:
-        if node.op_type == "Transpose":
-            if turned:
-                return None, ()
-            turned = tuple(attributes(node).get("perm", (1, 0)))
-        node = index.producer.get(node.input[0])
-    return node, turned
-
-
-def _grid(node: onnx.NodeProto, index: Graph) -> Grid:
-    if len(node.input) < 2 or node.input[1] not in index.constants:
-        raise _UnfitError("its scale is computed")
-    scale = to_array(index.constants[node.input[1]]).astype(np.float32)
-    if not (np.isfinite(scale) & (scale > 0)).all() or not scale.size:
-        raise _UnfitError("a scale is not above 0 and finite")
-    zero = _zero(node, index, scale)
-    limits = _codes(zero.dtype)
-    if limits is None:
-        raise _UnfitError(f"it is quantized to {zero.dtype}, and Ascend's layers to int8")
-    return Grid(scale, zero.astype(np.int64), str(zero.dtype), *limits)
-
-
-def _codes(dtype: np.dtype[Any]) -> tuple[int, int] | None:
-    """The least and the largest integer of a type; None of one that holds no integers."""
-    found = re.fullmatch(r"(u?)int(\d+)", str(dtype))  # numpy knows no int4, ml_dtypes does
-    if found is None:
-        return None
-    bits = int(found[2])
-    return (0, 2**bits - 1) if found[1] else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-
-
-def _zero(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
-    """Zero points in the type that is stored."""
-    from onnx import helper
-
-    if len(node.input) > 2 and node.input[2]:
-        if node.input[2] not in index.constants:
-            raise _UnfitError("its zero point is computed")
-        return to_array(index.constants[node.input[2]])
-    stored = index.constants.get(node.input[0])
-    if node.op_type == DQ and stored is not None:
-        return np.zeros(scale.shape, to_array(stored).dtype)
-    quantizer = node if node.op_type == Q else index.producer.get(node.input[0])
-    if quantizer is not None and quantizer is not node:
-        return _zero(quantizer, index, scale)
-    kind = attributes(node).get("output_dtype", 0) or 2  # onnx's default is uint8
-    return np.zeros(scale.shape, helper.tensor_dtype_to_np_dtype(kind))
+def _in_int8(grid: Grid) -> Grid:
+    """The grid, if it is one of 8 bits."""
+    if not grid.bits8:
+        raise UnfitError(f"it is quantized to {grid.dtype}, and Ascend's layers to int8")
+    return grid

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
     from deploy.feed.preprocess import Preprocess
+    from deploy.frontends.trained import Trained
     from deploy.graph.plan import Decision
     from deploy.targets.ascend.aipp import Aipp
     from deploy.targets.ascend.atc import AtcOptions
@@ -217,6 +218,9 @@ class Ascend:
             ConfigError: the configuration breaks a rule, or the method is none of AMCT's.
             FeedError: fewer samples than batch_num.
         """
+        if subject.loaded.trained is not None:
+            self._refuse_quantizing(subject.loaded.trained)
+            return ()
         return self.plan(subject).observations
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
@@ -276,6 +280,8 @@ class Ascend:
             ExportError: a layer is outside what the hardware takes.
             BackendError: `atc` is here and failed.
         """
+        if request.trained is not None:
+            return self._of_trained(request.trained, request)
         plan, found, layers, config = self._quantized(request)
         recipe = Recipe(
             model=plan.model,
@@ -289,6 +295,27 @@ class Ascend:
             notes=tuple(_calibration_notes(found, plan)),
         )
         return self.files(recipe, request)
+
+    def _refuse_quantizing(self, trained: Trained) -> None:
+        """Refuse options that say how a float model is quantized."""
+        from deploy.targets.trained import refuse_options
+
+        given = {
+            "--ascend-config": self.config is not None,
+            "--exact-ifmr": self.exact,
+            "--amct-batch": self.amct_batch is not None,
+        }
+        refuse_options(trained, self.name, given)
+
+    def _of_trained(self, trained: Trained, request: BuildRequest) -> Built:
+        """The files of a Q/DQ model, by its own pairs."""
+        from deploy.targets.ascend.from_qdq import from_qdq
+
+        made = from_qdq(trained.model, Path(trained.name))
+        own = request.subject.loaded
+        loaded = replace(made.loaded, name=own.name, carried=own.carried)
+        subject = replace(request.subject, loaded=loaded, given=trained.model)
+        return self.files(made.recipe, replace(request, subject=subject))
 
     def files(self, recipe: Recipe, request: BuildRequest) -> Built:
         """Write the files of a recipe; the rest as `build`, which makes one of what was observed.

@@ -55,13 +55,13 @@ def engine_of(
             f"an engine in fp8 needs TensorRT 10.2 or newer, got {here.version}; install one,"
             " or build with --precision int8"
         )
-    implicit = _implicit(asked, here)
+    implicit = _implicit(asked, here, request)
     if not implicit and (asked.form == "cache" or asked.calibrator):
         raise ConfigError(
             f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
             f" form {asked.form}; build from the Q/DQ model (form qdq)"
         )
-    typed = _by_type(asked, here, files)
+    typed = _by_type(asked, here, files, request)
     source = files[FLOAT if implicit else TYPED if typed else QDQ]
     typed = typed or asked.precision == FP8
     path = request.folder / f"{request.name}.engine"
@@ -93,14 +93,15 @@ def engine_of(
     return builder.keep_engine(path, engine.plan, key), notes
 
 
-def _implicit(asked: Asked, here: Sdk) -> bool:
-    """Whether the engine is built from the cache."""
-    return here.calibrators and asked.form != "qdq" and asked.precision == INT8
+def _implicit(asked: Asked, here: Sdk, request: BuildRequest) -> bool:
+    """Whether the engine is built from the cache, which says less than a model's own pairs."""
+    forms = ("auto", "cache") if request.trained is None else ("cache",)
+    return here.calibrators and asked.form in forms and asked.precision == INT8
 
 
-def _by_type(asked: Asked, here: Sdk, files: Mapping[str, Path]) -> bool:
+def _by_type(asked: Asked, here: Sdk, files: Mapping[str, Path], request: BuildRequest) -> bool:
     """Whether the engine runs every layer in the type that the model gives it."""
-    return not _implicit(asked, here) and TYPED in files and row(here.release).typed
+    return not _implicit(asked, here, request) and TYPED in files and row(here.release).typed
 
 
 def beside_it(
@@ -127,7 +128,7 @@ def beside_it(
         settings_of(asked, request),
         against=request.against,
         model=own[PLAIN] if own else files[FLOAT],
-        by_type=_by_type(asked, here, files) or not here.calibrators,
+        by_type=_by_type(asked, here, files, request) or not here.calibrators,
         largest=sizes(found),
     )
     return replace(made, files={**own, **made.files})

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from deploy.calibration.search import Method
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
+    from deploy.frontends.trained import Trained
     from deploy.graph.plan import Decision
     from deploy.targets.tensorrt.match import Match
     from deploy.tensors import Session
@@ -100,6 +101,8 @@ class TensorRT(Asked):
         from deploy.targets.tensorrt import as_parsed
 
         self._refuse_absent()
+        if subject.loaded.trained is not None:
+            self._refuse_quantizing(subject.loaded.trained)
         as_parsed.refuse_names(subject.model)
         self._check_methods(subject.method)
         self._check_nodes(subject)
@@ -119,6 +122,18 @@ class TensorRT(Asked):
         if self.device:
             with suppress(SdkMissingError):  # then the engine is built elsewhere
                 sdk.find(self.device)
+
+    def _refuse_quantizing(self, trained: Trained) -> None:
+        """Refuse options that say how a float model is quantized."""
+        from deploy.targets.trained import refuse_options
+
+        given = {
+            "--precision fp8": self.precision == FP8,
+            "--calibrator": self.calibrator is not None,
+            "--float-behind-concat": self.float_behind_concat,
+            "--pair-behind-deconv": self.pair_behind_deconv,
+        }
+        refuse_options(trained, self.name, given)
 
     def cache_version(self) -> str | None:
         """This machine's TensorRT, where it builds engines and reads caches."""
@@ -187,16 +202,15 @@ class TensorRT(Asked):
         from deploy.targets.tensorrt.engines import beside_it, engine_of
         from deploy.targets.tensorrt.noted import note
         from deploy.targets.tensorrt.readable import all_readable
-        from deploy.targets.tensorrt.to_qdq import to_qdq
         from deploy.targets.tensorrt.trtexec import on_machine, script, ways
         from deploy.targets.tensorrt.versions import Needs
         from deploy.targets.tensorrt.written import written
 
         cache, matched, found, version = self._matched(request)
         models = {FLOAT: request.model} if self.precision == INT8 else {}
-        models[QDQ] = to_qdq(request.model, matched.plan, matched.scales)
+        models[QDQ], about = self._quantized(request, matched)
         weights = stored_in(models[QDQ])  # of the cache TensorRT makes the same ones by itself
-        narrow, said = self._typed(request, matched, found)
+        narrow, said = self._typed(request, matched, found, models[QDQ])
         if narrow is not None:
             models[TYPED] = narrow
         judged = self._judged(models, version)
@@ -216,7 +230,7 @@ class TensorRT(Asked):
             files[TYPED] = written(stem, ".typed.onnx", models[TYPED])
         if part is not None:  # all of it that ONNX Runtime runs
             files[PART] = written(stem, ".part.onnx", part)
-        notes = (*_match_notes(matched), *said, *lowered)
+        notes = (*about, *said, *lowered)
         needs = {role: Needs.of(model) for role, model in models.items()}
         found_ways = on_machine(
             ways(request, files, needs, version, rest=self.rest, precision=self.precision),
@@ -271,22 +285,47 @@ class TensorRT(Asked):
         runs = self.rest == FP16 and TYPED in models and strong
         return TYPED if runs else QDQ  # ONNX Runtime has no bfloat16 convolutions
 
+    def _quantized(
+        self, request: BuildRequest, matched: Match
+    ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+        """(the Q/DQ model, notes): written by the plan, or the user's own where it has one."""
+        from deploy.targets.tensorrt import trained as own
+        from deploy.targets.tensorrt.to_qdq import to_qdq
+        from deploy.targets.trained import anew_notes, kept_note
+
+        trained = request.trained
+        if trained is None:
+            model = to_qdq(request.model, matched.plan, matched.scales)
+            return model, _match_notes(matched)
+        if own.fits(trained):
+            return own.own_model(trained), (kept_note(trained),)
+        model = to_qdq(request.model, matched.plan, matched.scales, known=trained.weights)
+        said = anew_notes(trained, model, matched.plan.decisions, self.name, own.ANEW)
+        return model, tuple(said)
+
     def _typed(
-        self, request: BuildRequest, matched: Match, found: Found
+        self, request: BuildRequest, matched: Match, found: Found, quantized: onnx.ModelProto
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """(the Q/DQ model with its rest in the narrow type, notes); none where it cannot be."""
+        from deploy.targets.tensorrt import trained as own
         from deploy.targets.tensorrt.as_cache import sizes
         from deploy.targets.tensorrt.to_qdq import to_typed
 
         if self.rest == FP32:
             return None, ()
+        trained, largest = request.trained, sizes(found)
         written = request.model, matched.plan, matched.scales
         try:
-            model, kept = to_typed(*written, rest=self.rest, largest=sizes(found))
+            if trained is not None and own.fits(trained):
+                model, kept = own.own_typed(quantized, self.rest, largest)
+            else:
+                known = {} if trained is None else trained.weights
+                model, kept = to_typed(*written, rest=self.rest, largest=largest, known=known)
             request.whole(model)  # must be of its opset
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
-        said = (f"{name} stays in float32: {why}" for name, why in kept.items())
+        said = [] if trained is None else [own.NARROW]
+        said += [f"{name} stays in float32: {why}" for name, why in kept.items()]
         return model, tuple(said)
 
 

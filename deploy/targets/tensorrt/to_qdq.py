@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,8 +35,11 @@ from deploy.targets.tensorrt.rest import FP8_OPSET, OPSETS, at_opset, storable, 
 
 if TYPE_CHECKING:
     import onnx
+    from numpy.typing import NDArray
 
 _FP8_IR = 9
+Weights = Mapping[str, "NDArray[np.float32]"]
+NO_WEIGHTS: Weights = MappingProxyType({})
 
 
 def to_qdq(
@@ -44,6 +48,7 @@ def to_qdq(
     scales: Mapping[str, np.float32],
     *,
     own_concat_scales: bool = False,
+    known: Weights = NO_WEIGHTS,
 ) -> onnx.ModelProto:
     """Write the Q/DQ model; `model` is left as it is.
 
@@ -53,6 +58,7 @@ def to_qdq(
         scales: tensor -> float32 scale of int8 (amax / 127), for `plan.activations`, whatever the
             grid of the placement.
         own_concat_scales: leave the tensors of a Concat their own scales.
+        known: scales of weights that were trained, see `deploy.targets.qdq.write_qdq`.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or one that is not positive; fp8, and the
@@ -61,7 +67,7 @@ def to_qdq(
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _fp8(plan):
         return _of_fp8(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
-    quantized = write_qdq(model, plan, ranges)
+    quantized = write_qdq(model, plan, ranges, known=known)
     _keep_float_weights(quantized, model)
     return quantized
 
@@ -74,6 +80,7 @@ def to_typed(
     rest: str,
     largest: Mapping[str, float],
     own_concat_scales: bool = False,
+    known: Weights = NO_WEIGHTS,
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """The same with weights stored on the grid and what is not on it in a narrow type.
 
@@ -85,7 +92,7 @@ def to_typed(
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _fp8(plan):  # before there is any fp8 in it, which onnx's converter need not know
         model = at_opset(model, max(FP8_OPSET, OPSETS[rest]))
-    quantized = write_qdq(model, plan, ranges, storable=partial(storable, rest=rest))
+    quantized = write_qdq(model, plan, ranges, storable=partial(storable, rest=rest), known=known)
     return typed(_of_fp8(quantized) if _fp8(plan) else quantized, rest, largest)
 
 

@@ -8,35 +8,84 @@
 An int8 layer rounds and saturates its input by itself. What other readers of a pair get, which are
 float on Ascend, goes through Div, Round, Clip and Mul, or is rounded no more where that is asked
 for. A Clip stays then where a pair stands for a Relu or Clip that the quantizer took out: its codes
-begin at 0, and what it reads may be negative.
+begin at 0, and what it reads may be negative. A tensor that gave its name to its pair gets it back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deploy.errors import ModelError
-from deploy.graph.edit import copied, rebuild, rename_reads, unused
+from deploy.frontends.pairs import DQ, KEEPING, Grid, Q, grid_of
+from deploy.graph.edit import copied, free_inputs, name_nodes, rebuild, rename_reads, unused
 from deploy.graph.flow import MOVES, POOLS
 from deploy.graph.index import Graph, all_nodes, reads
-from deploy.targets.ascend.layers import TYPES
-from deploy.targets.ascend.pairs import DQ, KEEPING, Q, grid_of
-from deploy.targets.ascend.rewrite import Nodes
+from deploy.graph.plan import WEIGHTED
 
 if TYPE_CHECKING:
     import onnx
 
+Nodes = list["onnx.NodeProto"]
+_OLDEST = 11  # Clip has its limits as inputs from here on
 _POSITIVE = frozenset({"Relu", "Sigmoid", "Softmax", "HardSigmoid"})
 _ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # of such without a sign
 
 
+@dataclass(frozen=True, slots=True)
+class Unpaired:
+    """What `without_pairs` gives.
+
+    Attributes:
+        model: the float model.
+        loose: how many pairs float operators read.
+        grids: tensor of the float model -> the grids of the pairs that stood on it.
+    """
+
+    model: onnx.ModelProto
+    loose: int
+    grids: Mapping[str, tuple[Grid, ...]]
+
+
+def named(quantized: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a Q/DQ model with its functions inlined and a name for each node.
+
+    Raises:
+        ModelError: it is no valid model, of an opset before 11, or has no pairs.
+    """
+    from deploy.frontends import checks
+    from deploy.frontends.fold import remove_identity
+    from deploy.frontends.onnx import inlined
+    from deploy.frontends.plugins import check_part_valid
+
+    checks.check_names(quantized)
+    opset = checks.opset_of(quantized)
+    if opset < _OLDEST:
+        raise ModelError(
+            f"a Q/DQ model must use ONNX opset {_OLDEST} or newer, got {opset}; export it again"
+        )
+    check_part_valid(quantized)
+    model = copied(quantized)
+    if model.functions:
+        model, _ = inlined(model)
+    free_inputs(model.graph)
+    if not any(node.op_type in (Q, DQ) for node in model.graph.node):
+        raise ModelError(
+            "a Q/DQ model must hold QuantizeLinear and DequantizeLinear nodes, got none; calib8"
+            " build quantizes a float model"
+        )
+    remove_identity(model.graph)
+    name_nodes(model.graph)
+    return model
+
+
 def without_pairs(
     model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
-) -> tuple[onnx.ModelProto, int]:
-    """A float copy, and how many pairs float operators read.
+) -> Unpaired:
+    """A float copy, and what stood in it.
 
     Args:
         model: of which each node has a name of its own.
@@ -59,7 +108,8 @@ def without_pairs(
             f" tensors of the main graph, got {left.op_type} {left.name!r}; export the model so,"
             " with float inputs and outputs"
         )
-    return out, work.loose
+    grids = {work.renamed.get(name, name): tuple(found) for name, found in work.grids.items()}
+    return Unpaired(out, work.loose, grids)
 
 
 class _Stripper:
@@ -71,6 +121,7 @@ class _Stripper:
         self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
         self.inside = _inside(self.index, taken)
         self.loose = 0
+        self.grids: dict[str, list[Grid]] = {}  # float tensor -> those of its pairs
         self.fixed = set(self.index.constants)  # what is known before anything is fed
         self.positive: set[str] = set()  # tensors that cannot be negative
         self.float_of: dict[str, str] = {}  # output of a pair -> what its readers read
@@ -119,14 +170,23 @@ class _Stripper:
                 reader.input[0] = source
             end = made if kept else self._own(f"{source}/{'-'.join(steps).lower()}")
             self.float_of[made] = end
+            self._note(end, node)
             return self._chain(source, end, steps, node.name)
+        self._note(source, node)
         if kept and not self._may_be_called(source):
             return [helper.make_node("Identity", [source], [made], name=f"{node.name}/float")]
         if kept:
             self.renamed[source] = made
         else:
             self.float_of[made] = source
+            if source == f"{made}/float" and self._may_be_called(source):
+                self.renamed[source] = made
         return []
+
+    def _note(self, tensor: str, node: onnx.NodeProto) -> None:
+        grid = grid_of(node, self.index)
+        if grid is not None:
+            self.grids.setdefault(tensor, []).append(grid)
 
     def _steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
         """Operators, with their constants, that do to a float tensor what its readers rely on."""
@@ -163,7 +223,7 @@ class _Stripper:
     def _name_weights(self) -> None:
         """Call a weight and bias that were quantized after their layer, not after their pair."""
         for node in self.index.nodes:
-            if node.op_type not in TYPES:
+            if node.op_type not in WEIGHTED:
                 continue
             for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
                 made = name in self.fixed and name not in self.index.constants

@@ -1,0 +1,289 @@
+"""A Q/DQ model, trained or calibrated by any tool, read as a model that needs no calibration.
+
+Its pairs are taken out (`deploy.frontends.unpaired`), and what they say is kept (`Trained`). The
+spellings of ModelOpt, torchao, NNCF, ONNX Runtime and calib8 are read alike: weights in float
+with a pair or as integers behind a DequantizeLinear, biases in int32, constants as nodes, zero
+points left out, pairs of ONNX Runtime's own domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calibrators.scales import Scale, Scales
+from deploy.errors import ModelError
+from deploy.frontends.pairs import (
+    DQ,
+    Grid,
+    Q,
+    UnfitError,
+    input_grid,
+    sound_grid,
+    weight_grid,
+)
+from deploy.frontends.spread import spread
+from deploy.frontends.trained import Trained
+from deploy.frontends.unpaired import named, without_pairs
+from deploy.graph.index import Graph
+from deploy.graph.plan import WEIGHTED, never_negative
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+    from numpy.typing import NDArray
+
+    from deploy.frontends.base import LoadedModel
+
+_METHOD = "trained"
+_INTEGER_OPS = ("QLinear", "QGemm", "QAttention", "ConvInteger", "MatMulInteger", "DynamicQuant")
+_CONTRIB = "com.microsoft"
+_TAILS = frozenset({"Relu", "Clip"})
+
+
+def read_trained(source: str | Path | onnx.ModelProto) -> LoadedModel:
+    """Load a Q/DQ model as the float model behind it, with what its pairs say.
+
+    Args:
+        source: an ONNX file, or a model in memory, which is left as it is.
+
+    Raises:
+        ModelError: it cannot be read, or its pairs cannot be taken for a calibration; says which.
+    """
+    from deploy.frontends.digest import model_digest
+    from deploy.frontends.metadata import carried_of
+    from deploy.frontends.onnx import load_onnx
+    from deploy.frontends.reader import read_stamped, refuse_external
+
+    path, stamp = None, None
+    if isinstance(source, str | Path):
+        path = Path(source)
+        given, stamp = read_stamped(path)
+    else:
+        given = source
+        refuse_external(given)
+    name = path.stem if path else given.graph.name or "model"
+    model = named(_of_one_domain(given))
+    index = Graph(model)
+    stored = tuple(_checked(model, index))
+    plain = without_pairs(model, (), keep_rounding=False)
+    loaded = load_onnx(plain.model, False)  # norms stay: folding them would change weights
+    if loaded.behind is not None:
+        raise ModelError(
+            f"ONNX Runtime must know every operator of a Q/DQ model, got {loaded.behind.stranger};"
+            " build the float model, whose other operators the files for TensorRT and Ascend keep"
+        )
+    trained = _trained(model, str(path or name), index, loaded.model, plain.grids, stored)
+    several = sum(len(found) > 1 for found in _apart(plain.grids).values())
+    return replace(
+        loaded,
+        source=path,
+        name=name,
+        digest=model_digest(given),
+        stamp=stamp,
+        carried=carried_of(given, path),
+        notes=(*_notes(trained, several), *loaded.notes),
+        trained=trained,
+    )
+
+
+def _of_one_domain(given: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with ONNX Runtime's own pairs, which say the same, as ONNX's.
+
+    Raises:
+        ModelError: it computes in integer operators.
+    """
+    from deploy.graph.edit import copied
+    from deploy.graph.index import all_nodes
+
+    model = copied(given)
+    for node in all_nodes(model.graph):
+        if node.op_type.startswith(_INTEGER_OPS):
+            raise ModelError(
+                "a quantized model must be in the Q/DQ form, got the integer operator"
+                f" {node.op_type} '{node.name}'; export it with QuantizeLinear and"
+                " DequantizeLinear (onnxruntime: QuantFormat.QDQ), or give the float model"
+            )
+        if node.op_type in (Q, DQ) and node.domain == _CONTRIB:
+            node.domain = ""
+    return model
+
+
+def _checked(model: onnx.ModelProto, index: Graph) -> Iterator[Grid]:
+    """The grids of the constants behind pairs, after a look at every pair.
+
+    Raises:
+        ModelError: a pair that is no pair, or on a grid that no target has.
+    """
+    fixed = set(index.constants)
+    for node in model.graph.node:
+        if node.op_type not in (Q, DQ):
+            if node.input and all(name in fixed for name in node.input if name):
+                fixed.update(node.output)
+            continue
+        grid = _grid(node, index)
+        if node.input[0] in fixed:
+            fixed.update(node.output)
+            if grid.dtype not in ("int8", "uint8", "int32"):
+                raise _refused(node, f"it is quantized to {grid.dtype}")
+            yield grid
+            continue
+        if not grid.single:
+            raise _refused(node, "it has a scale a channel")
+        if not grid.bits8:
+            raise _refused(node, f"it is quantized to {grid.dtype}")
+        _check_partner(node, grid, index)
+
+
+def _grid(node: onnx.NodeProto, index: Graph) -> Grid:
+    try:
+        return sound_grid(node, index)
+    except UnfitError as error:
+        raise _refused(node, str(error)) from error
+
+
+def _check_partner(node: onnx.NodeProto, grid: Grid, index: Graph) -> None:
+    """Refuse a DequantizeLinear without its QuantizeLinear, and one that reads another grid."""
+    maker = index.producer.get(node.input[0])
+    if node.op_type == Q:
+        readers = index.readers.get(node.output[0], [])
+        if not any(reader.op_type == DQ for reader in readers):
+            raise _refused(node, "no DequantizeLinear reads it")
+    elif maker is None or maker.op_type != Q:
+        raise _refused(node, "no QuantizeLinear stands before it")
+    elif not _grid(maker, index).same(grid):
+        raise _refused(node, "the QuantizeLinear before it has another scale or zero point")
+
+
+def _refused(node: onnx.NodeProto, got: str) -> ModelError:
+    return ModelError(
+        "activations of a Q/DQ model must stand in pairs of one constant scale in int8 or uint8,"
+        " and its weights in int8 or uint8 with constant scales, got"
+        f" {node.op_type} '{node.name}': {got}; quantize it again so, or give the float model"
+    )
+
+
+def _trained(
+    model: onnx.ModelProto,
+    name: str,
+    index: Graph,
+    plain: onnx.ModelProto,
+    grids: Mapping[str, tuple[Grid, ...]],
+    stored: tuple[Grid, ...],
+) -> Trained:
+    graph, positive = Graph(plain), never_negative(plain)
+    known = {t for node in plain.graph.node for t in node.output} | set(graph.inputs)
+    own = {tensor: found for tensor, found in grids.items() if tensor in known}
+    scales = {tensor: _widest(found, tensor in positive) for tensor, found in own.items()}
+    weights, why, written = _layers(index, graph)
+    return Trained(
+        model=model,
+        name=name,
+        scales=Scales(spread(graph, scales)),
+        weights=weights,
+        floats=why,
+        written=written,
+        grids=own,
+        stored=stored,
+    )
+
+
+def _apart(grids: Mapping[str, tuple[Grid, ...]]) -> dict[str, set[bytes]]:
+    """Tensor -> its different grids, as bytes."""
+    return {
+        tensor: {g.scale.tobytes() + g.zero.tobytes() + g.dtype.encode() for g in found}
+        for tensor, found in grids.items()
+    }
+
+
+def _widest(found: tuple[Grid, ...], positive: bool) -> Scale:
+    """The range of a tensor's pair; of several the widest."""
+    return max((_range(grid, positive) for grid in found), key=lambda one: one.hi - one.lo)
+
+
+def _range(grid: Grid, positive: bool) -> Scale:
+    """What a grid covers, so that an affine or a symmetric one of 8 bits gives it back."""
+    step, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
+    lo, hi = (grid.least - zero) * step, (grid.most - zero) * step
+    symmetric = not grid.offset.any()
+    amax = hi if symmetric else max(-lo, hi)
+    if symmetric and positive:  # half of its codes are never used
+        lo = 0.0
+    return Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method=_METHOD)
+
+
+def _layers(
+    index: Graph, graph: Graph
+) -> tuple[dict[str, NDArray[np.float32]], dict[str, str], frozenset[str]]:
+    """(scales of weights, why nodes are float, nodes whose output goes through a pair)."""
+    weights: dict[str, NDArray[np.float32]] = {}
+    why: dict[str, str] = {}
+    written = frozenset(n.name for n in index.nodes if _goes_through(n, index))
+    given = {node.name: node for node in index.nodes}
+    for node in graph.nodes:
+        own = given.get(node.name)
+        if _behind_head(node, graph, why):
+            continue
+        try:
+            if own is None:  # a Clip in place of a pair
+                raise UnfitError("it stands for the limits of a pair")
+            if node.op_type not in WEIGHTED:
+                _check_between(own, index, written)
+            elif (scales := _weight(own, index)) is not None:
+                weights[node.name] = scales
+        except UnfitError as error:
+            why[node.name] = str(error)
+    return weights, why, written
+
+
+def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
+    """Scales of a layer's symmetric weight; None where it has none, or a zero point."""
+    input_grid(node, index)
+    try:
+        grid, scales = weight_grid(node, index)
+    except UnfitError:
+        if node.op_type != "MatMul":
+            raise
+        input_grid(node, index, 1)  # of two activations
+        return None
+    return scales if grid.bits8 and not grid.offset.any() else None
+
+
+def _behind_head(node: onnx.NodeProto, graph: Graph, why: Mapping[str, str]) -> bool:
+    """Whether a node is the Relu or Clip of one that runs in int8."""
+    head = graph.producer.get(node.input[0]) if node.op_type in _TAILS else None
+    return head is not None and head.name not in why and graph.tail(head) == node.output[0]
+
+
+def _check_between(node: onnx.NodeProto, index: Graph, written: frozenset[str]) -> None:
+    """Refuse a node that is not between pairs."""
+    read = index.data_inputs(node)
+    if not read:
+        raise UnfitError("all its inputs are constant")
+    if any((maker := index.producer.get(t)) is None or maker.op_type != DQ for t in read):
+        raise UnfitError("no pair stands on what it reads")
+    if node.name not in written:
+        raise UnfitError("no pair stands on what it makes")
+
+
+def _goes_through(node: onnx.NodeProto, index: Graph) -> bool:
+    """Whether a pair stands behind a node, or behind the Relu or Clip that reads it."""
+    if not node.output or node.op_type in (Q, DQ):
+        return False
+    ends = (node.output[0], index.tail(node))
+    return any(n.op_type == Q for end in ends for n in index.readers.get(end, []))
+
+
+def _notes(trained: Trained, several: int) -> Iterator[str]:
+    yield (
+        f"Quantized already: took {len(trained.grids)} ranges of activations from its pairs"
+        f" ({trained.kinds or 'none'}) and scales of {len(trained.weights)} weights, and the pairs"
+        " out of the float model."
+    )
+    if several:
+        yield (
+            f"{several} tensors have pairs of several scales; where a target has one scale a tensor"
+            " it is the widest."
+        )
