@@ -239,6 +239,12 @@ def lasting(what: str, seconds: float) -> Iterator[None]:
         yield
 
 
+def tell(line: str) -> None:
+    """Say at once what a run that is told must not keep to itself until its end."""
+    if _TELLER.get() is not None:
+        terminal.say(f"calib8: {line}", err=True)
+
+
 @contextmanager
 def _entered(teller: Teller, own: Phase) -> Iterator[None]:
     teller.enter(own)

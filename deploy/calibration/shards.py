@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from calibrators.histogram import Histogram
+from deploy import atomic
 from deploy.calibration import shard_file
 from deploy.calibration.fingerprint import CALIB8, Fingerprint
 from deploy.calibration.observation import Observation, Observed
@@ -26,6 +27,7 @@ from deploy.calibration.versions import of_feed
 from deploy.errors import CacheError, ConfigError, FeedError
 from deploy.feed.feed import Feed
 from deploy.feed.manifest import Raw
+from deploy.feed.share import Share
 
 if TYPE_CHECKING:
     from deploy.calibration.calibrated import Calibrated
@@ -59,20 +61,24 @@ def keep_shard(found: Calibrated, path: Path) -> None:
     """
     feed, share = found.feed, found.feed.share
     assert share is not None
-    manifest = feed.manifest()
-    preprocess = manifest.pop("preprocess") or {}
-    images = {name: manifest[name] for name in ("kind", "batch", "skip_bad")}
-    shard_file.save(
-        path,
+    data = shard_file.to_bytes(
         share=share,
-        made_from=_made_from(
-            found.loaded, {**images, "count": share.count, "names": share.names}, preprocess
-        ),
+        made_from=origin_of(found.loaded.identities, feed.form, share),
         digests=feed.seen,
         skipped=feed.skipped_places,
         peaks=found.peaks.rows(feed.places),
         observed=found.ranges.observed,
     )
+    atomic.write_bytes(path, data)
+    if found.checkpoint is not None:
+        found.checkpoint.unlink(missing_ok=True)
+
+
+def origin_of(model: Mapping[str, str], form: Mapping[str, Any], share: Share) -> Fingerprint:
+    """What a shard of a feed of this `Feed.form` is made from; its samples are no part of that."""
+    images = {name: form[name] for name in ("kind", "batch", "skip_bad")}
+    whole = {**images, "count": share.count, "names": share.names}
+    return _made_from(model, whole, form["preprocess"] or {})
 
 
 class Shards:
@@ -95,6 +101,7 @@ class Shards:
         found = [shard_file.load(path) for path in paths]
         if not found:
             raise CacheError("shards are to be merged, got none; name their files")
+        _refuse_checkpoints(found)
         _refuse_foreign(found, loaded)
         self._shards = _each_once(found)
         self.feed = _whole(self._shards)
@@ -136,11 +143,11 @@ class Shards:
 
 
 def _made_from(
-    loaded: LoadedModel, images: Mapping[str, Any], preprocess: Mapping[str, Any]
+    model: Mapping[str, str], images: Mapping[str, Any], preprocess: Mapping[str, Any]
 ) -> Fingerprint:
     """What all shards of one calibration have in common."""
     return Fingerprint(
-        model=loaded.identities,
+        model=model,
         images=images,
         order="",
         preprocess=preprocess,
@@ -153,9 +160,17 @@ def _made_from(
     )
 
 
+def _refuse_checkpoints(found: Sequence[Shard]) -> None:
+    if begun := next((shard for shard in found if shard.counted is not None), None):
+        raise CacheError(
+            f"a shard that is merged must be whole, got {begun.path}, the checkpoint of a run that"
+            " did not end; go on with that run by --resume"
+        )
+
+
 def _refuse_foreign(found: Sequence[Shard], loaded: LoadedModel) -> None:
     first = found[0]
-    here = _made_from(loaded, first.made_from.images, first.made_from.preprocess)
+    here = _made_from(loaded.identities, first.made_from.images, first.made_from.preprocess)
     for shard in found:
         if changes := here.changes_since(shard.made_from):
             beside = "the model and the versions here" if shard is first else str(first.path)

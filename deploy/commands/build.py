@@ -20,6 +20,7 @@ from deploy.commands.options import (
     build_options,
     calibration_options,
     refuse_unfed,
+    resume_option,
 )
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
 @model_options
 @build_options
 @calibration_options
+@resume_option
 @json_option
 def build(
     model: Path,
@@ -116,6 +118,7 @@ def build(
     weights: Path | None,
     images: ImageOptions,
     calibration: CalibrationOptions,
+    resume: bool,
     json_path: Path | None,
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
@@ -166,6 +169,7 @@ def build(
         gates=tuning.gates,
         repairs=repairs or None,
         settings=settings(),
+        resume=resume,
     )
     say_lines(to_screen(report, verbose=calibration.verbose))
     for sentence in grave(report) if textless() else ():
