@@ -59,7 +59,13 @@ class Ranged(Protocol):
 
 @runtime_checkable
 class Batched(Protocol):
-    """A recorder that joins samples to batches."""
+    """A recorder that joins samples to batches.
+
+    Attributes:
+        together: samples that make a batch; after whole ones none waits, and `to_arrays` has all.
+    """
+
+    together: int
 
     def end(self) -> None:
         """Take what waits as the last batch, which may be smaller: no more comes.

@@ -106,7 +106,7 @@ def _cancelled(error: BaseException) -> KeyboardInterrupt | Terminated | None:
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, KeyboardInterrupt | Terminated):
-            return type(seen)()
+            return type(seen)(*seen.args)  # which say how to go on
         seen = seen.__cause__ or seen.__context__
     return None
 
@@ -171,11 +171,11 @@ def main(argv: list[str] | None = None) -> None:
     except click.ClickException as error:
         say(f"calib8: error: {_sentence(error)}", err=True)
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        say("calib8: interrupted; nothing half-written was left behind", err=True)
+    except (click.Abort, KeyboardInterrupt) as stop:
+        _say_ended("interrupted", stop)
         sys.exit(130)
-    except Terminated:
-        say("calib8: terminated; nothing half-written was left behind", err=True)
+    except Terminated as stop:
+        _say_ended("terminated", stop)
         sys.exit(143)
     except Calib8Error as error:
         say(f"calib8: error: {error}", err=True)
@@ -198,6 +198,13 @@ def main(argv: list[str] | None = None) -> None:
             err=True,
         )
         sys.exit(70)
+
+
+def _say_ended(how: str, stop: BaseException) -> None:
+    """What is left after a signal, and how to go on where that is possible."""
+    signalled = _cancelled(stop)
+    left = [] if signalled is None else [str(one) for one in signalled.args]
+    say("; ".join((f"calib8: {how}; nothing half-written was left behind", *left)), err=True)
 
 
 def _end(sentence: str) -> NoReturn:

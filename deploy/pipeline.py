@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,11 +26,12 @@ from calibrators.searches import DEFAULT_METHOD
 from deploy import atomic, manifest
 from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
+from deploy.calibration.checkpoint import Checkpoint, beside, clear
 from deploy.calibration.choices import NO_CHOICES
 from deploy.calibration.expected import odd
 from deploy.calibration.keep import keep, version_in
 from deploy.calibration.observation import Observation, Observed, each_once
-from deploy.calibration.observe import observe
+from deploy.calibration.observe import observe, planned
 from deploy.calibration.outputs import FloatOutputs, judges_of
 from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
@@ -107,6 +109,8 @@ def calibrate(
     threads: int | None = None,
     float_nodes: Iterable[str] = (),
     scheduler: str | Cluster | None = None,
+    resume: bool = False,
+    checkpoint: Path | str | None = None,
     progress: bool = False,
 ) -> Calibrated:
     """Observe what the targets declare, or take it from a fitting cache.
@@ -129,6 +133,9 @@ def calibrate(
         float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
         scheduler: address of a dask scheduler whose workers observe, or a `Cluster`; None observes
             here. The result does not depend on it.
+        resume: go on with a run that was ended, from its checkpoint.
+        checkpoint: file to keep the state in now and then; None for one beside the cache, where
+            there is one. What is found without a cache is kept by the caller, who removes it.
         progress: tell on stderr what is going on, where it takes over two seconds.
 
     Raises:
@@ -151,6 +158,8 @@ def calibrate(
         float_nodes=float_nodes,
         cluster=cluster_of(scheduler),
         judging=0,
+        resume=resume,
+        checkpoint=None if checkpoint is None else Path(checkpoint),
     )
 
 
@@ -213,6 +222,8 @@ def _calibrated(
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
     cluster: Cluster | None = None,
+    resume: bool = False,
+    checkpoint: Path | None = None,
 ) -> Calibrated:
     """`calibrate` of a model that is loaded.
 
@@ -237,6 +248,7 @@ def _calibrated(
             limit=limit,
         )
     feed.remember(0, judging, SHOWN)
+    place = _place(policy, checkpoint, resume=resume, stable=until_stable is not None)
     if policy.path is not None and not (policy.trust or policy.require):
         recover(policy.path.parent)
         store.refuse_foreign(policy.path, force=policy.force)
@@ -260,6 +272,11 @@ def _calibrated(
     if feed.share is not None or isinstance(images, Shards):
         refuse_ordered(each_once(wanted), f"a shard (got {feed.share or 'merged'})")
     until = None if until_stable is None else Until(until_stable, subject.method.label)
+    if resume and cluster is not None:
+        raise ConfigError(
+            "--resume goes on with a run of this machine, got --scheduler, which keeps no"
+            " checkpoint; leave one of them away"
+        )
     if until is not None and cluster is not None:
         raise ConfigError(
             "--until-stable looks at images one after the other, got --scheduler, whose workers"
@@ -272,6 +289,7 @@ def _calibrated(
     runs: Counter[str] = Counter()
     notes: tuple[str, ...] = ()
     outliers: tuple[Outlier, ...] = ()
+    mark: Checkpoint | None = None
     if policy.trust:
         verdict, ranges = _trusted(policy, subject, wanted)
     else:
@@ -301,12 +319,21 @@ def _calibrated(
             )
             observed = verdict.observed.and_also(new)
         else:
+            plan = planned(verdict.missing, verdict.observed)
+            if place is not None and plan.late:
+                mark = Checkpoint(
+                    place, subject, feed, plan.late, peaks, resume=resume, force=policy.force
+                )
+            elif place is not None and resume:
+                clear(place)
             observed = _completed(
                 verdict,
                 feed,
+                plan.first,
                 threads=able,
                 runs=runs,
                 peaks=peaks,
+                mark=mark,
                 outputs=judges.outputs,
                 watch=watch,
             )
@@ -331,6 +358,8 @@ def _calibrated(
         )
         text = own.text if own else None
         keep(policy, subject, verdict, calibration, ranges, text=text, stage=stage)
+        if mark is not None and policy.path is not None:
+            mark.path.unlink(missing_ok=True)
     return Calibrated(
         subject=subject,
         images=str(images)
@@ -354,6 +383,8 @@ def _calibrated(
         cache=policy.path,
         repairs=tuple(told(tried)),
         peaks=peaks,
+        checkpoint=mark.path if mark is not None and policy.path is None else None,
+        resumed=_resumed(mark, watch),
         judges=judges,
         agreement=agreement,
     )
@@ -385,6 +416,7 @@ def build(
     repairs: Sequence[str] | None = None,
     scheduler: str | Cluster | None = None,
     settings: str | None = None,
+    resume: bool = False,
     progress: bool = False,
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
@@ -430,7 +462,7 @@ def build(
     if trained is not None:
         idle = _idle(images, method, policy, tuple(float_nodes), wish, repairs, until_stable)
         idle += [] if scheduler is None else ["--scheduler"]
-        refuse_calibrating(trained, idle)
+        refuse_calibrating(trained, [*idle, *(["--resume"] if resume else [])])
         wish = replace(wish, effort=0)
     judged_on = eval_images if eval_images is not None or trained is None else images
     asked = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
@@ -477,6 +509,7 @@ def build(
                 repairs=asked,
                 stage=stage,
                 cluster=cluster_of(scheduler),
+                resume=resume,
             )
             plans, plan = _tuned(
                 built_for,
@@ -698,20 +731,57 @@ def _trusted(
     return verdict, Ranges(Observed({}), subject.method, subject.bounds, trusted=found)
 
 
+def _place(
+    policy: CachePolicy, checkpoint: Path | None, *, resume: bool, stable: bool
+) -> Path | None:
+    """Where the state of a run is kept; nowhere of one that looks at as few samples as it takes.
+
+    Raises:
+        ConfigError: it is to be gone on from, and there is no place; or nothing is observed.
+    """
+    if resume and (policy.require or policy.trust):
+        flag = "--require-cache" if policy.require else "--trust-cache"
+        raise ConfigError(
+            f"--resume goes on observing and {flag} takes a cache as it is; leave one of them away"
+        )
+    if stable and resume:
+        raise ConfigError(
+            "--resume goes on with a run over all samples, got --until-stable, which looks at as"
+            " few as it takes and keeps no checkpoint; leave one of them away"
+        )
+    if stable:
+        return None
+    if checkpoint is None and policy.path is not None:
+        return beside(policy.path)
+    if resume and checkpoint is None:
+        raise ConfigError(
+            "to go on with a run there must be a cache beside which its checkpoint stands, or the"
+            " checkpoint itself, got neither; name one"
+        )
+    return checkpoint
+
+
 def _completed(
     verdict: Verdict,
     feed: Feed,
+    first: int,
     *,
     threads: int,
     runs: Counter[str],
     peaks: Peaks,
+    mark: Checkpoint | None,
     outputs: FloatOutputs,
     watch: Watch,
 ) -> Observed:
     """What the cache holds, and what is observed now because it is missing there."""
     if not verdict.missing:
         return verdict.observed
-    with phase("observing", len(feed), "samples") as step, feed.samples() as samples:
+    counted = 0 if mark is None else mark.counted
+    with (
+        phase("observing", len(feed) - counted, "samples") as step,
+        nullcontext() if mark is None else mark.telling(),
+        feed.samples(without=range(first, counted)) as samples,
+    ):
         new = observe(
             verdict.missing,
             samples,
@@ -720,8 +790,9 @@ def _completed(
             progress=step,
             runs=runs,
             peaks=peaks,
+            keeper=mark,
             keep=lambda number, values: outputs.add(feed.key(number), values),
-            halves=watch.halves,
+            halves=None if counted else watch.halves,  # of those counted nobody knows the halves
             enough=watch.enough if watch.decides else None,
         )
     return verdict.observed.and_also(new)
@@ -755,6 +826,15 @@ def _reached(verdict: Verdict, feed: Feed, watch: Watch) -> int:
         assert verdict.stored is not None
         return verdict.stored.count
     return feed.reached(watch.samples) if watch.stopped else feed.opened
+
+
+def _resumed(mark: Checkpoint | None, watch: Watch) -> tuple[str, ...]:
+    """From where a run went on, and what is not known of it then."""
+    if mark is None:
+        return ()
+    unknown = mark.counted and watch.halves is not None
+    halves = "how far two halves of the samples agree is not known of a run that went on"
+    return (*mark.notes, *((halves,) if unknown else ()))
 
 
 def _fewer(able: int, asked: int) -> tuple[str, ...]:

@@ -159,6 +159,7 @@ def gather(
         work=_work(calibrated, figures),
         notes=(
             *calibrated.warnings,
+            *calibrated.resumed,
             *feed.notes,
             *calibrated.repairs,
             *_troubles(calibrated),

@@ -446,6 +446,14 @@ def test_stopping_early_and_sharing_out_exclude_each_other(run, small_cnn, pictu
     assert code == 1 and "--until-stable" in err and "got --scheduler" in err
 
 
+def test_going_on_with_a_run_is_of_this_machine(run, small_cnn, pictures, tmp_path):
+    code, _, err = run(
+        "calibrate", small_cnn, "--images", pictures, "-o", tmp_path / "x", "--resume",
+        "--scheduler", ELSEWHERE,
+    )  # fmt: skip
+    assert code == 1 and "--resume goes on" in err and "got --scheduler" in err
+
+
 def test_images_without_a_path_must_be_sent(small_cnn, tmp_path):
     from deploy import calibrate
 

@@ -1,3 +1,4 @@
+import signal
 import threading
 import time
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.feed.parallel import in_order
+from deploy.feed.parallel import Rest, in_order
 
 SAMPLES = [{"x": np.full(1, n)} for n in range(12)]
 
@@ -71,3 +72,71 @@ def test_a_failure_comes_through_and_lets_everybody_out(where, threads):
 
 def test_no_sample_is_no_result():
     assert in_order([], lambda *_: None, lambda *_: None, threads=2) == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_nobody_works_at_a_rest_and_all_that_were_drawn_are_taken(threads):
+    busy, rested, taken = [], [], []
+
+    def work(_, number, sample):
+        busy.append(number)
+        time.sleep(0.001)
+        busy.remove(number)
+        return number
+
+    def use(number):
+        assert not busy and taken == list(range(3, number + 1))
+        rested.append(number)
+
+    rest = Rest(due=lambda number: number % 4 == 0, use=use)
+    took = in_order(
+        SAMPLES, work, lambda n, _: taken.append(n), threads=threads, after=2, rest=rest
+    )
+    assert took == len(SAMPLES) and taken[-1] == 14 and set(rested) == {4, 8, 12}
+
+
+class Ended(BaseException):
+    """The user's."""
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(threads):
+    taken, rested, begun = [], [], []
+
+    def raised(*_):
+        raise Ended
+
+    def work(_, number, sample):
+        begun.append(number)
+        if number == 5:
+            signal.raise_signal(signal.SIGUSR1)  # in this thread, which is not the main one
+        time.sleep(0.03)
+
+    rest = Rest(due=lambda number: False, use=rested.append)
+    before = signal.signal(signal.SIGUSR1, raised)
+    try:
+        with pytest.raises(Ended):
+            in_order(
+                ({"x": np.zeros(1)} for _ in range(1000)),
+                work,
+                lambda n, _: taken.append(n),
+                threads=threads,
+                rest=rest,
+            )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(begun) < 500 and taken == sorted(begun) and rested == [len(taken)]
+
+
+def test_after_a_failure_nothing_rests_any_more():
+    rested = []
+
+    def work(_, number, sample):
+        raise Ended
+
+    with pytest.raises(Ended):
+        in_order(
+            SAMPLES, work, lambda *_: None, threads=2,
+            rest=Rest(due=lambda number: False, use=rested.append),
+        )  # fmt: skip
+    assert not rested

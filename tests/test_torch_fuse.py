@@ -81,7 +81,7 @@ def test_what_cannot_be_folded_is_left_alone_with_its_reason():
             self.twice = nn.Conv2d(3, 3, 1)
             self.bn2 = nn.BatchNorm2d(3)
             self.bn3 = nn.BatchNorm2d(3)
-            self.plain = nn.Conv2d(3, 3, 1)
+            self.plain = nn.Conv2d(3, 3, 3, padding=1)
             self.no_statistics = nn.BatchNorm2d(3, track_running_stats=False)
 
         def forward(self, x):

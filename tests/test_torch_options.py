@@ -111,8 +111,8 @@ def test_export_refuses_what_it_would_ignore(script):
             cli, ["export", f"{script}:net", *SHAPE, *words, "-o", str(script.with_suffix(".onnx"))]
         )
         assert said in str(shown.exception)
-    shown = CliRunner().invoke(cli, ["fuse", f"{script}:net", *SHAPE])
-    assert "--input goes with --bench or --out" in str(shown.exception)
+    shown = CliRunner().invoke(cli, ["fuse", f"{script}:net", "--device", "cpu"])
+    assert "--device goes with --input or --sample" in str(shown.exception)
     teacher = ("--teacher-weights", "w.pt", "-o", "x.onnx")
     shown = CliRunner().invoke(cli, ["qat", f"{script}:setup", *teacher])
     assert "--teacher-weights goes with --teacher" in str(shown.exception)

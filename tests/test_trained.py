@@ -229,6 +229,7 @@ def test_in_python_a_model_in_memory_is_built_alike(made, data, tmp_path):
         ("--require-cache",),
         ("--trust-cache",),
         ("--refresh",),
+        ("--resume",),
         ("--keep-float", "op:Conv"),
         ("--effort", "2"),
         ("--plan", "p.toml"),

@@ -154,7 +154,7 @@ class HfmgOf(_Ordered):
 
     def restore(self, arrays: Arrays) -> HfmgHistogram:
         """A histogram that was stored."""
-        found = HfmgHistogram(self.nbins)
+        found = HfmgHistogram(self.nbins, together=self.together)
         (lo, hi), _ = numbers(arrays, 2, 0)
         counts = np.array(arrays["counts"], np.int32)
         if counts.shape != (self.nbins,) or counts.min() < 0:

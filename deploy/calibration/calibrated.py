@@ -39,6 +39,8 @@ class Calibrated:
         cache: where it is kept.
         repairs: what was tried on the model before it was observed, in sentences.
         peaks: the largest samples of every tensor that was observed now.
+        checkpoint: what the run would have gone on from; whoever keeps what was found removes it.
+        resumed: from where it went on, or why it did not, in sentences.
         judges: samples that judge what is built, with the float model's outputs.
         agreement: how far halves of the samples agree; None where nothing was observed that tells
             it.
@@ -61,6 +63,8 @@ class Calibrated:
     cache: Path | None = None
     repairs: tuple[str, ...] = ()
     peaks: Peaks = field(default_factory=Peaks, repr=False)
+    checkpoint: Path | None = None
+    resumed: tuple[str, ...] = ()
     agreement: Agreement | None = None
 
     @property
@@ -105,7 +109,7 @@ class Calibrated:
             "without_range": dict(self.found.reasons),
             "agreement": None if self.agreement is None else asdict(self.agreement),
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
-            "notes": [*self.warnings, *self.notes, *self.feed.notes],
+            "notes": [*self.warnings, *self.resumed, *self.notes, *self.feed.notes],
         }
 
     @property

@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from typing import Protocol
 
 import numpy as np
 import onnx
@@ -41,7 +42,7 @@ from deploy.calibration.peaks import Peaks, largest
 from deploy.calibration.subject import FOLDED
 from deploy.errors import BackendError, FeedError
 from deploy.feed.doubling import following
-from deploy.feed.parallel import Sample, in_order
+from deploy.feed.parallel import NEVER, Rest, Sample, in_order
 from deploy.progress import phase
 
 Progress = Callable[[], None]
@@ -50,6 +51,28 @@ Enough = Callable[[int, Observed, Observed], bool]
 _Waiting = tuple[Observation, NDArray[np.float32]]
 _Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
 """Tensor -> who reads it, with the recorder of a worker; None where values wait for their turn."""
+
+
+class Keeper(Protocol):
+    """What keeps the state of a pass now and then, and knows that of one that was ended.
+
+    Attributes:
+        counted: samples whose statistics it knows; 0 for none.
+    """
+
+    counted: int
+
+    def known(self, wanted: Iterable[Observation]) -> Observed:
+        """What those samples gave; nothing where there were none."""
+        ...
+
+    def due(self) -> bool:
+        """Whether it is time to keep."""
+        ...
+
+    def keep(self, number: int, observed: Observed) -> None:
+        """Keep what the first so many samples gave."""
+        ...
 
 
 def observe(
@@ -61,6 +84,7 @@ def observe(
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
+    keeper: Keeper | None = None,
     keep: Keep | None = None,
     halves: list[Observed] | None = None,
     enough: Enough | None = None,
@@ -69,12 +93,14 @@ def observe(
 
     Args:
         wanted: the observations; those that their variants need are found too.
-        samples: {input: array} of one inference each, in the feed's order; drawn once.
+        samples: {input: array} of one inference each, in the feed's order; drawn once. Where a
+            keeper has counted some, these are not among them, but for those that `planned` says.
         known: what a cache holds already; a variant is made from it where it has what it needs.
         threads: worker threads, each running whole samples.
         progress: called after every sample.
         runs: raised by one for each inference, by the variant's key.
         peaks: is told the largest |x| of every tensor that is observed, sample by sample.
+        keeper: keeps the state; the peaks that it knows are told already.
         keep: is given (number of the sample, all that the cleaned model gave for it).
         halves: gets what the first, third, fifth ... sample gave, and what the others gave, of
             observations that any order gives.
@@ -91,27 +117,56 @@ def observe(
     """
     before = known or Observed({})
     counted: Counter[str] = Counter() if runs is None else runs
-    listed = before.missing(with_needs(wanted, before))
-    early = _early(listed, before)
+    plan = planned(wanted, before)
     feed = iter(samples)
-    first = list(islice(feed, max((o.statistic.samples or 0 for o in early), default=0)))
-    if early:
-        before = _prepared(early, before, first, max(1, threads), counted)
-    late = [o for o in listed if o.key not in before]
+    first = list(islice(feed, plan.first))
+    if plan.early:
+        before = _prepared(plan.early, before, first, max(1, threads), counted)
+    counted_before = 0 if keeper is None else keeper.counted
     found = _pass(
-        late,
+        plan.late,
         before,
-        chain(first, feed),
+        chain(first[counted_before:], feed),
         max(1, threads),
         progress,
         counted,
         peaks,
+        keeper=keeper,
         keep=keep,
         halves=halves,
         enough=enough,
     )
-    keys = [o.key for o in listed]
+    keys = [o.key for o in plan.listed]
     return Observed({key: found[key] if key in found else before[key] for key in keys})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is recorded when.
+
+    Attributes:
+        listed: all that is missing, needs first.
+        early: what must be known of the first samples before the pass.
+        late: what is recorded in the pass.
+        first: how many samples are run beforehand.
+    """
+
+    listed: tuple[Observation, ...]
+    early: tuple[Observation, ...]
+    late: tuple[Observation, ...]
+    first: int
+
+
+def planned(wanted: Iterable[Observation], known: Observed) -> Plan:
+    """What `observe` records when; what is known is recorded no more."""
+    listed = known.missing(with_needs(wanted, known))
+    early = _early(listed, known)
+    return Plan(
+        listed=listed,
+        early=early,
+        late=tuple(o for o in listed if o not in early),
+        first=max((o.statistic.samples or 0 for o in early), default=0),
+    )
 
 
 def _early(listed: Iterable[Observation], known: Observed) -> tuple[Observation, ...]:
@@ -148,6 +203,7 @@ def _pass(
     runs: Counter[str],
     peaks: Peaks | None,
     *,
+    keeper: Keeper | None = None,
     keep: Keep | None = None,
     halves: list[Observed] | None = None,
     enough: Enough | None = None,
@@ -155,6 +211,7 @@ def _pass(
     observations = list(wanted)
     if not observations:
         return Observed({})
+    before = 0 if keeper is None else keeper.counted
     lines = _lines(observations, known)
     ordered = _empty((o for o in observations if o.statistic.ordered), known)
     free = [o for o in observations if not o.statistic.ordered]
@@ -163,6 +220,10 @@ def _pass(
     parts = [_empty(free, known) for _ in range(threads + (halves is not None and threads % 2))]
     held = [[line.held_by(part) for line in lines] for part in parts]
     own = [None if peaks is None else Peaks() for _ in range(threads)]
+    if keeper is not None and before:
+        earlier = keeper.known(observations)
+        ordered = {o: earlier.of(o) for o in ordered}
+        _merge(parts[0], {o: earlier.of(o) for o in free})
 
     def work(worker: int, number: int, sample: Sample) -> list[_Waiting]:
         return [
@@ -178,13 +239,27 @@ def _pass(
         runs.update(line.key for line in lines if _reaches(line.limit, number))
         progress()
 
-    drawn, ahead = 0, islice(samples, _limit(observations))
+    def take_peaks() -> None:
+        for place, part_of in enumerate(own):
+            if peaks is not None and part_of is not None:
+                peaks.merge(part_of)
+                own[place] = Peaks()
+
+    def so_far() -> Observed:
+        """All that was recorded; no other thread may record meanwhile."""
+        take_peaks()
+        recorded = _joined([_empty(free, known), *parts]) | ordered
+        return Observed({o.key: recorded[o] for o in observations})
+
+    limit = _limit(observations)
+    rest = NEVER if keeper is None else _rest(keeper, ordered.values(), so_far)
+    drawn, ahead = before, islice(samples, None if limit is None else max(limit - before, 0))
     apart = enough is not None or halves is not None  # what is looked at is left as it is
     whole = [_empty(free, known)] if apart else []
     while True:
         some = None if enough is None else following(drawn)
         piece = ahead if some is None else islice(ahead, some - drawn)
-        drawn += in_order(piece, work, take, threads=threads, after=drawn)
+        drawn += in_order(piece, work, take, threads=threads, after=drawn, rest=rest)
         if drawn == 0:
             raise FeedError("a calibration needs at least one sample, got none")
         if enough is None or drawn != some:
@@ -204,10 +279,8 @@ def _pass(
     if halves is not None:
         halves += [_by_key(_joined(parts[1::2])), _by_key(_joined(parts[::2]))]
         parts = [parts[0], parts[1]]
+    take_peaks()
     merged = _joined([*whole, *parts]) | ordered
-    for part_of in own:
-        if peaks is not None and part_of is not None:
-            peaks.merge(part_of)
     return Observed({o.key: merged[o] for o in observations})
 
 
@@ -220,6 +293,20 @@ def _joined(parts: Sequence[dict[Observation, Recorder]]) -> dict[Observation, R
 
 def _by_key(part: Mapping[Observation, Recorder]) -> Observed:
     return Observed({o.key: recorder for o, recorder in part.items()})
+
+
+def _rest(keeper: Keeper, ordered: Iterable[Recorder], so_far: Callable[[], Observed]) -> Rest:
+    """Keep the state when it is time, and where no samples wait to be a batch."""
+    batches = {recorder.together for recorder in ordered if isinstance(recorder, Batched)}
+
+    def whole(number: int) -> bool:
+        return all(number % samples == 0 for samples in batches)
+
+    def use(number: int) -> None:
+        if whole(number):
+            keeper.keep(number, so_far())
+
+    return Rest(due=lambda number: keeper.due() and whole(number), use=use)
 
 
 def _limit(observations: Iterable[Observation]) -> int | None:

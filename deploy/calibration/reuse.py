@@ -134,11 +134,8 @@ def fingerprint_of(subject: Subject, manifest: Mapping[str, Any]) -> Fingerprint
     """The fingerprint of calibrating this model by its method on the feed of this manifest."""
     images = dict(manifest)
     preprocess, order = images.pop("preprocess") or {}, images.pop("ordered_sha256")
-    known = subject.loaded.identities
-    if subject.repairs:  # no file is the repaired one
-        known = {"graph": known["graph"]}
     return Fingerprint(
-        model=known,
+        model=subject.identities,
         images=images,
         order=order,
         preprocess=preprocess,

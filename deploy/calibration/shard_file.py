@@ -5,6 +5,9 @@
     photos.2-of-3.shard         one archive, written at once
         shard.json              what it was made from, digests and peaks of its samples, sha256
         statistics.npz          every observation, as a cache keeps them
+
+A checkpoint (`deploy.calibration.checkpoint`) is such a file of a shard, or of a whole, that is
+observed in part: it says how many samples are counted.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from deploy.reading import from_json, read_bytes
 from deploy.stamped import sha256
 
 SCHEMA = "calib8-shard/1"
-_WHAT = "a shard of a calibration"
+_WHAT = "a shard of a calibration, as calib8 calibrate --shard writes it"
 _DOCUMENT, _STATISTICS = "shard.json", "statistics.npz"
 _BROKEN = (
     ValueError,
@@ -54,11 +57,13 @@ class Shard:
     Attributes:
         share: which samples of which whole.
         made_from: what it was made from; its images are those of the whole, without digests.
-        digests: sha256 (hex) of its samples in their order, of those that were skipped too.
+        digests: sha256 (hex) of its images or rows in their order, of those that were skipped
+            too; of a checkpoint, of those that its samples came of.
         skipped: place in the whole -> why the sample there was left out.
         peaks: as `deploy.calibration.peaks.Peaks.rows`.
         keys: the observations that are kept.
         path: where it was read.
+        counted: samples of a checkpoint; None of a whole shard.
     """
 
     share: Share
@@ -68,6 +73,7 @@ class Shard:
     peaks: list[Row]
     keys: tuple[Key, ...]
     path: Path
+    counted: int | None
     _packed: bytes
 
     def observed(self, wanted: Iterable[Observation]) -> Observed:
@@ -95,10 +101,11 @@ def to_bytes(
     skipped: Mapping[int, str],
     peaks: list[Row],
     observed: Observed,
+    counted: int | None = None,
 ) -> bytes:
-    """The bytes of a shard's file; see `Shard`."""
+    """The bytes of the file of a shard, or of a checkpoint; see `Shard`."""
     packed = pack([recorder.to_arrays() for recorder in observed.values()])
-    document = {
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "share": asdict(share),
         "made_from": made_from.to_json(),
@@ -108,6 +115,8 @@ def to_bytes(
         "observations": [list(key) for key in observed],
         "statistics": sha256(packed),
     }
+    if counted is not None:
+        document["counted"] = counted
     document["sha256"] = _digest(document)
     text = json.dumps(document, indent=1, sort_keys=True) + "\n"
     buffer = io.BytesIO()
@@ -117,22 +126,26 @@ def to_bytes(
     return buffer.getvalue()
 
 
-def load(path: Path) -> Shard:
+def load(path: Path, *, what: str = _WHAT) -> Shard:
     """Read a shard.
+
+    Args:
+        path: of the file.
+        what: it must be, for an error.
 
     Raises:
         CacheError: it is none, it is broken, or it was changed after it was written.
     """
-    return of_bytes(read_bytes(path, what=_WHAT, error=CacheError, own=True), path)
+    return of_bytes(read_bytes(path, what=what, error=CacheError, own=True), path, what=what)
 
 
-def of_bytes(raw: bytes, path: Path) -> Shard:
+def of_bytes(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
     """A shard of its file's bytes; the path is what an error calls it.
 
     Raises:
         CacheError: they are none, broken, or were changed.
     """
-    rule = f"{path} must be {_WHAT}, as calib8 calibrate --shard writes it"
+    rule = f"{path} must be {what}"
     try:
         with archive_of(raw, path) as archive:
             text, packed = archive.read(_DOCUMENT), archive.read(_STATISTICS)
@@ -174,9 +187,14 @@ def _shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
     if not {"kind", "batch", "skip_bad", "count", "names"} <= set(made_from.images):
         raise ValueError("it does not tell what images it is of")
     skipped = {int(place): str(why) for place, why in document["skipped"].items()}
-    good = set(share.places) - set(skipped)
-    if len(document["digests"]) != len(share.places):
-        raise ValueError(f"{len(document['digests'])} digests of {len(share.places)} samples")
+    counted, read = document.get("counted"), len(document["digests"])
+    counted = None if counted is None else int(counted)
+    if read > len(share.places) or (counted is None and read < len(share.places)):
+        raise ValueError(f"{read} digests of {len(share.places)} samples")
+    own = set(share.places[:read])
+    good = own - set(skipped)
+    if not set(skipped) <= own or (counted is not None and not 0 < counted <= len(good)):
+        raise ValueError(f"{counted} samples of {len(good)} good ones")
     return Shard(
         share=share,
         made_from=made_from,
@@ -185,6 +203,7 @@ def _shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
         peaks=[_row(row, good) for row in document["peaks"]],
         keys=tuple((str(a), str(b), str(c)) for a, b, c in document["observations"]),
         path=path,
+        counted=counted,
         _packed=packed,
     )
 

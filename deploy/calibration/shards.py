@@ -66,6 +66,8 @@ def keep_shard(found: Calibrated, path: Path) -> None:
     observed = found.ranges.observed
     data = shard_of(found.feed, found.loaded.identities, found.peaks, observed)
     atomic.write_bytes(path, data)
+    if found.checkpoint is not None:
+        found.checkpoint.unlink(missing_ok=True)
 
 
 def shard_of(feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: Observed) -> bytes:
@@ -115,6 +117,7 @@ class Shards:
         found = [shard_file.load(path) for path in paths]
         if not found:
             raise CacheError("shards are to be merged, got none; name their files")
+        _refuse_checkpoints(found)
         _refuse_foreign(found, loaded)
         self._shards = _each_once(found)
         self.feed = _whole(self._shards)
@@ -171,6 +174,14 @@ def _made_from(
         numbers=of_feed(str(images["kind"])),  # of all shards the same, programs too
         versions={},
     )
+
+
+def _refuse_checkpoints(found: Sequence[Shard]) -> None:
+    if begun := next((shard for shard in found if shard.counted is not None), None):
+        raise CacheError(
+            f"a shard that is merged must be whole, got {begun.path}, the checkpoint of a run that"
+            " did not end; go on with that run by --resume"
+        )
 
 
 def _refuse_foreign(found: Sequence[Shard], loaded: LoadedModel) -> None:

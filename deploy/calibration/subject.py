@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +54,12 @@ class Subject:
     def model(self) -> onnx.ModelProto:
         """The cleaned model."""
         return self.loaded.model
+
+    @property
+    def identities(self) -> Mapping[str, str]:
+        """What the model is known by, as in a fingerprint; no file is a repaired one."""
+        known = self.loaded.identities
+        return {"graph": known["graph"]} if self.repairs else known
 
     @property
     def source(self) -> Path | None:

@@ -21,6 +21,7 @@ from deploy.commands.options import (
     build_options,
     calibration_options,
     refuse_unfed,
+    resume_option,
 )
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
 @build_options
 @calibration_options
 @cluster_options
+@resume_option
 @json_option
 def build(
     model: Path,
@@ -120,6 +122,7 @@ def build(
     images: ImageOptions,
     calibration: CalibrationOptions,
     scheduler: Cluster | None,
+    resume: bool,
     json_path: Path | None,
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
@@ -171,6 +174,7 @@ def build(
         repairs=repairs or None,
         scheduler=scheduler,
         settings=settings(),
+        resume=resume,
     )
     say_lines(to_screen(report, verbose=calibration.verbose))
     for sentence in grave(report) if textless() else ():

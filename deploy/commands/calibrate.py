@@ -18,6 +18,7 @@ from deploy.commands.options import (
     ImageOptions,
     calibration_options,
     feed_options,
+    resume_option,
 )
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.commands.targets import target_options
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 @feed_options
 @calibration_options
 @cluster_options
+@resume_option
 @json_option
 def calibrate(
     model: Path,
@@ -71,6 +73,7 @@ def calibrate(
     images: ImageOptions,
     calibration: CalibrationOptions,
     scheduler: Cluster | None,
+    resume: bool,
     json_path: Path | None,
 ) -> None:
     """Calibrate MODEL on images and write the calibration cache.
@@ -89,6 +92,7 @@ def calibrate(
     statistics (.npz), with which another --method needs no second run. `build` with the same
     targets takes it with --cache.
     """  # noqa: D301 (click reads the backspace)
+    from deploy.calibration.checkpoint import beside
     from deploy.calibration.shard_file import refuse_foreign
     from deploy.calibration.shards import keep_shard
     from deploy.feed.choice import choice_of
@@ -97,11 +101,12 @@ def calibrate(
     calibration.refuse_ignored(targets)
     source, method = fed(images, calibration, targets)
     path, limit = out or Path(f"{model.stem}.cache"), images.limit
-    policy: CachePolicy | None = replace(calibration.cache, path=path)
+    policy = replace(calibration.cache, path=path)
     if shard is not None:
         number, of = _shard(shard, calibration.cache)
         limit = replace(choice_of(limit), shard=(number, of))
-        path, policy = out or Path(f"{model.stem}.{number}-of-{of}.shard"), None
+        path = out or Path(f"{model.stem}.{number}-of-{of}.shard")
+        policy = replace(policy, path=None)
         refuse_foreign(path, force=calibration.cache.force)
     found = run(
         model_from(model, shapes, weights),
@@ -116,6 +121,8 @@ def calibrate(
         threads=images.threads,
         float_nodes=calibration.keep_float,
         scheduler=scheduler,
+        resume=resume,
+        checkpoint=beside(path),
     )
     if shard is not None:
         keep_shard(found, path)

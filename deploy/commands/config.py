@@ -21,7 +21,7 @@ from deploy.errors import ConfigError, did_you_mean
 from deploy.manifest import NAME, SETTINGS
 
 _HEAD = "# The options of a build: calib8 {} --config {}"
-_APART = frozenset(("config", "force", "help"))  # of one run alone
+_APART = frozenset(("config", "force", "resume", "help"))  # of one run alone
 _UNSAID = frozenset(
     ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
 )  # of no weight for the build

@@ -136,6 +136,7 @@ def export(
     from deploy.fx import export as exports
     from deploy.fx.coverage import coverage, refuse_float
     from deploy.fx.device import find_device, moved, refuse_meta
+    from deploy.fx.fuse import norms_in_float
     from deploy.fx.images import batches_of
     from deploy.fx.layers import weighted
     from deploy.fx.modes import compare_modes, measure, quantized, report, scales_report
@@ -177,6 +178,8 @@ def export(
         exported = exports.to_onnx(converted, inputs, opset=opset, dynamic_batch=not static_batch)
         say(str(covered))
         say(str(exports.compare(exported, converted, batches)))
+        if left := norms_in_float(converted):
+            say(left)
         results = compare_modes(module, inputs, batches, target=target) if all_modes else []
         say_lines(report(results or [measure(mode, module, converted, batches)]))
         if scales:

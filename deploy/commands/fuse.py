@@ -48,7 +48,10 @@ def fuse(
     bench: bool,
     out: Path | None,
 ) -> None:
-    """Fuse Conv+BN(+ReLU), Linear+BN/ReLU and BN+ReLU in MODEL (file.py:factory or timm:NAME)."""
+    """Fuse Conv or Linear with BN and ReLU, and branches, in MODEL (file.py:factory, timm:NAME).
+
+    With --input or --sample the model is followed with it, not symbolically.
+    """
     from deploy.errors import ConfigError
     from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.fuse import fuse as fuse_module
@@ -58,25 +61,29 @@ def fuse(
     from deploy.fx.trace import trace
 
     runs = bench or out is not None
-    if runs and not (shapes or sample):
+    given_inputs = bool(shapes or sample)
+    if runs and not given_inputs:
         raise ConfigError(
             f"{'--bench' if bench else '--out'} runs the model and needs its --input shape"
         )
-    if not runs:
-        given.refuse_without("--bench or --out", given.typed("shapes", "sample", "device"))
+    if not given_inputs:
+        given.refuse_without("--input or --sample", given.typed("device"))
     if out is not None:
         check_suffix(out)
-    module = torch_model(model, weights, device)
     if runs:
         refuse_meta(find_device(device), "a run")
-    fused, report = fuse_module(trace(module, leaves=leaves) if leaves else module)
+    module = torch_model(model, weights, device)
+    inputs = torch_inputs(module, shapes, sample) if given_inputs else None
+    with users_errors(model):
+        traced = trace(module, leaves=leaves) if leaves else module
+        fused, report = fuse_module(traced, inputs)
     for pattern, count in sorted(report.counts().items()):
         say(f"{pattern}: {count} fused")
     for name, reason in report.skipped:
         say(f"left alone: {name}: {reason}")
-    if not runs:
+    say(f"BatchNorm left: {report.norms_left}")
+    if not runs or inputs is None:
         return
-    inputs = torch_inputs(module, shapes, sample)
     with users_errors(model):
         check_same(module, fused, inputs, "fusing")
         if bench:

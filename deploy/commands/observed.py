@@ -33,7 +33,7 @@ def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
         say(f"no scale for {name}: it {why}")
     for warning in found.warnings:
         say(warning, err=textless())
-    for note in (*found.notes, *as_read(found.feed)):
+    for note in (*found.resumed, *found.notes, *as_read(found.feed)):
         say(note)
 
 

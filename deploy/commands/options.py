@@ -407,6 +407,14 @@ refresh_option = sections.option(
 )
 
 
+resume_option = sections.option(
+    "--resume",
+    section=sections.CACHE,
+    is_flag=True,
+    help="Go on with a calibration that was ended, from the checkpoint beside its file.",
+)
+
+
 def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add how ranges are found and kept; the command gets them as `calibration`."""
 

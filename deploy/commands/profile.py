@@ -57,17 +57,17 @@ def profile(
     """Run MODEL (file.py:factory or timm:NAME) and print what each node costs, slowest first."""
     from deploy.atomic import write_text
     from deploy.errors import ConfigError
+    from deploy.fx.capture import graph_of
     from deploy.fx.profile import profile as profile_graph
     from deploy.fx.source import users_errors
-    from deploy.fx.trace import trace
     from deploy.report.profiled import profile_page
 
     if not shapes and not sample:
         raise ConfigError("profile runs the model and needs its --input shape, or a --sample")
     module = torch_model(model, weights, device)
     inputs = torch_inputs(module, shapes, sample)
-    graph_module = trace(module, leaves=leaves)
     with users_errors(model):
+        graph_module = graph_of(module, inputs, leaves=leaves)
         result = profile_graph(graph_module, inputs, warm_up=warm_up, runs=runs)
     say_lines(result.table())
     if device == "meta":

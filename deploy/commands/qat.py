@@ -75,6 +75,7 @@ def qat(
     from deploy.fx.calibrate import float_form
     from deploy.fx.coverage import coverage, refuse_float
     from deploy.fx.device import CPU, find_device, moved, refuse_meta
+    from deploy.fx.fuse import norms_in_float
     from deploy.fx.modes import measure, report, scales_report
     from deploy.fx.qat import Task, first_batches, train
     from deploy.fx.source import call_factory, load_module, users_errors
@@ -113,6 +114,8 @@ def qat(
         say(f"after training ({bits} bits): {trained.end:.4f}")
     exported = exports.to_onnx(trained.converted, moved(list(task.inputs), CPU))
     say(str(exports.compare(exported, trained.converted, batches)))
+    if left := norms_in_float(trained.converted):
+        say(left)
     result = measure("qat", float_form(trained.prepared), trained.converted, batches)
     say_lines(report([result]))
     say("error and SQNR are of the trained model: its int8 form against its own weights in float")

@@ -265,17 +265,61 @@ class Feed:
     def _of(self, share: Share) -> list[int]:
         return [self._chosen[place] for place in share.places]
 
-    def samples(self) -> Stream[Sample]:
+    @property
+    def whole(self) -> Share:
+        """Of which samples it is which part; of all the only one."""
+        names = map(self._source.sample_name, self._chosen)
+        return share_of((1, 1), list(names)) if self.share is None else self.share
+
+    def so_far(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:
+        """What the first so many samples came of, while others may be read already.
+
+        Returns:
+            sha256 (hex) of each image or row, skipped ones too; and place in the whole -> why the
+            one there was left out.
+        """
+        most, read = samples * self.batch, len(self._chosen)
+        if most < self.count:
+            good = (n for n, index in enumerate(self._chosen, 1) if index not in self._skipped)
+            read = next(islice(good, most - 1, None))
+        placed = islice(self._placed(), read)
+        skipped = {p: why for p, index in placed if (why := self._skipped.get(index)) is not None}
+        return tuple(digest.hex() for digest in self._seen.of(self._chosen[:read])), skipped
+
+    def take_up(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:
+        """Be where an earlier run's `so_far` was: hash what it read, and skip what it skipped.
+
+        Raises:
+            FeedError: one of them is another now, or cannot be read, unless `skip_bad`.
+        """
+        with phase("hashing", len(digests), "samples") as step:
+            for index, known in zip(self._chosen, digests, strict=False):
+                if index not in self._seen:
+                    self._hash(index)
+                if self._seen.of([index])[0].hex() != known:
+                    raise FeedError(
+                        "a run goes on with the samples that it has counted, got another"
+                        f" {self._source.told(index)}; put back the one that was there, or leave"
+                        " --resume away to begin anew"
+                    )
+                step()
+        at = dict(self._placed())
+        self._skipped |= {at[place]: why for place, why in skipped.items()}
+
+    def samples(self, without: range = range(0)) -> Stream[Sample]:
         """A stream of input name -> array, first dimension `batch`, in the feed's order.
 
         A background thread reads a few samples ahead, and has pictures decoded by up to 4 others.
         The stream may be pulled by several threads at once; leaving it early: `close()` it or use
         it in a `with`.
 
+        Args:
+            without: places, from 0, of samples that an earlier run read; they are not read.
+
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or nothing but bad ones.
         """
-        return Stream(self._batches)
+        return Stream(lambda: self._batches(without))
 
     def remember(self, first: int, spread: int = 0, shown: int = 0) -> None:
         """Keep samples on disk as they are read: the first ones, and those that `spread` gives.
@@ -513,22 +557,27 @@ class Feed:
         assert fetched.raw is not None and fetched.sample is not None
         return fetched.raw, fetched.sample
 
-    def _batches(self) -> Iterator[Sample]:
+    def _batches(self, without: range = range(0)) -> Iterator[Sample]:
+        only = self._but(without) if without else None
         if self.batch == 1:
-            yield from (sample for _, sample in self._singles())
+            yield from (sample for _, sample in self._singles(only=only))
             return
-        first: list[Sample] = []
         group: list[Sample] = []
-        for _, sample in self._singles():
-            if len(first) < self.batch:
-                first.append(sample)
+        for _, sample in self._singles(only=only):
             group.append(sample)
             if len(group) == self.batch:
                 yield _join(group)
                 group = []
         if group:
+            good = [index for index in self._chosen if index not in self._skipped]
             missing = self.batch - len(group)
-            yield _join(group + [first[i % len(first)] for i in range(missing)])
+            yield _join(group + [self._read(good[i % len(good)], None) for i in range(missing)])
+
+    def _but(self, without: range) -> frozenset[int]:
+        """All but the images or rows of some samples."""
+        good = [index for index in self._chosen if index not in self._skipped]
+        left_out = good[without.start * self.batch : without.stop * self.batch]
+        return frozenset(self._chosen).difference(left_out)
 
 
 @phase("opening the samples")

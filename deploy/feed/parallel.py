@@ -6,20 +6,41 @@
                              worker 1:      work(2)  work(4) ...
                              take(1) take(2) take(3) ...               one at a time, in order
 
-So what is summed up is summed up in one order, whatever the number of threads.
+So what is summed up is summed up in one order, whatever the number of threads. Where the work
+rests, between two samples, all that were drawn are taken and nobody works: what was summed up by
+then is that of the first so many samples.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from deploy.tensors import Array
 
 Sample = Mapping[str, Array]
 Work = TypeVar("Work")
+
+_LOOK_S = 0.1  # between looks for a signal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """When the work rests, and what is done then.
+
+    Attributes:
+        due: number of the last sample that was drawn -> whether it is time.
+        use: told that number while nobody works; also where the user ends the run.
+    """
+
+    due: Callable[[int], bool]
+    use: Callable[[int], None]
+
+
+NEVER = Rest(due=lambda drawn: False, use=lambda drawn: None)
 
 
 def in_order(
@@ -29,8 +50,11 @@ def in_order(
     *,
     threads: int,
     after: int = 0,
+    rest: Rest = NEVER,
 ) -> int:
     """Work on every sample and take the results in order.
+
+    An interrupt of the user lets the samples that were drawn be taken, and no other be drawn.
 
     Args:
         samples: drawn once, under a lock.
@@ -38,6 +62,7 @@ def in_order(
         take: (number, result); no two at a time, in the order of the numbers.
         threads: workers, 1 or more.
         after: samples that went before; the first one here has the next number.
+        rest: between two samples.
 
     Returns:
         How many samples there were.
@@ -45,35 +70,46 @@ def in_order(
     Raises:
         What `samples`, `work` or `take` raised first; the other workers end.
     """
-    line: _Line[Work] = _Line(samples, after)
-    # a thread of its own for a single worker too: OpenCV keeps settings a thread, and those for
-    # decoding make counting slow
-    with ThreadPoolExecutor(threads) as pool:
-        ends = [pool.submit(_drain, worker, line, work, take) for worker in range(threads)]
-        try:
-            for end in ends:
-                end.result()
-        except BaseException:  # an interrupt of the user reaches this thread alone
-            line.stop()
-            raise
+    line: _Line[Work] = _Line(samples, after, rest)
+    try:
+        # a thread of its own for a single worker too: OpenCV keeps settings a thread, and those for
+        # decoding make counting slow
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                ends = [pool.submit(_drain, worker, line, work, take) for worker in range(threads)]
+                while wait(ends, timeout=_LOOK_S).not_done:
+                    pass  # a signal may reach any thread, and this one alone acts on it
+                for end in ends:
+                    end.result()
+            finally:
+                line.finish()
+    except BaseException as ended:
+        if not isinstance(ended, Exception):  # an interrupt of the user reaches this thread alone
+            line.end()
+        raise
     return line.drawn - after
 
 
 class _Line(Generic[Work]):
     """One iterator for several threads, and whose turn it is."""
 
-    def __init__(self, samples: Iterable[Sample], after: int) -> None:
+    def __init__(self, samples: Iterable[Sample], after: int, rest: Rest) -> None:
         self._samples = iter(samples)
+        self._rest = rest
         self._drawing = threading.Lock()
         self._moved = threading.Condition()
         self._next = after + 1
         self._stopped = False
+        self._finished = False
         self.drawn = after
 
     def draw(self) -> tuple[int, Sample] | None:
         """The next sample with its number; None after the last, or where one failed."""
         with self._drawing:
-            sample = None if self._stopped else next(self._samples, None)
+            if self._rest.due(self.drawn):
+                self._settle()
+            over = self._stopped or self._finished
+            sample = None if over else next(self._samples, None)
             if sample is None:
                 return None
             self.drawn += 1
@@ -89,6 +125,22 @@ class _Line(Generic[Work]):
         with self._moved:
             self._next += 1
             self._moved.notify_all()
+
+    def finish(self) -> None:
+        """Draw nothing more; what was drawn is taken."""
+        self._finished = True
+
+    def end(self) -> None:
+        """Wait for those that are at work, and rest for the last time."""
+        with self._drawing:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Rest once all that were drawn are taken, while nobody draws; not where one failed."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._stopped or self._next == self.drawn + 1)
+        if not self._stopped:
+            self._rest.use(self.drawn)
 
     def stop(self) -> None:
         """End: nothing more is drawn or taken."""

@@ -69,7 +69,7 @@ def export_torch(
     dynamic_batch: bool = True,
     notes: list[str] | None = None,
 ) -> onnx.ModelProto:
-    """Export the float model that `file.py:factory` makes, checked against torch.
+    """Export the float model that `file.py:factory` makes, its branches merged, checked against it.
 
     Args:
         spec: the user's file and function, whose code is run; or a named model.
@@ -90,6 +90,7 @@ def export_torch(
             f"{spec} needs the shape of its input: --input 1x3x224x224, once for each input"
         )
     from deploy.fx.export import check_float, to_onnx
+    from deploy.fx.fuse import without_branches
     from deploy.fx.samples import example_inputs, in_float32
     from deploy.fx.source import load_module
     from deploy.fx.zoo import note
@@ -98,7 +99,8 @@ def export_torch(
     told = [note(spec, weights), in_float32(model)]
     tensors = example_inputs(inputs, dtypes)
     tensors = tuple(x.float() if x.is_floating_point() else x for x in tensors)
-    exported = to_onnx(model, tensors, dynamic_batch=dynamic_batch)
+    merged, _ = without_branches(model, tensors)
+    exported = to_onnx(merged, tensors, dynamic_batch=dynamic_batch)
     told.append(check_float(exported, model, tensors).untold)
     if notes is not None:
         notes += [sentence for sentence in told if sentence]

@@ -53,6 +53,7 @@ class Distiller:
         teacher: a float model; its norms are folded, so that maps of equal names compare.
         layers: (student's module, teacher's module) pairs; by default the student's last
             convolution with its namesake.
+        inputs: example inputs, to capture the teacher with.
         temperature: T above.
 
     Raises:
@@ -66,8 +67,10 @@ class Distiller:
         teacher: nn.Module,
         layers: Sequence[tuple[str, str]] = (),
         temperature: float = 4.0,
+        *,
+        inputs: Sequence[Any] | None = None,
     ):
-        self.teacher = fold_batch_norms(teacher.eval())[0].requires_grad_(False)
+        self.teacher = fold_batch_norms(teacher.eval(), inputs)[0].requires_grad_(False)
         self.temperature = temperature
         self.pairs = list(layers) or _last_convolution(student, self.teacher)
         self._maps: dict[tuple[str, str], torch.Tensor] = {}

@@ -1,7 +1,8 @@
-"""Convolutions and linear layers called as functions -> modules, so that passes see one kind.
+"""Convolutions, linears and norms called as functions -> modules, so that passes see one kind.
 
 `F.conv2d(x, self.weight, ...)`, as layers with their own padding write it, becomes a call of an
-`nn.Conv2d` with the same weight, named `<owner of the weight>.conv`.
+`nn.Conv2d` with the same weight, named `<owner of the weight>.conv`; `F.batch_norm(...)` becomes
+`<owner of the statistics>.norm`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional
+
+from deploy.fx.norms import STATISTICS, ChannelNorm, batch_norm_arguments, channel_norm
 
 CONVS: dict[Any, tuple[type[nn.Module], str]] = {
     torch.conv1d: (nn.Conv1d, "conv"),
@@ -23,14 +26,17 @@ _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "group
 
 
 def functions_to_modules(graph_module: fx.GraphModule) -> int:
-    """Make functional convolutions and linears with parameters modules, in place; gives how many.
+    """Make functional convolutions, linears and norms of parameters modules, in place; how many.
 
-    Left alone: a weight that is computed, and one used with different options elsewhere.
+    Left alone: a weight that is computed, one used with different options elsewhere, and a norm by
+    the batch's own statistics.
     """
     made: dict[str, dict[str, Any]] = {}
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target in CONVS:
             _to_module(graph_module, node, made)
+        elif batch_norm_arguments(node) is not None:
+            _to_norm(graph_module, node, made)
     graph_module.graph.eliminate_dead_code()
     _drop_unread(graph_module, made)
     graph_module.graph.lint()
@@ -41,10 +47,13 @@ def functions_to_modules(graph_module: fx.GraphModule) -> int:
 def _drop_unread(graph_module: fx.GraphModule, made: dict[str, dict[str, Any]]) -> None:
     """Take away parameters that only the new modules use, and that would be stored twice."""
     read = {node.target for node in graph_module.graph.nodes if node.op == "get_attr"}
-    moved = {options[key] for options in made.values() for key in ("weight", "bias")}
+    called = {node.target for node in graph_module.graph.nodes if node.op == "call_module"}
+    keys = ("weight", "bias", *STATISTICS)
+    moved = {options.get(key) for options in made.values() for key in keys}
     for name in moved - read - {None}:
-        owner, _, attribute = name.rpartition(".")
-        delattr(graph_module.get_submodule(owner), attribute)
+        owner, _, attribute = str(name).rpartition(".")
+        if owner not in called:
+            delattr(graph_module.get_submodule(owner), attribute)
 
 
 def _to_module(
@@ -55,9 +64,40 @@ def _to_module(
     if not _is_parameter(weight) or not (bias is None or _is_parameter(bias)):
         return
     kind, suffix = CONVS[node.target]
-    owner, _, _ = str(weight.target).rpartition(".")
-    name = f"{owner}.{suffix}" if owner else suffix
     options |= {"weight": weight.target, "bias": bias and bias.target}
+    _call(graph_module, node, source, kind, _name(weight, suffix), options, made)
+
+
+def _to_norm(graph_module: fx.GraphModule, node: fx.Node, made: dict[str, dict[str, Any]]) -> None:
+    options = batch_norm_arguments(node)
+    assert options is not None
+    tensors = {key: options[key] for key in ("weight", "bias", *STATISTICS)}
+    mean = tensors["running_mean"]
+    by_batch = options.pop("training") and not graph_module.training
+    if by_batch or not all(value is None or _is_parameter(value) for value in tensors.values()):
+        return
+    if not isinstance(mean, fx.Node) or not isinstance(options["momentum"], float):
+        return
+    source = options.pop("input")
+    options |= {key: value and value.target for key, value in tensors.items()}
+    _call(graph_module, node, source, ChannelNorm, _name(mean, "norm"), options, made)
+
+
+def _name(tensor: fx.Node, suffix: str) -> str:
+    owner, _, _ = str(tensor.target).rpartition(".")
+    return f"{owner}.{suffix}" if owner else suffix
+
+
+def _call(
+    graph_module: fx.GraphModule,
+    node: fx.Node,
+    source: fx.Node,
+    kind: type[nn.Module],
+    name: str,
+    options: dict[str, Any],
+    made: dict[str, dict[str, Any]],
+) -> None:
+    """Put a call of the module `name` in the place of `node`, unless it has other options."""
     if made.get(name, options) != options or (name not in made and _taken(graph_module, name)):
         return
     if name not in made:
@@ -65,6 +105,7 @@ def _to_module(
         made[name] = options
     with graph_module.graph.inserting_before(node):
         call = graph_module.graph.call_module(name, (source,))
+    call.meta.update(node.meta)
     node.replace_all_uses_with(call)
     graph_module.graph.erase_node(node)
 
@@ -92,6 +133,12 @@ def _taken(graph_module: fx.GraphModule, name: str) -> bool:
 
 
 def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) -> nn.Module:
+    if kind is ChannelNorm:
+        tensors = {
+            key: _attribute(graph_module, options[key]) if options[key] else None
+            for key in ("weight", "bias", *STATISTICS)
+        }
+        return channel_norm(tensors, options).train(graph_module.training)
     weight = _attribute(graph_module, options["weight"])
     bias = _attribute(graph_module, options["bias"]) if options["bias"] else None
     has_bias = bias is not None

@@ -16,17 +16,18 @@ import torch
 from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
+from deploy.fx.capture import graph_of
 from deploy.fx.convert import CustomClasses
 from deploy.fx.copied import plain_copy
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
-from deploy.fx.fuse import NORMS, called_module, fold_batch_norms, foldable
+from deploy.fx.fuse import called_module, fold_batch_norms, fold_frozen, foldable, layers_to_modules
 from deploy.fx.grids import ActivationGrid, Target, find_target
 from deploy.fx.layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis
-from deploy.fx.modules import functions_to_modules
+from deploy.fx.norms import is_norm
 from deploy.fx.placement import SHARED, Site, place
 from deploy.fx.rewrite import propagate_shapes
-from deploy.fx.trace import replace_submodule, submodule, trace
+from deploy.fx.trace import replace_submodule, submodule
 
 MODES = ("static", "dynamic", "weight-only")
 
@@ -90,7 +91,7 @@ def prepare(
     custom = custom or {}
     chosen = find_target(target)
     grid = chosen.activations(bits)
-    graph_module = _graph(model, [*leaves, *custom], norms)
+    graph_module = _graph(model, inputs, [*leaves, *custom], norms)
     _check_skip(graph_module, skip)
     if norms == "train":
         _merge_norms(graph_module, bits, skip)
@@ -148,13 +149,15 @@ def _check_options(mode: str, norms: str, momentum: float) -> None:
         raise ConfigError(f"momentum lies in (0, 1], got {momentum}")
 
 
-def _graph(model: nn.Module, leaves: list[Any], norms: str) -> fx.GraphModule:
-    own = plain_copy(model)
-    traced = own if isinstance(own, fx.GraphModule) else trace(own, leaves=leaves)
+def _graph(
+    model: nn.Module, inputs: Sequence[Any], leaves: list[Any], norms: str
+) -> fx.GraphModule:
+    graph_module = graph_of(model, inputs, leaves=leaves)
     if norms == "fold":
-        return fold_batch_norms(traced)[0]
-    functions_to_modules(traced)
-    return traced
+        return fold_batch_norms(graph_module)[0]
+    layers_to_modules(graph_module)
+    fold_frozen(graph_module)
+    return graph_module
 
 
 def _check_skip(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
@@ -272,11 +275,11 @@ def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -
     """Join each BatchNorm with the layer before it, to be trained as one."""
     for node in list(graph_module.graph.nodes):
         norm = called_module(graph_module, node)
-        if not isinstance(norm, NORMS) or foldable(graph_module, node) is not None:
+        if not is_norm(norm) or foldable(graph_module, node) is not None:
             continue
         layer = node.args[0]
         before = called_module(graph_module, layer)
-        if before is None or str(layer.target) in skip:
+        if norm is None or before is None or str(layer.target) in skip:
             continue
         merged = QatConvBn(before, norm, WeightQuant(channel_axis(before), bits))
         replace_submodule(graph_module, str(layer.target), merged.train(before.training))

@@ -152,7 +152,11 @@ def profile(
 
 def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
     """FLOPs by node name, for inputs of these shapes; no number is computed."""
-    counter = FlopInterpreter(copy.deepcopy(graph_module).to("meta"))
+    on_meta = copy.deepcopy(graph_module).to("meta")
+    for node in on_meta.graph.nodes:
+        if "device" in node.kwargs:  # of what makes a tensor, as it was captured
+            node.kwargs = {**node.kwargs, "device": torch.device("meta")}
+    counter = FlopInterpreter(on_meta)
     with torch.no_grad():
         counter.run(*(tensor.to("meta") for tensor in inputs))
     return counter.flops

@@ -156,7 +156,7 @@ def train(
         report(f"going on after epoch {first} of {checkpoint}")
     distiller = None
     if task.teacher is not None:
-        distiller = Distiller(prepared, task.teacher, task.distil)
+        distiller = Distiller(prepared, task.teacher, task.distil, inputs=task.inputs)
     try:
         with phase("training", task.epochs - first, "epochs") as step:
             for epoch in range(first, task.epochs):

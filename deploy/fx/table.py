@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
+from torch._ops import OpOverload
 
 from deploy.terminal import page
 
@@ -33,6 +34,8 @@ def target_name(target: Any) -> str:
     """A module's or method's name as it is; a function's as package.name, with no address."""
     if isinstance(target, str):
         return target
+    if isinstance(target, OpOverload):
+        return f"torch.ops.{target}"
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
     if name is None:
         return _ADDRESS.sub("", repr(target))

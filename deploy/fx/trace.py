@@ -12,7 +12,7 @@ from torch import fx, nn
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.copied import unwrapped
 from deploy.fx.hooks import computing, has_hooks, take_off
-from deploy.fx.source import users_line
+from deploy.fx.refusal import line_of
 from deploy.fx.wrap import Function, global_wrap
 
 
@@ -67,7 +67,7 @@ def trace(
     Raises:
         ConfigError: a leaf that names nothing in the model.
         ModelError: the model cannot be traced; the message names the module, the file and the
-            line, and the three remedies: leaf, split, rewrite.
+            line, and the remedies: leaf, split, rewrite.
     """
     model = unwrapped(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
@@ -133,14 +133,17 @@ def _check_leaves(model: nn.Module, texts: frozenset[str], classes: tuple[type, 
 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
     name, kind = tracer.path[-1] if tracer.path else ("", type(model).__name__)
-    where = users_line(error) or "an unknown line"
-    leaf = quote(name or "<its submodule>")
+    where = line_of(error) or "an unknown line"
+    ways = (
+        [f"keep it whole and in float with --leaf {quote(name)} or --leaf {kind}"] if name else []
+    )
+    ways += ["trace only a part that can be, with --only SUBMODULE", _rewrite_hint(str(error))]
+    if "iterated" in str(error):
+        ways.append("fuse with --input, profile, export and qat follow it by torch.export")
     return (
         f"a traced model's control flow and shapes must not depend on data, but {kind}"
-        f" ({name or 'the model itself'}) does at {where} ({_reason(error)}). Three ways out:"
-        f" (1) leaf: keep it whole and in float with --leaf {leaf} or --leaf {kind};"
-        f" (2) split: trace only a part that can be, with --only SUBMODULE;"
-        f" (3) rewrite: {_rewrite_hint(str(error))}"
+        f" ({name or 'the model itself'}) does at {where} ({_reason(error)}). Ways out: "
+        + "; ".join(f"({i}) {way}" for i, way in enumerate(ways, 1))
     )
 
 

@@ -1,4 +1,7 @@
-"""Signals at random moments: SIGKILL leaves whole files, SIGINT and SIGTERM end a run in order."""
+"""Signals at random moments: SIGKILL leaves whole files, SIGINT and SIGTERM end a run in order.
+
+Every second run keeps a checkpoint between any two samples, and the next one goes on from it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ def _start(folder: Path, count: int) -> Case:
         sent = rng.choice((signal.SIGKILL, signal.SIGINT, signal.SIGTERM))
         threads = rng.choice((1, 2))
         words = [*subject.build(1, out), "--threads", str(threads)]
-        child = start(words)
+        resume = rng.random() < 0.5
+        child = start(words, before=_often if resume else None)
         child.wait_ready()
         time.sleep(rng.random() * lasts * 1.1)
         child.send(sent)
@@ -42,7 +46,8 @@ def _start(folder: Path, count: int) -> Case:
             _wrong(sent, ended, time.monotonic() - began, max(_LATEST, _SLOW * lasts), out)
             or whole.verified(out)
             or whole.torn(out, *written)
-            or whole.next_run(words, out, written[1])
+            or whole.next_run([*words, "--resume"] if resume else words, out, written[1])
+            or _stays(out)
         )
         try:
             if wrong:
@@ -52,6 +57,18 @@ def _start(folder: Path, count: int) -> Case:
             shutil.rmtree(out)
 
     return case
+
+
+def _often() -> None:
+    """In the child: a checkpoint between any two samples."""
+    from deploy.calibration import checkpoint
+
+    checkpoint.EVERY_S = checkpoint._SHARE = 0
+
+
+def _stays(out: Path) -> str | None:
+    left = sorted(path.name for path in out.glob("*.checkpoint"))
+    return f"after the next run checkpoints stay: {left}" if left else None
 
 
 def _wrong(sent: int, ended: Ended, seconds: float, most: float, out: Path) -> str | None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from scripts.attacks.options import option_texts, with_options
 from scripts.attacks.subject import TARGETS, made
 
 if TYPE_CHECKING:
+    from deploy.calibration.observation import Observed
     from deploy.feed.preprocess import Preprocess
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +220,46 @@ def _sharded(folder: Path) -> Callable[[Path], Callable[[], object]]:
     return lambda path: partial(read, path)
 
 
+def _resumed(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    """A checkpoint, changed in earnest or in passing, gone on from."""
+    from deploy.frontends import load
+    from deploy.pipeline import calibrate
+
+    subject = made(folder / "own")
+    loaded, place = load(subject.model), folder / "own" / "begun"
+
+    def read(path: Path) -> None:
+        with suppress(ValueError, KeyError, TypeError, RecursionError, zipfile.BadZipFile, OSError):
+            _stamp_shard(path)
+        shutil.copyfile(path, place)
+        calibrate(loaded, subject.pictures(0), limit=4, threads=1, checkpoint=place, resume=True)
+
+    return lambda path: partial(read, path)
+
+
+def _checkpoints(folder: Path) -> list[bytes]:
+    """What a run leaves that was ended after two of four samples."""
+    from deploy.calibration import checkpoint
+    from deploy.pipeline import calibrate
+
+    class Ended(BaseException):
+        pass
+
+    class Ending(checkpoint.Checkpoint):
+        def due(self) -> bool:
+            return True
+
+        def keep(self, number: int, observed: Observed) -> None:
+            super().keep(number, observed)
+            if number == 2:
+                raise Ended
+
+    subject, place = made(folder / "seeded"), folder / "begun"
+    with patch("deploy.pipeline.Checkpoint", Ending), suppress(Ended):
+        calibrate(subject.model, subject.pictures(0), limit=4, threads=1, checkpoint=place)
+    return [place.read_bytes()]
+
+
 def _shards(folder: Path) -> list[bytes]:
     from deploy.calibration.shards import keep_shard
     from deploy.feed.choice import Choice
@@ -407,6 +449,8 @@ READERS: dict[str, Reader] = {
                open=_judged(".npz"), mutate=changed_zip, cases=2000),
         Reader(name="shard", suffix=".shard", seeds=_shards, open=_sharded, mutate=changed_zip,
                cases=2000),
+        Reader(name="checkpoint", suffix=".checkpoint", seeds=_checkpoints, open=_resumed,
+               mutate=changed_zip, cases=1000),
         Reader(name="plan", suffix=".toml", seeds=_of_build("*.plan.toml"), open=_plan),
         Reader(name="settings", suffix=".toml", seeds=_texts(_SETTINGS), open=_settings),
         Reader(name="report", suffix=".json", seeds=_of_build("report.json"),

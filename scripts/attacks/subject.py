@@ -78,12 +78,15 @@ def reference(words: list[str], out: Path, kept: Path | None = None) -> dict[str
 def written(folder: Path) -> dict[str, bytes]:
     """Name -> bytes of the files of a folder that are the same at every run.
 
-    Reports tell seconds, so they are not, nor is the manifest, which holds their digests.
+    Reports tell seconds, so they are not, nor is the manifest, which holds their digests; what an
+    ended run left to go on from is no part of a build.
     """
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
-        if path.is_file() and not path.name.startswith(("report.", "manifest.", "."))
+        if path.is_file()
+        and not path.name.startswith(("report.", "manifest.", "."))
+        and not path.name.endswith(".checkpoint")
     }
 
 

@@ -1,0 +1,184 @@
+"""Models of torchvision, timm and ultralytics through every command for PyTorch, as a table.
+
+    python benchmarks/torch_zoo.py [NAME ...] [--short] [--out FILE.md]
+
+Weights are random, with statistics of norms drawn too, so no figure says how good a model is; they
+say that it goes through, and that what comes out computes what torch does. `--short` takes three
+models. A model that is refused stands there with its sentence. It wants the three packages beside
+torch; a `FILE.py:NAME` of this file is a model for `calib8`, such as `torch_zoo.py:yolov8n`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from click.testing import CliRunner
+
+from deploy.cli import cli
+from deploy.errors import Calib8Error
+from deploy.fx.capture import capture
+from deploy.fx.export import compare, to_onnx
+from deploy.fx.fuse import fold_batch_norms
+from deploy.fx.layers import WEIGHTED, IntLayer
+from deploy.fx.modes import measure, quantized
+from deploy.fx.profile import count_flops, tensors_of
+
+SIZES = {
+    "resnet18": 96,
+    "mobilenet_v3_small": 96,
+    "shufflenet_v2_x0_5": 96,
+    "regnet_y_400mf": 96,
+    "convnext_tiny": 96,
+    "vit_b_32": 224,
+    "swin_t": 96,
+    "ssdlite320_mobilenet_v3_large": 320,
+    "efficientnet_lite0": 96,
+    "mobilenetv4_conv_small": 96,
+    "repvgg_a0": 96,
+    "fastvit_t8": 128,
+    "yolov8n": 96,
+    "yolo11n": 96,
+}
+TIMM = ("efficientnet_lite0", "mobilenetv4_conv_small", "repvgg_a0", "fastvit_t8")
+SHORT = ("efficientnet_lite0", "repvgg_a0", "yolov8n")
+HEAD = (
+    "model",
+    "nodes",
+    "BN folded / branches / left",
+    "difference",
+    "GFLOP",
+    "ONNX, batch 1 and 3",
+    "int8 layers",
+    "against float",
+    "ORT against torch",
+    "build",
+)
+
+
+def make(name: str) -> torch.nn.Module:
+    """The model of that name with random weights and statistics, in eval mode."""
+    torch.manual_seed(0)
+    model = _made(name)
+    for module in model.modules():
+        if isinstance(getattr(module, "running_var", None), torch.Tensor):
+            module.running_mean.uniform_(-0.1, 0.1)  # type: ignore[union-attr,operator]
+            module.running_var.uniform_(0.8, 1.2)  # type: ignore[union-attr,operator]
+    return model.eval()
+
+
+def __getattr__(name: str) -> Callable[[], torch.nn.Module]:
+    """Every model is a factory of this file."""
+    if name not in SIZES:
+        raise AttributeError(name)
+    return lambda: make(name)
+
+
+def _made(name: str) -> Any:
+    if name.startswith("yolo"):
+        from ultralytics.nn.tasks import DetectionModel
+
+        return DetectionModel(f"{name}.yaml", verbose=False)
+    if name in TIMM:
+        import timm
+
+        return timm.create_model(name)
+    import torchvision
+
+    options = {"weights_backbone": None} if "ssd" in name else {}
+    return torchvision.models.get_model(name, weights=None, **options)
+
+
+def row(name: str) -> tuple[str, ...]:
+    """One line of the table.
+
+    Raises:
+        Calib8Error: the model is refused.
+    """
+    model, size = make(name), SIZES[name]
+    x, wide = (_pictures(count, size) for count in (1, 3))
+    captured = capture(model, [x])
+    folded, report = fold_batch_norms(model, [x])
+    counts = report.counts()
+    norms = sum(count for pattern, count in counts.items() if "BN" in pattern)
+    flops = sum(count_flops(captured, [x]).values())
+    batches = [(x,), (wide,)]
+    exported = to_onnx(model, [x])
+    found = [compare(exported, model, [batch]) for batch in batches]
+    converted = quantized(model, [x], batches, mode="static")
+    agreement = compare(to_onnx(converted, [x]), converted, batches, optimized=False)
+    layers = [m for m in converted.modules() if isinstance(m, (*WEIGHTED, IntLayer))]
+    integers = [m for m in layers if isinstance(m, IntLayer)]
+    return (
+        name,
+        str(len(captured.graph.nodes)),
+        f"{norms} / {counts.get('Branches', 0)} / {report.norms_left}",
+        f"{_difference(folded, model, wide):.1g}",
+        f"{flops / 1e9:.2f}",
+        ", ".join(f"{f.max_difference / f.max_output:.1g}" for f in found),
+        f"{len(integers)} of {_count(integers, layers)}",
+        f"{measure('static', model, converted, batches).sqnr_db:.1f} dB",
+        f"{agreement.max_difference / agreement.max_output:.1g}",
+        _built(name, size),
+    )
+
+
+def _count(integers: list[Any], layers: list[Any]) -> int:
+    """Layers in all: a layer in int8 holds the float one, without its weight."""
+    return len(layers) - len(integers)
+
+
+def _pictures(count: int, size: int) -> torch.Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
+
+
+def _difference(folded: torch.nn.Module, model: torch.nn.Module, x: torch.Tensor) -> float:
+    """Largest difference of any output, in parts of its largest value."""
+    with torch.no_grad():
+        pairs = zip(tensors_of(folded(x)), tensors_of(model(x)), strict=True)
+        return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in pairs)
+
+
+def _built(name: str, size: int) -> str:
+    """What `calib8 build` says of the nodes in int8."""
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / "x.npy", _pictures(4, size).numpy())
+        words = ["build", f"{__file__}:{name}", "--input", f"1x3x{size}x{size}"]
+        words += ["--images", f"{folder}/x.npy", "--out", f"{folder}/out"]
+        done = CliRunner().invoke(cli, [*words, "--effort", "0", "--duration", "0"])
+    if done.exception is not None:
+        return f"refused: {done.exception}"
+    nodes = re.search(r"([0-9]+ of [0-9]+) nodes", done.output)
+    return nodes[1] if nodes else "stays in float"
+
+
+def main() -> None:
+    """Print the table, each row when it is done."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*SIZES, []], metavar="NAME")
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
+    for name in given.names or (SHORT if given.short else SIZES):
+        try:
+            lines.append("| " + " | ".join(row(name)) + " |")
+        except Calib8Error as error:
+            lines.append(f"| {name} | refused: {error} |")
+        print(lines[-1], flush=True)
+    if given.out is not None:
+        given.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Small networks of the shapes that zoos have, written without them."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class ConvAct(nn.Module):
+    """Conv, BatchNorm, SiLU, as detectors have them."""
+
+    def __init__(self, inside, outside, size=1, stride=1):
+        super().__init__()
+        self.conv = nn.Conv2d(inside, outside, size, stride, size // 2, bias=False)
+        self.bn = nn.BatchNorm2d(outside)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.cv1, self.cv2 = ConvAct(width, width, 3), ConvAct(width, width, 3)
+
+    def forward(self, x):
+        return x + self.cv2(self.cv1(x))
+
+
+class C2f(nn.Module):
+    """YOLOv8's block: the halves of a map, and each bottleneck's output beside them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.cv1 = ConvAct(width, width)
+        self.cv2 = ConvAct(3 * width // 2, width)
+        self.m = nn.ModuleList([Bottleneck(width // 2)])
+
+    def forward(self, x):
+        parts = list(self.cv1(x).chunk(2, 1))
+        parts.extend(block(parts[-1]) for block in self.m)
+        return self.cv2(torch.cat(parts, 1))
+
+
+class Detector(nn.Module):
+    """YOLOv8 in small: two scales; in eval mode (boxes and scores, the raw maps)."""
+
+    strides = (4, 8)
+
+    def __init__(self, classes=3):
+        super().__init__()
+        self.stem = ConvAct(3, 8, 3, 2)
+        self.down = nn.ModuleList([ConvAct(8, 16, 3, 2), ConvAct(16, 16, 3, 2)])
+        self.blocks = nn.ModuleList([C2f(16), C2f(16)])
+        self.up = nn.Upsample(scale_factor=2)
+        self.neck = C2f(32)
+        self.heads = nn.ModuleList([nn.Conv2d(32, 4 + classes, 1), nn.Conv2d(16, 4 + classes, 1)])
+
+    def forward(self, x, *args, **kwargs):
+        x, maps = self.stem(x), []
+        for down, block in zip(self.down, self.blocks, strict=True):
+            x = block(down(x))
+            maps.append(x)
+        maps[0] = self.neck(torch.cat([maps[0], self.up(maps[1])], 1))
+        raw = [head(found) for head, found in zip(self.heads, maps, strict=True)]
+        if self.training:
+            return raw
+        flat = [found.view(found.shape[0], found.shape[1], -1) for found in raw]
+        boxes, scores = torch.cat(flat, 2).split((4, raw[0].shape[1] - 4), 1)
+        return torch.cat([boxes * self.steps(raw), scores.sigmoid()], 1), raw
+
+    def steps(self, raw):
+        sizes = [found.shape[2] * found.shape[3] for found in raw]
+        return torch.cat(
+            [torch.full((n,), float(s)) for n, s in zip(sizes, self.strides, strict=True)]
+        )
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """timm's: the norm called as a function, then its activation."""
+
+    def __init__(self, width, act=nn.ReLU):
+        super().__init__(width)
+        self.drop, self.act = nn.Identity(), act(inplace=True)
+
+    def forward(self, x):
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias,
+            self.training, self.momentum, self.eps,
+        )  # fmt: skip
+        return self.act(self.drop(x))
+
+
+class Inverted(nn.Module):
+    """A block of EfficientNet-Lite as timm writes it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.expand, self.bn1 = nn.Conv2d(width, 24, 1, bias=False), BatchNormAct2d(24, nn.ReLU6)
+        self.deep = nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False)
+        self.bn2 = BatchNormAct2d(24, nn.ReLU6)
+        self.project, self.bn3 = nn.Conv2d(24, width, 1, bias=False), BatchNormAct2d(width, Plain)
+
+    def forward(self, x):
+        y = self.bn2(self.deep(self.bn1(self.expand(x))))
+        return self.bn3(self.project(y)) + x
+
+
+class Plain(nn.Identity):
+    """An activation that is none."""
+
+
+class RepVGG(nn.Module):
+    """Three branches of one map, added."""
+
+    def __init__(self, width, stride=1):
+        super().__init__()
+        self.identity = nn.BatchNorm2d(width) if stride == 1 else None
+        self.kxk = nn.Sequential(
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        )
+        self.one = nn.Sequential(
+            nn.Conv2d(width, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+        )
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        out = 0 if self.identity is None else self.identity(x)
+        out += self.kxk(x)
+        return self.act(out + self.one(x))
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """torchvision's: four buffers and arithmetic."""
+
+    def __init__(self, width):
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(width) + 0.5)
+
+    def forward(self, x):
+        scale = self.weight.reshape(1, -1, 1, 1) * (self.running_var + 1e-5).rsqrt().reshape(
+            1, -1, 1, 1
+        )
+        return x * scale + (
+            self.bias.reshape(1, -1, 1, 1) - self.running_mean.reshape(1, -1, 1, 1) * scale
+        )
+
+
+class Attention(nn.Module):
+    """A block of a ViT, with a class token and torch's own attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, 8)
+        self.token = nn.Parameter(torch.rand(1, 1, 16))
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        n = x.shape[0]
+        x = self.patches(x).reshape(n, 16, -1).permute(0, 2, 1)
+        x = torch.cat([self.token.expand(n, -1, -1), x], 1)
+        y = self.norm1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return self.head((x + self.mlp(self.norm2(x)))[:, 0])
+
+
+class ConvNeXt(nn.Module):
+    """Depthwise convolution, LayerNorm, channels last, a learned scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 4, 4)
+        self.deep = nn.Conv2d(16, 16, 7, padding=3, groups=16)
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.gamma = nn.Parameter(torch.full((16, 1, 1), 0.1))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.norm(self.deep(x).permute(0, 2, 3, 1))
+        y = self.down(F.gelu(self.up(y))).permute(0, 3, 1, 2)
+        return self.head((x + self.gamma * y).mean((2, 3)))
+
+
+class Ssd(nn.Module):
+    """Two maps, two heads each, a dict out."""
+
+    def __init__(self, classes=3):
+        super().__init__()
+        self.body = nn.ModuleList([ConvAct(3, 8, 3, 4), ConvAct(8, 8, 3, 2)])
+        self.boxes = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(2)])
+        self.scores = nn.ModuleList([nn.Conv2d(8, 2 * classes, 3, padding=1) for _ in range(2)])
+
+    def forward(self, x):
+        maps = []
+        for block in self.body:
+            x = block(x)
+            maps.append(x)
+        return {
+            "boxes": torch.cat(
+                [self.flat(h(m), 4) for h, m in zip(self.boxes, maps, strict=True)], 1
+            ),
+            "scores": torch.cat(
+                [self.flat(h(m), 3) for h, m in zip(self.scores, maps, strict=True)], 1
+            ),
+        }
+
+    def flat(self, x, last):
+        n, _, h, w = x.shape
+        return x.view(n, -1, last, h, w).permute(0, 3, 4, 1, 2).reshape(n, -1, last)
+
+
+def norms():
+    """Every spelling of a norm after, before and beside a layer."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, bias=False), BatchNormAct2d(8), Inverted(8), RepVGG(8), RepVGG(8, 2),
+        nn.Conv2d(8, 8, 1), FrozenBatchNorm2d(8), nn.ReLU(),
+        nn.BatchNorm2d(8), nn.Conv2d(8, 6, 2, groups=2),
+        nn.ConvTranspose2d(6, 6, 2, groups=3), nn.SyncBatchNorm(6), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5), nn.BatchNorm1d(5),
+    )  # fmt: skip
+
+
+SHAPES = {
+    "detector": Detector,
+    "norms": norms,
+    "attention": Attention,
+    "convnext": ConvNeXt,
+    "ssd": Ssd,
+}
+
+
+def make(name, seed=0):
+    """One of `SHAPES` in eval mode, its norms with statistics."""
+    torch.manual_seed(seed)
+    model = SHAPES[name]()
+    with torch.no_grad():
+        for module in model.modules():
+            if getattr(module, "running_var", None) is not None:
+                module.running_mean.uniform_(-0.3, 0.3)
+                module.running_var.uniform_(0.5, 1.5)
+                module.weight.uniform_(0.7, 1.3)
+                module.bias.uniform_(-0.3, 0.3)
+    return model.eval()
+
+
+def detector():
+    return make("detector")
+
+
+def all_norms():
+    return make("norms")
+
+
+def attention():
+    return make("attention")
+
+
+def convnext():
+    return make("convnext")
+
+
+def ssd():
+    return make("ssd")
