@@ -196,7 +196,7 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
             shutil.copyfile(path, f"{cache}{sidecar}")
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 _stamp(cache)
-            reuse.judge(policy, lambda: fingerprint, wanted)
+            reuse.judge(policy, lambda _: fingerprint, wanted)
 
         return lambda path: partial(read, path)
 

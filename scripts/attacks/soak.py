@@ -18,7 +18,7 @@ from scripts.attacks.outcome import FAILED, SURVIVED, Outcome, judged
 from scripts.attacks.part import Case, Part
 from scripts.attacks.subject import Subject, made
 
-_SHORT = (2000, 300)  # arrays of a generator, pictures
+_SHORT = (4000, 1500)  # arrays of a generator, pictures
 _LONG = (100_000, 20_000)
 _GROWTH = 64 << 20  # bytes of memory, from the first third on
 _EVERY = 0.05  # seconds
