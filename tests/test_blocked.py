@@ -9,7 +9,8 @@ from calibrators.amct.statistics import ChannelMaxOf
 from calibrators.statistics import AmaxOf, HistogramOf
 from deploy.calibration import blocked
 from deploy.calibration.observation import Observation, Variant
-from deploy.calibration.observe import Tap, observe
+from deploy.calibration.observe import observe
+from deploy.calibration.taps import Tap
 from deploy.errors import BackendError, CalibrationError
 
 ODD = (3, 5, 8, 12, 17)

@@ -19,8 +19,8 @@ import pytest
 
 from deploy.calibration import checkpoint, shard_file
 from deploy.calibration.checkpoint import Checkpoint, beside
-from deploy.calibration.observe import Tap
 from deploy.calibration.store import files
+from deploy.calibration.taps import Tap
 from deploy.cli import main
 from deploy.errors import ConfigError, ExportError
 from tests.conftest import save_small_cnn

@@ -137,7 +137,7 @@ def rank(
     samples: Iterable[Mapping[str, NDArray[Any]]],
 ) -> list[tuple[str, float]]:
     """(layer, similarity in [0, 1]) of every layer, worst first; ties in the model's order."""
-    from deploy.calibration.observe import Tap
+    from deploy.calibration.taps import Tap
 
     outputs = {name: q.layer.output for name, q in layers.items()}
     names = [*outputs.values(), *(f"{name}.isolated" for name in layers)]

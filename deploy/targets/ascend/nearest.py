@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.calibration.observe import Tap
+from deploy.calibration.taps import Tap
 from deploy.feed.parallel import Sample, in_order
 from deploy.progress import phase
 from deploy.targets.ascend.auto import isolated_model
