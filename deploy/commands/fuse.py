@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from deploy.commands import given, sections
-from deploy.commands.model import torch_inputs, torch_model, torch_options
+from deploy.commands.model import leaf_option, torch_inputs, torch_model, torch_options
 from deploy.commands.output import told
 from deploy.terminal import say
 
@@ -16,14 +16,7 @@ from deploy.terminal import say
 @told
 @click.argument("model")
 @torch_options
-@sections.option(
-    "--leaf",
-    "leaves",
-    section=sections.MODEL,
-    multiple=True,
-    metavar="NAME|CLASS",
-    help="Module to keep whole, by its name or class.",
-)
+@leaf_option
 @sections.option(
     "--bench",
     section=sections.MEASURING,

@@ -61,6 +61,19 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
     return model
 
 
+def leaf_option(command: Command) -> Command:
+    """Add `leaves`: modules of a PyTorch model that stay whole."""
+    added = sections.option(
+        "--leaf",
+        "leaves",
+        section=sections.MODEL,
+        multiple=True,
+        metavar="NAME|CLASS",
+        help="Module to keep whole, by its name or class.",
+    )
+    return added(command)
+
+
 def torch_options(command: Command) -> Command:
     """Add what a command for models in PyTorch alone takes: inputs, weights, a device."""
     added = (

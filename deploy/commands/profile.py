@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from deploy.commands import sections
-from deploy.commands.model import torch_inputs, torch_model, torch_options
+from deploy.commands.model import leaf_option, torch_inputs, torch_model, torch_options
 from deploy.commands.output import html_option, json_option, put_json, quietable
 from deploy.terminal import say, say_lines
 
@@ -16,14 +16,7 @@ from deploy.terminal import say, say_lines
 @quietable("--json", "--html")
 @click.argument("model")
 @torch_options
-@sections.option(
-    "--leaf",
-    "leaves",
-    section=sections.MODEL,
-    multiple=True,
-    metavar="NAME|CLASS",
-    help="Module to keep whole, by its name or class.",
-)
+@leaf_option
 @sections.option(
     "--warm-up",
     section=sections.MEASURING,

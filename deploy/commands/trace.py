@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from deploy.commands import given, sections
-from deploy.commands.model import torch_inputs, torch_model, torch_options
+from deploy.commands.model import leaf_option, torch_inputs, torch_model, torch_options
 from deploy.commands.output import told
 from deploy.terminal import say_lines
 
@@ -16,13 +16,7 @@ from deploy.terminal import say_lines
 @told
 @click.argument("model")
 @torch_options
-@click.option(
-    "--leaf",
-    "leaves",
-    multiple=True,
-    metavar="NAME|CLASS",
-    help="Module to keep whole, by its name or class.",
-)
+@leaf_option
 @click.option(
     "--wrap",
     "wraps",
