@@ -462,7 +462,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_round_is_told_before_any_pass(case, all_kinds, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.pipeline.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
     text, wanted = REFUSED[case]
     config = tmp_path / "my.json"
     config.write_text(text)

@@ -70,7 +70,7 @@ def refused(built, monkeypatch):
     """(text, suffix, model) -> the sentence of a build that ends before any pass."""
 
     def end(*how):
-        monkeypatch.setattr("deploy.pipeline.observe", lambda *a, **k: pytest.fail("a pass"))
+        monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
         code, said, out = built(*how)
         assert code == 1 and not (out / "float_record.txt").exists() and "Traceback" not in said
         return said

@@ -59,7 +59,7 @@ def built(model, tmp_path, run, monkeypatch):
 
     def build(text, suffix, *, passes=True):
         if not passes:
-            monkeypatch.setattr("deploy.pipeline.observe", lambda *a, **k: pytest.fail("a pass"))
+            monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
         config = tmp_path / f"my{suffix}"
         config.write_text(text)
         words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "o")

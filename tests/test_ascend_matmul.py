@@ -200,7 +200,7 @@ WRONG = {
 
 @pytest.mark.parametrize("key", WRONG)
 def test_what_does_not_fit_is_told_before_any_pass(key, built, monkeypatch):
-    monkeypatch.setattr("deploy.pipeline.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
     text, said = WRONG[key]
     err, folder = built(text, code=1)
     assert said in err and err.count("calib8: error") == 1 and "Traceback" not in err

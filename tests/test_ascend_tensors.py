@@ -280,7 +280,7 @@ WRONG = {
 
 @pytest.mark.parametrize("key", WRONG)
 def test_what_does_not_fit_is_told_before_any_pass(key, built, monkeypatch):
-    monkeypatch.setattr("deploy.pipeline.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
     text, said = WRONG[key]
     err, folder = built(text, code=1)
     assert said in err and err.count("calib8: error") == 1 and "Traceback" not in err
@@ -308,7 +308,7 @@ WRONG_JSON = {
 
 @pytest.mark.parametrize("key", WRONG_JSON)
 def test_a_quant_config_that_does_not_fit_is_told_before_any_pass(key, built, monkeypatch):
-    monkeypatch.setattr("deploy.pipeline.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
     value, said = WRONG_JSON[key]
     text = json.dumps({"version": 1, "tensor_quantize": value, "Conv_c1": {}})
     err, folder = built(text, suffix=".json", code=1)

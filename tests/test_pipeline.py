@@ -84,7 +84,7 @@ def test_another_method_is_searched_without_running_the_model(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the model was run")
 
-    monkeypatch.setattr("deploy.pipeline.observe", refuse)
+    monkeypatch.setattr("deploy.observing.observe", refuse)
     again = calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=cache)
     assert "the model was not run" in again.reason
     assert files(cache) == files(fresh)

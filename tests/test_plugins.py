@@ -229,7 +229,7 @@ def test_its_cache_is_made_checked_and_turned(run, pictures, tmp_path):
 def test_a_second_build_calibrates_nothing_and_explain_reads_it(build, run, monkeypatch):
     code, out, _, err = build(detector(), "--target", "tensorrt")
     assert code == 0, err
-    monkeypatch.setattr("deploy.pipeline.observe", None)
+    monkeypatch.setattr("deploy.observing.observe", None)
     code, out, _, err = build(detector(), "--target", "tensorrt")
     assert code == 0, err
     code, text, err = run("explain", out)

@@ -299,7 +299,7 @@ def test_an_interrupt_is_one_sentence_behind_the_line(
     def interrupted(*words, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deploy.pipeline.observe", interrupted)
+    monkeypatch.setattr("deploy.observing.observe", interrupted)
     shown = screen()
     words = (*QUICK, "--out", tmp_path / "out")
     assert ended("build", small_cnn, "--images", pictures, *words) == 130
@@ -378,7 +378,7 @@ def test_quiet_builds_in_silence(small_cnn, pictures, tmp_path, capfd, at_once):
 
 
 def test_warnings_are_said_all_the_same(small_cnn, pictures, tmp_path, run, monkeypatch):
-    monkeypatch.setattr("deploy.pipeline._warnings", lambda *_: ("a picture stands out",))
+    monkeypatch.setattr("deploy.calibrating._warnings", lambda *_: ("a picture stands out",))
     words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c", "-q")
     assert run("calibrate", small_cnn, "--images", pictures, *words) == (
         0, "", "a picture stands out\n",

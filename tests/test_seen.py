@@ -9,6 +9,8 @@ import numpy as np
 import onnx
 import pytest
 
+import deploy.calibrating
+import deploy.observing
 import deploy.pipeline
 from deploy.calibration import versions
 from deploy.calibration.store import sidecars
@@ -53,15 +55,15 @@ def swap(folder: Path, name: str = "11.png") -> None:
     shutil.copy(folder / "00.png", folder / name)
 
 
-def between(monkeypatch, function: str, act) -> None:
-    """Do something before a step of the pipeline."""
-    own = getattr(deploy.pipeline, function)
+def between(monkeypatch, module, function: str, act) -> None:
+    """Do something before a step of the line."""
+    own = getattr(module, function)
 
     def step(*given, **named):
         act()
         return own(*given, **named)
 
-    monkeypatch.setattr(deploy.pipeline, function, step)
+    monkeypatch.setattr(module, function, step)
 
 
 # ---- read once ------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ def test_what_was_skipped_stays_skipped(photos):
 def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_path, monkeypatch):
     cache = tmp_path / "c"
     calibrate(small_cnn, photos, preprocess=UNIT, cache=cache)
-    between(monkeypatch, "_completed", lambda: swap(photos))
+    between(monkeypatch, deploy.observing, "_completed", lambda: swap(photos))
     with pytest.raises(FeedError, match=CHANGED):  # hashed to judge the cache, decoded later
         calibrate(
             small_cnn, photos, preprocess=UNIT, cache=cache, method="legacy", targets=["tensorrt"]
@@ -149,7 +151,7 @@ def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_p
     monkeypatch.setattr(
         deploy.pipeline, "open_feed", lambda *a, **k: feeds.append(own(*a, **k)) or feeds[-1]
     )
-    between(monkeypatch, "_tuned", lambda: (feeds[0].manifest(), swap(photos)))
+    between(monkeypatch, deploy.pipeline, "searched", lambda: (feeds[0].manifest(), swap(photos)))
     with pytest.raises(FeedError, match=CHANGED):
         build(
             small_cnn, pictures, preprocess=UNIT, out=tmp_path / "o", eval_images=photos,
@@ -314,7 +316,7 @@ def replaced(path: Path) -> None:
 
 
 def test_a_model_replaced_while_it_is_built_is_told(model, pictures, tmp_path, monkeypatch):
-    between(monkeypatch, "_built", lambda: replaced(model))
+    between(monkeypatch, deploy.pipeline, "built", lambda: replaced(model))
     with pytest.raises(ModelError, match=r"m\.onnx changed while calib8 ran.*run again"):
         build(
             model, pictures, preprocess=UNIT, out=tmp_path / "o", duration_s=0,
@@ -323,7 +325,7 @@ def test_a_model_replaced_while_it_is_built_is_told(model, pictures, tmp_path, m
 
 
 def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, monkeypatch):
-    between(monkeypatch, "_demands", lambda: replaced(model))
+    between(monkeypatch, deploy.calibrating, "_demands", lambda: replaced(model))
     with pytest.raises(ModelError, match="changed while calib8 ran"):
         calibrate(model, pictures, preprocess=UNIT, targets=["tensorrt"], method="legacy")
 

@@ -178,7 +178,7 @@ def test_a_gpu_is_chosen_for_building_and_running(tensorrt, build, run, tmp_path
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_runs(tensorrt, failing, monkeypatch):
     tensorrt(TEN)
-    monkeypatch.setattr("deploy.pipeline.observe", None)
+    monkeypatch.setattr("deploy.observing.observe", None)
     assert "one of the 2 GPUs of this machine, counted from 0, got 2" in failing("--device", 2)
 
 

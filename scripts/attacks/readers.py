@@ -255,7 +255,7 @@ def _checkpoints(folder: Path) -> list[bytes]:
                 raise Ended
 
     subject, place = made(folder / "seeded"), folder / "begun"
-    with patch("deploy.pipeline.Checkpoint", Ending), suppress(Ended):
+    with patch("deploy.observing.Checkpoint", Ending), suppress(Ended):
         calibrate(subject.model, subject.pictures(0), limit=4, threads=1, checkpoint=place)
     return [place.read_bytes()]
 
