@@ -284,6 +284,19 @@ def test_labels_of_a_pipe_are_not_waited_for(name, run, model, pictures, tmp_pat
     assert code == 1 and "a device or pipe" in said
 
 
+def test_an_input_that_another_run_replaced_hides_no_output(tmp_path):
+    read, output, new = (tmp_path / name for name in ("read", "output", "new"))
+    read.write_text("old")
+    os.link(read, output)
+    with guarded():
+        is_read(read)
+        with pytest.raises(ExportError, match="must not be an input"):
+            refuse(output)
+        new.write_text("new")
+        os.replace(new, read)  # a file made later may get the inode of what stood here
+        refuse(output)
+
+
 @pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.raw"])
 @pytest.mark.parametrize("place", ["", "folder"])
 def test_arrays_of_a_pipe_are_not_waited_for(name, place, run, model, tmp_path):
