@@ -104,7 +104,7 @@ def interrupted(monkeypatch, capfd):
                 time.sleep(0.2)  # until the main thread has heard
             return plain(self, inputs, keep)
 
-        gc.disable()  # what a signal raises in a callback of the collector, as hypothesis has, is lost
+        gc.disable()  # hypothesis has a callback there, in which what a signal raises is lost
         try:
             with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
                 patched.setattr(Tap, "run", heard)
