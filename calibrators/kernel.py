@@ -1,8 +1,9 @@
 """What counts values into a histogram's bins: the C kernel where it is built, else OpenCV.
 
-The kernel is one file of plain C, `cpp/src/kernel/count.c`, which installing compiles where there
-is a C compiler, and which wheels hold. Both give the same numbers. `CALIB8_COUNTING` says which
-counts: "c" or "opencv"; unset, the kernel where it is here.
+The kernel is plain C, `cpp/src/kernel/count.c`, which installing compiles where there is a C
+compiler, and which wheels hold; `round.c` beside it rounds weights, else numpy does. Both give the
+same numbers. `CALIB8_COUNTING` says which counts: "c" or "opencv"; unset, the kernel where it is
+here.
 
 ::
 
@@ -49,11 +50,13 @@ class Kernel:
         observe: `calib8_observe`; other threads run on while it counts.
         way: the way that it is to take.
         name: of the way: "plain", "neon", "avx2" or "avx512".
+        round_rows: `calib8_round`; None of a library that was built without it.
     """
 
     observe: Callable[..., int]
     way: int
     name: str
+    round_rows: Callable[..., int] | None = None
 
 
 def load(library: Path) -> tuple[Kernel, ...]:
@@ -76,7 +79,13 @@ def load(library: Path) -> tuple[Kernel, ...]:
     pointer = ctypes.c_void_p
     observe.argtypes = (ctypes.c_int, pointer, pointer, pointer, ctypes.c_size_t, pointer)
     observe.restype = ctypes.c_int64
-    return tuple(Kernel(observe, way, way_of(way).decode()) for way in range(ways))
+    round_rows = getattr(loaded, "calib8_round", None)
+    if round_rows is not None:
+        size, real = ctypes.c_size_t, ctypes.c_double
+        arrays = (pointer, pointer, pointer, pointer, pointer)
+        round_rows.argtypes = (size, size, ctypes.c_int, *arrays, real, pointer)
+        round_rows.restype = ctypes.c_int64
+    return tuple(Kernel(observe, way, way_of(way).decode(), round_rows) for way in range(ways))
 
 
 @cache
