@@ -290,7 +290,8 @@ class Search:
         tried(place)
         while step and len(known) < most:
             near = [p for p in (place - step, place + step) if 0 <= p < len(splits)]
-            best = min([place, *near], key=tried)
+            new = [p for p in near if p not in known][: most - len(known)]
+            best = min([place, *(p for p in near if p in known or p in new)], key=tried)
             step = step if best != place else step // 2
             place = best
 
