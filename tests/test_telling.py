@@ -53,7 +53,7 @@ def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_
     assert min(quiet) < 10 and max(quiet) >= 30
 
 
-@pytest.mark.parametrize("values, enough", [(1, 2_500_000), (1_228_800, 2), (3_000_000, 0)])
+@pytest.mark.parametrize("values, enough", [(1, 5_000_000), (1_228_800, 4), (6_000_000, 0)])
 def test_of_large_samples_fewer_are_enough(values, enough):
     sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
     judges = SimpleNamespace(heard=lambda most: iter([(sample, {})]))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _EVERY = 2  # of the strongest samples every second one: the very first would speak for all
 CANDIDATES = 48  # samples of those that judge, to choose from
 
-_VALUES = 2_500_000  # of the samples together: a large one holds as much to err in as some small
+_VALUES = 5_000_000  # of the samples together: a large one holds as much to err in as some small
 
 Sample = Mapping[str, "Array"]
 Outputs = Mapping[str, "Array"]

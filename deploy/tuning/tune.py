@@ -211,7 +211,7 @@ def _searched(
         heard,
         runs_here=here,
         threads=request.threads,
-        few=max(1, few * effort.few // effort.samples),
+        few=max(min(_LEAST_SAMPLES, few), few * effort.few // effort.samples),
         by_task=wish.max_loss is not None,
         progress=step,
     )
