@@ -470,8 +470,8 @@ int64_t calib8_observe(int way, struct calib8_seen* seen, int64_t* counts, const
 }
 
 int64_t calib8_observe_each(int way, size_t number, struct calib8_seen* const* seen,
-                            int64_t* const* counts, const float* const* values,
-                            const size_t* sizes, void* scratch, size_t* done) {
+                            int64_t* const* counts, const float* const* values, const size_t* sizes,
+                            void* scratch, size_t* done) {
   for (*done = 0; *done < number; ++*done) {
     const size_t k = *done;
     const int64_t odd = calib8_observe(way, seen[k], counts[k], values[k], sizes[k], scratch);

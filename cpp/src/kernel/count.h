@@ -51,8 +51,8 @@ int64_t calib8_observe(int way, struct calib8_seen* seen, int64_t* counts, const
  * seen[k] and counts[k] hold. Gives what the first gave that did not give 0, and goes no further;
  * `done` is how many came before it, or `number`. */
 int64_t calib8_observe_each(int way, size_t number, struct calib8_seen* const* seen,
-                            int64_t* const* counts, const float* const* values,
-                            const size_t* sizes, void* scratch, size_t* done);
+                            int64_t* const* counts, const float* const* values, const size_t* sizes,
+                            void* scratch, size_t* done);
 
 /* Counts of the doubled range: bins merged pairwise, outwards from bin 0. */
 void calib8_halve(int64_t* counts);
