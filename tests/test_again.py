@@ -8,12 +8,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from calibrators.statistics import HistogramOf
+from deploy import machine
 from deploy.calibration import again
 from deploy.calibration.again import Again
 from deploy.calibration.observation import Observation, Variant
 from deploy.calibration.observe import observe
 from deploy.calibration.subject import FOLDED
 from deploy.errors import BackendError
+from deploy.machine import trim_memory
 from deploy.ort import OrtSession
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
@@ -132,3 +134,21 @@ def test_a_pass_gives_the_same_with_and_without(model, threads, monkeypatch):
     with_memory = seen()
     monkeypatch.setattr(again, "MOST_BYTES", -1)
     assert seen() == with_memory
+
+
+def test_memory_of_the_first_run_is_given_back_once(monkeypatch):
+    given = []
+    monkeypatch.setattr(again, "trim_memory", lambda: given.append(1))
+    runs = Again(opened(PLAIN))
+    for sample in samples(4, 4, 5, 5, 4, 4):
+        runs.run(sample)
+    assert len(given) == 1
+
+
+def test_where_the_allocator_cannot_be_told_nothing_is_given_back(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    trim_memory()
+    monkeypatch.setattr(machine.ctypes, "CDLL", missing)
+    trim_memory()

@@ -19,6 +19,7 @@ import numpy as np
 
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample
+from deploy.machine import trim_memory
 from deploy.ort import Bound, OrtSession
 from deploy.tensors import Array
 
@@ -41,6 +42,7 @@ class Again:
         self._bound: Bound | None = None
         self.lasting = False
         self._able = True
+        self._trimmed = False
 
     def run(self, sample: Sample) -> Mapping[str, Array]:
         """The outputs; where they are lasting, only until the next run, whose they are then.
@@ -51,13 +53,21 @@ class Again:
         if not (self._able and _form(sample) == self._fed):
             return self._ordinary(sample)
         try:
-            self._bound = self._bound or self._session.bound(self._made)
+            if self._bound is None:
+                self._give_back()
+                self._bound = self._session.bound(self._made)
             self._bound.run(sample)
         except BackendError:  # an output whose shape follows from values, not from shapes
             self._able = False
             return self._ordinary(sample)
         self.lasting = True
         return self._bound.outputs
+
+    def _give_back(self) -> None:
+        """What the first run took; once, since shapes may change at every other sample."""
+        if not self._trimmed:
+            trim_memory()
+        self._trimmed = True
 
     def _ordinary(self, sample: Sample) -> Mapping[str, Array]:
         self._bound, self.lasting, self._fed = None, False, None

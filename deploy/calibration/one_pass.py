@@ -32,6 +32,7 @@ from deploy.calibration.peaks import Peaks
 from deploy.errors import FeedError
 from deploy.feed.doubling import following
 from deploy.feed.parallel import NEVER, Rest, Sample, in_order
+from deploy.machine import trim_memory
 
 Progress = Callable[[], None]
 Enough = Callable[[int, Observed, Observed], bool]
@@ -138,6 +139,7 @@ class _Pass:
         self._free = [o for o in observations if not o.statistic.ordered]
         self._ordered = self._empty(o for o in observations if o.statistic.ordered)
         self._peaks = peaks
+        trim_memory()  # of optimizing the models
         self._readings = [[line.reading() for line in self.lines] for _ in range(threads)]
         self._own = [None if peaks is None else Peaks() for _ in range(threads)]
         # a sample is begun when those `threads` before it are done, so no two are in one part at a
