@@ -154,8 +154,13 @@ class OnnxRuntime:
     ) -> tuple[onnx.ModelProto, tuple[Decision, ...], dict[str, Scale]]:
         """The engine, what each node of it is, the ranges that it holds."""
         from calibrators.grids import signed
+        from deploy.frontends.checks import opset_of
+        from deploy.frontends.lift import TARGET_OPSET
+        from deploy.graph.gates import gates
+        from deploy.graph.index import Graph
         from deploy.graph.plan import analyse
         from deploy.targets.dynamic import write_dynamic
+        from deploy.targets.fused_gates import fuse_gates
         from deploy.targets.qdq import write_qdq
         from deploy.targets.trained import decisions_of
 
@@ -179,6 +184,9 @@ class OnnxRuntime:
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             model = write_dynamic(model, dynamic, signed(self.weight_bits))
+        if opset_of(request.model) >= TARGET_OPSET:
+            graph = Graph(request.model)
+            fuse_gates(model, [gate for gate in gates(graph) if gate not in plan.gates], graph)
         ranges = {name: found.scales[name] for name in plan.activations}
         return model, self._with_dynamic(plan.decisions, dynamic), ranges
 

@@ -258,7 +258,9 @@ def _prices(
     timed: bool,
 ) -> Prices:
     if timed:
-        found = measured(request.model, target.trial(request), units, samples)
+        every = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
+        float32, int8 = (target.trial(request.adding(one)) for one in (every, NO_CHOICES))
+        found = measured(request.model, float32, int8, units, samples)
         if found.total(units, frozenset(units.members)) >= _TELLING_US:
             return found
     return counted(request.model, units, samples[0])
@@ -276,8 +278,9 @@ def _by_the_clock(
     if search.best_without_float not in likely:
         likely.append(search.best_without_float)
 
-    models = [target.trial(request.adding(trial.choices)) for trial in likely]
-    *times, whole = quickest_of([*models, request.model], samples, threads=request.threads)
+    compared = [*likely, search.all_in_float]
+    models = [target.trial(request.adding(trial.choices)) for trial in compared]
+    *times, whole = quickest_of(models, samples, threads=request.threads)
     real = [replace(t, time=own / whole) for t, own in zip(likely, times, strict=True)]
     told: list[dict[str, str | float]] = [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
