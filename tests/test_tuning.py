@@ -427,7 +427,7 @@ def clock(monkeypatch):
     def set_to(*, floats, int8, models):
         def times(ran, feeds, *, made_from, runs):
             pairs = [node.name for node in ran.graph.node if node.op_type in PAIRS]
-            own = int8 if ran is not made_from else floats
+            own = int8 if pairs else floats
             nodes = {node.name: own.get(node.name, 0.0) for node in made_from.graph.node}
             return KernelTimes({**nodes, **dict.fromkeys(pairs, 0.1)}, 0.0)
 
