@@ -46,7 +46,7 @@ def fuse_gates(model: onnx.ModelProto, gates: Iterable[Gate], like: Graph) -> No
         fused = _Fused(gate, own, _channels(like, gate))
         written = fused.nodes()
         if len(written) < len(own):
-            instead |= dict.fromkeys(gate.nodes, []) | {gate.name: written}
+            instead |= {name: [] for name in gate.nodes} | {gate.name: written}
             model.graph.initializer.extend(fused.constants)
     if not instead:
         return
