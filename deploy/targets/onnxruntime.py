@@ -158,7 +158,7 @@ class OnnxRuntime:
         from deploy.frontends.lift import TARGET_OPSET
         from deploy.graph.plan import analyse
         from deploy.targets.dynamic import write_dynamic
-        from deploy.targets.qdq import write_qdq
+        from deploy.targets.qdq import Stored, write_qdq
         from deploy.targets.trained import decisions_of
 
         found, trained = request.ranges_of(self), request.trained
@@ -171,12 +171,14 @@ class OnnxRuntime:
             float_nodes=request.float_nodes,
             float_tensors=found.reasons,
         )
+        key = "stored weights", id(request.model)  # kept with the model of this id
         model = write_qdq(
             request.model,
             plan,
             found.scales,
             weight_bits=self.weight_bits,
             known={} if trained is None else trained.weights,
+            stored=request.ranges.once(key, lambda: (request.model, Stored()))[1],
         )
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:

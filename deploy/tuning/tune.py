@@ -24,7 +24,7 @@ from deploy.tuning.plan_file import TIMED, PlanFile, TargetPlan, read_plan, writ
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Prober
 from deploy.tuning.reasons import reasons
-from deploy.tuning.samples import telling
+from deploy.tuning.samples import as_many, telling
 from deploy.tuning.search import COMMON_WEIGHT, EFFORTS, Search, Trial
 from deploy.tuning.units import Units, units_of
 from deploy.tuning.unseen import unseen
@@ -46,7 +46,7 @@ _ANEW = (
     " --plan obeys a plan as it is"
 )
 _OWN = "its own method"  # of a target whatever method is asked for
-_VERSION = 3  # raised when the same input would be searched otherwise
+_VERSION = 4  # raised when the same input would be searched otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +198,10 @@ def _searched(
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
     effort = EFFORTS[wish.effort]
-    few = max(_LEAST_SAMPLES, min(effort.samples, len(request.feed) // _SHARE))
     judges = request.judges
     assert judges is not None  # whoever searches has some
+    few = min(effort.samples, len(request.feed) // _SHARE, as_many(judges))
+    few = max(_LEAST_SAMPLES, few)
     heard = request.ranges.once((telling, few), lambda: telling(judges, few))
     samples = [sample for sample, _ in heard]
     here = target.runs_here
@@ -210,6 +211,7 @@ def _searched(
         heard,
         runs_here=here,
         threads=request.threads,
+        few=max(1, few * effort.few // effort.samples),
         by_task=wish.max_loss is not None,
         progress=step,
     )
