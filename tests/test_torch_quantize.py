@@ -15,21 +15,25 @@ from torch import nn  # noqa: E402
 
 from calibrators.affine import quantize_per_tensor  # noqa: E402
 from calibrators.errors import CalibrationError  # noqa: E402
-from calibrators.grids import quantize_weight, weight_scales  # noqa: E402
+from calibrators.grids import UINT8, quantize_weight, weight_scales  # noqa: E402
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError  # noqa: E402
 from deploy.fx.calibrate import calibrate, freeze_norms, observers_of, set_phase  # noqa: E402
 from deploy.fx.convert import convert, scale_table  # noqa: E402
 from deploy.fx.export import compare, to_onnx  # noqa: E402
 from deploy.fx.fakequant import FakeQuant, FixedQuant  # noqa: E402
-from deploy.fx.grids import TARGETS, find_target  # noqa: E402
+from deploy.fx.grids import at_bits  # noqa: E402
 from deploy.fx.layers import IntLayer, QatConvBn  # noqa: E402
 from deploy.fx.modes import compare_modes, quantized, report, stored_bytes  # noqa: E402
 from deploy.fx.prepare import prepare, prepare_only  # noqa: E402
 from deploy.fx.ranges import search_ranges  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
+from deploy.graph.plan import ASCEND, ONNXRUNTIME, TENSORRT  # noqa: E402
+from deploy.targets import TARGETS, OnnxRuntime  # noqa: E402
 
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
+GRIDS = {one.name: one.grid for one in (ONNXRUNTIME, TENSORRT, ASCEND)}
+STEM = OnnxRuntime(int8_stem=True)  # for networks whose first Conv is small
 BENCHMARKS = HERE.parent / "benchmarks"
 
 
@@ -148,7 +152,7 @@ def test_a_shared_range_is_that_of_all_its_tensors():
         for high in highs[1:]:
             expected = max(expected, high) if momentum == 1 else expected + 0.05 * (high - expected)
         assert float(shared.hi) == pytest.approx(expected, rel=1e-5)
-    alone = FakeQuant(find_target("onnxruntime").activations(), "t")
+    alone = FakeQuant(UINT8, "t")
     alone.members = 2
     alone.update(torch.tensor([5.0]))
     alone.start_batch()  # broken off: the next tensor is the first of its batch
@@ -166,7 +170,7 @@ def test_grids_of_the_targets(resnet, batches):
     relu = dict((n, z) for n, _, z in scale_table(calibrated(resnet, batches, target="ascend")))
     assert relu["layer1_0_relu"] == -128  # a ReLU starts at the lowest code
     with pytest.raises(ConfigError, match="a target is one of"):
-        find_target("tpu")
+        prepare(resnet, batches[0], target="tpu")
     with pytest.raises(ConfigError, match="bits are 2 to 8"):
         prepare(resnet, batches[0], bits=16)
 
@@ -232,7 +236,7 @@ def test_calibration_does_not_depend_on_its_own_run(resnet, batches):
 
 
 def test_ema_follows_its_formula():
-    quant = FakeQuant(find_target("onnxruntime").activations(), "t", momentum=0.25)
+    quant = FakeQuant(UINT8, "t", momentum=0.25)
     for hi in (4.0, 8.0):
         quant.update(torch.tensor([0.0, hi]))
     assert float(quant.hi) == 5.0
@@ -247,7 +251,7 @@ def test_fewer_bits_clip_before_the_8_bit_operator():
     assert operators(exported)["Clip"] == 3
     assert compare(exported, converted, [[data * 2]], optimized=False).codes <= 1e-3
     x = torch.tensor([-1.0, 0.0, 0.26, 9.0])
-    grid = find_target("onnxruntime").activations(2)
+    grid = at_bits(UINT8, 2)
     assert FixedQuant(grid, "t", torch.tensor(0.5), torch.tensor(1))(x).tolist() == [
         -0.5,
         0.0,
@@ -574,7 +578,7 @@ def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():
 
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_fixed_scales_mean_what_the_numpy_core_means(target):
-    grid = find_target(target).activations()
+    grid = GRIDS[target]
     x = np.random.default_rng(0).normal(size=10_000).astype(np.float32) * 9
     scale, zero = np.float32(0.05), 0 if grid.symmetric else grid.qmin + 100
     theirs = quantize_per_tensor(x, scale, zero, f"q{grid.dtype}").dequantize()

@@ -14,7 +14,7 @@ is not covered here: `open` says so.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from deploy.calibration.subject import Subject
     from deploy.feed.preprocess import Preprocess
     from deploy.frontends.trained import Trained
-    from deploy.graph.plan import Decision
+    from deploy.graph.plan import Decision, FloatNodes, Pair, Plan
     from deploy.targets.ascend.aipp import Aipp
     from deploy.targets.ascend.atc import AtcOptions
     from deploy.targets.ascend.calibrate import Recorded, RecordPlan
     from deploy.targets.ascend.config_types import QuantConfig
-    from deploy.targets.ascend.layers import LayerGraph
+    from deploy.targets.ascend.layers import Layer, LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
     from deploy.tensors import Session
 
@@ -204,12 +204,19 @@ class Ascend:
         read = ((one.input, *(one.others if one.two_activations else ())) for one in layers)
         return tuple(dict.fromkeys(tensor for tensors in read for tensor in tensors))
 
-    def decisions(
-        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
-    ) -> tuple[Decision, ...]:
+    def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """The layers that AMCT quantizes by default, and why the others stay float."""
+        from deploy.graph.plan import ASCEND, Plan, reasons
+
+        kept = reasons(float_nodes)
         named, graph = prepared(model)
-        return _decisions(named, graph, [name for name in graph.layers if name not in float_nodes])
+        chosen = {name: layer for name, layer in graph.layers.items() if name not in kept}
+        return Plan(
+            placement=ASCEND,
+            decisions=_decisions(named, graph, chosen, kept),
+            pairs=_pairs(chosen.values()),
+            weights=tuple(one.target for one in chosen.values() if one.weight),
+        )
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """What AMCT's searches want, on the model with fake-quantized weights.
@@ -221,7 +228,7 @@ class Ascend:
         if subject.loaded.trained is not None:
             self._refuse_quantizing(subject.loaded.trained)
             return ()
-        return self.plan(subject).observations
+        return self.record_plan(subject).observations
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """The fake-quant model."""
@@ -235,7 +242,7 @@ class Ascend:
         from deploy.targets.ascend.keeping import keeping, keeping_plan, kept_layers, mixed
 
         def made() -> tuple[onnx.ModelProto, RecordPlan, Recorded]:
-            plan = self.plan(request.subject)  # kept with its model, which its id stands for
+            plan = self.record_plan(request.subject)  # kept with its model, which its id stands for
             return request.model, plan, plan.record(request.ranges.observed)
 
         key = self, id(request.model)
@@ -381,7 +388,7 @@ class Ascend:
             " does not drive; its fake-quant model has the same numerics and runs here"
         )
 
-    def plan(self, subject: Subject) -> RecordPlan:
+    def record_plan(self, subject: Subject) -> RecordPlan:
         """The layers, settled by the configuration and by what the user keeps in float."""
         from deploy.calibration.subject import FOLDED
         from deploy.targets.ascend.calibrate import RecordPlan
@@ -640,6 +647,17 @@ def _rounding_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
         f" err there by {least} to {most} of what the nearest codes would. The rounding is in the"
         " models, not in the record: `calib8 ascend deploy` takes it from the modified model."
     )
+
+
+def _pairs(layers: Iterable[Layer]) -> tuple[Pair, ...]:
+    """A pair on what layers read, one for all of a tensor's readers among them."""
+    from deploy.graph.plan import Pair
+
+    readers: dict[str, tuple[str, ...]] = {}
+    for layer in layers:
+        for tensor in (layer.input, *layer.others):
+            readers[tensor] = (*readers.get(tensor, ()), layer.node)
+    return tuple(Pair(tensor, nodes) for tensor, nodes in readers.items())
 
 
 def _decisions(
