@@ -110,19 +110,20 @@ def rows(path, net, target):
 
 @pytest.fixture(scope="module")
 def built(images, tmp_path_factory):
-    """(net) -> what one build of it for every target leaves."""
+    """(net, ...) -> what one build of it for every target leaves."""
     made = {}
 
-    def call(net):
-        if net not in made:
-            made[net] = tmp_path_factory.mktemp(net)
-            words = ["build", f"{NETS}:{net}", *SHAPE, "--images", images, "--out", made[net]]
+    def call(net, *more):
+        key = (net, *more)
+        if key not in made:
+            out = made[key] = tmp_path_factory.mktemp(net)
+            words = ["build", f"{NETS}:{net}", *SHAPE, "--images", images, "--out", out, *more]
             words += ["--target", ",".join(WRITTEN), "--effort", "0", "--duration", "0", "--quiet"]
             try:
                 main([str(word) for word in words])
             except SystemExit as stop:
                 assert not stop.code
-        return made[net]
+        return made[key]
 
     return call
 
@@ -140,3 +141,24 @@ def test_export_quantizes_what_build_quantizes(run, built, tmp_path, images, net
     assert any(weights for _, _, weights, _ in wanted)
     first_is_float = net in ("mobile", "detector") and target == "onnxruntime"
     assert ("the first Conv has only 27 products" in said) == first_is_float
+
+
+@pytest.mark.parametrize(
+    ("net", "target", "option"),
+    [
+        ("mobile", "onnxruntime", "--int8-stem"),
+        ("detector", "tensorrt", "--float-behind-concat"),
+        ("pooled", "tensorrt", "--pair-behind-deconv"),
+    ],
+)
+def test_export_takes_the_targets_options_that_place(
+    run, built, tmp_path, images, net, target, option
+):
+    (theirs,) = built(net, option).glob(f"*{WRITTEN[target]}")
+    ours = tmp_path / "ours.onnx"
+    words = ("--qdq", "--images", images, "--target", target, option, "-o", ours)
+    code, _, err = run("export", f"{NETS}:{net}", *SHAPE, *words)
+    assert code == 0, err
+    assert rows(ours, net, target) == rows(theirs, net, target)
+    (usual,) = built(net).glob(f"*{WRITTEN[target]}")
+    assert rows(usual, net, target) != rows(theirs, net, target)

@@ -105,7 +105,7 @@ def place(
     kept = {
         node: AS_ASKED
         for node, homes in found.homes.items()
-        if any(home.op == "call_module" and str(home.target) in skip for home in homes)
+        if any(name in skip for name in _layers(graph_module, found, homes))
     }
     plan = _expressible(graph_module, found, target, kept)
     groups = _groups(found.model, plan, share)
@@ -141,21 +141,28 @@ def _strange(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator
             around = [*graph.readers.get(pair.tensor, []), *([maker] if maker is not None else [])]
             yield from ((node.name, INSIDE) for node in around if node.name in int8)
     for weight in plan.weights:
-        if not any(_layer(graph_module, home) for home in found.homes[weight.node]):
+        if not any(True for _ in _layers(graph_module, found, found.homes[weight.node])):
             yield weight.node, NO_LAYER
 
 
-def _layer(graph_module: fx.GraphModule, node: fx.Node) -> str | None:
-    """The name of the layer with weights that a node calls."""
-    calls = isinstance(called_module(graph_module, node), (*WEIGHTED, QatLayer))
-    return str(node.target) if calls else None
+def _layers(graph_module: fx.GraphModule, found: Named, homes: Iterable[fx.Node]) -> Iterator[str]:
+    """Names of the layers with weights that an ONNX node is of.
+
+    A factor behind a layer is folded into its weights in the ONNX model, where the layer's own
+    tensor is gone.
+    """
+    for home in homes:
+        if isinstance(called_module(graph_module, home), (*WEIGHTED, QatLayer)):
+            yield str(home.target)
+            continue
+        gone = [n for n in home.all_input_nodes if is_float(n) and n not in found.tensors]
+        yield from _layers(graph_module, found, gone)
 
 
 def _weights(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator[tuple[str, bool]]:
     for weight in plan.weights:
-        for home in found.homes[weight.node]:
-            if (name := _layer(graph_module, home)) is not None:
-                yield name, weight.axis is not None
+        for name in _layers(graph_module, found, found.homes[weight.node]):
+            yield name, weight.axis is not None
 
 
 def _reasons(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -163,9 +170,8 @@ def _reasons(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator
     for decision in plan.decisions:
         if not decision.reason or decision.op_type not in plan.placement.heavy:
             continue
-        for home in found.homes[decision.node]:
-            if (name := _layer(graph_module, home)) is not None:
-                yield name, decision.reason.replace(BEFORE, "")
+        for name in _layers(graph_module, found, found.homes[decision.node]):
+            yield name, decision.reason.replace(BEFORE, "")
 
 
 def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
