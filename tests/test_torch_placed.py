@@ -10,6 +10,11 @@ from onnx import numpy_helper
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from deploy.cli import main  # noqa: E402
+from deploy.fx.calibrate import calibrate  # noqa: E402
+from deploy.fx.convert import convert  # noqa: E402
+from deploy.fx.coverage import coverage  # noqa: E402
+from deploy.fx.export import compare, to_onnx  # noqa: E402
+from deploy.fx.prepare import prepare  # noqa: E402
 
 torch.set_num_threads(1)
 SHAPE = ("--input", "2x3x32x32")
@@ -162,3 +167,29 @@ def test_export_takes_the_targets_options_that_place(
     assert rows(ours, net, target) == rows(theirs, net, target)
     (usual,) = built(net).glob(f"*{WRITTEN[target]}")
     assert rows(usual, net, target) != rows(theirs, net, target)
+
+
+class Whole(torch.nn.Module):
+    """An attention that is causal, and a product with a parameter that is no layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.out = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+        self.weight = torch.nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        x = self.inside(x).reshape(-1, 4, 2, 4)
+        x = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.out(x.reshape(-1, 4, 8) @ self.weight)
+
+
+def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
+    x = torch.randn(2, 4, 8)
+    prepared = prepare(Whole().eval(), [x], target="tensorrt")
+    quants = {n.args[0].name: n for n in prepared.graph.nodes if str(n.target).startswith("quant_")}
+    read = {user.name for quant in quants.values() for user in quant.users}
+    assert read == {"inside", "out"}
+    calibrate(prepared, [x])
+    converted = convert(prepared)
+    assert coverage(converted, Whole()).quantized == ("inside", "out")
+    assert compare(to_onnx(converted, [x]), converted, [[x]], optimized=False).argmax == 1
