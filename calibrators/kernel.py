@@ -1,8 +1,9 @@
 """What counts values into a histogram's bins: the C kernel where it is built, else OpenCV.
 
-The kernel is one file of plain C, `cpp/src/kernel/count.c`, which installing compiles where there
-is a C compiler, and which wheels hold. Both give the same numbers. `CALIB8_COUNTING` says which
-counts: "c" or "opencv"; unset, the kernel where it is here.
+The kernel is plain C, `cpp/src/kernel/count.c`, which installing compiles where there is a C
+compiler, and which wheels hold; `round.c` beside it rounds weights, else numpy does. Both give the
+same numbers. `CALIB8_COUNTING` says which counts: "c" or "opencv"; unset, the kernel where it is
+here.
 
 ::
 
@@ -56,12 +57,14 @@ class Kernel:
     Attributes:
         observe: `calib8_observe`; other threads run on while it counts.
         observe_each: `calib8_observe_each`, as well.
+        round_rows: `calib8_round`.
         way: the way that it is to take.
         name: of the way: "plain", "neon", "avx2" or "avx512".
     """
 
     observe: Callable[..., int]
     observe_each: Callable[..., int]
+    round_rows: Callable[..., int]
     way: int
     name: str
 
@@ -77,6 +80,7 @@ def load(library: Path) -> tuple[Kernel, ...]:
         form = loaded.calib8_kernel_form()
         way_of = loaded.calib8_kernel_way
         observe, observe_each = loaded.calib8_observe, loaded.calib8_observe_each
+        round_rows = loaded.calib8_round
         ways = loaded.calib8_kernel_ways()
     except AttributeError as error:
         raise OSError(f"{library.name} is not the counting kernel") from error
@@ -87,7 +91,12 @@ def load(library: Path) -> tuple[Kernel, ...]:
     observe.argtypes = (ctypes.c_int, pointer, pointer, pointer, ctypes.c_size_t, pointer)
     observe_each.argtypes = (ctypes.c_int, ctypes.c_size_t, *[pointer] * 6)
     observe.restype = observe_each.restype = ctypes.c_int64
-    return tuple(Kernel(observe, observe_each, way, way_of(way).decode()) for way in range(ways))
+    size, real = ctypes.c_size_t, ctypes.c_double
+    round_rows.argtypes = (size, size, ctypes.c_int, *[pointer] * 5, real, pointer)
+    round_rows.restype = ctypes.c_int64
+    return tuple(
+        Kernel(observe, observe_each, round_rows, way, way_of(way).decode()) for way in range(ways)
+    )
 
 
 @cache

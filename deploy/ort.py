@@ -61,6 +61,7 @@ class OrtSession:
         threads: int | None = None,
         optimize: bool = True,
         spin: bool = True,
+        keep: bool | None = None,
         int8_kernels: bool = True,
         trace: Path | None = None,
         saved: Path | None = None,
@@ -71,9 +72,10 @@ class OrtSession:
             model: path of an ONNX file (with its external data beside it), its bytes, or itself.
             threads: threads inside one operator; None takes every core this process may use.
             optimize: False switches graph optimization off, so that every tensor exists as written.
-            spin: let idle threads wait for work without sleeping and keep the memory of one run
-                for the next, which saves microseconds of a run and costs a core and memory in
-                between; only what is timed is worth it.
+            spin: let idle threads wait for work without sleeping, which saves microseconds of a
+                run and costs a core in between; only what is timed is worth it.
+            keep: the memory of one run for the next; None where threads spin. A session of a few
+                runs asks for no new pages then, and gives them all back in the end.
             int8_kernels: False computes a Q/DQ model as it is written, in float between its pairs,
                 with its weights quantized once: for a model that has another runtime's form. A
                 `ModelProto` with pairs of fp8, which has no kernels, always is.
@@ -93,7 +95,15 @@ class OrtSession:
         try:
             session = onnxruntime.InferenceSession(
                 source,
-                _options(threads, optimize, spin, int8_kernels, trace, saved),
+                _options(
+                    threads,
+                    optimize,
+                    spin,
+                    spin if keep is None else keep,
+                    int8_kernels,
+                    trace,
+                    saved,
+                ),
                 providers=["CPUExecutionProvider"],
                 disabled_optimizers=[] if int8_kernels else list(_DROP_A_CLIP),
             )
@@ -270,6 +280,7 @@ def _options(
     threads: int,
     optimize: bool,
     spin: bool,
+    keep: bool,
     int8_kernels: bool,
     trace: Path | None,
     saved: Path | None,
@@ -284,7 +295,7 @@ def _options(
     options.log_severity_level = _LOG_FATAL
     if not spin:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.enable_cpu_mem_arena = False
+    options.enable_cpu_mem_arena = keep
     if not int8_kernels:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     if trace is not None:
