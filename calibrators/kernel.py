@@ -25,7 +25,7 @@ from calibrators.errors import CalibrationError
 VARIABLE = "CALIB8_COUNTING"
 LIBRARY = Path(__file__).with_name("_count.so")
 SCRATCH = 66048  # bytes, as count.h has it
-_FORM = 2  # of count.h: a library that was built from another is not used
+_FORM = 3  # of count.h: a library that was built from another is not used
 
 
 class Seen(ctypes.Structure):
