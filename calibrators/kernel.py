@@ -25,14 +25,22 @@ from calibrators.errors import CalibrationError
 VARIABLE = "CALIB8_COUNTING"
 LIBRARY = Path(__file__).with_name("_count.so")
 SCRATCH = 66048  # bytes, as count.h has it
-_FORM = 1  # of count.h: a library that was built from another is not used
+_FORM = 3  # of count.h: a library that was built from another is not used
 
 
 class Seen(ctypes.Structure):
     """A histogram but for its counts; as count.h has it."""
 
+    _base: float
+    full_range: float
+    minimum: float
+    maximum: float
+    latest: float
+    total: int
+    infinite: int
+
     _fields_ = (
-        ("base", ctypes.c_double),
+        ("_base", ctypes.c_double),
         ("full_range", ctypes.c_double),
         ("minimum", ctypes.c_double),
         ("maximum", ctypes.c_double),
@@ -48,15 +56,17 @@ class Kernel:
 
     Attributes:
         observe: `calib8_observe`; other threads run on while it counts.
+        observe_each: `calib8_observe_each`, as well.
+        round_rows: `calib8_round`.
         way: the way that it is to take.
         name: of the way: "plain", "neon", "avx2" or "avx512".
-        round_rows: `calib8_round`; None of a library that was built without it.
     """
 
     observe: Callable[..., int]
+    observe_each: Callable[..., int]
+    round_rows: Callable[..., int]
     way: int
     name: str
-    round_rows: Callable[..., int] | None = None
 
 
 def load(library: Path) -> tuple[Kernel, ...]:
@@ -69,7 +79,8 @@ def load(library: Path) -> tuple[Kernel, ...]:
     try:
         form = loaded.calib8_kernel_form()
         way_of = loaded.calib8_kernel_way
-        observe = loaded.calib8_observe
+        observe, observe_each = loaded.calib8_observe, loaded.calib8_observe_each
+        round_rows = loaded.calib8_round
         ways = loaded.calib8_kernel_ways()
     except AttributeError as error:
         raise OSError(f"{library.name} is not the counting kernel") from error
@@ -78,14 +89,14 @@ def load(library: Path) -> tuple[Kernel, ...]:
     way_of.restype = ctypes.c_char_p
     pointer = ctypes.c_void_p
     observe.argtypes = (ctypes.c_int, pointer, pointer, pointer, ctypes.c_size_t, pointer)
-    observe.restype = ctypes.c_int64
-    round_rows = getattr(loaded, "calib8_round", None)
-    if round_rows is not None:
-        size, real = ctypes.c_size_t, ctypes.c_double
-        arrays = (pointer, pointer, pointer, pointer, pointer)
-        round_rows.argtypes = (size, size, ctypes.c_int, *arrays, real, pointer)
-        round_rows.restype = ctypes.c_int64
-    return tuple(Kernel(observe, way, way_of(way).decode(), round_rows) for way in range(ways))
+    observe_each.argtypes = (ctypes.c_int, ctypes.c_size_t, *[pointer] * 6)
+    observe.restype = observe_each.restype = ctypes.c_int64
+    size, real = ctypes.c_size_t, ctypes.c_double
+    round_rows.argtypes = (size, size, ctypes.c_int, *[pointer] * 5, real, pointer)
+    round_rows.restype = ctypes.c_int64
+    return tuple(
+        Kernel(observe, observe_each, round_rows, way, way_of(way).decode()) for way in range(ways)
+    )
 
 
 @cache

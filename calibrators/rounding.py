@@ -111,7 +111,7 @@ def rounded_by_output(
     apart = integers - steps
     slope = np.ascontiguousarray(products_of(apart, products) + damp[:, None, None] * apart)
     found = kernel()
-    if found is not None and found.round_rows is not None:
+    if found is not None:
         _swept(found.round_rows, sweeps, (low, high), integers, slope, products, damp, fixed)
         return integers
     for _ in range(sweeps):

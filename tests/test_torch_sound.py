@@ -27,8 +27,10 @@ from deploy.fx.qat import Task, train  # noqa: E402
 from deploy.fx.same import check_same  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
 from deploy.fx.trace import trace  # noqa: E402
+from deploy.targets import OnnxRuntime  # noqa: E402
 
 torch.set_num_threads(1)
+STEM = OnnxRuntime(int8_stem=True)  # for networks whose first Conv is small
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -96,7 +98,7 @@ def test_weights_that_are_computed_are_taken_as_they_are_now(kind):
         assert not computed_weights(own) and name in dict(own.named_parameters())
         assert torch.allclose(own(X), wanted, atol=1e-6)
     assert torch.equal(model(X), wanted) and computed_weights(model)
-    converted = quantized(model, [X], [(X,)], mode="static")
+    converted = quantized(model, [X], [(X,)], mode="static", target=STEM)
     assert coverage(converted, model).quantized == ("0", "3")
 
 
@@ -145,7 +147,7 @@ def test_a_part_that_runs_several_times_has_one_range_for_all_its_runs():
         def forward(self, x):
             return self.head(x), self.head(10 * x)
 
-    prepared = prepare_only(Twice().eval(), "head", [X])
+    prepared = prepare_only(Twice().eval(), "head", [X], target=STEM)
     calibrate(prepared, [X, X])
     (seen, _) = observers_of(prepared).values()
     assert float(seen.hi) == float(10 * X.max()) and int(seen.seen) == 2

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import click
 
-from deploy.commands import given
+from deploy.commands import given, sections
 from deploy.commands.output import quietable
+from deploy.commands.targets import one_target
+from deploy.targets import Target
 from deploy.terminal import say, say_lines
 
 
-@click.command()
+@click.command(cls=sections.SectionedCommand)
 @quietable()
 @click.argument("script")
-@click.option(
-    "--target", default="onnxruntime", show_default=True, help="Target whose grid to train for."
-)
+@one_target(sections.TARGETS)
 @click.option(
     "--bits", default=8, show_default=True, type=int, help="Bits of weights and activations."
 )
@@ -47,7 +47,7 @@ from deploy.terminal import say, say_lines
 )
 def qat(
     script: str,
-    target: str,
+    target: Target,
     bits: int,
     ranges: str | None,
     epochs: int | None,

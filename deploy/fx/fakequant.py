@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from calibrators.grids import UINT8, Grid
 from deploy.errors import CalibrationError
-from deploy.fx.grids import ActivationGrid
 
 
 class FakeQuant(nn.Module):
@@ -34,7 +34,7 @@ class FakeQuant(nn.Module):
     hi: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, grid: ActivationGrid, name: str, *, momentum: float = 0.05):
+    def __init__(self, grid: Grid, name: str, *, momentum: float = 0.05):
         super().__init__()
         self.grid = grid
         self.name = name
@@ -185,7 +185,7 @@ class FixedQuant(nn.Module):
     scale: torch.Tensor
     zero_point: torch.Tensor
 
-    def __init__(self, grid: ActivationGrid, name: str, scale: torch.Tensor, zero: torch.Tensor):
+    def __init__(self, grid: Grid, name: str, scale: torch.Tensor, zero: torch.Tensor):
         super().__init__()
         self.grid = grid
         self.name = name
@@ -225,4 +225,4 @@ class FixedQuant(nn.Module):
         )
 
 
-UINT8_MAX = ActivationGrid(8, False, False).qmax
+UINT8_MAX = UINT8.qmax

@@ -27,11 +27,12 @@ from deploy.fx.convert import CustomClasses, convert
 from deploy.fx.copied import computed_weights, plain_copy
 from deploy.fx.device import CPU, Reached, device_of, moved
 from deploy.fx.distill import Distiller
-from deploy.fx.placement import SHARED
-from deploy.fx.prepare import prepare, prepare_only
+from deploy.fx.prepare import prepare, prepare_only, target_of
 from deploy.fx.ranges import search_ranges
 from deploy.fx.same import check_same
 from deploy.progress import phase
+from deploy.targets import Target
+from deploy.targets.options import given
 
 Batches = Callable[[int], Iterable[tuple[Any, Any]]]
 
@@ -80,7 +81,7 @@ class Task:
     clip_gradient: float = 1.0
     leaves: Sequence[str | type[nn.Module]] = ()
     skip: Sequence[str] = ()
-    share: Sequence[str] = SHARED
+    share: Sequence[str] = ()
     custom: CustomClasses | None = None
     convert: CustomClasses | None = None
     norms: str = "fold"
@@ -111,7 +112,7 @@ class Trained:
 def train(
     task: Task,
     *,
-    target: str = "onnxruntime",
+    target: str | Target = "onnxruntime",
     bits: int = 8,
     checkpoint: Path | None = None,
     device: torch.device | None = None,
@@ -121,7 +122,7 @@ def train(
 
     Args:
         task: the user's model and data.
-        target: onnxruntime, tensorrt or ascend.
+        target: as `deploy.fx.prepare.prepare`.
         bits: of activations and weights, 2 to 8.
         checkpoint: written after each epoch; where it exists, training goes on from it and ends
             as it would have without the break.
@@ -139,7 +140,8 @@ def train(
             f"{name} is computed in the model from other tensors; trained as a weight of its own"
         )
     task = _on(task, device)
-    prepared = _prepared(task, target, bits)
+    chosen = target_of(target)
+    prepared = _prepared(task, chosen, bits)
     batches = task.calibration or (lambda: _first_inputs(task))
     calibrate(prepared, batches())
     if task.ranges == "mse":
@@ -149,7 +151,7 @@ def train(
         report(f"before training (PTQ, {bits} bits): {start:.4f}")
     optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
     rates = [group["lr"] for group in optimizer.param_groups]
-    mark = _marks(task, prepared, optimizer, target, bits)
+    mark = _marks(task, prepared, optimizer, chosen, bits)
     first, losses = 0, list[float]()
     if checkpoint is not None and checkpoint.exists():
         first, losses = checkpoints.resume(checkpoint, mark, prepared, optimizer)
@@ -190,11 +192,11 @@ def _on(task: Task, device: torch.device | None) -> Task:
 
 
 def _marks(
-    task: Task, prepared: nn.Module, optimizer: torch.optim.Optimizer, target: str, bits: int
+    task: Task, prepared: nn.Module, optimizer: torch.optim.Optimizer, target: Target, bits: int
 ) -> checkpoints.Marks:
     """What a checkpoint must be of for the training to go on from it; the data is not looked at."""
     settings = {
-        "target": target,
+        "target": (target.name, given(target)),
         "number of bits": bits,
         "number of epochs": task.epochs,
         "handling of norms": task.norms,
@@ -207,7 +209,7 @@ def _marks(
     return checkpoints.marks(task.model, prepared, optimizer, teacher=teacher, settings=settings)
 
 
-def _prepared(task: Task, target: str, bits: int) -> nn.Module:
+def _prepared(task: Task, target: Target, bits: int) -> nn.Module:
     if task.ranges not in ("ema", "mse"):
         raise ConfigError(f"ranges are 'ema' or 'mse', got {task.ranges!r}")
     if task.epochs < 0:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
-    from deploy.graph.plan import Decision, Placement
+    from deploy.graph.plan import Decision, FloatNodes, Placement, Plan
     from deploy.tensors import Session
 
 
@@ -85,14 +85,14 @@ class OnnxRuntime:
 
         return analyse(model, self.placement, float_nodes=float_nodes).activations
 
-    def decisions(
-        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
-    ) -> tuple[Decision, ...]:
+    def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """What the graph analysis decides before anything is calibrated."""
-        from deploy.graph.plan import analyse
+        from deploy.graph.plan import analyse, reasons
 
-        plan = analyse(model, self._static, float_nodes=float_nodes)
-        return self._with_dynamic(plan.decisions, self._dynamic(model, float_nodes))
+        kept = reasons(float_nodes)
+        plan = analyse(model, self._static, float_nodes=kept)
+        dynamic = self._dynamic(model, tuple(kept))
+        return replace(plan, decisions=self._with_dynamic(plan.decisions, dynamic))
 
     @property
     def _static(self) -> Placement:
@@ -154,6 +154,8 @@ class OnnxRuntime:
     ) -> tuple[onnx.ModelProto, tuple[Decision, ...], dict[str, Scale]]:
         """The engine, what each node of it is, the ranges that it holds."""
         from calibrators.grids import signed
+        from deploy.frontends.checks import opset_of
+        from deploy.frontends.lift import TARGET_OPSET
         from deploy.graph.plan import analyse
         from deploy.targets.dynamic import write_dynamic
         from deploy.targets.qdq import Stored, write_qdq
@@ -181,6 +183,8 @@ class OnnxRuntime:
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             model = write_dynamic(model, dynamic, signed(self.weight_bits))
+        if opset_of(request.model) >= TARGET_OPSET:
+            _as_kernels(model, request.model, plan)
         ranges = {name: found.scales[name] for name in plan.activations}
         return model, self._with_dynamic(plan.decisions, dynamic), ranges
 
@@ -246,3 +250,15 @@ class OnnxRuntime:
         from deploy.ort import OrtSession
 
         return OrtSession.open(engine, threads=threads)
+
+
+def _as_kernels(model: onnx.ModelProto, plain: onnx.ModelProto, plan: Plan) -> None:
+    """Write what ONNX Runtime has no fast kernel for as what it has one for, in place."""
+    from deploy.graph.gates import gates
+    from deploy.graph.index import Graph
+    from deploy.targets.fused_gates import fuse_gates
+    from deploy.targets.upsampling import write_upsampling
+
+    graph = Graph(plain)
+    fuse_gates(model, [gate for gate in gates(graph) if gate not in plan.gates], graph)
+    write_upsampling(model, graph)

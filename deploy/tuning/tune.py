@@ -193,7 +193,7 @@ def _searched(
     step: Step,
 ) -> tuple[TargetPlan, int]:
     floats = tuple(request.float_nodes)
-    decisions = target.decisions(request.model, floats)
+    decisions = target.plan(request.model, floats).decisions
     units = units_of(request.model, decisions)
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
@@ -260,7 +260,9 @@ def _prices(
     timed: bool,
 ) -> Prices:
     if timed:
-        found = measured(request.model, target.trial(request), units, samples)
+        every = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
+        float32, int8 = (target.trial(request.adding(one)) for one in (every, NO_CHOICES))
+        found = measured(request.model, float32, int8, units, samples)
         if found.total(units, frozenset(units.members)) >= _TELLING_US:
             return found
     return counted(request.model, units, samples[0])
@@ -273,13 +275,21 @@ def _by_the_clock(
     samples: Sequence[Mapping[str, Array]],
     wish: Tuning,
 ) -> tuple[Trial, list[dict[str, str | float]]]:
-    """The likely splits and plain int8, timed beside float; of them the one of least cost."""
+    """The likely splits and plain int8, timed beside float; of them the one of least cost.
+
+    Float is the model as it would be written, which may be faster than it was given; a speed-up
+    that is asked for is meant beside the latter.
+    """
     likely = search.likely(_TIMED)
     if search.best_without_float not in likely:
         likely.append(search.best_without_float)
 
-    models = [target.trial(request.adding(trial.choices)) for trial in likely]
-    *times, whole = quickest_of([*models, request.model], samples, threads=request.threads)
+    written = [
+        target.trial(request.adding(trial.choices)) for trial in (*likely, search.all_in_float)
+    ]
+    given = [request.model] if wish.min_speedup > 1 else []
+    found = quickest_of([*written, *given], samples, threads=request.threads)
+    times, whole = found[: len(likely)], found[len(likely)]
     real = [replace(t, time=own / whole) for t, own in zip(likely, times, strict=True)]
     told: list[dict[str, str | float]] = [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
@@ -287,7 +297,9 @@ def _by_the_clock(
     ]
     held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
     chosen = min(held or real[:1], key=lambda trial: trial.cost(_DEARER * search.weight))
-    most = max(_SLOWER, 1 + OVERHEAD_MS / whole) / max(wish.min_speedup, 1.0)
+    most = max(_SLOWER, 1 + OVERHEAD_MS / whole)
+    if given:
+        most = min(most, found[-1] / whole / wish.min_speedup)
     return (search.all_in_float if chosen.time > most else chosen), told
 
 
@@ -317,7 +329,7 @@ def _check_names(request: BuildRequest, plan: TargetPlan) -> None:
 
 def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) -> None:
     """What a layer loses on one grid says nothing of another."""
-    word = word_of(target.decisions(request.model, tuple(request.float_nodes)))
+    word = word_of(target.plan(request.model, request.float_nodes).decisions)
     if plan.precision not in ("", word):
         raise ConfigError(
             f"a plan must be made for the grid that is built, got one of {plan.precision} for"

@@ -2,7 +2,8 @@
  * its row of H. Rows know nothing of each other, so their order changes nothing. */
 #include "round.h"
 
-static void add(double* restrict slope, const double* restrict products, double by, size_t columns) {
+static void add(double* restrict slope, const double* restrict products, double by,
+                size_t columns) {
   for (size_t at = 0; at < columns; at++) {
     slope[at] += by * products[at];
   }
