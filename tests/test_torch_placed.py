@@ -152,7 +152,6 @@ def test_export_quantizes_what_build_quantizes(run, built, tmp_path, images, net
     ("net", "target", "option"),
     [
         ("mobile", "onnxruntime", "--int8-stem"),
-        ("detector", "tensorrt", "--float-behind-concat"),
         ("pooled", "tensorrt", "--pair-behind-deconv"),
     ],
 )

@@ -19,7 +19,8 @@ from deploy.targets import OnnxRuntime  # noqa: E402
 torch.set_num_threads(1)
 SHAPES = Path(__file__).parent / "torch_shapes.py"
 make = load_factory(f"{SHAPES}:make")
-LAYERS = {"detector": 17, "norms": 10, "attention": 6, "convnext": 5, "ssd": 6}
+# of norms all but the ConvTranspose, which ONNX Runtime has no int8 kernel for
+LAYERS = {"detector": 17, "norms": 9, "attention": 6, "convnext": 5, "ssd": 6}
 
 
 def pictures(seed, count=2):
