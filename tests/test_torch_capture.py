@@ -13,6 +13,7 @@ from deploy.fx.capture import capture, graph_of  # noqa: E402
 from deploy.fx.fuse import fold_batch_norms, fuse  # noqa: E402
 from deploy.fx.norms import is_norm  # noqa: E402
 from deploy.fx.profile import count_flops, max_difference  # noqa: E402
+from deploy.fx.refusal import line_of  # noqa: E402
 from deploy.fx.source import load_factory  # noqa: E402
 from deploy.fx.table import table  # noqa: E402
 
@@ -145,6 +146,17 @@ def test_what_cannot_be_captured_names_the_line_and_no_leaf_of_the_root(model, l
     said = str(caught.value)
     assert "test_torch_capture.py" in said and "if x.sum() > 0:" in said and "torch.where" in said
     assert ("--leaf inner" in said) is leaf and "--leaf Holder" not in said
+
+
+def test_a_line_is_named_in_a_library_that_lies_beside_torch():
+    path = f"{Path(torch.__file__).parent}vision/ops/boxes.py"  # its name begins as torch's folder
+    code = compile("def keep(n):\n    return 4 // n\n", path, "exec")
+    there: dict = {}
+    exec(code, there)
+    with pytest.raises(ZeroDivisionError) as caught:
+        there["keep"](0)
+    error = caught.value.with_traceback(caught.tb.tb_next)  # without this test's own line
+    assert line_of(error).startswith(f"{path}:2")
 
 
 def test_the_graph_of_a_graph_is_a_copy(example):
