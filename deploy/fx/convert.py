@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from deploy.fx.fakequant import FakeQuant, FixedQuant
@@ -73,9 +72,8 @@ def _round_biases(graph_module: fx.GraphModule) -> None:
             continue
         source, _ = before_padding(graph_module, node.args[0], node)
         quant = called_module(graph_module, source)
-        if isinstance(quant, FixedQuant) and layer.bias is not None:
-            step = quant.scale * layer.weight_scale
-            layer.bias.copy_(torch.round(layer.bias / step) * step)
+        if isinstance(quant, FixedQuant):
+            layer.round_bias(quant.scale)
 
 
 def _inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:
