@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,7 +81,8 @@ def users_line(error: BaseException, *, besides: tuple[str, ...] = ()) -> str:
         error: what was raised.
         besides: folders whose frames are not the user's, beside this package and libraries.
     """
-    folders = [f"{folder}{os.sep}" for folder in (Path(__file__).parent, *besides)]
+    own = (Path(__file__).parent, sysconfig.get_path("stdlib"))
+    folders = [f"{folder}{os.sep}" for folder in (*own, *besides)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         ours = frame.filename.startswith(("<", *folders))
         if not ours and not {"importlib", "site-packages"} & set(Path(frame.filename).parts):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.frontends.base import LoadedModel
@@ -39,19 +39,28 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split("x"))
 
 
-def parse_input(text: str) -> tuple[tuple[int, ...], str | None]:
-    """`1x128:int64` -> ((1, 128), "int64"); without a dtype None, that of the model.
+class Wanted(NamedTuple):
+    """An input that was asked for: dtype None for the model's own, name None for the next one."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    name: str | None = None
+
+
+def parse_input(text: str) -> Wanted:
+    """`1x3x8x8`, `1x128:int64` or `ids=1x128:int64` -> the shape, its dtype and its name.
 
     Raises:
         ConfigError: no shape, or no dtype of `DTYPES`.
     """
-    shape, colon, dtype = text.partition(":")
-    if colon and dtype not in DTYPES:
+    name, equals, rest = text.rpartition("=")
+    shape, colon, dtype = rest.partition(":")
+    if (equals and not name) or (colon and dtype not in DTYPES):
         raise ConfigError(
-            f"an input is like 1x3x224x224 or 1x128:int64, of a dtype of {', '.join(DTYPES)}, got"
-            f" {text!r}{_meant(dtype)}"
+            "an input is like 1x3x224x224, 1x128:int64 or mask=1x128, of a dtype of"
+            f" {', '.join(DTYPES)}, got {text!r}{_meant(dtype)}"
         )
-    return parse_shape(shape), dtype or None
+    return Wanted(parse_shape(shape), dtype or None, name or None)
 
 
 def _meant(dtype: str) -> str:
@@ -65,6 +74,7 @@ def export_torch(
     inputs: Sequence[tuple[int, ...]],
     *,
     dtypes: Sequence[str | None] = (),
+    names: Sequence[str | None] = (),
     weights: Path | None = None,
     dynamic_batch: bool = True,
     notes: list[str] | None = None,
@@ -75,6 +85,7 @@ def export_torch(
         spec: the user's file and function, whose code is run; or a named model.
         inputs: shape of each input of forward, batch first.
         dtypes: of each input, None for the model's own floating dtype.
+        names: of each input, as `deploy.fx.named.take_named` takes them; none for the order.
         weights: a state dict to load, tensors only.
         dynamic_batch: leave the batch open.
         notes: gets a sentence for each thing that the user should know.
@@ -91,14 +102,16 @@ def export_torch(
         )
     from deploy.fx.export import check_float, to_onnx
     from deploy.fx.fuse import without_branches
+    from deploy.fx.named import as_dict, take_named
     from deploy.fx.samples import example_inputs, in_float32
     from deploy.fx.source import load_module
     from deploy.fx.zoo import note
 
     model = load_module(spec, weights)
-    told = [note(spec, weights), in_float32(model)]
-    tensors = example_inputs(inputs, dtypes)
-    tensors = tuple(x.float() if x.is_floating_point() else x for x in tensors)
+    order = take_named(model, names or [None] * len(inputs))
+    told = [note(spec, weights), in_float32(model), as_dict(model)]
+    made = example_inputs(inputs, dtypes)
+    tensors = tuple(x.float() if x.is_floating_point() else x for x in (made[i] for i in order))
     merged, _ = without_branches(model, tensors)
     exported = to_onnx(merged, tensors, dynamic_batch=dynamic_batch)
     told.append(check_float(exported, model, tensors).untold)
@@ -112,6 +125,7 @@ def open_torch(
     inputs: Sequence[tuple[int, ...]],
     *,
     dtypes: Sequence[str | None] = (),
+    names: Sequence[str | None] = (),
     weights: Path | None = None,
 ) -> LoadedModel:
     """`export_torch`, cleaned and known by its digest like any other model.
@@ -121,7 +135,7 @@ def open_torch(
     """
     file, _, factory = spec.rpartition(":")
     notes = list[str]()
-    exported = export_torch(spec, inputs, dtypes=dtypes, weights=weights, notes=notes)
+    exported = export_torch(spec, inputs, dtypes=dtypes, names=names, weights=weights, notes=notes)
     loaded = load_onnx(exported, True)
     made = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
     name = f"{Path(file).stem}-{Path(factory).stem}"
