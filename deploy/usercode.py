@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,9 +81,10 @@ def users_line(error: BaseException, *, besides: tuple[str, ...] = ()) -> str:
         error: what was raised.
         besides: folders whose frames are not the user's, beside this package and libraries.
     """
-    here = str(Path(__file__).parent)
+    own = (Path(__file__).parent, sysconfig.get_path("stdlib"))
+    folders = [f"{folder}{os.sep}" for folder in (*own, *besides)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        ours = frame.filename.startswith((here, "<", *besides))
+        ours = frame.filename.startswith(("<", *folders))
         if not ours and not {"importlib", "site-packages"} & set(Path(frame.filename).parts):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""

@@ -1,5 +1,6 @@
 """Models by torch.export, as graphs of their own modules."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from deploy.fx.capture import capture, graph_of  # noqa: E402
 from deploy.fx.fuse import fold_batch_norms, fuse  # noqa: E402
 from deploy.fx.norms import is_norm  # noqa: E402
 from deploy.fx.profile import count_flops, max_difference  # noqa: E402
-from deploy.fx.source import load_factory  # noqa: E402
+from deploy.fx.refusal import line_of  # noqa: E402
+from deploy.fx.source import load_factory, users_line  # noqa: E402
 from deploy.fx.table import table  # noqa: E402
 
 torch.set_num_threads(1)
@@ -147,6 +149,57 @@ def test_what_cannot_be_captured_names_the_line_and_no_leaf_of_the_root(model, l
     assert ("--leaf inner" in said) is leaf and "--leaf Holder" not in said
 
 
+def test_a_line_is_named_in_a_library_that_lies_beside_torch():
+    path = f"{Path(torch.__file__).parent}vision/ops/boxes.py"  # its name begins as torch's folder
+    code = compile("def keep(n):\n    return 4 // n\n", path, "exec")
+    there: dict = {}
+    exec(code, there)
+    with pytest.raises(ZeroDivisionError) as caught:
+        there["keep"](0)
+    error = caught.value.with_traceback(caught.tb.tb_next)  # without this test's own line
+    assert line_of(error).startswith(f"{path}:2")
+
+
+def test_the_standard_library_is_no_line_of_the_users():
+    with pytest.raises(ValueError) as caught:
+        json.loads("{")
+    assert "test_torch_capture.py" in users_line(caught.value)
+
+
+def test_build_names_the_line_of_a_library_too(run, tmp_path, monkeypatch):
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "boxes_of_a_zoo.py").write_text(
+        "import torch\n"
+        "class Keep(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x[: x.argmax()] if x.sum() > 0 else x\n"
+    )
+    (tmp_path / "net.py").write_text("from boxes_of_a_zoo import Keep as make\n")
+    monkeypatch.syspath_prepend(str(package))
+    for command, *more in (("export", "-o", tmp_path / "k.onnx"), ("inspect",)):
+        code, _, err = run(command, f"{tmp_path / 'net.py'}:make", "--input", "1x3", *more)
+        assert code == 1 and "boxes_of_a_zoo.py:4: return x" in err
+
+
+class Placed(nn.Module):
+    """EdgeNeXt's: what forward makes is moved to where the input is, with a dtype beside."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        mask = torch.zeros(x.shape[0], 4, 4).to(x.device, torch.bool)
+        steps = (~mask).cumsum(1, dtype=torch.float32).unsqueeze(1)
+        return self.conv(x) * steps
+
+
+def test_flops_are_counted_where_a_tensor_is_moved():
+    x = torch.randn(1, 3, 4, 4)
+    assert sum(count_flops(capture(Placed(), [x]), [x]).values()) == 2 * 3 * 4 * 16
+
+
 def test_the_graph_of_a_graph_is_a_copy(example):
     traced = graph_of(nn.Conv2d(3, 4, 1), None)
     again = graph_of(traced, [example])
@@ -233,7 +286,8 @@ def test_fuse_and_profile_go_through_every_shape(run, name):
     said = run("fuse", spec, "--input", "1x3x32x32", "--bench")[1]
     assert "BatchNorm left: 0" in said and "largest difference of the outputs" in said
     said = run("profile", spec, "--input", "1x3x32x32", "--runs", "1", "--warm-up", "0")[1]
-    assert said.splitlines()[-1].startswith("total")
+    *_, total, counted = said.splitlines()
+    assert total.startswith("total") and "norms, activations and other" in counted
 
 
 def test_a_norm_that_stays_is_counted_and_named(run, tmp_path):

@@ -115,3 +115,20 @@ def test_the_commands_build_them(run, tmp_path, name):
     nodes = [node.op_type for node in onnx.load(built).graph.node]
     assert "BatchNormalization" not in nodes
     assert nodes.count("Conv") == {"detector": 17, "all_norms": 8}[name]
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "ascend"])  # scales by channel, and one
+def test_a_bias_after_a_tensor_of_next_to_nothing_is_kept(target):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 1), torch.nn.ReLU(), torch.nn.Conv2d(4, 5, 1),
+        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(5, 3),
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.mul_(1e-9)
+    batches = [(pictures(0),), (pictures(1),)]
+    converted = quantized(model, batches[0], batches, mode="static", target=target)
+    found = compare(to_onnx(converted, batches[0]), converted, batches)
+    assert found.max_difference <= 0.01 * found.max_output
+    assert measure("static", model, converted, batches).sqnr_db > 30

@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.running import RunningError
 from deploy.metrics.tasks import TaskFigure
 from deploy.metrics.truth import PartAccuracy
 from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Gates, verdict
@@ -120,6 +122,15 @@ def test_without_labels_a_float_model_that_knows_one_class_is_doubted(share, sam
 def test_with_labels_one_class_may_be_all_that_is_there():
     one = accuracy(classes=10, favourite=1.0, top1_reference=1.0, top1_candidate=1.0)
     assert judged(one).level == GOOD
+
+
+@pytest.mark.parametrize(("value", "level"), [(0, DOUBTFUL), (1e-30, GOOD)])
+def test_outputs_of_zeros_prove_nothing(value, level):
+    error = RunningError("y")
+    error.add(np.full((2, 3), value, np.float32), np.full((2, 3), value, np.float32), 2)
+    found = judged(accuracy(part(math.inf), outputs=(error.result(),)))
+    assert found.level == level
+    assert ("prove nothing" in " ".join(found.reasons)) is (level == DOUBTFUL)
 
 
 def test_outputs_that_are_not_finite_are_unusable_and_said_first():

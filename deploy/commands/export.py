@@ -135,6 +135,7 @@ def export(
     from deploy.fx.fuse import norms_in_float
     from deploy.fx.images import batches_of
     from deploy.fx.layers import weighted
+    from deploy.fx.lift import argument_names
     from deploy.fx.modes import compare_modes, measure, quantized, report, scales_report
     from deploy.fx.samples import in_float32
     from deploy.fx.trace import submodule
@@ -164,7 +165,8 @@ def export(
             raise ConfigError("static ranges come from data: give --images, or another --mode")
         how = preprocess_from(preprocess)
         source = raw_from({"raw_shape": raw_shape, "raw_dtype": raw_dtype}, images or "")
-        batches = batches_of(source, inputs, how, limit) if images else [inputs]
+        names = argument_names(module, len(inputs))
+        batches = batches_of(source, inputs, names, how, limit) if images else [inputs]
         batches = moved(batches, place)
         part = submodule(module, only) if only else module
         kept = {"leaves": leaves, "skip": select(weighted(part), skip)}

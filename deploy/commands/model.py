@@ -34,9 +34,9 @@ def model_options(command: Command) -> Command:
         "shapes",
         section=sections.MODEL,
         multiple=True,
-        metavar="SHAPE[:DTYPE]",
+        metavar="[NAME=]SHAPE[:DTYPE]",
         help="Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
-        " 1x128:int64.",
+        " ids=1x128:int64, by an argument of its forward or a key of the dict that it takes.",
     )
     return shapes(weights(command))
 
@@ -54,8 +54,13 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
         from deploy.fx.opening import open_torch
 
         inputs = [parse_input(text) for text in shapes]
-        dtypes = [dtype for _, dtype in inputs]
-        return open_torch(str(model), [s for s, _ in inputs], dtypes=dtypes, weights=weights)
+        return open_torch(
+            str(model),
+            [wanted.shape for wanted in inputs],
+            dtypes=[wanted.dtype for wanted in inputs],
+            names=[wanted.name for wanted in inputs],
+            weights=weights,
+        )
     if shapes or weights:
         raise ConfigError(
             f"--input and --weights are for a model given as file.py:factory, got {model}"
@@ -84,8 +89,9 @@ def torch_options(command: Command) -> Command:
             "shapes",
             section=sections.MODEL,
             multiple=True,
-            metavar="SHAPE[:DTYPE]",
-            help="Input, batch first, such as 1x3x224x224 or 1x128:int64; once for each.",
+            metavar="[NAME=]SHAPE[:DTYPE]",
+            help="Input, batch first, such as 1x3x224x224 or ids=1x128:int64; once for each, by an"
+            " argument of forward or a key of the dict that it takes.",
         ),
         sections.option(
             "--sample",
@@ -93,7 +99,7 @@ def torch_options(command: Command) -> Command:
             type=click.Path(path_type=Path),
             metavar="FILE",
             help="Inputs of one run in place of made-up ones: .npy, or .npz with an array for each"
-            " argument of forward.",
+            " name.",
         ),
         sections.option(
             "--weights",
@@ -136,11 +142,14 @@ def torch_inputs(
 ) -> tuple[torch.Tensor, ...]:
     """The inputs of `--input` or `--sample`, where the model is; none where neither is given.
 
+    The model takes them in order from then on, whatever its forward takes.
+
     Raises:
-        ConfigError, FeedError: both, no shape, or no sample for this model.
+        ConfigError, FeedError: both, no shape, or no sample or names for this model.
     """
     from deploy.frontends.torch import parse_input
     from deploy.fx.device import device_of, moved
+    from deploy.fx.keywords import as_dict, take_named
     from deploy.fx.samples import example_inputs, floating_dtype, read_sample
 
     if shapes and sample:
@@ -149,7 +158,10 @@ def torch_inputs(
         tensors = read_sample(sample, module)
     else:
         wanted = [parse_input(text) for text in shapes]
-        sizes, dtypes = [shape for shape, _ in wanted], [dtype for _, dtype in wanted]
-        tensors = example_inputs(sizes, dtypes, floating=floating_dtype(module))
+        sizes, dtypes = [asked.shape for asked in wanted], [asked.dtype for asked in wanted]
+        made = example_inputs(sizes, dtypes, floating=floating_dtype(module))
+        tensors = tuple(made[i] for i in take_named(module, [asked.name for asked in wanted]))
+    if sentence := as_dict(module):
+        say(sentence)
     found: tuple[torch.Tensor, ...] = moved(tensors, device_of(module))
     return found

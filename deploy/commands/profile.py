@@ -51,6 +51,7 @@ def profile(
     from deploy.atomic import write_text
     from deploy.errors import ConfigError
     from deploy.fx.capture import graph_of
+    from deploy.fx.profile import COUNTED
     from deploy.fx.profile import profile as profile_graph
     from deploy.fx.source import users_errors
     from deploy.report.profiled import profile_page
@@ -63,12 +64,13 @@ def profile(
         graph_module = graph_of(module, inputs, leaves=leaves)
         result = profile_graph(graph_module, inputs, warm_up=warm_up, runs=runs)
     say_lines(result.table())
+    say(COUNTED)
     if device == "meta":
         say("nothing was computed on the meta device: the times are those of Python alone")
     put_json(json_path, result.to_json)
     if html_path is not None:
         ran = f"{runs} runs on {device}, of inputs {', '.join(map(_told, inputs))}"
-        write_text(html_path, profile_page(result, name=model, notes=[ran]))
+        write_text(html_path, profile_page(result, name=model, notes=[ran, COUNTED]))
         say(f"{html_path}: written")
 
 

@@ -63,6 +63,7 @@ def trace(
         given.refuse_without("--input or --sample", given.typed("device"))
     module = torch_model(model, weights, device)
     part = submodule(module, only) if only else module
+    inputs = torch_inputs(part, shapes, sample) if shapes or sample else None
     graph_module = trace_module(part, leaves=leaves, wrap=[find_function(name) for name in wraps])
     for change in replaced:
         op, equals, function = change.partition("=")
@@ -70,8 +71,7 @@ def trace(
             raise ConfigError(f"--replace takes OP=FUNCTION, as add=torch.mul, got {change!r}")
         replace_op(graph_module, op, find_function(function))
     say_lines(code(graph_module) if as_code else table(graph_module))
-    if shapes or sample:
-        inputs = torch_inputs(part, shapes, sample)
+    if inputs is not None:
         with users_errors(model):
             shaped = propagate_shapes(graph_module, *inputs)
         rows = [(name, str(shape)) for name, shape in shaped.items()]

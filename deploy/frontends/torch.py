@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.frontends.base import LoadedModel
@@ -35,19 +35,28 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split("x"))
 
 
-def parse_input(text: str) -> tuple[tuple[int, ...], str | None]:
-    """`1x128:int64` -> ((1, 128), "int64"); without a dtype None, that of the model.
+class Wanted(NamedTuple):
+    """An input that was asked for: dtype None for the model's own, name None for the next one."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    name: str | None = None
+
+
+def parse_input(text: str) -> Wanted:
+    """`1x3x8x8`, `1x128:int64` or `ids=1x128:int64` -> the shape, its dtype and its name.
 
     Raises:
         ConfigError: no shape, or no dtype of `DTYPES`.
     """
-    shape, colon, dtype = text.partition(":")
-    if colon and dtype not in DTYPES:
+    name, equals, rest = text.rpartition("=")
+    shape, colon, dtype = rest.partition(":")
+    if (equals and not name) or (colon and dtype not in DTYPES):
         raise ConfigError(
-            f"an input is like 1x3x224x224 or 1x128:int64, of a dtype of {', '.join(DTYPES)}, got"
-            f" {text!r}{_meant(dtype)}"
+            "an input is like 1x3x224x224, 1x128:int64 or mask=1x128, of a dtype of"
+            f" {', '.join(DTYPES)}, got {text!r}{_meant(dtype)}"
         )
-    return parse_shape(shape), dtype or None
+    return Wanted(parse_shape(shape), dtype or None, name or None)
 
 
 def _meant(dtype: str) -> str:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.nn import functional
 
@@ -77,9 +76,8 @@ def _round_biases(graph_module: fx.GraphModule) -> None:
             continue
         source = _before_padding(graph_module, node.args[0])
         quant = called_module(graph_module, source)
-        if isinstance(quant, FixedQuant) and layer.bias is not None:
-            step = quant.scale * layer.weight_scale
-            layer.bias.copy_(torch.round(layer.bias / step) * step)
+        if isinstance(quant, FixedQuant):
+            layer.round_bias(quant.scale)
 
 
 def _before_padding(graph_module: fx.GraphModule, tensor: Any) -> Any:

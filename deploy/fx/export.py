@@ -20,11 +20,11 @@ from torch import nn
 from deploy.errors import BackendError, ExportError, ModelError, first_line
 from deploy.fx.fakequant import DynamicQuant, FakeQuant, FixedQuant
 from deploy.fx.layers import IntLayer
-from deploy.fx.onnxform import plain
+from deploy.fx.onnxform import name_outputs, plain
 from deploy.fx.profile import tensors_of
 from deploy.fx.quiet import quiet
+from deploy.fx.refusal import line_of
 from deploy.fx.same import difference, largest_of
-from deploy.fx.source import users_line
 from deploy.ort import OrtSession
 from deploy.progress import phase
 
@@ -78,6 +78,7 @@ def to_onnx(
             raise ModelError(explained(error, dynamic_batch)) from error
     assert program is not None
     written = program.model_proto
+    name_outputs(written, program.exported_program)
     _check_opset(written, opset)
     if dynamic_batch:
         _check_batch_is_open(written)
@@ -250,7 +251,7 @@ def explained(error: Exception, dynamic_batch: bool) -> str:
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    where = users_line(root) or users_line(error)
+    where = line_of(root) or line_of(error)
     on_data = "DataDependent" in type(root).__name__
     way = f"{FIXED_BATCH}, or " if dynamic_batch and not on_data else ""
     return (

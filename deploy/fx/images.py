@@ -16,6 +16,7 @@ from deploy.tensors import TensorSpec
 def batches_of(
     images: FeedSource,
     inputs: Sequence[torch.Tensor],
+    names: Sequence[str],
     preprocess: Asked = None,
     limit: Limit = None,
 ) -> list[tuple[torch.Tensor, ...]]:
@@ -23,10 +24,20 @@ def batches_of(
 
     All are held in memory, as a comparison and a calibration both read them.
 
+    Args:
+        images: a folder, list, image, .npy or .npz file.
+        inputs: examples, whose shapes and dtypes are taken.
+        names: of the inputs, as an .npz file has them.
+        preprocess: of images.
+        limit: how many to take.
+
     Raises:
         FeedError, ConfigError: as `open_feed`.
     """
-    specs = [TensorSpec(f"input{i}", "float32", (None, *x.shape[1:])) for i, x in enumerate(inputs)]
+    specs = [
+        TensorSpec(name, str(x.dtype).removeprefix("torch."), (None, *x.shape[1:]))
+        for name, x in zip(names, inputs, strict=True)
+    ]
     feed = open_feed(images, specs, preprocess=preprocess, limit=limit)
     samples = [
         tuple(torch.from_numpy(np.array(s[spec.name])) for spec in specs) for s in feed.samples()

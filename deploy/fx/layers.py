@@ -16,6 +16,7 @@ from deploy.errors import CalibrationError
 from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
 from deploy.fx.hooks import refuse_hooks
 
+_BIAS = 2**30  # codes of a bias at most: near 2^31 runtimes that divide in float32 run over
 WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
 
 
@@ -197,6 +198,23 @@ class IntLayer(nn.Module):
         rounded = quant(weight)
         quant.enabled = enabled
         return torch.round(rounded / self._along(self.weight_scale, weight.dim())).to(torch.int8)
+
+    def round_bias(self, input_scale: torch.Tensor) -> None:
+        """Put the bias on the grid of input scale times weight scale, where runtimes keep it.
+
+        That is int32: where it would not fit, after an input of next to nothing, the scale of the
+        weight is widened. Runtimes would take the largest int32 for the bias, and say nothing.
+        """
+        if self.bias is None:
+            return
+        scale, dims = self.weight_scale, self.weight_int.dim()
+        needed = self.bias.abs().double() / (input_scale * _BIAS)  # a scale may serve several
+        wide = torch.maximum(scale.double(), needed.reshape(-1, scale.numel()).amax(0)).to(scale)
+        ratio = self._along(scale.double() / wide.double(), dims)
+        self.weight_int.copy_(torch.round(self.weight_int * ratio))
+        self.weight_scale.copy_(wide)
+        step = input_scale * wide.repeat(len(self.bias) // wide.numel())
+        self.bias.copy_(torch.round(self.bias / step) * step)
 
     def weight(self) -> torch.Tensor:
         """The weight in real units, float32."""

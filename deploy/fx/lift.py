@@ -77,7 +77,7 @@ class _Lifter:
         """One placeholder for each argument; what lies inside of containers is taken out."""
         held = {**self.tensors, **self.constants}
         given = [n for n in _placeholders(self.program.graph) if n.name not in held]
-        names = _argument_names(self.model, len(inputs))
+        names = argument_names(self.model, len(inputs))
         arguments = [self.graph.placeholder(name) for name in names]
         leaves, _ = pytree.tree_flatten_with_path(tuple(inputs))
         for node, (path, _) in zip(given, leaves, strict=True):
@@ -223,7 +223,7 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _argument_names(model: nn.Module, count: int) -> list[str]:
+def argument_names(model: nn.Module, count: int) -> list[str]:
     """Names of the first arguments of forward, `args_0` and so on for those of `*args`."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

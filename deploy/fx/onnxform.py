@@ -1,16 +1,20 @@
-"""What is changed in an ONNX model that torch's exporter wrote: its notes, and one operator."""
+"""What is changed in an ONNX model that torch's exporter wrote: names, notes, and one operator."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import fx
+from torch.utils import _pytree as pytree
 
 from deploy.graph.edit import copied, drop_unread
 from deploy.graph.index import attributes
 
 if TYPE_CHECKING:
     import onnx
+    from torch.export import ExportedProgram
 
 
 def plain(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -28,6 +32,58 @@ def plain(model: onnx.ModelProto) -> onnx.ModelProto:
         del value.metadata_props[:]
     _name_global_pools(graph)
     return copy
+
+
+def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> None:
+    """Call what a forward returns in a dict by its key, `outer_inner` in several; in place.
+
+    Outputs in tuples and lists keep the names that the exporter gave them.
+    """
+    if program is None or program.call_spec.out_spec is None:
+        return
+    returned = program.graph.output_node().args[0]
+    leaves = zip(_paths(program.call_spec.out_spec), returned, strict=True)
+    paths = [path for path, value in leaves if isinstance(value, fx.Node)]
+    outputs = [value.name for value in model.graph.output]
+    if len(paths) != len(outputs) or len({*outputs}) != len(outputs):
+        return  # one tensor in two places has one name
+    taken = {value.name for value in model.graph.input} | {*outputs}
+    new: dict[str, str] = {}
+    for name, path in zip(outputs, paths, strict=True):
+        if any(isinstance(key, pytree.MappingKey | pytree.GetAttrKey) for key in path):
+            new[name] = _free("_".join(map(_step, path)), taken)
+    _rename(model.graph, new)
+
+
+def _paths(spec: Any) -> list[Sequence[Any]]:
+    """The way to each leaf of an output."""
+    numbered = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    return [path for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
+
+
+def _step(key: Any) -> str:
+    if isinstance(key, pytree.MappingKey):
+        return str(key.key)
+    return str(key.name if isinstance(key, pytree.GetAttrKey) else key.idx)
+
+
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_out"
+    taken.add(name)
+    return name
+
+
+def _rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
+    """Give values other names, wherever they are made, read or described."""
+    inner = {name for node in graph.node for name in node.output} - {*new}
+    away = {name: f"{name}_inner" for name in inner & {*new.values()}}
+    names = {**new, **away}
+    for node in graph.node:
+        for held in (node.input, node.output):
+            held[:] = [names.get(name, name) for name in held]
+    for value in (*graph.output, *graph.value_info):
+        value.name = names.get(value.name, value.name)
 
 
 def _name_global_pools(graph: onnx.GraphProto) -> None:

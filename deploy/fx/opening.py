@@ -12,6 +12,7 @@ from deploy.frontends.onnx import load_onnx
 from deploy.frontends.torch import shapeless
 from deploy.fx.export import check_float, to_onnx
 from deploy.fx.fuse import without_branches
+from deploy.fx.keywords import as_dict, take_named
 from deploy.fx.samples import example_inputs, in_float32
 from deploy.fx.source import load_module
 from deploy.fx.zoo import note
@@ -27,6 +28,7 @@ def export_torch(
     inputs: Sequence[tuple[int, ...]],
     *,
     dtypes: Sequence[str | None] = (),
+    names: Sequence[str | None] = (),
     weights: Path | None = None,
     dynamic_batch: bool = True,
     notes: list[str] | None = None,
@@ -37,6 +39,7 @@ def export_torch(
         spec: the user's file and function, whose code is run; or a named model.
         inputs: shape of each input of forward, batch first.
         dtypes: of each input, None for the model's own floating dtype.
+        names: of each input, as `deploy.fx.keywords.take_named` takes them; none for the order.
         weights: a state dict to load, tensors only.
         dynamic_batch: leave the batch open.
         notes: gets a sentence for each thing that the user should know.
@@ -50,9 +53,10 @@ def export_torch(
     if not inputs:
         raise shapeless(spec)
     model = load_module(spec, weights)
-    told = [note(spec, weights), in_float32(model)]
-    tensors = example_inputs(inputs, dtypes)
-    tensors = tuple(x.float() if x.is_floating_point() else x for x in tensors)
+    order = take_named(model, names or [None] * len(inputs))
+    told = [note(spec, weights), in_float32(model), as_dict(model)]
+    made = example_inputs(inputs, dtypes)
+    tensors = tuple(x.float() if x.is_floating_point() else x for x in (made[i] for i in order))
     merged, _ = without_branches(model, tensors)
     exported = to_onnx(merged, tensors, dynamic_batch=dynamic_batch)
     told.append(check_float(exported, model, tensors).untold)
@@ -66,6 +70,7 @@ def open_torch(
     inputs: Sequence[tuple[int, ...]],
     *,
     dtypes: Sequence[str | None] = (),
+    names: Sequence[str | None] = (),
     weights: Path | None = None,
 ) -> LoadedModel:
     """`export_torch`, cleaned and known by its digest like any other model.
@@ -75,7 +80,7 @@ def open_torch(
     """
     file, _, factory = spec.rpartition(":")
     notes = list[str]()
-    exported = export_torch(spec, inputs, dtypes=dtypes, weights=weights, notes=notes)
+    exported = export_torch(spec, inputs, dtypes=dtypes, names=names, weights=weights, notes=notes)
     loaded = load_onnx(exported, True)
     made = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
     name = f"{Path(file).stem}-{Path(factory).stem}"

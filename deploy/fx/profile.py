@@ -1,8 +1,8 @@
 """Where a traced model spends its time, and what it computes: seconds, FLOPs, MACs, parameters.
 
 Time is measured node by node with an `fx.Interpreter`; FLOPs are counted by torch's own
-`FlopCounterMode` on the meta device, where nothing is computed and the count is exact (convolutions
-and matrix products; one multiply-accumulate is two FLOPs).
+`FlopCounterMode` on the meta device, where nothing is computed and the count is exact. It counts
+what papers and other counters do, which `COUNTED` says with every profile.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from deploy.fx.fuse import called_module
@@ -23,6 +24,10 @@ from deploy.fx.table import columns, target_name
 from deploy.progress import phase
 
 SCHEMA = "calib8-profile/1"
+COUNTED = (
+    "FLOPs are those of convolutions and matrix products, two a multiply-accumulate; norms,"
+    " activations and other arithmetic are not counted"
+)
 _CALLS = re.compile(r"@[0-9]+")  # counts the calls of a module, in torch.export
 
 
@@ -152,10 +157,10 @@ def profile(
 
 def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
     """FLOPs by node name, for inputs of these shapes; no number is computed."""
-    on_meta = copy.deepcopy(graph_module).to("meta")
-    for node in on_meta.graph.nodes:
-        if "device" in node.kwargs:  # of what makes a tensor, as it was captured
-            node.kwargs = {**node.kwargs, "device": torch.device("meta")}
+    on_meta, meta = copy.deepcopy(graph_module).to("meta"), torch.device("meta")
+    for node in on_meta.graph.nodes:  # what makes or moves a tensor names a device, as captured
+        arguments = (node.args, node.kwargs)
+        node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: meta, arguments)
     counter = FlopInterpreter(on_meta)
     with torch.no_grad():
         counter.run(*(tensor.to("meta") for tensor in inputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch import nn
 
 from deploy.fx.source import users_line
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+# each with what ends a folder's name: torchvision lies beside torch
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 
 def explain(error: BaseException, model: nn.Module) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from torch import nn
 
 from deploy.archives import check_archive, read_array
 from deploy.errors import ConfigError, FeedError
+from deploy.fx.keywords import take_named
 from deploy.reading import opened
 from deploy.tensors import Array
 
@@ -80,8 +80,8 @@ def in_float32(model: nn.Module) -> str | None:
 def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
     """The inputs of one run from an .npy file, or an .npz file with an array for each.
 
-    An archive's arrays are the arguments of the model's forward by their names, or arr_0, arr_1,
-    ... as `numpy.savez(path, a, b)` writes them, or the one there is.
+    An archive's arrays are inputs by their names, as `deploy.fx.keywords.take_named` gives them to
+    the model, which it may change; or arr_0, arr_1, ... as `numpy.savez(path, a, b)` writes them.
 
     Raises:
         FeedError: the file is damaged, holds objects, or its names are no inputs of the model.
@@ -123,19 +123,18 @@ def _entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
 
 
 def _in_order(arrays: Mapping[str, Array], model: nn.Module, path: Path) -> list[str]:
-    """The names of arrays, in the order of the forward's arguments."""
-    arguments = list(inspect.signature(model.forward).parameters)
-    first = arguments[: len(arrays)]
-    if len(arrays) == 1 or set(first) == set(arrays):
-        return first if set(first) == set(arrays) else list(arrays)
+    """The names of arrays, in the order of the inputs that they are."""
     numbers = {int(found[1]): name for name in arrays if (found := _NUMBERED.fullmatch(name))}
     if sorted(numbers) == list(range(len(arrays))):
         return [numbers[number] for number in sorted(numbers)]
-    raise FeedError(
-        f"{path} must hold the first arguments of the model's forward by their names"
-        f" ({', '.join(arguments)}), or arr_0, arr_1, ..., got {', '.join(sorted(arrays))};"
-        " write it with numpy.savez under these names"
-    )
+    names = list(arrays)
+    try:
+        return [names[i] for i in take_named(model, [name or None for name in names])]
+    except ConfigError as error:
+        raise FeedError(
+            f"{path} cannot be given to the model: {error}; write it with numpy.savez under these"
+            " names, or as arr_0, arr_1, ... in their order"
+        ) from error
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.copied import unwrapped
 from deploy.fx.hooks import computing, has_hooks, take_off
+from deploy.fx.keywords import input_names
 from deploy.fx.refusal import line_of
 from deploy.fx.wrap import Function, global_wrap
 
@@ -25,6 +26,19 @@ class LeafTracer(fx.Tracer):
         self.classes = classes
         self.path: list[tuple[str, str]] = []  # (qualified name, class) of modules being traced
         self.unhooked: set[str] = set()  # layers whose hooks are nodes of their own
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """A placeholder for each input, also of a forward that takes them by name."""
+        names = input_names(self.root)
+        if names is None:
+            found: tuple[Any, list[Any]] = super().create_args_for_root(
+                root_fn, is_module, concrete_args
+            )
+            return found
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        return root_fn, [self.root, *inputs]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Chosen leaves, and what torch.fx itself keeps whole (torch.nn's own modules)."""

@@ -30,6 +30,7 @@ class OutputAccuracy:
         max_abs_error: largest absolute difference of any element, in the tensor's own unit.
         not_finite: samples with NaN or Inf in the reference, in the candidate.
         other_shape: samples whose shapes differ (e.g. another number of detections).
+        zeros: whether all values of both are 0, so that being equal says nothing.
     """
 
     name: str
@@ -39,6 +40,7 @@ class OutputAccuracy:
     max_abs_error: float
     not_finite: tuple[int, int] = (0, 0)
     other_shape: int = 0
+    zeros: bool = False
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class RunningError:
             max_abs_error=math.nan if broken else self.max_abs,
             not_finite=(self.not_finite[0], self.not_finite[1]),
             other_shape=self.other_shape,
+            zeros=not broken and self.signal == self.noise == 0,
         )
 
 

@@ -97,6 +97,9 @@ def _of_accuracy(accuracy: Accuracy | None, gates: Gates) -> Iterator[tuple[str,
     if accuracy is None:
         return
     yield from ((UNUSABLE, problem) for problem in accuracy.problems)
+    if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
+        why = "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights"
+        yield DOUBTFUL, why
     yield from _by_chance(accuracy)
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         lost = accuracy.top1_reference - accuracy.top1_candidate
