@@ -45,7 +45,7 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
     from deploy.targets.ascend.modified import unrounded
     from deploy.targets.ascend.quant_layer import quantize_layers
     from deploy.targets.ascend.record import adaptive_layers, others, read_record
-    from deploy.targets.ascend.target import without
+    from deploy.targets.ascend.settled import without
 
     text = read_text(path, what="AMCT's record of scales", error=ConfigError)
     records = read_record(text, str(path))
@@ -103,7 +103,7 @@ def from_cache(subject: Subject, path: Path) -> Recipe:
     from deploy.targets.ascend.config import default_config
     from deploy.targets.ascend.quant_layer import quantize_fitting
     from deploy.targets.ascend.record import LayerRecord
-    from deploy.targets.ascend.target import prepared
+    from deploy.targets.ascend.settled import prepared
     from deploy.targets.tensorrt.cache_tools import read_cache
     from deploy.targets.tensorrt.match import match
 
@@ -156,7 +156,7 @@ def _formed(
 ) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, tuple[str, ...]]:
     """The model as it was when the record was made, its layers, the configuration, and `_bare`."""
     from deploy.targets.ascend.files import read_any_config
-    from deploy.targets.ascend.target import prepared, unfused
+    from deploy.targets.ascend.settled import prepared, unfused
 
     model, graph = prepared(subject.model)
     config = None if path is None else read_any_config(path, graph)
@@ -176,7 +176,7 @@ def _bare(subject: Subject, records: Mapping[str, LayerRecord]) -> tuple[str, ..
     AMCT folds a BatchNormalization into a Conv alone, calib8 into ConvTranspose and Gemm too, and
     constant Muls and Adds into all three; the scales tell who made the record.
     """
-    from deploy.targets.ascend.target import prepared
+    from deploy.targets.ascend.settled import prepared
 
     ways = [_Weights(*prepared(model)) for model in (subject.model, subject.unfolded.model)]
     found = []

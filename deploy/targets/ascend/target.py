@@ -13,43 +13,35 @@ is not covered here: `open` says so.
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from deploy import atomic
-from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
-from deploy.progress import phase
+from deploy.errors import ConfigError, SdkMissingError
 from deploy.targets.ascend.cann import DEFAULT, PARSERS
+from deploy.targets.ascend.om import NO_ATC, write_om, write_readme
 from deploy.targets.ascend.recipe import Recipe
+from deploy.targets.ascend.scales_told import calibration_notes, chips, searches
+from deploy.targets.ascend.settled import decided, prepared, unfused, without
 from deploy.targets.ascend.source import COLORS, STANDARDS, Source, read_size
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
-from deploy.targets.script import write_script
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
-    from deploy.feed.preprocess import Preprocess
     from deploy.frontends.trained import Trained
     from deploy.graph.plan import Decision
-    from deploy.targets.ascend.aipp import Aipp
     from deploy.targets.ascend.atc import AtcOptions
     from deploy.targets.ascend.calibrate import Recorded, RecordPlan
     from deploy.targets.ascend.config_types import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
     from deploy.tensors import Session
-
-_ATC_SECONDS = 3600
-_MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
-_NO_ATC = "`atc` (CANN) is not on the PATH"
-_VERIFIED = 2  # samples on which the deploy model is run in integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +201,7 @@ class Ascend:
     ) -> tuple[Decision, ...]:
         """The layers that AMCT quantizes by default, and why the others stay float."""
         named, graph = prepared(model)
-        return _decisions(named, graph, [name for name in graph.layers if name not in float_nodes])
+        return decided(named, graph, [name for name in graph.layers if name not in float_nodes])
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """What AMCT's searches want, on the model with fake-quantized weights.
@@ -289,10 +281,10 @@ class Ascend:
             records=found.records,
             layers=layers,
             config=config,
-            method=_searches(plan.config),
+            method=searches(plan.config),
             ranges=found.ranges,
             why=request.float_nodes,
-            notes=tuple(_calibration_notes(found, plan)),
+            notes=tuple(calibration_notes(found, plan)),
         )
         return self.files(recipe, request)
 
@@ -325,9 +317,11 @@ class Ascend:
             request: where to write, and samples to try what is written on.
         """
         from deploy.targets.ascend import told
+        from deploy.targets.ascend.aipp_files import write_aipp_files
         from deploy.targets.ascend.half import halves_of
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import stored_of
+        from deploy.targets.ascend.verify import tried
 
         halves = halves_of(request.subject)
         files = write_models(
@@ -341,20 +335,22 @@ class Ascend:
             halves=halves,
         )
         of_widths = (*told.widths(recipe.records), *told.halves(recipe.layers, halves))
-        notes = [*recipe.notes, *_chips(recipe.layers), *of_widths]
-        notes.append(_verified(recipe.model, recipe.layers, request))
+        notes = [*recipe.notes, *chips(recipe.layers), *of_widths]
+        notes.append(tried(recipe.model, recipe.layers, request))
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
-            host = self._write_aipp(request, files)
-        engine, more = self._om(request, files)
-        self._write_readme(request, files, host)
+            host = write_aipp_files(
+                request, files, self._source(), first_layer_int8=self.first_layer_int8
+            )
+        engine, more = write_om(request, files, self._atc())
+        write_readme(request, files, self._atc(), cann=self.cann, host=host)
         return Built(
             target=self.name,
             engine=engine,
             runnable=files["fake-quant model"],
             files=files,
             decisions=(
-                *_decisions(recipe.model, recipe.graph, recipe.records, recipe.why),
+                *decided(recipe.model, recipe.graph, recipe.records, recipe.why),
                 *request.kept,
             ),
             method=recipe.method,
@@ -367,7 +363,7 @@ class Ascend:
         """CANN's atc, which builds; an NPU runs what it builds, elsewhere."""
         found = which("atc")
         if found is None:
-            raise SdkMissingError(f"{_NO_ATC}; install CANN's toolkit, source its set_env.sh")
+            raise SdkMissingError(f"{NO_ATC}; install CANN's toolkit, source its set_env.sh")
         return f"{found} builds the .om, which CANN runs on the NPU"
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
@@ -427,259 +423,3 @@ class Ascend:
         else:
             config = read_any_config(self.config, graph)
         return without(config, subject.float_nodes)
-
-    def _write_aipp(self, request: BuildRequest, files: dict[str, Path]) -> list[str]:
-        """Write the AIPP file and, where asked, the compression options; gives notes."""
-        from deploy.feed.preprocess import Preprocess
-        from deploy.targets.ascend.aipp import write_aipp
-        from deploy.targets.ascend.atc import write_compression_options
-
-        given = request.manifest.get("preprocess")
-        if not given:
-            return ["No AIPP file: the calibration was fed arrays, not pictures."]
-        how: Preprocess = Preprocess.from_json(given)
-        source = self._source()
-        try:
-            made = write_aipp(how, source)
-        except ExportError as error:
-            return [f"No AIPP file: {error}."]
-        path = request.folder / f"{request.name}_aipp.cfg"
-        files["AIPP configuration"] = atomic.write_text(path, made.text)
-        if self.first_layer_int8:
-            path = request.folder / f"{request.name}_compression.cfg"
-            text = write_compression_options(first_layer=True)
-            files["compression options"] = atomic.write_text(path, text)
-        return [*made.host, *_judged(made, how, source, request)]
-
-    def _write_readme(
-        self, request: BuildRequest, files: dict[str, Path], host: Sequence[str]
-    ) -> None:
-        from deploy.targets.ascend.atc import outside
-        from deploy.targets.ascend.readme import readme
-
-        notes = [*host, *outside(self.atc_flags)]
-        text = readme(request.name, files, self._atc(), cann=self.cann, notes=notes)
-        path = request.folder / f"{request.name}_README.txt"
-        data = text.encode("utf-8", "surrogateescape")  # names in it keep their own bytes
-        files["what to do with them"] = atomic.write_bytes(path, data)
-
-    def _om(self, request: BuildRequest, files: dict[str, Path]) -> tuple[Path | None, list[str]]:
-        """The .om, or the command that makes it."""
-        from deploy.targets.ascend.atc import atc_command, shell, whole_path
-
-        options = replace(self._atc(), extra=tuple(map(whole_path, self.atc_flags)))
-        names = {role: Path(path.name) for role, path in files.items()}  # the folder may move
-        command = atc_command(
-            names["deploy model"],
-            Path(request.name),
-            _shapes(request),
-            options,
-            aipp=names.get("AIPP configuration"),
-            compression=names.get("compression options"),
-        )
-        path = request.folder / f"{request.name}_atc.sh"
-        files["atc command"] = write_script(path, f"exec {shell(command)}")
-        if options.soc is None:
-            return None, [f"No .om: name the chip with --soc. The command: {shell(command)}"]
-        if which("atc") is None:
-            return None, [f"No .om: {_NO_ATC}. The command: {shell(command)}"]
-        engine = run_atc(command, request.folder / f"{request.name}.om")
-        files["int8 engine"] = engine
-        return engine, []
-
-
-def _judged(made: Aipp, how: Preprocess, source: Source, request: BuildRequest) -> Iterator[str]:
-    """A sentence on how AIPP's input compares with the calibration's."""
-    from deploy.targets.ascend.aipp_run import judged
-
-    samples = request.feed.first(_VERIFIED)
-    errors = [judged(made, how, source, sample) for sample in samples]
-    known = [error for error in errors if error is not None]
-    if known:
-        yield (
-            f"AIPP's arithmetic on {len(known)} samples: the .om's input is {max(known):.2g} of"
-            " full scale from the calibration's, on average over a picture."
-        )
-
-
-def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
-    """The config with these layers disabled, and no inputs of these nodes or of these names."""
-    layers = {
-        name: replace(layer, quant_enable=False) if name in float_nodes else layer
-        for name, layer in config.layers.items()
-    }
-    tensors = (one for one in config.tensors if not {one.key, one.layer_name} & {*float_nodes})
-    return replace(config, layers=layers, tensors=tuple(tensors))
-
-
-@phase("atc")
-def run_atc(command: list[str], engine: Path) -> Path:
-    """Run atc in the folder of `engine`, which it writes.
-
-    Raises:
-        BackendError: atc failed, took over an hour, or wrote nothing.
-    """
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ATC_SECONDS,
-            cwd=engine.parent,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BackendError(f"atc must run, got: {error}") from error
-    said = " ".join((done.stdout + done.stderr).split())[-600:]
-    if done.returncode != 0:
-        raise BackendError(f"atc failed with {done.returncode}, it said: {said}")
-    if not engine.exists():
-        raise BackendError(f"atc must write {engine}, got nothing; it said: {said}")
-    return engine
-
-
-def prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
-    """The model, each node with a name of its own, and its layers."""
-    from deploy.targets.ascend.layers import find_layers, name_nodes
-
-    named = name_nodes(model)
-    return named, find_layers(named)
-
-
-def unfused(
-    subject: Subject, config: QuantConfig, *, bare: Collection[str] = ()
-) -> tuple[onnx.ModelProto, LayerGraph]:
-    """The model with the BatchNormalizations that the config wants apart from their Conv.
-
-    Args:
-        subject: the model.
-        config: its do_fusion and skip_fusion_layers.
-        bare: layers of which nothing behind becomes a part.
-    """
-    from deploy.frontends.affine import NORM, fold_affine
-
-    model, graph = prepared(subject.unfolded.model)
-    if not config.do_fusion:
-        return model, graph
-    names = {*config.skip_fusion_layers, *bare}
-    ends = {n.output[0]: n.name for n in model.graph.node if n.name in names}
-    apart = {
-        n.name
-        for n in model.graph.node
-        for end in n.input
-        if end in ends and (n.op_type == NORM or ends[end] in bare)
-    }
-    fold_affine(model.graph, apart=apart)
-    return prepared(model)
-
-
-def _searches(config: QuantConfig) -> str:
-    """The searches that gave the scales, in words."""
-    from deploy.targets.ascend.adaround import algorithms
-
-    enabled = config.entries().values()
-    searches = sorted({layer.activation.act_algo.upper() for layer in enabled})
-    return f"AMCT's {algorithms(config)} and {' and '.join(searches)}"
-
-
-def _chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
-    """A sentence where it depends on the chip whether int8 is of use."""
-    count = sum(one.layer.two_activations for one in layers.values())
-    if count:
-        yield (
-            f"MatMuls of two activations in int8: {count}. Huawei says that this gains on Atlas A2,"
-            " A3 and 200I/500 A2 alone, and loses accuracy on other chips."
-        )
-
-
-def _calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
-    yield f"Scales: {_searches(plan.config)} over {_batches(plan)}."
-    yield from _rounding_notes(found, plan)
-    yield from plan.config.told
-    if found.kept_bytes:
-        yield f"Exact IFMR kept {found.kept_bytes / 2**20:.1f} MiB of activations in memory."
-    if found.dead:
-        yield (
-            f"The input of {len(found.dead)} layers was zero on every sample, so their scale says"
-            f" nothing: {', '.join(found.dead[:3])}."
-        )
-    if found.faint:
-        yield (
-            f"The input of {len(found.faint)} layers is so small (under 1.2e-7 a code) that AMCT's"
-            " searches give it scale 1, which rounds all of it to zero:"
-            f" {', '.join(found.faint[:3])}; --keep-float keeps them in float."
-        )
-    if plan.used < plan.samples:
-        of = plan.samples * plan.images
-        yield (
-            f"batch_num {plan.config.batch_num} of the configuration:"
-            f" {plan.used * plan.images} of {of} samples were used."
-        )
-
-
-def _batches(plan: RecordPlan) -> str:
-    """What was used, in images, and how they were put together."""
-    images = plan.used * plan.images
-    size = plan.images * plan.together
-    if size == 1:
-        return f"{images} samples"
-    last = images % size
-    partial = f", the last one of {last}" if last else ""
-    return f"{images} samples in {plan.config.batch_num} batches of {size}{partial}"
-
-
-def _rounding_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
-    from deploy.targets.ascend.adaround import MOST_PLACES, MOST_SAMPLES
-
-    if found.adaround is None:
-        return
-    least, most = (f"{100 * share:.0f} %" for share in found.adaround)
-    yield (
-        f"AdaRound rounded the weights of {len(plan.adaround)} layers by at most {MOST_PLACES}"
-        f" places of the first {min(plan.used, MOST_SAMPLES)} samples; their outputs"
-        f" err there by {least} to {most} of what the nearest codes would. The rounding is in the"
-        " models, not in the record: `calib8 ascend deploy` takes it from the modified model."
-    )
-
-
-def _decisions(
-    model: onnx.ModelProto,
-    graph: LayerGraph,
-    chosen: Collection[str],
-    why: Mapping[str, str] | None = None,
-) -> tuple[Decision, ...]:
-    from deploy.graph.plan import AS_ASKED, ASCEND, FLOAT32, Decision
-
-    decisions = []
-    moved = {one.node for one in graph.asked(chosen).values() if one.at is not None}
-    for node in model.graph.node:
-        int8 = node.name in chosen
-        reason = graph.refused.get(node.name, "")
-        if not int8 and not reason:
-            off = node.name in graph.layers
-            asked = (why or {}).get(node.name, AS_ASKED)
-            reason = asked if off else "no int8 on Ascend for this type"
-            reason = _MOVED if node.name in moved else reason
-        precision = ASCEND.grid.name if int8 else FLOAT32
-        decisions.append(Decision(node.name, node.op_type, precision, "" if int8 else reason))
-    return tuple(decisions)
-
-
-def _verified(
-    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], request: BuildRequest
-) -> str:
-    """A sentence on how the deploy model compares with its fake-quant model."""
-    from deploy.targets.ascend.verify import verify
-
-    try:
-        return verify(
-            model, layers, request.feed.first(_VERIFIED), threads=request.threads
-        ).sentence()
-    except ModelError as error:
-        return f"The deploy model was not run in integers: {error}."
-
-
-def _shapes(request: BuildRequest) -> dict[str, Any]:
-    """Fixed input shapes: those of a sample."""
-    (first,) = request.feed.first(1)
-    return {name: tuple(array.shape) for name, array in first.items()}

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.errors import ModelError
 from deploy.metrics.accuracy import cosine
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.targets.ascend.quant_layer import QuantLayer
+    from deploy.targets.base import BuildRequest
 
 _TOLERANCE = 1e-2
+_TRIED = 2  # samples on which a build runs the deploy model
 _END = 2**31  # of int32
 
 
@@ -124,3 +127,12 @@ def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any
 
 def _distance(got: NDArray[Any], other: NDArray[Any]) -> float:
     return float(np.abs(got - other).max()) / (float(np.abs(got).max()) or 1.0)
+
+
+def tried(model: onnx.ModelProto, layers: Mapping[str, QuantLayer], request: BuildRequest) -> str:
+    """A sentence on how a build's deploy model compares with its fake-quant model."""
+    try:
+        found = verify(model, layers, request.feed.first(_TRIED), threads=request.threads)
+    except ModelError as error:
+        return f"The deploy model was not run in integers: {error}."
+    return found.sentence()

@@ -1,0 +1,93 @@
+"""The model that a configuration quantizes: its nodes named, what it wants apart, its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.calibration.subject import Subject
+    from deploy.graph.plan import Decision
+    from deploy.targets.ascend.config_types import QuantConfig
+    from deploy.targets.ascend.layers import LayerGraph
+
+_MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
+
+
+def prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
+    """The model, each node with a name of its own, and its layers."""
+    from deploy.targets.ascend.layers import find_layers, name_nodes
+
+    named = name_nodes(model)
+    return named, find_layers(named)
+
+
+def unfused(
+    subject: Subject, config: QuantConfig, *, bare: Collection[str] = ()
+) -> tuple[onnx.ModelProto, LayerGraph]:
+    """The model with the BatchNormalizations that the config wants apart from their Conv.
+
+    Args:
+        subject: the model.
+        config: its do_fusion and skip_fusion_layers.
+        bare: layers of which nothing behind becomes a part.
+    """
+    from deploy.frontends.affine import NORM, fold_affine
+
+    model, graph = prepared(subject.unfolded.model)
+    if not config.do_fusion:
+        return model, graph
+    names = {*config.skip_fusion_layers, *bare}
+    ends = {n.output[0]: n.name for n in model.graph.node if n.name in names}
+    apart = {
+        n.name
+        for n in model.graph.node
+        for end in n.input
+        if end in ends and (n.op_type == NORM or ends[end] in bare)
+    }
+    fold_affine(model.graph, apart=apart)
+    return prepared(model)
+
+
+def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
+    """The config with these layers disabled, and no inputs of these nodes or of these names."""
+    layers = {
+        name: replace(layer, quant_enable=False) if name in float_nodes else layer
+        for name, layer in config.layers.items()
+    }
+    tensors = (one for one in config.tensors if not {one.key, one.layer_name} & {*float_nodes})
+    return replace(config, layers=layers, tensors=tuple(tensors))
+
+
+def decided(
+    model: onnx.ModelProto,
+    graph: LayerGraph,
+    chosen: Collection[str],
+    why: Mapping[str, str] | None = None,
+) -> tuple[Decision, ...]:
+    """Every node of the model: int8 where it is chosen, or why it is float.
+
+    Args:
+        model: prepared.
+        graph: its layers.
+        chosen: names of those in int8.
+        why: layer -> why it is float, where that was not the user's word.
+    """
+    from deploy.graph.plan import AS_ASKED, ASCEND, FLOAT32, Decision
+
+    decisions = []
+    moved = {one.node for one in graph.asked(chosen).values() if one.at is not None}
+    for node in model.graph.node:
+        int8 = node.name in chosen
+        reason = graph.refused.get(node.name, "")
+        if not int8 and not reason:
+            off = node.name in graph.layers
+            asked = (why or {}).get(node.name, AS_ASKED)
+            reason = asked if off else "no int8 on Ascend for this type"
+            reason = _MOVED if node.name in moved else reason
+        precision = ASCEND.grid.name if int8 else FLOAT32
+        decisions.append(Decision(node.name, node.op_type, precision, "" if int8 else reason))
+    return tuple(decisions)
