@@ -102,7 +102,7 @@ def inspect(
     return Inspection(
         model=str(loaded.source or loaded.name),
         target=backend.name,
-        nodes=node_rows(backend.decisions(loaded.model, kept)),
+        nodes=node_rows(backend.plan(loaded.model, kept).decisions),
         tensors=tuple(backend.wanted(loaded.model, kept)),
         inputs=loaded.inputs,
         outputs=loaded.outputs,

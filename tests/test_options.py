@@ -370,8 +370,8 @@ class Toy:
     def wanted(self, model, float_nodes):
         return OnnxRuntime().wanted(model, float_nodes)
 
-    def decisions(self, model, float_nodes=()):
-        return OnnxRuntime().decisions(model, float_nodes)
+    def plan(self, model, float_nodes=()):
+        return OnnxRuntime().plan(model, float_nodes)
 
     def demand(self, subject):
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
@@ -384,7 +384,8 @@ class Toy:
         path.write_bytes(request.model.SerializeToString())
         return Built(
             target=self.name, engine=path, runnable=path, files={"toy": path},
-            decisions=self.decisions(request.model), notes=(f"{self.steps} steps, {self.tag}",),
+            decisions=self.plan(request.model).decisions,
+            notes=(f"{self.steps} steps, {self.tag}",),
         )  # fmt: skip
 
     def at_hand(self):

@@ -37,7 +37,7 @@ def chain():
     )
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     model = load(made).model
-    return model, units_of(model, TARGETS["onnxruntime"]().decisions(model, ()))
+    return model, units_of(model, TARGETS["onnxruntime"]().plan(model).decisions)
 
 
 def timed(monkeypatch, chain, *, int8, floats, rest=0.0, pairs=None):

@@ -16,7 +16,8 @@ from torch import nn  # noqa: E402
 from deploy.cli import cli  # noqa: E402
 from deploy.errors import ConfigError, FeedError, ModelError, SdkMissingError  # noqa: E402
 from deploy.frontends import load  # noqa: E402
-from deploy.frontends.torch import is_torch_spec, open_torch, parse_input  # noqa: E402
+from deploy.frontends.torch import is_torch_spec, parse_input  # noqa: E402
+from deploy.fx.opening import open_torch  # noqa: E402
 from deploy.fx.samples import example_inputs, floating_dtype, read_sample  # noqa: E402
 from deploy.fx.source import load_module, load_weights  # noqa: E402
 from deploy.fx.zoo import _MAKERS  # noqa: E402

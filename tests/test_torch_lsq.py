@@ -21,8 +21,10 @@ from deploy.fx.learned import hold, learn, values_of  # noqa: E402
 from deploy.fx.lsq import rounded  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402
 from deploy.fx.qat import Task, train  # noqa: E402
+from deploy.targets import OnnxRuntime  # noqa: E402
 
 torch.set_num_threads(1)
+STEM = OnnxRuntime(int8_stem=True)  # for networks whose first layer is small
 
 
 def gradients(x, scale, zero, ends, grad, shared):
@@ -173,17 +175,22 @@ def test_resuming_with_learned_scales_ends_as_the_unbroken_training_does(options
         return pictures(epoch)
 
     path = tmp_path / "qat.pt"
-    whole = train(picture_task(**options), bits=4)
+    whole = train(picture_task(**options), bits=4, target=STEM)
     with pytest.raises(Stop):
-        train(picture_task(batches=stop_in_third_epoch, **options), bits=4, checkpoint=path)
-    resumed = train(picture_task(**options), bits=4, checkpoint=path)
+        train(
+            picture_task(batches=stop_in_third_epoch, **options),
+            bits=4,
+            target=STEM,
+            checkpoint=path,
+        )
+    resumed = train(picture_task(**options), bits=4, target=STEM, checkpoint=path)
     assert resumed.losses == whole.losses
     for name, value in whole.converted.state_dict().items():
         assert torch.equal(value, resumed.converted.state_dict()[name]), name
     with pytest.raises(CacheError, match="is of another form of the model, kind of ranges;"):
-        train(picture_task(ranges="kept", **options), bits=4, checkpoint=path)
+        train(picture_task(ranges="kept", **options), bits=4, target=STEM, checkpoint=path)
     with pytest.raises(CacheError, match="is of another method of ranges;"):
-        train(picture_task(method="minmax", **options), bits=4, checkpoint=path)
+        train(picture_task(method="minmax", **options), bits=4, target=STEM, checkpoint=path)
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
@@ -205,14 +212,14 @@ def test_what_was_learned_is_frozen_and_exported(target):
 
 
 def learned_model():
-    prepared = prepare(Net().eval(), [torch.zeros(2, 1, 8, 8)])
+    prepared = prepare(Net().eval(), [torch.zeros(2, 1, 8, 8)], target=STEM)
     calibrate(prepared, [torch.randn(4, 1, 8, 8)])
     return prepared, learn(prepared)
 
 
 def test_a_scale_is_never_negative_nor_lost():
     prepared, scales = learned_model()
-    assert len(scales) == len(observers_of(prepared)) + 3
+    assert len(scales) == len(observers_of(prepared)) + 2
     before = values_of(scales)
     with torch.no_grad():
         for scale in scales.values():
@@ -235,7 +242,7 @@ def test_a_rate_that_is_far_too_high_is_said_or_survived():
     def fast(parameters):
         return torch.optim.Adam(parameters, 0.5)
 
-    result = train(picture_task(optimizer=fast, epochs=2), bits=4)
+    result = train(picture_task(optimizer=fast, epochs=2), bits=4, target=STEM)
     assert all(scale > 0 for _, scale, _ in scale_table(result.converted))
 
 
@@ -272,7 +279,16 @@ def test_the_command_trains_scales(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     tables = {}
     for ranges in ("kept", "learned"):
-        words = ["--ranges", ranges, "--bits", "4", "--scales", "-o", str(tmp_path / "q.onnx")]
+        words = [
+            "--ranges",
+            ranges,
+            "--bits",
+            "4",
+            "--int8-stem",
+            "--scales",
+            "-o",
+            str(tmp_path / "q.onnx"),
+        ]
         done = CliRunner().invoke(cli, ["qat", f"{tmp_path}/train.py:setup", *words])
         assert done.exit_code == 0, (done.output, done.exception)
         assert f"ranges by mse, {ranges}" in done.output

@@ -77,7 +77,7 @@ def test_trace_replaces_an_operation(script):
 def test_export_keeps_layers_in_float_by_name_pattern_and_type(script, tmp_path, kept, layers):
     out = tmp_path / "q.onnx"
     words = [word for one in kept for word in ("--keep-float", one)]
-    mode = ("--qdq", "--mode", "weight-only")
+    mode = ("--qdq", "--mode", "weight-only", "--int8-stem")
     run("export", f"{script}:net", *SHAPE, *mode, *words, "-o", out)
     quantized = [
         value for value in constants(out).values() if value.dtype == np.int8 and value.ndim
@@ -103,6 +103,8 @@ def test_export_refuses_what_it_would_ignore(script):
     for words, said in (
         (("--keep-float", "0", "--mode", "static"), "--mode and --keep-float go with --qdq"),
         (("--size", "8x8"), "--size goes with --qdq"),
+        (("--int8-stem",), "--int8-stem goes with --qdq"),
+        (("--qdq", "--target", "ascend", "--int8-stem"), "--int8-stem belongs to --target"),
         (("--qdq", "--mode", "dynamic", "--raw-dtype", "uint8"), "--raw-dtype goes with --images"),
         (("--qdq", "--mode", "dynamic", "--limit", "3"), "--limit goes with --images"),
         (("--qdq", "--mode", "dynamic", "--keep-float", "conv*"), "got 'conv*'"),

@@ -15,21 +15,25 @@ from torch import nn  # noqa: E402
 
 from calibrators.affine import quantize_per_tensor  # noqa: E402
 from calibrators.errors import CalibrationError  # noqa: E402
-from calibrators.grids import quantize_weight, weight_scales  # noqa: E402
+from calibrators.grids import UINT8, quantize_weight, weight_scales  # noqa: E402
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError  # noqa: E402
 from deploy.fx.calibrate import calibrate, freeze_norms, observers_of, set_phase  # noqa: E402
 from deploy.fx.convert import convert, scale_table  # noqa: E402
 from deploy.fx.export import compare, to_onnx  # noqa: E402
 from deploy.fx.fakequant import FakeQuant, FixedQuant  # noqa: E402
-from deploy.fx.grids import TARGETS, find_target  # noqa: E402
+from deploy.fx.grids import at_bits  # noqa: E402
 from deploy.fx.layers import IntLayer, QatConvBn  # noqa: E402
 from deploy.fx.modes import compare_modes, quantized, report, stored_bytes  # noqa: E402
 from deploy.fx.prepare import prepare, prepare_only  # noqa: E402
 from deploy.fx.search import on_grid, search_for  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
+from deploy.graph.plan import ASCEND, ONNXRUNTIME, TENSORRT  # noqa: E402
+from deploy.targets import TARGETS, OnnxRuntime  # noqa: E402
 
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
+GRIDS = {one.name: one.grid for one in (ONNXRUNTIME, TENSORRT, ASCEND)}
+STEM = OnnxRuntime(int8_stem=True)  # for networks whose first Conv is small
 BENCHMARKS = HERE.parent / "benchmarks"
 
 
@@ -90,24 +94,28 @@ def test_a_prepared_model_still_computes_the_float_model(resnet, batches):
         assert torch.allclose(prepared(*batches[0]), resnet(*batches[0]), atol=1e-5)
 
 
+def sites(prepared):
+    """Quantized tensor -> (who reads it so, its quantizer)."""
+    quants = [n for n in prepared.graph.nodes if str(n.target).startswith("quant_")]
+    return {n.args[0].name: ({user.name for user in n.users}, n.target) for n in quants}
+
+
 def test_sites_follow_the_targets_rules(resnet, batches):
-    names = {t: set(observers_of(calibrated(resnet, batches, target=t))) for t in TARGETS}
-    assert {"x", "relu", "layer1_0_conv1", "fc"} & names["onnxruntime"] == {"x", "relu"}
-    assert "layer1_0_relu" in names["onnxruntime"]  # after the ReLU, not between
-    assert "layer2_0_conv2" in names["onnxruntime"]  # feeds Add, no ReLU between
-    assert "layer1_0_conv2" not in names["tensorrt"]  # the branch that Add fuses with
-    assert "maxpool" in names["tensorrt"] and "relu" not in names["tensorrt"]
-    assert names["ascend"] < names["tensorrt"] | {"layer1_0_relu_1"}
+    found = {t: sites(prepare(resnet, batches[0], target=t)) for t in TARGETS}
+    assert "x" in found["onnxruntime"] and "fc" not in found["onnxruntime"]
+    assert "layer1_0_relu" in found["onnxruntime"]  # after the ReLU, not between
+    assert "layer2_0_conv2" in found["onnxruntime"]  # feeds Add, no ReLU between
+    assert "layer1_0_conv2" not in found["tensorrt"]  # the branch that Add fuses with
+    assert set(found["ascend"]) < set(found["tensorrt"])
+    # a pool in int8, which has the scale of what it reads
+    assert found["tensorrt"]["maxpool"][1] == found["tensorrt"]["relu"][1] == "quant_relu"
+    assert "relu" not in found["ascend"] and found["ascend"]["maxpool"][0] == {"layer1_0_conv1"}
     # the skip branch of Add, which is the conv's input too: one site, both readers
-    prepared = prepare(resnet, batches[0], target="tensorrt")
-    skip = [n for n in prepared.graph.nodes if n.name == "quant_maxpool"]
-    assert {reader.name for reader in skip[0].users} == {"layer1_0_conv1", "iadd", "add"} & {
-        reader.name for reader in skip[0].users
-    }
-    assert len(skip[0].users) == 2
+    readers = found["tensorrt"]["maxpool"][0]
+    assert len(readers) == 2 and "layer1_0_conv1" in readers and readers & {"iadd", "add"}
 
 
-def test_max_pooling_and_concat_share_their_scale():
+def test_scales_are_shared_as_the_target_shares_them():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -115,46 +123,54 @@ def test_max_pooling_and_concat_share_their_scale():
             self.pool, self.out = nn.MaxPool2d(2), nn.Conv2d(8, 2, 1)
 
         def forward(self, x):
-            return self.out(self.pool(torch.cat([self.a(x), self.b(x) * 1.0], 1)))
+            return self.out(self.pool(torch.cat([self.a(x), self.b(x) * 0.5], 1)))
+
+    def groups(**options):
+        prepared = prepare(Branches().eval(), [x], **options)
+        quants = [n for n in prepared.graph.nodes if str(n.target).startswith("quant_")]
+        return prepared, {n.args[0].name: n.target for n in quants}
 
     x = torch.randn(2, 3, 4, 4)
-    prepared = prepare(Branches().eval(), [x])
-    modules = {n.args[0].name: n.target for n in prepared.graph.nodes if "quant" in str(n.target)}
-    assert modules["a"] == modules["mul"] == modules["cat"] == modules["pool"]
-    assert modules["b"] != modules["a"] and modules["out"] != modules["a"]
+    prepared, found = groups(target=STEM)
+    assert found["cat"] == found["pool"] and len(set(found.values())) == len(found) - 1
     calibrate(prepared, [x])
     exported = to_onnx(convert(prepared), [x])
     assert compare(exported, convert(prepared), [[x]], optimized=False).codes <= 1.0
-    alone = prepare(Branches().eval(), [x], share=())
-    modules = {n.args[0].name: n.target for n in alone.graph.nodes if "quant" in str(n.target)}
-    assert len(set(modules.values())) == len(modules)
+    _, found = groups(target=STEM, share=["concat"])
+    assert found["a"] == found["mul"] == found["cat"] == found["pool"] != found["out"]
+    _, found = groups(target="tensorrt")
+    assert set(found) == {"x", "cat", "pool"} and found["cat"] == found["pool"]
     with pytest.raises(ConfigError, match="shared around"):
-        prepare(Branches().eval(), [x], share=["relu"])
+        groups(share=["relu"])
 
 
 def test_a_shared_range_is_that_of_all_its_tensors():
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv = nn.Conv2d(3, 3, 1)
+            self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+            self.out = nn.Conv2d(6, 2, 1)
+
+        def both(self, x, y):
+            return torch.cat([self.a(x), self.b(y)], 1)
 
         def forward(self, x, y):
-            return torch.cat([self.conv(x), y], 1)
+            return self.out(self.both(x, y))
 
     torch.manual_seed(0)
     model = Wide().eval()
     batches = [(torch.randn(2, 3, 4, 4), 50 * torch.randn(2, 3, 4, 4)) for _ in range(4)]
-    prepared = calibrated(model, batches, method="minmax")
-    (shared,) = {q for name, q in observers_of(prepared).items() if name != "x"}
+    prepared = calibrated(model, batches, method="minmax", target=STEM, share=["concat"])
+    shared = observers_of(prepared)["a"]
     assert shared.members == 3
-    seen = [torch.cat([model(*b).detach(), b[1]], 1) for b in batches]
+    seen = [model.both(*b).detach() for b in batches]
     ends = min(float(x.min()) for x in seen), max(float(x.max()) for x in seen)
     assert grid_of(shared) == on_grid(*ends, shared.grid)
     for momentum in (0.25, 1):  # following goes on from there, one step a batch
-        prepared = prepare(model, batches[0], momentum=momentum)
-        calibrate(prepared, batches[:1], search=search_for("", "minmax"))
+        prepared = prepare(model, batches[0], momentum=momentum, target=STEM, share=["concat"])
+        calibrate(prepared, batches[:1], search=search_for("onnxruntime", "minmax"))
         set_phase(prepared, observe=True, quantize=False)
-        (shared,) = {q for name, q in observers_of(prepared).items() if name != "x"}
+        shared = observers_of(prepared)["a"]
         expected = float(shared.hi)
         for batch, x in zip(batches[1:], seen[1:], strict=True):
             prepared(*batch)
@@ -163,7 +179,7 @@ def test_a_shared_range_is_that_of_all_its_tensors():
             expected = moved
         assert float(shared.hi) == pytest.approx(expected, rel=1e-5)
         assert grid_of(shared) == on_grid(float(shared.lo), float(shared.hi), shared.grid)
-    alone = FakeQuant(find_target("onnxruntime").activations(), "t")
+    alone = FakeQuant(UINT8, "t")
     alone.members = 2
     alone.update(torch.tensor([5.0]))
     alone.start_batch()  # broken off: the next tensor is the first of its batch
@@ -181,7 +197,7 @@ def test_grids_of_the_targets(resnet, batches):
     relu = dict((n, z) for n, _, z in scale_table(calibrated(resnet, batches, target="ascend")))
     assert relu["layer1_0_relu"] == -128  # a ReLU starts at the lowest code
     with pytest.raises(ConfigError, match="a target is one of"):
-        find_target("tpu")
+        prepare(resnet, batches[0], target="tpu")
     with pytest.raises(ConfigError, match="bits are 2 to 8"):
         prepare(resnet, batches[0], bits=16)
 
@@ -245,7 +261,7 @@ def test_calibration_does_not_depend_on_its_own_run(resnet, batches):
 
 
 def test_ema_follows_its_formula():
-    quant = FakeQuant(find_target("onnxruntime").activations(), "t", momentum=0.25)
+    quant = FakeQuant(UINT8, "t", momentum=0.25)
     for hi in (4.0, 8.0):
         quant.update(torch.tensor([0.0, hi]))
     assert float(quant.hi) == 5.0
@@ -254,13 +270,13 @@ def test_ema_follows_its_formula():
 
 def test_fewer_bits_clip_before_the_8_bit_operator():
     model, data = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)), torch.randn(2, 3, 8, 8)
-    converted = convert(calibrated(model.eval(), [(data,)], bits=4))
+    converted = convert(calibrated(model.eval(), [(data,)], bits=4, target=STEM))
     assert converted.get_submodule("0").weight_int.abs().max() == 7
     exported = to_onnx(converted, [data])
     assert operators(exported)["Clip"] == 3
     assert compare(exported, converted, [[data * 2]], optimized=False).codes <= 1e-3
     x = torch.tensor([-1.0, 0.0, 0.26, 9.0])
-    grid = find_target("onnxruntime").activations(2)
+    grid = at_bits(UINT8, 2)
     assert FixedQuant(grid, "t", torch.tensor(0.5), torch.tensor(1))(x).tolist() == [
         -0.5,
         0.0,
@@ -455,7 +471,7 @@ def test_norms_trained_with_their_layer_fold_exactly():
         nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)
     )
     x = torch.randn(8, 3, 8, 8)
-    prepared = prepare(model.train(), [x], norms="train")
+    prepared = prepare(model.train(), [x], norms="train", target=STEM)
     layer = prepared.get_submodule("0")
     assert isinstance(layer, QatConvBn)
     assert torch.allclose(prepared(x), model(x), atol=1e-4)  # in train mode, by the batch
@@ -484,7 +500,7 @@ def test_grouped_and_transposed_layers():
         nn.Linear(4 * 20 * 20, 5),
     ).eval()
     x = torch.randn(2, 4, 8, 8)
-    converted = convert(calibrated(model, [(x,)]))
+    converted = convert(calibrated(model, [(x,)], target="tensorrt"))
     assert converted.get_submodule("2").weight_scale.shape == (6,)
     assert converted.get_submodule("3").weight_scale.shape == (1,)
     exported = to_onnx(converted, [x])
@@ -505,7 +521,7 @@ def real_model(name):
 def test_efficientnet_lite0_in_int8(tmp_path):
     model = real_model("efficientnet_lite0.py:make")
     x = torch.rand(2, 3, 224, 224) * 2 - 1
-    converted = convert(calibrated(model, [(x,)]))
+    converted = convert(calibrated(model, [(x,)], target=STEM))
     exported = to_onnx(converted, [x])
     assert "Pad" not in operators(exported)  # padding joined its convolution
     ran = optimized_operators(exported, tmp_path)
@@ -520,7 +536,7 @@ def test_efficientnet_lite0_in_int8(tmp_path):
 def test_mtcnn_in_int8(name, size, convs, tmp_path):
     model = real_model(f"mtcnn.py:{name}")
     x = torch.rand(4, 3, size, size) * 2 - 1
-    converted = convert(calibrated(model, [(x,)]))
+    converted = convert(calibrated(model, [(x,)], target=STEM))
     exported = to_onnx(converted, [x])
     assert optimized_operators(exported, tmp_path)["QLinearConv"] == convs
     found = compare(exported, converted, [[x], [x[:1]]], optimized=False)
@@ -574,7 +590,7 @@ def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():
             return self.dequant(self.cat.cat([self.add.add(left, right), right], dim=1))
 
     model, x = Eager().eval(), torch.randn(2, 3, 8, 8)
-    prepared = calibrated(model, [(x,)])
+    prepared = calibrated(model, [(x,)], target=STEM)
     assert len({id(q) for q in observers_of(prepared).values()}) == 3  # cat shares one of its
     converted = convert(prepared)
     assert (converted(x) - model(x)).abs().max() < 0.1
@@ -583,7 +599,7 @@ def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():
 
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_fixed_scales_mean_what_the_numpy_core_means(target):
-    grid = find_target(target).activations()
+    grid = GRIDS[target]
     x = np.random.default_rng(0).normal(size=10_000).astype(np.float32) * 9
     scale, zero = np.float32(0.05), 0 if grid.symmetric else grid.qmin + 100
     theirs = quantize_per_tensor(x, scale, zero, f"q{grid.dtype}").dequantize()

@@ -1,5 +1,7 @@
 """Ranges of activations in PyTorch come from the searches of `build`, to the bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -11,6 +13,7 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 from torch import nn  # noqa: E402
 
 from calibrators.amct.ifmr import IfmrParams  # noqa: E402
+from calibrators.grids import INT8, UINT8  # noqa: E402
 from calibrators.scales import Scale  # noqa: E402
 from calibrators.searches import SEARCHES  # noqa: E402
 from deploy.cli import cli  # noqa: E402
@@ -18,9 +21,9 @@ from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError  
 from deploy.fx.calibrate import calibrate  # noqa: E402
 from deploy.fx.convert import scale_table  # noqa: E402
 from deploy.fx.fakequant import FakeQuant  # noqa: E402
-from deploy.fx.grids import ActivationGrid, find_target  # noqa: E402
+from deploy.fx.grids import at_bits  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402
-from deploy.fx.search import Ifmr, on_grid, search_for, stored  # noqa: E402
+from deploy.fx.search import Ifmr, on_grid, search_for  # noqa: E402
 from deploy.targets import TARGETS  # noqa: E402
 from deploy.targets.ascend.calibrate import params_of  # noqa: E402
 from deploy.targets.ascend.config_types import Activation, LayerConfig  # noqa: E402
@@ -180,7 +183,7 @@ def test_nor_in_amcts_search(folder):
 
 
 def test_a_first_batch_wants_whole_batches(folder):
-    x, search = torch.from_numpy(images(9)), search_for("", "entropy-tensorrt 4")
+    x, search = torch.from_numpy(images(9)), search_for("onnxruntime", "entropy-tensorrt 4")
     tables = []
     for count in (8, 9):  # the ninth fills none
         prepared = prepare(net(folder), [x[:2]])
@@ -200,24 +203,24 @@ def test_a_first_batch_wants_whole_batches(folder):
 
     prepared = prepare(Fixed().eval(), [x[:2, :1]])
     with pytest.raises(ModelError, match=r"runs for a batch of 1, .* take another method"):
-        calibrate(prepared, [x[:2, :1]], search=search_for("", "entropy-tensorrt"))
+        calibrate(prepared, [x[:2, :1]], search=search_for("tensorrt", "entropy-tensorrt"))
 
 
 def test_samples_are_taken_from_every_input():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+            self.a, self.b = nn.Linear(40, 9), nn.Linear(40, 9)
 
         def forward(self, x, y):
             return self.a(x) + self.b(y)
 
-    model, x = Two().eval(), torch.randn(6, 3)
+    model, x = Two().eval(), torch.randn(6, 40)
     tables = []
     for size in (2, 6):
-        prepared = prepare(model, [x, x])
+        prepared = prepare(model, [x, x.clone()], target="tensorrt")
         batches = [(a, 5 * a) for a in x.split(size)]
-        calibrate(prepared, batches, search=search_for("", "entropy-tensorrt"))
+        calibrate(prepared, batches, search=search_for("tensorrt", "entropy-tensorrt"))
         tables.append([scale for _, scale, _ in scale_table(prepared)])
     assert tables[0][:2] == tables[1][:2]
     assert tables[0][1] == pytest.approx(5 * tables[0][0], rel=1e-5), scale_table(prepared)
@@ -245,7 +248,7 @@ def test_tensors_without_sound_data_are_named(folder, target):
     with pytest.raises(CalibrationError, match="got NaN or Inf in exp"):
         calibrate(prepared, [1e4 * torch.eye(3), -1e4 * torch.eye(3)], search=search)
     prepared = prepare(net(folder), [x[:2]], target=target)
-    prepared.add_module("idle", FakeQuant(find_target(target).activations(), "idle"))
+    prepared.add_module("idle", FakeQuant(UINT8, "idle"))
     with pytest.raises(CalibrationError, match="needs data, and none went through idle"):
         calibrate(prepared, [x], search=search)
     prepared = prepare(net(folder), [x[:2]], target=target)
@@ -257,16 +260,13 @@ def test_tensors_without_sound_data_are_named(folder, target):
 def test_a_range_on_a_grid_is_that_of_calibrators():
     rng = np.random.default_rng(3)
     for _ in range(300):
-        bits, signed, symmetric = int(rng.integers(2, 9)), bool(rng.integers(2)), False
-        symmetric = signed and bool(rng.integers(2))
-        grid = ActivationGrid(bits, signed, symmetric)
+        eight = (UINT8, INT8, replace(INT8, symmetric=False))[rng.integers(3)]
+        grid = at_bits(eight, int(rng.integers(2, 9)))
         lo, hi = np.sort(rng.normal(size=2) * 10.0 ** rng.integers(-6, 6))
         amax = float(max(-lo, hi))
         scale = Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method="")
-        own = stored(grid)
-        assert (own.qmin, own.qmax) == (grid.qmin, grid.qmax)
-        ends = (-amax, amax) if symmetric else (lo, hi)
-        assert on_grid(*ends, grid) == scale.on(own)
+        ends = (-amax, amax) if grid.symmetric else (lo, hi)
+        assert on_grid(*ends, grid) == scale.on(grid)
 
 
 def test_fewer_bits_are_searched_on_their_own_grid(folder):
@@ -280,7 +280,7 @@ def test_fewer_bits_are_searched_on_their_own_grid(folder):
         assert widths[0] > 1.1 * widths[1] > 1.2 * widths[2]  # coarser steps are worth clipping for
     prepared = prepare(net(folder), [x[:2]], bits=4)
     with pytest.raises(ConfigError, match="entropy is defined for 8 bits, got 4; take mse"):
-        calibrate(prepared, [x], search=search_for("", "entropy"))
+        calibrate(prepared, [x], search=search_for("onnxruntime", "entropy"))
 
 
 def test_export_refuses_a_method_that_would_change_nothing(folder):

@@ -28,8 +28,10 @@ from deploy.fx.same import check_same  # noqa: E402
 from deploy.fx.search import on_grid, search_for  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
 from deploy.fx.trace import trace  # noqa: E402
+from deploy.targets import OnnxRuntime  # noqa: E402
 
 torch.set_num_threads(1)
+STEM = OnnxRuntime(int8_stem=True)  # for networks whose first Conv is small
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -97,7 +99,7 @@ def test_weights_that_are_computed_are_taken_as_they_are_now(kind):
         assert not computed_weights(own) and name in dict(own.named_parameters())
         assert torch.allclose(own(X), wanted, atol=1e-6)
     assert torch.equal(model(X), wanted) and computed_weights(model)
-    converted = quantized(model, [X], [(X,)], mode="static")
+    converted = quantized(model, [X], [(X,)], mode="static", target=STEM)
     assert coverage(converted, model).quantized == ("0", "3")
 
 
@@ -146,8 +148,8 @@ def test_a_part_that_runs_several_times_has_one_range_for_all_its_runs():
         def forward(self, x):
             return self.head(x), self.head(10 * x)
 
-    prepared = prepare_only(Twice().eval(), "head", [X])
-    calibrate(prepared, [X, X], search=search_for("", "minmax"))
+    prepared = prepare_only(Twice().eval(), "head", [X], target=STEM)
+    calibrate(prepared, [X, X], search=search_for("onnxruntime", "minmax"))
     (seen, _) = observers_of(prepared).values()
     wide = on_grid(float(10 * X.min()), float(10 * X.max()), seen.grid)
     assert (float(seen.scale), int(seen.zero_point)) == wide

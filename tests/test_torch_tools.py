@@ -144,11 +144,11 @@ def test_a_device_is_known_and_here(source, tmp_path):
 
 def test_observers_are_where_the_model_is():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval().to("meta")
-    prepared = prepare(model, [X.to("meta")])
+    prepared = prepare(model, [X.to("meta")], target="tensorrt")
     assert {quant.lo.device.type for quant in observers_of(prepared).values()} == {"meta"}
     assert prepared(X.to("meta")).device.type == "meta"
     assert device_of(nn.ReLU()).type == "cpu" and device_of(model).type == "meta"
-    own = prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), [X])
+    own = prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), [X], target="tensorrt")
     assert calibrate(own, [X, (X,)]) == 2
 
 
@@ -187,7 +187,7 @@ def test_training_in_bfloat16_and_on_a_named_device(source, tmp_path):
                                           result.prepared.parameters())  # fmt: skip
     assert isinstance(kept, Task) and result.end is not None
     out = tmp_path / "q.onnx"
-    shown = run("qat", f"{source}:setup", "--amp", "--device", "cpu", "-o", out)
+    shown = run("qat", f"{source}:setup", "--amp", "--device", "cpu", "--int8-stem", "-o", out)
     assert "int8: 3 of 3 layers with weights" in shown and "same arg-max" in shown
     assert "against its own weights in float" in shown
 

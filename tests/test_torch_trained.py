@@ -105,6 +105,7 @@ def trained(tmp_path_factory):
         if target not in made:
             made[target] = folder / f"{target}.qdq.onnx"
             words = ["qat", f"{folder / 'train.py'}:setup", "--target", target]
+            words += ["--int8-stem"] * (target == "onnxruntime")
             try:
                 main([*words, "-o", str(made[target]), "--quiet"])
             except SystemExit as stop:

@@ -14,6 +14,7 @@ from deploy.fx.modes import measure, quantized  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402
 from deploy.fx.qat import Task, train  # noqa: E402
 from deploy.fx.source import load_factory  # noqa: E402
+from deploy.targets import OnnxRuntime  # noqa: E402
 
 torch.set_num_threads(1)
 SHAPES = Path(__file__).parent / "torch_shapes.py"
@@ -28,7 +29,8 @@ def pictures(seed, count=2):
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_shape_is_quantized_and_runs_in_onnxruntime_as_in_torch(name):
     model, batches = make(name), [(pictures(0),), (pictures(1),)]
-    converted = quantized(model, batches[0], batches, mode="static")
+    target = OnnxRuntime(int8_stem=True)
+    converted = quantized(model, batches[0], batches, mode="static", target=target)
     assert norms_in_float(converted) == ""
     integers = [m for m in converted.modules() if type(m).__name__ == "IntLayer"]
     assert len(integers) == LAYERS[name]

@@ -27,7 +27,7 @@ def units(*nodes, target="onnxruntime", keep=(), outputs=("y",)):
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     cleaned = load(model).model
-    return units_of(cleaned, TARGETS[target]().decisions(cleaned, keep))
+    return units_of(cleaned, TARGETS[target]().plan(cleaned, keep).decisions)
 
 
 def conv(source, output):

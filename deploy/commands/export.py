@@ -12,6 +12,8 @@ from deploy.commands.methods import method_options
 from deploy.commands.model import torch_inputs, torch_model, torch_options
 from deploy.commands.options import preprocess_options, raw_options
 from deploy.commands.output import quietable
+from deploy.commands.targets import one_target
+from deploy.targets import TARGETS, Target
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
@@ -52,13 +54,7 @@ QDQ = "Quantization"  # with --qdq alone
     is_flag=True,
     help="Quantize, with QuantizeLinear and DequantizeLinear.",
 )
-@sections.option(
-    "--target",
-    section=QDQ,
-    default="onnxruntime",
-    show_default=True,
-    help="Target whose grid is taken.",
-)
+@one_target(QDQ)
 @sections.option(
     "--mode",
     section=QDQ,
@@ -114,7 +110,7 @@ def export(
     opset: int,
     static_batch: bool,
     qdq: bool,
-    target: str,
+    target: Target,
     mode: str,
     images: str | None,
     limit: int | None,
@@ -148,8 +144,9 @@ def export(
     if not shapes and not sample:
         raise ConfigError("export runs the model and needs its --input shape, or a --sample")
     if not qdq:
-        own = (QDQ, sections.IMAGES, sections.CALIBRATION)
-        given.refuse_without("--qdq", [flag for one in own for flag in given.typed_in(one)])
+        placing = [f"Target {name}" for name in TARGETS]
+        alone = (QDQ, sections.IMAGES, sections.CALIBRATION, *placing)
+        given.refuse_without("--qdq", [flag for part in alone for flag in given.typed_in(part)])
     elif not images:
         given.refuse_without("--images", given.typed_in(sections.IMAGES))
     if mode != "static":

@@ -48,9 +48,11 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
         ConfigError: shapes or weights for an ONNX file.
         SdkMissingError, ModelError, ExportError: as `export_torch`.
     """
-    from deploy.frontends.torch import is_torch_spec, open_torch, parse_input
+    from deploy.frontends.torch import is_torch_spec, parse_input
 
     if is_torch_spec(model):
+        from deploy.fx.opening import open_torch
+
         inputs = [parse_input(text) for text in shapes]
         dtypes = [dtype for _, dtype in inputs]
         return open_torch(str(model), [s for s, _ in inputs], dtypes=dtypes, weights=weights)

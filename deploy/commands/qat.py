@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import given
+from deploy.commands import given, sections
 from deploy.commands.methods import method_options
 from deploy.commands.output import quietable
+from deploy.commands.targets import one_target
+from deploy.targets import Target
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
     from deploy.method import Method
 
 
-@click.command()
+@click.command(cls=sections.SectionedCommand)
 @quietable()
 @click.argument("script")
-@click.option(
-    "--target", default="onnxruntime", show_default=True, help="Target whose grid to train for."
-)
+@one_target(sections.TARGETS)
 @click.option(
     "--bits", default=8, show_default=True, type=int, help="Bits of weights and activations."
 )
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 @method_options
 def qat(
     script: str,
-    target: str,
+    target: Target,
     bits: int,
     ranges: str | None,
     epochs: int | None,

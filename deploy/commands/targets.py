@@ -16,6 +16,7 @@ from deploy.targets import TARGETS, Target, named
 from deploy.targets.options import Option, options_of
 
 Command = Callable[..., None]
+_NOT_OF_TORCH = ("dynamic_matmul", "precision")  # PyTorch models get fixed scales and integers
 Given = Mapping[str, Mapping[str, Any]]  # target -> field -> the value that was typed
 
 
@@ -42,6 +43,33 @@ def target_options(wanted: Callable[[Option], bool]) -> Callable[[Command], Comm
             shell_complete=among(lambda: TARGETS),
             help=f"Any of {', '.join(TARGETS)}, by commas or repeated: one calibration serves all.",
         )(own_options(wanted)(gathered))
+
+    return add
+
+
+def one_target(section: str) -> Callable[[Command], Command]:
+    """Add `--target` for one target and its options that place pairs in a model of PyTorch.
+
+    The command gets the target, made with what was given, as `target`.
+    """
+
+    def add(command: Command) -> Command:
+        @wraps(command)
+        def gathered(name: str, given: Given, **words: Any) -> None:
+            (target,) = _made((name,), given)
+            command(target=target, **words)
+
+        return sections.option(
+            "--target",
+            "name",
+            section=section,
+            metavar="NAME",
+            default="onnxruntime",
+            show_default=True,
+            callback=lambda context, param, name: named(name) and name,
+            shell_complete=among(lambda: TARGETS),
+            help=f"Target whose plan and grid are taken: {', '.join(TARGETS)}.",
+        )(own_options(lambda o: o.places and o.name not in _NOT_OF_TORCH)(gathered))
 
     return add
 

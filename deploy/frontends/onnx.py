@@ -66,6 +66,15 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     )
 
 
+def cleaned(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A float model in memory as `load_onnx` cleans it, not run; tensors keep their names.
+
+    Raises:
+        ModelError: it is not valid.
+    """
+    return _clean(copied(model), True)[0]
+
+
 def _shared_names(graph: onnx.GraphProto) -> int:
     """How many nodes have a name that one before them has."""
     names = [node.name for node in graph.node if node.name]

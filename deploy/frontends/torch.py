@@ -1,17 +1,13 @@
-"""PyTorch models, given as `file.py:factory`. Torch is imported only when one is loaded."""
+"""PyTorch models as they are named on a command line; `deploy.fx.opening` loads them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.frontends.base import LoadedModel
-from deploy.frontends.onnx import load_onnx
-from deploy.progress import phase
 from deploy.usercode import is_named
 
 if TYPE_CHECKING:
@@ -59,82 +55,19 @@ def _meant(dtype: str) -> str:
     return f"; {way_out}" if way_out else ""
 
 
-@phase("exporting the PyTorch model")
-def export_torch(
-    spec: str,
-    inputs: Sequence[tuple[int, ...]],
-    *,
-    dtypes: Sequence[str | None] = (),
-    weights: Path | None = None,
-    dynamic_batch: bool = True,
-    notes: list[str] | None = None,
-) -> onnx.ModelProto:
-    """Export the float model that `file.py:factory` makes, its branches merged, checked against it.
-
-    Args:
-        spec: the user's file and function, whose code is run; or a named model.
-        inputs: shape of each input of forward, batch first.
-        dtypes: of each input, None for the model's own floating dtype.
-        weights: a state dict to load, tensors only.
-        dynamic_batch: leave the batch open.
-        notes: gets a sentence for each thing that the user should know.
-
-    Raises:
-        SdkMissingError: torch, or the package of a named model, is not installed.
-        ConfigError: the spec or a shape is none.
-        ModelError: the file, the factory, the weights or the export failed.
-        ExportError: onnxruntime computes something else than torch.
-    """
-    if not inputs:
-        raise ConfigError(
-            f"{spec} needs the shape of its input: --input 1x3x224x224, once for each input"
-        )
-    from deploy.fx.export import check_float, to_onnx
-    from deploy.fx.fuse import without_branches
-    from deploy.fx.samples import example_inputs, in_float32
-    from deploy.fx.source import load_module
-    from deploy.fx.zoo import note
-
-    model = load_module(spec, weights)
-    told = [note(spec, weights), in_float32(model)]
-    tensors = example_inputs(inputs, dtypes)
-    tensors = tuple(x.float() if x.is_floating_point() else x for x in tensors)
-    merged, _ = without_branches(model, tensors)
-    exported = to_onnx(merged, tensors, dynamic_batch=dynamic_batch)
-    told.append(check_float(exported, model, tensors).untold)
-    if notes is not None:
-        notes += [sentence for sentence in told if sentence]
-    return exported
-
-
-def open_torch(
-    spec: str,
-    inputs: Sequence[tuple[int, ...]],
-    *,
-    dtypes: Sequence[str | None] = (),
-    weights: Path | None = None,
-) -> LoadedModel:
-    """`export_torch`, cleaned and known by its digest like any other model.
-
-    Raises:
-        SdkMissingError, ConfigError, ModelError, ExportError: as `export_torch`.
-    """
-    file, _, factory = spec.rpartition(":")
-    notes = list[str]()
-    exported = export_torch(spec, inputs, dtypes=dtypes, weights=weights, notes=notes)
-    loaded = load_onnx(exported, True)
-    made = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
-    name = f"{Path(file).stem}-{Path(factory).stem}"
-    told = (f"{sentence[0].upper()}{sentence[1:]}." for sentence in notes)
-    return replace(loaded, name=name, notes=(made, *told, *loaded.notes))
-
-
 def load_torch(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:
     """The table's row: says that a PyTorch model needs the shapes of its inputs.
 
     Raises:
-        ConfigError: always; `open_torch` takes the shapes.
+        ConfigError: always; `deploy.fx.opening.open_torch` takes the shapes.
     """
     if not is_torch_spec(source):
         raise ConfigError(f"a model in PyTorch is given as file.py:factory, got {str(source)!r}")
-    return open_torch(str(source), ())
+    raise shapeless(source)
+
+
+def shapeless(spec: object) -> ConfigError:
+    """What to say of a model in PyTorch whose inputs have no shape."""
+    return ConfigError(
+        f"{spec} needs the shape of its input: --input 1x3x224x224, once for each input"
+    )

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn import functional
 
 from deploy.fx.fakequant import FakeQuant, FixedQuant
 from deploy.fx.fuse import called_module, called_once
-from deploy.fx.layers import IntLayer, QatLayer
-from deploy.fx.placement import before_padding
+from deploy.fx.layers import IntLayer, QatLayer, WeightQuant, folded_layer
 from deploy.fx.trace import replace_submodule
 
+_PADDING = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # ZeroPad is a ConstantPad
 CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
 
 
@@ -58,7 +59,10 @@ def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module
     if isinstance(module, FakeQuant):
         scale, zero = module.parameters_of_grid()
         return FixedQuant(module.grid, module.name, scale, zero)
-    return IntLayer(module, name) if isinstance(module, QatLayer) else None
+    if not isinstance(module, QatLayer):
+        return None
+    int8 = isinstance(module.weight_quant, WeightQuant)
+    return IntLayer(module, name) if int8 else folded_layer(module)
 
 
 def _round_biases(graph_module: fx.GraphModule) -> None:
@@ -71,11 +75,27 @@ def _round_biases(graph_module: fx.GraphModule) -> None:
         layer = called_module(graph_module, node)
         if not isinstance(layer, IntLayer) or not called_once(graph_module, node):
             continue
-        source, _ = before_padding(graph_module, node.args[0], node)
+        source = _before_padding(graph_module, node.args[0])
         quant = called_module(graph_module, source)
         if isinstance(quant, FixedQuant) and layer.bias is not None:
             step = quant.scale * layer.weight_scale
             layer.bias.copy_(torch.round(layer.bias / step) * step)
+
+
+def _before_padding(graph_module: fx.GraphModule, tensor: Any) -> Any:
+    """The tensor before any padding with zeros: a real 0 is exact on every grid."""
+    while isinstance(tensor, fx.Node) and _is_zero_pad(graph_module, tensor):
+        tensor = tensor.all_input_nodes[0]
+    return tensor
+
+
+def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.target is functional.pad:
+        options = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False))
+        options |= node.kwargs
+        return options.get("mode", "constant") == "constant" and not options.get("value")
+    module: Any = called_module(graph_module, node)
+    return isinstance(module, _PADDING) and not module.value
 
 
 def _inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:

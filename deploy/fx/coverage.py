@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from torch import nn
+from torch import fx, nn
 
 from deploy.errors import ExportError
 from deploy.fx.fakequant import DynamicQuant, FixedQuant
 from deploy.fx.layers import IntLayer
 
+REASONS = "why in float"  # key in the meta of a prepared or converted graph
 _FEW = 8  # layers that are named
 
 
@@ -22,11 +23,13 @@ class Coverage:
         quantized: qualified names of those with int8 weights.
         left: (qualified name, class) of those that keep weights of two or more dimensions in float.
         activations: how many tensors are quantized.
+        reasons: qualified name of a layer in float -> why, in the words of a build.
     """
 
     quantized: tuple[str, ...]
     left: tuple[tuple[str, str], ...]
     activations: int
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         whole = len(self.quantized) + len(self.left)
@@ -38,9 +41,13 @@ class Coverage:
 
     def named(self) -> str:
         """The layers in float, the first of many."""
-        few = ", ".join(f"{name} ({kind})" for name, kind in self.left[:_FEW])
+        few = ", ".join(self._told(name, kind) for name, kind in self.left[:_FEW])
         more = len(self.left) - _FEW
         return f"{few} and {more} more" if more > 0 else few
+
+    def _told(self, name: str, kind: str) -> str:
+        reason = self.reasons.get(name)
+        return f"{name} ({kind})" if reason is None else f"{name} ({kind}: {reason})"
 
 
 def coverage(
@@ -55,8 +62,11 @@ def coverage(
     """
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()
-    activations = 0
+    activations, reasons = 0, dict[str, str]()
     for name, module in converted.named_modules():
+        if isinstance(module, fx.GraphModule):
+            own_reasons = module.meta.get(REASONS, {})
+            reasons |= {f"{name}.{k}" if name else k: why for k, why in own_reasons.items()}
         activations += isinstance(module, FixedQuant | DynamicQuant)
         if inside and name.startswith(inside):
             continue
@@ -66,7 +76,7 @@ def coverage(
         elif any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             kind = kinds.get(name, type(module).__name__)
             left.append((name or "the model itself", kind))
-    return Coverage(tuple(quantized), tuple(left), activations)
+    return Coverage(tuple(quantized), tuple(left), activations, reasons)
 
 
 def refuse_float(found: Coverage) -> None:

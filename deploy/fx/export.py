@@ -76,7 +76,7 @@ def to_onnx(
                 dynamic_shapes=shapes,
             )
         except Exception as error:  # torch.export and the exporter share no error class
-            raise ModelError(_explain(error, dynamic_batch)) from error
+            raise ModelError(explained(error, dynamic_batch)) from error
     assert program is not None
     written = program.model_proto
     _check_opset(written, opset)
@@ -246,7 +246,8 @@ def _exportable(model: nn.Module) -> nn.Module:
     return exportable
 
 
-def _explain(error: Exception, dynamic_batch: bool) -> str:
+def explained(error: Exception, dynamic_batch: bool) -> str:
+    """One sentence on why torch.export or the exporter failed, with the user's line."""
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__

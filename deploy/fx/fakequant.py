@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from calibrators.grids import UINT8, Grid
 from deploy.errors import CalibrationError
-from deploy.fx.grids import ActivationGrid
 from deploy.fx.lsq import rounded
 from deploy.fx.search import on_grid
 
@@ -49,7 +49,7 @@ class FakeQuant(nn.Module):
     zero_point: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, grid: ActivationGrid, name: str, *, momentum: float = 0.05):
+    def __init__(self, grid: Grid, name: str, *, momentum: float = 0.05):
         super().__init__()
         self.grid = grid
         self.name = name
@@ -207,7 +207,7 @@ class FixedQuant(nn.Module):
     scale: torch.Tensor
     zero_point: torch.Tensor
 
-    def __init__(self, grid: ActivationGrid, name: str, scale: torch.Tensor, zero: torch.Tensor):
+    def __init__(self, grid: Grid, name: str, scale: torch.Tensor, zero: torch.Tensor):
         super().__init__()
         self.grid = grid
         self.name = name
@@ -247,4 +247,4 @@ class FixedQuant(nn.Module):
         )
 
 
-UINT8_MAX = ActivationGrid(8, False, False).qmax
+UINT8_MAX = UINT8.qmax

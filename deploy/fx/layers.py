@@ -177,6 +177,15 @@ class QatConvBn(QatLayer):
         return factor, beta - norm.running_mean * factor
 
 
+def folded_layer(trained: QatLayer) -> nn.Module:
+    """The layer in float, with the weight and bias that a runtime will see."""
+    layer = copy.copy(trained.layer)
+    weight, bias = (None if t is None else t.detach() for t in trained.folded())
+    own = {"weight": weight, "bias": bias}
+    layer._parameters = {k: None if t is None else nn.Parameter(t) for k, t in own.items()}
+    return layer
+
+
 class IntLayer(nn.Module):
     """A layer whose weight is kept in int8: a quarter of the size, exported as integers.
 

@@ -30,7 +30,7 @@ def rounded(
     x: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor,
-    ends: tuple[int, int],
+    ends: tuple[float, float],
     *,
     shared: int,
 ) -> torch.Tensor:
@@ -54,7 +54,7 @@ class _Rounded(torch.autograd.Function):
         x: torch.Tensor,
         scale: torch.Tensor,
         zero: torch.Tensor,
-        ends: tuple[int, int],
+        ends: tuple[float, float],
         shared: int,
     ) -> torch.Tensor:
         low, high = (end - zero.to(x.dtype) for end in ends)

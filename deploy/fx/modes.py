@@ -28,6 +28,7 @@ from deploy.fx.same import check_same
 from deploy.fx.search import Search, search_for
 from deploy.fx.table import columns
 from deploy.metrics.accuracy import sqnr_db
+from deploy.targets import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def quantized(
     batches: Sequence[Sequence[torch.Tensor]],
     *,
     mode: str,
-    target: str = "onnxruntime",
+    target: str | Target = "onnxruntime",
     only: str | None = None,
     search: Search | None = None,
     **options: Any,
@@ -123,7 +124,7 @@ def compare_modes(
     inputs: Sequence[torch.Tensor],
     batches: Sequence[Sequence[torch.Tensor]],
     *,
-    target: str = "onnxruntime",
+    target: str | Target = "onnxruntime",
     search: Search | None = None,
 ) -> list[ModeResult]:
     """Float and every mode that needs no training, in the table's order."""

@@ -1,68 +1,46 @@
-"""Where a target wants its activations quantized: pure analysis of a traced graph.
+"""Where a target wants its pairs, in a graph of PyTorch: its plan of the ONNX model, mapped back.
 
-A *site* is a tensor that is quantized, for all its readers or for some; sites of one *group* share
-their scale::
+`calib8 build` asks the target for a plan of the cleaned ONNX model; here the same question is put
+for the model that the graph exports (`deploy.fx.named`), so that both quantize the same tensors and
+weights. A *site* is a tensor that is quantized, for all its readers or for some; sites of one
+*group* share their scale::
 
-    onnxruntime   x -Q-> Conv -> ReLU -Q-> MaxPool -Q-> Conv -Q-> Add -> ReLU -Q-> ...
-                                       '--- one ---'              / Q
-    tensorrt      x -Q-> Conv -> ReLU -> MaxPool -Q-> Conv -> Add -> ReLU -> ...
-                                                             / Q (the branch that is no Conv's)
-    ascend        x -Q-> Conv -> ReLU -> MaxPool -Q-> Conv -> Add -> ReLU -> ...
+    plan    Pair(fx/relu, [Conv_7])     WeightTarget(conv2.weight, axis 0)
+               |        |                      |
+    graph     relu --> quant --> conv2        conv2: a weight with a scale a channel
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import fx, nn
-from torch.nn import functional
+from torch import fx
 
+from calibrators.grids import Grid
 from deploy.errors import ConfigError
 from deploy.fx.fuse import called_module
-from deploy.fx.grids import Target
 from deploy.fx.layers import WEIGHTED, QatLayer
-from deploy.fx.rewrite import is_op
+from deploy.fx.named import BEFORE, Named, is_float, named
+from deploy.graph.index import Graph
+from deploy.graph.plan import AS_ASKED
 
-Kind = str
-AVERAGE = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-ADAPTIVE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
-PADDING = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # ZeroPad is a ConstantPad
-MODULES: tuple[tuple[Kind, tuple[type[nn.Module], ...]], ...] = (
-    ("weighted", (*WEIGHTED, QatLayer)),
-    ("clip", (nn.ReLU, nn.ReLU6, nn.Hardtanh)),
-    ("pool", (*AVERAGE, *ADAPTIVE)),
-    ("keep", (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.Flatten, nn.Unflatten)),
-    ("keep", (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)),
-    ("keep", (nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)),
-)
-FUNCTIONS: dict[Any, Kind] = {
-    torch.matmul: "matmul",
-    torch.bmm: "matmul",
-    operator.matmul: "matmul",
-    torch.cat: "concat",
-    torch.concat: "concat",
-    functional.relu6: "clip",
-    functional.hardtanh: "clip",
-    functional.avg_pool2d: "pool",
-    functional.adaptive_avg_pool2d: "pool",
-    functional.max_pool2d: "keep",
-    functional.dropout: "keep",
-    torch.flatten: "keep",
-    torch.reshape: "keep",
-    torch.squeeze: "keep",
-    torch.unsqueeze: "keep",
-    torch.transpose: "keep",
-    torch.permute: "keep",
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.graph.plan import Plan
+    from deploy.targets import Target
+
+SHARES = {
+    "add": frozenset({"Add"}),
+    "concat": frozenset({"Concat"}),
+    "pool": frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"}),
+    "keep": frozenset({"MaxPool", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"}),
 }
-METHODS: dict[str, Kind] = {
-    name: "keep"
-    for name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "permute")
-} | {"contiguous": "keep", "matmul": "matmul", "bmm": "matmul"}
-SHARED = ("concat", "keep")
+INSIDE = "a tensor inside of it wants a pair, and PyTorch has it as one call"
+NO_LAYER = "its weight is no layer's: write it as a Conv or Linear of torch.nn"
+_ROUNDS = 16  # each keeps something more in float
 
 
 @dataclass(slots=True)
@@ -77,140 +55,181 @@ class Site:
 
     tensor: fx.Node
     readers: set[fx.Node] | None
-    group: int
+    group: str
 
 
-def kind_of(graph_module: fx.GraphModule, node: fx.Node) -> Kind:
-    """What a node is to quantization: weighted, matmul, add, concat, clip, pool, keep or other.
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What of a graph is quantized.
 
-    "keep" gives values out that went in: max pooling, reshaping, dropout.
+    Attributes:
+        grid: of the activations.
+        sites: its tensors, in the graph's order.
+        weights: qualified name of a layer -> whether its weight has a scale a channel.
+        reasons: qualified name of a layer in float -> why.
     """
-    if node.op == "call_module":
-        module = called_module(graph_module, node)
-        return next((kind for kind, types in MODULES if isinstance(module, types)), "other")
-    if is_op(node, "add") and len(tensor_inputs(node)) == 2:
-        return "add"
-    if is_op(node, "relu"):
-        return "clip"
-    if node.op == "call_function":
-        return FUNCTIONS.get(node.target, "other")
-    return METHODS.get(str(node.target), "other") if node.op == "call_method" else "other"
 
-
-def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes that give `node` floating-point tensors, but for its parameters."""
-    return [n for n in node.all_input_nodes if n.op != "get_attr" and _is_float(n)]
+    grid: Grid
+    sites: tuple[Site, ...]
+    weights: Mapping[str, bool]
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def place(
     graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
     target: Target,
     *,
     skip: Sequence[str] = (),
-    share: Sequence[str] = SHARED,
-) -> list[Site]:
-    """The sites of a graph whose shapes are known (`propagate_shapes`), in the graph's order.
+    share: Sequence[str] = (),
+    whole: Callable[[fx.Node], bool] = lambda node: False,
+) -> Placed:
+    """What of a graph whose shapes are known (`propagate_shapes`) a target wants quantized.
 
     Args:
-        graph_module: the graph, norms folded.
-        target: whose rules to follow.
-        skip: modules to leave in float, by name.
-        share: kinds whose inputs and output share a scale, of add, concat, pool and keep.
+        graph_module: the graph, norms folded or joined with their layers.
+        inputs: example inputs.
+        target: whose plan to follow.
+        skip: layers to leave in float, by name.
+        share: kinds of operators whose inputs and output share a scale beyond what the target
+            wants, of add, concat, pool and keep.
+        whole: says of a call of a module that it stays whole and in float.
 
     Raises:
         ConfigError: `share` names no kind.
+        ModelError: torch.export cannot follow the graph.
     """
-    unknown = sorted(set(share) - {"add", "concat", "pool", "keep"})
-    if unknown:
-        raise ConfigError(f"scales can be shared around add, concat, pool and keep, got {unknown}")
+    if unknown := sorted(set(share) - set(SHARES)):
+        raise ConfigError(f"scales can be shared around {', '.join(SHARES)}, got {unknown}")
+    found = named(graph_module, inputs, whole=whole)
+    kept = {
+        node: AS_ASKED
+        for node, homes in found.homes.items()
+        if any(name in skip for name in _layers(graph_module, found, homes))
+    }
+    plan = _expressible(graph_module, found, target, kept)
+    groups = _groups(found.model, plan, share)
+    return Placed(
+        grid=plan.placement.grid,
+        sites=_sites(graph_module, found, plan, groups),
+        weights=dict(_weights(graph_module, found, plan)),
+        reasons=dict(_reasons(graph_module, found, plan)),
+    )
+
+
+def _expressible(
+    graph_module: fx.GraphModule, found: Named, target: Target, kept: dict[str, str]
+) -> Plan:
+    """The target's plan, with what the graph has no tensor or layer for kept in float."""
+    for _ in range(_ROUNDS):
+        plan = target.plan(found.model, kept)
+        strange = dict(_strange(graph_module, found, plan))
+        if not strange.keys() - kept.keys():
+            break
+        kept |= strange
+    return plan
+
+
+def _strange(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Nodes of the plan that the graph cannot follow, and why."""
+    graph = Graph(found.model)
+    known = set(found.tensors.values())
+    int8 = set(plan.int8_nodes)
+    for pair in plan.pairs:
+        if pair.tensor not in known:
+            maker = graph.producer.get(pair.tensor)
+            around = [*graph.readers.get(pair.tensor, []), *([maker] if maker is not None else [])]
+            yield from ((node.name, INSIDE) for node in around if node.name in int8)
+    for weight in plan.weights:
+        if not any(True for _ in _layers(graph_module, found, found.homes[weight.node])):
+            yield weight.node, NO_LAYER
+
+
+def _layers(graph_module: fx.GraphModule, found: Named, homes: Iterable[fx.Node]) -> Iterator[str]:
+    """Names of the layers with weights that an ONNX node is of.
+
+    A factor behind a layer is folded into its weights in the ONNX model, where the layer's own
+    tensor is gone.
+    """
+    for home in homes:
+        if isinstance(called_module(graph_module, home), (*WEIGHTED, QatLayer)):
+            yield str(home.target)
+            continue
+        gone = [n for n in home.all_input_nodes if is_float(n) and n not in found.tensors]
+        yield from _layers(graph_module, found, gone)
+
+
+def _weights(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator[tuple[str, bool]]:
+    for weight in plan.weights:
+        for name in _layers(graph_module, found, found.homes[weight.node]):
+            yield name, weight.axis is not None
+
+
+def _reasons(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Why layers are float, in the words of a build."""
+    for decision in plan.decisions:
+        if not decision.reason or decision.op_type not in plan.placement.heavy:
+            continue
+        for name in _layers(graph_module, found, found.homes[decision.node]):
+            yield name, decision.reason.replace(BEFORE, "")
+
+
+def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
+    """Paired tensor -> the name of what it shares its scale with."""
+    groups = {pair.tensor: plan.owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
+    wanted = {op_type for kind in share for op_type in SHARES[kind]}
+    graph = Graph(model)
+    for node in graph.nodes:
+        if node.op_type in wanted:
+            around = [*node.input, node.output[0], graph.tail(node)]
+            joined = [groups[tensor] for tensor in around if tensor in groups]
+            groups = {t: joined[0] if own in joined else own for t, own in groups.items()}
+    return groups
+
+
+def _sites(
+    graph_module: fx.GraphModule, found: Named, plan: Plan, groups: Mapping[str, str]
+) -> tuple[Site, ...]:
+    order = {node: place for place, node in enumerate(graph_module.graph.nodes)}
     sites: dict[fx.Node, Site] = {}
-    order = {node: i for i, node in enumerate(graph_module.graph.nodes)}
-    for node in graph_module.graph.nodes:
-        if node.op == "call_module" and str(node.target) in skip:
+    for pair in plan.pairs:
+        group = groups[pair.tensor]
+        if pair.consumers is None:
+            node = found.nodes_of(pair.tensor)[0]
+            sites[node] = Site(node, None, group)
             continue
-        for tensor in _wanted_inputs(graph_module, node, target, order):
-            tensor, reader = before_padding(graph_module, tensor, node)
-            _add(sites, order, tensor, None if target.outputs else reader)
-        if target.outputs and _wants_output(graph_module, node):
-            _add(sites, order, output_of(graph_module, node), None)
-    _share(graph_module, sites, share)
-    return sorted(sites.values(), key=lambda site: order[site.tensor])
+        for node, reader in _edges(found, pair.tensor, pair.consumers):
+            site = sites.setdefault(node, Site(node, set(), group))
+            if site.readers is not None:
+                site.readers.add(reader)
+    return tuple(sorted(sites.values(), key=lambda site: order[site.tensor]))
 
 
-def output_of(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """The ReLU or Clip that alone reads `node`, which runtimes fuse with it; else `node`."""
-    readers = list(node.users)
-    if len(readers) == 1 and kind_of(graph_module, readers[0]) == "clip":
-        return readers[0]
-    return node
+def _edges(
+    found: Named, tensor: str, consumers: Iterable[str]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(node, reader): where consumers of a tensor get it in the graph."""
+    for consumer in consumers:
+        for home in found.homes[consumer]:
+            yield from _reaching(found, tensor, home)
 
 
-def before_padding(
-    graph_module: fx.GraphModule, tensor: fx.Node, reader: fx.Node
-) -> tuple[fx.Node, fx.Node]:
-    """The tensor before any padding with zeros, and who reads it there.
+def _reaching(found: Named, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """As `_edges`, of one reader: through nodes that are none in the ONNX model.
 
-    A real 0 is exact on every grid, so padding and quantizing commute; padding after it joins the
-    convolution.
+    What only it reads, such as padding that is part of its convolution, is quantized before.
     """
-    while is_zero_pad(graph_module, tensor):
-        tensor, reader = tensor.all_input_nodes[0], tensor
-    return tensor, reader
+    for source in filter(_carries, reader.all_input_nodes):
+        held = found.tensors.get(source)
+        if held is None:
+            behind = list(_reaching(found, tensor, source))
+            apart = is_float(source) and len(source.users) > 1
+            yield from [(source, reader)] if behind and apart else behind
+        elif held == tensor:
+            first = [node for node in source.all_input_nodes if found.tensors.get(node) == tensor]
+            yield (first[0], source) if first and len(source.users) == 1 else (source, reader)
 
 
-def is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether `node` pads with zeros."""
-    if node.target is functional.pad:
-        options = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False))
-        options |= node.kwargs
-        return options.get("mode", "constant") == "constant" and not options.get("value")
-    module: Any = called_module(graph_module, node)
-    return isinstance(module, PADDING) and not module.value
-
-
-def _wanted_inputs(
-    graph_module: fx.GraphModule, node: fx.Node, target: Target, order: dict[fx.Node, int]
-) -> Iterator[fx.Node]:
-    kind = kind_of(graph_module, node)
-    inputs = tensor_inputs(node)
-    if kind in ("weighted", "matmul") or (target.outputs and kind in ("add", "concat", "pool")):
-        yield from inputs
-    elif kind == "add" and target.add:
-        fusing = [n for n in inputs if kind_of(graph_module, n) == "weighted" and len(n.users) == 1]
-        if fusing:
-            last = max(fusing, key=order.__getitem__)
-            yield from (n for n in inputs if n is not last)
-
-
-def _wants_output(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    """A Linear's output may stay in float: the last one gives the logits."""
-    kind = kind_of(graph_module, node)
-    linear = isinstance(called_module(graph_module, node), nn.Linear)
-    return kind in ("weighted", "add", "concat", "matmul") and not linear
-
-
-def _add(
-    sites: dict[fx.Node, Site], order: dict[fx.Node, int], tensor: fx.Node, reader: fx.Node | None
-) -> None:
-    site = sites.setdefault(tensor, Site(tensor, set(), order[tensor]))
-    if reader is None:
-        site.readers = None
-    elif site.readers is not None:
-        site.readers.add(reader)
-
-
-def _share(graph_module: fx.GraphModule, sites: dict[fx.Node, Site], share: Sequence[str]) -> None:
-    """Join the groups of each sharing node's inputs and output, where they are quantized."""
-    for node in graph_module.graph.nodes:
-        if kind_of(graph_module, node) not in share:
-            continue
-        around = [*tensor_inputs(node), output_of(graph_module, node), node]
-        groups = {sites[n].group for n in around if n in sites}
-        if len(groups) > 1:
-            for site in sites.values():
-                site.group = min(groups) if site.group in groups else site.group
-
-
-def _is_float(node: fx.Node) -> bool:
-    meta: Any = node.meta.get("tensor_meta")
-    return hasattr(meta, "dtype") and bool(meta.dtype.is_floating_point)
+def _carries(node: fx.Node) -> bool:
+    """Whether a node gives floats, or several tensors; not sizes."""
+    return is_float(node) or isinstance(node.meta.get("tensor_meta"), tuple | list)

@@ -9,25 +9,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from calibrators.grids import INT8, Grid
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import graph_of
 from deploy.fx.convert import CustomClasses
 from deploy.fx.copied import plain_copy
+from deploy.fx.coverage import REASONS
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
 from deploy.fx.fuse import called_module, fold_batch_norms, fold_frozen, foldable, layers_to_modules
-from deploy.fx.grids import ActivationGrid, Target, find_target
+from deploy.fx.grids import at_bits
 from deploy.fx.layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis
-from deploy.fx.norms import is_norm
-from deploy.fx.placement import SHARED, Site, place
+from deploy.fx.lift import is_layer
+from deploy.fx.norms import FrozenNorm, is_norm
+from deploy.fx.opened import open_calls
+from deploy.fx.placement import Site, place
 from deploy.fx.rewrite import propagate_shapes
 from deploy.fx.trace import replace_submodule, submodule
+from deploy.targets import Target, named
 
 MODES = ("static", "dynamic", "weight-only")
 
@@ -39,7 +44,7 @@ class CustomConfig:
     `WeightQuant`.
     """
 
-    def __init__(self, grid: ActivationGrid, name: str, bits: int):
+    def __init__(self, grid: Grid, name: str, bits: int):
         self.grid = grid
         self.name = name
         self.bits = bits
@@ -57,13 +62,13 @@ def prepare(
     model: nn.Module,
     inputs: Sequence[torch.Tensor],
     *,
-    target: str = "onnxruntime",
+    target: str | Target = "onnxruntime",
     mode: str = "static",
     bits: int = 8,
     norms: str = "fold",
     leaves: Sequence[str | type[nn.Module]] = (),
     skip: Sequence[str] = (),
-    share: Sequence[str] = SHARED,
+    share: Sequence[str] = (),
     custom: CustomClasses | None = None,
     momentum: float = 0.05,
 ) -> fx.GraphModule:
@@ -72,14 +77,16 @@ def prepare(
     Args:
         model: a float model; for norms="fold" in eval mode.
         inputs: example inputs, any batch size.
-        target: onnxruntime, tensorrt or ascend; decides grid and places.
+        target: onnxruntime, tensorrt or ascend, or one with options of its own; its plan says which
+            tensors and weights are quantized, as in `calib8 build`, and on which grid.
         mode: "static" (scales from calibration; also for training), "dynamic" (Linear, activations
             by each batch's own range) or "weight-only".
         bits: of activations and weights, 2 to 8.
         norms: "fold" BatchNorm before, or "train" it with its layer (see `freeze_norms`).
         leaves: modules kept whole and in float, by name, class name or class.
         skip: layers left in float, by name.
-        share: kinds whose inputs and output share a scale, of add, concat, pool, keep.
+        share: kinds of operators whose inputs and output share a scale beyond what the target
+            wants, of add, concat, pool, keep.
         custom: float class -> observed class with `from_float`; kept whole.
         momentum: of the moving average of min and max; 1 for the extremes of all batches.
 
@@ -87,26 +94,59 @@ def prepare(
         ConfigError: an option that names nothing.
         ModelError: the model cannot be traced or run.
     """
-    _check_options(mode, norms, momentum)
+    _check_options(mode, norms, momentum, bits)
     custom = custom or {}
-    chosen = find_target(target)
-    grid = chosen.activations(bits)
+    chosen = target_of(target)
     graph_module = _graph(model, inputs, [*leaves, *custom], norms)
     _check_skip(graph_module, skip)
     if norms == "train":
         _merge_norms(graph_module, bits, skip)
     _run_once(graph_module, inputs)
+    whole = _Whole(graph_module, [*leaves, *custom])
+    open_calls(graph_module)
+    _run_once(graph_module, inputs)
+    placed = place(graph_module, inputs, chosen, skip=skip, share=share, whole=whole)
     if mode == "static":
-        sites = place(graph_module, chosen, skip=skip, share=share)
-        observers = _insert_observers(graph_module, sites, grid, momentum)
+        grid = at_bits(placed.grid, bits)
+        observers = _insert_observers(graph_module, placed.sites, grid, momentum)
         _swap_custom(graph_module, custom, grid, bits, momentum, observers)
     elif mode == "dynamic":
-        _insert_dynamic(graph_module, skip)
-    _wrap_weights(graph_module, chosen, bits, skip, linear_only=mode == "dynamic")
+        _insert_dynamic(graph_module, placed.weights)
+    _wrap_weights(graph_module, placed.weights, bits, linear_only=mode == "dynamic")
+    graph_module.meta[REASONS] = dict(placed.reasons)
     graph_module.delete_all_unused_submodules()
     graph_module.graph.lint()
     graph_module.recompile()
     return graph_module.to(device_of(graph_module))
+
+
+def target_of(target: str | Target) -> Target:
+    """The target of a name, with its options as they are by default; another as it is.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    return named(target)() if isinstance(target, str) else target
+
+
+class _Whole:
+    """Which calls of modules stay whole: leaves, and modules of which this package knows nothing.
+
+    Args:
+        graph_module: the graph that calls them.
+        leaves: names, names of classes, or classes.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, leaves: Sequence[str | type[nn.Module]]):
+        self.graph_module = graph_module
+        self.leaves = leaves
+
+    def __call__(self, node: fx.Node) -> bool:
+        module = called_module(self.graph_module, node)
+        assert module is not None
+        names = (str(node.target), type(module).__name__, type(module))
+        known = is_layer(module) or is_norm(module) or isinstance(module, (QatLayer, FrozenNorm))
+        return not known or any(leaf in names for leaf in self.leaves)
 
 
 def prepare_only(
@@ -140,13 +180,14 @@ def prepare_only(
     return model
 
 
-def _check_options(mode: str, norms: str, momentum: float) -> None:
+def _check_options(mode: str, norms: str, momentum: float, bits: int) -> None:
     if mode not in MODES:
         raise ConfigError(f"a mode is one of {', '.join(MODES)}, got {mode!r}")
     if norms not in ("fold", "train"):
         raise ConfigError(f"norms are 'fold' or 'train', got {norms!r}")
     if not 0 < momentum <= 1:
         raise ConfigError(f"momentum lies in (0, 1], got {momentum}")
+    at_bits(INT8, bits)
 
 
 def _graph(
@@ -186,9 +227,9 @@ def _run_once(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> N
 
 
 def _insert_observers(
-    graph_module: fx.GraphModule, sites: list[Site], grid: ActivationGrid, momentum: float
+    graph_module: fx.GraphModule, sites: Sequence[Site], grid: Grid, momentum: float
 ) -> dict[fx.Node, FakeQuant]:
-    groups: dict[int, str] = {}
+    groups: dict[str, str] = {}
     made: dict[fx.Node, FakeQuant] = {}
     for site in sites:
         name = groups.get(site.group)
@@ -216,10 +257,10 @@ def _insert(
             reader.replace_input_with(tensor, quantized)
 
 
-def _insert_dynamic(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
+def _insert_dynamic(graph_module: fx.GraphModule, weights: Mapping[str, bool]) -> None:
     for node in list(graph_module.graph.nodes):
         module = called_module(graph_module, node)
-        if isinstance(module, nn.Linear) and str(node.target) not in skip:
+        if isinstance(module, nn.Linear) and str(node.target) in weights:
             source = node.args[0]
             name = f"quant_{source.name}"
             if not hasattr(graph_module, name):
@@ -230,7 +271,7 @@ def _insert_dynamic(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
 def _swap_custom(
     graph_module: fx.GraphModule,
     custom: CustomClasses,
-    grid: ActivationGrid,
+    grid: Grid,
     bits: int,
     momentum: float,
     observers: dict[fx.Node, FakeQuant],
@@ -247,7 +288,7 @@ def _swap_custom(
         if not hasattr(new, "activation_post_process"):
             if node not in observers:
                 (site,) = _insert_observers(
-                    graph_module, [Site(node, None, -1)], grid, 0.05
+                    graph_module, [Site(node, None, "")], grid, 0.05
                 ).items()
                 observers[node] = site[1]
             new.activation_post_process = observers[node]
@@ -255,20 +296,20 @@ def _swap_custom(
 
 
 def _wrap_weights(
-    graph_module: fx.GraphModule,
-    target: Target,
-    bits: int,
-    skip: Sequence[str],
-    *,
-    linear_only: bool,
+    graph_module: fx.GraphModule, weights: Mapping[str, bool], bits: int, *, linear_only: bool
 ) -> None:
-    for node in graph_module.graph.nodes:
-        module = called_module(graph_module, node)
-        wanted = (nn.Linear,) if linear_only else WEIGHTED
-        if isinstance(module, wanted) and str(node.target) not in skip:
-            per_channel = target.linear_per_channel or not isinstance(module, nn.Linear)
-            quant = WeightQuant(channel_axis(module, per_channel), bits)
-            replace_submodule(graph_module, str(node.target), QatLayer(module, quant))
+    """Fake-quantize the weights; layers trained with their norm that stay float lose theirs."""
+    called = (str(n.target) for n in graph_module.graph.nodes if n.op == "call_module")
+    for name in dict.fromkeys(called):
+        module = graph_module.get_submodule(name)
+        plain = isinstance(module, (nn.Linear,) if linear_only else WEIGHTED)
+        if isinstance(module, QatLayer) and name in weights:
+            module.weight_quant = WeightQuant(channel_axis(module.layer, weights[name]), bits)
+        elif isinstance(module, QatLayer):
+            module.weight_quant = nn.Identity()
+        elif plain and name in weights:
+            quant = WeightQuant(channel_axis(module, weights[name]), bits)
+            replace_submodule(graph_module, name, QatLayer(module, quant))
 
 
 def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -> None:

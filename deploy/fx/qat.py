@@ -29,12 +29,13 @@ from deploy.fx.device import CPU, Reached, device_of, moved
 from deploy.fx.distill import Distiller
 from deploy.fx.learned import Scales, hold, learn, values_of
 from deploy.fx.observe import as_inputs
-from deploy.fx.placement import SHARED
-from deploy.fx.prepare import prepare, prepare_only
+from deploy.fx.prepare import prepare, prepare_only, target_of
 from deploy.fx.same import check_same
 from deploy.fx.search import search_for
 from deploy.method import Method
 from deploy.progress import phase
+from deploy.targets import Target
+from deploy.targets.options import given
 
 RANGES = ("kept", "follow", "learned")
 
@@ -88,7 +89,7 @@ class Task:
     clip_gradient: float = 1.0
     leaves: Sequence[str | type[nn.Module]] = ()
     skip: Sequence[str] = ()
-    share: Sequence[str] = SHARED
+    share: Sequence[str] = ()
     custom: CustomClasses | None = None
     convert: CustomClasses | None = None
     norms: str = "fold"
@@ -120,7 +121,7 @@ class Trained:
 def train(
     task: Task,
     *,
-    target: str = "onnxruntime",
+    target: str | Target = "onnxruntime",
     bits: int = 8,
     checkpoint: Path | None = None,
     device: torch.device | None = None,
@@ -130,7 +131,7 @@ def train(
 
     Args:
         task: the user's model and data.
-        target: onnxruntime, tensorrt or ascend.
+        target: as `deploy.fx.prepare.prepare`.
         bits: of activations and weights, 2 to 8.
         checkpoint: written after each epoch; where it exists, training goes on from it and ends
             as it would have without the break.
@@ -148,7 +149,8 @@ def train(
             f"{name} is computed in the model from other tensors; trained as a weight of its own"
         )
     task = _on(task, device)
-    prepared = _prepared(task, target, bits)
+    chosen = target_of(target)
+    prepared = _prepared(task, chosen, bits)
     batches = task.calibration or (lambda: _first_inputs(task))
     search = search_for(target, task.method)
     calibrate(prepared, batches(), search=search)
@@ -159,7 +161,7 @@ def train(
     learned = learn(prepared) if task.ranges == "learned" else {}
     optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
     rates = [group["lr"] for group in optimizer.param_groups]
-    mark = _marks(task, prepared, optimizer, target, bits, search.label)
+    mark = _marks(task, prepared, optimizer, chosen, bits, search.label)
     first, losses = 0, list[float]()
     if checkpoint is not None and checkpoint.exists():
         first, losses = checkpoints.resume(checkpoint, mark, prepared, optimizer)
@@ -203,13 +205,13 @@ def _marks(
     task: Task,
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
-    target: str,
+    target: Target,
     bits: int,
     method: str,
 ) -> checkpoints.Marks:
     """What a checkpoint must be of for the training to go on from it; the data is not looked at."""
     settings = {
-        "target": target,
+        "target": (target.name, given(target)),
         "number of bits": bits,
         "number of epochs": task.epochs,
         "handling of norms": task.norms,
@@ -223,7 +225,7 @@ def _marks(
     return checkpoints.marks(task.model, prepared, optimizer, teacher=teacher, settings=settings)
 
 
-def _prepared(task: Task, target: str, bits: int) -> nn.Module:
+def _prepared(task: Task, target: Target, bits: int) -> nn.Module:
     if task.ranges not in RANGES:
         raise ConfigError(
             f"ranges of a training are one of {', '.join(RANGES)}, got {task.ranges!r};"

@@ -12,7 +12,7 @@ too: AMCT's IFMR for ascend, of activations that come from rounded weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,13 +20,12 @@ import numpy as np
 from calibrators.amct.ifmr import IfmrParams
 from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming
 from calibrators.amct.statistics import IfmrOf
-from calibrators.grids import Grid, affine_params, signed, symmetric_scale, unsigned
+from calibrators.grids import Grid, affine_params, symmetric_scale
 from calibrators.histogram import Histogram
 from calibrators.statistics import Recorder, Statistic
 from deploy.errors import ConfigError
-from deploy.fx.grids import ActivationGrid
-from deploy.graph.plan import ASCEND
 from deploy.method import Method
+from deploy.targets import Target, named
 
 OnGrid = tuple[np.float32, int]
 
@@ -49,28 +48,29 @@ class Search(Protocol):
         """Whether it is to see what layers with rounded weights make."""
         ...
 
-    def check(self, grid: ActivationGrid) -> None:
+    def check(self, grid: Grid) -> None:
         """Refuse a grid that it is not defined for."""
         ...
 
-    def on(self, recorder: Recorder, grid: ActivationGrid) -> OnGrid:
+    def on(self, recorder: Recorder, grid: Grid) -> OnGrid:
         """(scale, zero_point) of a tensor that was observed."""
         ...
 
 
-def search_for(target: str, method: Method | str | None = None) -> Search:
+def search_for(target: str | Target, method: Method | str | None = None) -> Search:
     """The search of a target's ranges.
 
     Args:
-        target: onnxruntime, tensorrt or ascend.
+        target: of `deploy.targets`, or its name.
         method: of `calibrators.searches`, as "mse" or "percentile 99.9"; None for what `build`
             takes for the target.
 
     Raises:
-        ConfigError: there is no such method.
+        ConfigError: there is no such target or method.
     """
     if method is None:
-        return _OWN.get(target, BY_DEFAULT)
+        chosen = named(target) if isinstance(target, str) else target
+        return Ifmr() if chosen.own_method else BY_DEFAULT
     return ByMethod(Method.labelled(method) if isinstance(method, str) else method)
 
 
@@ -95,7 +95,7 @@ class ByMethod:
         """No: as in `build`."""
         return False
 
-    def check(self, grid: ActivationGrid) -> None:
+    def check(self, grid: Grid) -> None:
         """Refuse other bits than 8 where the row is defined for these alone.
 
         Raises:
@@ -107,16 +107,18 @@ class ByMethod:
                 " lp, percentile or minmax"
             )
 
-    def on(self, recorder: Recorder, grid: ActivationGrid) -> OnGrid:
+    def on(self, recorder: Recorder, grid: Grid) -> OnGrid:
         """(scale, zero_point); of a tensor that was always 0, scale 1."""
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
             return on_grid(0.0, 0.0, grid)
-        own = stored(grid)
-        kinds = {"symmetric": own} if own.symmetric else {"affine": own}
+        kinds = {"symmetric": grid} if grid.symmetric else {"affine": grid}
         found = self.method.search(**kinds)(recorder)
-        ends = (-found.amax, found.amax) if own.symmetric else (found.lo, found.hi)
+        ends = (-found.amax, found.amax) if grid.symmetric else (found.lo, found.hi)
         return on_grid(*ends, grid)
+
+
+BY_DEFAULT: Search = ByMethod(Method.of())
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +140,10 @@ class Ifmr:
         """AMCT calibrates after it has rounded the weights."""
         return True
 
-    def check(self, grid: ActivationGrid) -> None:
+    def check(self, grid: Grid) -> None:
         """It takes any grid."""
 
-    def on(self, recorder: Recorder, grid: ActivationGrid) -> OnGrid:
+    def on(self, recorder: Recorder, grid: Grid) -> OnGrid:
         """(scale, zero_point); of a tensor that is next to 0 throughout, scale 1."""
         assert isinstance(recorder, IfmrHistogram)
         params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)
@@ -149,21 +151,9 @@ class Ifmr:
         return found.scale, found.offset
 
 
-def on_grid(lo: float, hi: float, grid: ActivationGrid) -> OnGrid:
+def on_grid(lo: float, hi: float, grid: Grid) -> OnGrid:
     """(scale, zero_point) of a clip range on a grid, as `build` has them; scale 1 of no width."""
-    own = stored(grid)
-    if not own.symmetric:
-        return affine_params(lo, hi, own)
-    scale = symmetric_scale(max(-lo, hi), own)
+    if not grid.symmetric:
+        return affine_params(lo, hi, grid)
+    scale = symmetric_scale(max(-lo, hi), grid)
     return (scale if scale > 0 else np.float32(1.0)), 0
-
-
-def stored(grid: ActivationGrid) -> Grid:
-    """The same grid as `calibrators` describes it."""
-    if not grid.signed:
-        return unsigned(grid.bits)
-    return replace(signed(grid.bits), symmetric=grid.symmetric)
-
-
-BY_DEFAULT: Search = ByMethod(Method.of())
-_OWN: dict[str, Search] = {ASCEND.name: Ifmr()}

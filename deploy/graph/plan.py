@@ -43,6 +43,7 @@ AS_ASKED = "kept float as asked"  # the reason of a node that the user keeps in 
 FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})  # where int8 is the gain
+FloatNodes = Mapping[str, str] | Iterable[str]  # nodes to keep in float, with why
 _FLOAT = onnx.TensorProto.FLOAT
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 
@@ -247,7 +248,7 @@ def analyse(
     model: onnx.ModelProto,
     placement: Placement,
     *,
-    float_nodes: Mapping[str, str] | Iterable[str] = (),
+    float_nodes: FloatNodes = (),
     float_tensors: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide for every node whether it runs in int8.
@@ -283,7 +284,7 @@ def analyse(
     )
 
 
-def reasons(float_nodes: Mapping[str, str] | Iterable[str]) -> Mapping[str, str]:
+def reasons(float_nodes: FloatNodes) -> Mapping[str, str]:
     """Node to keep in float -> why; where nothing is said, the user asked for it."""
     if isinstance(float_nodes, Mapping):
         return float_nodes

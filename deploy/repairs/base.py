@@ -37,7 +37,7 @@ class Making:
 
     def int8_nodes(self, request: BuildRequest) -> frozenset[str]:
         """Nodes that the target runs in integers, as far as the model alone tells."""
-        decisions = self.target.decisions(request.model, tuple(request.float_nodes))
+        decisions = self.target.plan(request.model, request.float_nodes).decisions
         return frozenset(d.node for d in decisions if d.precision not in FLOATS)
 
 

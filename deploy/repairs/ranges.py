@@ -75,7 +75,7 @@ def _readers(
 ) -> list[tuple[Layer, str, Grid]]:
     """The int8 layers with the tensor whose range their input has, and its grid."""
     graph = Graph(request.model)
-    decisions = making.target.decisions(request.model, tuple(request.float_nodes))
+    decisions = making.target.plan(request.model, request.float_nodes).decisions
     grids = {d.node: GRIDS[d.precision] for d in decisions if d.quantized}
     return [
         (layer, root, grids[layer.name])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
-    from deploy.graph.plan import Decision
+    from deploy.graph.plan import Decision, FloatNodes, Plan
     from deploy.targets.stored import StoredWeight
     from deploy.tensors import Samples, Session
 
@@ -215,10 +215,13 @@ class Target(Protocol):
         """Tensors that need a scale for this target, as far as the model alone tells."""
         ...
 
-    def decisions(
-        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
-    ) -> tuple[Decision, ...]:
-        """Every node, int8 or float with its reason, as far as the model alone tells."""
+    def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
+        """Every node, int8 or float with its reason, and where Q/DQ pairs stand for that.
+
+        Args:
+            model: cleaned.
+            float_nodes: names of nodes to keep in float, with why where it is not the user's word.
+        """
         ...
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
-    from deploy.graph.plan import Decision, Placement
+    from deploy.graph.plan import Decision, FloatNodes, Placement, Plan
     from deploy.tensors import Session
 
 
@@ -85,14 +85,14 @@ class OnnxRuntime:
 
         return analyse(model, self.placement, float_nodes=float_nodes).activations
 
-    def decisions(
-        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
-    ) -> tuple[Decision, ...]:
+    def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """What the graph analysis decides before anything is calibrated."""
-        from deploy.graph.plan import analyse
+        from deploy.graph.plan import analyse, reasons
 
-        plan = analyse(model, self._static, float_nodes=float_nodes)
-        return self._with_dynamic(plan.decisions, self._dynamic(model, float_nodes))
+        kept = reasons(float_nodes)
+        plan = analyse(model, self._static, float_nodes=kept)
+        dynamic = self._dynamic(model, tuple(kept))
+        return replace(plan, decisions=self._with_dynamic(plan.decisions, dynamic))
 
     @property
     def _static(self) -> Placement:

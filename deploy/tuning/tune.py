@@ -193,7 +193,7 @@ def _searched(
     step: Step,
 ) -> tuple[TargetPlan, int]:
     floats = tuple(request.float_nodes)
-    decisions = target.decisions(request.model, floats)
+    decisions = target.plan(request.model, floats).decisions
     units = units_of(request.model, decisions)
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
@@ -315,7 +315,7 @@ def _check_names(request: BuildRequest, plan: TargetPlan) -> None:
 
 def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) -> None:
     """What a layer loses on one grid says nothing of another."""
-    word = word_of(target.decisions(request.model, tuple(request.float_nodes)))
+    word = word_of(target.plan(request.model, request.float_nodes).decisions)
     if plan.precision not in ("", word):
         raise ConfigError(
             f"a plan must be made for the grid that is built, got one of {plan.precision} for"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from deploy.errors import ModelError
 from deploy.graph.edit import copied, name_nodes_by_place
 from deploy.graph.index import Graph, attributes
-from deploy.graph.plan import ASCEND
+from deploy.graph.plan import ASCEND, WeightTarget
 
 if TYPE_CHECKING:
     import onnx
@@ -104,6 +104,14 @@ class Layer:
     def channel_wise(self) -> bool:
         """Whether this layer's weight may have one scale per output channel."""
         return bool(self.weight) and self.kind not in ASCEND.per_tensor
+
+    @property
+    def target(self) -> WeightTarget:
+        """Its weight as a plan has it; a grouped ConvTranspose has no one axis of channels."""
+        axes = {"Conv": 0, "ConvTranspose": 1}
+        single = not self.channel_wise or (self.kind == "ConvTranspose" and self.group > 1)
+        axis = None if single else axes[self.kind]
+        return WeightTarget(self.weight, self.node, axis, self.bias or None)
 
     @property
     def channel_axis(self) -> int:

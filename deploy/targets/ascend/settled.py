@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration.subject import Subject
-    from deploy.graph.plan import Decision
+    from deploy.graph.plan import Decision, FloatNodes, Plan
     from deploy.targets.ascend.config_types import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
 
@@ -60,6 +60,24 @@ def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
     }
     tensors = (one for one in config.tensors if not {one.key, one.layer_name} & {*float_nodes})
     return replace(config, layers=layers, tensors=tuple(tensors))
+
+
+def planned(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
+    """What AMCT quantizes by default, as a plan; its pairs stand on the inputs of layers."""
+    from deploy.graph.plan import ASCEND, Pair, Plan, reasons
+
+    kept = reasons(float_nodes)
+    named, graph = prepared(model)
+    chosen = {name: layer for name, layer in graph.layers.items() if name not in kept}
+    readers: dict[str, tuple[str, ...]] = {}
+    for layer in chosen.values():
+        readers[layer.input] = (*readers.get(layer.input, ()), layer.node)
+    return Plan(
+        placement=ASCEND,
+        decisions=decided(named, graph, chosen, kept),
+        pairs=tuple(Pair(tensor, nodes) for tensor, nodes in readers.items()),
+        weights=tuple(layer.target for layer in chosen.values() if layer.weight),
+    )
 
 
 def decided(

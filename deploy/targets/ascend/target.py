@@ -24,7 +24,7 @@ from deploy.targets.ascend.cann import DEFAULT, PARSERS
 from deploy.targets.ascend.om import NO_ATC, write_om, write_readme
 from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.scales_told import calibration_notes, chips, searches
-from deploy.targets.ascend.settled import decided, prepared, unfused, without
+from deploy.targets.ascend.settled import decided, planned, prepared, unfused, without
 from deploy.targets.ascend.source import COLORS, STANDARDS, Source, read_size
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
-    from deploy.graph.plan import Decision
+    from deploy.graph.plan import FloatNodes, Plan
     from deploy.targets.ascend.atc import AtcOptions
     from deploy.targets.ascend.calibrate import Recorded, RecordPlan
     from deploy.targets.ascend.config_types import QuantConfig
@@ -196,12 +196,9 @@ class Ascend:
         read = ((one.input, *(one.others if one.two_activations else ())) for one in layers)
         return tuple(dict.fromkeys(tensor for tensors in read for tensor in tensors))
 
-    def decisions(
-        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
-    ) -> tuple[Decision, ...]:
+    def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """The layers that AMCT quantizes by default, and why the others stay float."""
-        named, graph = prepared(model)
-        return decided(named, graph, [name for name in graph.layers if name not in float_nodes])
+        return planned(model, float_nodes)
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """What AMCT's searches want, on the model with fake-quantized weights.
@@ -213,7 +210,7 @@ class Ascend:
         if subject.loaded.trained is not None:
             self._refuse_quantizing(subject.loaded.trained)
             return ()
-        return self.plan(subject).observations
+        return self.record_plan(subject).observations
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """The fake-quant model."""
@@ -227,7 +224,7 @@ class Ascend:
         from deploy.targets.ascend.keeping import keeping, keeping_plan, kept_layers, mixed
 
         def made() -> tuple[onnx.ModelProto, RecordPlan, Recorded]:
-            plan = self.plan(request.subject)  # kept with its model, which its id stands for
+            plan = self.record_plan(request.subject)  # kept with its model, which its id stands for
             return request.model, plan, plan.record(request.ranges.observed)
 
         key = self, id(request.model)
@@ -377,7 +374,7 @@ class Ascend:
             " does not drive; its fake-quant model has the same numerics and runs here"
         )
 
-    def plan(self, subject: Subject) -> RecordPlan:
+    def record_plan(self, subject: Subject) -> RecordPlan:
         """The layers, settled by the configuration and by what the user keeps in float."""
         from deploy.calibration.subject import FOLDED
         from deploy.targets.ascend.calibrate import RecordPlan

@@ -47,7 +47,7 @@ def plans(target: Ascend, subject: Subject) -> dict[str, RecordPlan]:
 
     Where nothing else was observed, or the user has a configuration, that alone says how.
     """
-    own = target.plan(subject)
+    own = target.record_plan(subject)
     if target.config is not None or not isinstance(target, Choosing):
         return {CONFIGURED: own}
     return {CONFIGURED: own, **{name: _plan(own, name) for name in (*_OTHERS, *_BALANCED)}}

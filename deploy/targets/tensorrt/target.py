@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
-    from deploy.graph.plan import Decision
+    from deploy.graph.plan import FloatNodes, Plan
     from deploy.method import Method
     from deploy.targets.tensorrt.match import Match
     from deploy.tensors import Session
@@ -88,13 +88,12 @@ class TensorRT(Asked):
 
         return tuple(trt_tensors(model))
 
-    def decisions(
-        self, model: onnx.ModelProto, float_nodes: tuple[str, ...] = ()
-    ) -> tuple[Decision, ...]:
+    def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """What the Q/DQ model would quantize; with a cache TensorRT itself decides."""
         from deploy.graph.plan import analyse
+        from deploy.targets.tensorrt.to_qdq import with_groups
 
-        return analyse(model, self.placement, float_nodes=float_nodes).decisions
+        return with_groups(model, analyse(model, self.placement, float_nodes=float_nodes))
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """The method's statistic of every float tensor; TensorRT's own methods see the file."""
@@ -185,7 +184,7 @@ class TensorRT(Asked):
 
     def _check_nodes(self, subject: Subject) -> None:
         """Refuse a model of which nothing would be in fp8, whose layers are small more often."""
-        decisions = self.decisions(subject.model, subject.float_nodes)
+        decisions = self.plan(subject.model, subject.float_nodes).decisions
         if self.precision == FP8 and not any(one.quantized for one in decisions):
             raise ModelError(
                 f"at least one node of the model must be able to run in fp8, got none in"

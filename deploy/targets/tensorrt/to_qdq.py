@@ -18,7 +18,8 @@ requantize each of them. `own_concat_scales` keeps them apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ import numpy as np
 from calibrators.grids import INT8, quantize
 from calibrators.scales import Scale
 from deploy.graph.edit import replace_nodes
+from deploy.graph.flow import POOLS
 from deploy.graph.index import Graph, attributes
 from deploy.graph.plan import TENSORRT, Plan
 from deploy.targets.qdq import write_qdq
@@ -117,19 +119,47 @@ def concat_scales(
     model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32]
 ) -> dict[str, np.float32]:
     """The scales with those of each Concat group (its quantized inputs and output) made equal."""
-    groups: list[set[str]] = []
+    shared = dict(scales)
+    for group in concat_groups(model, plan, scales):
+        shared |= dict.fromkeys(group, max((scales[n] for n in group), default=np.float32(0)))
+    return shared
+
+
+def concat_groups(
+    model: onnx.ModelProto, plan: Plan, tensors: Collection[str]
+) -> list[frozenset[str]]:
+    """Those of `tensors` that meet in a Concat, over all Concats that have one in common."""
+    groups: list[frozenset[str]] = []
     for node in model.graph.node:
         if node.op_type != "Concat":
             continue
-        group = {plan.owners.get(n, n) for n in [*node.input, *node.output]} & set(scales)
+        group = frozenset(plan.owners.get(n, n) for n in [*node.input, *node.output])
+        group &= frozenset(tensors)
         for other in [g for g in groups if g & group]:
             groups.remove(other)
             group |= other
         groups.append(group)
-    shared = dict(scales)
-    for group in groups:
-        shared |= dict.fromkeys(group, max((scales[n] for n in group), default=np.float32(0)))
-    return shared
+    return groups
+
+
+def with_groups(model: onnx.ModelProto, plan: Plan) -> Plan:
+    """The plan, its owners those by which scales are shared in the Q/DQ model.
+
+    A pool has the scale of its input, as in a cache, and what meets in a Concat one for all.
+    """
+    graph = Graph(model)
+    owners = {pair.tensor: plan.owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
+    for tensor, owner in owners.items():
+        while (maker := graph.producer.get(owner)) is not None and maker.op_type in POOLS:
+            owner = plan.owners.get(maker.input[0], str(maker.input[0]))
+        owners[tensor] = owner
+    heads = {
+        name: min(group)
+        for group in concat_groups(model, plan, set(owners.values()))
+        for name in group
+    }
+    shared = {tensor: heads.get(owner, owner) for tensor, owner in owners.items()}
+    return replace(plan, owners={t: owner for t, owner in shared.items() if owner != t})
 
 
 def scale_nodes(model: onnx.ModelProto) -> Iterable[tuple[str, np.float32]]:

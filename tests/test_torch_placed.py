@@ -1,0 +1,195 @@
+"""One placement: `export --qdq` and `qat` quantize what `build` quantizes, on every target."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
+
+from deploy.cli import main  # noqa: E402
+from deploy.fx.calibrate import calibrate  # noqa: E402
+from deploy.fx.convert import convert  # noqa: E402
+from deploy.fx.coverage import coverage  # noqa: E402
+from deploy.fx.export import compare, to_onnx  # noqa: E402
+from deploy.fx.prepare import prepare  # noqa: E402
+
+torch.set_num_threads(1)
+SHAPE = ("--input", "2x3x32x32")
+NETWORKS = ("residual", "mobile", "detector", "attention", "pooled")
+NETS = Path(__file__).parent / "torch_placed.py"
+LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+OTHERS = {"AveragePool", "GlobalAveragePool", "MaxPool", "Concat", "Split", "Resize", "Slice"}
+PAIRS = {"QuantizeLinear", "DequantizeLinear"}
+WRITTEN = {
+    "onnxruntime": ".int8.onnx",
+    "tensorrt": ".tensorrt.qdq.onnx",
+    "ascend": "_amct_qdq.onnx",
+}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    path = tmp_path_factory.mktemp("images") / "x.npy"
+    made = np.random.default_rng(0).normal(size=(4, 3, 32, 32))
+    np.save(path, made.astype(np.float32))
+    return path
+
+
+class Read:
+    """Which inputs and weights of a Q/DQ model's nodes are quantized, and how."""
+
+    def __init__(self, path):
+        self.graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
+        known = (*self.graph.value_info, *self.graph.output)
+        self.types = {value.name: value.type.tensor_type.elem_type for value in known}
+        self.makers = {name: node for node in self.graph.node for name in node.output}
+        self.readers = {}
+        for node in self.graph.node:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+        self.constants = {t.name: numpy_helper.to_array(t) for t in self.graph.initializer}
+
+    def maker(self, name, through):
+        node = self.makers.get(name)
+        while node is not None and node.op_type in through:
+            node = self.makers.get(node.input[0])
+        return node
+
+    def is_constant(self, name):
+        node = self.makers.get(name)
+        return self.is_constant(node.input[0]) if node is not None else name in self.constants
+
+    def weight(self, name):
+        """Scales a weight has: "float", "tensor" or "channel"."""
+        node = self.maker(name, {"Transpose"})
+        if node is None or node.op_type != "DequantizeLinear":
+            return "float"
+        return "channel" if self.constants[node.input[1]].size > 1 else "tensor"
+
+    def quantized(self, name):
+        node = self.maker(name, {"Pad"})
+        return node is not None and node.op_type == "DequantizeLinear"
+
+    def made_int8(self, name):
+        """Whether what a node makes goes into a pair, behind the activation it is fused with."""
+        after = self.readers.get(name, [])
+        while (
+            len(after) == 1
+            and after[0].op_type in ("Relu", "Clip", "Add")
+            and not self.both(after[0])
+        ):
+            name = after[0].output[0]
+            after = self.readers.get(name, [])
+        return [n.op_type for n in after] == ["QuantizeLinear"]
+
+    def both(self, node):
+        return node.op_type == "Add" and not any(self.is_constant(n) for n in node.input)
+
+    def rows(self, types):
+        for node in self.graph.node:
+            if node.op_type not in types or self.types.get(node.output[0], 1) != 1:
+                continue
+            data = [n for n in node.input if n and not self.is_constant(n)]
+            if node.op_type in ("Resize", "Slice"):
+                data = data[:1]
+            weights = [self.weight(n) for n in node.input[1:2] if n not in data]
+            made = self.made_int8(node.output[0])
+            kind = "Gemm" if node.op_type == "MatMul" and weights else node.op_type
+            yield (
+                kind,
+                [self.quantized(n) for n in data],
+                weights if node.op_type in LAYERS else [],
+                made,
+            )
+
+
+def rows(path, net, target):
+    """The rows of every node of which a target makes no other operators."""
+    gates = net == "mobile" and target == "onnxruntime"  # their own Adds and Muls
+    adds = set() if gates else {"Add", "Mul", "Sigmoid"}
+    return list(Read(path).rows(LAYERS | OTHERS | adds))
+
+
+@pytest.fixture(scope="module")
+def built(images, tmp_path_factory):
+    """(net, ...) -> what one build of it for every target leaves."""
+    made = {}
+
+    def call(net, *more):
+        key = (net, *more)
+        if key not in made:
+            out = made[key] = tmp_path_factory.mktemp(net)
+            words = ["build", f"{NETS}:{net}", *SHAPE, "--images", images, "--out", out, *more]
+            words += ["--target", ",".join(WRITTEN), "--effort", "0", "--duration", "0", "--quiet"]
+            try:
+                main([str(word) for word in words])
+            except SystemExit as stop:
+                assert not stop.code
+        return made[key]
+
+    return call
+
+
+@pytest.mark.parametrize("target", WRITTEN)
+@pytest.mark.parametrize("net", NETWORKS)
+def test_export_quantizes_what_build_quantizes(run, built, tmp_path, images, net, target):
+    (theirs,) = built(net).glob(f"*{WRITTEN[target]}")
+    ours = tmp_path / "ours.onnx"
+    words = ("--qdq", "--images", images, "--target", target, "-o", ours)
+    code, said, err = run("export", f"{NETS}:{net}", *SHAPE, *words)
+    assert code == 0, err
+    found, wanted = (rows(path, net, target) for path in (ours, theirs))
+    assert found == wanted
+    assert any(weights for _, _, weights, _ in wanted)
+    first_is_float = net in ("mobile", "detector") and target == "onnxruntime"
+    assert ("the first Conv has only 27 products" in said) == first_is_float
+
+
+@pytest.mark.parametrize(
+    ("net", "target", "option"),
+    [
+        ("mobile", "onnxruntime", "--int8-stem"),
+        ("detector", "tensorrt", "--float-behind-concat"),
+        ("pooled", "tensorrt", "--pair-behind-deconv"),
+    ],
+)
+def test_export_takes_the_targets_options_that_place(
+    run, built, tmp_path, images, net, target, option
+):
+    (theirs,) = built(net, option).glob(f"*{WRITTEN[target]}")
+    ours = tmp_path / "ours.onnx"
+    words = ("--qdq", "--images", images, "--target", target, option, "-o", ours)
+    code, _, err = run("export", f"{NETS}:{net}", *SHAPE, *words)
+    assert code == 0, err
+    assert rows(ours, net, target) == rows(theirs, net, target)
+    (usual,) = built(net).glob(f"*{WRITTEN[target]}")
+    assert rows(usual, net, target) != rows(theirs, net, target)
+
+
+class Whole(torch.nn.Module):
+    """An attention that is causal, and a product with a parameter that is no layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.out = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+        self.weight = torch.nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        x = self.inside(x).reshape(-1, 4, 2, 4)
+        x = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.out(x.reshape(-1, 4, 8) @ self.weight)
+
+
+def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
+    x = torch.randn(2, 4, 8)
+    prepared = prepare(Whole().eval(), [x], target="tensorrt")
+    quants = {n.args[0].name: n for n in prepared.graph.nodes if str(n.target).startswith("quant_")}
+    read = {user.name for quant in quants.values() for user in quant.users}
+    assert read == {"inside", "out"}
+    calibrate(prepared, [x])
+    converted = convert(prepared)
+    assert coverage(converted, Whole()).quantized == ("inside", "out")
+    assert compare(to_onnx(converted, [x]), converted, [[x]], optimized=False).argmax == 1

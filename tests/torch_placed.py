@@ -1,0 +1,137 @@
+"""Networks whose quantized tensors are where a plan wants them, one for each kind of them."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Residual(nn.Module):
+    """A ResNet in small: a stem with a pool, a block, a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.first = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn, self.second = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)
+        self.mean, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.pool(F.relu(self.norm(self.stem(x))))
+        x = F.relu(x + self.second(F.relu(self.bn(self.first(x)))))
+        return self.head(torch.flatten(self.mean(x), 1))
+
+
+class Mobile(nn.Module):
+    """A block of MobileNetV3: Hard-Swish, depthwise, squeeze and excite, a float first Conv."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.act = nn.Conv2d(3, 16, 3, 2, 1), nn.Hardswish()
+        self.expand = nn.Conv2d(16, 32, 1)
+        self.deep = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+        self.mean = nn.AdaptiveAvgPool2d(1)
+        self.squeeze, self.excite = nn.Conv2d(32, 8, 1), nn.Conv2d(8, 32, 1)
+        self.project = nn.Conv2d(32, 16, 1)
+        self.drop, self.hidden, self.head = nn.Dropout(0.2), nn.Linear(16, 12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.act(self.stem(x))
+        y = self.act(self.deep(self.act(self.expand(x))))
+        y = y * F.hardsigmoid(self.excite(F.relu(self.squeeze(self.mean(y)))))
+        x = x + self.project(y)
+        return self.head(self.drop(self.act(self.hidden(x.mean((2, 3))))))
+
+
+class ConvAct(nn.Module):
+    def __init__(self, inside, outside, size=1, stride=1):
+        super().__init__()
+        self.conv = nn.Conv2d(inside, outside, size, stride, size // 2, bias=False)
+        self.norm, self.act = nn.BatchNorm2d(outside), nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.norm(self.conv(x)))
+
+
+class Detector(nn.Module):
+    """YOLOv8 in small: SiLU, halves of a map, Concat, pooling, upsampling."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.down = ConvAct(3, 8, 3, 2), ConvAct(8, 16, 3, 2)
+        self.whole, self.out = ConvAct(16, 16), ConvAct(24, 16)
+        self.first, self.second = ConvAct(8, 8, 3), ConvAct(8, 8, 3)
+        self.pool, self.up = nn.MaxPool2d(5, 1, 2), nn.Upsample(scale_factor=2)
+        self.join, self.head = ConvAct(24, 8), nn.Conv2d(8, 6, 1)
+
+    def forward(self, x):
+        high = self.stem(x)
+        parts = list(self.whole(self.down(high)).chunk(2, 1))
+        parts.append(parts[-1] + self.second(self.first(parts[-1])))
+        low = self.up(self.pool(self.out(torch.cat(parts, 1))))
+        return self.head(self.join(torch.cat([low, high], 1))).flatten(2).sigmoid()
+
+
+class Attention(nn.Module):
+    """A ViT in small: patches, a transformer's layer, a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, 8)
+        self.layer = nn.TransformerEncoderLayer(
+            16, 2, 32, batch_first=True, norm_first=True, activation="gelu"
+        )
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.layer(self.patches(x).flatten(2).transpose(1, 2))
+        return self.head(self.norm(x)[:, 0])
+
+
+class Pooled(nn.Module):
+    """Padding, average pooling, transposed convolution, pixel shuffle, flattening."""
+
+    def __init__(self):
+        super().__init__()
+        self.pad, self.stem = nn.ZeroPad2d(1), nn.Conv2d(3, 16, 5)
+        self.up, self.mean = nn.ConvTranspose2d(16, 8, 2, 2), nn.AvgPool2d(2)
+        self.mirrored = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
+        self.deep = nn.Conv2d(8, 8, 3)
+        self.shuffle, self.small = nn.PixelShuffle(2), nn.Conv2d(2, 8, 2, 2)
+        self.head = nn.Linear(8 * 24 * 24, 10)
+
+    def forward(self, x):
+        x = F.leaky_relu(self.stem(self.pad(x)), 0.1)
+        x = self.mirrored(self.mean(F.relu6(self.up(x))))
+        x = self.deep(F.pad(x, (1, 1, 1, 1)))[:, :, 3:-3, 3:-3]
+        return self.head(torch.flatten(F.max_pool2d(self.small(self.shuffle(x)), 1), 1))
+
+
+def _made(kind):
+    torch.manual_seed(0)
+    model = kind().eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 2)
+    return model
+
+
+def residual():
+    return _made(Residual)
+
+
+def mobile():
+    return _made(Mobile)
+
+
+def detector():
+    return _made(Detector)
+
+
+def attention():
+    return _made(Attention)
+
+
+def pooled():
+    return _made(Pooled)
