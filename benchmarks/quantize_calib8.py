@@ -1,7 +1,7 @@
 """One calib8 build with its defaults, in a process of its own.
 
     python benchmarks/quantize_calib8.py MODEL SAMPLES OUT [--target T] [--method M] [--threads N]
-                                         [--effort N]
+                                         [--effort N] [--int8-stem]
 
 SAMPLES holds one .npz a sample, as peers.py writes them. The engine's path is left in OUT/engine.
 """
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from deploy.errors import Calib8Error
 from deploy.pipeline import build
+from deploy.targets.onnxruntime import OnnxRuntime
 from deploy.tuning.tune import Tuning
 
 # The model that says what another target computes, where ONNX Runtime is to run it.
@@ -50,13 +51,14 @@ def main() -> int:
     parser.add_argument("--method", default=None)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--effort", type=int, default=None)
+    parser.add_argument("--int8-stem", action="store_true")
     given = parser.parse_args()
     try:
         report = build(
             given.model,
             list(Samples(given.samples)),
             out=given.out,
-            targets=(given.target,),
+            targets=(OnnxRuntime(int8_stem=True) if given.int8_stem else given.target,),
             method=given.method,
             threads=given.threads,
             duration_s=0.5,  # time may decide what stays float

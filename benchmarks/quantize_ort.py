@@ -1,9 +1,11 @@
 """ONNX Runtime's own quantizer, in a virtual environment of its own: knows nothing of calib8.
 
-    python benchmarks/quantize_ort.py MODEL SAMPLES OUT [--ops Conv Gemm MatMul]
+    python benchmarks/quantize_ort.py MODEL SAMPLES OUT [--ops Conv Gemm MatMul] [--signs us]
+                                      [--plain]
 
 quantize_static: QDQ, MinMax, per channel, uint8 activations, int8 weights, after the preparation
-(shapes, float optimizations) that its documentation asks for where the model allows it.
+(shapes, float optimizations) that its documentation asks for where the model allows it. `--signs`
+says what activations and weights are, u or s; `--plain` leaves the preparation out.
 """
 
 from __future__ import annotations
@@ -74,14 +76,16 @@ def main() -> None:
     parser.add_argument("samples", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--ops", nargs="*", default=["Conv", "Gemm", "MatMul"])
+    parser.add_argument("--signs", choices=["us", "uu", "ss"], default="us")
+    parser.add_argument("--plain", action="store_true")
     given = parser.parse_args()
     logging.getLogger().setLevel(logging.ERROR)
     given.out.mkdir(parents=True, exist_ok=True)
     engine = given.out / "model.int8.onnx"
     failures: list[Exception] = []
-    for form in forms(given.model, given.out):
+    for form in [*forms(given.model, given.out)][-1 if given.plain else 0 :]:
         try:
-            quantize(form, given.samples, engine, given.ops)
+            quantize(form, given.samples, engine, given.ops, given.signs)
         except Exception as error:  # the quantizer's own; the other form may do
             failures.append(error)
             continue
@@ -90,8 +94,9 @@ def main() -> None:
     raise failures[-1]
 
 
-def quantize(model: Path, samples: Path, engine: Path, ops: list[str]) -> None:
+def quantize(model: Path, samples: Path, engine: Path, ops: list[str], signs: str) -> None:
     """Write the int8 model of one form, and load it once: not all that is written can be."""
+    kinds = {"u": QuantType.QUInt8, "s": QuantType.QInt8}
     quantize_static(
         str(model),
         str(engine),
@@ -99,8 +104,8 @@ def quantize(model: Path, samples: Path, engine: Path, ops: list[str]) -> None:
         quant_format=QuantFormat.QDQ,
         op_types_to_quantize=ops or None,
         per_channel=True,
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
+        activation_type=kinds[signs[0]],
+        weight_type=kinds[signs[1]],
         calibrate_method=CalibrationMethod.MinMax,
     )
     onnxruntime.InferenceSession(str(engine), providers=["CPUExecutionProvider"])

@@ -86,7 +86,6 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.real = np.empty(_CHUNK, np.float32)
         self.index = np.empty(_CHUNK, np.uint16)
-        self.seen = Seen()
         self.tables = ctypes.create_string_buffer(SCRATCH)
 
 
@@ -95,14 +94,26 @@ _SPREAD = 64
 _SPREAD_INDEX = np.tile(np.arange(BINS, BINS + _SPREAD, dtype=np.uint16), _CHUNK // _SPREAD)
 
 
-def _address(array: NDArray[np.generic]) -> int:
-    """Where a C-contiguous array that is not empty lies; four times as quick as `ctypes.data`."""
-    if not array.flags.writeable:
+def plain(x: NDArray[np.floating]) -> NDArray[np.float32]:
+    """The values as the kernel reads them, C-contiguous."""
+    values = np.ascontiguousarray(x, np.float32)
+    return values if values.flags.aligned else values.copy()
+
+
+def address(array: NDArray[np.generic]) -> int:
+    """Where a C-contiguous array lies; four times as quick as `ctypes.data` for most."""
+    if not (array.flags.writeable and array.size):
         return array.ctypes.data
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
-def _no_numbers(nan: int) -> CalibrationError:
+def scratch() -> ctypes.Array[ctypes.c_char]:
+    """The kernel's tables of this thread, zero between two calls of it."""
+    return _scratch.tables
+
+
+def no_numbers(nan: int) -> CalibrationError:
+    """Of values that hold NaN."""
     return CalibrationError(f"values must be numbers, got {nan} NaN")
 
 
@@ -129,11 +140,13 @@ def halve(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return merged
 
 
-class Histogram:
+class Histogram(Seen):
     """Counts, extremes and oddities of one tensor over any number of batches.
 
+    It is, but for its counts, what the kernel is told by its address; so neither it nor its counts
+    are ever moved.
+
     Attributes:
-        counts: [2 * BINS + 1] int64.
         full_range: R in real units; 0 while only zeros were seen.
         minimum, maximum: extremes of the finite values (inf, -inf while empty).
         total: finite values seen.
@@ -145,14 +158,19 @@ class Histogram:
         if base is not None and not (math.isfinite(base) and base >= 0):
             raise CalibrationError(f"a histogram's base range must be finite and >= 0, got {base}")
         kernel()  # a word that it does not know is told before any value is seen
-        self.base = max(base, _SMALLEST_RANGE) if base else None
-        self.counts = np.zeros(2 * BINS + 1, np.int64)
-        self.full_range = 0.0
-        self.minimum = math.inf
-        self.maximum = -math.inf
-        self.total = 0
-        self.infinite = 0
-        self.latest = 0.0
+        super().__init__(minimum=math.inf, maximum=-math.inf)
+        self._base = max(base, _SMALLEST_RANGE) if base else 0.0
+        self._counts = np.zeros(2 * BINS + 1, np.int64)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[2 * BINS + 1] int64."""
+        return self._counts
+
+    @property
+    def base(self) -> float | None:
+        """Where R starts, by TensorRT's rule; None for powers of two."""
+        return self._base or None
 
     @property
     def amax(self) -> float:
@@ -165,11 +183,8 @@ class Histogram:
         Raises:
             CalibrationError: `x` holds a NaN, or the range is none that values gave.
         """
-        if self.full_range and not _SMALLEST_RANGE <= self.full_range < math.inf:
-            raise CalibrationError(
-                f"a histogram's range is 0 or at least {_SMALLEST_RANGE}, got {self.full_range}"
-            )
-        flat = np.ascontiguousarray(x, np.float32).reshape(-1)
+        self.refuse_unsound()
+        flat = plain(x).reshape(-1)
         counter = kernel()
         if counter is not None:
             self._observe_in_c(counter, flat)
@@ -178,29 +193,29 @@ class Histogram:
         for chunk in np.split(flat, range(_CHUNK, flat.size, _CHUNK)):
             self._observe(chunk)
 
+    def refuse_unsound(self) -> None:
+        """See that the range is one that values gave.
+
+        Raises:
+            CalibrationError: it is not.
+        """
+        if self.full_range and not _SMALLEST_RANGE <= self.full_range < math.inf:
+            raise CalibrationError(
+                f"a histogram's range is 0 or at least {_SMALLEST_RANGE}, got {self.full_range}"
+            )
+
     def _observe_in_c(self, counter: Kernel, values: NDArray[np.float32]) -> None:
         """All chunks, by the kernel: what `_observe` does."""
-        if not values.size:
-            self.latest = 0.0
-            return
-        values = values if values.flags.aligned else values.copy()
-        seen = _scratch.seen
-        seen.base, seen.full_range = self.base or 0.0, self.full_range
-        seen.minimum, seen.maximum = self.minimum, self.maximum
-        seen.total, seen.infinite = self.total, self.infinite
         nan = counter.observe(
             counter.way,
-            ctypes.byref(seen),
-            _address(self.counts),
-            _address(values),
+            ctypes.byref(self),
+            address(self.counts),
+            address(values),
             values.size,
-            _scratch.tables,
+            scratch(),
         )
-        self.full_range, self.latest = seen.full_range, seen.latest
-        self.minimum, self.maximum = seen.minimum, seen.maximum
-        self.total, self.infinite = seen.total, seen.infinite
         if nan:
-            raise _no_numbers(nan)
+            raise no_numbers(nan)
 
     def _observe(self, chunk: NDArray[np.float32]) -> None:
         """One chunk, while it is in the core's cache: extremes, range, counts."""
@@ -209,7 +224,7 @@ class Histogram:
         # + 0: of two zeros that are equal, the one without a sign, whichever comes first
         low, high = float(chunk.min()) + 0.0, float(chunk.max()) + 0.0
         if math.isnan(low):
-            raise _no_numbers(int(np.isnan(chunk).sum()))
+            raise no_numbers(int(np.isnan(chunk).sum()))
         if math.isinf(low) or math.isinf(high):
             finite = chunk[np.isfinite(chunk)]
             self.infinite += chunk.size - finite.size
@@ -225,9 +240,9 @@ class Histogram:
         elif low >= 0:
             self.counts[BINS:] += _tally_magnitudes(chunk, self.full_range)
         else:
-            self.counts += _tally(chunk, self.full_range)
+            self.counts[:] += _tally(chunk, self.full_range)
         if self.base is not None:  # TensorRT counts |x| == R one bin lower from the start
-            self.counts = close(self.counts)
+            self.counts[:] = close(self.counts)
 
     def merge(self, other: Histogram) -> None:
         """Add what `other` saw; exact, in any order. `other` is left as it is.
@@ -243,7 +258,7 @@ class Histogram:
         counts, full_range = other.counts, other.full_range
         while full_range and full_range < self.full_range:
             counts, full_range = halve(counts), full_range * 2
-        self.counts += counts
+        self.counts[:] += counts
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
         self.total += other.total
@@ -265,7 +280,7 @@ class Histogram:
         taken.merge(other)
         left = self.clamped(-math.inf, math.inf)
         left._widen_to(taken.full_range)
-        left.counts = np.maximum(left.counts - taken.counts, 0)
+        left.counts[:] = np.maximum(left.counts - taken.counts, 0)
         left.total = int(left.counts.sum())
         left.infinite = max(self.infinite - other.infinite, 0)
         held = np.flatnonzero(left.counts) - BINS
@@ -294,7 +309,7 @@ class Histogram:
         range should spend no integers on them.
         """
         clamped = Histogram(base=self.base)
-        clamped.counts = self.counts.copy()
+        clamped.counts[:] = self.counts
         clamped.full_range = self.full_range
         clamped.minimum, clamped.maximum = self.minimum, self.maximum
         clamped.total, clamped.infinite = self.total, self.infinite
@@ -341,5 +356,5 @@ class Histogram:
         if self.full_range == 0.0:
             self.full_range = target
         while self.full_range < target:
-            self.counts = halve(self.counts)
+            self.counts[:] = halve(self.counts)
             self.full_range *= 2

@@ -1,8 +1,9 @@
 """What counts values into a histogram's bins: the C kernel where it is built, else OpenCV.
 
-The kernel is one file of plain C, `cpp/src/kernel/count.c`, which installing compiles where there
-is a C compiler, and which wheels hold. Both give the same numbers. `CALIB8_COUNTING` says which
-counts: "c" or "opencv"; unset, the kernel where it is here.
+The kernel is plain C, `cpp/src/kernel/count.c`, which installing compiles where there is a C
+compiler, and which wheels hold; `round.c` beside it rounds weights, else numpy does. Both give the
+same numbers. `CALIB8_COUNTING` says which counts: "c" or "opencv"; unset, the kernel where it is
+here.
 
 ::
 
@@ -24,14 +25,22 @@ from calibrators.errors import CalibrationError
 VARIABLE = "CALIB8_COUNTING"
 LIBRARY = Path(__file__).with_name("_count.so")
 SCRATCH = 66048  # bytes, as count.h has it
-_FORM = 1  # of count.h: a library that was built from another is not used
+_FORM = 3  # of count.h: a library that was built from another is not used
 
 
 class Seen(ctypes.Structure):
     """A histogram but for its counts; as count.h has it."""
 
+    _base: float
+    full_range: float
+    minimum: float
+    maximum: float
+    latest: float
+    total: int
+    infinite: int
+
     _fields_ = (
-        ("base", ctypes.c_double),
+        ("_base", ctypes.c_double),
         ("full_range", ctypes.c_double),
         ("minimum", ctypes.c_double),
         ("maximum", ctypes.c_double),
@@ -47,11 +56,15 @@ class Kernel:
 
     Attributes:
         observe: `calib8_observe`; other threads run on while it counts.
+        observe_each: `calib8_observe_each`, as well.
+        round_rows: `calib8_round`.
         way: the way that it is to take.
         name: of the way: "plain", "neon", "avx2" or "avx512".
     """
 
     observe: Callable[..., int]
+    observe_each: Callable[..., int]
+    round_rows: Callable[..., int]
     way: int
     name: str
 
@@ -66,7 +79,8 @@ def load(library: Path) -> tuple[Kernel, ...]:
     try:
         form = loaded.calib8_kernel_form()
         way_of = loaded.calib8_kernel_way
-        observe = loaded.calib8_observe
+        observe, observe_each = loaded.calib8_observe, loaded.calib8_observe_each
+        round_rows = loaded.calib8_round
         ways = loaded.calib8_kernel_ways()
     except AttributeError as error:
         raise OSError(f"{library.name} is not the counting kernel") from error
@@ -75,8 +89,14 @@ def load(library: Path) -> tuple[Kernel, ...]:
     way_of.restype = ctypes.c_char_p
     pointer = ctypes.c_void_p
     observe.argtypes = (ctypes.c_int, pointer, pointer, pointer, ctypes.c_size_t, pointer)
-    observe.restype = ctypes.c_int64
-    return tuple(Kernel(observe, way, way_of(way).decode()) for way in range(ways))
+    observe_each.argtypes = (ctypes.c_int, ctypes.c_size_t, *[pointer] * 6)
+    observe.restype = observe_each.restype = ctypes.c_int64
+    size, real = ctypes.c_size_t, ctypes.c_double
+    round_rows.argtypes = (size, size, ctypes.c_int, *[pointer] * 5, real, pointer)
+    round_rows.restype = ctypes.c_int64
+    return tuple(
+        Kernel(observe, observe_each, round_rows, way, way_of(way).decode()) for way in range(ways)
+    )
 
 
 @cache

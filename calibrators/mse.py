@@ -35,6 +35,9 @@ from calibrators.scales import Scale
 
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
 _TOGETHER = 1 << 15  # bins of several ranges that stay in a core's cache
+_QUICK_BITS = 8  # a step of which is a thousand times what float32 leaves of the end
+_QUICK_TOLERANCE = 1e-3  # of the least error, a power: many times what float32 leaves of a sum
+_QUICK_LEAST = 1e-30  # less is near the end of float32
 
 
 def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:
@@ -147,11 +150,81 @@ class _Bins:
     def _near(self, lows: NDArray[np.float64], highs: NDArray[np.float64]) -> NDArray[np.intp]:
         """Those that may be the best."""
         if self.ramps is None:
-            return np.arange(lows.size)
+            return self._near_in_float32(lows, highs)
         steps = _steps(lows, highs, self.grid)
         lowest, highest = (np.rint(ends / steps) for ends in (lows, highs))
         found = self.ramps.errors(steps / self.width, lowest, highest)
         return np.flatnonzero(found <= found.min() + TOLERANCE * self.ramps.squares)
+
+    def _near_in_float32(
+        self, lows: NDArray[np.float64], highs: NDArray[np.float64]
+    ) -> NDArray[np.intp]:
+        """Those whose error in half the digits is next to the least; all on a grid of floats.
+
+        The ranges become shorter, one end or both.
+        """
+        if self.grid.kind != "integer" or self.grid.bits > _QUICK_BITS:
+            return np.arange(lows.size)
+        near = 1 + _QUICK_TOLERANCE * self.power
+        unit = max(float(highs.max()), -float(lows.min())) or 1.0  # powers stay in float32's range
+        centres = (self.centres / unit).astype(np.float32)
+        counts = (self.counts / self.counts.sum()).astype(np.float32)
+        steps = _steps(lows, highs, self.grid)
+        levels = [np.rint(ends / steps).astype(np.float32) for ends in (lows, highs)]
+        outer = [(lows - steps / 2) / unit, (highs + steps / 2) / unit]
+        widths = (steps / unit).astype(np.float32)
+        some = max(_TOGETHER // max(centres.size, 1), 1)
+        found: list[NDArray[np.float64]] = []
+        least = np.inf
+        for at in range(0, lows.size, some):
+            if _clipped(centres, counts, outer[0][at], outer[1][at], self.power) > near * least:
+                break  # what a range clips, every shorter one does
+            width, lowest, highest = (part[at : at + some] for part in (widths, *levels))
+            found.append(_quick_errors(centres, counts, width, lowest, highest, self.power))
+            least = min(least, float(found[-1].min()))
+        sums = np.concatenate(found)
+        if least < _QUICK_LEAST:  # a high power of little errors
+            return np.arange(lows.size)
+        return np.flatnonzero(sums <= near * least)
+
+
+def _quick_errors(
+    centres: NDArray[np.float32],
+    counts: NDArray[np.float32],
+    steps: NDArray[np.float32],
+    lowest: NDArray[np.float32],
+    highest: NDArray[np.float32],
+    power: float,
+) -> NDArray[np.float64]:
+    """`_errors` in float32, but for the levels at both ends of the ranges, which are known."""
+    error = centres[None, :] * (1 / steps)[:, None]
+    np.rint(error, out=error)
+    np.clip(error, lowest[:, None], highest[:, None], out=error)
+    error *= steps[:, None]
+    error -= centres
+    np.abs(error, out=error)
+    if power == 3:
+        weight = error * error
+        weight *= error
+    else:
+        weight = np.power(error, np.float32(power), out=error)
+    weight *= counts
+    return np.asarray(weight.sum(axis=1, dtype=np.float64))
+
+
+def _clipped(
+    centres: NDArray[np.float32],
+    counts: NDArray[np.float32],
+    low: float,
+    high: float,
+    power: float,
+) -> float:
+    """The error of values beyond two bounds alone; `centres` ascend."""
+    below, above = np.searchsorted(centres, (low, high))
+    beyond = np.concatenate([low - centres[:below], centres[above:] - high])
+    weight = np.power(beyond, power)
+    weight *= np.concatenate([counts[:below], counts[above:]])
+    return float(weight.sum(dtype=np.float64))
 
 
 def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:

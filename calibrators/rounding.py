@@ -17,6 +17,7 @@ equation 13; Zhang et al., "COMQ: A Backpropagation-Free Algorithm for Post-Trai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
 from calibrators.grids import INT8, Grid, rounded
+from calibrators.kernel import kernel
 
 FloatArray = NDArray[np.float64]
 
@@ -37,15 +39,16 @@ def gram(inputs: NDArray[np.floating]) -> FloatArray:
     The result does not depend on the number of threads.
     """
     x = np.asarray(inputs, np.float32)
-    total = products_of(x, x.swapaxes(1, 2).copy())
+    total = products_of(x, x.swapaxes(1, 2).copy(), mirrored=True)
     total /= max(inputs.shape[2], 1)
     return total
 
 
-def products_of(left: NDArray[Any], right: NDArray[Any]) -> FloatArray:
+def products_of(left: NDArray[Any], right: NDArray[Any], *, mirrored: bool = False) -> FloatArray:
     """[G, M, K] times [G, K, N] -> [G, M, N] in float64, for any number of threads the same.
 
-    Blocks of 64 x 64 x 64 are multiplied in the arrays' own type and summed in float64.
+    Blocks of 64 x 64 x 64 are multiplied in the arrays' own type and summed in float64; where the
+    product is its own mirror image, those above the diagonal stand for those below.
     """
     groups, rows, inner = left.shape
     columns = right.shape[2]
@@ -54,9 +57,12 @@ def products_of(left: NDArray[Any], right: NDArray[Any]) -> FloatArray:
     for k in range(0, inner, step):
         for a in range(0, rows, _TILE):
             block = left[:, a : a + _TILE, k : k + step]
-            for b in range(0, columns, _TILE):
+            for b in range(a if mirrored else 0, columns, _TILE):
                 made = block @ right[:, k : k + step, b : b + _TILE]
                 total[:, a : a + _TILE, b : b + _TILE] += made
+    for a in range(0, rows, _TILE) if mirrored else ():
+        above = total[:, a : a + _TILE, a + _TILE :]
+        total[:, a + _TILE :, a : a + _TILE] = above.swapaxes(1, 2)
     return total
 
 
@@ -99,14 +105,40 @@ def rounded_by_output(
     own = np.einsum("gkk->gk", products)
     damp = _DAMP * own.mean(axis=1)
     integers, low, high = (
-        np.asarray(rounded(steps, grid, to), np.float64) for to in (np.rint, np.floor, np.ceil)
+        np.ascontiguousarray(rounded(steps, grid, to), np.float64)
+        for to in (np.rint, np.floor, np.ceil)
     )
     apart = integers - steps
-    slope = products_of(apart, products) + damp[:, None, None] * apart
+    slope = np.ascontiguousarray(products_of(apart, products) + damp[:, None, None] * apart)
+    found = kernel()
+    if found is not None:
+        _swept(found.round_rows, sweeps, (low, high), integers, slope, products, damp, fixed)
+        return integers
     for _ in range(sweeps):
         if not _sweep((low, high), integers, slope, products, damp, fixed):
             break
     return integers
+
+
+def _swept(
+    round_rows: Callable[..., int],
+    sweeps: int,
+    ends: tuple[FloatArray, FloatArray],
+    integers: FloatArray,
+    slope: FloatArray,
+    products: FloatArray,
+    damp: FloatArray,
+    fixed: NDArray[np.bool_],
+) -> None:
+    """All sweeps by the C kernel, group by group, in place; ends and both others lie row by row."""
+    _, rows, columns = integers.shape
+    low, high = ends
+    own = np.ascontiguousarray(products, np.float64)
+    held = np.ascontiguousarray(fixed).view(np.uint8)
+    for group, damped in enumerate(damp):
+        arrays = (low[group], high[group], integers[group], slope[group], own[group])
+        places = (array.ctypes.data for array in arrays)
+        round_rows(rows, columns, sweeps, *places, float(damped), held[group].ctypes.data)
 
 
 def _sweep(

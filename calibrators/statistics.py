@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.histogram import BINS, Histogram
+from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 
 FORMAT = 2  # of the recorders' arrays; part of every fingerprint
@@ -159,11 +159,11 @@ class HistogramOf:
         histogram = Histogram(base=reals[0])
         histogram.full_range, histogram.minimum, histogram.maximum = reals[1:]
         histogram.total, histogram.infinite = wholes
-        histogram.counts = np.array(arrays["counts"], np.int64)
-        counts = histogram.counts
-        sound = counts.shape == (2 * BINS + 1,) and counts.min() >= 0
+        counts = np.asarray(arrays["counts"], np.int64)
+        sound = counts.shape == histogram.counts.shape and counts.min() >= 0
         if not sound or counts.sum() != histogram.total:
             raise CalibrationError("stored counts must add up to their total and do not")
+        histogram.counts[:] = counts
         return histogram
 
 

@@ -15,36 +15,89 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.errors import ExportError
 
 _Inode = tuple[int, int]
-_READ: ContextVar[dict[_Inode, str] | None] = ContextVar("_READ", default=None)  # -> path
+
+
+class _Many:
+    """The files of a feed, of which there may be very many: two numbers of each."""
+
+    def __init__(self, count: int, path: Callable[[int], Path]) -> None:
+        self._devices, self._inodes = array("Q"), array("Q")
+        self._path = path
+        for index in range(count):
+            found = _state(path(index))
+            self._devices.append(0 if found is None else found.st_dev)
+            self._inodes.append(0 if found is None else found.st_ino)
+
+    def paths(self, inode: _Inode) -> Iterator[Path]:
+        """Where a file of this inode was."""
+        for index, number in enumerate(self._inodes):
+            if number == inode[1] and self._devices[index] == inode[0]:
+                yield self._path(index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What was read so far."""
+
+    alone: dict[_Inode, str] = field(default_factory=dict)  # -> path
+    many: list[_Many] = field(default_factory=list)
+
+    def copy(self) -> _Read:
+        return _Read(dict(self.alone), list(self.many))
+
+    def paths(self, inode: _Inode) -> Iterator[Path | str]:
+        """Where an input of this inode was."""
+        if inode in self.alone:
+            yield self.alone[inode]
+        for one in self.many:
+            yield from one.paths(inode)
+
+
+_READ: ContextVar[_Read | None] = ContextVar("_READ", default=None)
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
     """Remember inputs until the end; those of a run around this one too, and for it."""
     around = _READ.get()
-    own = dict(around or {})
+    own = _Read() if around is None else around.copy()
     token = _READ.set(own)
     try:
         yield
     finally:
         _READ.reset(token)
         if around is not None:
-            around |= own
+            around.alone.update(own.alone)
+            around.many[:] = own.many
 
 
 def is_read(path: Path | str) -> None:
     """Remember a file as an input of this run; what does not exist is none."""
     read = _READ.get()
     if read is not None and (found := _state(path)) is not None:
-        read[found.st_dev, found.st_ino] = os.fspath(path)
+        read.alone[found.st_dev, found.st_ino] = os.fspath(path)
+
+
+def are_read(count: int, path: Callable[[int], Path]) -> None:
+    """Remember so many files as inputs of this run.
+
+    Args:
+        count: how many there are.
+        path: number of a file, from 0 -> its path; asked for again when something is written.
+    """
+    read = _READ.get()
+    if read is not None:
+        read.many.append(_Many(count, path))
 
 
 def refuse(path: Path | str) -> None:
@@ -67,9 +120,8 @@ def refuse(path: Path | str) -> None:
 
 def _still_read(inode: _Inode) -> bool:
     """Whether it is an input, and not a file that another run made since in place of a lost one."""
-    path = (_READ.get() or {}).get(inode)
-    found = None if path is None else _state(path)
-    return found is not None and (found.st_dev, found.st_ino) == inode
+    states = map(_state, (_READ.get() or _Read()).paths(inode))
+    return any(found and (found.st_dev, found.st_ino) == inode for found in states)
 
 
 def _stands_in_dev(path: Path | str) -> bool:

@@ -48,7 +48,7 @@ CALIBRATION_SAMPLES = 100  # of the calibration images, where no evaluation imag
 
 def sleeping(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
     """A session of one thread that wakes nobody: samples run beside each other instead."""
-    return OrtSession.open(model, threads=1, spin=False, int8_kernels=not stand_in)
+    return OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=not stand_in)
 
 
 class Inside:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from deploy.errors import BackendError
 from deploy.machine import usable_cores
@@ -28,6 +31,8 @@ _DROP_A_CLIP = ("ReluQuantRewrite", "ClipQuantRewrite")
 _KERNEL = "_kernel_time"  # ends the name of a kernel's event in a profile
 
 _LARGE = 1 << 12  # bytes of weights that stand in a file beside a model that is saved
+
+_LINE = 64  # bytes of a line of a cache, and of the widest vector
 
 _LOG_FATAL = 4  # what matters arrives as an exception; the rest is noise on a user's screen
 
@@ -56,6 +61,7 @@ class OrtSession:
         threads: int | None = None,
         optimize: bool = True,
         spin: bool = True,
+        keep: bool | None = None,
         int8_kernels: bool = True,
         trace: Path | None = None,
         saved: Path | None = None,
@@ -66,9 +72,10 @@ class OrtSession:
             model: path of an ONNX file (with its external data beside it), its bytes, or itself.
             threads: threads inside one operator; None takes every core this process may use.
             optimize: False switches graph optimization off, so that every tensor exists as written.
-            spin: let idle threads wait for work without sleeping and keep the memory of one run
-                for the next, which saves microseconds of a run and costs a core and memory in
-                between; only what is timed is worth it.
+            spin: let idle threads wait for work without sleeping, which saves microseconds of a
+                run and costs a core in between; only what is timed is worth it.
+            keep: the memory of one run for the next; None where threads spin. A session of a few
+                runs asks for no new pages then, and gives them all back in the end.
             int8_kernels: False computes a Q/DQ model as it is written, in float between its pairs,
                 with its weights quantized once: for a model that has another runtime's form. A
                 `ModelProto` with pairs of fp8, which has no kernels, always is.
@@ -88,7 +95,15 @@ class OrtSession:
         try:
             session = onnxruntime.InferenceSession(
                 source,
-                _options(threads, optimize, spin, int8_kernels, trace, saved),
+                _options(
+                    threads,
+                    optimize,
+                    spin,
+                    spin if keep is None else keep,
+                    int8_kernels,
+                    trace,
+                    saved,
+                ),
                 providers=["CPUExecutionProvider"],
                 disabled_optimizers=[] if int8_kernels else list(_DROP_A_CLIP),
             )
@@ -127,6 +142,70 @@ class OrtSession:
                 error
             )
         return dict(zip(names, values, strict=True))
+
+    def bound(self, like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> Bound:
+        """Runs of samples of one shape, whose outputs lie in the same memory each time.
+
+        Args:
+            like: output -> its shape and type.
+
+        Raises:
+            BackendError: a type that cannot be had so.
+        """
+        return Bound(self._session, like)
+
+
+class Bound:
+    """Runs whose outputs lie where those of the run before lay; for one thread at once.
+
+    Attributes:
+        outputs: name -> array, as the last run left it.
+    """
+
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+    ) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self.outputs = _side_by_side(like)
+        try:
+            for name, x in self.outputs.items():
+                self._binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
+        except Exception as error:  # its exception classes share no base but Exception
+            raise BackendError(f"outputs cannot be bound: {_sentence(error)}") from error
+
+    def run(self, feed: Mapping[str, Array]) -> None:
+        """One inference.
+
+        Raises:
+            BackendError: as `OrtSession.run`; or an output has another shape.
+        """
+        try:
+            for name, array in feed.items():
+                self._binding.bind_cpu_input(name, array)
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # as above
+            raise BackendError(f"ONNX Runtime could not run the model: {_sentence(error)}") from (
+                error
+            )
+        finally:
+            self._binding.clear_binding_inputs()  # none of them is taken for one that lacks
+
+
+def _side_by_side(
+    like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+) -> dict[str, Array]:
+    """Arrays in one piece of memory, each from a line of the cache on."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in like.items()}
+    whole = np.empty(sum(size + _LINE for size in sizes.values()) + _LINE, np.uint8)
+    at = -whole.ctypes.data % _LINE
+    found = {}
+    for name, (shape, dtype) in like.items():
+        found[name] = whole[at : at + sizes[name]].view(dtype).reshape(shape)
+        at += sizes[name] + -sizes[name] % _LINE
+    return found
 
 
 def profiled(
@@ -201,6 +280,7 @@ def _options(
     threads: int,
     optimize: bool,
     spin: bool,
+    keep: bool,
     int8_kernels: bool,
     trace: Path | None,
     saved: Path | None,
@@ -215,7 +295,7 @@ def _options(
     options.log_severity_level = _LOG_FATAL
     if not spin:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.enable_cpu_mem_arena = False
+    options.enable_cpu_mem_arena = keep
     if not int8_kernels:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     if trace is not None:

@@ -10,10 +10,11 @@ from onnx import TensorProto, helper, numpy_helper
 from calibrators.grids import dequantize, quantize
 from deploy.cli import cli
 from deploy.frontends import load
-from deploy.graph.edit import with_outputs
+from deploy.graph.edit import copied, with_outputs
 from deploy.graph.gates import gates
 from deploy.graph.index import Graph
 from deploy.graph.plan import ONNXRUNTIME, TENSORRT, analyse
+from deploy.targets.fused_gates import fuse_gates
 
 NUMBERS = {"two_and_half": 2.5, "three": 3.0, "zero": 0.0, "six": 6.0, "sixth": 1 / 6, "half": 0.5,
            "minus": -0.3, "little": 0.004}  # fmt: skip
@@ -283,3 +284,58 @@ def test_an_offset_before_a_relu_is_no_part_of_the_gate(tmp_path):
     (gate,) = gates(Graph(network(nodes)))
     assert (gate.output, gate.offset) == ("h", 0)
     assert kernels(built(network(nodes), tmp_path), tmp_path).count("QLinearAdd") == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gate_kept_float_is_the_operator_that_is_fused(form, tmp_path):
+    nodes, (shift, top, gain, *offset) = FORMS[form]
+    last = f"{nodes[-1][0]}_y"
+    engine = built(network(nodes), tmp_path, "--effort", "0", "--keep-float", last)
+    left = [node.op_type for node in engine.graph.node]
+    assert not {"Clip", "Div"} & set(left) and len(set(left) & {"HardSwish", "HardSigmoid"}) == 1
+    source = "g" if form == "squeeze-excite" else "t"
+    x = np.load(tmp_path / "x.npy")
+    names = [source, "t", "y/float"]
+    session = ort.InferenceSession(with_outputs(engine, names).SerializeToString())
+    given, factor, got = session.run(names, {"x": x})
+    want = factor * gain * np.clip(given + np.float32(shift), 0, top) + sum(offset)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["div last", "hard sigmoid", "halved and shifted"])
+def test_a_float_gate_is_computed_inside_the_layer_before(form, tmp_path):
+    model = load(network(FORMS[form][0])).model
+    fused = copied(model)
+    fuse_gates(fused, gates(Graph(model)), Graph(model))
+    x = np.random.default_rng(6).normal(size=(1, 8, 12, 12)).astype(np.float32)
+    before, after = (
+        ort.InferenceSession(m.SerializeToString()).run(None, {"x": x})[0] for m in (model, fused)
+    )
+    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-6)
+    assert not {"HardSwish", "Clip", "Div", "Add"} & set(kernels(fused, tmp_path))
+
+
+def test_a_gate_without_known_channels_is_scaled_and_shifted_by_numbers():
+    model = load(network(FORMS["div before the mul, then halved"][0])).model
+    graph = Graph(model)
+    graph.shapes.clear()
+    fused = copied(model)
+    fuse_gates(fused, gates(Graph(model)), graph)
+    kinds = [node.op_type for node in fused.graph.node]
+    assert kinds.count("HardSwish") == 1 and "BatchNormalization" not in kinds
+    onnx.checker.check_model(fused, full_check=True)
+
+
+def test_a_model_of_an_older_opset_is_lifted_to_that_of_the_operator():
+    model = load(network(FORMS["div last"][0])).model
+    model.opset_import[0].version = 13
+    fuse_gates(model, gates(Graph(model)), Graph(model))
+    assert model.opset_import[0].version == 14
+    onnx.checker.check_model(model, full_check=True)
+
+
+def test_what_is_an_operator_already_stays_as_it_is():
+    model = load(network(FORMS["hard swish"][0])).model
+    before = model.SerializeToString(deterministic=True)
+    fuse_gates(model, gates(Graph(model)), Graph(model))
+    assert model.SerializeToString(deterministic=True) == before

@@ -12,24 +12,25 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrators import histogram, kernel
+from calibrators import histogram, kernel, rounding
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
 from deploy.cli import cli
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "cpp" / "src" / "kernel" / "count.c"
+SOURCES = (SOURCE, SOURCE.with_name("round.c"))
 CHUNK, BLOCK = 1 << 17, 1 << 12
 
 
-def compiled(folder, source=SOURCE):
+def compiled(folder, *sources):
     """The kernel as setup.py builds it."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler is installed")
     library = folder / "_count.so"
     words = [compiler, "-std=c11", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-o", library]
-    subprocess.run([*words, source], check=True)
+    subprocess.run([*words, *(sources or SOURCES)], check=True)
     return library
 
 
@@ -233,7 +234,7 @@ def test_another_library_is_not_used(beside, tmp_path, text):
         text = text.replace('"count.h"', f'"{SOURCE.with_name("count.h")}"')
     if text:
         (tmp_path / "other.c").write_text(text)
-        compiled(tmp_path, tmp_path / "other.c")
+        compiled(tmp_path, tmp_path / "other.c", *SOURCES[1:])
     else:
         beside.write_bytes(b"no library")
     assert said().startswith("counting: numpy and OpenCV (the C kernel cannot be loaded: ")
@@ -244,3 +245,21 @@ def test_what_is_written_here_is_what_the_header_has():
     assert f"#define CALIB8_SCRATCH {kernel.SCRATCH} " in header
     assert f"#define CALIB8_KERNEL_FORM {kernel._FORM} " in header
     assert f"#define CALIB8_BINS {histogram.BINS} " in header
+
+
+@given(
+    st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 9), st.integers(1, 70), st.booleans()
+)
+@settings(max_examples=40, deadline=None)
+def test_the_kernel_rounds_weights_as_numpy_does(ways, seed, groups, rows, columns, turned):
+    rng = np.random.default_rng(seed)
+    steps = rng.normal(0, 20, (groups, rows, columns))
+    steps = np.asfortranarray(steps) if turned else steps
+    products = rounding.gram(rng.uniform(0, 1, (groups, columns, 200)))
+    fixed = rng.random(steps.shape) < 0.2
+    found = []
+    for way in (ways[-1], None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rounding, "kernel", lambda way=way: way)
+            found.append(rounding.rounded_by_output(steps, products, fixed=fixed, sweeps=3))
+    assert (found[0] == found[1]).all()

@@ -54,7 +54,7 @@ def timed(monkeypatch, chain, *, int8, floats, rest=0.0, pairs=None):
         return KernelTimes(dict(zip(("/a", "/b", "/y"), floats, strict=True)), 0.0)
 
     monkeypatch.setattr(prices, "kernel_times", times)
-    return measured(model, ours, units, [SAMPLE])
+    return measured(model, model, ours, units, [SAMPLE])
 
 
 def test_int8_that_is_slower_by_less_than_a_fifth_counts_as_fast_as_float(monkeypatch, chain):
@@ -82,8 +82,26 @@ def test_a_unit_that_takes_next_to_no_time_does_not_change_sides_for_it(monkeypa
 )
 def test_turning_costs_by_the_value_within_limits(monkeypatch, chain, pairs, rest, rate):
     found = timed(monkeypatch, chain, int8=(1, 1, 1), floats=(9, 9, 9), rest=rest, pairs=pairs)
-    assert found.turning == pytest.approx({"x": 1024 * rate, "a": 1024 * rate, "b": 1024 * rate,
-                                           "y": 512 * rate})  # fmt: skip
+    assert found.turning["x"] - found.turning["y"] == pytest.approx(512 * rate)  # of 1024 and 512
+    assert len({found.turning[name] for name in "xab"}) == 1
+
+
+def test_turning_costs_two_of_the_least_kernels_however_few_the_values(monkeypatch, chain):
+    found = timed(monkeypatch, chain, int8=(3, 5, 4), floats=(9, 9, 9))
+    assert found.turning["y"] == pytest.approx(2 * 3 + 512 * 0.1e-3)
+
+
+def test_kernels_are_timed_as_each_side_is_written(monkeypatch, chain):
+    ran = []
+
+    def times(model, feeds, *, made_from, runs):
+        ran.append((model, made_from))
+        return KernelTimes(dict.fromkeys(("/a", "/b", "/y"), 1.0), 0.0)
+
+    monkeypatch.setattr(prices, "kernel_times", times)
+    float32, int8 = onnx.ModelProto(ir_version=1), onnx.ModelProto(ir_version=2)
+    measured(chain[0], float32, int8, chain[1], [SAMPLE])
+    assert ran == [(float32, chain[0]), (int8, chain[0])]
 
 
 def test_counted_prices_are_products_half_of_them_in_int8_and_turning_is_free(chain):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -9,7 +11,8 @@ from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends import load
 from deploy.graph.plan import ONNXRUNTIME, TENSORRT, analyse
-from deploy.targets.qdq import write_qdq
+from deploy.targets import qdq
+from deploy.targets.qdq import Stored, write_qdq
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,19 @@ def test_the_quantized_model_is_valid_and_close(calibrated, placement):
     got = np.concatenate([run(quantized, s) for s in samples])
     noise = ((want - got) ** 2).sum() / (want**2).sum()
     assert 0 < noise < 10 ** (-25 / 10)
+
+
+@pytest.mark.parametrize("placement", [ONNXRUNTIME, TENSORRT], ids=lambda p: p.name)
+def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, placement, monkeypatch):
+    model, scales, _ = calibrated
+    wider = {name: replace(scales[name], lo=2 * scales[name].lo, hi=2 * scales[name].hi)
+             for name in scales}  # fmt: skip
+    plan, stored = analyse(model, placement), Stored()
+    write_qdq(model, plan, scales, stored=stored)
+    plain = [write_qdq(model, plan, one).SerializeToString() for one in (scales, wider)]
+    monkeypatch.delattr(qdq, "quantize_weight")
+    for one, wanted in zip((scales, wider), plain, strict=True):
+        assert write_qdq(model, plan, one, stored=stored).SerializeToString() == wanted
 
 
 def test_weights_are_int8_and_no_float_copy_is_left(calibrated):

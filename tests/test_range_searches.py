@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrators import SEARCHES, Histogram, Scale
+from calibrators import mse as ranges_by_error
 from calibrators.errors import CalibrationError
 from calibrators.grids import INT8, UINT8, dequantize, quantize
 from calibrators.histogram import BINS
@@ -117,3 +118,24 @@ def test_a_higher_power_clips_less_and_the_second_is_mse(seed):
 def test_a_power_out_of_range_is_refused(power):
     with pytest.raises(CalibrationError, match="a power must be 1 to 16"):
         LpParams(power=power)
+
+
+@given(seeds, st.sampled_from([1.0, 2.4, 3.0, 6.0, 16.0]))
+@settings(max_examples=40, deadline=None)
+def test_a_quick_look_in_float32_finds_what_adding_up_all_ranges_finds(seed, power):
+    x = sample(seed)
+    h = observed(x if seed % 2 else x / (1 + np.exp(-np.clip(x, -50, 50))))
+    found = lp(h, power=power)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranges_by_error, "_QUICK_BITS", 0)
+        assert found == lp(h, power=power)
+
+
+def test_a_quick_look_tries_few_ranges_again(monkeypatch):
+    tried = []
+    errors = ranges_by_error.errors
+    monkeypatch.setattr(
+        ranges_by_error, "errors", lambda *a, **k: tried.append(a[2].size) or errors(*a, **k)
+    )
+    lp(observed(np.random.default_rng(0).normal(size=100_000)), power=2.4)
+    assert tried and max(tried) < 20  # of 120

@@ -20,8 +20,8 @@ import pytest
 
 from deploy.calibration import checkpoint, shard_file
 from deploy.calibration.checkpoint import Checkpoint, beside
+from deploy.calibration.lines import Line
 from deploy.calibration.store import files
-from deploy.calibration.taps import Tap
 from deploy.cli import main
 from deploy.errors import ConfigError, ExportError
 from tests.conftest import save_small_cnn
@@ -95,19 +95,19 @@ def interrupted(monkeypatch, capfd):
     """(sample, signal, words) -> a run that the signal reaches while that sample is inferred."""
 
     def call(sample, number, *words):
-        ran, plain = [], Tap.run
+        ran, plain = [], Line.run
 
-        def heard(self, inputs, keep=None):
+        def heard(self, *words):
             ran.append(1)
             if len(ran) == sample:
                 os.kill(os.getpid(), number)
                 time.sleep(0.2)  # until the main thread has heard
-            return plain(self, inputs, keep)
+            return plain(self, *words)
 
         gc.disable()  # hypothesis has a callback there, in which what a signal raises is lost
         try:
             with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
-                patched.setattr(Tap, "run", heard)
+                patched.setattr(Line, "run", heard)
                 main([str(word) for word in words])
         finally:
             gc.enable()
@@ -122,17 +122,17 @@ def state(small_cnn, odd, tmp_path_factory) -> bytes:
     """The checkpoint of a calibration that was ended after some samples."""
     from deploy import calibrate
 
-    path, plain, ran = tmp_path_factory.mktemp("state") / "c", Tap.run, []
+    path, plain, ran = tmp_path_factory.mktemp("state") / "c", Line.run, []
 
-    def heard(self, sample, keep=None):
+    def heard(self, *words):
         ran.append(1)
         if len(ran) == 5:
             signal.raise_signal(signal.SIGINT)  # in the thread of a worker
             time.sleep(0.2)
-        return plain(self, sample, keep)
+        return plain(self, *words)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Tap, "run", heard)
+        patched.setattr(Line, "run", heard)
         with pytest.raises(KeyboardInterrupt, match="--resume goes on from there"):
             calibrate(small_cnn, odd, checkpoint=path, threads=2)
     return path.read_bytes()

@@ -1,6 +1,7 @@
 """The few samples that a search looks at, and what a trial on them is worth."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -16,8 +17,8 @@ from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.method import Method
 from deploy.metrics.form import form_of
-from deploy.tuning.probe import Noise, Prober, noise_powers, usual_powers
-from deploy.tuning.samples import CANDIDATES, telling
+from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, usual_powers
+from deploy.tuning.samples import CANDIDATES, as_many, telling
 
 
 def doubling():
@@ -50,6 +51,20 @@ def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_
     assert len(loud & set(places)) >= 4 and len(places) == 8 and places == sorted(places)
     quiet = set(places) - loud
     assert min(quiet) < 10 and max(quiet) >= 30
+
+
+@pytest.mark.parametrize("values, enough", [(1, 2_500_000), (1_228_800, 2), (3_000_000, 0)])
+def test_of_large_samples_fewer_are_enough(values, enough):
+    sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
+    judges = SimpleNamespace(heard=lambda most: iter([(sample, {})]))
+    assert as_many(judges) == enough
+
+
+def test_the_loudest_samples_are_those_of_every_part_together():
+    outputs = [{"y": np.full((1, 4), size, np.float32)} for size in (1, 5, np.inf, 2, 4)]
+    form = form_of([outputs[0]], inputs=[{"x": np.ones((1, 4), np.float32)}])
+    assert loudest(form, outputs, 2) == [1, 4]
+    assert loudest(form, outputs, 9) == [0, 1, 2, 3, 4]
 
 
 @settings(max_examples=25, deadline=None)
@@ -139,3 +154,19 @@ def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_all_noise():
     assert prober.noise(Choices(float_nodes={"/y": "another reason"})).worst > 0.99
     assert (prober.tried, target.built) == (3, 3)
     assert prober.noise(Choices(method=Method.of("mse"))).worst > 0.99  # NaN
+
+
+def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
+    sizes = (1, 3, 2)
+    heard = [
+        ({"x": np.full((1, 4), n, np.float32)}, {"y": np.full((1, 4), 2 * n, np.float32)})
+        for n in sizes
+    ]
+    target, request = FakeTarget(), FakeRequest(doubling().model)
+    prober = Prober(target.trial, request, heard, runs_here=True, threads=1, few=2)
+    off = Choices(method=Method.of("minmax"))
+    (whole,), (alone,) = prober.noises([off]), prober.alone([off], [["/y"]])
+    assert whole.parts["y"].shape == (3,) and alone.parts["y"] == pytest.approx([0.25, 0.25])
+    broken = Choices(float_nodes={"/y": "why"})
+    assert prober.alone([broken, off], [["/y"], ["/y"]])[0].worst > 0.99
+    assert (prober.tried, target.built) == (3, 3)

@@ -427,7 +427,7 @@ def clock(monkeypatch):
     def set_to(*, floats, int8, models):
         def times(ran, feeds, *, made_from, runs):
             pairs = [node.name for node in ran.graph.node if node.op_type in PAIRS]
-            own = int8 if ran is not made_from else floats
+            own = int8 if pairs else floats
             nodes = {node.name: own.get(node.name, 0.0) for node in made_from.graph.node}
             return KernelTimes({**nodes, **dict.fromkeys(pairs, 0.1)}, 0.0)
 
@@ -440,6 +440,8 @@ def clock(monkeypatch):
             }
             inside = [n.input[1] in made for n in ran.graph.node if n.op_type == "Conv"]
             label = "all in int8" if all(inside) else "found" if any(inside) else "float"
+            if ran.graph.value_info:  # what is written says no types
+                label = "given" if "given" in models else "float"
             return models[label]
 
         monkeypatch.setattr(prices, "kernel_times", times)
@@ -493,6 +495,16 @@ def test_a_model_that_int8_makes_slower_gets_its_float_file_and_is_told(clock, b
     assert "stay in float: int8 wins nothing here" in " ".join(built.said.split())
     ops = {node.op_type for node in onnx.load(built.out / "sound.float.onnx").graph.node}
     assert ops == {"Conv", "Relu"}
+
+
+@pytest.mark.parametrize(("least", "kind"), [(2.9, "int8"), (3.1, "float")])
+def test_a_speed_that_is_asked_for_is_meant_beside_the_model_as_given(
+    least, kind, clock, build, tmp_path
+):
+    clock(floats=FLOATS, int8=FAST, models=MODELS | {"given": 15.0})  # 10 as written, int8 5
+    built = build(sound(tmp_path), "--duration", 0.01, "--min-speedup", least, "--accept")
+    assert built.code == 0, built.error
+    assert (built.out / f"sound.{kind}.onnx").exists()
 
 
 def test_what_was_settled_by_time_is_built_again_whatever_the_clock_says(

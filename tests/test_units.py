@@ -62,17 +62,29 @@ def test_a_gate_of_another_tensor_is_none():
     assert found.members["/s"] == ("/s",) and found.members["/m"] == ("/m",)
 
 
-def test_a_hard_swish_written_out_is_one_unit():
+def test_a_hard_swish_written_out_is_one_unit_with_the_layer_before():
     found = units(
         conv("x", "c1"), ("Add", "c1 three", "a", {}), ("Clip", "a zero six", "b", {}),
         ("Mul", "c1 b", "m", {}), ("Div", "m six", "d", {}), conv("d", "y"),
     )  # fmt: skip
-    assert found.members == {"/c1": ("/c1",), "/a": ("/a", "/b", "/m", "/d"), "/y": ("/y",)}
+    assert found.members == {"/c1": ("/c1", "/a", "/b", "/m", "/d"), "/y": ("/y",)}
 
 
-def test_a_hard_swish_as_an_operator_is_a_unit():
-    found = units(conv("x", "c1"), ("HardSwish", "c1", "h", {}), conv("h", "y"))
-    assert list(found.members) == ["/c1", "/h", "/y"]
+def test_a_hard_swish_as_an_operator_is_of_the_layer_before_that_makes_it_for_it_alone():
+    swish = ("HardSwish", "c1", "h", {})
+    assert list(units(conv("x", "c1"), swish, conv("h", "y")).members) == ["/c1", "/y"]
+    apart = units(conv("x", "c1"), swish, conv("h", "y"), outputs=("y", "c1"))
+    assert list(apart.members) == ["/c1", "/h", "/y"]
+    apart = units(conv("x", "c1"), swish, conv("h", "c2"), ("Add", "c1 c2", "y", {}))
+    assert list(apart.members) == ["/c1", "/h", "/c2"]
+
+
+def test_a_gate_of_another_tensor_is_of_the_layer_that_makes_the_gate():
+    found = units(
+        conv("x", "c1"), conv("c1", "c2"), ("HardSigmoid", "c2", "s", {}),
+        ("Mul", "c1 s", "m", {}), conv("m", "y"),
+    )  # fmt: skip
+    assert found.members["/c2"] == ("/c2", "/s", "/m")
 
 
 def test_borders_are_edges_inlets_and_outlets():

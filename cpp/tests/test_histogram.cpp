@@ -104,3 +104,37 @@ TEST_CASE("every way of the kernel counts the same") {
   }
   CHECK(calib8_kernel_way(-1) == nullptr);
 }
+
+TEST_CASE("several histograms in one call are those of a call each") {
+  const std::vector<std::vector<float>> values = {noise(5000, 4, 2.0F), {}, noise(3, 5, 1.0F)};
+  std::vector<std::vector<std::int64_t>> counts(3, std::vector<std::int64_t>(CALIB8_CELLS, 0));
+  std::vector<std::uint64_t> scratch(CALIB8_SCRATCH / 8, 0);
+  const calib8_seen empty{0, 0, INFINITY, -INFINITY, 0, 0, 0};
+  std::vector<calib8_seen> seen(3, empty);
+  std::vector<calib8_seen*> states;
+  std::vector<std::int64_t*> tables;
+  std::vector<const float*> from;
+  std::vector<std::size_t> sizes;
+  for (std::size_t k = 0; k < 3; ++k) {
+    states.push_back(&seen[k]);
+    tables.push_back(counts[k].data());
+    from.push_back(values[k].data());
+    sizes.push_back(values[k].size());
+  }
+  std::size_t done = 0;
+  const auto call = [&] {
+    return calib8_observe_each(0, 3, states.data(), tables.data(), from.data(), sizes.data(),
+                               scratch.data(), &done);
+  };
+  CHECK(call() == 0);
+  CHECK(done == 3);
+  for (std::size_t k = 0; k < 3; ++k) {
+    const Histogram wanted = of(values[k]);
+    CHECK(counts[k] == wanted.counts());
+    CHECK(seen[k].total == wanted.total());
+  }
+  const std::vector<float> odd = {1.0F, NAN, NAN};
+  from[2] = odd.data();
+  CHECK(call() == 2);
+  CHECK(done == 2);
+}

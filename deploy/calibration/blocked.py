@@ -51,9 +51,22 @@ class Blocked:
     output: str
     channels: int
 
-    def values(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The tensor's values in some order, any shape; `x` is the output as it came."""
-        return x if x.shape[1] == self.channels else real_values(x, self.channels, block_size())
+    def filled(self, x: NDArray[np.float32]) -> bool:
+        """Whether the output holds more than the tensor."""
+        return bool(x.shape[1] != self.channels)
+
+    def values(
+        self, x: NDArray[np.float32], into: NDArray[np.float32] | None = None
+    ) -> NDArray[np.float32]:
+        """The tensor's values in some order, any shape.
+
+        Args:
+            x: the output as it came.
+            into: what this gave of an output of this shape, to be written again; None is made anew.
+        """
+        if not self.filled(x):
+            return x
+        return real_values(x, self.channels, block_size(), into)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +149,16 @@ def unordered(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, Bloc
     return found
 
 
-def real_values(x: NDArray[np.float32], channels: int, block: int) -> NDArray[np.float32]:
+def real_values(
+    x: NDArray[np.float32], channels: int, block: int, into: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
     """The first channels of a blocked tensor, one after the other in no particular order.
 
     Args:
         x: [N, C, ...], in memory [N, C / block, ..., block].
         channels: that are wanted, at most C.
         block: channels that stand side by side.
+        into: where they are written; None is made anew.
 
     Returns:
         1-D, `channels` / C of the values.
@@ -151,7 +167,7 @@ def real_values(x: NDArray[np.float32], channels: int, block: int) -> NDArray[np
     blocks = x.reshape(batch, filled // block, math.prod(x.shape[2:]), block)
     whole, rest = divmod(channels, block)
     parts = (blocks[:, :whole], blocks[:, whole : whole + 1, :, :rest])
-    return np.concatenate([part.reshape(-1) for part in parts])
+    return np.concatenate([part.reshape(-1) for part in parts], out=into)
 
 
 @cache

@@ -17,12 +17,22 @@ from typing import Protocol
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
 from calibrators.statistics import Batched, Recorder
+from deploy.calibration.lines import (
+    Held,
+    Keep,
+    Waiting,
+    limit_of,
+    lines_of,
+    reaches,
+    record,
+    told,
+)
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.peaks import Peaks
-from deploy.calibration.taps import Keep, Waiting, limit_of, lines_of, reaches, record, told
 from deploy.errors import FeedError
 from deploy.feed.doubling import following
 from deploy.feed.parallel import NEVER, Rest, Sample, in_order
+from deploy.machine import trim_memory
 
 Progress = Callable[[], None]
 Enough = Callable[[int, Observed, Observed], bool]
@@ -129,6 +139,8 @@ class _Pass:
         self._free = [o for o in observations if not o.statistic.ordered]
         self._ordered = self._empty(o for o in observations if o.statistic.ordered)
         self._peaks = peaks
+        trim_memory()  # of optimizing the models
+        self._readings = [[line.reading() for line in self.lines] for _ in range(threads)]
         self._own = [None if peaks is None else Peaks() for _ in range(threads)]
         # a sample is begun when those `threads` before it are done, so no two are in one part at a
         # time; of an even number of parts, every other one holds the samples of odd numbers
@@ -146,7 +158,7 @@ class _Pass:
 
     def _anew(self) -> None:
         self._parts = [self._empty(self._free) for _ in range(self._width)]
-        self._held = [[line.held_by(part) for line in self.lines] for part in self._parts]
+        self._held = [[Held(line, part) for line in self.lines] for part in self._parts]
 
     def go_on(self, earlier: Observed) -> None:
         """Begin with what another pass recorded."""
@@ -155,12 +167,12 @@ class _Pass:
 
     def work(self, worker: int, number: int, sample: Sample, keep: Keep | None) -> list[Waiting]:
         """Run a sample, record what any order gives, and give what waits for its turn."""
-        held = self._held[number % self._width]
+        held, own = self._held[number % self._width], self._own[worker]
         return [
             waiting
-            for line, recorders in zip(self.lines, held, strict=True)
+            for line, reading, part in zip(self.lines, self._readings[worker], held, strict=True)
             if reaches(line.limit, number)
-            for waiting in line.run(recorders, self._own[worker], number, sample, keep)
+            for waiting in line.run(reading, part, own, number, sample, keep)
         ]
 
     def take(self, number: int, waiting: list[Waiting]) -> None:

@@ -1,36 +1,19 @@
-"""Models whose inner tensors can be read, and who reads them.
-
-::
-
-    sample --> tap of a variant --> tensor --> recorder, recorder
-                               |--> tensor --> recorder
-                               '--> tensor --> waits for its turn: the order shows in it
-"""
+"""Models whose inner tensors can be read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from calibrators.errors import CalibrationError
-from calibrators.histogram import Histogram
-from calibrators.statistics import Recorder
-from deploy.calibration.blocked import tapped
-from deploy.calibration.observation import Observation, Observed
-from deploy.calibration.peaks import Peaks, largest
-from deploy.calibration.subject import FOLDED
+from calibrators.together import Located
+from deploy.calibration.again import Again
+from deploy.calibration.blocked import Tapped, tapped
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample
-
-Keep = Callable[[int, Sample], None]
-Waiting = tuple[Observation, NDArray[np.float32]]
-Held = Mapping[str, Sequence[tuple[Observation, Recorder | None]]]
-"""Tensor -> who reads it, with the recorder of a worker; None where values wait for their turn."""
+from deploy.tensors import Array
 
 
 class Tap:
@@ -44,9 +27,9 @@ class Tap:
         threads: int | None = 1,
         in_any_order: Collection[str] = (),
     ) -> None:
-        self._inputs = {i.name for i in model.graph.input}
-        self._fed = [name for name in tensors if name in self._inputs]
-        self._made = [name for name in tensors if name not in self._inputs]
+        inputs = {i.name for i in model.graph.input}
+        self._fed = [name for name in tensors if name in inputs]
+        self._made = [name for name in tensors if name not in inputs]
         self._open = tapped(model, self._made, threads=threads, in_any_order=in_any_order)
 
     def run(
@@ -59,7 +42,7 @@ class Tap:
         try:
             values = self._open.session.run(sample)
         except BackendError as error:
-            raise BackendError(f"could not run a sample: {error}") from error
+            raise _could_not(error) from error
         if keep is not None:
             keep(values)
         for name in self._fed:
@@ -71,89 +54,66 @@ class Tap:
             else:
                 yield name, blocked.values(values.pop(blocked.output))
 
+    def reading(self, tensors: Sequence[str]) -> Reading:
+        """What reads these of the tensors, sample after sample, in one thread."""
+        return Reading(self._open, tensors, fed=self._fed)
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A variant in the pass: its session, who reads which tensor, how many samples it is run on."""
 
-    key: str
-    tap: Tap
-    readers: Mapping[str, Sequence[Observation]]
-    limit: int | None
+class Reading:
+    """Tensors of one sample after the other, in memory that is used again where it can be."""
 
-    def held_by(self, part: Mapping[Observation, Recorder]) -> Held:
-        """The readers with their recorders, looked up once and not for every sample."""
-        return {name: [(o, part.get(o)) for o in read] for name, read in self.readers.items()}
+    def __init__(self, opened: Tapped, tensors: Sequence[str], *, fed: Collection[str]) -> None:
+        self._tensors = tuple(tensors)
+        self._blocked = opened.blocked
+        self._fed = frozenset(fed)
+        self._again = Again(opened.session)
+        self._located: Located | None = None
+        self._moving: list[int] = []
 
-    def run(
+    def run(self, sample: Sample, keep: Callable[[Sample], None] | None = None) -> Located:
+        """Run one sample; gives each tensor's values in any order, until the next run.
+
+        `keep` is as in `Tap.run`.
+        """
+        before, self._located = self._located, None
+        if not self._again.lasting:
+            before = None  # whose memory the run may have
+        try:
+            values = self._again.run(sample)
+        except BackendError as error:
+            raise _could_not(error) from error
+        if keep is not None:
+            keep(values)
+        if before is None or not self._again.lasting:
+            before = Located(self._values(name, sample, values) for name in self._tensors)
+            self._moving = [k for k, name in enumerate(self._tensors) if self._moves(name, values)]
+        else:
+            for k in self._moving:
+                into = before.arrays[k]
+                before.put(k, self._values(self._tensors[k], sample, values, into))
+        self._located = before
+        return before
+
+    def _values(
         self,
-        held: Held,
-        peaks: Peaks | None,
-        number: int,
+        name: str,
         sample: Sample,
-        keep: Keep | None,
-    ) -> Iterator[Waiting]:
-        """Run one sample, record what has no order, and give what has."""
-        kept = None if keep is None or self.key != FOLDED else partial(keep, number)
-        for name, value in self.tap.run(sample, kept):
-            amax: float | None = None
-            for observation, recorder in held[name]:
-                if not reaches(observation.statistic.samples, number):
-                    continue
-                if recorder is None:
-                    yield observation, value
-                    continue
-                record(recorder, observation, number, value)
-                if isinstance(recorder, Histogram):  # which had to find it anyway
-                    amax = recorder.latest
-            if peaks is not None:
-                peaks.add((self.key, name), number, largest(value) if amax is None else amax)
+        values: Mapping[str, Array],
+        into: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
+        if name in self._fed:
+            return np.asarray(sample[name], np.float32)
+        blocked = self._blocked.get(name)
+        return values[name] if blocked is None else blocked.values(values[blocked.output], into)
+
+    def _moves(self, name: str, values: Mapping[str, Array]) -> bool:
+        """Whether the values must be fetched anew after each run."""
+        if name in self._fed:
+            return True
+        blocked = self._blocked.get(name)
+        x = values[name if blocked is None else blocked.output]
+        return x.dtype != np.float32 or (blocked is not None and blocked.filled(x))
 
 
-def lines_of(observations: Sequence[Observation], known: Observed) -> list[Line]:
-    """One line for each variant, in the order in which they are first wanted."""
-    lines = []
-    for variant in dict.fromkeys(o.variant for o in observations):
-        own = [o for o in observations if o.variant == variant]
-        readers: dict[str, list[Observation]] = {}
-        for observation in own:
-            readers.setdefault(observation.tensor, []).append(observation)
-        loose = [t for t, read in readers.items() if not any(o.statistic.ordered for o in read)]
-        tap = Tap(variant.make(known), list(readers), in_any_order=loose)
-        lines.append(Line(variant.key, tap, readers, limit_of(own)))
-    return lines
-
-
-def limit_of(observations: Iterable[Observation]) -> int | None:
-    """How many samples the observations look at; None for all."""
-    most = [o.statistic.samples for o in observations]
-    return None if None in most else max((n for n in most if n is not None), default=None)
-
-
-def reaches(limit: int | None, number: int) -> bool:
-    """Whether the sample of this number, from 1, is looked at."""
-    return limit is None or number <= limit
-
-
-def record(
-    recorder: Recorder, observation: Observation, number: int, value: NDArray[np.float32]
-) -> None:
-    """Record a tensor's values of one sample.
-
-    Raises:
-        CalibrationError: the recorder refuses them, such as for NaN; tensor and sample are named.
-    """
-    try:
-        recorder.observe(value)
-    except CalibrationError as error:
-        what = f"tensor {observation.tensor} of sample {number}"
-        raise told(error, observation, what) from error
-
-
-def told(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:
-    """The error with what it is of, and the way out."""
-    if observation.whose:
-        return CalibrationError(
-            f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use --keep-float)"
-        )
-    return CalibrationError(f"{what}: {error}; check the model's weights and the preprocessing")
+def _could_not(error: BackendError) -> BackendError:
+    return BackendError(f"could not run a sample: {error}")

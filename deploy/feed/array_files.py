@@ -29,8 +29,9 @@ import numpy as np
 from deploy.archives import array_header, check_archive
 from deploy.errors import FeedError, first_line
 from deploy.feed.arrays import ArraySource, Item, rows
-from deploy.feed.images import Picture, shown
+from deploy.feed.images import shown
 from deploy.feed.items import by_name
+from deploy.feed.listing import Picture
 from deploy.feed.preprocess import describe
 from deploy.inputs import is_read
 from deploy.reading import opened, refuse_irregular, size

@@ -8,6 +8,7 @@ Of those that are chosen a shard takes its own, so that several machines share t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError
@@ -52,7 +53,7 @@ class Choice:
                 f" {self.shard[0]}/{self.shard[1]}"
             )
 
-    def of(self, count: int, *, usual: int = 1) -> tuple[list[int], list[str]]:
+    def of(self, count: int, *, usual: int = 1) -> tuple[Sequence[int], list[str]]:
         """Places among `count` samples, rising, of all shards; and what the user should know.
 
         Args:
@@ -60,7 +61,7 @@ class Choice:
             usual: `every` of this source, where the user says nothing.
         """
         every = self.every or usual
-        left = list(range(0, count, every))
+        left: Sequence[int] = range(0, count, every)
         notes = [f"every {_nth(every)} of {count} samples is looked at"] if every > 1 else []
         if self.most is not None and self.most < len(left):
             notes.append(f"{self.most} of {len(left)} samples are used, spread evenly over all")

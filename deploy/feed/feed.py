@@ -11,6 +11,7 @@ Python has: arrays, paths, loaders and datasets that give them.
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -31,17 +32,17 @@ from deploy.feed.doubling import scattered
 from deploy.feed.files import Files, files_of, labelled, listed
 from deploy.feed.images import shown
 from deploy.feed.loaders import called, items_of, pictured
-from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen, combined
+from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
 from deploy.feed.posted import Posted, posted
 from deploy.feed.preprocess import Asked, Preprocess, describe
 from deploy.feed.raw import RawFiles, as_arrays, as_pictures, refuse_others
-from deploy.feed.share import Share, share_of
+from deploy.feed.share import Share, names_digest, share_of
 from deploy.feed.spool import Spool
 from deploy.feed.stream import Stream
 from deploy.feed.video import VideoSource, is_video
 from deploy.feed.views import View, Views
-from deploy.inputs import is_read
+from deploy.inputs import are_read, is_read
 from deploy.machine import default_threads
 from deploy.progress import phase
 from deploy.tensors import Array, TensorSpec
@@ -117,11 +118,12 @@ class Feed:
         skipped: Mapping[int, str] | None = None,
     ) -> None:
         self._source = source
-        self._chosen = self._given = tuple(chosen)  # in their order, and as samples() gave them
+        self._chosen = self._given = _held(chosen)  # in their order, and as samples() gave them
+        self._names = ""  # digest of them
         self._kind = kind
         self._skip_bad = skip_bad
         self._skipped = dict(skipped or {})
-        self._seen = Seen()
+        self._seen = Seen(len(source))
         self._kept: dict[int, Sample] = {}  # the first few, so that nobody reads them again
         self._spool = Spool(frozenset())
         self._views = Views(preprocess)
@@ -173,9 +175,11 @@ class Feed:
         return tuple(self._skipped[i] for i in sorted(self._skipped))
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def places(self) -> Sequence[int]:
         """Of the good samples, in the whole of which the feed is a share; complete after a pass."""
-        return tuple(place for place, index in self._placed() if index not in self._skipped)
+        if not self._skipped:
+            return self._whole_places()
+        return _held(place for place, index in self._placed() if index not in self._skipped)
 
     @property
     def skipped_places(self) -> dict[int, str]:
@@ -186,7 +190,7 @@ class Feed:
     @property
     def seen(self) -> tuple[str, ...]:
         """sha256 (hex) of every image or row, skipped ones too; complete after a pass."""
-        return tuple(digest.hex() for digest in self._seen.of(self._chosen))
+        return tuple(self._seen.hex(self._chosen))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -216,8 +220,13 @@ class Feed:
             ConfigError: the model fixes a batch.
             FeedError: there are more shards than samples.
         """
-        names = [self._source.sample_name(index) for index in self._chosen]
-        return _share(shard, names, self.batch)
+        _refuse_batches(self.batch)
+        return share_of(shard, len(self._chosen), self._names_digest())
+
+    def _names_digest(self) -> str:
+        """Of all names: made once, since a piece of a calibration asks for it."""
+        self._names = self._names or names_digest(map(self._source.sample_name, self._chosen))
+        return self._names
 
     def part(self, share: Share) -> Feed:
         """A share of this feed, as a feed of its own."""
@@ -262,14 +271,15 @@ class Feed:
         self._skipped |= {self._chosen[place]: why for place, why in skipped.items()}
         self.decodes += len(share.places) - len(skipped)
 
-    def _of(self, share: Share) -> list[int]:
-        return [self._chosen[place] for place in share.places]
+    def _of(self, share: Share) -> Sequence[int]:
+        return self._chosen[share.places.start : share.places.stop : share.places.step]
 
     @property
     def whole(self) -> Share:
         """Of which samples it is which part; of all the only one."""
-        names = map(self._source.sample_name, self._chosen)
-        return share_of((1, 1), list(names)) if self.share is None else self.share
+        if self.share is not None:
+            return self.share
+        return share_of((1, 1), len(self._chosen), self._names_digest())
 
     def so_far(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:
         """What the first so many samples came of, while others may be read already.
@@ -284,7 +294,7 @@ class Feed:
             read = next(islice(good, most - 1, None))
         placed = islice(self._placed(), read)
         skipped = {p: why for p, index in placed if (why := self._skipped.get(index)) is not None}
-        return tuple(digest.hex() for digest in self._seen.of(self._chosen[:read])), skipped
+        return tuple(self._seen.hex(self._chosen[:read])), skipped
 
     def take_up(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:
         """Be where an earlier run's `so_far` was: hash what it read, and skip what it skipped.
@@ -296,7 +306,7 @@ class Feed:
             for index, known in zip(self._chosen, digests, strict=False):
                 if index not in self._seen:
                     self._hash(index)
-                if self._seen.of([index])[0].hex() != known:
+                if self._seen.of(index).hex() != known:
                     raise FeedError(
                         "a run goes on with the samples that it has counted, got another"
                         f" {self._source.told(index)}; put back the one that was there, or leave"
@@ -338,7 +348,8 @@ class Feed:
 
     def scatter(self) -> None:
         """Give the samples so that the first 8, 16, 32 ... are each spread evenly over all."""
-        self._chosen = self._given = tuple(scattered(self._chosen))
+        self._chosen = self._given = _held(scattered(self._chosen))
+        self._names = ""
 
     def reached(self, number: int) -> int:
         """How many images or rows lie up to the sample of this number, skipped ones too."""
@@ -350,7 +361,8 @@ class Feed:
         if count < len(self._chosen):
             said = f"{count} of {len(self._chosen)} samples are used, spread evenly over all"
             self._notes = (*self._notes, said)
-        self._chosen = tuple(sorted(self._chosen[:count]))
+        self._chosen = _held(sorted(self._chosen[:count]))
+        self._names = ""
         left = set(self._chosen)
         self._skipped = {index: why for index, why in self._skipped.items() if index in left}
         self._good = (-1, ())
@@ -446,36 +458,37 @@ class Feed:
             FeedError: a file cannot be read, unless `skip_bad`.
         """
         chosen = self._chosen if first is None else sorted(self._chosen[:first])
-        unread = [index for index in chosen if index not in self._seen]
-        with phase("hashing", len(unread), "samples") as step:
-            for index in unread:
-                self._hash(index)
-                step()
-        digests = self._seen.of(chosen)
-        ordered = combined(digests)
+        unread = sum(index not in self._seen for index in chosen)
+        with phase("hashing", unread, "samples") as step:
+            for index in chosen:
+                if index not in self._seen:
+                    self._hash(index)
+                    step()
+        ordered = self._seen.combined(chosen)
         return {
             **self.form,
             "count": len(chosen),
-            "sha256": combined(sorted(digests)) if self.batch == 1 else ordered,
+            "sha256": self._seen.combined(chosen, by_size=True) if self.batch == 1 else ordered,
             "ordered_sha256": ordered,
         }
 
     def digests(self, number: int) -> tuple[str, ...]:
         """sha256 (hex) of each image or row of a sample, counted from 1 as a pass gave it."""
-        good = [index for index in self._given if index not in self._skipped]
-        own = good[(number - 1) * self.batch : number * self.batch]
-        return tuple(digest.hex() for digest in self._seen.of(own))
+        good = (index for index in self._given if index not in self._skipped)
+        own = islice(good, (number - 1) * self.batch, number * self.batch)
+        return tuple(self._seen.hex(own))
 
     def called(self) -> dict[str, str]:
         """sha256 (hex) -> name of every image or row, known after a pass or a manifest."""
-        digests = self._seen.of(self._chosen)
         names = map(self._source.told, self._chosen)
-        return {digest.hex(): name for digest, name in zip(digests, names, strict=True)}
+        return dict(zip(self._seen.hex(self._chosen), names, strict=True))
 
     def _placed(self) -> Iterator[tuple[int, int]]:
         """(place in the whole, index in the source) of every sample."""
-        whole = range(len(self._chosen)) if self.share is None else self.share.places
-        return zip(whole, self._chosen, strict=True)
+        return zip(self._whole_places(), self._chosen, strict=True)
+
+    def _whole_places(self) -> range:
+        return range(len(self._chosen)) if self.share is None else self.share.places
 
     def _hash(self, index: int) -> None:
         try:
@@ -648,7 +661,9 @@ def _fed(
     chosen, said = choice.of(len(source), usual=usual)
     batch, share = fixed_batch(specs), None
     if choice.shard is not None:
-        share = _share(choice.shard, [source.sample_name(index) for index in chosen], batch)
+        _refuse_batches(batch)
+        names = names_digest(map(source.sample_name, chosen))
+        share = share_of(choice.shard, len(chosen), names)
         chosen = [chosen[place] for place in share.places]
         said = [*said, f"shard {share}: {len(chosen)} of {share.count} samples"]
     return Feed(
@@ -664,13 +679,17 @@ def _fed(
     )
 
 
-def _share(shard: tuple[int, int], names: Sequence[str], batch: int) -> Share:
+def _held(indices: Iterable[int]) -> Sequence[int]:
+    """Indices in as little memory as they take."""
+    return indices if isinstance(indices, range) else array("q", indices)
+
+
+def _refuse_batches(batch: int) -> None:
     if batch > 1:
         raise ConfigError(
             "shards are of single samples, got a model with a fixed batch of"
             f" {batch}; export it with a batch that is open"
         )
-    return share_of(shard, names)
 
 
 def _files(source: FeedSource) -> Files | None:
@@ -793,14 +812,13 @@ def _open_images(
     skip_bad: bool,
     choice: Choice,
 ) -> Feed:
-    for picture in files.files:
-        is_read(picture.path)
+    are_read(len(files.files), files.files.path)
     found = _how(preprocess, carried, specs)
     video = _video(files, specs[0], found.how)
     if video is None and not skip_bad:
         number, of = choice.shard or (1, 1)
         own = choice.of(len(files.files))[0][number - 1 :: of]
-        check_present([files.files[i] for i in own], files.name)
+        check_present((files.files[i] for i in own), len(own), files.name)
     return _fed(
         video or ImageSource(files.files, specs[0], found.how),
         choice,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from deploy.errors import FeedError
 from deploy.feed.array_files import is_arrays
-from deploy.feed.images import Picture, is_image, read_list, shown, summary, walked
+from deploy.feed.images import is_image, read_list, shown, summary, walked
+from deploy.feed.listing import Listing
 from deploy.feed.video import is_video
 from deploy.reading import read_json
 
@@ -29,7 +30,7 @@ class Files:
         notes: what the user should know.
     """
 
-    files: tuple[Picture, ...]
+    files: Listing
     name: str
     folder: Path | None = None
     notes: tuple[str, ...] = ()
@@ -63,10 +64,10 @@ def files_of(path: Path) -> Files:
             return _matching(path)
         raise FeedError(f"{shown(str(path))} does not exist; give {_SOURCES}")
     if is_image(path) or is_arrays(path) or is_video(path):
-        return Files((Picture(path, path.name),), shown(path.name))
+        return Files(Listing(path.parent, [path.name]), shown(path.name))
     if path.suffix.lower() == ".json":
         return _in_coco(path)
-    return Files(tuple(read_list(path)), shown(str(path)))
+    return Files(read_list(path), shown(str(path)))
 
 
 def labelled(files: Files) -> Files:
@@ -87,17 +88,18 @@ def labelled(files: Files) -> Files:
             " labels, or --labels FILE"
         )
     numbers = {name: number for number, name in enumerate(classes)}
-    own = (replace(one, label=numbers[top]) for one, top in zip(files.files, tops, strict=True))
+    names = (one.name for one in files.files)
+    own = Listing(files.folder, names, map(numbers.__getitem__, tops))
     note = f"labels by folder: {len(classes)} classes, 0 is {shown(classes[0])}"
-    return replace(files, files=tuple(own), notes=(*files.notes, note))
+    return replace(files, files=own, notes=(*files.notes, note))
 
 
 def listed(paths: Sequence[object]) -> Files | None:
     """A list that is of paths and nothing else; None where it is another."""
     if not paths or not all(isinstance(one, str | os.PathLike) for one in paths):
         return None
-    named = [Path(one) for one in paths if isinstance(one, str | os.PathLike)]
-    return Files(tuple(Picture(one, str(one)) for one in named), "the list")
+    named = (str(Path(one)) for one in paths if isinstance(one, str | os.PathLike))
+    return Files(Listing("", named), "the list")
 
 
 def _in_folder(folder: Path) -> Files:
@@ -111,7 +113,7 @@ def _in_folder(folder: Path) -> Files:
     left = len(names) - len(pictures)
     notes = [f"{left} files of arrays among the images of {shown(folder.name)} are not fed"]
     return Files(
-        tuple(Picture(folder / name, name) for name in pictures or names),
+        Listing(folder, pictures or names),
         shown(folder.name or str(folder)),
         folder,
         tuple(notes) if pictures and left else (),
@@ -126,7 +128,7 @@ def _matching(pattern: Path) -> Files:
             f"the pattern {shown(str(pattern))} must match images or arrays, got none of"
             f" {len(found)} files; ** stands for any folders"
         )
-    return Files(tuple(Picture(Path(name), name) for name in kept), shown(str(pattern)))
+    return Files(Listing("", kept), shown(str(pattern)))
 
 
 def _in_coco(path: Path) -> Files:
@@ -142,4 +144,4 @@ def _in_coco(path: Path) -> Files:
         )
     inside = path.parent / "images"
     base = inside if (inside / names[0]).exists() else path.parent
-    return Files(tuple(Picture(base / name, name) for name in names), shown(str(path)))
+    return Files(Listing(base, names), shown(str(path)))

@@ -16,7 +16,6 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import numpy as np
 from deploy.errors import FeedError
 from deploy.feed import jpeg
 from deploy.feed.headers import sides
+from deploy.feed.listing import Listing, Picture
 from deploy.feed.words import heard
 from deploy.reading import read_bytes
 from deploy.tensors import Array
@@ -42,15 +42,6 @@ _DAMAGE = re.compile(
     r"Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG|Inconsistent progression"
 )
 _PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A file, the name it goes by in messages and digests, and its label if the list has one."""
-
-    path: Path
-    name: str
-    label: int | None = None
 
 
 def shown(name: str) -> str:
@@ -81,7 +72,7 @@ def walked(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
     return sorted(found, key=os.fsencode)
 
 
-def read_list(path: Path) -> list[Picture]:
+def read_list(path: Path) -> Listing:
     """A list file: one "path" or "path label" a line, paths relative to the list's folder.
 
     UTF-8 with or without a byte order mark, LF or CRLF; empty lines and lines starting with
@@ -90,19 +81,19 @@ def read_list(path: Path) -> list[Picture]:
     Raises:
         FeedError: not a text file, no line, or labels that are missing or not whole numbers.
     """
-    pictures: list[Picture] = []
-    unlabelled: list[int] = []
+    pictures = Listing(path.parent)
+    unlabelled, first = 0, 0
     for number, line in _lines(path):
-        picture = _parse_line(path, number, line)
-        pictures.append(picture)
-        if picture.label is None:
-            unlabelled.append(number)
+        name, label = _parse_line(path, number, line)
+        pictures.add(name, label)
+        if label is None:
+            unlabelled, first = unlabelled + 1, first or number
     if not pictures:
         raise FeedError(f"{shown(str(path))} must list images, got no line; write one path a line")
-    if 0 < len(unlabelled) < len(pictures):
+    if 0 < unlabelled < len(pictures):
         raise FeedError(
             f"every line of {shown(str(path))} or none must have a label, got"
-            f" {len(unlabelled)} of {len(pictures)} without, the first on line {unlabelled[0]};"
+            f" {unlabelled} of {len(pictures)} without, the first on line {first};"
             " add them or remove all labels"
         )
     return pictures
@@ -220,8 +211,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise _not_a_list(path) from error
     if "\0" in text:
         raise _not_a_list(path)
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
-        line = line.strip()
+    number, at = 0, 0
+    while at <= len(text):  # one after the other: all of them at once take more than the text
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        number, line, at = number + 1, text[at:end].strip(), end + 1
         if line and not line.startswith("#"):
             yield number, line
 
@@ -232,21 +226,20 @@ def _not_a_list(path: Path) -> FeedError:
     )
 
 
-def _parse_line(listing: Path, number: int, line: str) -> Picture:
+def _parse_line(listing: Path, number: int, line: str) -> tuple[str, int | None]:
     folder = listing.parent
-    whole = folder / line
     parts = line.rsplit(None, 1)
-    if len(parts) == 1 or _is_file(whole):
-        return Picture(whole, line)
+    if len(parts) == 1 or _is_file(folder / line):
+        return line, None
     name, token = parts
     if re.fullmatch(r"\d{1,9}", token, re.ASCII):
-        return Picture(folder / name, name, int(token))
+        return name, int(token)
     if _is_file(folder / name):
         raise FeedError(
             f"a label must be a whole number from 0, got {token!r} on line {number} of"
             f" {shown(str(listing))}; number the classes as the model's outputs are"
         )
-    return Picture(whole, line)
+    return line, None
 
 
 def _is_file(path: Path) -> bool:

@@ -12,13 +12,15 @@ alone unless somebody asks before the pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from deploy.errors import FeedError
 from deploy.tensors import Array
+
+_BYTES = 32  # of a sha256
 
 UNREADABLE = hashlib.sha256().digest()  # of what cannot be read: no bytes
 
@@ -44,13 +46,15 @@ class Raw:
 
 
 class Seen:
-    """The digest of every sample, as it was first read."""
+    """The digest of every sample, as it was first read: 33 bytes of each, all in one piece."""
 
-    def __init__(self) -> None:
-        self._digests: dict[int, bytes] = {}
+    def __init__(self, count: int) -> None:
+        """Of so many samples; what is not seen takes no memory, since nobody writes to it."""
+        self._known = bytearray(count)
+        self._digests = bytearray(count * _BYTES)
 
     def __contains__(self, index: int) -> bool:
-        return index in self._digests
+        return bool(self._known[index])
 
     def note(self, index: int, digest: bytes, name: str) -> None:
         """Remember a digest.
@@ -58,20 +62,35 @@ class Seen:
         Raises:
             Changed: the sample was another one before.
         """
-        if self._digests.setdefault(index, digest) != digest:
+        place = slice(index * _BYTES, (index + 1) * _BYTES)
+        if not self._known[index]:
+            self._digests[place] = digest
+            self._known[index] = 1
+        elif self._digests[place] != digest:
             raise Changed(
                 f"{name} changed while calib8 ran, so that not all of the run saw the same; leave"
                 " the data alone meanwhile and run again"
             )
 
-    def of(self, indices: Iterable[int]) -> tuple[bytes, ...]:
-        """Digests of samples that were read."""
-        return tuple(self._digests[index] for index in indices)
+    def of(self, index: int) -> bytes:
+        """Digest of a sample that was read."""
+        assert self._known[index]
+        return bytes(self._digests[index * _BYTES : (index + 1) * _BYTES])
 
+    def hex(self, indices: Iterable[int]) -> Iterator[str]:
+        """The same of several, in letters, one at a time."""
+        return (self.of(index).hex() for index in indices)
 
-def combined(digests: Iterable[bytes]) -> str:
-    """sha256 (hex) over digests in their order."""
-    return hashlib.sha256(b"".join(digests)).hexdigest()
+    def combined(self, indices: Sequence[int], *, by_size: bool = False) -> str:
+        """sha256 (hex) over the digests of samples that were read.
+
+        Args:
+            indices: of the samples.
+            by_size: in the order of the digests themselves, not of the indices.
+        """
+        assert all(map(self.__contains__, indices))
+        rows = np.frombuffer(self._digests, f"S{_BYTES}")[np.fromiter(indices, np.intp)]
+        return hashlib.sha256((np.sort(rows) if by_size else rows).data).hexdigest()
 
 
 def bytes_digest(data: bytes) -> bytes:

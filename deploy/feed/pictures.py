@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import FeedError
 from deploy.feed import images
+from deploy.feed.listing import Listing, Picture
 from deploy.feed.manifest import Raw, bytes_digest
 from deploy.feed.pixels import apply
 from deploy.feed.preprocess import Preprocess, describe, sized
@@ -17,26 +19,25 @@ from deploy.tensors import Array, TensorSpec
 class ImageSource:
     """Pictures of one input."""
 
-    pictures: tuple[images.Picture, ...]
+    pictures: Listing
     spec: TensorSpec
     how: Preprocess
 
     @property
     def labels(self) -> tuple[int, ...] | None:
         """One per picture, or None."""
-        found = [p.label for p in self.pictures if p.label is not None]
-        return tuple(found) if len(found) == len(self.pictures) else None
+        return self.pictures.labels
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def sample_name(self, index: int) -> str:
         """The file's name."""
-        return self.pictures[index].name
+        return self.pictures.name(index)
 
     def told(self, index: int) -> str:
         """What the picture is called in a message."""
-        return f"image {images.shown(self.pictures[index].name)}"
+        return f"image {images.shown(self.pictures.name(index))}"
 
     def load(self, index: int) -> Raw:
         """The file's bytes, hashed, and what decodes, preprocesses and casts them.
@@ -59,26 +60,26 @@ class ImageSource:
         return Raw(
             bytes_digest(data),
             lambda: self._decoded(index, data),
-            lambda: images.decode(data, self.pictures[index].name, grey=False),
+            lambda: images.decode(data, self.pictures.name(index), grey=False),
         )
 
     def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
         grey = self.how.color == "grey"
-        pixels = images.decode(data, self.pictures[index].name, grey=grey)
+        pixels = images.decode(data, self.pictures.name(index), grey=grey)
         how = sized(self.how, (pixels.shape[0], pixels.shape[1]), self.told(index))
         return {self.spec.name: _cast(apply(pixels, how), self.spec.dtype)}
 
 
-def check_present(pictures: list[images.Picture], where: str) -> None:
+def check_present(pictures: Iterable[Picture], count: int, where: str) -> None:
     """Refuse a list of which files are missing.
 
     Raises:
         FeedError: some are; the first few are named.
     """
-    missing = [p.name for p in pictures if not _exists(p.path)]
+    missing = [one.name for one in pictures if not _exists(one.path)]
     if missing:
         raise FeedError(
-            f"every image must exist, {len(missing)} of {len(pictures)} in"
+            f"every image must exist, {len(missing)} of {count} in"
             f" {where} do not: {images.summary(missing)}; paths are relative to"
             " the list file; correct them, or skip bad ones (--skip-bad)"
         )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 from deploy.errors import FeedError
-from deploy.feed.images import Picture
+from deploy.feed.listing import Listing
 from deploy.feed.manifest import UNREADABLE, Raw
 from deploy.feed.pictures import ImageSource
 from deploy.feed.preprocess import Preprocess
@@ -94,7 +93,7 @@ class PostedSource:
             how: the complete preprocessing; None where none are pictures.
         """
         self._samples = samples
-        named = tuple(Picture(Path(one.name), one.name) for one in samples)
+        named = Listing("", (one.name for one in samples))
         self._pictures = None if how is None else ImageSource(named, specs[0], how)
 
     def __len__(self) -> int:

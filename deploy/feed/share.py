@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -37,17 +37,29 @@ class Share:
         return f"{self.number}/{self.of}"
 
 
-def share_of(shard: tuple[int, int], names: Sequence[str]) -> Share:
-    """The share of a shard in the samples of these names.
+def share_of(shard: tuple[int, int], count: int, names: str) -> Share:
+    """The share of a shard.
+
+    Args:
+        shard: its number from 1, of how many.
+        count: samples of the whole.
+        names: as `Share` has them.
 
     Raises:
         FeedError: there are more shards than samples.
     """
     number, of = shard
-    if of > len(names):
+    if of > count:
         raise FeedError(
-            f"every shard must have a sample, got {of} shards of {len(names)}; use fewer of them"
+            f"every shard must have a sample, got {of} shards of {count}; use fewer of them"
         )
-    listed = "\n".join(PurePath(name).name for name in names)
-    digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
-    return Share(number=number, of=of, count=len(names), names=digest)
+    return Share(number=number, of=of, count=count, names=names)
+
+
+def names_digest(names: Iterable[str]) -> str:
+    """Digest of the names of samples, as `Share` has it."""
+    digest = hashlib.sha256()
+    for number, name in enumerate(names):
+        text = PurePath(name).name if not number else "\n" + PurePath(name).name
+        digest.update(text.encode(errors="surrogateescape"))
+    return digest.hexdigest()

@@ -77,7 +77,7 @@ def lift(
             f"Left at opset {opset}, so weights get one scale per tensor: {reason}, and "
             f"{', '.join(changed)} changed on the way to opset {TARGET_OPSET}."
         )
-    _set_opset(model, TARGET_OPSET)
+    set_opset(model, TARGET_OPSET)
     return model, done
 
 
@@ -131,7 +131,8 @@ def _inside(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         yield from all_nodes(body)
 
 
-def _set_opset(model: onnx.ModelProto, version: int) -> None:
+def set_opset(model: onnx.ModelProto, version: int) -> None:
+    """Let the model import this version of the default operator set."""
     for entry in model.opset_import:
         if entry.domain in ("", "ai.onnx"):
             entry.version = version

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import onnx
 
 _FLOAT = 1  # onnx.TensorProto.FLOAT
+_BODIES = (5, 10)  # onnx.AttributeProto.GRAPH and GRAPHS
 _DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1, "Reshape": 1}
 _TAILS = frozenset({"Relu", "Clip"})
 
@@ -26,9 +28,10 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """Bodies of an If, Loop or Scan, in the order of the attributes."""
     for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
+        if attribute.type in _BODIES:
+            if attribute.HasField("g"):
+                yield attribute.g
+            yield from attribute.graphs
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -41,7 +44,7 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
     """Every tensor that a node reads, those that its subgraphs capture included."""
-    yield from (name for name in node.input if name)
+    yield from filter(None, node.input)
     for body in subgraphs(node):
         own = {o for inner in body.node for o in inner.output}
         own |= {i.name for i in body.input} | {t.name for t in body.initializer}
@@ -84,8 +87,6 @@ class Graph:
         producer: tensor -> the node that makes it.
         readers: tensor -> the nodes that have it as an input, each once.
         captured: tensors that a node reads inside a subgraph.
-        dtypes: tensor -> ONNX element type, where the model says so.
-        shapes: tensor -> sizes as in `dims`, where the model says so.
     """
 
     def __init__(
@@ -104,10 +105,20 @@ class Graph:
         for node in self.nodes:
             for name in dict.fromkeys(filter(None, node.input)):
                 self.readers.setdefault(name, []).append(node)
-            self.captured |= set(reads(node)) - set(node.input)
+            if any(a.type in _BODIES for a in node.attribute):
+                self.captured |= set(reads(node)) - set(node.input)
         declared = [*graph.input, *graph.value_info, *graph.output]
-        self.dtypes = {v.name: v.type.tensor_type.elem_type for v in declared}
-        self.shapes = {v.name: dims(v) for v in declared}
+        self._declared = {v.name: v for v in declared}
+
+    @cached_property
+    def dtypes(self) -> dict[str, int]:
+        """Tensor -> ONNX element type, where the model says so."""
+        return {name: v.type.tensor_type.elem_type for name, v in self._declared.items()}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int | str | None, ...] | None]:
+        """Tensor -> sizes as in `dims`, where the model says so."""
+        return {name: dims(v) for name, v in self._declared.items()}
 
     def is_float(self, tensor: str) -> bool:
         """Whether a tensor is float32, as far as shape inference could tell."""

@@ -114,8 +114,9 @@ ONNXRUNTIME = Placement(
     outputs=True,
     bias=True,
     numbers=True,
-    # 3 colours times 3x3 are 27 products: the int8 kernel's unfolding costs more than it saves
-    # (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv, 2.05x without)
+    # 3 colours times 3x3 are 27 products: the int8 kernel's unfolding costs what it saves, or more
+    # (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv, 2.05x without;
+    # 2.07x either way in ONNX Runtime 1.32)
     thin=32,
 )
 TENSORRT = Placement(

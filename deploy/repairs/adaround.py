@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from calibrators.grids import INT8, Grid, rounded
 from calibrators.rounding import gram, rounded_by_output
 from deploy.calibration.choices import NO_CHOICES
+from deploy.graph.edit import update
 from deploy.repairs.base import Making, with_model
 from deploy.repairs.layers import FloatArray, Layer, layers_of, with_constants
 from deploy.repairs.patches import inputs_of
@@ -53,6 +54,7 @@ def trials_rounded(
     arrays, target = rounded_weights(request, making), making.target
     layers = tuple(one for one in _owned(request.model) if one.weight in arrays)
     rounded = with_model(request, with_constants(request.model, arrays))
+    own = {t.name: t for t in request.model.graph.initializer if t.name in arrays}
 
     def trial(chosen: BuildRequest) -> onnx.ModelProto:
         if chosen.choices.rounded is False:
@@ -61,9 +63,9 @@ def trials_rounded(
         made = target.trial(replace(chosen, subject=subject))
         written = all_written(made, layers)
         there = {tensor.name for tensor in made.graph.initializer}
-        back = (one for one in layers if one.name not in written and one.weight in there)
-        own = {one.weight: one.array for one in back}
-        return with_constants(made, own) if own else made
+        back = {one.weight for one in layers if one.name not in written} & there
+        update(made.graph.initializer, {name: own[name] for name in back})
+        return made
 
     return trial
 

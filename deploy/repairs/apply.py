@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _SAMPLES = 16  # images of which half make the after-repairs and half judge them
 _ENOUGH = 4  # samples from which on they are shared out
+_VALUES = 5_000_000  # of the samples that make a repair together; a large one gives many patches
+_SETTLED = 4  # samples that tell what a repair does which the search settled already
 Heard = tuple[Sample, Mapping[str, "Array"]]
 _CLEARLY_DB = 0.5  # what a before-repair must gain: it is judged with the ranges of few samples
 STAND_IN = OnnxRuntime()  # where no target can be tried on a few samples
@@ -77,10 +79,15 @@ def _making(target: Target, request: BuildRequest, samples: Sequence[Sample]) ->
         yield Making(
             target=target,
             reference=request.model,
-            samples=samples[0::2] if len(samples) >= _ENOUGH else samples,
+            samples=samples[0::2][: _as_many(samples)] if len(samples) >= _ENOUGH else samples,
             threads=request.threads,
             progress=step,
         )
+
+
+def _as_many(samples: Sequence[Sample]) -> int:
+    """Samples that give patches enough for their size."""
+    return max(2, _VALUES // max(sum(value.size for value in samples[0].values()), 1))
 
 
 def repaired(
@@ -115,12 +122,14 @@ def _tried_out(
 ) -> tuple[BuildRequest, list[Tried]]:
     """What is left of a request after its repairs, each judged on the samples of no repair."""
     target = making.target
-    judging, said = zip(*(heard[1::2] if len(heard) >= _ENOUGH else heard), strict=True)
+    settled = all(_known(request, name) is not None for name in repairs)
+    apart = heard[1::2] if len(heard) >= _ENOUGH else heard
+    judging, said = zip(*apart[: _SETTLED if settled else None], strict=True)
     bench = Judge(request.model, judging, threads=request.threads, said=said)
     kernels = ".onnx" in target.engines
     now, tried = bench.of(target.trial(request), kernels=kernels), []
     for name, repair in repairs.items():
-        known = request.choices.rounded if name == ROUNDING else None
+        known = _known(request, name)
         if known is False:
             tried.append(_idle(name, target.name, "not kept, to nearest loses no more"))
             continue
@@ -141,6 +150,11 @@ def _tried_out(
         if tried[-1].kept:
             request, now = form, after
     return _settled(request, making.reference), tried
+
+
+def _known(request: BuildRequest, name: str) -> bool | None:
+    """Whether a repair is kept, where the search tried it already."""
+    return request.choices.rounded if name == ROUNDING else None
 
 
 def _settled(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequest:

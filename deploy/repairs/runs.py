@@ -43,7 +43,9 @@ def tapped(
     inputs = {value.name for value in model.graph.input}
     wanted = list(dict.fromkeys(tensors))
     fed, made = [n for n in wanted if n in inputs], [n for n in wanted if n not in inputs]
-    session = OrtSession.open(with_outputs(model, made), threads=1, spin=False, int8_kernels=False)
+    session = OrtSession.open(
+        with_outputs(model, made), threads=1, spin=False, keep=True, int8_kernels=False
+    )
     found: list[dict[str, Taken]] = []
 
     def work(_: int, number: int, sample: Sample) -> dict[str, Taken]:
@@ -111,7 +113,7 @@ class Judge:
     ) -> None:
         self._samples, self._threads = samples, threads
         if said is None:
-            session = OrtSession.open(reference, threads=1, spin=False)
+            session = OrtSession.open(reference, threads=1, spin=False, keep=True)
             said = _ran(session, samples, threads)
         self._outputs = said
 
@@ -121,7 +123,7 @@ class Judge:
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
         """
-        session = OrtSession.open(model, threads=1, spin=False, int8_kernels=kernels)
+        session = OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=kernels)
         comparison = Comparison(Said(self._outputs[0]), session)
         outputs = _ran(session, self._samples, self._threads)
         for sample, reference, candidate in zip(self._samples, self._outputs, outputs, strict=True):

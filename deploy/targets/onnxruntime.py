@@ -154,9 +154,11 @@ class OnnxRuntime:
     ) -> tuple[onnx.ModelProto, tuple[Decision, ...], dict[str, Scale]]:
         """The engine, what each node of it is, the ranges that it holds."""
         from calibrators.grids import signed
+        from deploy.frontends.checks import opset_of
+        from deploy.frontends.lift import TARGET_OPSET
         from deploy.graph.plan import analyse
         from deploy.targets.dynamic import write_dynamic
-        from deploy.targets.qdq import write_qdq
+        from deploy.targets.qdq import Stored, write_qdq
         from deploy.targets.trained import decisions_of
 
         found, trained = request.ranges_of(self), request.trained
@@ -169,16 +171,20 @@ class OnnxRuntime:
             float_nodes=request.float_nodes,
             float_tensors=found.reasons,
         )
+        key = "stored weights", id(request.model)  # kept with the model of this id
         model = write_qdq(
             request.model,
             plan,
             found.scales,
             weight_bits=self.weight_bits,
             known={} if trained is None else trained.weights,
+            stored=request.ranges.once(key, lambda: (request.model, Stored()))[1],
         )
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             model = write_dynamic(model, dynamic, signed(self.weight_bits))
+        if opset_of(request.model) >= TARGET_OPSET:
+            _as_kernels(model, request.model, plan)
         ranges = {name: found.scales[name] for name in plan.activations}
         return model, self._with_dynamic(plan.decisions, dynamic), ranges
 
@@ -244,3 +250,15 @@ class OnnxRuntime:
         from deploy.ort import OrtSession
 
         return OrtSession.open(engine, threads=threads)
+
+
+def _as_kernels(model: onnx.ModelProto, plain: onnx.ModelProto, plan: Plan) -> None:
+    """Write what ONNX Runtime has no fast kernel for as what it has one for, in place."""
+    from deploy.graph.gates import gates
+    from deploy.graph.index import Graph
+    from deploy.targets.fused_gates import fuse_gates
+    from deploy.targets.upsampling import write_upsampling
+
+    graph = Graph(plain)
+    fuse_gates(model, [gate for gate in gates(graph) if gate not in plan.gates], graph)
+    write_upsampling(model, graph)

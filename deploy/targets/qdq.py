@@ -17,10 +17,10 @@ Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -40,6 +40,21 @@ from deploy.targets.forms import Forms, with_offset
 
 _INT32 = 2**31 - 1
 Scales32 = NDArray[np.float32]
+Made = TypeVar("Made")
+
+
+class Stored:
+    """Scales and integers of the weights of one model, made once however often it is written."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def of(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What was made under this key, or is now; from any thread."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
 
 
 def write_qdq(
@@ -50,6 +65,7 @@ def write_qdq(
     weight_bits: int = 8,
     storable: Callable[[Scales32], Scales32] = lambda scales: scales,
     known: Mapping[str, Scales32] = MappingProxyType({}),
+    stored: Stored | None = None,
 ) -> onnx.ModelProto:
     """Insert the plan's pairs; `model` is left as it is.
 
@@ -63,6 +79,7 @@ def write_qdq(
         storable: rounds scales to those that can be stored, before anything is quantized.
         known: node -> scales of its weight that it was trained with, [C_out] or [1], where the
             weight is a multiple of them already.
+        stored: integers of the model's weights that were made before, kept for the next call.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or a scale that is not positive.
@@ -75,7 +92,8 @@ def write_qdq(
             f" ({', '.join(missing[:3])}); calibrate again for this target"
         )
     out = copied(model)
-    writer = _Writer(out, plan, scales, weight_bits, storable, known)
+    kept = Stored() if stored is None else stored
+    writer = _Writer(out, plan, scales, weight_bits, storable, known, kept)
     per_channel = opset_of(model) >= TARGET_OPSET
     for weight in plan.weights:
         writer.weight(weight if per_channel else replace(weight, axis=None))
@@ -102,8 +120,10 @@ class _Writer:
         weight_bits: int,
         storable: Callable[[Scales32], Scales32],
         known: Mapping[str, Scales32],
+        stored: Stored,
     ) -> None:
         self.known = known
+        self.stored = stored
         self.graph = model.graph
         self.plan = plan
         self.scales = scales
@@ -176,21 +196,30 @@ class _Writer:
     def _weight(
         self, node: onnx.NodeProto, target: WeightTarget
     ) -> tuple[str, NDArray[np.float32]]:
-        array = numpy_helper.to_array(self.initializers[target.name])
-        own = known_scales(self.known.get(target.node), array.shape, target.axis)
+        tensor, grid = self.initializers[target.name], self.weight_grid
+        own = known_scales(self.known.get(target.node), tuple(tensor.dims), target.axis)
         if own is None:
-            own = weight_scales(array, target.axis, grid=self.weight_grid)
+            own = self.stored.of(
+                (target.name, target.axis, grid),
+                lambda: weight_scales(numpy_helper.to_array(tensor), target.axis, grid=grid),
+            )
         scales = self.storable(own)
         if self.plan.placement.bias and target.bias in self.initializers:
             bias = numpy_helper.to_array(self.initializers[str(target.bias)])
             scales = _room_for_bias(scales, bias, self._input_scale(node))
         if target.node in self.known:  # whose lowest integer may be in use
-            integers = quantize(array, along(scales, array.ndim, target.axis), 0, self.weight_grid)
+            array = numpy_helper.to_array(tensor)
+            integers = quantize(array, along(scales, array.ndim, target.axis), 0, grid)
         else:
-            integers = quantize_weight(array, scales, target.axis, grid=self.weight_grid)
+            integers = self.stored.of(
+                (target.name, target.axis, grid, scales.tobytes()),
+                lambda: quantize_weight(
+                    numpy_helper.to_array(tensor), scales, target.axis, grid=grid
+                ),
+            )
         suffix = "" if not any(key[0] == target.name for key in self.weights) else f"/{node.name}"
         name = f"{target.name}{suffix}"
-        return self._dequantized(name, integers, scales, target.axis, self.weight_grid), scales
+        return self._dequantized(name, integers, scales, target.axis, grid), scales
 
     def _bias(self, node: onnx.NodeProto, bias: str, weight: NDArray[np.float32]) -> str:
         array = numpy_helper.to_array(self.initializers[bias]).reshape(-1)

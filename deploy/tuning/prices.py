@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MARGIN = 1.2  # slower by a fifth or more: less is noise
 _LEAST_SHARE = 0.001  # of the model's time: what a unit must win to change sides by time
 _LEAST_US, _MOST_US = 0.1e-3, 1.0e-3  # of turning a value, by all threads together
+_TURNING = 2  # kernels at a border however little they turn: a Q or DQ, and a change of layout
 _RUNS = 8
 
 
@@ -110,15 +111,17 @@ def counted(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -
 
 def measured(
     model: onnx.ModelProto,
+    float32: onnx.ModelProto,
     int8: onnx.ModelProto,
     units: Units,
     feeds: Sequence[Mapping[str, Array]],
 ) -> Prices:
-    """Prices in microseconds, from one profile of each model."""
-    floats = kernel_times(model, feeds, made_from=model, runs=_RUNS)
+    """Prices in microseconds, from one profile of the model as it is written on either side."""
+    floats = kernel_times(float32, feeds, made_from=model, runs=_RUNS)
     ours = kernel_times(int8, feeds, made_from=model, runs=_RUNS)
     sizes = _sizes(model, units.tensors, feeds[0])
     rate = _turning(ours, int8, sizes)
+    border = _TURNING * min((t for t in ours.nodes.values() if t > 0), default=0.0)
     inside = _sum(floats.nodes, [n for members in units.members.values() for n in members])
     layout = 1 + floats.rest / inside if inside else 1.0  # float kernels have a layout of their own
     prices = {
@@ -131,7 +134,7 @@ def measured(
     }
     return Prices(
         units=prices,
-        turning={tensor: rate * size for tensor, size in sizes.items()},
+        turning={tensor: border + rate * size for tensor, size in sizes.items()},
         outside=max(floats.total - floats.rest - inside, 0.0),
         measured=True,
     )

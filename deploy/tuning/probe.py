@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ from deploy.errors import Calib8Error
 from deploy.metrics.accuracy import Accuracy, Comparison, Said
 from deploy.metrics.form import form_of
 from deploy.ort import OrtSession
+from deploy.tuning.behind import Kept, behind
 
 if TYPE_CHECKING:
     import onnx
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 Powers = NDArray[np.float64]
+Heard = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]  # a sample, what the float model says
 _SILENT = 1e-12  # 120 dB: what is nearer than that is equal
 _LOUD = 1e6  # -60 dB, all lost: NaN, another shape, a trial that cannot be built
 
@@ -104,32 +107,36 @@ class Prober:
     Attributes:
         tried: how many trial models were run.
 
-    `heard` are the samples, each with what the float model says of it; `by_task` also compares the
-    trials by the figures of the task, which a limit of loss needs.
+    `heard` are the samples, each with what the float model says of it; `few` of them are enough
+    for what is tried alone; `by_task` also compares the trials by the figures of the task, which a
+    limit of loss needs.
     """
 
     def __init__(
         self,
         trial: Callable[[BuildRequest], onnx.ModelProto],
         request: BuildRequest,
-        heard: Sequence[tuple[Mapping[str, Array], Mapping[str, Array]]],
+        heard: Sequence[Heard],
         *,
         runs_here: bool,
         threads: int,
+        few: int | None = None,
         by_task: bool = True,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._progress = progress
         self._trial = trial
         self._request = request
-        self._samples = [sample for sample, _ in heard]
-        self._wanted = [said for _, said in heard]
+        self._heard = list(heard)
         self._kernels = runs_here
         self._threads = threads
+        self._few = len(self._heard) if few is None else few
         self._by_task = by_task
         self._known: dict[object, Noise] = {}
-        self._form = form_of(self._wanted, inputs=self._samples)
-        self._usual = usual_powers(self._form, self._wanted)
+        wanted = [said for _, said in heard]
+        self._form = form_of(wanted, inputs=[sample for sample, _ in heard])
+        self._usual = usual_powers(self._form, wanted)
+        self._kept: Kept | None = None
         self._stopped = False
         self.tried = 0
 
@@ -139,39 +146,97 @@ class Prober:
 
     def noises(self, trials: Iterable[Choices]) -> list[Noise]:
         """What several trials lose, run beside each other."""
-        listed = list(trials)
-        new = {key: one for one in listed if (key := _key(one)) not in self._known}
+        return self._found([(one, _key(one)) for one in trials], self._tried)
+
+    def alone(self, trials: Sequence[Choices], int8: Sequence[Sequence[str]]) -> list[Noise]:
+        """What few layers alone lose, on the few samples that say most.
+
+        Only what is behind the int8 nodes is run; what comes in is kept from the float model.
+
+        Args:
+            trials: choices that keep all else in float.
+            int8: nodes that each of them has in int8.
+        """
+        if self._kept is None:
+            chosen = loudest(self._form, [said for _, said in self._heard], self._few)
+            heard = [self._heard[place] for place in chosen]
+            self._kept = Kept.of(self._request.model, int8, heard)
+        work = partial(self._tried_alone, self._kept)
+        return self._found([(one, ("alone", _key(one))) for one in trials], work)
+
+    def _found(
+        self, trials: Sequence[tuple[Choices, object]], work: Callable[[Choices], Noise]
+    ) -> list[Noise]:
+        new = {key: one for one, key in trials if key not in self._known}
         self.tried += len(new)
         with ThreadPoolExecutor(self._threads) as pool:
             try:
-                self._known |= dict(zip(new, pool.map(self._tried, new.values()), strict=True))
+                self._known |= dict(zip(new, pool.map(work, new.values()), strict=True))
             except BaseException:  # an interrupt of the user reaches this thread alone
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return [self._known[_key(one)] for one in listed]
+        return [self._known[key] for _, key in trials]
 
     def _tried(self, choices: Choices) -> Noise:
         try:
-            model = self._trial(self._request.adding(choices))
-            session = OrtSession.open(model, threads=1, spin=False, int8_kernels=self._kernels)
-            figures = Comparison(Said(self._wanted[0]), session, form=self._form)
-            powers = []
-            for sample, wanted in zip(self._samples, self._wanted, strict=True):
-                if self._stopped:
-                    break
-                found = session.run(sample)
-                if self._by_task:
-                    figures.add(sample, wanted, found)
-                powers.append(noise_powers(self._form, wanted, found, self._usual))
+            return self._of(self._made(choices), self._heard, judged=self._by_task)
         except Calib8Error:  # a trial that cannot be built is no choice
             return Noise({"": np.array([_LOUD])})
         finally:
             self._progress()
+
+    def _tried_alone(self, kept: Kept, choices: Choices) -> Noise:
+        try:
+            model = self._made(choices)
+            same = kept.same(model)
+            heard = [
+                ({**sample, **values}, wanted)
+                for (sample, wanted), values in zip(kept.heard, kept.values, strict=True)
+            ]
+            return self._of(behind(model, same, kept.values[0]), heard, judged=False)
+        except Calib8Error:
+            return Noise({"": np.array([_LOUD])})
+        finally:
+            self._progress()
+
+    def _made(self, choices: Choices) -> onnx.ModelProto:
+        return self._trial(self._request.adding(choices))
+
+    def _of(self, model: onnx.ModelProto, heard: Sequence[Heard], *, judged: bool) -> Noise:
+        """What a model loses on samples that may hold more than it reads."""
+        session = OrtSession.open(
+            model, threads=1, spin=False, keep=True, int8_kernels=self._kernels
+        )
+        read = [spec.name for spec in session.inputs]
+        figures = Comparison(Said(heard[0][1]), session, form=self._form) if judged else None
+        powers = []
+        for sample, wanted in heard:
+            if self._stopped:
+                break
+            found = session.run({name: sample[name] for name in read})
+            if figures is not None:
+                figures.add(sample, wanted, found)
+            powers.append(noise_powers(self._form, wanted, found, self._usual))
         labels = [part.label for part in self._form.parts]
         columns = np.array(powers).T
-        accuracy = figures.result() if self._by_task else None
+        accuracy = figures.result() if figures is not None else None
         return Noise(dict(zip(labels, columns, strict=True)), accuracy=accuracy)
+
+
+def loudest(form: Form, outputs: Sequence[Mapping[str, Array]], most: int) -> list[int]:
+    """Places of the samples with the greatest signal, each part by its own measure, in order."""
+    energies = np.array(
+        [[_energy(part.of(one[part.output])) for part in form.parts] for one in outputs]
+    )
+    largest = energies.max(axis=0)
+    signal = (energies / np.where(largest > 0, largest, 1.0)).sum(axis=1)
+    return sorted(map(int, np.argsort(-signal, kind="stable")[:most]))
+
+
+def _energy(values: Array) -> float:
+    total = _square(values)
+    return total if math.isfinite(total) else 0.0
 
 
 def usual_powers(form: Form, outputs: Sequence[Mapping[str, Array]]) -> list[float]:

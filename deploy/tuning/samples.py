@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 _EVERY = 2  # of the strongest samples every second one: the very first would speak for all
 CANDIDATES = 48  # samples of those that judge, to choose from
 
+_VALUES = 2_500_000  # of the samples together: a large one holds as much to err in as some small
+
 Sample = Mapping[str, "Array"]
 Outputs = Mapping[str, "Array"]
+
+
+def as_many(judges: Judges) -> int:
+    """Samples that are enough for their size."""
+    first, _ = next(iter(judges.heard(CANDIDATES)))
+    return _VALUES // max(sum(value.size for value in first.values()), 1)
 
 
 def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:

@@ -41,6 +41,8 @@ _BETTER = 0.8  # of a group's noise: another method must leave less than this
 _KEEPING = ("lp 3", "minmax")  # searches that clip little
 _UNSEEN = 0.02  # more is lost by others: what they clip is more in inputs that did not calibrate
 
+_CLEARLY = 1.05  # times as much lost with all in int8: what rounds worse there does so elsewhere
+
 _TRIED = "tried in float"
 _NEAREST = ", weights to nearest"
 
@@ -51,30 +53,39 @@ class Effort:
 
     Attributes:
         samples: that every trial runs.
+        few: of them, those that say most, which a group alone runs.
         groups: of layers, to begin with.
         alone: groups to try alone in int8, at most.
         whole: splits to try whole, at most.
-        swaps: noisy groups for which the other methods are tried.
+        again: splits to try whole once more, where other methods were found, at most.
+        others: methods that are tried again on the best split, those that lose least whole.
+        swaps: noisy groups for which these methods are tried.
         rounds: how often the search begins again from what it found, while that finds something.
     """
 
     samples: int
+    few: int
     groups: int
     alone: int
     whole: int
+    again: int
+    others: int
     swaps: int
     rounds: int
 
     @property
     def most(self) -> int:
         """Trials of one round, about."""
-        return self.alone + self.whole + 3 * self.swaps + 2 * len(COMPARABLE)
+        splits = self.whole + self.again
+        return self.alone + splits + self.others * (1 + self.swaps) + len(COMPARABLE)
 
 
 EFFORTS: dict[int, Effort] = {
-    1: Effort(samples=8, groups=8, alone=32, whole=4, swaps=3, rounds=1),
-    2: Effort(samples=8, groups=16, alone=80, whole=8, swaps=8, rounds=2),
-    3: Effort(samples=8, groups=64, alone=400, whole=16, swaps=32, rounds=8),
+    1: Effort(samples=8, few=2, groups=8, alone=24, whole=4, again=2, others=2, swaps=2, rounds=1),
+    2: Effort(samples=8, few=4, groups=16, alone=80, whole=8, again=8, others=4, swaps=8, rounds=2),
+    3: Effort(
+        samples=8, few=8, groups=64, alone=400, whole=16, again=16, others=4, swaps=32, rounds=8
+    ),
 }
 
 
@@ -168,12 +179,23 @@ class Search:
             self._try_methods(self.best)
             self._swap_methods(self.best)
             if _methods(self.best) != _methods(base):
-                self._try_splits(self.best, self._shares)
+                self._try_splits(self.best, self._shares, start=self.best.in_float)
             base = self.best
             if base is before:
                 break
-        self._try_other_rounding(self.best)
+        if self._unsure_of_rounding:
+            self._try_other_rounding(self.best)
         return self.best
+
+    @property
+    def _unsure_of_rounding(self) -> bool:
+        """Whether both ways to round lost nearly the same with all in int8, or much is tried."""
+        plain = [trial for trial in self.trials if not trial.in_float]
+        ways = [[t.mean for t in plain if t.choices.rounded == way] for way in (True, False)]
+        if not all(ways) or self.effort.rounds > 1:
+            return True
+        better, worse = sorted(map(min, ways))
+        return worse < _CLEARLY * better
 
     @property
     def _shares(self) -> dict[str, float]:
@@ -232,21 +254,28 @@ class Search:
         """Noise of the groups under a trial's methods."""
 
         def alone(groups: Sequence[Group]) -> list[Noise]:
-            return self.prober.noises(
-                self._floating(base.choices, set(self.units.layers) - set(group))
-                for group in groups
+            every = set(self.units.layers)
+            return self.prober.alone(
+                [self._floating(base.choices, every - set(group)) for group in groups],
+                [self.units.nodes(group) for group in groups],
             )
 
         self.sensitivity = sensitivity(
             self.units.layers, alone, groups=self.effort.groups, most=self.effort.alone
         )
 
-    def _try_splits(self, base: Trial, noise: Mapping[str, float]) -> None:
-        """Splits along the weights, from the one that promises most to its neighbours."""
+    def _try_splits(
+        self, base: Trial, noise: Mapping[str, float], *, start: frozenset[str] | None = None
+    ) -> None:
+        """Splits along the weights, from the one that promises most to its neighbours.
+
+        Or from the trial's own, where it is to begin there.
+        """
         splits = self._splits(noise)
         if not splits:
             return
         known: dict[int, Trial] = {}
+        most = self.effort.whole
 
         def tried(place: int) -> float:
             if place not in known:
@@ -255,10 +284,14 @@ class Search:
 
         promise = [self._promised(split) for split in splits]
         place, step = promise.index(min(promise)), max(1, len(splits) // 6)
+        if start in splits:
+            place, step, most = splits.index(start), 1, 1 + self.effort.again
+            known[place] = base
         tried(place)
-        while step and len(known) < self.effort.whole:
+        while step and len(known) < most:
             near = [p for p in (place - step, place + step) if 0 <= p < len(splits)]
-            best = min([place, *near], key=tried)
+            new = [p for p in near if p not in known][: most - len(known)]
+            best = min([place, *(p for p in near if p in known or p in new)], key=tried)
             step = step if best != place else step // 2
             place = best
 
@@ -304,7 +337,7 @@ class Search:
             trials = [alone] + [
                 replace(alone, methods=dict.fromkeys(tensors, method)) for method in others
             ]
-            noises = self.prober.noises(trials)
+            noises = self.prober.alone(trials, [self.units.nodes(group)] * len(trials))
             best = min(range(len(trials)), key=lambda number: noises[number].worst)
             if best and noises[best].worst < _BETTER * noises[0].worst:
                 swapped |= dict.fromkeys(tensors, others[best - 1])
@@ -314,9 +347,16 @@ class Search:
             self._try([what], [base.in_float], [choices])
 
     def _others(self, base: Trial) -> list[Method | None]:
-        """Every method but the trial's own."""
+        """The methods but the trial's own that lose least with all in int8."""
         own = self._called(base.choices.method or self.methods[0])
-        return [method for method in self.methods if self._called(method) != own]
+        lost: dict[str, float] = {}
+        for trial in self.trials:
+            if not trial.in_float and not trial.choices.methods:
+                method = self._called(trial.choices.method or self.methods[0])
+                lost[method] = min(trial.mean, lost.get(method, math.inf))
+        others = [method for method in self.methods if self._called(method) != own]
+        best = sorted(others, key=lambda method: lost.get(self._called(method), math.inf))
+        return best[: self.effort.others]
 
     def _called(self, method: Method | None) -> str:
         return method.label if method else self.own

@@ -24,7 +24,7 @@ from deploy.tuning.plan_file import TIMED, PlanFile, TargetPlan, read_plan, writ
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Prober
 from deploy.tuning.reasons import reasons
-from deploy.tuning.samples import telling
+from deploy.tuning.samples import as_many, telling
 from deploy.tuning.search import COMMON_WEIGHT, EFFORTS, Search, Trial
 from deploy.tuning.units import Units, units_of
 from deploy.tuning.unseen import unseen
@@ -46,7 +46,7 @@ _ANEW = (
     " --plan obeys a plan as it is"
 )
 _OWN = "its own method"  # of a target whatever method is asked for
-_VERSION = 3  # raised when the same input would be searched otherwise
+_VERSION = 4  # raised when the same input would be searched otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +198,10 @@ def _searched(
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
     effort = EFFORTS[wish.effort]
-    few = max(_LEAST_SAMPLES, min(effort.samples, len(request.feed) // _SHARE))
     judges = request.judges
     assert judges is not None  # whoever searches has some
+    few = min(effort.samples, len(request.feed) // _SHARE, as_many(judges))
+    few = max(_LEAST_SAMPLES, few)
     heard = request.ranges.once((telling, few), lambda: telling(judges, few))
     samples = [sample for sample, _ in heard]
     here = target.runs_here
@@ -210,6 +211,7 @@ def _searched(
         heard,
         runs_here=here,
         threads=request.threads,
+        few=max(1, few * effort.few // effort.samples),
         by_task=wish.max_loss is not None,
         progress=step,
     )
@@ -258,7 +260,9 @@ def _prices(
     timed: bool,
 ) -> Prices:
     if timed:
-        found = measured(request.model, target.trial(request), units, samples)
+        every = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
+        float32, int8 = (target.trial(request.adding(one)) for one in (every, NO_CHOICES))
+        found = measured(request.model, float32, int8, units, samples)
         if found.total(units, frozenset(units.members)) >= _TELLING_US:
             return found
     return counted(request.model, units, samples[0])
@@ -271,13 +275,21 @@ def _by_the_clock(
     samples: Sequence[Mapping[str, Array]],
     wish: Tuning,
 ) -> tuple[Trial, list[dict[str, str | float]]]:
-    """The likely splits and plain int8, timed beside float; of them the one of least cost."""
+    """The likely splits and plain int8, timed beside float; of them the one of least cost.
+
+    Float is the model as it would be written, which may be faster than it was given; a speed-up
+    that is asked for is meant beside the latter.
+    """
     likely = search.likely(_TIMED)
     if search.best_without_float not in likely:
         likely.append(search.best_without_float)
 
-    models = [target.trial(request.adding(trial.choices)) for trial in likely]
-    *times, whole = quickest_of([*models, request.model], samples, threads=request.threads)
+    written = [
+        target.trial(request.adding(trial.choices)) for trial in (*likely, search.all_in_float)
+    ]
+    given = [request.model] if wish.min_speedup > 1 else []
+    found = quickest_of([*written, *given], samples, threads=request.threads)
+    times, whole = found[: len(likely)], found[len(likely)]
     real = [replace(t, time=own / whole) for t, own in zip(likely, times, strict=True)]
     told: list[dict[str, str | float]] = [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
@@ -285,7 +297,9 @@ def _by_the_clock(
     ]
     held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
     chosen = min(held or real[:1], key=lambda trial: trial.cost(_DEARER * search.weight))
-    most = max(_SLOWER, 1 + OVERHEAD_MS / whole) / max(wish.min_speedup, 1.0)
+    most = max(_SLOWER, 1 + OVERHEAD_MS / whole)
+    if given:
+        most = min(most, found[-1] / whole / wish.min_speedup)
     return (search.all_in_float if chosen.time > most else chosen), told
 
 

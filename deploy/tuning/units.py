@@ -4,7 +4,7 @@
 
     Conv -> Relu                          one unit: the Relu is the Conv's tail
     x -> Sigmoid -> Mul(x, .)             one unit: a gate is fused in float, and not half in int8
-    x -> Add -> Clip -> Mul(x, .)         the same
+    Conv -> Add -> Clip -> Mul(x, .)      one unit: in float a Hard-Sigmoid is the Conv's tail
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.graph.gates import gates
+from deploy.graph.gates import Gate, gates
 from deploy.graph.index import Graph
 from deploy.graph.plan import WEIGHTED
 
@@ -72,7 +72,7 @@ def units_of(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
             heads.join(node.name, _gate_of(graph, node, int8))
     for gate in gates(graph):
         if int8.issuperset(gate.nodes):
-            heads.join(gate.name, gate.nodes)
+            heads.join(gate.name, (*gate.nodes, *_made_for(graph, gate, int8)))
     members: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.name in int8:
@@ -116,6 +116,16 @@ def _tail_of(graph: Graph, node: onnx.NodeProto, int8: set[str]) -> list[str]:
         found.append(after.name)
         tensor = str(after.output[0])
     return found
+
+
+def _made_for(graph: Graph, gate: Gate, int8: set[str]) -> list[str]:
+    """The layer that makes a gate's source for it alone."""
+    maker = graph.producer.get(gate.source)
+    if maker is None or maker.name not in int8 or maker.op_type not in WEIGHTED:
+        return []
+    alone = gate.source not in graph.outputs and gate.source not in graph.captured
+    readers = {node.name for node in graph.readers[gate.source]}
+    return [maker.name] if alone and readers <= set(gate.nodes) else []
 
 
 def _gate_of(graph: Graph, node: onnx.NodeProto, int8: set[str]) -> list[str]:

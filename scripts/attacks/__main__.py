@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None, *, parts: Mapping[str, Part] | None 
         workers=asked.workers,
         folder=folder,
         case=asked.case,
+        ended=lambda name, one: print(_row(name, one), file=sys.stderr, flush=True),
     )
     print(table(found))
     print(f"{time.monotonic() - started:.0f} s with {asked.workers} workers, seed {asked.seed}")
@@ -72,11 +73,13 @@ def _named(asked: Sequence[str], known: Mapping[str, Part]) -> list[str]:
 def table(found: Mapping[str, Found]) -> str:
     """One line a part."""
     lines = [f"{'part':16}{'tried':>9}{'survived':>10}{'refused':>9}{'failed':>8}{'seconds':>9}"]
-    for name, one in found.items():
-        counts = [one.counts.get(word, 0) for word in (SURVIVED, REFUSED, FAILED)]
-        columns = f"{sum(counts):9,}{counts[0]:10,}{counts[1]:9,}{counts[2]:8,}"
-        lines.append(f"{name:16}{columns}{one.seconds:9.1f}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_row(name, one) for name, one in found.items())])
+
+
+def _row(name: str, one: Found) -> str:
+    counts = [one.counts.get(word, 0) for word in (SURVIVED, REFUSED, FAILED)]
+    columns = f"{sum(counts):9,}{counts[0]:10,}{counts[1]:9,}{counts[2]:8,}"
+    return f"{name:16}{columns}{one.seconds:9.1f}"
 
 
 def told(found: Mapping[str, Found], seed: int, *, long: bool) -> Iterator[str]:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -61,7 +61,14 @@ class _Worker:
 
 
 def attack(
-    parts: Iterable[Part], *, seed: int, long: bool, workers: int, folder: Path, case: int | None
+    parts: Iterable[Part],
+    *,
+    seed: int,
+    long: bool,
+    workers: int,
+    folder: Path,
+    case: int | None,
+    ended: Callable[[str, Found], object] = lambda name, found: None,
 ) -> dict[str, Found]:
     """Try every case of the parts.
 
@@ -72,6 +79,7 @@ def attack(
         workers: how many at a time.
         folder: for what is written meanwhile, and for what is kept.
         case: this one alone.
+        ended: called with each part that is over.
     """
     warm()
     chosen = list(parts)
@@ -93,6 +101,9 @@ def attack(
                 if rest := range(tally.at + 1, job.cases.stop):
                     waiting.insert(0, _again(job, rest))
             found[job.part.name].add(tally, time.monotonic() - worker.started)
+            unfinished = [*waiting, *(one.job for one in running.values())]
+            if all(one.part.name != job.part.name for one in unfinished):
+                ended(job.part.name, found[job.part.name])
         time.sleep(0.02)
     return found
 

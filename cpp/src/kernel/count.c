@@ -24,9 +24,11 @@
 #if defined(__GNUC__)
 #define INLINE static inline __attribute__((always_inline))
 #define SOON(at) __builtin_prefetch(at, 0, 1)
+#define SOON_WRITTEN(at) __builtin_prefetch(at, 1, 1)
 #else
 #define INLINE static inline
 #define SOON(at) (void)(at)
+#define SOON_WRITTEN(at) (void)(at)
 #endif
 
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -43,6 +45,7 @@ enum {
   FEW = 1 << 11, /* values that are not worth the folding of tables */
   SPARE = 16,    /* places behind the indices of a block: a vector is stored as a whole */
   TABLES = 4,
+  COUNTS = 8,   /* in a line of a cache */
   AT_ONCE = 16, /* indices, as many as floats stand in a line of a cache */
   STRIDE = 8256 /* counters from table to table: their equal bins lie in other lines of a cache */
 };
@@ -410,11 +413,24 @@ static void note(struct calib8_seen* seen, const struct extremes* found, int64_t
   seen->total += finite;
 }
 
+/* Where many histograms take turns, each one's counts have gone far away: those that will be added to
+ * come nearer while the values are looked at. */
+static void fetch_counts(const struct calib8_seen* seen, const int64_t* counts) {
+  const double range = seen->full_range;
+  if (!(range > 0 && seen->minimum >= -range && seen->maximum <= range)) return; /* none yet */
+  const float scale = scale_of(range);
+  const size_t end = cell_of((float)seen->maximum, scale);
+  for (size_t k = cell_of((float)seen->minimum, scale); k <= end; k += COUNTS) {
+    SOON_WRITTEN(counts + k);
+  }
+}
+
 /* One chunk. Most of them lie in the range that is known: that is tried first. */
 static int64_t observe_chunk(const struct way* way, struct calib8_seen* seen, int64_t* counts,
                              const float* x, size_t n, uint16_t* tables) {
   struct extremes found;
   int64_t nan = 0, infinite = 0;
+  if (n > FEW) fetch_counts(seen, counts);
   if (!(seen->full_range > 0 && tally(way, seen->full_range, counts, x, n, tables, &found))) {
     found = look_at(way, x, n);
     if (!within(&found, FLT_MAX)) found = look_closely(x, n, &nan, &infinite);
@@ -449,6 +465,17 @@ int64_t calib8_observe(int way, struct calib8_seen* seen, int64_t* counts, const
     const size_t size = smaller(count - at, CHUNK);
     const int64_t nan = observe_chunk(chosen, seen, counts, values + at, size, scratch);
     if (nan > 0) return nan;
+  }
+  return 0;
+}
+
+int64_t calib8_observe_each(int way, size_t number, struct calib8_seen* const* seen,
+                            int64_t* const* counts, const float* const* values, const size_t* sizes,
+                            void* scratch, size_t* done) {
+  for (*done = 0; *done < number; ++*done) {
+    const size_t k = *done;
+    const int64_t odd = calib8_observe(way, seen[k], counts[k], values[k], sizes[k], scratch);
+    if (odd != 0) return odd;
   }
   return 0;
 }

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define CALIB8_KERNEL_FORM 1 /* raised when a function or a struct of this file changes */
+#define CALIB8_KERNEL_FORM 3 /* raised when a function or a struct of this file changes */
 
 #define CALIB8_BINS 4096                   /* a side */
 #define CALIB8_CELLS (2 * CALIB8_BINS + 1) /* counts of a histogram; CALIB8_BINS is bin 0 */
@@ -46,6 +46,13 @@ const char* calib8_kernel_way(int way);
  * done, where there is no such way or `full_range` is none that a histogram can have. */
 int64_t calib8_observe(int way, struct calib8_seen* seen, int64_t* counts, const float* values,
                        size_t count, void* scratch);
+
+/* The same for `number` histograms, one after the other: the values at values[k] are added to what
+ * seen[k] and counts[k] hold. Gives what the first gave that did not give 0, and goes no further;
+ * `done` is how many came before it, or `number`. */
+int64_t calib8_observe_each(int way, size_t number, struct calib8_seen* const* seen,
+                            int64_t* const* counts, const float* const* values, const size_t* sizes,
+                            void* scratch, size_t* done);
 
 /* Counts of the doubled range: bins merged pairwise, outwards from bin 0. */
 void calib8_halve(int64_t* counts);

@@ -1,0 +1,125 @@
+"""What int8 can win here: calib8's choice beside everything in int8, by it and by its peers.
+
+    python benchmarks/int8_ceiling.py NAME [NAME ...] [--threads 2] [--rounds 40]
+
+Two figures a model. "kernels" is the sum of the least time of each kernel under ONNX Runtime's
+profiler in one thread, which what else runs on a machine disturbs least. "least run" is the
+shortest of all runs, a few of each model in turns, at the threads that were asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import peers  # noqa: E402
+from cases import cases  # noqa: E402
+from model_feeds import Sample  # noqa: E402
+from task_scores import worst_part_db  # noqa: E402
+from trial import Trial, table  # noqa: E402
+
+from deploy.ort import OrtSession, kernel_events, profiled  # noqa: E402
+
+# what it is called -> the tool and its options
+FORMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "calib8": ("calib8", ()),
+    "calib8, all in int8": ("calib8", ("--effort", "0")),
+    "the same with the first Conv": ("calib8", ("--effort", "0", "--int8-stem")),
+    "ORT, uint8 and int8": ("ort-all", ()),
+    "the same without its preparation": ("ort-all", ("--plain",)),
+    "ORT, uint8 and uint8": ("ort-all", ("--signs", "uu")),
+    "ORT, int8 and int8": ("ort-all", ("--signs", "ss")),
+    "NNCF": ("nncf", ()),
+}
+HEAD = ["model", "form", "int8", "worst dB", "kernels", "of FP32", "least run", "of FP32"]
+_PROFILED = 30  # runs under the profiler, of which two do not count
+_BURST = 5  # runs of one model before it is another one's turn
+
+
+def kernels_ms(model: Path, feed: Sample) -> float:
+    """Sum of the least time of each kernel, in one thread."""
+    found: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
+        trace = profiled(model, [feed], runs=_PROFILED, folder=Path(folder))
+        for name, _, taken in kernel_events(trace):
+            found[name].append(taken)
+    return sum(min(times[2:] or times) for times in found.values()) / 1e3
+
+
+def least_ms(
+    models: Mapping[str, Path], feed: Sample, threads: int, rounds: int
+) -> dict[str, float]:
+    """The shortest run of each, in turns; the first of every turn does not count."""
+    sessions = {name: OrtSession.open(path, threads=threads) for name, path in models.items()}
+    best = dict.fromkeys(models, float("inf"))
+    for _ in range(rounds):
+        for name, session in sessions.items():
+            session.run(feed)
+            for _ in range(_BURST):
+                start = time.perf_counter()
+                session.run(feed)
+                best[name] = min(best[name], (time.perf_counter() - start) * 1e3)
+    return best
+
+
+def run(name: str, folder: Path, asked: argparse.Namespace) -> list[list[str]]:
+    """One model in every form that can be made."""
+    trial = Trial(name=name, case=cases()[name], folder=folder, threads=asked.threads)
+    engines, told = {"FP32": trial.model}, {"FP32": ["", ""]}
+    for number, form in enumerate(asked.forms):
+        tool, words = FORMS[form]
+        out = folder / f"{name}-{number}"
+        made = peers.quantize(tool, trial.model, trial.calibration, out, asked.venvs, *words)
+        if made.engine is None:
+            print(f"{name} | {form} | {made.says}", flush=True)
+            continue
+        small, every = peers.layers_in_int8(made.engine)
+        worst, _ = worst_part_db(trial.outputs(made.engine), trial.reference)
+        engines[form], told[form] = made.engine, [f"{small} of {every}", f"{worst:.1f}"]
+    feed = trial.held[0]
+    kernels = {form: kernels_ms(path, feed) for form, path in engines.items()}
+    least = least_ms(engines, feed, asked.threads, asked.rounds)
+    return [_row(name, form, told[form], kernels, least) for form in engines]
+
+
+def _row(
+    name: str,
+    form: str,
+    told: Sequence[str],
+    kernels: Mapping[str, float],
+    least: Mapping[str, float],
+) -> list[str]:
+    times = []
+    for found in (kernels, least):
+        times += [f"{found[form]:.2f} ms", f"{found['FP32'] / found[form]:.2f}x"]
+    return [name, form, *told, *times]
+
+
+def main() -> int:
+    """Print a table of the models that were named."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=[*cases()])
+    parser.add_argument("--forms", nargs="+", choices=[*FORMS], default=[*FORMS][:-1])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=None, help="folder to keep everything in")
+    parser.add_argument("--venvs", type=Path, default=peers.environments())
+    asked = parser.parse_args()
+    folder = asked.out or Path(tempfile.mkdtemp(prefix="calib8-ceiling-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name in asked.names:
+        rows += run(name, folder, asked)
+        print(f"\n{table(HEAD, rows)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

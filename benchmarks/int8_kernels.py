@@ -1,0 +1,125 @@
+"""What one int8 Conv costs in ONNX Runtime beside float, by its form and by the signs of its grids.
+
+    python benchmarks/int8_kernels.py
+
+Least time of the kernel over many runs, one thread, in microseconds: a kernel that is last of
+three alike, so that its layout is that of a whole model.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from trial import table  # noqa: E402
+
+from deploy.ort import kernel_events, profiled  # noqa: E402
+
+_RUNS = 60
+SIGNS = ("us", "uu", "ss")  # of activations and weights: unsigned, signed
+KINDS = {"u": np.uint8, "s": np.int8}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One Conv."""
+
+    what: str
+    window: int
+    size: int
+    inner: int
+    outer: int
+    groups: int = 1
+    stride: int = 1
+
+
+FORMS = [
+    Form("pointwise", 1, 14, 80, 480),
+    Form("pointwise", 1, 14, 480, 80),
+    Form("dense", 3, 56, 32, 32),
+    *(Form("depthwise", 3, 56, c, c, c) for c in (136, 144)),
+    *(Form("depthwise", 5, 28, c, c, c) for c in (232, 240, 248)),
+    *(Form("depthwise", 3, 112, c, c, c) for c in (16, 32)),
+    *(Form("first", 3, 224, c, 32, stride=2) for c in (3, 4)),
+    *(Form("first", 7, 224, c, 64, stride=2) for c in (3, 4)),
+]
+
+
+def model_of(form: Form, signs: str) -> onnx.ModelProto:
+    """Three of the Conv in a row where it keeps the size, else one; in float without signs."""
+    rng = np.random.default_rng(0)
+    shape = (form.outer, form.inner // form.groups, form.window, form.window)
+    many = 3 if form.inner == form.outer and form.stride == 1 else 1
+    kept: dict[str, np.ndarray] = {"b": np.zeros(form.outer, np.int32 if signs else np.float32)}
+    given = {"pads": [form.window // 2] * 4, "group": form.groups, "strides": [form.stride] * 2}
+    nodes, source = [], "x"
+    if signs:
+        grid, held = KINDS[signs[0]], KINDS[signs[1]]
+        lowest, middle = np.iinfo(grid).min, 128 if signs[1] == "u" else 0
+        kept |= {"s": np.float32(0.02), "z": grid(lowest), "zw": np.full(form.outer, middle, held)}
+        kept |= {"sw": np.full(form.outer, 0.01, np.float32)}
+        kept["w"] = (rng.integers(-127, 128, shape) + middle).astype(held)
+        nodes, source = [helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"])], "q"
+    else:
+        kept["w"] = rng.normal(scale=0.01, size=shape).astype(np.float32)
+    for number in range(many):
+        out = f"y{number}"
+        if signs:
+            reads = [source, "s", "z", "w", "sw", "zw", "s", "z", "b"]
+            nodes.append(
+                helper.make_node("QLinearConv", reads, [out], name=f"conv{number}", **given)
+            )
+        else:
+            conv = helper.make_node("Conv", [source, "w", "b"], [f"c{number}"], **given)
+            nodes += [conv, helper.make_node("Relu", [f"c{number}"], [out])]
+        source = out
+    if signs:
+        nodes.append(helper.make_node("DequantizeLinear", [source, "s", "z"], ["y"]))
+        source = "y"
+    graph = helper.make_graph(
+        nodes,
+        "kernel",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, form.inner, *[form.size] * 2])],
+        [helper.make_tensor_value_info(source, TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in kept.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def least_us(model: onnx.ModelProto, form: Form) -> float:
+    """The quickest run of the quickest of its Convs."""
+    rng = np.random.default_rng(1)
+    feed = {"x": rng.normal(size=(1, form.inner, form.size, form.size)).astype(np.float32)}
+    found: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
+        trace = profiled(model, [feed], runs=_RUNS, folder=Path(folder))
+        for name, kind, taken in kernel_events(trace):
+            if "Conv" in kind:
+                found[name].append(taken)
+    return min(min(times[2:]) for times in found.values())
+
+
+def main() -> int:
+    """Print the table."""
+    rows = []
+    for form in FORMS:
+        shape = f"{form.window}x{form.window}, {form.size}x{form.size}, {form.inner}->{form.outer}"
+        times = [f"{least_us(model_of(form, signs), form):.0f}" for signs in ("", *SIGNS)]
+        rows.append([form.what, shape, *times])
+        print(" | ".join(rows[-1]), flush=True)
+    head = ["Conv", "window, size, channels", "float", "uint8, int8", "uint8, uint8", "int8, int8"]
+    print(f"\n{table(head, rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
