@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.fetch_models import cache_folder, fetch
 from deploy.calibration.observe import observe
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.search import Method
 from deploy.calibration.subject import Subject
 from deploy.feed.feed import Feed, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.presets import preset
 from deploy.frontends import LoadedModel, load
+from deploy.method import Method
 from deploy.ort import OrtSession
 from deploy.targets import OnnxRuntime
 

@@ -32,11 +32,11 @@ from deploy import atomic
 from deploy.calibration import trt_cache
 from deploy.calibration.batches import whole_batches
 from deploy.calibration.reuse import CachePolicy
-from deploy.calibration.search import Method
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.errors import SdkMissingError
 from deploy.feed.feed import Feed, open_feed
 from deploy.frontends import LoadedModel, load
+from deploy.method import Method
 from deploy.metrics.latency import Latency, measure
 from deploy.ort import OrtSession
 from deploy.pipeline import calibrate

@@ -3,7 +3,7 @@
     apt-get install dataset-fashion-mnist
     python benchmarks/qat_demo.py [--images 30000] [--epochs 3] > table.txt
 
-One thread, about four minutes a row of training. `calib8 qat benchmarks/qat_demo.py:setup` trains
+One thread, up to a minute a row of training. `calib8 qat benchmarks/qat_demo.py:setup` trains
 one of the rows.
 """
 
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import fashion
 import onnx
@@ -29,14 +30,29 @@ from deploy.fx.convert import convert
 from deploy.fx.export import compare, to_onnx
 from deploy.fx.prepare import prepare
 from deploy.fx.qat import Task, train
-from deploy.fx.ranges import search_ranges
+from deploy.fx.search import search_for
 from deploy.targets import OnnxRuntime
 
 STEM = OnnxRuntime(int8_stem=True)  # all eleven Convs, though the first is faster in float
 RATES = {8: 0.0005, 4: 0.01}
+ROWS: dict[str, dict[str, Any]] = {
+    "PTQ, minmax": {"method": "minmax"},
+    "PTQ, mse": {"method": "mse"},
+    "QAT": {},
+    "QAT, ranges follow": {"ranges": "follow"},
+    "QAT, ranges learned": {"ranges": "learned"},
+    "QAT, distilled": {"distil": True},
+}
 
 
-def setup(images: int = 30000, epochs: int = 3, bits: int = 8, distil: bool = False) -> Task:
+def setup(
+    images: int = 30000,
+    epochs: int = 3,
+    bits: int = 8,
+    *,
+    ranges: str = "kept",
+    distil: bool = False,
+) -> Task:
     """The task that `calib8 qat` trains: the demo network on Fashion-MNIST."""
     x, y = (tensor[:images] for tensor in fashion.images("train"))
     test = fashion.images("t10k")
@@ -51,19 +67,17 @@ def setup(images: int = 30000, epochs: int = 3, bits: int = 8, distil: bool = Fa
             parameters, RATES[bits], 0.9, nesterov=True, weight_decay=1e-4
         ),
         epochs=epochs,
-        ranges="ema" if bits == 8 else "mse",
+        ranges=ranges,
         distil_weight=0.2,
         teacher=fashion.make() if distil else None,
     )
 
 
-def post_training(bits: int, search: bool) -> tuple[float, nn.Module]:
-    """Accuracy after calibration alone, and the model; with `search`, ranges of least MSE."""
+def post_training(bits: int, method: str) -> tuple[float, nn.Module]:
+    """Accuracy after calibration alone, and the model."""
     x, _ = fashion.images("train")
     model = prepare(fashion.make(), [x[:2]], bits=bits, target=STEM)
-    calibrate(model, x[:1024].split(128))
-    if search:
-        search_ranges(model, x[:1024].split(128))
+    calibrate(model, x[:1024].split(128), search=search_for(STEM, method))
     converted = convert(model)
     return fashion.accuracy(converted, *fashion.images("t10k")), converted
 
@@ -93,21 +107,21 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     float_accuracy = fashion.accuracy(fashion.make(), *fashion.images("t10k"))
-    print("| model | bits | top-1 | against float | same arg-max | int8 Conv | time |")
+    print("| model | bits | top-1 | against float | same arg-max | int8 Conv | CPU time |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     print(f"| float | 32 | {100 * float_accuracy:.2f} | | | | |", flush=True)
     for bits in (8, 4):
-        for name in ("PTQ", "PTQ, MSE ranges", "QAT", "QAT, distilled"):
-            started = time.perf_counter()
+        for name, how in ROWS.items():
+            started = time.process_time()
             if name.startswith("PTQ"):
-                accuracy, converted = post_training(bits, search=name != "PTQ")
+                accuracy, converted = post_training(bits, **how)
             else:
-                task = setup(arguments.images, arguments.epochs, bits, name != "QAT")
+                task = setup(arguments.images, arguments.epochs, bits, **how)
                 trained = train(
                     task, bits=bits, target=STEM, report=lambda line: print(line, file=sys.stderr)
                 )
                 accuracy, converted = float(trained.end or 0), trained.converted
-            seconds = time.perf_counter() - started
+            seconds = time.process_time() - started
             checked = in_onnxruntime(converted) if bits == 8 else "| "
             print(
                 f"| {name} | {bits} | {100 * accuracy:.2f} |"

@@ -19,14 +19,17 @@ from calibrators.mse import least_error
 from calibrators.scales import Scale
 
 
-def lp(histogram: Histogram, *, power: float, symmetric: Grid = INT8) -> Scale:
+def lp(
+    histogram: Histogram, *, power: float, symmetric: Grid = INT8, affine: Grid = UINT8
+) -> Scale:
     """Statistics of one tensor -> the ranges with the least error to this power.
 
     Args:
         histogram: statistics of the tensor.
         power: p, as `searches.LpParams` checks it.
         symmetric: grid that `amax` is chosen for.
+        affine: grid that `lo` and `hi` are chosen for.
     """
     return least_error(
-        histogram, power=power, symmetric=symmetric, affine=UINT8, method=f"lp-{power:g}"
+        histogram, power=power, symmetric=symmetric, affine=affine, method=f"lp-{power:g}"
     )

@@ -75,8 +75,8 @@ class Search(Generic[P]):
         params: type of the parameters.
         help: what it does, as the end of a sentence that its name begins.
         statistic: parameters -> what is to be observed of every tensor.
-        by_grid: the same with the threshold for another symmetric grid than int8; None where the
-            grid changes nothing.
+        by_grid: the same with the threshold for another symmetric grid than int8 and the range for
+            another affine one than uint8; None where the grid changes nothing.
         integer: it is defined for int8 alone.
     """
 
@@ -84,7 +84,7 @@ class Search(Generic[P]):
     params: type[P]
     help: str
     statistic: Callable[[P], HistogramOf] = _as_a_histogram
-    by_grid: Callable[[Histogram, P, Grid], Scale] | None = None
+    by_grid: Callable[[Histogram, P, Grid | None, Grid | None], Scale] | None = None
     integer: bool = False
 
 
@@ -128,11 +128,16 @@ def _percentile(histogram: Histogram, params: PercentileParams) -> Scale:
     return percentile(histogram, percent=params.percent)
 
 
-def _mse(histogram: Histogram, params: Params, symmetric: Grid | None = None) -> Scale:
-    from calibrators.grids import INT8
+def _mse(
+    histogram: Histogram,
+    params: Params,
+    symmetric: Grid | None = None,
+    affine: Grid | None = None,
+) -> Scale:
+    from calibrators.grids import INT8, UINT8
     from calibrators.mse import mse
 
-    return mse(histogram, symmetric=symmetric or INT8)
+    return mse(histogram, symmetric=symmetric or INT8, affine=affine or UINT8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +161,16 @@ class LpParams(Params):
             raise CalibrationError(f"a power must be 1 to 16, got {self.power!r}")
 
 
-def _lp(histogram: Histogram, params: LpParams, symmetric: Grid | None = None) -> Scale:
-    from calibrators.grids import INT8
+def _lp(
+    histogram: Histogram,
+    params: LpParams,
+    symmetric: Grid | None = None,
+    affine: Grid | None = None,
+) -> Scale:
+    from calibrators.grids import INT8, UINT8
     from calibrators.lp import lp
 
-    return lp(histogram, power=params.power, symmetric=symmetric or INT8)
+    return lp(histogram, power=params.power, symmetric=symmetric or INT8, affine=affine or UINT8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from deploy.version import __version__
 if TYPE_CHECKING:
     from deploy.benchmark import bench as bench
     from deploy.calibration.reuse import CachePolicy as CachePolicy
-    from deploy.calibration.search import Method as Method
     from deploy.cluster.options import Cluster as Cluster
     from deploy.errors import BackendError as BackendError
     from deploy.errors import CacheError as CacheError
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from deploy.feed.raw import RawFiles as RawFiles
     from deploy.frontends import load as load
     from deploy.inspection import inspect as inspect
+    from deploy.method import Method as Method
     from deploy.pipeline import build as build
     from deploy.pipeline import calibrate as calibrate
     from deploy.pipeline import merge as merge
@@ -85,7 +85,7 @@ __all__ = [  # noqa: RUF022 (in the order of a user's work)
 _HOMES = {
     "deploy.benchmark": ("bench",),
     "deploy.calibration.reuse": ("CachePolicy",),
-    "deploy.calibration.search": ("Method",),
+    "deploy.method": ("Method",),
     "deploy.cluster.options": ("Cluster",),
     "deploy.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "deploy.feed.choice": ("Choice",),

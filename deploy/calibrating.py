@@ -28,7 +28,6 @@ from deploy.calibration.outputs import Judges, judges_of
 from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
-from deploy.calibration.search import Method
 from deploy.calibration.shards import Shards, refuse_ordered
 from deploy.calibration.stability import Watch, refuse
 from deploy.calibration.store import Calibration
@@ -45,6 +44,7 @@ from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
 from deploy.machine import default_threads
+from deploy.method import Method
 from deploy.observing import Source, Task, called, opened
 from deploy.progress import phase
 from deploy.staging import Stage, recover

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from calibrators.affine import QuantizedTensor, quantize_per_channel, quantize_per_tensor
 from calibrators.grids import INT8, UINT8, Grid
 from deploy.archives import read_array
-from deploy.calibration.search import Method
 from deploy.errors import ConfigError, FeedError
+from deploy.method import Method
 from deploy.metrics.running import sqnr_db
 from deploy.reading import from_json, opened
 from deploy.report.figures import count, decibels

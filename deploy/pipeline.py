@@ -26,7 +26,6 @@ from deploy.calibrating import already_calibrated, calibrated
 from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.reuse import CachePolicy
-from deploy.calibration.search import Method
 from deploy.calibration.shards import Shards
 from deploy.calibration.trained import choices_of, reference_of, refuse_calibrating
 from deploy.cluster.options import Cluster, cluster_of
@@ -39,6 +38,7 @@ from deploy.feed.preprocess import Asked
 from deploy.frontends import LoadedModel, load, load_either
 from deploy.inputs import guarded
 from deploy.machine import default_threads
+from deploy.method import Method
 from deploy.metrics.coco import Annotations
 from deploy.metrics.tasks import metric_of
 from deploy.progress import numbered, on_request

@@ -45,7 +45,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.manifest",
         "deploy.staging deploy.stamped",
         "deploy.tensors deploy.atomic deploy.progress deploy.machine deploy.usercode"
-        " deploy.standins deploy.toml",
+        " deploy.standins deploy.toml deploy.method",
         "deploy.archives deploy.reading",
         "deploy.inputs deploy.terminal deploy.locks",
         "deploy.version deploy.errors",

@@ -17,11 +17,11 @@ from onnx import numpy_helper
 from calibrators.searches import SEARCHES
 from deploy import manifest
 from deploy.calibration import trt_cache
-from deploy.calibration.search import Method
 from deploy.calibration.store import load as load_calibration
 from deploy.calibration.store import sidecars
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
+from deploy.method import Method
 from deploy.pipeline import CachePolicy, Tuning, build, calibrate
 from deploy.staging import recover
 

@@ -16,9 +16,9 @@ from calibrators import SEARCHES, Histogram
 from calibrators.errors import CalibrationError
 from calibrators.percentile import percentile
 from calibrators.searches import DEFAULT_METHOD, EntropyTensorrtParams, PercentileParams
-from deploy.calibration.search import Method
 from deploy.cli import main
 from deploy.errors import ConfigError
+from deploy.method import Method
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,10 +12,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.calibration.outputs import judges_of
-from deploy.calibration.search import Method
 from deploy.errors import ExportError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
+from deploy.method import Method
 from deploy.metrics.form import form_of
 from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, usual_powers
 from deploy.tuning.samples import CANDIDATES, as_many, telling

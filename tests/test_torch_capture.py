@@ -11,6 +11,7 @@ from torch import nn  # noqa: E402
 
 from deploy.errors import ModelError  # noqa: E402
 from deploy.fx.capture import capture, graph_of  # noqa: E402
+from deploy.fx.export import compare, to_onnx  # noqa: E402
 from deploy.fx.fuse import fold_batch_norms, fuse  # noqa: E402
 from deploy.fx.norms import is_norm  # noqa: E402
 from deploy.fx.profile import count_flops, max_difference  # noqa: E402
@@ -308,3 +309,18 @@ def test_a_norm_that_stays_is_counted_and_named(run, tmp_path):
 def test_a_detector_has_one_form_in_training():
     captured = capture(Detector().train(), [torch.randn(1, 3, 32, 32)])
     assert len(captured(torch.randn(2, 3, 32, 32))) == 2  # boxes and scores, and the raw maps
+
+
+def test_one_tensor_given_for_two_inputs_leaves_them_two():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x, y):
+            return self.a(x) + self.b(y)
+
+    model, x = Two().eval(), torch.randn(4, 3)
+    assert torch.allclose(capture(model, [x, x])(x, 5 * x), model(x, 5 * x))
+    exported = to_onnx(model, [x, x])
+    assert compare(exported, model, [(x, 5 * x)]).max_difference < 1e-5

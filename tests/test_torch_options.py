@@ -77,7 +77,7 @@ def test_trace_replaces_an_operation(script):
 def test_export_keeps_layers_in_float_by_name_pattern_and_type(script, tmp_path, kept, layers):
     out = tmp_path / "q.onnx"
     words = [word for one in kept for word in ("--keep-float", one)]
-    mode = ("--qdq", "--mode", "weight-only", "--ranges", "mse", "--int8-stem")
+    mode = ("--qdq", "--mode", "weight-only", "--int8-stem")
     run("export", f"{script}:net", *SHAPE, *mode, *words, "-o", out)
     quantized = [
         value for value in constants(out).values() if value.dtype == np.int8 and value.ndim
@@ -122,6 +122,9 @@ def test_export_refuses_what_it_would_ignore(script):
 
 def test_qat_takes_another_teacher_length_and_grid(script, tmp_path):
     teacher = ("--teacher", f"{script}:net", "--teacher-weights", tmp_path / "w.pt")
-    words = ("--bits", "6", "--ranges", "mse", "--epochs", "1", "--distil", "0")
+    words = ("--bits", "6", "--ranges", "follow", "--epochs", "1", "--distil", "0")
     shown = run("qat", f"{script}:setup", *teacher, *words, "-o", tmp_path / "q.onnx")
-    assert "epoch 1/1" in shown
+    assert "epoch 1/1" in shown and "ranges by mse, follow" in shown
+    method = ("--method", "percentile", "--percent", "99.5", "--epochs", "0")
+    shown = run("qat", f"{script}:setup", *method, "-o", tmp_path / "q.onnx")
+    assert "ranges by percentile 99.5, kept" in shown

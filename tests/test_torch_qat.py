@@ -101,11 +101,12 @@ def task_of(model, **options):
 def test_training_makes_the_loss_fall_and_few_bits_better(small):
     before = {k: v.clone() for k, v in small.state_dict().items()}
     lines = []
-    task = task_of(small, epochs=6, batches=lambda epoch: blobs(0, count=20), ranges="mse")
+    task = task_of(small, epochs=6, batches=lambda epoch: blobs(0, count=20))
     result = train(task, bits=2, report=lines.append)
     assert result.losses[-1] < result.losses[0]
     assert result.end > result.start + 0.03
-    assert lines[0].startswith("before training (PTQ, 2 bits)") and len(lines) == 7
+    assert lines[0] == "ranges by mse, kept" and len(lines) == 8
+    assert lines[1].startswith("before training (PTQ, 2 bits)")
     assert all(torch.equal(v, before[k]) for k, v in small.state_dict().items())
 
 
@@ -115,14 +116,16 @@ def test_8_bits_keep_the_accuracy_on_every_grid(small, target):
     assert result.end >= accuracy(small) - 0.02
 
 
-def test_searched_ranges_stay_while_training(small):
-    task = task_of(small, epochs=2, ranges="mse")
-    start = train(task_of(small, epochs=0, ranges="mse"), bits=3)
-    end = train(task, bits=3)
-    assert scale_table(start.converted) == scale_table(end.converted)
-    assert scale_table(start.converted) != scale_table(train(task_of(small), bits=3).converted)
-    with pytest.raises(ConfigError, match="'ema' or 'mse'"):
-        train(task_of(small, ranges="best"))
+def test_ranges_stay_while_training_unless_they_are_to_follow(small):
+    start, end, followed = (
+        train(task_of(small, epochs=epochs, ranges=ranges), bits=3).converted
+        for epochs, ranges in ((0, "kept"), (2, "kept"), (2, "follow"))
+    )
+    assert scale_table(start) == scale_table(end) != scale_table(followed)
+    with pytest.raises(ConfigError, match="one of kept, follow, learned, got 'mse'; what finds"):
+        train(task_of(small, ranges="mse"))
+    with pytest.raises(ConfigError, match=r"a method is one of minmax, .* got 'best'"):
+        train(task_of(small, method="best"))
 
 
 def test_only_a_submodule_is_trained_in_int8(small):
@@ -221,7 +224,7 @@ def test_distillation_brings_the_student_to_its_teacher(small):
     none = task_of(small, epochs=0)
     with_teacher = task_of(small, epochs=4, teacher=small, loss=lambda o, y: o.sum() * 0)
     before = distance(train(none, bits=2).prepared)
-    assert distance(train(with_teacher, bits=2).prepared) < 0.7 * before
+    assert distance(train(with_teacher, bits=2).prepared) < 0.8 * before
 
 
 def test_a_teacher_of_another_form_needs_pairs_of_layers(small):
@@ -294,7 +297,7 @@ def test_the_export_command_in_float_and_quantized(tmp_path):
     qdq = [*base, "--qdq", "--images", str(tmp_path / "x.npy"), "-o", str(tmp_path / "q.onnx")]
     shown = CliRunner().invoke(cli, [*qdq, "--modes", "--scales", "--target", "tensorrt"])
     assert shown.exit_code == 0, (shown.output, shown.exception)
-    assert [line.split()[0] for line in shown.output.splitlines()[4:8]] == [
+    assert [line.split()[0] for line in shown.output.splitlines()[5:9]] == [
         "float",
         "weight-only",
         "dynamic",

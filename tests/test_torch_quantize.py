@@ -25,7 +25,7 @@ from deploy.fx.grids import at_bits  # noqa: E402
 from deploy.fx.layers import IntLayer, QatConvBn  # noqa: E402
 from deploy.fx.modes import compare_modes, quantized, report, stored_bytes  # noqa: E402
 from deploy.fx.prepare import prepare, prepare_only  # noqa: E402
-from deploy.fx.ranges import search_ranges  # noqa: E402
+from deploy.fx.search import on_grid, search_for  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
 from deploy.graph.plan import ASCEND, ONNXRUNTIME, TENSORRT  # noqa: E402
 from deploy.targets import TARGETS, OnnxRuntime  # noqa: E402
@@ -48,10 +48,15 @@ def batches():
     return [(torch.randn(4, 3, 64, 64, generator=generator),) for _ in range(3)]
 
 
-def calibrated(model, batches, **options):
+def calibrated(model, batches, *, method=None, **options):
     prepared = prepare(model, batches[0], **options)
-    calibrate(prepared, batches)
+    calibrate(prepared, batches, search=search_for(options.get("target", "onnxruntime"), method))
     return prepared
+
+
+def grid_of(quant):
+    """Scale and zero point as plain numbers."""
+    return float(quant.scale), int(quant.zero_point)
 
 
 @pytest.fixture(scope="module")
@@ -155,15 +160,25 @@ def test_a_shared_range_is_that_of_all_its_tensors():
     torch.manual_seed(0)
     model = Wide().eval()
     batches = [(torch.randn(2, 3, 4, 4), 50 * torch.randn(2, 3, 4, 4)) for _ in range(4)]
-    for momentum in (0.05, 1):
-        prepared = calibrated(model, batches, momentum=momentum, target=STEM, share=["concat"])
+    prepared = calibrated(model, batches, method="minmax", target=STEM, share=["concat"])
+    shared = observers_of(prepared)["a"]
+    assert shared.members == 3
+    seen = [model.both(*b).detach() for b in batches]
+    ends = min(float(x.min()) for x in seen), max(float(x.max()) for x in seen)
+    assert grid_of(shared) == on_grid(*ends, shared.grid)
+    for momentum in (0.25, 1):  # following goes on from there, one step a batch
+        prepared = prepare(model, batches[0], momentum=momentum, target=STEM, share=["concat"])
+        calibrate(prepared, batches[:1], search=search_for("onnxruntime", "minmax"))
+        set_phase(prepared, observe=True, quantize=False)
         shared = observers_of(prepared)["a"]
-        assert shared.members == 3
-        highs = [float(model.both(*b).detach().max()) for b in batches]
-        expected = highs[0]
-        for high in highs[1:]:
-            expected = max(expected, high) if momentum == 1 else expected + 0.05 * (high - expected)
+        expected = float(shared.hi)
+        for batch, x in zip(batches[1:], seen[1:], strict=True):
+            prepared(*batch)
+            high = float(x.max())
+            moved = max(expected, high) if momentum == 1 else expected + 0.25 * (high - expected)
+            expected = moved
         assert float(shared.hi) == pytest.approx(expected, rel=1e-5)
+        assert grid_of(shared) == on_grid(float(shared.lo), float(shared.hi), shared.grid)
     alone = FakeQuant(UINT8, "t")
     alone.members = 2
     alone.update(torch.tensor([5.0]))
@@ -240,11 +255,9 @@ def test_an_export_is_the_same_bytes_every_time(made, batches):
 def test_calibration_does_not_depend_on_its_own_run(resnet, batches):
     tables = [scale_table(calibrated(resnet, batches)) for _ in range(2)]
     assert tables[0] == tables[1]
-    extremes = prepare(resnet, batches[0], momentum=1)
-    calibrate(extremes, batches)
-    first = observers_of(extremes)["x"]
+    first = observers_of(calibrated(resnet, batches, method="minmax"))["x"]
     stacked = torch.cat([b[0] for b in batches])
-    assert (float(first.lo), float(first.hi)) == (float(stacked.min()), float(stacked.max()))
+    assert grid_of(first) == on_grid(float(stacked.min()), float(stacked.max()), first.grid)
 
 
 def test_ema_follows_its_formula():
@@ -546,20 +559,16 @@ def test_searched_ranges_err_less_and_leave_clean_data_alone():
     x = torch.randn(8, 3, 16, 16)
     x[0, 0, 0, 0] = 40.0  # one outlier
 
-    def error(search):
-        prepared = prepare(model, [x], bits=4, target="tensorrt")
-        calibrate(prepared, [x])
-        factors = search_ranges(prepared, [x]) if search else {}
+    def found(method, x, bits):
+        prepared = calibrated(model, [(x,)], bits=bits, target="tensorrt", method=method)
         with torch.no_grad():
-            return float((prepared(x) - model(x)).square().sum()), factors
+            error = float((prepared(x) - model(x)).square().sum())
+        return error, float(next(iter(observers_of(prepared).values())).scale)
 
-    plain, _ = error(False)
-    searched, factors = error(True)
-    assert searched < 0.7 * plain and next(iter(factors.values())) < 0.7
+    (plain, widest), (searched, scale) = (found(method, x, 4) for method in ("minmax", "mse"))
+    assert searched < 0.7 * plain and scale < 0.7 * widest
     flat = torch.linspace(-1, 1, 3 * 64).reshape(1, 3, 8, 8)
-    prepared = prepare(model, [flat], bits=8, target=STEM)
-    calibrate(prepared, [flat])
-    assert next(iter(search_ranges(prepared, [flat]).values())) == 1.0
+    assert found("mse", flat, 8)[1] == pytest.approx(found("minmax", flat, 8)[1], rel=0.01)
 
 
 def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():

@@ -16,10 +16,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.fingerprint import Fingerprint
-from deploy.calibration.search import Method
 from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
+from deploy.method import Method
 from deploy.pipeline import CachePolicy, Tuning, build
 from deploy.targets.tensorrt import builder, engines, live, sdk, session
 from deploy.targets.tensorrt.builder import (

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.histogram import Histogram
 from deploy.calibration.reuse import CachePolicy
-from deploy.calibration.search import Method
 from deploy.calibration.trt_cache import CalibrationCache, dump, parse
+from deploy.method import Method
 from deploy.pipeline import calibrate
 
 LENET = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt" / "lenet"

@@ -16,11 +16,11 @@ from calibrators.grids import FP8, codes, fake_quantize, rounded, symmetric_scal
 from calibrators.histogram import Histogram
 from calibrators.mse import errors
 from calibrators.rounding import gram, output_error, rounded_by_output
-from deploy.calibration.search import Method
 from deploy.errors import ConfigError, ExportError
 from deploy.frontends import load
 from deploy.graph.index import Graph
 from deploy.graph.plan import TENSORRT_FP8, analyse
+from deploy.method import Method
 from deploy.ort import OrtSession
 from deploy.pipeline import Tuning, build
 from deploy.repairs.layers import layers_of

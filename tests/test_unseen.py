@@ -9,8 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy import pipeline
 from deploy.calibration.choices import NO_CHOICES, Choices
-from deploy.calibration.search import Method
 from deploy.cli import main
+from deploy.method import Method
 from deploy.ort import OrtSession
 from deploy.pipeline import calibrate
 from deploy.targets import TARGETS

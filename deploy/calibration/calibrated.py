@@ -10,12 +10,12 @@ from deploy.calibration.observation import Observation, each_once
 from deploy.calibration.outputs import Judges
 from deploy.calibration.peaks import Peaks
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.search import Method
 from deploy.calibration.store import Found
 from deploy.calibration.subject import Subject
 from deploy.calibration.until import Agreement
 from deploy.feed.feed import Feed
 from deploy.frontends import LoadedModel
+from deploy.method import Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

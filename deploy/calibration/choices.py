@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deploy.calibration.search import Method
+from deploy.method import Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

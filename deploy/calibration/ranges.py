@@ -11,10 +11,10 @@ from calibrators.scales import Scale, Scales
 from calibrators.statistics import searched, trouble
 from deploy.calibration.choices import Choices
 from deploy.calibration.observation import Key, Observation, Observed
-from deploy.calibration.search import Method
 from deploy.calibration.store import Found, Trouble
 from deploy.calibration.subject import FOLDED
 from deploy.graph.saturation import Bounds
+from deploy.method import Method
 from deploy.progress import phase
 
 Made = TypeVar("Made")

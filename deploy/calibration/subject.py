@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from calibrators.statistics import HistogramOf
 from deploy.calibration.batches import whole
 from deploy.calibration.observation import Observation, Observed, Variant
-from deploy.calibration.search import Method
 from deploy.errors import ConfigError
 from deploy.graph.saturation import Bounds, bounds
+from deploy.method import Method
 
 if TYPE_CHECKING:
     import onnx

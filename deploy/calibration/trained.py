@@ -18,11 +18,11 @@ from deploy.calibration.choices import Choices
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.outputs import Judges
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.search import Method
 from deploy.calibration.store import Found, Trouble
 from deploy.calibration.subject import Subject
 from deploy.errors import ConfigError
 from deploy.graph.plan import WEIGHTED
+from deploy.method import Method
 from deploy.metrics.inputs import random_feeds
 
 if TYPE_CHECKING:

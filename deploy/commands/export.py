@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.methods import method_options
 from deploy.commands.model import torch_inputs, torch_model, torch_options
 from deploy.commands.options import preprocess_options, raw_options
 from deploy.commands.output import quietable
 from deploy.commands.targets import one_target
 from deploy.targets import TARGETS, Target
 from deploy.terminal import say, say_lines
+
+if TYPE_CHECKING:
+    from deploy.method import Method
 
 QDQ = "Quantization"  # with --qdq alone
 
@@ -83,14 +88,7 @@ QDQ = "Quantization"  # with --qdq alone
     help="Layers to leave in float: a module's name, a pattern such as 'layer1.*', op:Linear, or"
     " @FILE with one of these a line. May be repeated.",
 )
-@sections.option(
-    "--ranges",
-    section=QDQ,
-    type=click.Choice(["ema", "mse"]),
-    default="ema",
-    show_default=True,
-    help="Moving averages of minimum and maximum, or shortened where that errs less.",
-)
+@sections.retired("--ranges", "--method names the search, as for build")
 @sections.option("--only", section=QDQ, metavar="SUBMODULE", help="Quantize this part alone.")
 @sections.option(
     "--scales",
@@ -101,6 +99,7 @@ QDQ = "Quantization"  # with --qdq alone
 @sections.option("--modes", "all_modes", section=QDQ, is_flag=True, help="Compare all modes too.")
 @preprocess_options
 @raw_options
+@method_options
 def export(
     model: str,
     shapes: tuple[str, ...],
@@ -117,12 +116,13 @@ def export(
     limit: int | None,
     leaves: tuple[str, ...],
     skip: tuple[str, ...],
-    ranges: str,
     only: str | None,
     scales: bool,
     all_modes: bool,
     raw_shape: str | None,
     raw_dtype: str | None,
+    method: Method,
+    asked: tuple[str, ...],
     **preprocess: str | None,
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
@@ -138,6 +138,7 @@ def export(
     from deploy.fx.lift import argument_names
     from deploy.fx.modes import compare_modes, measure, quantized, report, scales_report
     from deploy.fx.samples import in_float32
+    from deploy.fx.search import search_for
     from deploy.fx.trace import submodule
     from deploy.graph.selection import select
 
@@ -145,10 +146,12 @@ def export(
         raise ConfigError("export runs the model and needs its --input shape, or a --sample")
     if not qdq:
         placing = [f"Target {name}" for name in TARGETS]
-        alone = (QDQ, sections.IMAGES, *placing)
+        alone = (QDQ, sections.IMAGES, sections.CALIBRATION, *placing)
         given.refuse_without("--qdq", [flag for part in alone for flag in given.typed_in(part)])
     elif not images:
         given.refuse_without("--images", given.typed_in(sections.IMAGES))
+    if mode != "static":
+        given.refuse_without("--mode static", list(asked))
     place = find_device(device)
     refuse_meta(place, "an exported model")
     module = torch_model(model, weights, device)
@@ -170,17 +173,24 @@ def export(
         batches = moved(batches, place)
         part = submodule(module, only) if only else module
         kept = {"leaves": leaves, "skip": select(weighted(part), skip)}
+        search = search_for(target, method if asked else None)
         converted = quantized(
-            module, inputs, batches, mode=mode, target=target, only=only, ranges=ranges, **kept
+            module, inputs, batches, mode=mode, target=target, only=only, search=search, **kept
         )
         covered = coverage(converted, module)
         refuse_float(covered)
         exported = exports.to_onnx(converted, inputs, opset=opset, dynamic_batch=not static_batch)
         say(str(covered))
+        if mode == "static":
+            say(f"ranges by {search.label}")
         say(str(exports.compare(exported, converted, batches)))
         if left := norms_in_float(converted):
             say(left)
-        results = compare_modes(module, inputs, batches, target=target) if all_modes else []
+        results = (
+            compare_modes(module, inputs, batches, target=target, search=search)
+            if all_modes
+            else []
+        )
         say_lines(report(results or [measure(mode, module, converted, batches)]))
         if scales:
             say_lines(scales_report(converted))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from deploy.commands.options import CalibrationOptions, ImageOptions
 
 if TYPE_CHECKING:
-    from deploy.calibration.search import Method
     from deploy.feed.calibrator import CalibratorScript
     from deploy.feed.raw import RawFiles
+    from deploy.method import Method
     from deploy.targets import Target
 
 

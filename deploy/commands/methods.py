@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 import click
 
 from calibrators.searches import DEFAULT_METHOD, SEARCHES
-from deploy.calibration.search import Method
 from deploy.commands import given, sections
+from deploy.method import Method
 
 Command = Callable[..., None]
 

@@ -19,10 +19,10 @@ from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.calibration.reuse import CachePolicy
-    from deploy.calibration.search import Method
     from deploy.feed.choice import Limit
     from deploy.feed.preprocess import Asked, Sides
     from deploy.feed.raw import RawFiles
+    from deploy.method import Method
     from deploy.targets import Target
 
 SOURCES = (

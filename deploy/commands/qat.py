@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.methods import method_options
 from deploy.commands.output import quietable
 from deploy.commands.targets import one_target
 from deploy.targets import Target
 from deploy.terminal import say, say_lines
+
+if TYPE_CHECKING:
+    from deploy.method import Method
 
 
 @click.command(cls=sections.SectionedCommand)
@@ -20,7 +25,12 @@ from deploy.terminal import say, say_lines
 @click.option(
     "--bits", default=8, show_default=True, type=int, help="Bits of weights and activations."
 )
-@click.option("--ranges", type=click.Choice(["ema", "mse"]), help="In place of the task's own.")
+@click.option(
+    "--ranges",
+    type=click.Choice(["kept", "follow", "learned"]),
+    help="What becomes of the ranges while training, in place of the task's own: kept as they were"
+    " found, following the data, or with scales that are trained.",
+)
 @click.option("--epochs", type=click.IntRange(min=0), help="In place of the task's own.")
 @click.option("--teacher", metavar="FILE.PY:FACTORY", help="Float model to distil from.")
 @click.option(
@@ -45,6 +55,7 @@ from deploy.terminal import say, say_lines
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file to write."
 )
+@method_options
 def qat(
     script: str,
     target: Target,
@@ -59,6 +70,8 @@ def qat(
     amp: bool,
     scales: bool,
     out: Path,
+    method: Method,
+    asked: tuple[str, ...],
 ) -> None:
     """Train the task that SCRIPT (train.py:setup) returns for TARGET's int8, and export it.
 
@@ -66,6 +79,8 @@ def qat(
     from deploy.fx.qat import Task
     def setup():
         return Task(model=..., inputs=[...], batches=..., loss=..., evaluate=...)
+
+    --method and what belongs to it, --ranges and --epochs stand in place of the task's own.
     """  # noqa: D301 (click reads the backspace)
     from dataclasses import replace
 
@@ -87,6 +102,8 @@ def qat(
     task = call_factory(script)
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a deploy.fx.qat.Task, got {type(task).__name__}")
+    if asked:
+        task = replace(task, method=method)
     if ranges is not None:
         task = replace(task, ranges=ranges)
     if amp:

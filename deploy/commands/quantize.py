@@ -14,7 +14,7 @@ from deploy.commands.output import json_option, put_json, quietable
 from deploy.terminal import say_lines
 
 if TYPE_CHECKING:
-    from deploy.calibration.search import Method
+    from deploy.method import Method
 
 GRID = "Grid"
 Number = TypeVar("Number", int, float)

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from deploy.errors import FeedError
-from deploy.fx.device import device_of, moved
-from deploy.fx.fakequant import FakeQuant
+from deploy.fx.fakequant import FakeQuant, no_data
 from deploy.fx.layers import QatConvBn, WeightQuant
+from deploy.fx.observe import observed
+from deploy.fx.search import BY_DEFAULT, Search
+from deploy.progress import phase
 
 
 def set_phase(prepared: nn.Module, *, observe: bool, quantize: bool) -> None:
@@ -25,30 +26,46 @@ def set_phase(prepared: nn.Module, *, observe: bool, quantize: bool) -> None:
             module.enabled = quantize
 
 
-def calibrate(prepared: nn.Module, batches: Iterable[Any]) -> int:
-    """Run batches (a tensor, or a tuple of inputs) through the observers; gives how many.
+def calibrate(prepared: nn.Module, batches: Iterable[Any], *, search: Search = BY_DEFAULT) -> int:
+    """Find the range of every fake quantizer from batches; gives how many runs that took.
 
-    Afterwards the fake quantizers are on and the observers off.
+    Afterwards the fake quantizers are on and follow nothing.
+
+    Args:
+        prepared: by `deploy.fx.prepare`.
+        batches: a tensor, or a tuple of inputs, each; batch first. Their size changes nothing.
+        search: of `deploy.fx.search.search_for`.
 
     Raises:
+        ConfigError: the search is not defined for the grid.
         FeedError: no batch.
         CalibrationError: NaN or Inf in a tensor, or a tensor that no data reached.
     """
-    set_phase(prepared, observe=True, quantize=False)
+    quants = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
+    for quant in quants:
+        search.check(quant.grid)
+    set_phase(prepared, observe=False, quantize=False)
+    _round_weights(prepared, search.rounded_weights)
     training = prepared.training
     prepared.eval()
-    count = 0
-    with torch.no_grad():
-        for batch in batches:
-            prepared(*moved(as_inputs(batch), device_of(prepared)))
-            count += 1
+    recorders, count = observed(prepared, batches, search.statistic)
     if not count:
         raise FeedError("calibration needs at least one batch, got none")
     prepared.train(training)
-    for quant in observers_of(prepared).values():
-        quant.parameters_of_grid()  # says which tensor saw no data
+    with phase("ranges", len(quants), "tensors") as step:
+        for quant in quants:
+            if quant not in recorders:
+                raise no_data(quant.name)
+            quant.settle(*search.on(recorders[quant], quant.grid))
+            step()
     set_phase(prepared, observe=False, quantize=True)
     return count
+
+
+def _round_weights(prepared: nn.Module, enabled: bool) -> None:
+    for module in prepared.modules():
+        if isinstance(module, WeightQuant):
+            module.enabled = enabled
 
 
 def float_form(prepared: nn.Module) -> nn.Module:
@@ -70,8 +87,3 @@ def observers_of(prepared: nn.Module) -> dict[str, FakeQuant]:
     """Tensor name -> its `FakeQuant`, in the model's order."""
     found = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
     return {quant.name: quant for quant in found}
-
-
-def as_inputs(batch: Any) -> tuple[Any, ...]:
-    """A batch as the arguments of a forward."""
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)

@@ -133,8 +133,9 @@ def _export(model: nn.Module, inputs: tuple[Any, ...], batch: Any) -> torch.expo
         shapes = pytree.tree_map(lambda leaf: {0: batch} if _has_batch(leaf) else None, inputs)
         if _is_variadic(model, len(inputs)):
             shapes = _variadic(model, shapes)
+    own = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)  # one tensor twice is one input
     with quiet(), torch.enable_grad():  # without, attention is one kernel that nothing can open
-        return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
+        return torch.export.export(model, own, dynamic_shapes=shapes, strict=False)
 
 
 def _is_variadic(model: nn.Module, count: int) -> bool:

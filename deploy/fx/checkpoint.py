@@ -17,7 +17,7 @@ from deploy.fx import randomness
 from deploy.fx.source import read_tensors
 
 _KEYS = {"format", "marks", "epoch", "model", "optimizer", "rng", "losses"}
-_FORMAT = "calib8-qat-2"
+_FORMAT = "calib8-qat-3"
 
 Marks = dict[str, str]
 

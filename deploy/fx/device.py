@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,12 +48,17 @@ def device_of(model: nn.Module) -> torch.device:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Tensors, also within tuples, lists and dicts, on a device; all else as it is."""
+    return mapped(value, lambda tensor: tensor.to(device))
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Tensors, also within tuples, lists and dicts, changed; all else as it is."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, dict):
-        return {key: moved(item, device) for key, item in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [moved(item, device) for item in value]
+        items = [mapped(item, change) for item in value]
         # a named tuple takes its fields one by one
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -59,7 +59,8 @@ def to_onnx(
         ExportError: the exporter did not keep the opset that was asked for.
     """
     refuse_prepared(model)
-    inputs = [_at_least_two(x) for x in inputs] if dynamic_batch else list(inputs)
+    # copies: the same tensor twice would be taken for one input
+    inputs = [_at_least_two(x) if dynamic_batch else x.clone() for x in inputs]
     batch = torch.export.Dim("batch")
     shapes = tuple({0: batch} for _ in inputs) if dynamic_batch else None
     exportable = _exportable(model)
@@ -234,7 +235,7 @@ def refuse_prepared(model: nn.Module) -> None:
 
 def _at_least_two(x: torch.Tensor) -> torch.Tensor:
     """A batch of one would be taken for a constant 1."""
-    return x if x.shape[0] > 1 else torch.cat([x, x])
+    return x.clone() if x.shape[0] > 1 else torch.cat([x, x])
 
 
 def _exportable(model: nn.Module) -> nn.Module:

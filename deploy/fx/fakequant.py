@@ -2,9 +2,11 @@
 
 ::
 
-    x --> observe (while calibrating: EMA of min and max) --> scale, zero_point
-      `-> round(x / scale) + zero_point, clipped to qmin..qmax --> back to real --> y
+    x --> round(x / scale) + zero_point, clipped to qmin..qmax --> back to real --> y
           gradient: 1 inside the clip range, 0 outside (straight-through estimator)
+
+Scale and zero point come from calibration (`deploy.fx.calibrate`). While training they stay, or
+follow moving averages of minimum and maximum (`observe`), or the scale is trained (`learn`).
 
 `observe` and `enabled` are Python bools, never tensors: a traced or exported graph has no branch on
 data. Source: B. Jacob et al., 2018, "Quantization and Training of Neural Networks for Efficient
@@ -13,25 +15,38 @@ Integer-Arithmetic-Only Inference", section 3.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
 from calibrators.grids import UINT8, Grid
 from deploy.errors import CalibrationError
+from deploy.fx.lsq import rounded
+from deploy.fx.search import on_grid
+
+
+def no_data(name: str) -> CalibrationError:
+    """A tensor has no range yet."""
+    return CalibrationError(
+        f"every quantized tensor needs data, and none went through {name};"
+        " calibrate first, with the inputs that reach it"
+    )
 
 
 class FakeQuant(nn.Module):
-    """An activation's observer and fake quantizer.
+    """An activation's fake quantizer.
 
     Args:
         grid: the target's integers.
         name: the tensor's name, for messages.
-        momentum: weight of a new batch in the moving average of min and max; 1 keeps the extremes
-            of all batches instead.
+        momentum: weight of a new batch in the moving average of min and max that `observe` follows;
+            1 keeps the extremes of all batches instead.
     """
 
     lo: torch.Tensor
     hi: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor
     seen: torch.Tensor
 
     def __init__(self, grid: Grid, name: str, *, momentum: float = 0.05):
@@ -42,43 +57,44 @@ class FakeQuant(nn.Module):
         self.observe = False
         self.enabled = False
         self.members = 1  # tensors of a batch that share this range, which is that of them all
+        self.known = False  # whether there is a range; `seen` says so of one that was loaded
         self.calls = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.register_buffer("lo", torch.zeros(()))
         self.register_buffer("hi", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))  # float32: the real value of one step
+        self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))  # of a real 0
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
-    @property
-    def scale(self) -> torch.Tensor:
-        """Float32 scalar: the real value of one step."""
-        return self.parameters_of_grid()[0]
+    def settle(self, scale: np.float32, zero: int) -> None:
+        """Take a scale and a zero point, from which following goes on."""
+        ends = ((end - zero) * float(scale) for end in (self.grid.qmin, self.grid.qmax))
+        lo, hi = ends
+        with torch.no_grad():
+            self.lo.fill_(-hi if self.grid.symmetric else lo)
+            self.hi.fill_(hi)
+            self.scale.fill_(float(scale))
+            self.zero_point.fill_(zero)
+            self.seen.clamp_(min=1)
+        self.known = True
 
-    @property
-    def zero_point(self) -> torch.Tensor:
-        """Int32 scalar: the integer of a real 0."""
-        return self.parameters_of_grid()[1]
+    def learn(self) -> nn.Parameter:
+        """Let the scale be trained from now on, as a parameter of the model."""
+        if not isinstance(self.scale, nn.Parameter):
+            scale = self.parameters_of_grid()[0]
+            del self.scale
+            self.scale = nn.Parameter(scale.clone())
+        return self.scale
 
     def parameters_of_grid(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, zero_point) of the observed range.
+        """(scale, zero_point): float32 and int32 scalars.
 
         Raises:
             CalibrationError: nothing was observed.
         """
-        if not int(self.seen) and not self.calls:
-            raise CalibrationError(
-                f"every quantized tensor needs data, and none went through {self.name};"
-                " calibrate first, with the inputs that reach it"
-            )
-        lo, hi = self.lo.double().clamp(max=0), self.hi.double().clamp(min=0)
-        grid = self.grid
-        if grid.symmetric:
-            scale = torch.maximum(-lo, hi) / grid.qmax
-            zero = torch.zeros((), dtype=torch.int32, device=lo.device)
-            return torch.where(scale > 0, scale, 1.0).float(), zero
-        scale = (hi - lo) / (grid.qmax - grid.qmin)
-        scale = torch.where(scale > 0, scale, 1.0).float()
-        zero = torch.round(grid.qmin - lo / scale.double()).clamp(grid.qmin, grid.qmax)
-        return scale, zero.to(torch.int32)
+        if not self.known and not self.calls and not int(self.seen):
+            raise no_data(self.name)
+        return self.scale, self.zero_point
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`parameters_of_grid` under the name that custom modules expect of an observer."""
@@ -107,6 +123,9 @@ class FakeQuant(nn.Module):
         if self.calls == self.members:
             self.seen += 1
             self.start_batch()
+        scale, zero = on_grid(float(self.lo), float(self.hi), self.grid)
+        self.scale.fill_(float(scale))
+        self.zero_point.fill_(zero)
 
     def start_batch(self) -> None:
         """Forget what was seen of a batch that is over, or was broken off."""
@@ -130,9 +149,12 @@ class FakeQuant(nn.Module):
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """X rounded to the grid of the present range."""
         scale, zero = self.parameters_of_grid()
-        qmin, qmax = self.grid.qmin, self.grid.qmax
+        ends = self.grid.qmin, self.grid.qmax
+        if scale.requires_grad:
+            shared = x[0].numel() if x.dim() > 1 else x.numel()
+            return rounded(x, scale, zero, ends, shared=shared)
         # float32: a value of bfloat16 (torch.autocast) has fewer digits than the grid has steps
-        return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, qmin, qmax)
+        return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, *ends)
 
 
 class DynamicQuant(nn.Module):

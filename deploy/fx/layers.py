@@ -1,6 +1,7 @@
 """Layers with quantized weights: while training (fake), with their BatchNorm, and in integers.
 
-Weights are symmetric: scale = max|w| / (2^(bits-1) - 1) for each output channel, or one for all.
+Weights are symmetric: scale = max|w| / (2^(bits-1) - 1) for each output channel, or one for all;
+trained with the weights where that is asked for (`deploy.fx.learned`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn import functional
 from deploy.errors import CalibrationError
 from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
 from deploy.fx.hooks import refuse_hooks
+from deploy.fx.lsq import rounded
 
 _BIAS = 2**30  # codes of a bias at most: near 2^31 runtimes that divide in float32 run over
 WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
@@ -56,7 +58,7 @@ def channel_axis(layer: nn.Module, per_channel: bool = True) -> int | None:
 
 
 class WeightQuant(nn.Module):
-    """Fake quantization of a weight, its scale that of the present values.
+    """Fake quantization of a weight, its scale that of the present values, or trained (`learn`).
 
     Args:
         axis: channel axis, or None for one scale.
@@ -68,9 +70,18 @@ class WeightQuant(nn.Module):
         self.axis = axis
         self.limit = 2 ** (bits - 1) - 1
         self.enabled = False
+        self.scale: nn.Parameter | None = None
+
+    def learn(self, weight: torch.Tensor) -> nn.Parameter:
+        """Let the scales be trained from now on; they start as those of the weight."""
+        if self.scale is None:
+            self.scale = nn.Parameter(self.scales(weight).clone())
+        return self.scale
 
     def scales(self, weight: torch.Tensor) -> torch.Tensor:
         """[C] or [1] float32; 1 where all of a channel is zero."""
+        if self.scale is not None:
+            return self.scale.detach().clone()
         kept = () if self.axis is None else (self.axis,)
         others = [i for i in range(weight.dim()) if i not in kept]
         amax = weight.detach().double().abs().amax(others).reshape(-1) / self.limit
@@ -80,6 +91,8 @@ class WeightQuant(nn.Module):
         """The weight, or its rounding once enabled."""
         if not self.enabled:
             return weight
+        if self.scale is not None:
+            return self._learned(weight, self.scale)
         scales = self.scales(weight)
         zeros = torch.zeros_like(scales, dtype=torch.int32)
         if self.axis is None:
@@ -89,6 +102,14 @@ class WeightQuant(nn.Module):
         return torch.fake_quantize_per_channel_affine(
             weight, scales, zeros, self.axis, -self.limit, self.limit
         )
+
+    def _learned(self, weight: torch.Tensor, scale: nn.Parameter) -> torch.Tensor:
+        """Each step shared by the weights of its channel."""
+        shape = [-1 if i == self.axis else 1 for i in range(weight.dim())]
+        zero = torch.zeros((), dtype=torch.int32, device=weight.device)
+        shared = weight.numel() // scale.numel()
+        ends = -self.limit, self.limit
+        return rounded(weight, scale.reshape(shape), zero, ends, shared=shared)
 
 
 class QatLayer(nn.Module):

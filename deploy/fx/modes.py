@@ -24,8 +24,8 @@ from deploy.fx.calibrate import calibrate, set_phase
 from deploy.fx.convert import convert, scale_table
 from deploy.fx.prepare import MODES, prepare, prepare_only
 from deploy.fx.profile import tensors_of
-from deploy.fx.ranges import search_ranges
 from deploy.fx.same import check_same
+from deploy.fx.search import Search, search_for
 from deploy.fx.table import columns
 from deploy.metrics.accuracy import sqnr_db
 from deploy.targets import Target
@@ -59,7 +59,7 @@ def quantized(
     mode: str,
     target: str | Target = "onnxruntime",
     only: str | None = None,
-    ranges: str = "ema",
+    search: Search | None = None,
     **options: Any,
 ) -> nn.Module:
     """`model` prepared in that mode, calibrated on `batches` where it needs to be, converted.
@@ -70,7 +70,7 @@ def quantized(
         batches: to calibrate with.
         mode: static, dynamic or weight-only.
         target: whose grid.
-        ranges: "ema", minimum and maximum; or "mse", shortened where that errs less.
+        search: of static ranges; None for what `build` takes for the target.
         only: submodule to quantize, the rest being left as it is; None for the whole model.
         options: as `prepare`.
 
@@ -86,9 +86,8 @@ def quantized(
     if mode != "dynamic":  # whose activations are rounded from the start
         check_same(model, prepared, inputs, "tracing and folding BatchNorm")
     if mode == "static":
-        calibrate(prepared, [tuple(batch) for batch in batches])
-        if ranges == "mse":
-            search_ranges(prepared, [tuple(batch) for batch in batches])
+        chosen = search_for(target) if search is None else search
+        calibrate(prepared, [tuple(batch) for batch in batches], search=chosen)
     else:
         set_phase(prepared, observe=False, quantize=True)
     return convert(prepared)
@@ -126,11 +125,12 @@ def compare_modes(
     batches: Sequence[Sequence[torch.Tensor]],
     *,
     target: str | Target = "onnxruntime",
+    search: Search | None = None,
 ) -> list[ModeResult]:
     """Float and every mode that needs no training, in the table's order."""
     results = [measure("float", model, model, batches)]
     for mode in reversed(MODES):
-        converted = quantized(model, inputs, batches, mode=mode, target=target)
+        converted = quantized(model, inputs, batches, mode=mode, target=target, search=search)
         results.append(measure(mode, model, converted, batches))
     return results
 

@@ -3,7 +3,7 @@
 ::
 
     epoch      0 .............. half .......... last third ...... end
-    ranges     follow the data  fixed
+    ranges     kept; or trained; or follow the data, then fixed
     norms      follow the batch                  frozen (where trained)
     rate       cosine, from the optimizer's own down to 1 / 100
 """
@@ -22,17 +22,22 @@ from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.fx import checkpoint as checkpoints
-from deploy.fx.calibrate import as_inputs, calibrate, freeze_norms, set_phase
+from deploy.fx.calibrate import calibrate, freeze_norms, set_phase
 from deploy.fx.convert import CustomClasses, convert
 from deploy.fx.copied import computed_weights, plain_copy
 from deploy.fx.device import CPU, Reached, device_of, moved
 from deploy.fx.distill import Distiller
+from deploy.fx.learned import Scales, hold, learn, values_of
+from deploy.fx.observe import as_inputs
 from deploy.fx.prepare import prepare, prepare_only, target_of
-from deploy.fx.ranges import search_ranges
 from deploy.fx.same import check_same
+from deploy.fx.search import search_for
+from deploy.method import Method
 from deploy.progress import phase
 from deploy.targets import Target
 from deploy.targets.options import given
+
+RANGES = ("kept", "follow", "learned")
 
 Batches = Callable[[int], Iterable[tuple[Any, Any]]]
 
@@ -56,8 +61,11 @@ class Task:
         distil_weight: weight of the distillation loss.
         clip_gradient: largest norm of all gradients together.
         leaves, skip, share, custom, norms: as `deploy.fx.prepare.prepare`.
-        ranges: "ema", moving averages of minimum and maximum that follow the training data; or
-            "mse", searched once after calibration and then kept, better at few bits.
+        method: search of the first ranges, by its name in `build`, with parameters behind it
+            ("percentile 99.9"); None for what `build` takes for the target.
+        ranges: "kept" as they were found; "follow", moving averages of minimum and maximum of the
+            training data for half of the epochs; or "learned", scales of activations and weights
+            trained by their gradients (`deploy.fx.lsq`).
         only: submodule to quantize; the rest is trained with it, in float.
         amp: compute forward and loss in bfloat16 where torch.autocast does; ranges, weights and
             what is exported stay float32.
@@ -86,7 +94,8 @@ class Task:
     convert: CustomClasses | None = None
     norms: str = "fold"
     only: str | None = None
-    ranges: str = "ema"
+    method: Method | str | None = None
+    ranges: str = "kept"
     amp: bool = False
 
 
@@ -143,15 +152,16 @@ def train(
     chosen = target_of(target)
     prepared = _prepared(task, chosen, bits)
     batches = task.calibration or (lambda: _first_inputs(task))
-    calibrate(prepared, batches())
-    if task.ranges == "mse":
-        search_ranges(prepared, batches())
+    search = search_for(target, task.method)
+    calibrate(prepared, batches(), search=search)
+    report(f"ranges by {search.label}, {task.ranges}")
     start = _figure(task, prepared)
     if start is not None:
         report(f"before training (PTQ, {bits} bits): {start:.4f}")
+    learned = learn(prepared) if task.ranges == "learned" else {}
     optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
     rates = [group["lr"] for group in optimizer.param_groups]
-    mark = _marks(task, prepared, optimizer, chosen, bits)
+    mark = _marks(task, prepared, optimizer, chosen, bits, search.label)
     first, losses = 0, list[float]()
     if checkpoint is not None and checkpoint.exists():
         first, losses = checkpoints.resume(checkpoint, mark, prepared, optimizer)
@@ -163,7 +173,7 @@ def train(
         with phase("training", task.epochs - first, "epochs") as step:
             for epoch in range(first, task.epochs):
                 _begin(epoch, task, prepared, optimizer, rates)
-                losses.append(_epoch(task, epoch, prepared, optimizer, distiller))
+                losses.append(_epoch(task, epoch, prepared, optimizer, distiller, learned))
                 report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
                 if checkpoint is not None:
                     checkpoints.save(checkpoint, mark, epoch + 1, prepared, optimizer, losses)
@@ -192,7 +202,12 @@ def _on(task: Task, device: torch.device | None) -> Task:
 
 
 def _marks(
-    task: Task, prepared: nn.Module, optimizer: torch.optim.Optimizer, target: Target, bits: int
+    task: Task,
+    prepared: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    target: Target,
+    bits: int,
+    method: str,
 ) -> checkpoints.Marks:
     """What a checkpoint must be of for the training to go on from it; the data is not looked at."""
     settings = {
@@ -201,6 +216,7 @@ def _marks(
         "number of epochs": task.epochs,
         "handling of norms": task.norms,
         "kind of ranges": task.ranges,
+        "method of ranges": method,
         "distillation": (list(task.distil), task.distil_weight),
         "limit of gradients": task.clip_gradient,
         "precision": task.amp,
@@ -210,8 +226,11 @@ def _marks(
 
 
 def _prepared(task: Task, target: Target, bits: int) -> nn.Module:
-    if task.ranges not in ("ema", "mse"):
-        raise ConfigError(f"ranges are 'ema' or 'mse', got {task.ranges!r}")
+    if task.ranges not in RANGES:
+        raise ConfigError(
+            f"ranges of a training are one of {', '.join(RANGES)}, got {task.ranges!r};"
+            " what finds them first is named by method"
+        )
     if task.epochs < 0:
         raise ConfigError(f"epochs must be 0 or more, got {task.epochs}")
     model = task.model if task.norms == "train" else task.model.eval()
@@ -256,7 +275,7 @@ def _begin(
     """Set the phase and the rates of an epoch, from its number alone, so that resuming is exact."""
     epochs = task.epochs
     prepared.train()
-    following = task.ranges == "ema" and epoch < (epochs + 1) // 2
+    following = task.ranges == "follow" and epoch < (epochs + 1) // 2
     set_phase(prepared, observe=following, quantize=True)
     if epoch >= epochs - epochs // 3:
         freeze_norms(prepared)
@@ -271,6 +290,7 @@ def _epoch(
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
     distiller: Distiller | None,
+    learned: Scales,
 ) -> float:
     total, count = 0.0, 0
     device = device_of(prepared)
@@ -289,7 +309,9 @@ def _epoch(
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(prepared.parameters(), task.clip_gradient)
+        before = values_of(learned)
         optimizer.step()
+        hold(learned, before)
         total, count = total + value, count + 1
     if not count:
         raise FeedError(f"an epoch needs at least one batch, got none in epoch {epoch + 1}")

@@ -19,8 +19,8 @@ from calibrators.grids import FP8, GRIDS, Grid, fake_quantize
 from calibrators.rounding import products_of
 from calibrators.scales import Scale
 from deploy.calibration.choices import Choices
-from deploy.calibration.search import Method, comparable
 from deploy.graph.index import Graph
+from deploy.method import Method, comparable
 from deploy.repairs.base import Making
 from deploy.repairs.layers import Layer, layers_of
 from deploy.repairs.patches import inputs_of

@@ -13,8 +13,8 @@ from calibrators.grids import FP8, GRIDS, Grid
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 from deploy.calibration.choices import Choices
-from deploy.calibration.search import Method, comparable
 from deploy.graph.saturation import Bounds
+from deploy.method import Method, comparable
 from deploy.report.bars import histogram_part
 from deploy.report.parts import RangeRow, TensorRow, tensor_rows
 from deploy.report.worst import worst_first

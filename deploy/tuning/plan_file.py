@@ -28,8 +28,8 @@ from typing import Any
 
 from deploy import atomic, toml
 from deploy.calibration.choices import Choices
-from deploy.calibration.search import Method
 from deploy.errors import ConfigError
+from deploy.method import Method
 
 SCHEMA = "calib8-plan/1"
 _SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # as `tuned` writes it

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.calibration.choices import NO_CHOICES, Choices
-from deploy.calibration.search import Method
+from deploy.method import Method
 from deploy.tuning.prices import Prices, cheapest
 from deploy.tuning.probe import Noise, Prober
 from deploy.tuning.sensitivity import Group, Sensitivity, sensitivity

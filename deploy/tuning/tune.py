@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.calibration.choices import NO_CHOICES, Choices
-from deploy.calibration.search import Method, comparable
 from deploy.errors import ConfigError
 from deploy.graph.plan import word_of
 from deploy.graph.selection import matching
+from deploy.method import Method, comparable
 from deploy.metrics.latency import OVERHEAD_MS
 from deploy.progress import Step, phase
 from deploy.repairs import ROUNDING

@@ -20,7 +20,7 @@ from deploy.targets.ascend.calibrate import Recorded, RecordPlan
 
 if TYPE_CHECKING:
     from deploy.calibration.choices import Choices
-    from deploy.calibration.search import Method
+    from deploy.method import Method
     from deploy.targets.ascend.config_types import QuantConfig
 
 KEEPING = "minmax"

@@ -9,8 +9,8 @@ import numpy as np
 from calibrators.legacy import QUANTILE
 from calibrators.tensorrt import CLASSES
 from deploy.calibration import trt_cache
-from deploy.calibration.search import Method
 from deploy.errors import CacheError
+from deploy.method import Method
 from deploy.targets.tensorrt.cache_tools import diff
 
 if TYPE_CHECKING:

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from deploy.calibration import trt_cache
     from deploy.calibration.observation import Observation
     from deploy.calibration.ranges import Ranges
-    from deploy.calibration.search import Method
     from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
     from deploy.graph.plan import FloatNodes, Plan
+    from deploy.method import Method
     from deploy.targets.tensorrt.match import Match
     from deploy.tensors import Session
 

@@ -100,17 +100,20 @@ class Method:
         """Whether it is defined for int8 alone."""
         return SEARCHES[self.name].integer
 
-    def search(self, symmetric: Grid | None = None) -> Callable[[Histogram], Scale]:
+    def search(
+        self, symmetric: Grid | None = None, affine: Grid | None = None
+    ) -> Callable[[Histogram], Scale]:
         """What makes of a tensor's statistics its scale.
 
         Args:
-            symmetric: grid that its `amax` is for, None for int8; the affine range is for uint8.
+            symmetric: grid that its `amax` is for, None for int8.
+            affine: grid that its `lo` and `hi` are for, None for uint8.
         """
         row, params = SEARCHES[self.name], self.params
         by_grid = row.by_grid
-        if symmetric is None or by_grid is None:
+        if by_grid is None or (symmetric is None and affine is None):
             return lambda histogram: row.function(histogram, params)
-        return lambda histogram: by_grid(histogram, params, symmetric)
+        return lambda histogram: by_grid(histogram, params, symmetric, affine)
 
 
 def comparable(method: Method) -> list[Method]:

@@ -1,0 +1,296 @@
+"""Ranges of activations in PyTorch come from the searches of `build`, to the bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+from onnx import numpy_helper
+
+torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
+
+from torch import nn  # noqa: E402
+
+from calibrators.amct.ifmr import IfmrParams  # noqa: E402
+from calibrators.grids import INT8, UINT8  # noqa: E402
+from calibrators.scales import Scale  # noqa: E402
+from calibrators.searches import SEARCHES  # noqa: E402
+from deploy.cli import cli  # noqa: E402
+from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError  # noqa: E402
+from deploy.fx.calibrate import calibrate  # noqa: E402
+from deploy.fx.convert import scale_table  # noqa: E402
+from deploy.fx.fakequant import FakeQuant  # noqa: E402
+from deploy.fx.grids import at_bits  # noqa: E402
+from deploy.fx.prepare import prepare  # noqa: E402
+from deploy.fx.search import Ifmr, on_grid, search_for  # noqa: E402
+from deploy.targets import TARGETS  # noqa: E402
+from deploy.targets.ascend.calibrate import params_of  # noqa: E402
+from deploy.targets.ascend.config_types import Activation, LayerConfig  # noqa: E402
+
+torch.set_num_threads(1)
+NET = """
+import torch
+from torch import nn
+
+def layer(made, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_({values})
+    return made
+
+def make():
+    return nn.Sequential(
+        layer(nn.Conv2d(4, 8, 3), 1), nn.ReLU(), layer(nn.Conv2d(8, 4, 3), 2), nn.ReLU(),
+        nn.Flatten(), layer(nn.Linear(64, 5), 3),
+    ).eval()
+"""
+# sums of products of whole numbers are exact in float32, in whatever order they are added
+WHOLE, REAL = "torch.randint(-3, 4, p.shape).float()", "torch.randn(p.shape)"
+GIVEN = {
+    "percentile": ("--percent", "99.5"),
+    "lp": ("--power", "2.4"),
+    "entropy-tensorrt": ("--batch-size", "4"),
+}
+
+
+def images(count=17):
+    x = np.rint(np.random.default_rng(0).normal(size=(count, 4, 8, 8)) * 6).astype(np.float32)
+    x[2, 0, 0, 0] = 61
+    return x
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("net")
+    (made / "net.py").write_text(NET.format(values=WHOLE))
+    (made / "real.py").write_text(NET.format(values=REAL))
+    np.save(made / "x.npy", images())
+    return made
+
+
+def run(*words):
+    done = CliRunner().invoke(cli, [str(word) for word in words])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+def pairs(path):
+    """(scale, zero_point) of every quantized activation, in the order of the graph."""
+    graph = onnx.load(path).graph
+    held = {t.name: numpy_helper.to_array(t).reshape(-1) for t in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant":
+            held[node.output[0]] = numpy_helper.to_array(node.attribute[0].t).reshape(-1)
+    nodes = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] not in held]
+    return [(held[n.input[1]].item(), held[n.input[2]].item()) for n in nodes]
+
+
+def exported(folder, *words, net="net"):
+    out = folder / "exported.onnx"
+    fed = ("--input", "3x4x8x8", "--images", folder / "x.npy")
+    shown = run("export", f"{folder / net}.py:make", *fed, "--qdq", *words, "-o", out)
+    return pairs(out), shown
+
+
+def built(folder, name, *words, net="net"):
+    fed = ("--input", "1x4x8x8", "--images", folder / "x.npy")
+    still = ("--effort", "0", "--duration", "0", "--out", folder / f"built-{net}")
+    run("build", f"{folder / net}.py:make", *fed, *still, *words)
+    return folder / f"built-{net}" / f"{net}-make{name}"
+
+
+@pytest.mark.parametrize("method", list(SEARCHES))
+def test_export_and_build_find_the_same_scales(folder, method):
+    words = ("--method", method, *GIVEN.get(method, ()))
+    ours, shown = exported(folder, *words)
+    assert f"ranges by {method}" in shown
+    theirs = pairs(built(folder, ".int8.onnx", *words))
+    assert ours == theirs and len(ours) == 4
+
+
+@pytest.mark.parametrize("method", [(), ("--method", "entropy")])
+def test_and_on_a_symmetric_grid(folder, method):
+    words = ("--target", "tensorrt", *method)
+    ours, _ = exported(folder, *words)
+    assert ours == pairs(built(folder, ".tensorrt.qdq.onnx", *words)) and len(ours) == 3
+    assert {zero for _, zero in ours} == {0}
+
+
+def test_and_by_amcts_own_search_for_ascend(folder):
+    ours, shown = exported(folder, "--target", "ascend")
+    assert "ranges by AMCT's IFMR" in shown
+    lines = built(folder, "_record.txt", "--target", "ascend").read_text().splitlines()
+    values = {key: [line.split()[1] for line in lines if f"{key}:" in line]
+              for key in ("scale_d", "offset_d")}  # fmt: skip
+    record = list(
+        zip(map(np.float32, values["scale_d"]), map(int, values["offset_d"]), strict=True)
+    )
+    assert record[0] == ours[0]  # the input; behind it weights are rounded otherwise
+    assert [zero for _, zero in record] == [zero for _, zero in ours]
+    assert [s for s, _ in record] == pytest.approx([s for s, _ in ours], rel=0.02)
+    asked, shown = exported(folder, "--target", "ascend", "--method", "mse")
+    assert "ranges by mse" in shown and asked != ours
+
+
+def test_real_values_differ_by_float_rounding_alone(folder):
+    for words in (("--method", "minmax"), ("--method", "percentile"), ()):
+        ours, _ = exported(folder, *words, net="real")
+        theirs = pairs(built(folder, ".int8.onnx", *words, net="real"))
+        assert ours[0] == theirs[0]
+        # a value that falls into the next bin may move a search to the next of its candidates
+        assert [s for s, _ in ours] == pytest.approx([s for s, _ in theirs], rel=0.011)
+
+
+def test_the_default_is_that_of_build_for_every_target():
+    for name, target in TARGETS.items():
+        assert bool(target.own_method) == isinstance(search_for(name), Ifmr)
+    own = params_of(LayerConfig(activation=Activation(asymmetric=True)))
+    assert own == IfmrParams(with_offset=True)
+    assert search_for("onnxruntime").label == "mse"
+    assert search_for("ascend", "percentile 99.5").label == "percentile 99.5"
+    with pytest.raises(ConfigError, match=r"a method is one of minmax, .*, got 'ema'"):
+        search_for("onnxruntime", "ema")
+
+
+def net(folder):
+    from deploy.fx.source import load_module
+
+    return load_module(f"{folder / 'net.py'}:make")
+
+
+@pytest.mark.parametrize("method", [*SEARCHES, "entropy-tensorrt 4"])
+def test_the_size_of_batches_changes_nothing(folder, method):
+    x, target = torch.from_numpy(images(16)), "onnxruntime"
+    found = []
+    for size in (1, 3, 16):
+        prepared = prepare(net(folder), [x[:2]], target=target)
+        runs = calibrate(prepared, x.split(size), search=search_for(target, method))
+        assert runs == (16 if str(method).startswith("entropy-t") else -(-16 // size))
+        found.append(scale_table(prepared))
+    assert found[0] == found[1] == found[2]
+
+
+def test_nor_in_amcts_search(folder):
+    x, found = torch.from_numpy(images(16)), []
+    for size in (1, 16):
+        prepared = prepare(net(folder), [x[:2]], target="ascend")
+        calibrate(prepared, x.split(size), search=search_for("ascend"))
+        found.append([scale for _, scale, _ in scale_table(prepared)])
+    # to the bit of what is the same to the bit, which sums with rounded weights are not
+    assert found[0][0] == found[1][0] and found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_first_batch_wants_whole_batches(folder):
+    x, search = torch.from_numpy(images(9)), search_for("onnxruntime", "entropy-tensorrt 4")
+    tables = []
+    for count in (8, 9):  # the ninth fills none
+        prepared = prepare(net(folder), [x[:2]])
+        assert calibrate(prepared, [x[:count]], search=search) == 8
+        tables.append(scale_table(prepared))
+    assert tables[0] == tables[1]
+    with pytest.raises(FeedError, match="got 3 samples for batches of 4"):
+        calibrate(prepared, [x[:3]], search=search)
+
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 2)
+
+        def forward(self, x):
+            return self.layer(x.reshape(2, 64))
+
+    prepared = prepare(Fixed().eval(), [x[:2, :1]])
+    with pytest.raises(ModelError, match=r"runs for a batch of 1, .* take another method"):
+        calibrate(prepared, [x[:2, :1]], search=search_for("tensorrt", "entropy-tensorrt"))
+
+
+def test_samples_are_taken_from_every_input():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(40, 9), nn.Linear(40, 9)
+
+        def forward(self, x, y):
+            return self.a(x) + self.b(y)
+
+    model, x = Two().eval(), torch.randn(6, 40)
+    tables = []
+    for size in (2, 6):
+        prepared = prepare(model, [x, x.clone()], target="tensorrt")
+        batches = [(a, 5 * a) for a in x.split(size)]
+        calibrate(prepared, batches, search=search_for("tensorrt", "entropy-tensorrt"))
+        tables.append([scale for _, scale, _ in scale_table(prepared)])
+    assert tables[0][:2] == tables[1][:2]
+    assert tables[0][1] == pytest.approx(5 * tables[0][0], rel=1e-5), scale_table(prepared)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "ascend"])
+def test_tensors_without_sound_data_are_named(folder, target):
+    x, search = torch.from_numpy(images(4)), search_for(target)
+    for wrong in (float("inf"), float("nan")):
+        bad = x.clone()
+        bad[3, 1, 2, 3] = wrong
+        prepared = prepare(net(folder), [x[:2]], target=target)
+        with pytest.raises(CalibrationError, match="got NaN or Inf in input"):
+            calibrate(prepared, [x, bad], search=search)
+
+    class Overflows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(x)).exp())
+
+    prepared = prepare(Overflows().eval(), [torch.ones(2, 3)], target=target)
+    with pytest.raises(CalibrationError, match="got NaN or Inf in exp"):
+        calibrate(prepared, [1e4 * torch.eye(3), -1e4 * torch.eye(3)], search=search)
+    prepared = prepare(net(folder), [x[:2]], target=target)
+    prepared.add_module("idle", FakeQuant(UINT8, "idle"))
+    with pytest.raises(CalibrationError, match="needs data, and none went through idle"):
+        calibrate(prepared, [x], search=search)
+    prepared = prepare(net(folder), [x[:2]], target=target)
+    calibrate(prepared, [torch.zeros(2, 4, 8, 8), torch.zeros(0, 4, 8, 8)], search=search)
+    lowest = -128 if target == "ascend" else 0
+    assert scale_table(prepared)[0][1:] == (1.0, lowest)  # what was always 0 stays an exact 0
+
+
+def test_a_range_on_a_grid_is_that_of_calibrators():
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        eight = (UINT8, INT8, replace(INT8, symmetric=False))[rng.integers(3)]
+        grid = at_bits(eight, int(rng.integers(2, 9)))
+        lo, hi = np.sort(rng.normal(size=2) * 10.0 ** rng.integers(-6, 6))
+        amax = float(max(-lo, hi))
+        scale = Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method="")
+        ends = (-amax, amax) if grid.symmetric else (lo, hi)
+        assert on_grid(*ends, grid) == scale.on(grid)
+
+
+def test_fewer_bits_are_searched_on_their_own_grid(folder):
+    x = torch.from_numpy(images(8))
+    for target in ("onnxruntime", "tensorrt"):
+        widths = []
+        for bits in (8, 4, 2):
+            prepared = prepare(net(folder), [x[:2]], target=target, bits=bits)
+            calibrate(prepared, [x], search=search_for(target, "mse"))
+            widths.append(scale_table(prepared)[0][1] * 2**bits)
+        assert widths[0] > 1.1 * widths[1] > 1.2 * widths[2]  # coarser steps are worth clipping for
+    prepared = prepare(net(folder), [x[:2]], bits=4)
+    with pytest.raises(ConfigError, match="entropy is defined for 8 bits, got 4; take mse"):
+        calibrate(prepared, [x], search=search_for("onnxruntime", "entropy"))
+
+
+def test_export_refuses_a_method_that_would_change_nothing(folder):
+    base = ["export", f"{folder / 'net.py'}:make", "--input", "2x4x8x8", "-o", "x.onnx"]
+    for words, said in (
+        (["--method", "mse"], "--method goes with --qdq"),
+        (["--qdq", "--mode", "dynamic", "--percent", "99"], "belongs to --method percentile"),
+        (["--qdq", "--mode", "dynamic", "--method", "mse"], "--method goes with --mode static"),
+        (["--qdq", "--ranges", "mse"], "--method names the search, as for build"),
+    ):
+        assert said in str(CliRunner().invoke(cli, [*base, *words]).exception)
+    shown = CliRunner().invoke(cli, [*base, "--qdq", "--method", "ema"])
+    assert shown.exit_code and all(name in shown.output for name in SEARCHES)
