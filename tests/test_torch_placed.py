@@ -18,7 +18,7 @@ from deploy.fx.prepare import prepare  # noqa: E402
 
 torch.set_num_threads(1)
 SHAPE = ("--input", "2x3x32x32")
-NETWORKS = ("residual", "mobile", "detector", "attention", "pooled")
+NETWORKS = ("residual", "mobile", "detector", "attention", "pooled", "joined")
 NETS = Path(__file__).parent / "torch_placed.py"
 LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 OTHERS = {"AveragePool", "GlobalAveragePool", "MaxPool", "Concat", "Split", "Resize", "Slice"}
@@ -153,6 +153,7 @@ def test_export_quantizes_what_build_quantizes(run, built, tmp_path, images, net
     [
         ("mobile", "onnxruntime", "--int8-stem"),
         ("pooled", "tensorrt", "--pair-behind-deconv"),
+        ("joined", "tensorrt", "--float-behind-concat"),
     ],
 )
 def test_export_takes_the_targets_options_that_place(

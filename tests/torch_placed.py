@@ -107,6 +107,18 @@ class Pooled(nn.Module):
         return self.head(torch.flatten(F.max_pool2d(self.small(self.shuffle(x)), 1), 1))
 
 
+class Joined(nn.Module):
+    """A Concat of what an int8 layer makes and of what none makes, read by a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.join = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(11, 8, 3)
+        self.head = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.head(F.relu(self.join(torch.cat([F.relu(self.stem(x)), torch.exp(-x)], 1))))
+
+
 def _made(kind):
     torch.manual_seed(0)
     model = kind().eval()
@@ -135,3 +147,7 @@ def attention():
 
 def pooled():
     return _made(Pooled)
+
+
+def joined():
+    return _made(Joined)
