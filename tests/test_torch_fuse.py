@@ -158,7 +158,7 @@ def test_the_commands(tmp_path):
         cli, ["profile", spec, "--input", "1x3x64x64", "--runs", "1", "--warm-up", "0"]
     )
     assert shown.exit_code == 0, shown.output
-    assert shown.output.splitlines()[-1].startswith("total")
+    assert shown.output.splitlines()[-2].startswith("total")
     for command in (["profile"], ["fuse", "--bench"], ["trace"]):
         shown = CliRunner().invoke(cli, [*command, spec, "--input", "1x4x64x64"])
         assert isinstance(shown.exception, ModelError), command

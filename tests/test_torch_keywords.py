@@ -75,7 +75,7 @@ def test_every_command_takes_inputs_by_name(nets, run, tmp_path, name, inputs):
         ("trace", "--code"),
         ("profile", "--runs", 1, "--warm-up", 0),
         ("fuse", "-o", tmp_path / "n.pt2"),
-        ("export", "--qdq", "--mode", "weight-only", "-o", out),
+        ("export", "--qdq", "--mode", "weight-only", "--int8-stem", "-o", out),
     ):
         code, said, err = run(command, spec, *inputs, *more)
         assert code == 0, (command, err)
