@@ -146,7 +146,7 @@ def test_export_quantizes_what_build_quantizes(run, built, tmp_path, images, net
     found, wanted = (rows(path, net, target) for path in (ours, theirs))
     assert found == wanted
     assert any(weights for _, _, weights, _ in wanted)
-    first_is_float = net in ("mobile", "detector") and target == "onnxruntime"
+    first_is_float = net in ("mobile", "detector", "joined") and target == "onnxruntime"
     assert ("the first Conv has only 27 products" in said) == first_is_float
 
 
