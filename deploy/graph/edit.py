@@ -56,17 +56,36 @@ def cut(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
         if any(name in needed for name in node.output):
             needed.update(reads(node))
             nodes.append(node)
+    unread = {t.name for t in graph.initializer} - needed
+    own = [value for value in graph.output if value.name == tensor]
+    return part(
+        model,
+        reversed(nodes),
+        needed,
+        inputs=(v for v in graph.input if v.name not in unread),
+        outputs=own or [ValueInfoProto(name=tensor)],
+    )
+
+
+def part(
+    model: onnx.ModelProto,
+    nodes: Iterable[onnx.NodeProto],
+    needed: Collection[str],
+    *,
+    inputs: Iterable[onnx.ValueInfoProto],
+    outputs: Iterable[onnx.ValueInfoProto],
+) -> onnx.ModelProto:
+    """A model of some nodes, in order, with those of the constants that are `needed`."""
+    graph = model.graph
     short = type(model)(ir_version=model.ir_version)
     short.opset_import.extend(model.opset_import)
     short.functions.extend(model.functions)
     short.graph.name = graph.name
-    unread = {t.name for t in graph.initializer} - needed
-    short.graph.input.extend(v for v in graph.input if v.name not in unread)
-    short.graph.node.extend(reversed(nodes))
+    short.graph.input.extend(inputs)
+    short.graph.node.extend(nodes)
     short.graph.initializer.extend(t for t in graph.initializer if t.name in needed)
     short.graph.sparse_initializer.extend(graph.sparse_initializer)
-    own = [value for value in graph.output if value.name == tensor]
-    short.graph.output.extend(own or [ValueInfoProto(name=tensor)])
+    short.graph.output.extend(outputs)
     return short
 
 

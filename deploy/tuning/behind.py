@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from deploy.graph.edit import with_outputs
+from deploy.graph.edit import part, with_outputs
 from deploy.graph.index import reads
 from deploy.ort import OrtSession
 
@@ -141,19 +141,12 @@ def behind(model: onnx.ModelProto, same: Collection[str], known: Values) -> onnx
         elif wanted:
             needed.update(reads(node))
             nodes.append(node)
-    short = type(model)(ir_version=model.ir_version)
-    short.opset_import.extend(model.opset_import)
-    short.functions.extend(model.functions)
-    short.graph.name = graph.name
-    short.graph.node.extend(reversed(nodes))
-    short.graph.initializer.extend(t for t in graph.initializer if t.name in needed)
-    short.graph.sparse_initializer.extend(graph.sparse_initializer)
-    short.graph.input.extend(value for value in graph.input if value.name in needed)
-    short.graph.input.extend(
+    own = [value for value in graph.input if value.name in needed]
+    instead = [
         helper.make_tensor_value_info(
             name, helper.np_dtype_to_tensor_dtype(known[name].dtype), known[name].shape
         )
         for name in fed
-    )
-    short.graph.output.extend(graph.output)
-    return short
+    ]
+    inputs = [*own, *instead]
+    return part(model, reversed(nodes), needed, inputs=inputs, outputs=graph.output)
