@@ -171,7 +171,9 @@ class Prober:
         self.tried += len(new)
         with ThreadPoolExecutor(self._threads) as pool:
             try:
-                self._known |= dict(zip(new, pool.map(work, new.values()), strict=True))
+                self._known |= dict(
+                    zip(new, pool.map(partial(self._of_one, work), new.values()), strict=True)
+                )
             except BaseException:  # an interrupt of the user reaches this thread alone
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -179,23 +181,21 @@ class Prober:
         return [self._known[key] for _, key in trials]
 
     def _tried(self, choices: Choices) -> Noise:
-        try:
-            return self._of(self._made(choices), self._heard, judged=self._by_task)
-        except Calib8Error:  # a trial that cannot be built is no choice
-            return Noise({"": np.array([_LOUD])})
-        finally:
-            self._progress()
+        return self._of(self._made(choices), self._heard, judged=self._by_task)
 
     def _tried_alone(self, kept: Kept, choices: Choices) -> Noise:
+        model = self._made(choices)
+        same = kept.same(model)
+        heard = [
+            ({**sample, **values}, wanted)
+            for (sample, wanted), values in zip(kept.heard, kept.values, strict=True)
+        ]
+        return self._of(behind(model, same, kept.values[0]), heard, judged=False)
+
+    def _of_one(self, work: Callable[[Choices], Noise], choices: Choices) -> Noise:
         try:
-            model = self._made(choices)
-            same = kept.same(model)
-            heard = [
-                ({**sample, **values}, wanted)
-                for (sample, wanted), values in zip(kept.heard, kept.values, strict=True)
-            ]
-            return self._of(behind(model, same, kept.values[0]), heard, judged=False)
-        except Calib8Error:
+            return work(choices)
+        except Calib8Error:  # a trial that cannot be built is no choice
             return Noise({"": np.array([_LOUD])})
         finally:
             self._progress()
