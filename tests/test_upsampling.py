@@ -9,6 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
 from deploy.graph.edit import with_outputs
+from deploy.graph.index import Graph
+from deploy.targets.upsampling import write_upsampling
 
 FLOOR = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 ASYMMETRIC = {"coordinate_transformation_mode": "asymmetric"}
@@ -112,3 +114,32 @@ def test_layers_around_copies_are_turned_once(sizes, built, tmp_path):
     ran = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
     assert ran.count("QLinearConv") == 2 and ran.count("Tile") == 1
     assert ran.count("Transpose") == 2  # of what comes in and what goes out
+
+
+@pytest.mark.parametrize(("scale", "left"), [(0.5, 0), (0.25, 1)])
+def test_pairs_are_of_one_grid_by_their_numbers_however_stored(scale, left):
+    numbers = [
+        helper.make_tensor(name, kind, [], [value])  # in float_data, and not in raw_data
+        for name, kind, value in (
+            ("s", TensorProto.FLOAT, 0.5),
+            ("r", TensorProto.FLOAT, scale),
+            ("z", TensorProto.UINT8, 3),
+        )
+    ]
+    nodes = [
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["t"], name="before"),
+        helper.make_node("Resize", ["t", "", "scales"], ["y"], name="up"),
+        helper.make_node("QuantizeLinear", ["y", "r", "z"], ["out"], name="behind"),
+    ]
+    sizes, doubled = [1, 2, 3, 3], [1, 2, 6, 6]
+    graph = helper.make_graph(
+        nodes,
+        "pairs",
+        [helper.make_tensor_value_info("q", TensorProto.UINT8, sizes)],
+        [helper.make_tensor_value_info("out", TensorProto.UINT8, doubled)],
+        [*numbers, numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "scales")],
+        value_info=[helper.make_tensor_value_info("t", TensorProto.FLOAT, sizes)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    write_upsampling(model, Graph(model))
+    assert resizes(model) == left

@@ -86,11 +86,16 @@ def _ends(graph: Graph, node: onnx.NodeProto) -> tuple[str, str] | None:
         return None
     if (before.op_type, after.op_type) != ("DequantizeLinear", "QuantizeLinear"):
         return None
-    for one, other in zip(before.input[1:], after.input[1:], strict=True):
-        first, second = graph.initializers.get(one), graph.initializers.get(other)
-        if first is None or second is None or first.raw_data != second.raw_data:
-            return None
+    if _grid(graph, before) is None or _grid(graph, before) != _grid(graph, after):
+        return None
     return str(before.input[0]), str(after.output[0])
+
+
+def _grid(graph: Graph, node: onnx.NodeProto) -> list[list[float]] | None:
+    """The numbers of scale and zero point; None where they are no constants."""
+    held = [graph.initializers.get(name) for name in node.input[1:]]
+    arrays = [numpy_helper.to_array(one).reshape(-1) for one in held if one is not None]
+    return [array.tolist() for array in arrays] if len(arrays) == len(held) else None
 
 
 class _Repeated:
