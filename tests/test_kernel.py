@@ -111,6 +111,10 @@ def hostile():
     ):
         yield f"{size} values", [normal[:size], normal[-size:] * 3]
     yield "one bin", [np.full(2 * CHUNK, 0.7), np.full(CHUNK, -0.7)]
+    for size in (CHUNK - 129, CHUNK - 128, CHUNK - 127, CHUNK - 1, CHUNK):
+        full = np.full(size, 0.7)
+        odd = np.where(np.arange(size) % BLOCK == 0, 0.0, full)  # of every block one is left out
+        yield f"one bin of {size}", [[-1.0], full, odd, np.append(full[1:], 0.3)]
     yield "two bins", [np.tile(np.float32([0.7, 0.3, 0.0]), CHUNK)]
     yield "ends", [[-1, 1, 0.5, -0.5, 1 - 2.0**-24, 1 + 2.0**-23], np.full(CHUNK + 9, 1.0), [-2.0]]
     grows = np.full(2 * CHUNK, 0.5, np.float32)

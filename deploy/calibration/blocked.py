@@ -11,14 +11,13 @@ from outside is put in order again by a `ReorderOutput`, which costs as much as 
 
 A statistic without an order does not care where a value stands. So the model is saved as ONNX
 Runtime would run it, every `ReorderOutput` that nothing reads but a tap is taken out, and what
-remains is run as it is. Channels that only fill the last block hold what they like, and are left
-out of the values. Where there is no such operator, the taps are ordinary ones; the values are the
-same.
+remains is run as it is. Channels that do not fill their last block keep theirs: leaving out what
+fills it costs more than putting the tensor in order. Where there is no such operator, the taps are
+ordinary ones; the values are the same.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import TensorProto, ValueInfoProto, helper
 
 from deploy.errors import BackendError
@@ -40,46 +38,16 @@ _DOMAIN = "com.microsoft.nchwc"
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
-    """Where a tensor comes out in blocks.
-
-    Attributes:
-        output: of the model, [N, channels filled up to whole blocks, H, W] by its shape.
-        channels: that the tensor has; the first ones of the output.
-    """
-
-    output: str
-    channels: int
-
-    def filled(self, x: NDArray[np.float32]) -> bool:
-        """Whether the output holds more than the tensor."""
-        return bool(x.shape[1] != self.channels)
-
-    def values(
-        self, x: NDArray[np.float32], into: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
-        """The tensor's values in some order, any shape.
-
-        Args:
-            x: the output as it came.
-            into: what this gave of an output of this shape, to be written again; None is made anew.
-        """
-        if not self.filled(x):
-            return x
-        return real_values(x, self.channels, block_size(), into)
-
-
-@dataclass(frozen=True, slots=True)
 class Tapped:
     """A model that is open, with inner tensors among its outputs.
 
     Attributes:
         session: what is run.
-        blocked: tensor -> where it comes out, of those that do so in blocks.
+        blocked: tensor -> the output that holds its values in blocks, of those that do so.
     """
 
     session: OrtSession
-    blocked: Mapping[str, Blocked]
+    blocked: Mapping[str, str]
 
 
 def tapped(
@@ -131,43 +99,25 @@ def _blocked(model: onnx.ModelProto, wanted: Collection[str], threads: int | Non
         return Tapped(OrtSession.open(saved, threads=threads, optimize=False, spin=False), found)
 
 
-def unordered(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, Blocked]:
-    """Let the wanted outputs of an optimized graph stay in blocks where they can; gives these."""
+def unordered(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, str]:
+    """Let the wanted outputs of an optimized graph stay in blocks where they fill them.
+
+    Returns:
+        tensor -> the output that has its values, of those that do.
+    """
     read = users(graph)
     found = {
-        node.output[0]: Blocked(node.input[0], int(attributes(node)["channels"]))
+        node.output[0]: node.input[0]
         for node in graph.node
         if (node.domain, node.op_type) == (_DOMAIN, "ReorderOutput")
         and node.output[0] in wanted
         and read[node.output[0]] == 1  # as an output of the graph
+        and int(attributes(node)["channels"]) % block_size() == 0
     }
     replace_nodes(graph, (n for n in graph.node if n.output[0] not in found))
-    outputs = [
-        ValueInfoProto(name=found[o.name].output) if o.name in found else o for o in graph.output
-    ]
+    outputs = [ValueInfoProto(name=found[o.name]) if o.name in found else o for o in graph.output]
     replace(graph.output, outputs)
     return found
-
-
-def real_values(
-    x: NDArray[np.float32], channels: int, block: int, into: NDArray[np.float32] | None = None
-) -> NDArray[np.float32]:
-    """The first channels of a blocked tensor, one after the other in no particular order.
-
-    Args:
-        x: [N, C, ...], in memory [N, C / block, ..., block].
-        channels: that are wanted, at most C.
-        block: channels that stand side by side.
-        into: where they are written; None is made anew.
-
-    Returns:
-        1-D, `channels` / C of the values.
-    """
-    batch, filled = x.shape[:2]
-    blocks = x.reshape(batch, filled // block, math.prod(x.shape[2:]), block)
-    whole, rest = divmod(channels, block)
-    parts = (blocks[:, :whole], blocks[:, whole : whole + 1, :, :rest])
-    return np.concatenate([part.reshape(-1) for part in parts], out=into)
 
 
 @cache

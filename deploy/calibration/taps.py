@@ -48,11 +48,7 @@ class Tap:
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
         for name in self._made:  # let go of each tensor once it is counted
-            blocked = self._open.blocked.get(name)
-            if blocked is None:
-                yield name, values.pop(name)
-            else:
-                yield name, blocked.values(values.pop(blocked.output))
+            yield name, values.pop(self._open.blocked.get(name, name))
 
     def reading(self, tensors: Sequence[str]) -> Reading:
         """What reads these of the tensors, sample after sample, in one thread."""
@@ -89,30 +85,20 @@ class Reading:
             self._moving = [k for k, name in enumerate(self._tensors) if self._moves(name, values)]
         else:
             for k in self._moving:
-                into = before.arrays[k]
-                before.put(k, self._values(self._tensors[k], sample, values, into))
+                before.put(k, self._values(self._tensors[k], sample, values))
         self._located = before
         return before
 
     def _values(
-        self,
-        name: str,
-        sample: Sample,
-        values: Mapping[str, Array],
-        into: NDArray[np.float32] | None = None,
+        self, name: str, sample: Sample, values: Mapping[str, Array]
     ) -> NDArray[np.float32]:
         if name in self._fed:
             return np.asarray(sample[name], np.float32)
-        blocked = self._blocked.get(name)
-        return values[name] if blocked is None else blocked.values(values[blocked.output], into)
+        return values[self._blocked.get(name, name)]
 
     def _moves(self, name: str, values: Mapping[str, Array]) -> bool:
         """Whether the values must be fetched anew after each run."""
-        if name in self._fed:
-            return True
-        blocked = self._blocked.get(name)
-        x = values[name if blocked is None else blocked.output]
-        return x.dtype != np.float32 or (blocked is not None and blocked.filled(x))
+        return name in self._fed or values[self._blocked.get(name, name)].dtype != np.float32
 
 
 def _could_not(error: BackendError) -> BackendError:

@@ -4,13 +4,17 @@
  *                    |
  *                    '- beyond R, NaN, Inf: the chunk is looked at as a whole, and counted anew
  *
- *   table 0   table 1   ...   table 3     counters of 16 bits, raised in turns, so that equal
- *      |         |               |        neighbours do not wait for each other
- *      '---------+------ + ------'        folded between least and greatest after each chunk
+ *   table 0   table 1   ...             counters of 16 bits, raised in turns, so that equal
+ *      |         |       |              indices do not wait for each other
+ *      '---------+------ +              folded between least and greatest after each chunk
  *                        |
- *                     counts              and what was not raised is bin 0
+ *                     counts            and what was not raised is bin 0
  *
- * No value is lost: a chunk raises no counter of a table more than CHUNK / TABLES times. */
+ * Values that stand side by side are often equal. So eight places of a block that are far from each
+ * other are gone through at once, and two tables are enough; but for many zeros, which are equal
+ * wherever they are, and for whole chunks, which two tables do not hold.
+ *
+ * No value is lost: a chunk raises no counter of a table more often than 16 bits can tell. */
 #include "count.h"
 
 #include <float.h>
@@ -45,14 +49,20 @@ enum {
   FEW = 1 << 11, /* values that are not worth the folding of tables */
   SPARE = 16,    /* places behind the indices of a block: a vector is stored as a whole */
   TABLES = 4,
-  COUNTS = 8,   /* in a line of a cache */
-  AT_ONCE = 16, /* indices, as many as floats stand in a line of a cache */
+  FAR_TABLES = 2,
+  FAR_MOST = CHUNK - 128, /* values that these hold, though every block may have an odd one */
+  COUNTS = 8,             /* in a line of a cache */
+  FLOATS = 16,            /* in a line of a cache */
+  AT_ONCE = 16,           /* indices, one after the other */
+  FAR = 8,                /* places of a block */
   STRIDE = 8256 /* counters from table to table: their equal bins lie in other lines of a cache */
 };
 
 _Static_assert(TABLES* STRIDE * sizeof(uint16_t) == CALIB8_SCRATCH, "the tables fill the scratch");
 _Static_assert(STRIDE >= CALIB8_CELLS, "a table holds every bin");
 _Static_assert(CHUNK / TABLES <= UINT16_MAX, "a chunk overflows no counter");
+_Static_assert(FAR_MOST / FAR_TABLES + CHUNK / BLOCK <= UINT16_MAX,
+               "nor does a smaller one of two");
 
 /* What a block or a chunk holds. */
 struct extremes {
@@ -63,13 +73,14 @@ struct extremes {
 /* One way of counting. */
 struct way {
   const char* name;
+  int zeros; /* whether `index` gives those that are 0 */
   /* Extremes of up to BLOCK values. */
   struct extremes (*look)(const float* x, size_t n);
-  /* The same, and indices to `out`; those that are 0 may be left out. Gives how many there are.
+  /* The same, and indices to `out`, but for those that are 0 or not. Gives how many there are.
    * Where |x| * scale is beyond BINS the indices mean nothing. */
   size_t (*index)(const float* x, size_t n, float scale, int32_t* out, struct extremes* seen);
-  /* Adds the tables' bins `from` to `to` to the counts, and clears them. */
-  void (*fold)(uint16_t* tables, int64_t* counts, size_t from, size_t to);
+  /* Adds the bins `from` to `to` of all tables, or of those that are far, and clears them. */
+  void (*fold)(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to);
 };
 
 /* ---- in plain C, which compilers make vectors of -------------------------------------------- */
@@ -120,19 +131,26 @@ INLINE size_t index_all(const float* x, size_t n, float scale, int32_t* out,
   return n;
 }
 
-INLINE void clear(uint16_t* tables, size_t from, size_t to) {
-  for (size_t t = 0; t < TABLES; ++t) {
+INLINE void clear(uint16_t* tables, size_t number, size_t from, size_t to) {
+  for (size_t t = 0; t < number; ++t) {
     memset(tables + t * STRIDE + from, 0, (to - from + 1) * sizeof *tables);
   }
 }
 
-INLINE void fold_all(uint16_t* tables, int64_t* counts, size_t from, size_t to) {
+INLINE void fold_of(uint16_t* tables, size_t number, int64_t* counts, size_t from, size_t to) {
   for (size_t k = from; k <= to; ++k) {
     uint32_t sum = 0;
-    for (size_t t = 0; t < TABLES; ++t) sum += tables[t * STRIDE + k];
+    for (size_t t = 0; t < number; ++t) sum += tables[t * STRIDE + k];
     counts[k] += sum;
   }
-  clear(tables, from, to);
+  clear(tables, number, from, to);
+}
+
+INLINE void fold_all(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to) {
+  if (far)
+    fold_of(tables, FAR_TABLES, counts, from, to);
+  else
+    fold_of(tables, TABLES, counts, from, to);
 }
 
 static struct extremes look_plain(const float* x, size_t n) { return look(x, n); }
@@ -142,8 +160,8 @@ static size_t index_plain(const float* x, size_t n, float scale, int32_t* out,
   return index_all(x, n, scale, out, seen);
 }
 
-static void fold_plain(uint16_t* tables, int64_t* counts, size_t from, size_t to) {
-  fold_all(tables, counts, from, to);
+static void fold_plain(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to) {
+  fold_all(tables, far, counts, from, to);
 }
 
 #if X86
@@ -157,8 +175,8 @@ static size_t index_avx2(const float* x, size_t n, float scale, int32_t* out,
 }
 
 FOR("avx2")
-static void fold_avx2(uint16_t* tables, int64_t* counts, size_t from, size_t to) {
-  fold_all(tables, counts, from, to);
+static void fold_avx2(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to) {
+  fold_all(tables, far, counts, from, to);
 }
 
 /* ---- AVX-512, which can leave out the zeros ------------------------------------------------- */
@@ -199,8 +217,8 @@ FOR("avx512f,avx512bw")
 static struct extremes look_avx512(const float* x, size_t n) { return look(x, n); }
 
 FOR("avx512f,avx512bw")
-static void fold_avx512(uint16_t* tables, int64_t* counts, size_t from, size_t to) {
-  fold_all(tables, counts, from, to);
+static void fold_avx512(uint16_t* tables, int far, int64_t* counts, size_t from, size_t to) {
+  fold_all(tables, far, counts, from, to);
 }
 
 #endif
@@ -212,10 +230,10 @@ static void fold_avx512(uint16_t* tables, int64_t* counts, size_t from, size_t t
 #endif
 
 static const struct way WAYS[] = {
-    {PLAIN, look_plain, index_plain, fold_plain},
+    {PLAIN, 1, look_plain, index_plain, fold_plain},
 #if X86
-    {"avx2", look_avx2, index_avx2, fold_avx2},
-    {"avx512", look_avx512, index_avx512, fold_avx512},
+    {"avx2", 1, look_avx2, index_avx2, fold_avx2},
+    {"avx512", 0, look_avx512, index_avx512, fold_avx512},
 #endif
 };
 
@@ -314,13 +332,13 @@ static size_t cell_of(float x, float scale) {
 }
 
 /* Raises the counters of the indices; meanwhile the values behind `next` come nearer, two lines of a
- * cache for sixteen indices, since zeros have none. */
-static void raise_tables(uint16_t* tables, const int32_t* index, size_t n, const float* next) {
+ * cache for sixteen indices, since zeros may have none. */
+static void raise_near(uint16_t* tables, const int32_t* index, size_t n, const float* next) {
   uint16_t* zero = tables + CALIB8_BINS;
   size_t k = 0;
   for (; k + AT_ONCE <= n; k += AT_ONCE) {
     SOON(next + 2 * k);
-    SOON(next + 2 * k + AT_ONCE);
+    SOON(next + 2 * k + FLOATS);
     for (size_t t = 0; t < AT_ONCE; ++t) {
       uint16_t* counter = zero + t % TABLES * STRIDE + index[k + t];
       *counter = (uint16_t)(*counter + 1);
@@ -332,10 +350,27 @@ static void raise_tables(uint16_t* tables, const int32_t* index, size_t n, const
   }
 }
 
+/* The same from eight places at once. */
+static void raise_far(uint16_t* tables, const int32_t* index, size_t n, const float* next) {
+  uint16_t* zero = tables + CALIB8_BINS;
+  const size_t part = n / FAR;
+  for (size_t k = 0; k < part; ++k) {
+    SOON(next + FLOATS * k);
+    for (size_t t = 0; t < FAR; ++t) {
+      uint16_t* counter = zero + t % FAR_TABLES * STRIDE + index[t * part + k];
+      *counter = (uint16_t)(*counter + 1);
+    }
+  }
+  for (size_t k = FAR * part; k < n; ++k) {
+    uint16_t* counter = zero + k % FAR_TABLES * STRIDE + index[k];
+    *counter = (uint16_t)(*counter + 1);
+  }
+}
+
 /* Counts values by tables that are folded at the end. Gives whether all lay in the range; where one
  * does not, nothing is counted. */
-static int tally_many(const struct way* way, double full_range, int64_t* counts, const float* x,
-                      size_t n, uint16_t* tables, struct extremes* seen) {
+static int tally_many(const struct way* way, int far, double full_range, int64_t* counts,
+                      const float* x, size_t n, uint16_t* tables, struct extremes* seen) {
   const float scale = scale_of(full_range);
   int32_t index[BLOCK + SPARE];
   size_t raised = 0;
@@ -346,7 +381,7 @@ static int tally_many(const struct way* way, double full_range, int64_t* counts,
     const size_t found = way->index(x + at, smaller(n - at, BLOCK), scale, index, &part);
     inside = within(&part, full_range);
     if (inside) {
-      raise_tables(tables, index, found, x + smaller(at + BLOCK, n));
+      (far ? raise_far : raise_near)(tables, index, found, x + smaller(at + BLOCK, n));
       raised += found;
       join(seen, &part);
     }
@@ -354,9 +389,9 @@ static int tally_many(const struct way* way, double full_range, int64_t* counts,
   if (raised > 0) {
     const size_t from = cell_of(seen->low, scale), to = cell_of(seen->high, scale);
     if (inside)
-      way->fold(tables, counts, from, to);
+      way->fold(tables, far, counts, from, to);
     else
-      clear(tables, from, to);
+      clear(tables, TABLES, from, to);
   }
   if (inside) counts[CALIB8_BINS] += (int64_t)(n - raised);
   return inside;
@@ -373,10 +408,13 @@ static int tally_few(const struct way* way, double full_range, int64_t* counts, 
   return 1;
 }
 
-static int tally(const struct way* way, double full_range, int64_t* counts, const float* x,
-                 size_t n, uint16_t* tables, struct extremes* seen) {
-  if (n <= FEW) return tally_few(way, full_range, counts, x, n, seen);
-  return tally_many(way, full_range, counts, x, n, tables, seen);
+static int tally(const struct way* way, const struct calib8_seen* before, int64_t* counts,
+                 const float* x, size_t n, uint16_t* tables, struct extremes* seen) {
+  const double range = before->full_range;
+  const int zeros = way->zeros && before->minimum >= 0; /* most likely many: behind a Relu */
+  const int far = n <= FAR_MOST && !zeros;
+  if (n <= FEW) return tally_few(way, range, counts, x, n, seen);
+  return tally_many(way, far, range, counts, x, n, tables, seen);
 }
 
 /* Counts the finite ones of values of which some are infinite. */
@@ -431,7 +469,7 @@ static int64_t observe_chunk(const struct way* way, struct calib8_seen* seen, in
   struct extremes found;
   int64_t nan = 0, infinite = 0;
   if (n > FEW) fetch_counts(seen, counts);
-  if (!(seen->full_range > 0 && tally(way, seen->full_range, counts, x, n, tables, &found))) {
+  if (!(seen->full_range > 0 && tally(way, seen, counts, x, n, tables, &found))) {
     found = look_at(way, x, n);
     if (!within(&found, FLT_MAX)) found = look_closely(x, n, &nan, &infinite);
     if (nan > 0) return nan;
@@ -443,7 +481,7 @@ static int64_t observe_chunk(const struct way* way, struct calib8_seen* seen, in
     else if (infinite > 0)
       count_finite(seen->full_range, counts, x, n);
     else
-      tally(way, seen->full_range, counts, x, n, tables, &found);
+      tally(way, seen, counts, x, n, tables, &found);
   }
   note(seen, &found, (int64_t)n - infinite);
   if (seen->base > 0) calib8_close(counts);
