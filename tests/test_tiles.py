@@ -212,6 +212,17 @@ def test_the_report_tells_the_weights_of_the_layer(built, tmp_path):
     assert (row["channels"], row["scales"]) == (12, 12)
 
 
+def test_what_the_layer_makes_is_compared_with_the_float_layer(built, tmp_path):
+    built(*SIDE_BY_SIDE["square"])
+    (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
+    assert {"t", "y"} <= {row["name"] for row in target["layers"]}
+    models = (tmp_path / "net.onnx", tmp_path / "out/net.int8.onnx")
+    said = run("compare", *models, "--images", tmp_path / "x.npy")
+    assert " y  (Relu relu)" in said and "They do not part" in said
+    back = run("compare", *reversed(models), "--images", tmp_path / "x.npy")
+    assert " y  (Transpose up/whole)" in back
+
+
 def test_biases_behind_which_there_is_no_layer_are_corrected_alike(built, tmp_path, monkeypatch):
     how = {"relu": False, "end": "Sigmoid", "lopsided": True}
     words = ("--repair", "bias")
