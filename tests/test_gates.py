@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,9 @@ def test_the_shift_of_a_squeeze_excite_is_in_the_bias_before_it(form, tmp_path):
     found = kernels(engine, tmp_path)
     assert found.count("QLinearConv") == 3 and found.count("QLinearMul") == 1
     assert not {"QLinearAdd", "Add", "HardSigmoid", "Clip"} & set(found)
+    (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
+    told = {row["name"] for row in target["tensors"]}
+    assert {"t", "p", "y"} <= told and "g" not in told  # what g has is no range that was found
     (one,) = gates(Graph(network(nodes)))
     names = ["t/quantized", f"{one.name}/gate/quantized", f"{one.name}/gate", "y/quantized"]
     factor, stored, gate, got = ran(engine, names, tmp_path)

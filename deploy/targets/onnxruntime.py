@@ -152,9 +152,10 @@ class OnnxRuntime:
     def _paired(self, request: BuildRequest) -> _Paired:
         """The model with its pairs, before it is written as the engine."""
         from calibrators.grids import signed
+        from deploy.graph.index import Graph
         from deploy.graph.plan import analyse
         from deploy.targets.dynamic import write_dynamic
-        from deploy.targets.qdq import Stored, write_qdq
+        from deploy.targets.qdq import Stored, shifted_by, write_qdq
         from deploy.targets.trained import decisions_of
 
         found, trained = request.ranges_of(self), request.trained
@@ -179,7 +180,8 @@ class OnnxRuntime:
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             model = write_dynamic(model, dynamic, signed(self.weight_bits))
-        ranges = {name: found.scales[name] for name in plan.activations}
+        clipped = {gate.source for gate in shifted_by(Graph(request.model), plan).values()}
+        ranges = {name: found.scales[name] for name in plan.activations if name not in clipped}
         decisions = self._with_dynamic(plan.decisions, dynamic)
         return _Paired(model, decisions, ranges, request.model, plan)
 
