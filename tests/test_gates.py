@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -121,29 +122,75 @@ def test_a_gate_between_int8_is_two_int8_kernels(form, tmp_path):
     nodes, _ = FORMS[form]
     engine = built(network(nodes), tmp_path, "--effort", "0")
     found = kernels(engine, tmp_path)
-    assert (found.count("QLinearAdd"), found.count("QLinearMul")) == (1, 1)
+    adds = 0 if form == "squeeze-excite" else 1  # in the bias of the Conv before it
+    assert (found.count("QLinearAdd"), found.count("QLinearMul")) == (adds, 1)
     assert not {"HardSwish", "HardSigmoid", "Clip", "Add", "Mul", "Div"} & set(found)
     assert set(precisions(network(nodes)).values()) == {"int8"}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "squeeze-excite"])
 def test_a_gate_computes_its_formula_in_int8(form, tmp_path):
     nodes, (shift, top, gain, *offset) = FORMS[form]
     engine = built(network(nodes), tmp_path, "--effort", "0")
-    source = "g" if form == "squeeze-excite" else "t"
-    names = [f"{name}/quantized" for name in (source, "t", "y")]
-    session = ort.InferenceSession(with_outputs(engine, names).SerializeToString())
-    x = np.load(tmp_path / "x.npy")
-    given, factor, got = session.run(names, {"x": x})
-    ((g_scale, g_zero), (t_scale, t_zero), (y_scale, y_zero)) = (
-        parameters(engine, name) for name in (source, "t", "y")
-    )
-    shifted = dequantize(given, g_scale, g_zero) + np.float32(shift)
+    names = [f"{name}/quantized" for name in ("t", "y")]
+    factor, got = ran(engine, names, tmp_path)
+    (t_scale, t_zero), (y_scale, y_zero) = (parameters(engine, name) for name in ("t", "y"))
+    shifted = dequantize(factor, t_scale, t_zero) + np.float32(shift)
     gate = quantize(shifted, np.float32(top / 255), 0, ONNXRUNTIME.grid) * (gain * top / 255)
     y = dequantize(factor, t_scale, t_zero) * gate + sum(offset)
     want = quantize(y, y_scale, y_zero, ONNXRUNTIME.grid)
     assert np.abs(got.astype(int) - want.astype(int)).max() <= 1
     assert len(np.unique(got)) > 60  # all of this is not the same value
+
+
+def ran(engine: onnx.ModelProto, names: list[str], folder: Path) -> list[np.ndarray]:
+    session = ort.InferenceSession(with_outputs(engine, names).SerializeToString())
+    return session.run(names, {"x": np.load(folder / "x.npy")})
+
+
+EXCITES = {
+    "hard sigmoid": FORMS["squeeze-excite"][0],
+    "without bias": [
+        ("GlobalAveragePool", "t", "p", {}), ("Conv", "p v", "g", {}),
+        ("HardSigmoid", "g", "s", SQUEEZE), ("Mul", "t s", "y", {}),
+    ],
+    "halved": [
+        ("GlobalAveragePool", "t", "p", {}), ("Conv", "p v b", "g", {}),
+        ("HardSigmoid", "g", "s", SQUEEZE), ("Mul", "half s", "h", {}), ("Mul", "h t", "y", {}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", EXCITES)
+def test_the_shift_of_a_squeeze_excite_is_in_the_bias_before_it(form, tmp_path):
+    nodes = EXCITES[form]
+    engine = built(network(nodes), tmp_path, "--effort", "0")
+    found = kernels(engine, tmp_path)
+    assert found.count("QLinearConv") == 3 and found.count("QLinearMul") == 1
+    assert not {"QLinearAdd", "Add", "HardSigmoid", "Clip"} & set(found)
+    (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
+    told = {row["name"] for row in target["tensors"]}
+    assert {"t", "p", "y"} <= told and "g" not in told  # what g has is no range that was found
+    (one,) = gates(Graph(network(nodes)))
+    names = ["t/quantized", f"{one.name}/gate/quantized", f"{one.name}/gate", "y/quantized"]
+    factor, stored, gate, got = ran(engine, names, tmp_path)
+    g, t = ran(network(nodes), ["g", "t"], tmp_path)
+    assert np.abs(gate - one.gain * np.clip(g + one.shift, 0, one.top)).max() < 0.01
+    np.testing.assert_allclose(gate, stored * np.float32(one.gain * one.top / 255), rtol=1e-6)
+    (t_scale, t_zero), (y_scale, y_zero) = (parameters(engine, name) for name in ("t", "y"))
+    own = dequantize(factor, t_scale, t_zero)  # of a Conv that has the same bias, without a shift
+    assert np.abs(own - t).max() < 6 * t_scale < one.shift / 5
+    want = quantize(own * gate, y_scale, y_zero, ONNXRUNTIME.grid)
+    assert np.abs(got.astype(int) - want.astype(int)).max() <= 1 and len(np.unique(got)) > 60
+
+
+@pytest.mark.parametrize("more", [("Add", "m g", "y", {}), ("Conv", "m w", "y", PADS)])
+def test_a_source_that_others_read_keeps_its_own_values(more, tmp_path):
+    nodes = [*FORMS["squeeze-excite"][0][:-1], ("Mul", "t s", "m", {}), more]
+    engine = built(network(nodes, outputs=("out", "g")), tmp_path, "--effort", "0")
+    assert kernels(engine, tmp_path).count("QLinearAdd") == 1 + (more[0] == "Add")
+    (own,), (want,) = (ran(model, ["g"], tmp_path) for model in (engine, network(nodes)))
+    assert np.abs(own - want).max() < 0.05
 
 
 def parameters(engine: onnx.ModelProto, name: str) -> tuple[np.float32, int]:

@@ -17,6 +17,8 @@ it was written is the gain, and a zero point read otherwise the offset::
            -> Q(scale, zero_point + offset / scale) -> DQ(scale, zero_point) -> y
 
 so that no more than two int8 kernels are left of it (QLinearAdd, QLinearMul), and one rounding.
+Where a Conv makes the source for the gate alone, as in squeeze-excite, the shift is added to its
+bias, so that the Conv itself writes what is clipped.
 
 Source: ONNX operators HardSigmoid-6 and HardSwish-14; A. Howard et al., "Searching for
 MobileNetV3", arXiv:1905.02244, section 5.2.

@@ -38,6 +38,7 @@ from deploy.graph.flow import (
 )
 from deploy.graph.gates import GATE, Gate, collapsed, gates
 from deploy.graph.index import Graph, attributes
+from deploy.graph.tiles import tile_of
 
 AS_ASKED = "kept float as asked"  # the reason of a node that the user keeps in float
 FLOAT32 = "float32"
@@ -71,6 +72,7 @@ class Placement:
         least_channels: a layer with fewer channels than this, in or out, stays float.
         most_window: a Conv whose window has more places than this stays float; 0 for no limit.
         groups: whether a Conv may have groups.
+        tiles: a ConvTranspose that does more than make a tile of each pixel stays float.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Placement:
     least_channels: Mapping[str, int] = field(default_factory=dict)
     most_window: int = 0
     groups: bool = True
+    tiles: bool = False
 
     @property
     def heavy_or_glue(self) -> frozenset[str]:
@@ -105,7 +108,7 @@ class Placement:
 ONNXRUNTIME = Placement(
     name="onnxruntime",
     grid=UINT8,
-    heavy=frozenset({"Conv", "Gemm", "MatMul"}),
+    heavy=WEIGHTED,
     glue=MOVES
     | CUTS
     | POOLS
@@ -118,6 +121,7 @@ ONNXRUNTIME = Placement(
     # (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv, 2.05x without;
     # 2.07x either way in ONNX Runtime 1.32)
     thin=32,
+    tiles=True,
 )
 TENSORRT = Placement(
     name="tensorrt",
@@ -383,15 +387,20 @@ def _weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) ->
     plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0
     if node.op_type == "Gemm" and (given.get("transA", 0) or not plain):
         return f"Gemm with transA, alpha or beta has no {placement.word} kernel"
-    return _size_refusal(graph, node, placement)
+    return form_refusal(graph, node, placement)
 
 
-def _size_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+def form_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
     """Why a layer of this form is no gain on the placement's grid; "" where it is."""
     weight = graph.initializers.get(node.input[1])
     if weight is None:
         return ""
     sizes = list(weight.dims)
+    if placement.tiles and node.op_type == "ConvTranspose":
+        if any(name and name not in graph.initializers for name in node.input[2:]):
+            return "its bias is not constant"
+        if tile_of(node, sizes) is None:
+            return f"it has no {placement.word} kernel: its windows do not just lie side by side"
     if node.op_type == "Conv":
         if not placement.groups and attributes(node).get("group", 1) != 1:
             return f"a Conv with groups has no fast {placement.word} kernel"

@@ -53,9 +53,9 @@ def _readings(model: ModelProto) -> Iterator[tuple[str, str]]:
 
     Constants are left out too: they are weights, which another writer keeps as initializers.
     """
-    read_as = _dequantized(model)
+    read_as, moved = _dequantized(model), _moved(model)
     for node in model.graph.node:
-        between = _is(node, "Quantize") or _is(node, "Dequantize")
+        between = _is(node, "Quantize") or (_is(node, "Dequantize") and node.output[0] not in moved)
         if not between and node.op_type != "Constant":
             yield from ((name, read_as.get(name, name)) for name in node.output if name)
 
@@ -69,7 +69,21 @@ def _dequantized(model: ModelProto) -> dict[str, str]:
         if _is(node, "Quantize") and node.output[0] in back
     }
     # where all readers read int8, deploy.targets.qdq gives the tensor's own name to the result
-    return read_as | {name: name for name in read_as.values()}
+    return read_as | {name: name for name in (*read_as.values(), *_moved(model))}
+
+
+def _moved(model: ModelProto) -> set[str]:
+    """Outputs of DequantizeLinears whose integers another node makes than a QuantizeLinear.
+
+    So the copies in place of a nearest Resize or a ConvTranspose do (`deploy.targets.onnxruntime`).
+    """
+    made = {
+        name: _is(node, "Quantize") or node.op_type == "Constant"
+        for node in model.graph.node
+        for name in node.output
+    }
+    reads = (node for node in model.graph.node if _is(node, "Dequantize"))
+    return {node.output[0] for node in reads if not made.get(node.input[0], True)}
 
 
 def _is(node: object, prefix: str) -> bool:

@@ -18,7 +18,7 @@ Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from deploy.repairs.layers import Layer, layers_of, with_biases
 from deploy.repairs.patches import inputs_of
 from deploy.repairs.runs import tapped
 from deploy.repairs.written import all_written
+from deploy.targets.tiles import TILES
 from deploy.tensors import Array
 
 if TYPE_CHECKING:
@@ -115,19 +116,24 @@ def _ends(model: onnx.ModelProto) -> list[Layer]:
 def _means(model: onnx.ModelProto, layers: Sequence[Layer], making: Making) -> Means:
     """The mean of each sample's channels, of what each layer makes before it is quantized."""
     made = {name for node in model.graph.node for name in node.output}
-    tensors = {
-        layer.name: raw if (raw := f"{layer.output}/float") in made else layer.output
-        for layer in layers
-    }
-    axes = {tensors[layer.name]: layer.out_axis for layer in layers}
+    tensors = {layer.name: _before_it_is_quantized(layer.output, made) for layer in layers}
+    known = {tensors[layer.name]: layer for layer in layers}
 
     def take(_: int, name: str, value: Array) -> NDArray[np.float64]:
-        return _channel_means(value, axes[name])
+        means = _channel_means(value, known[name].out_axis)
+        pixels = means.reshape(len(means), -1, known[name].outputs)  # of a tile, where it has some
+        return np.asarray(pixels.mean(axis=1), np.float64)
 
     runs = tapped(model, tensors.values(), making.samples, take, threads=making.threads)
     return {
         layer: np.concatenate([run[tensor] for run in runs]) for layer, tensor in tensors.items()
     }
+
+
+def _before_it_is_quantized(output: str, made: Collection[str]) -> str:
+    """What a float or int8 model calls what a layer makes."""
+    names = (f"{output}{behind}" for behind in (f"/float{TILES}", TILES, "/float"))
+    return next((name for name in names if name in made), output)
 
 
 def _channel_means(value: Array, axis: int) -> NDArray[np.float64]:

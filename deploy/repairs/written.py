@@ -83,18 +83,19 @@ def written_in(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | No
     if weight is None:
         return _of_fake_quant(graph, node, layer)
     if weight.op_type == source.op_type == "DequantizeLinear":
-        return _of_pairs(graph, weight, source, layer)
+        return _of_pairs(graph, node, layer)
     return None
 
 
-def _of_pairs(
-    graph: Graph, weight: onnx.NodeProto, source: onnx.NodeProto, layer: Layer
-) -> Written | None:
+def _of_pairs(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | None:
     from onnx import TensorProto
 
+    source, weight = (graph.producer[name] for name in node.input[:2])
     scales = _array(graph, weight.input[1]).astype(np.float64)
     rank = layer.array.ndim
     axis = int(attributes(weight).get("axis", 1)) if scales.size > 1 else -1
+    if (node.op_type, layer.kind) == ("Conv", "ConvTranspose"):  # once for each pixel of a tile
+        scales, axis = scales[: layer.outputs], 1
     zero = _array(graph, source.input[2])
     step = _array(graph, source.input[1])
     if step.size != 1:

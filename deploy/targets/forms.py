@@ -53,9 +53,16 @@ class Forms:
         return self._numbers[value]
 
     def gate(
-        self, gate: Gate, nodes: Sequence[onnx.NodeProto], quantize: onnx.NodeProto, found: Scale
+        self,
+        gate: Gate,
+        nodes: Sequence[onnx.NodeProto],
+        quantize: onnx.NodeProto,
+        found: Scale,
+        shifted: str = "",
     ) -> list[onnx.NodeProto]:
         """The int8 form of a gate: an Add, a pair and a Mul, and where it must be another Add.
+
+        Without the first Add where the layer before it has added the shift already.
 
         The pair is written where the Clip saturates, and read times the gain.
 
@@ -64,15 +71,21 @@ class Forms:
             nodes: its nodes, which read what the pairs before it left.
             quantize: the QuantizeLinear behind it; it may get another zero point.
             found: range of the gate's output.
+            shifted: the float tensor that its source and its shift are already; "" where an Add is
+                to make it.
         """
         name, step = f"{gate.name}/gate", gate.top / 255
         read = {n.removesuffix("/dequantized"): n for node in nodes for n in node.input}
         written = self._parameters(f"{name}/written", step, 0)
         scaled = self._parameters(f"{name}/read", step * gate.gain, 0)
-        shifted = f"{name}/shifted"
+        add: list[onnx.NodeProto] = []
+        if not shifted:
+            shifted = f"{name}/shifted"
+            operands = [read[gate.source], self.number(gate.shift)]
+            add = [_node("Add", operands, shifted, f"{name}/Add")]
         product, last = self._offset(gate, nodes[-1].output[0], quantize, found)
         return [
-            _node("Add", [read[gate.source], self.number(gate.shift)], shifted, f"{name}/Add"),
+            *add,
             _node("QuantizeLinear", [shifted, *written], f"{name}/quantized", f"{name}/Q"),
             _node("DequantizeLinear", [f"{name}/quantized", *scaled], name, f"{name}/DQ"),
             _node("Mul", [read[gate.factor], name], product, gate.name),

@@ -147,24 +147,21 @@ class OnnxRuntime:
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """The engine itself."""
-        return self._written(request)[0]
+        return self._paired(request).engine()
 
-    def _written(
-        self, request: BuildRequest
-    ) -> tuple[onnx.ModelProto, tuple[Decision, ...], dict[str, Scale]]:
-        """The engine, what each node of it is, the ranges that it holds."""
+    def _paired(self, request: BuildRequest) -> _Paired:
+        """The model with its pairs, before it is written as the engine."""
         from calibrators.grids import signed
-        from deploy.frontends.checks import opset_of
-        from deploy.frontends.lift import TARGET_OPSET
+        from deploy.graph.index import Graph
         from deploy.graph.plan import analyse
         from deploy.targets.dynamic import write_dynamic
-        from deploy.targets.qdq import Stored, write_qdq
+        from deploy.targets.qdq import Stored, shifted_by, write_qdq
         from deploy.targets.trained import decisions_of
 
         found, trained = request.ranges_of(self), request.trained
         if trained is not None and self._keeps(request):
             decisions = decisions_of(trained, request.model, self.placement)
-            return trained.model, decisions, dict(found.scales)
+            return _Paired(trained.model, decisions, dict(found.scales), request.model)
         plan = analyse(
             request.model,
             self._static if trained is None else replace(self._static, thin=0),
@@ -183,17 +180,20 @@ class OnnxRuntime:
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             model = write_dynamic(model, dynamic, signed(self.weight_bits))
-        if opset_of(request.model) >= TARGET_OPSET:
-            _as_kernels(model, request.model, plan)
-        ranges = {name: found.scales[name] for name in plan.activations}
-        return model, self._with_dynamic(plan.decisions, dynamic), ranges
+        clipped = {gate.source for gate in shifted_by(Graph(request.model), plan).values()}
+        ranges = {name: found.scales[name] for name in plan.activations if name not in clipped}
+        decisions = self._with_dynamic(plan.decisions, dynamic)
+        return _Paired(model, decisions, ranges, request.model, plan)
 
     def build(self, request: BuildRequest) -> Built:
         """Write `<name>.int8.onnx`; or `<name>.float.onnx` where everything stays float."""
         from deploy.targets.dynamic import dynamic_weights
         from deploy.targets.stored import stored_in
 
-        model, decisions, ranges = self._written(request)
+        paired = self._paired(request)
+        decisions, weights = paired.decisions, stored_in(paired.model)
+        notes = (*self._notes(decisions), *self._of_trained(request, paired.model, decisions))
+        model = paired.engine()
         kind = "int8" if any(d.quantized for d in decisions) else "float"
         path = request.folder / f"{request.name}.{kind}.onnx"
         atomic.write_bytes(path, model.SerializeToString(deterministic=True))
@@ -204,9 +204,9 @@ class OnnxRuntime:
             files={f"{kind} engine": path},
             decisions=decisions,
             method=request.chosen.chosen_by,
-            ranges=ranges,
-            weights=(*stored_in(model), *dynamic_weights(model)),
-            notes=(*self._notes(decisions), *self._of_trained(request, model, decisions)),
+            ranges=paired.ranges,
+            weights=(*weights, *dynamic_weights(model)),
+            notes=notes,
         )
 
     def _keeps(self, request: BuildRequest) -> bool:
@@ -252,13 +252,36 @@ class OnnxRuntime:
         return OrtSession.open(engine, threads=threads)
 
 
-def _as_kernels(model: onnx.ModelProto, plain: onnx.ModelProto, plan: Plan) -> None:
-    """Write what ONNX Runtime has no fast kernel for as what it has one for, in place."""
-    from deploy.graph.gates import gates
-    from deploy.graph.index import Graph
-    from deploy.targets.fused_gates import fuse_gates
-    from deploy.targets.upsampling import write_upsampling
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """A model with pairs, and what it is of.
 
-    graph = Graph(plain)
-    fuse_gates(model, [gate for gate in gates(graph) if gate not in plan.gates], graph)
-    write_upsampling(model, graph)
+    Attributes:
+        model: with pairs.
+        decisions: what each node of it is.
+        ranges: those that it holds.
+        like: the model without pairs.
+        plan: where the pairs stand; None of a Q/DQ model that is kept as it is.
+    """
+
+    model: onnx.ModelProto
+    decisions: tuple[Decision, ...]
+    ranges: dict[str, Scale]
+    like: onnx.ModelProto
+    plan: Plan | None = None
+
+    def engine(self) -> onnx.ModelProto:
+        """The same model, what ONNX Runtime has no fast kernel for as what it has one for."""
+        from deploy.frontends.checks import opset_of
+        from deploy.frontends.lift import TARGET_OPSET
+        from deploy.graph.gates import gates
+        from deploy.graph.index import Graph
+        from deploy.targets.fused_gates import fuse_gates
+        from deploy.targets.tiles import with_tiles
+        from deploy.targets.upsampling import write_upsampling
+
+        graph = Graph(self.like)
+        if self.plan is not None and opset_of(self.like) >= TARGET_OPSET:
+            fuse_gates(self.model, [g for g in gates(graph) if g not in self.plan.gates], graph)
+            write_upsampling(self.model, graph)
+        return with_tiles(self.model, graph)

@@ -96,7 +96,8 @@ def write_qdq(
     writer = _Writer(out, plan, scales, weight_bits, storable, known, kept)
     per_channel = opset_of(model) >= TARGET_OPSET
     for weight in plan.weights:
-        writer.weight(weight if per_channel else replace(weight, axis=None))
+        own = writer.shifted(weight)
+        writer.weight(own if per_channel else replace(own, axis=None))
     for pair in plan.pairs:
         writer.pair(pair)
     for gate in plan.gates:
@@ -137,6 +138,7 @@ class _Writer:
         self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
         self.instead: dict[str, list[onnx.NodeProto]] = {}  # by the node whose place they take
         self.forms = Forms(self.constant, self.before)
+        self.shifts = shifted_by(index, plan)
         self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
@@ -181,6 +183,19 @@ class _Writer:
             _node("QuantizeLinear", [source, *constants], quantized, f"{name}/Q"),
             _node("DequantizeLinear", [quantized, *constants], target, f"{name}/DQ"),
         ]
+
+    def shifted(self, target: WeightTarget) -> WeightTarget:
+        """The layer of a gate's source, with the gate's shift in its bias; others as they are."""
+        gate = self.shifts.get(target.node)
+        if gate is None:
+            return target
+        node, channels = self.nodes[target.node], self.initializers[target.name].dims[0]
+        old = np.zeros(channels, np.float32)
+        if target.bias is not None:
+            old = numpy_helper.to_array(self.initializers[target.bias])
+        name = self.constant(f"{gate.name}/shifted", old + np.float32(gate.shift))
+        node.input[:] = [*node.input[:2], name]
+        return replace(target, bias=name)
 
     def weight(self, target: WeightTarget) -> None:
         """Store one weight, and its bias, as integers behind a DequantizeLinear."""
@@ -263,7 +278,15 @@ class _Writer:
         pair = self.after[nodes[-1].output[0]]
         found = self.scales[gate.output]
         self.instead |= {name: [] for name in gate.nodes}
-        self.instead[gate.name] = self.forms.gate(gate, nodes, pair[0], found)
+        made = self._made_shifted(gate) if gate in self.shifts.values() else ""
+        self.instead[gate.name] = self.forms.gate(gate, nodes, pair[0], found, made)
+
+    def _made_shifted(self, gate: Gate) -> str:
+        """The name of a gate's source with its shift, without the pair of the source alone."""
+        maker, name = self.makers[gate.source], f"{gate.source}/shifted"
+        del self.after[maker.output[0]]
+        maker.output[0] = name
+        return name
 
     def pad(self, name: str) -> None:
         """Let a Pad run on the integers, of which the zero point is its 0.
@@ -299,6 +322,22 @@ class _Writer:
         rebuild(self.graph, ordered)
         if self.plan.pads:  # what only a Pad read is not read in float any more
             drop_dead(self.graph)
+
+
+def shifted_by(graph: Graph, plan: Plan) -> dict[str, Gate]:
+    """Conv -> the gate that alone reads it and is made of another tensor too (squeeze-excite).
+
+    Its shift can be added to the Conv's bias, whose output is then clipped by its own grid.
+    """
+    found = {}
+    convs = {weight.node: weight for weight in plan.weights if plan.placement.bias}
+    for gate in plan.gates:
+        maker = graph.producer.get(gate.source)
+        own = convs.get(maker.name) if maker is not None and maker.op_type == "Conv" else None
+        alone = graph.only_reader(gate.source) is not None and gate.source != gate.factor
+        if own is not None and alone and (own.bias is None or own.bias in graph.initializers):
+            found[own.node] = gate
+    return found
 
 
 def _room_for_bias(

@@ -17,7 +17,7 @@ import numpy as np
 from deploy.errors import ConfigError
 from deploy.frontends.pairs import UnfitError, weight_grid
 from deploy.graph.index import Graph
-from deploy.graph.plan import FLOAT32, WEIGHTED, Decision, Placement
+from deploy.graph.plan import FLOAT32, WEIGHTED, Decision, Placement, form_refusal
 
 if TYPE_CHECKING:
     import onnx
@@ -57,11 +57,14 @@ def decisions_of(
         placement: of the target, whose kernels write integers.
     """
     found = []
+    graph = Graph(model)
     for node in model.graph.node:
         why = trained.floats.get(node.name, "")
         kernel = node.op_type in placement.heavy_or_glue or node.op_type in ("Relu", "Clip")
         if not why and not kernel:
             why = f"{node.op_type} is not run in {placement.word} on {placement.name}"
+        if not why and node.op_type in placement.heavy:
+            why = form_refusal(graph, node, placement)
         writes = node.op_type in WEIGHTED and node.op_type not in ("Gemm", "MatMul")
         if not why and writes and node.name not in trained.written:
             why = f"no pair stands on what it makes in {Path(trained.name).name}"
