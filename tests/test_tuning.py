@@ -497,6 +497,14 @@ def test_a_model_that_int8_makes_slower_gets_its_float_file_and_is_told(clock, b
     assert ops == {"Conv", "Relu"}
 
 
+def test_a_clock_that_promises_more_than_all_kernels_was_disturbed(clock, build, tmp_path):
+    models = MODELS | {"all in int8": 0.5}  # 20 times as fast as float, by kernels slower than it
+    clock(floats=FLOATS, int8=FAST | {"/b/Conv": 300.0}, models=models)
+    built = build(sound(tmp_path), "--duration", 0.01)
+    assert built.code == 0, built.error
+    assert "/b/Conv" in built.float_of("onnxruntime")
+
+
 @pytest.mark.parametrize(("least", "kind"), [(2.9, "int8"), (3.1, "float")])
 def test_a_speed_that_is_asked_for_is_meant_beside_the_model_as_given(
     least, kind, clock, build, tmp_path
