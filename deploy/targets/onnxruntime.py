@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
-    from deploy.graph.plan import Decision, FloatNodes, Placement, Plan
+    from deploy.graph.plan import Decision, FloatNodes, Placement, Plan, Read
     from deploy.tensors import Session
 
 
@@ -156,7 +156,7 @@ class OnnxRuntime:
         from calibrators.grids import signed
         from deploy.frontends.checks import opset_of
         from deploy.frontends.lift import TARGET_OPSET
-        from deploy.graph.plan import analyse
+        from deploy.graph.plan import Read, analyse
         from deploy.targets.dynamic import write_dynamic
         from deploy.targets.qdq import Stored, write_qdq
         from deploy.targets.trained import decisions_of
@@ -165,13 +165,20 @@ class OnnxRuntime:
         if trained is not None and self._keeps(request):
             decisions = decisions_of(trained, request.model, self.placement)
             return trained.model, decisions, dict(found.scales)
-        plan = analyse(
-            request.model,
-            self._static if trained is None else replace(self._static, thin=0),
-            float_nodes=request.float_nodes,
-            float_tensors=found.reasons,
+        key = "read", id(request.model)  # kept with the model of this id, as the next
+        read = request.ranges.once(key, lambda: (request.model, Read(request.model)))[1]
+        apart = tuple(request.float_nodes.items()), tuple(found.reasons.items())
+        plan = request.ranges.once(
+            ("plan", self, id(request.model), *apart),
+            lambda: analyse(
+                request.model,
+                self._static if trained is None else replace(self._static, thin=0),
+                float_nodes=request.float_nodes,
+                float_tensors=found.reasons,
+                read=read,
+            ),
         )
-        key = "stored weights", id(request.model)  # kept with the model of this id
+        key = "stored weights", id(request.model)
         model = write_qdq(
             request.model,
             plan,
@@ -184,7 +191,7 @@ class OnnxRuntime:
         if dynamic:
             model = write_dynamic(model, dynamic, signed(self.weight_bits))
         if opset_of(request.model) >= TARGET_OPSET:
-            _as_kernels(model, request.model, plan)
+            _as_kernels(model, read, plan)
         ranges = {name: found.scales[name] for name in plan.activations}
         return model, self._with_dynamic(plan.decisions, dynamic), ranges
 
@@ -252,13 +259,10 @@ class OnnxRuntime:
         return OrtSession.open(engine, threads=threads)
 
 
-def _as_kernels(model: onnx.ModelProto, plain: onnx.ModelProto, plan: Plan) -> None:
+def _as_kernels(model: onnx.ModelProto, read: Read, plan: Plan) -> None:
     """Write what ONNX Runtime has no fast kernel for as what it has one for, in place."""
-    from deploy.graph.gates import gates
-    from deploy.graph.index import Graph
     from deploy.targets.fused_gates import fuse_gates
     from deploy.targets.upsampling import write_upsampling
 
-    graph = Graph(plain)
-    fuse_gates(model, [gate for gate in gates(graph) if gate not in plan.gates], graph)
-    write_upsampling(model, graph)
+    fuse_gates(model, [gate for gate in read.gates if gate not in plan.gates], read.graph)
+    write_upsampling(model, read.graph)
