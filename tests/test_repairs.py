@@ -572,3 +572,21 @@ def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
     for one in tried:
         anew = trials(made_for, new := fresh(), ("adaround",))(new.choosing(one))
         assert again(kept.choosing(one)).SerializeToString() == anew.SerializeToString()
+
+
+@pytest.mark.parametrize("shape", [(1, 200, 130), (3, 64, 257), (2, 9, 70), (1, 130, 1)])
+def test_products_are_sums_of_blocks_each_in_its_place(shape):
+    groups, rows, inner = shape
+    rng = np.random.default_rng(3)
+    whole = rng.integers(-9, 9, shape).astype(np.float32)
+    found = products_of(whole, whole.swapaxes(1, 2).copy(), mirrored=True)
+    assert np.array_equal(found, whole.astype(np.float64) @ whole.swapaxes(1, 2))
+    left, right = rng.normal(size=shape), rng.normal(size=(groups, inner, 150))
+    wanted = np.zeros((groups, rows, 150))
+    step = max(64, 64**3 // (min(rows, 64) * 64))
+    for k in range(0, inner, step):
+        for a in range(0, rows, 64):
+            for b in range(0, 150, 64):
+                made = left[:, a : a + 64, k : k + step] @ right[:, k : k + step, b : b + 64]
+                wanted[:, a : a + 64, b : b + 64] += made
+    assert products_of(left, right).tobytes() == wanted.tobytes()
