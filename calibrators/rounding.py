@@ -54,16 +54,29 @@ def products_of(left: NDArray[Any], right: NDArray[Any], *, mirrored: bool = Fal
     columns = right.shape[2]
     total = np.zeros((groups, rows, columns))
     step = max(_TILE, _TILE**3 // (min(rows, _TILE) * min(columns, _TILE)))
-    for k in range(0, inner, step):
-        for a in range(0, rows, _TILE):
-            block = left[:, a : a + _TILE, k : k + step]
-            for b in range(a if mirrored else 0, columns, _TILE):
-                made = block @ right[:, k : k + step, b : b + _TILE]
-                total[:, a : a + _TILE, b : b + _TILE] += made
+    for a in range(0, rows, _TILE):
+        strip = slice(a if mirrored else 0, None)
+        for k in range(0, inner, step):  # the strip of sums stays in cache meanwhile
+            part = slice(k, k + step)
+            block = left[:, a : a + _TILE, part]
+            _add_blocks(total[:, a : a + _TILE, strip], block, right[:, part, strip])
     for a in range(0, rows, _TILE) if mirrored else ():
         above = total[:, a : a + _TILE, a + _TILE :]
         total[:, a + _TILE :, a : a + _TILE] = above.swapaxes(1, 2)
     return total
+
+
+def _add_blocks(strip: FloatArray, block: NDArray[Any], right: NDArray[Any]) -> None:
+    """Add a block times all blocks beside it, the whole ones of these in one call."""
+    groups, inner, columns = right.shape
+    many = columns // _TILE
+    whole = many * _TILE
+    if many:
+        tiles = right[:, :, :whole].reshape(groups, inner, many, _TILE).swapaxes(1, 2)
+        parted = strip[:, :, :whole].reshape(*strip.shape[:2], many, _TILE)  # a view
+        parted += (block[:, None] @ tiles).swapaxes(1, 2)
+    if whole < columns:
+        strip[:, :, whole:] += block @ right[:, :, whole:]
 
 
 def output_error(steps: FloatArray, integers: FloatArray, products: FloatArray) -> FloatArray:

@@ -7,6 +7,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.graph.edit import (
     copied,
+    copied_without,
     drop_unread,
     free_inputs,
     name_nodes,
@@ -16,7 +17,7 @@ from deploy.graph.edit import (
     update,
     with_outputs,
 )
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, Still, attributes
 
 
 def tensor(name: str) -> onnx.TensorProto:
@@ -105,3 +106,35 @@ def test_the_index_knows_constants_readers_and_what_is_fed(model):
         "group": 2,
         "pads": [1, 1],
     }
+
+
+def test_nodes_that_stay_are_the_same_and_new_ones_come_between_them(model):
+    graph = model.graph
+    constant, first, second, branches = graph.node
+    new = helper.make_node("Neg", ["a"], ["n"])
+    replace_nodes(graph, [first, new, branches, constant])
+    assert [node.op_type for node in graph.node] == ["Add", "Neg", "If", "Constant"]
+    assert graph.node[0] is first and graph.node[1] == new and graph.node[1] is not new
+    assert second.name == "mine" and second not in list(graph.node)
+
+
+def test_a_copy_can_leave_constants_out_and_is_the_same_but_for_them(model):
+    model.metadata_props.add(key="made by", value="a test")
+    model.doc_string = "with notes"
+    assert copied_without(model, ()) == model
+    copy, wanted = copied_without(model, {"w", "idle"}), copied(model)
+    del wanted.graph.initializer[2], wanted.graph.initializer[0]
+    assert copy.SerializeToString(deterministic=True) == wanted.SerializeToString(
+        deterministic=True
+    )
+
+
+def test_an_index_of_what_nobody_changes_says_what_any_index_says(model):
+    still, graph = Still(model), Graph(model)
+    for node in (*model.graph.node, *model.graph.node):
+        assert still.data_inputs(node) == graph.data_inputs(node)
+        assert still.tail(node) == graph.tail(node)
+    for number in range(50):  # nodes of no graph, each where the one before it lay
+        node = helper.make_node("Add", [f"in{number}", "w"], [f"out{number}"])
+        assert still.data_inputs(node) == [f"in{number}"]
+        assert still.tail(node) == f"out{number}"

@@ -10,7 +10,7 @@ from calibrators.minmax import minmax
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends import load
-from deploy.graph.plan import ONNXRUNTIME, TENSORRT, analyse
+from deploy.graph.plan import ONNXRUNTIME, TENSORRT, Read, analyse
 from deploy.targets import qdq
 from deploy.targets.qdq import Stored, write_qdq
 
@@ -59,6 +59,30 @@ def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, place
     monkeypatch.delattr(qdq, "quantize_weight")
     for one, wanted in zip((scales, wider), plain, strict=True):
         assert write_qdq(model, plan, one, stored=stored).SerializeToString() == wanted
+
+
+@pytest.mark.parametrize("float_nodes", [(), ("Conv_c2",)])
+def test_a_model_that_was_read_before_is_written_the_same(calibrated, float_nodes):
+    model, scales, _ = calibrated
+    read = Read(model)
+    for kept in ((), float_nodes, ()):
+        one, other = (analyse(model, ONNXRUNTIME, float_nodes=kept, read=r) for r in (read, None))
+        assert one == other
+        written = [write_qdq(model, plan, scales).SerializeToString() for plan in (one, other)]
+        assert written[0] == written[1]
+
+
+def test_a_weight_that_a_float_node_reads_too_stays_where_it_was(calibrated):
+    model, scales, _ = calibrated
+    shared = onnx.ModelProto.FromString(model.SerializeToString())
+    weight = next(n for n in shared.graph.node if n.op_type == "Conv").input[1]
+    place = [t.name for t in shared.graph.initializer].index(weight)
+    shared.graph.node.append(onnx.helper.make_node("Neg", [weight], ["beside"], name="beside"))
+    shared.graph.output.append(onnx.ValueInfoProto(name="beside"))
+    written = write_qdq(shared, analyse(shared, ONNXRUNTIME), scales)
+    names = [t.name for t in written.graph.initializer]
+    assert names.index(weight) <= place and f"{weight}/quantized" in names
+    assert numpy_helper.to_array(written.graph.initializer[names.index(weight)]).dtype == np.float32
 
 
 def test_weights_are_int8_and_no_float_copy_is_left(calibrated):

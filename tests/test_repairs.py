@@ -18,9 +18,11 @@ from calibrators.grids import quantize_weight, weight_scales
 from calibrators.rounding import gram, output_error, products_of, rounded_by_output
 from deploy.calibration.choices import Choices
 from deploy.calibration.outputs import judges_of
+from deploy.calibration.ranges import Ranges
 from deploy.cli import main
 from deploy.errors import ConfigError
 from deploy.frontends import load
+from deploy.method import Method
 from deploy.ort import OrtSession
 from deploy.pipeline import calibrate
 from deploy.repairs import REPAIRS, chosen
@@ -539,3 +541,52 @@ def test_where_a_target_wants_more_samples_than_judge_onnxruntime_stands_in(tmp_
     code, report, error = built(uneven(tmp_path), *words)
     assert code == 0, error
     assert any("cross-layer equalization" in n and n.endswith(", kept") for n in said(report))
+
+
+def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
+    loaded = calibrate(lopsided(tmp_path), feed((3, 12, 12)), targets=("onnxruntime",))
+    made_for = TARGETS["onnxruntime"]()
+
+    def fresh():
+        """A request that nothing was kept of."""
+        ranges = Ranges(loaded.ranges.observed, loaded.ranges.method, loaded.ranges.bounds)
+        return BuildRequest(
+            subject=loaded.subject,
+            folder=tmp_path,
+            ranges=ranges,
+            feed=loaded.feed,
+            manifest={},
+            judges=judges_of(loaded.feed, loaded.subject.model, 16),
+        )
+
+    names = [n.name for n in loaded.subject.model.graph.node]
+    tried = [
+        Choices(),
+        Choices(float_nodes={names[0]: "tried"}),
+        Choices(method=Method.of("minmax")),
+        Choices(float_nodes={names[0]: "as asked"}, rounded=False),
+        Choices(),
+    ]
+    kept = fresh()
+    again = trials(made_for, kept, ("adaround",))
+    for one in tried:
+        anew = trials(made_for, new := fresh(), ("adaround",))(new.choosing(one))
+        assert again(kept.choosing(one)).SerializeToString() == anew.SerializeToString()
+
+
+@pytest.mark.parametrize("shape", [(1, 200, 130), (3, 64, 257), (2, 9, 70), (1, 130, 1)])
+def test_products_are_sums_of_blocks_each_in_its_place(shape):
+    groups, rows, inner = shape
+    rng = np.random.default_rng(3)
+    whole = rng.integers(-9, 9, shape).astype(np.float32)
+    found = products_of(whole, whole.swapaxes(1, 2).copy(), mirrored=True)
+    assert np.array_equal(found, whole.astype(np.float64) @ whole.swapaxes(1, 2))
+    left, right = rng.normal(size=shape), rng.normal(size=(groups, inner, 150))
+    wanted = np.zeros((groups, rows, 150))
+    step = max(64, 64**3 // (min(rows, 64) * 64))
+    for k in range(0, inner, step):
+        for a in range(0, rows, 64):
+            for b in range(0, 150, 64):
+                made = left[:, a : a + 64, k : k + step] @ right[:, k : k + step, b : b + 64]
+                wanted[:, a : a + 64, b : b + 64] += made
+    assert products_of(left, right).tobytes() == wanted.tobytes()

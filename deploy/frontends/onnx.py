@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,16 @@ from deploy.frontends.lift import lift
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.plugins import Behind, cut
 from deploy.frontends.reader import Stamp, read_stamped, refuse_external
-from deploy.graph.edit import copied, drop_dead, free_inputs, name_nodes, sort_nodes
-from deploy.graph.index import Graph, all_nodes, subgraphs
+from deploy.graph.edit import (
+    copied,
+    copied_without,
+    drop_dead,
+    free_inputs,
+    name_nodes,
+    replace,
+    sort_nodes,
+)
+from deploy.graph.index import Graph, all_nodes, holds_no_graph, subgraphs
 from deploy.ort import OrtSession
 from deploy.tensors import TensorSpec
 
@@ -26,6 +35,8 @@ if TYPE_CHECKING:
 
 _ROUNDS = 8  # folding a Shape makes new constants; real models are done after two rounds
 _OLDEST_IR = 7  # the one that came with opset 13; IR 3 still wants weights among the inputs
+_FLOAT = 1  # onnx.TensorProto.FLOAT
+_LARGE = 1 << 12  # values of a weight
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
@@ -246,17 +257,45 @@ def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
     own = [copied(value) for value in model.graph.value_info]
     del model.graph.value_info[:]
+    light = _without_values(model)
     try:
-        inferred = shape_inference.infer_shapes(model, data_prop=True)
+        inferred = shape_inference.infer_shapes(light or model, data_prop=True)
     except Exception as error:  # C++ behind a binding: no error class of its own
         raise ModelError(
             f"shapes of the model must fit together, got: {first_line(error)}; export it again"
         ) from error
+    if light is not None:
+        found, inferred = inferred, model
+        replace(model.graph.output, found.graph.output)
+        model.graph.value_info.extend(found.graph.value_info)
     known = {value.name for value in inferred.graph.value_info}
     made = {name for node in inferred.graph.node for name in node.output}
     made -= {value.name for value in inferred.graph.output}
     inferred.graph.value_info.extend(v for v in own if v.name in made and v.name not in known)
     return inferred
+
+
+def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """The model whose large weights have a shape alone; None where that is of no use.
+
+    Shapes come from no value of a float weight, which inference would copy three times. Where
+    there are subgraphs, what is inferred stands in them too.
+    """
+    graph = model.graph
+    large = {t.name for t in graph.initializer if t.data_type == _FLOAT and _size(t) > _LARGE}
+    if not large or not all(map(holds_no_graph, graph.node)):
+        return None
+    light = copied_without(model, large)
+    for tensor in graph.initializer:
+        if tensor.name in large:
+            light.graph.initializer.add(
+                name=tensor.name, dims=tensor.dims, data_type=tensor.data_type
+            )
+    return light
+
+
+def _size(tensor: onnx.TensorProto) -> int:
+    return math.prod(tensor.dims)
 
 
 def _check_runs(model: onnx.ModelProto) -> None:

@@ -8,6 +8,7 @@ The contract, for every edit of this project:
   calls it.
 * Tensors and nodes keep their names, but for what the function is called after.
 * A field may be replaced by parts of itself (`replace`): they are copied before it is emptied.
+  Nodes that stay (`replace_nodes`) are not: they are the same messages in another order.
 
 Subgraphs are looked into wherever it matters who reads a tensor.
 """
@@ -18,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.errors import ModelError
-from deploy.graph.index import reads, subgraphs, users
+from deploy.graph.index import all_read, holds_no_graph, reads, subgraphs
 
 if TYPE_CHECKING:
     import onnx
@@ -33,6 +34,34 @@ def copied(message: Message) -> Message:
     copy = type(message)()
     copy.CopyFrom(message)
     return copy
+
+
+def copied_without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+    """A model of its own, equal to `model` but for the initializers of these names.
+
+    They may be nearly all of it, and are not copied first.
+    """
+    copy = type(model)()
+    for field, value in model.ListFields():
+        if field.name != "graph":
+            _take(copy, field.name, value)
+    for field, value in model.graph.ListFields():
+        if field.name == "initializer":
+            copy.graph.initializer.extend(t for t in value if t.name not in names)
+        else:
+            _take(copy.graph, field.name, value)
+    return copy
+
+
+def _take(message: Any, field: str, value: Any) -> None:
+    """Let an empty field of a message hold what another one's holds."""
+    held = getattr(message, field)
+    if hasattr(held, "extend"):
+        held.extend(value)
+    elif hasattr(held, "CopyFrom"):
+        held.CopyFrom(value)
+    else:
+        setattr(message, field, value)
 
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
@@ -97,8 +126,21 @@ def replace(repeated: Any, values: Iterable[Any]) -> None:
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Let the graph have exactly these nodes, in this order."""
-    replace(graph.node, nodes)
+    """Let the graph have exactly these nodes, in this order; its own are moved, others copied."""
+    wanted, held = list(nodes), list(graph.node)
+    own = {id(node) for node in held}
+    place: dict[int, int] = {}
+    for at, node in enumerate(wanted):
+        if id(node) not in own:
+            graph.node.append(node)
+            node = graph.node[-1]
+            held.append(node)
+        place[id(node)] = at
+    assert len(place) == len(wanted), "a node can stand in one place only"
+    for at in range(len(held) - 1, -1, -1):
+        if id(held[at]) not in place:
+            del graph.node[at]
+    graph.node.sort(key=lambda node: place[id(node)])
 
 
 def rebuild(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
@@ -149,7 +191,8 @@ def drop_dead(graph: onnx.GraphProto) -> int:
     alive = []
     for node in reversed(graph.node):
         if any(name in needed for name in node.output):
-            needed.update(reads(node))
+            needed.update(node.input if holds_no_graph(node) else reads(node))
+            needed.discard("")
             alive.append(node)
     dropped = len(graph.node) - len(alive)
     if dropped:
@@ -160,7 +203,7 @@ def drop_dead(graph: onnx.GraphProto) -> int:
 
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove the constants that no node reads and that are no output."""
-    read = users(graph)
+    read = all_read(graph)
     unread = [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read]
     for at in reversed(unread):  # one by one: copying those that stay would copy all weights
         del graph.initializer[at]

@@ -34,6 +34,12 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
+def holds_no_graph(node: onnx.NodeProto) -> bool:
+    """Whether a node reads its inputs alone, as nearly all do."""
+    held = node.attribute
+    return not held or all(attribute.type not in _BODIES for attribute in held)
+
+
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Nodes of the graph and of every subgraph in it."""
     for node in graph.node:
@@ -57,6 +63,14 @@ def users(graph: onnx.GraphProto) -> Counter[str]:
     count = Counter(name for node in graph.node for name in reads(node))
     count.update(value.name for value in graph.output)
     return count
+
+
+def all_read(graph: onnx.GraphProto) -> set[str]:
+    """Every tensor that is read or that is an output; what `users` counts, without counting."""
+    found = {value.name for value in graph.output}
+    for node in graph.node:
+        found.update(node.input if holds_no_graph(node) else reads(node))
+    return found
 
 
 def fed_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
@@ -105,7 +119,7 @@ class Graph:
         for node in self.nodes:
             for name in dict.fromkeys(filter(None, node.input)):
                 self.readers.setdefault(name, []).append(node)
-            if any(a.type in _BODIES for a in node.attribute):
+            if not holds_no_graph(node):
                 self.captured |= set(reads(node)) - set(node.input)
         declared = [*graph.input, *graph.value_info, *graph.output]
         self._declared = {v.name: v for v in declared}
@@ -177,6 +191,33 @@ class Graph:
     def _adds_bias(self, node: onnx.NodeProto, tensor: str) -> bool:
         others = [name for name in node.input if name != tensor]
         return len(others) == 1 and others[0] in self.initializers
+
+
+class Still(Graph):
+    """The index of a model that nobody changes any more: what a node reads is found once.
+
+    For what is asked the same of one model again and again, as a search does.
+    """
+
+    def __init__(
+        self, model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto] | None = None
+    ) -> None:
+        super().__init__(model, nodes)
+        # with the nodes, so that no other one gets their ids
+        self._read: dict[int, tuple[onnx.NodeProto, list[str]]] = {}
+        self._tails: dict[int, tuple[onnx.NodeProto, str]] = {}
+
+    def data_inputs(self, node: onnx.NodeProto) -> list[str]:
+        """As of `Graph`; the list is everybody's."""
+        if id(node) not in self._read:
+            self._read[id(node)] = node, super().data_inputs(node)
+        return self._read[id(node)][1]
+
+    def tail(self, node: onnx.NodeProto) -> str:
+        """As of `Graph`."""
+        if id(node) not in self._tails:
+            self._tails[id(node)] = node, super().tail(node)
+        return self._tails[id(node)][1]
 
 
 def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProto]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import onnx
 
@@ -37,7 +38,7 @@ from deploy.graph.flow import (
     with_concats,
 )
 from deploy.graph.gates import GATE, Gate, collapsed, gates
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, Still, attributes
 from deploy.graph.tiles import tile_of
 
 AS_ASKED = "kept float as asked"  # the reason of a node that the user keeps in float
@@ -249,12 +250,36 @@ class Plan:
         return tuple(d.node for d in self.decisions if d.quantized)
 
 
+class Read:
+    """What is found in a model whatever stays float; for many plans of a model that stays as it is.
+
+    Attributes:
+        graph: its index.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.graph = Still(model)
+        self._model = model
+
+    @cached_property
+    def gates(self) -> tuple[Gate, ...]:
+        """Of the graph."""
+        return gates(self.graph)
+
+    @cached_property
+    def collapsed(self) -> Graph:
+        """The index with each gate as one node."""
+        found = self.gates
+        return Still(self._model, collapsed(self.graph.nodes, found)) if found else self.graph
+
+
 def analyse(
     model: onnx.ModelProto,
     placement: Placement,
     *,
     float_nodes: FloatNodes = (),
     float_tensors: Mapping[str, str] | None = None,
+    read: Read | None = None,
 ) -> Plan:
     """Decide for every node whether it runs in int8.
 
@@ -263,11 +288,11 @@ def analyse(
         placement: the target's rules.
         float_nodes: names of nodes to keep in float, with why where it was not the user's word.
         float_tensors: tensor -> why it has no scale ("was 0 in every sample").
+        read: what was found in the model before.
     """
-    graph = Graph(model)
-    found = gates(graph) if GATE in placement.glue else ()
-    if found:
-        graph = Graph(model, collapsed(graph.nodes, found))
+    known = Read(model) if read is None else read
+    found = known.gates if GATE in placement.glue else ()
+    graph = known.collapsed if found else known.graph
     stands_in = {name: gate.name for gate in found for name in gate.nodes}
     without = dict(float_tensors or {})
     kept = {stands_in.get(name, name): why for name, why in reasons(float_nodes).items()}

@@ -61,9 +61,10 @@ def trials_rounded(
             return target.trial(chosen)
         subject = replace(chosen.subject, loaded=rounded.subject.loaded)
         made = target.trial(replace(chosen, subject=subject))
-        written = all_written(made, layers)
         there = {tensor.name for tensor in made.graph.initializer}
-        back = {one.weight for one in layers if one.name not in written} & there
+        kept = tuple(one for one in layers if one.weight in there)
+        written = all_written(made, kept) if kept else {}
+        back = {one.weight for one in kept if one.name not in written}
         update(made.graph.initializer, {name: own[name] for name in back})
         return made
 

@@ -129,6 +129,9 @@ def _stand_in(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
     return (f"not run on its device; its accuracy is that of {model} in ONNX Runtime",)
 
 
+_WORDS = frozenset({str, int, bool, type(None)})  # as JSON holds them
+
+
 @runtime_checkable
 class _Jsonable(Protocol):
     def to_json(self) -> dict[str, object]: ...
@@ -146,6 +149,8 @@ def to_json(report: Findings) -> dict[str, object]:
 
 def plain(value: object) -> object:
     """A value as JSON holds it; a part's fields that are empty are left out."""
+    if type(value) in _WORDS:  # most are; asking what they can do takes longer than the rest
+        return value
     if isinstance(value, _Jsonable):
         return plain(value.to_json())
     if is_dataclass(value) and not isinstance(value, type):

@@ -39,9 +39,10 @@ def fuse_gates(model: onnx.ModelProto, gates: Iterable[Gate], like: Graph) -> No
         gates: of the model without pairs.
         like: that model.
     """
-    nodes = {node.name: node for node in model.graph.node}
+    anew = list(gates)
+    nodes = {node.name: node for node in model.graph.node} if anew else {}
     instead: dict[str, list[onnx.NodeProto]] = {}
-    for gate in gates:
+    for gate in anew:
         own = [nodes[name] for name in gate.nodes]
         fused = _Fused(gate, own, _channels(like, gate))
         written = fused.nodes()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
-    from deploy.graph.plan import Decision, FloatNodes, Placement, Plan
+    from deploy.graph.plan import Decision, FloatNodes, Placement, Plan, Read
     from deploy.tensors import Session
 
 
@@ -152,8 +152,7 @@ class OnnxRuntime:
     def _paired(self, request: BuildRequest) -> _Paired:
         """The model with its pairs, before it is written as the engine."""
         from calibrators.grids import signed
-        from deploy.graph.index import Graph
-        from deploy.graph.plan import analyse
+        from deploy.graph.plan import Read, analyse
         from deploy.targets.dynamic import write_dynamic
         from deploy.targets.qdq import Stored, shifted_by, write_qdq
         from deploy.targets.trained import decisions_of
@@ -161,14 +160,23 @@ class OnnxRuntime:
         found, trained = request.ranges_of(self), request.trained
         if trained is not None and self._keeps(request):
             decisions = decisions_of(trained, request.model, self.placement)
-            return _Paired(trained.model, decisions, dict(found.scales), request.model)
-        plan = analyse(
-            request.model,
-            self._static if trained is None else replace(self._static, thin=0),
-            float_nodes=request.float_nodes,
-            float_tensors=found.reasons,
+            return _Paired(
+                trained.model, decisions, dict(found.scales), request.model, Read(request.model)
+            )
+        key = "read", id(request.model)  # kept with the model of this id, as the next
+        read = request.ranges.once(key, lambda: (request.model, Read(request.model)))[1]
+        apart = tuple(request.float_nodes.items()), tuple(found.reasons.items())
+        plan = request.ranges.once(
+            ("plan", self, id(request.model), *apart),
+            lambda: analyse(
+                request.model,
+                self._static if trained is None else replace(self._static, thin=0),
+                float_nodes=request.float_nodes,
+                float_tensors=found.reasons,
+                read=read,
+            ),
         )
-        key = "stored weights", id(request.model)  # kept with the model of this id
+        key = "stored weights", id(request.model)
         model = write_qdq(
             request.model,
             plan,
@@ -180,10 +188,10 @@ class OnnxRuntime:
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             model = write_dynamic(model, dynamic, signed(self.weight_bits))
-        clipped = {gate.source for gate in shifted_by(Graph(request.model), plan).values()}
+        clipped = {gate.source for gate in shifted_by(read.graph, plan).values()}
         ranges = {name: found.scales[name] for name in plan.activations if name not in clipped}
         decisions = self._with_dynamic(plan.decisions, dynamic)
-        return _Paired(model, decisions, ranges, request.model, plan)
+        return _Paired(model, decisions, ranges, request.model, read, plan)
 
     def build(self, request: BuildRequest) -> Built:
         """Write `<name>.int8.onnx`; or `<name>.float.onnx` where everything stays float."""
@@ -261,6 +269,7 @@ class _Paired:
         decisions: what each node of it is.
         ranges: those that it holds.
         like: the model without pairs.
+        read: what was found in that.
         plan: where the pairs stand; None of a Q/DQ model that is kept as it is.
     """
 
@@ -268,20 +277,20 @@ class _Paired:
     decisions: tuple[Decision, ...]
     ranges: dict[str, Scale]
     like: onnx.ModelProto
+    read: Read
     plan: Plan | None = None
 
     def engine(self) -> onnx.ModelProto:
         """The same model, what ONNX Runtime has no fast kernel for as what it has one for."""
         from deploy.frontends.checks import opset_of
         from deploy.frontends.lift import TARGET_OPSET
-        from deploy.graph.gates import gates
-        from deploy.graph.index import Graph
         from deploy.targets.fused_gates import fuse_gates
         from deploy.targets.tiles import with_tiles
         from deploy.targets.upsampling import write_upsampling
 
-        graph = Graph(self.like)
-        if self.plan is not None and opset_of(self.like) >= TARGET_OPSET:
-            fuse_gates(self.model, [g for g in gates(graph) if g not in self.plan.gates], graph)
-            write_upsampling(self.model, graph)
-        return with_tiles(self.model, graph)
+        read, plan = self.read, self.plan
+        if plan is not None and opset_of(self.like) >= TARGET_OPSET:
+            left = [gate for gate in read.gates if gate not in plan.gates]
+            fuse_gates(self.model, left, read.graph)
+            write_upsampling(self.model, read.graph)
+        return with_tiles(self.model, read.graph)

@@ -17,6 +17,7 @@ Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -32,13 +33,20 @@ from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import TARGET_OPSET
-from deploy.graph.edit import copied, drop_dead, rebuild
+from deploy.graph.edit import copied_without, drop_dead, rebuild
 from deploy.graph.gates import Gate
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, users
 from deploy.graph.plan import Pair, Plan, WeightTarget
 from deploy.targets.forms import Forms, with_offset
 
 _INT32 = 2**31 - 1
+# numpy's little-endian types -> ONNX's, of which a tensor's bytes are the array's
+_KINDS = {
+    "<f4": onnx.TensorProto.FLOAT,
+    "|u1": onnx.TensorProto.UINT8,
+    "|i1": onnx.TensorProto.INT8,
+    "<i4": onnx.TensorProto.INT32,
+}
 Scales32 = NDArray[np.float32]
 Made = TypeVar("Made")
 
@@ -91,9 +99,10 @@ def write_qdq(
             f"every quantized tensor needs a scale, {len(missing)} have none"
             f" ({', '.join(missing[:3])}); calibrate again for this target"
         )
-    out = copied(model)
     kept = Stored() if stored is None else stored
-    writer = _Writer(out, plan, scales, weight_bits, storable, known, kept)
+    read = kept.of("read", lambda: users(model.graph))
+    out = copied_without(model, _replaced(model, plan, read))
+    writer = _Writer(out, model, plan, scales, weight_bits, storable, known, kept)
     per_channel = opset_of(model) >= TARGET_OPSET
     for weight in plan.weights:
         own = writer.shifted(weight)
@@ -110,12 +119,27 @@ def write_qdq(
     return out
 
 
+def _replaced(model: onnx.ModelProto, plan: Plan, read: Mapping[str, int]) -> set[str]:
+    """Constants that nobody reads once the plan's weights are integers, and its biases.
+
+    Args:
+        model: the float model.
+        plan: of it.
+        read: how often each of its tensors is read.
+    """
+    names = [weight.name for weight in plan.weights]
+    if plan.placement.bias:
+        names += [weight.bias for weight in plan.weights if weight.bias is not None]
+    return {name for name, times in Counter(names).items() if times == read[name]}
+
+
 class _Writer:
     """The model being rewritten, with the nodes and initializers that are to be added."""
 
     def __init__(
         self,
         model: onnx.ModelProto,
+        plain: onnx.ModelProto,
         plan: Plan,
         scales: Mapping[str, Scale],
         weight_bits: int,
@@ -132,13 +156,14 @@ class _Writer:
         held = plan.placement.weights
         self.weight_grid = held if weight_bits == held.bits else signed(weight_bits)
         self.nodes = {node.name: node for node in self.graph.node}
-        index = Graph(model)
-        self.initializers, self.makers = index.initializers, index.producer
+        self.initializers = {tensor.name: tensor for tensor in plain.graph.initializer}
+        self.makers = {name: node for node in self.graph.node for name in node.output if name}
         self.before: list[onnx.NodeProto] = []  # reads constants only
         self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
         self.instead: dict[str, list[onnx.NodeProto]] = {}  # by the node whose place they take
         self.forms = Forms(self.constant, self.before)
-        self.shifts = shifted_by(index, plan)
+        index = stored.of("index", lambda: Graph(plain)) if plan.gates else None
+        self.shifts = shifted_by(index, plan) if index is not None else {}
         self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
@@ -367,6 +392,11 @@ def along(scales: Scales32, rank: int, axis: int | None) -> Scales32:
 
 
 def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
+    kind = _KINDS.get(array.dtype.str)
+    if kind is not None:  # as `from_array` has it, in a tenth of the time
+        return onnx.TensorProto(
+            dims=array.shape, data_type=kind, name=name, raw_data=array.tobytes()
+        )
     return numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
 
 
@@ -383,4 +413,4 @@ def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:
 
 
 def _node(op_type: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
-    return helper.make_node(op_type, inputs, [output], name=name)
+    return onnx.NodeProto(op_type=op_type, input=inputs, output=[output], name=name)

@@ -33,6 +33,8 @@ def write_upsampling(model: onnx.ModelProto, like: Graph) -> None:
         model: with pairs, opset 13 or later.
         like: the model without pairs, which knows sizes.
     """
+    if not _any_between_pairs(model):
+        return
     graph = Graph(model)
     instead: dict[str, list[onnx.NodeProto]] = {}
     known: list[onnx.ValueInfoProto] = []
@@ -51,6 +53,17 @@ def write_upsampling(model: onnx.ModelProto, like: Graph) -> None:
         rebuild(model.graph, [n for old in graph.nodes for n in instead.get(old.name, [old])])
         drop_dead(model.graph)  # what turned into float for the Resize alone
         model.graph.value_info.extend(known)
+
+
+def _any_between_pairs(model: onnx.ModelProto) -> bool:
+    """Whether a Resize reads what came out of integers; without an index, as most have none."""
+    turned: set[str] = set()
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear":
+            turned.add(node.output[0])
+        elif node.op_type == "Resize" and node.input[0] in turned:
+            return True
+    return False
 
 
 def _factors(graph: Graph, like: Graph, node: onnx.NodeProto) -> tuple[int, ...]:
