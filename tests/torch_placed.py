@@ -119,6 +119,22 @@ class Joined(nn.Module):
         return self.head(F.relu(self.join(torch.cat([F.relu(self.stem(x)), torch.exp(-x)], 1))))
 
 
+class Parameters(nn.Module):
+    """Matrices that are no layer's, a class token and positions, as ViTs have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(3, 16, 8, 8), nn.Parameter(torch.randn(1, 1, 16))
+        self.places = nn.Parameter(torch.randn(1, 17, 16))
+        self.mix, self.gate = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+        self.head = nn.Parameter(torch.randn(16, 5))
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.places
+        return (F.relu(x @ self.mix) * F.linear(x, self.gate).tanh())[:, 0].matmul(self.head)
+
+
 def _made(kind):
     torch.manual_seed(0)
     model = kind().eval()
@@ -147,6 +163,10 @@ def attention():
 
 def pooled():
     return _made(Pooled)
+
+
+def parameters():
+    return _made(Parameters)
 
 
 def joined():
