@@ -18,7 +18,16 @@ from deploy.fx.prepare import prepare  # noqa: E402
 
 torch.set_num_threads(1)
 SHAPE = ("--input", "2x3x32x32")
-NETWORKS = ("residual", "mobile", "detector", "attention", "pooled", "joined", "parameters")
+NETWORKS = (
+    "residual",
+    "mobile",
+    "detector",
+    "attention",
+    "pooled",
+    "joined",
+    "parameters",
+    "causal",
+)
 NETS = Path(__file__).parent / "torch_placed.py"
 LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 OTHERS = {"AveragePool", "GlobalAveragePool", "MaxPool", "Concat", "Split", "Resize", "Slice"}
@@ -173,7 +182,7 @@ def test_export_takes_the_targets_options_that_place(
 
 
 class Whole(torch.nn.Module):
-    """An attention that is causal, and a product with a parameter that no layer can have."""
+    """An attention that shares keys between heads, and a parameter that no layer can have."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +192,8 @@ class Whole(torch.nn.Module):
 
     def forward(self, x):
         x = self.inside(x + self.places).reshape(-1, 4, 2, 4)
-        x = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        few = x[:, :2]
+        x = torch.nn.functional.scaled_dot_product_attention(x, few, few, enable_gqa=True)
         return self.out(x.reshape(-1, 4, 8) @ self.weight)
 
 
