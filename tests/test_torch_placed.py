@@ -18,7 +18,16 @@ from deploy.fx.prepare import prepare  # noqa: E402
 
 torch.set_num_threads(1)
 SHAPE = ("--input", "2x3x32x32")
-NETWORKS = ("residual", "mobile", "detector", "attention", "pooled", "joined")
+NETWORKS = (
+    "residual",
+    "mobile",
+    "detector",
+    "attention",
+    "pooled",
+    "joined",
+    "parameters",
+    "causal",
+)
 NETS = Path(__file__).parent / "torch_placed.py"
 LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 OTHERS = {"AveragePool", "GlobalAveragePool", "MaxPool", "Concat", "Split", "Resize", "Slice"}
@@ -148,6 +157,7 @@ def test_export_quantizes_what_build_quantizes(run, built, tmp_path, images, net
     assert any(weights for _, _, weights, _ in wanted)
     first_is_float = net in ("mobile", "detector", "joined") and target == "onnxruntime"
     assert ("the first Conv has only 27 products" in said) == first_is_float
+    assert net != "parameters" or "int8: 4 of 4 layers with weights" in said
 
 
 @pytest.mark.parametrize(
@@ -172,16 +182,18 @@ def test_export_takes_the_targets_options_that_place(
 
 
 class Whole(torch.nn.Module):
-    """An attention that is causal, and a product with a parameter that is no layer's."""
+    """An attention that shares keys between heads, and a parameter that no layer can have."""
 
     def __init__(self):
         super().__init__()
         self.inside, self.out = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
-        self.weight = torch.nn.Parameter(torch.eye(8))
+        self.weight = torch.nn.Parameter(torch.eye(8)[None])
+        self.places = torch.nn.Parameter(torch.zeros(4, 8))
 
     def forward(self, x):
-        x = self.inside(x).reshape(-1, 4, 2, 4)
-        x = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        x = self.inside(x + self.places).reshape(-1, 4, 2, 4)
+        few = x[:, :2]
+        x = torch.nn.functional.scaled_dot_product_attention(x, few, few, enable_gqa=True)
         return self.out(x.reshape(-1, 4, 8) @ self.weight)
 
 
@@ -193,5 +205,6 @@ def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
     assert read == {"inside", "out"}
     calibrate(prepared, [x])
     converted = convert(prepared)
-    assert coverage(converted, Whole()).quantized == ("inside", "out")
+    found = coverage(converted, Whole())
+    assert found.quantized == ("inside", "out") and found.left == (("weight", "Parameter"),)
     assert compare(to_onnx(converted, [x]), converted, [[x]], optimized=False).argmax == 1

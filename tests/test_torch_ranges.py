@@ -18,8 +18,8 @@ from calibrators.scales import Scale  # noqa: E402
 from calibrators.searches import SEARCHES  # noqa: E402
 from deploy.cli import cli  # noqa: E402
 from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError  # noqa: E402
-from deploy.fx.calibrate import calibrate  # noqa: E402
-from deploy.fx.convert import scale_table  # noqa: E402
+from deploy.fx.calibrate import calibrate, observers_of, set_phase  # noqa: E402
+from deploy.fx.convert import convert, scale_table  # noqa: E402
 from deploy.fx.fakequant import FakeQuant  # noqa: E402
 from deploy.fx.grids import at_bits  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402
@@ -48,6 +48,32 @@ def make():
 """
 # sums of products of whole numbers are exact in float32, in whatever order they are added
 WHOLE, REAL = "torch.randint(-3, 4, p.shape).float()", "torch.randn(p.shape)"
+GATED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.gate, self.mask, self.other, self.soft = (
+            nn.Conv2d(4, 4, 1) for _ in range(5)
+        )
+        self.join, self.head = nn.Conv2d(8, 4, 1), nn.Linear(4, 5)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randint(-2, 3, p.shape).float())
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.stem(x)), 2)
+        wide = self.other(x * self.gate(x).sigmoid() * F.hardsigmoid(self.mask(x)))
+        x = self.join(torch.cat([x, wide], 1))
+        pooled = F.adaptive_avg_pool2d(F.relu(x), 1).flatten(1)
+        return self.head(pooled), F.silu(self.soft(x)).softmax(1)
+
+def make():
+    return Gated().eval()
+"""
 GIVEN = {
     "percentile": ("--percent", "99.5"),
     "lp": ("--power", "2.4"),
@@ -66,6 +92,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("net")
     (made / "net.py").write_text(NET.format(values=WHOLE))
     (made / "real.py").write_text(NET.format(values=REAL))
+    (made / "gated.py").write_text(GATED)
     np.save(made / "x.npy", images())
     return made
 
@@ -76,14 +103,18 @@ def run(*words):
     return done.output
 
 
-def pairs(path):
-    """(scale, zero_point) of every quantized activation, in the order of the graph."""
+def pairs(path, besides=()):
+    """(scale, zero_point) of every quantized activation, in the order of the graph.
+
+    Those of what an operator of `besides` makes are left out.
+    """
     graph = onnx.load(path).graph
     held = {t.name: numpy_helper.to_array(t).reshape(-1) for t in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
             held[node.output[0]] = numpy_helper.to_array(node.attribute[0].t).reshape(-1)
-    nodes = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] not in held]
+    apart = {*held, *(name for n in graph.node if n.op_type in besides for name in n.output)}
+    nodes = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] not in apart]
     return [(held[n.input[1]].item(), held[n.input[2]].item()) for n in nodes]
 
 
@@ -132,6 +163,41 @@ def test_and_by_amcts_own_search_for_ascend(folder):
     assert [s for s, _ in record] == pytest.approx([s for s, _ in ours], rel=0.02)
     asked, shown = exported(folder, "--target", "ascend", "--method", "mse")
     assert "ranges by mse" in shown and asked != ours
+
+
+@pytest.mark.parametrize("method", ["minmax", "mse", "percentile"])
+@pytest.mark.parametrize(
+    ("target", "name"), [("onnxruntime", ".int8.onnx"), ("tensorrt", ".tensorrt.qdq.onnx")]
+)
+def test_gates_pools_and_concats_have_the_ranges_of_build(folder, target, name, method):
+    words = ("--target", target, "--method", method)
+    ours, _ = exported(folder, *words, net="gated")
+    # a gate of ONNX Runtime's own operators has a pair behind its Add
+    theirs = pairs(built(folder, name, *words, net="gated"), besides=["Add"])
+    assert [zero for _, zero in ours] == [zero for _, zero in theirs]
+    # a Sigmoid is rounded otherwise in torch
+    assert [s for s, _ in ours] == pytest.approx([s for s, _ in theirs], rel=1e-6)
+    ends = [s * 255 for s, _ in ours]
+    if (target, method) == ("onnxruntime", "minmax"):  # the inputs of Sigmoid and HardSigmoid
+        assert {16, 6} <= {round(end, 4) for end in ends} and ends[0] > 16
+
+
+def test_training_that_follows_the_data_keeps_to_the_bounds(folder):
+    from deploy.fx.source import load_module
+
+    model, x = load_module(f"{folder / 'gated.py'}:make"), torch.from_numpy(images())
+    prepared = prepare(model, [x[:2]])
+    calibrate(prepared, [x])
+    set_phase(prepared, observe=True, quantize=False)
+    prepared(x)
+    bounded = [q for q in observers_of(prepared).values() if q.bounds is not None]
+    assert {tuple(np.round(q.bounds, 4)) for q in bounded} >= {(-8, 8), (-3, 3), (-10, np.inf)}
+    for quant in bounded:
+        low, high = quant.bounds
+        step = float(quant.scale)  # an exact 0 moves the ends by less than one
+        assert low - step <= float(quant.lo) and float(quant.hi) <= high + step
+    assert [name for name, _ in prepared.named_modules() if "watch" in name]
+    assert not [name for name, _ in convert(prepared).named_modules() if "watch" in name]
 
 
 def test_real_values_differ_by_float_rounding_alone(folder):

@@ -119,6 +119,37 @@ class Joined(nn.Module):
         return self.head(F.relu(self.join(torch.cat([F.relu(self.stem(x)), torch.exp(-x)], 1))))
 
 
+class Parameters(nn.Module):
+    """Matrices that are no layer's, a class token and positions, as ViTs have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(3, 16, 8, 8), nn.Parameter(torch.randn(1, 1, 16))
+        self.places = nn.Parameter(torch.randn(1, 17, 16))
+        self.mix, self.gate = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+        self.head = nn.Parameter(torch.randn(16, 5))
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.places
+        return (F.relu(x @ self.mix) * F.linear(x, self.gate).tanh())[:, 0].matmul(self.head)
+
+
+class Causal(nn.Module):
+    """Tokens that attend to those before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 16, 8, 8), nn.LayerNorm(16)
+        self.mixed, self.head = nn.Linear(16, 48), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.norm(self.patches(x).flatten(2).transpose(1, 2))
+        parts = [one.unflatten(-1, (2, 8)).transpose(1, 2) for one in self.mixed(x).chunk(3, -1)]
+        x = F.scaled_dot_product_attention(*parts, is_causal=True)
+        return self.head(x.transpose(1, 2).flatten(2))
+
+
 def _made(kind):
     torch.manual_seed(0)
     model = kind().eval()
@@ -147,6 +178,14 @@ def attention():
 
 def pooled():
     return _made(Pooled)
+
+
+def causal():
+    return _made(Causal)
+
+
+def parameters():
+    return _made(Parameters)
 
 
 def joined():

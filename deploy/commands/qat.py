@@ -87,10 +87,12 @@ def qat(
     from deploy.atomic import write_bytes
     from deploy.errors import ConfigError
     from deploy.fx import export as exports
+    from deploy.fx.arguments import in_order
     from deploy.fx.calibrate import float_form
     from deploy.fx.coverage import coverage, refuse_float
     from deploy.fx.device import CPU, find_device, moved, refuse_meta
     from deploy.fx.fuse import norms_in_float
+    from deploy.fx.keywords import as_dict
     from deploy.fx.modes import measure, report, scales_report
     from deploy.fx.qat import Task, first_batches, train
     from deploy.fx.source import call_factory, load_module, users_errors
@@ -114,6 +116,9 @@ def qat(
         task = replace(task, teacher=load_module(teacher, teacher_weights))
     if distil:
         task = replace(task, distil=[_pair(text) for text in distil])
+    task = in_order(task)
+    if told := as_dict(task.model):
+        say(told)
     with users_errors(script):
         trained = train(
             task,

@@ -11,8 +11,8 @@ from torch import nn
 from deploy.errors import FeedError
 from deploy.fx.fakequant import FakeQuant, no_data
 from deploy.fx.layers import QatConvBn, WeightQuant
-from deploy.fx.observe import observed
-from deploy.fx.search import BY_DEFAULT, Search
+from deploy.fx.observe import Recorders, observed
+from deploy.fx.search import BY_DEFAULT, OnGrid, Search, widest
 from deploy.progress import phase
 
 
@@ -54,12 +54,20 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, search: Search = B
     prepared.train(training)
     with phase("ranges", len(quants), "tensors") as step:
         for quant in quants:
-            if quant not in recorders:
-                raise no_data(quant.name)
-            quant.settle(*search.on(recorders[quant], quant.grid))
+            quant.settle(*_range(quant, recorders, search))
             step()
     set_phase(prepared, observe=False, quantize=True)
     return count
+
+
+def _range(quant: FakeQuant, recorders: Recorders, search: Search) -> OnGrid:
+    """(scale, zero_point) of what a quantizer has its range of: itself, or what it watches."""
+    found = []
+    for source in quant.watches or [quant]:
+        if source not in recorders:
+            raise no_data(quant.name)
+        found.append(search.on(recorders[source], quant.grid, source.bounds))
+    return widest(found, quant.grid)
 
 
 def _round_weights(prepared: nn.Module, enabled: bool) -> None:

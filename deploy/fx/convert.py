@@ -13,6 +13,7 @@ from deploy.fx.fakequant import FakeQuant, FixedQuant
 from deploy.fx.fuse import called_module, called_once
 from deploy.fx.layers import IntLayer, QatLayer, WeightQuant, folded_layer
 from deploy.fx.trace import replace_submodule
+from deploy.fx.watched import unwatch
 
 _PADDING = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # ZeroPad is a ConstantPad
 CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
@@ -45,6 +46,7 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
                 replace_submodule(converted, name, new)
     for part in converted.modules():
         if isinstance(part, fx.GraphModule):
+            unwatch(part)
             _round_biases(part)
     return converted
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx, nn
 
 from deploy.errors import ExportError
 from deploy.fx.fakequant import DynamicQuant, FixedQuant
 from deploy.fx.layers import IntLayer
+from deploy.fx.modules import CONVS, PRODUCTS
 
 REASONS = "why in float"  # key in the meta of a prepared or converted graph
+_PRODUCTS = frozenset({*CONVS, *PRODUCTS, torch.bmm, torch.mm, torch.einsum})
+_METHODS = frozenset({"matmul", "bmm", "mm"})
 _FEW = 8  # layers that are named
 
 
@@ -21,7 +25,9 @@ class Coverage:
 
     Attributes:
         quantized: qualified names of those with int8 weights.
-        left: (qualified name, class) of those that keep weights of two or more dimensions in float.
+        left: (qualified name, class) of those that keep weights of two or more dimensions in float,
+            and of parameters that a product reads without a layer; what is added or joined, as the
+            positions of a ViT are, is no weight.
         activations: how many tensors are quantized.
         reasons: qualified name of a layer in float -> why, in the words of a build.
     """
@@ -63,8 +69,10 @@ def coverage(
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()
     activations, reasons = 0, dict[str, str]()
+    graphs = {n: m for n, m in converted.named_modules() if isinstance(m, fx.GraphModule)}
     for name, module in converted.named_modules():
         if isinstance(module, fx.GraphModule):
+            left += [(f"{name}.{one}" if name else one, "Parameter") for one in _bare(module)]
             own_reasons = module.meta.get(REASONS, {})
             reasons |= {f"{name}.{k}" if name else k: why for k, why in own_reasons.items()}
         activations += isinstance(module, FixedQuant | DynamicQuant)
@@ -73,10 +81,37 @@ def coverage(
         if isinstance(module, (IntLayer, *own)):
             quantized.append(name)
             inside = (*inside, f"{name}.")
-        elif any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+        elif _has_weights(module) and _is_called(name, graphs):
             kind = kinds.get(name, type(module).__name__)
             left.append((name or "the model itself", kind))
     return Coverage(tuple(quantized), tuple(left), activations, reasons)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+
+
+def _is_called(name: str, graphs: Mapping[str, fx.GraphModule]) -> bool:
+    """Whether a module computes something itself; one of a graph may hold parameters for it."""
+    inside = [one for one in graphs if not one or f"{name}.".startswith(f"{one}.")]
+    if not inside:
+        return True
+    owner = max(inside, key=len)
+    own = name[len(owner) :].removeprefix(".") + "."
+    called = (n.target for n in graphs[owner].graph.nodes if n.op == "call_module")
+    return any(own.startswith(f"{target}.") for target in called)
+
+
+def _bare(graph_module: fx.GraphModule) -> list[str]:
+    """Names of the parameters by which a product multiplies."""
+    read = [node for node in graph_module.graph.nodes if node.op == "get_attr"]
+    names = [str(n.target) for n in read if any(_is_product(user) for user in n.users)]
+    known = dict(graph_module.named_parameters())
+    return [name for name in dict.fromkeys(names) if name in known and known[name].dim() > 1]
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target in _PRODUCTS or (node.op == "call_method" and node.target in _METHODS)
 
 
 def refuse_float(found: Coverage) -> None:

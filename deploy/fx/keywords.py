@@ -45,12 +45,21 @@ def take_named(model: nn.Module, names: Sequence[str | None]) -> list[int]:
     if not any(names):
         return list(range(len(names)))
     called = _with_first(model, names)
-    known = [p.name for p in _parameters(model) if p.kind in _NAMED]
-    ordered = sorted(called, key=lambda name: known.index(name) if name in known else len(known))
-    if ordered != known:  # what is left out has its default, and is no input
-        into = _dict_argument(model, ordered)
-        model.__class__ = _named_class(type(model), ordered, into=into)
+    ordered, into = taken(model, called)
+    if ordered != _known(model):  # what is left out has its default, and is no input
+        model.__class__ = named_class(type(model), ordered, into=into)
     return [called.index(name) for name in ordered]
+
+
+def taken(model: nn.Module, names: Sequence[str]) -> tuple[list[str], str | None]:
+    """`names` in the order in which a forward takes them, and the argument that is a dict of them.
+
+    Raises:
+        ConfigError: names that the forward does not take, or too few.
+    """
+    known = _known(model)
+    ordered = sorted(names, key=lambda name: known.index(name) if name in known else len(known))
+    return ordered, None if ordered == known else _dict_argument(model, ordered)
 
 
 def input_names(model: nn.Module) -> tuple[str, ...] | None:
@@ -109,7 +118,7 @@ def _dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     )
 
 
-def _named_class(
+def named_class(
     kind: type[nn.Module], names: Sequence[str], *, into: str | None
 ) -> type[nn.Module]:
     """A class of the same name whose forward takes a tensor for each name."""
@@ -131,6 +140,11 @@ def _identifier(name: str) -> str:
     plain = re.sub(r"\W", "_", name)
     free = plain.isidentifier() and not iskeyword(plain) and plain != "self"
     return plain if free else f"input_{plain}"
+
+
+def _known(model: nn.Module) -> list[str]:
+    """The arguments that a forward has names for."""
+    return [p.name for p in _parameters(model) if p.kind in _NAMED]
 
 
 def _parameters(model: nn.Module) -> list[Parameter]:

@@ -2,11 +2,13 @@
 
 `F.conv2d(x, self.weight, ...)`, as layers with their own padding write it, becomes a call of an
 `nn.Conv2d` with the same weight, named `<owner of the weight>.conv`; `F.batch_norm(...)` becomes
-`<owner of the statistics>.norm`.
+`<owner of the statistics>.norm`, and `x @ self.weight` an `nn.Linear` of the weight turned round,
+`<owner>.linear`; where an owner has several, the next have the weight's name before it.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ CONVS: dict[Any, tuple[type[nn.Module], str]] = {
     torch.conv3d: (nn.Conv3d, "conv"),
     functional.linear: (nn.Linear, "linear"),
 }
+PRODUCTS = frozenset({torch.matmul, operator.matmul})
 _CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
@@ -35,6 +38,8 @@ def functions_to_modules(graph_module: fx.GraphModule) -> int:
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target in CONVS:
             _to_module(graph_module, node, made)
+        elif _is_product(graph_module, node):
+            _to_linear(graph_module, node, made)
         elif batch_norm_arguments(node) is not None:
             _to_norm(graph_module, node, made)
     graph_module.graph.eliminate_dead_code()
@@ -68,6 +73,23 @@ def _to_module(
     _call(graph_module, node, source, kind, _name(weight, suffix), options, made)
 
 
+def _is_product(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node multiplies by a matrix that is a parameter."""
+    called = node.target in PRODUCTS or (node.op == "call_method" and node.target == "matmul")
+    if not called or len(node.args) != 2 or not _is_parameter(node.args[1]):
+        return False
+    matrix = _attribute(graph_module, str(node.all_input_nodes[-1].target))
+    return matrix.dim() == 2 and matrix.is_floating_point() and not _is_parameter(node.args[0])
+
+
+def _to_linear(
+    graph_module: fx.GraphModule, node: fx.Node, made: dict[str, dict[str, Any]]
+) -> None:
+    source, weight = node.all_input_nodes
+    options = {"weight": weight.target, "bias": None, "turned": True}
+    _call(graph_module, node, source, nn.Linear, _name(weight, "linear"), options, made)
+
+
 def _to_norm(graph_module: fx.GraphModule, node: fx.Node, made: dict[str, dict[str, Any]]) -> None:
     options = batch_norm_arguments(node)
     assert options is not None
@@ -98,7 +120,9 @@ def _call(
     made: dict[str, dict[str, Any]],
 ) -> None:
     """Put a call of the module `name` in the place of `node`, unless it has other options."""
-    if made.get(name, options) != options or (name not in made and _taken(graph_module, name)):
+    if kind is nn.Linear and _is_others(graph_module, name, options, made):
+        name = f"{options['weight']}_{name.rpartition('.')[2]}"
+    if _is_others(graph_module, name, options, made):
         return
     if name not in made:
         graph_module.add_submodule(name, _module(graph_module, kind, options))
@@ -108,6 +132,18 @@ def _call(
     call.meta.update(node.meta)
     node.replace_all_uses_with(call)
     graph_module.graph.erase_node(node)
+
+
+def _is_others(
+    graph_module: fx.GraphModule,
+    name: str,
+    options: dict[str, Any],
+    made: dict[str, dict[str, Any]],
+) -> bool:
+    """Whether the name is that of a module with other options, or of one of the user's."""
+    if name in made:
+        return made[name] != options
+    return _taken(graph_module, name)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -142,6 +178,8 @@ def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) ->
     weight = _attribute(graph_module, options["weight"])
     bias = _attribute(graph_module, options["bias"]) if options["bias"] else None
     has_bias = bias is not None
+    if options.get("turned"):
+        weight = nn.Parameter(weight.detach().t().contiguous(), _is_trained(weight))
     if kind is nn.Linear:
         module = kind(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
     else:
@@ -164,6 +202,10 @@ def _attribute(graph_module: fx.GraphModule, name: str) -> torch.Tensor:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

@@ -24,15 +24,18 @@ from calibrators.statistics import Recorder, Statistic
 from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
 from deploy.fx.device import device_of, mapped, moved
 from deploy.fx.fakequant import FakeQuant
+from deploy.fx.watched import Watch
 from deploy.progress import phase
 
-Recorders = dict[FakeQuant, Recorder]
+Recorders = dict[nn.Module, Recorder]
 
 
 def observed(
     model: nn.Module, batches: Iterable[Any], statistic: Statistic
 ) -> tuple[Recorders, int]:
-    """A recorder of each fake quantizer that data reached, and how many runs were made.
+    """A recorder of each tensor that gives a range and was reached, and how many runs were made.
+
+    Its key is the `Watch` on it, or else the fake quantizer that it goes through.
 
     Args:
         model: prepared, its quantizers off, in eval mode.
@@ -68,12 +71,12 @@ def as_inputs(batch: Any) -> tuple[Any, ...]:
 
 
 def _pass(
-    model: nn.Module, batches: Iterable[Any], make: Callable[[FakeQuant], Recorder]
+    model: nn.Module, batches: Iterable[Any], make: Callable[[nn.Module], Recorder]
 ) -> tuple[Recorders, int]:
     recorders: Recorders = {}
-    quants = [module for module in model.modules() if isinstance(module, FakeQuant)]
+    looked_at = [module for module in model.modules() if _gives_range(module)]
     hook = partial(_record, recorders, make)
-    hooks = [quant.register_forward_pre_hook(hook) for quant in quants]
+    hooks = [module.register_forward_pre_hook(hook) for module in looked_at]
     count, device = 0, device_of(model)
     total = len(batches) if isinstance(batches, Sized) else None
     try:
@@ -88,10 +91,14 @@ def _pass(
     return recorders, count
 
 
+def _gives_range(module: nn.Module) -> bool:
+    return isinstance(module, Watch) or (isinstance(module, FakeQuant) and not module.watches)
+
+
 def _record(
-    recorders: Recorders, make: Callable[[FakeQuant], Recorder], quant: nn.Module, inputs: Any
+    recorders: Recorders, make: Callable[[nn.Module], Recorder], quant: nn.Module, inputs: Any
 ) -> None:
-    assert isinstance(quant, FakeQuant)
+    assert isinstance(quant, FakeQuant | Watch)
     values = inputs[0].detach().float()
     if not bool(torch.isfinite(values).all()):
         raise CalibrationError(f"calibration needs finite values, got NaN or Inf in {quant.name}")

@@ -86,11 +86,11 @@ def _silu(x: Any, inplace: bool = False) -> Any:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether an attention drops nothing, is not causal and has a key for each query's head."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    """Whether an attention drops nothing and has a key for each query's head."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    rest = (given.get("dropout_p"), given.get("is_causal"), given.get("enable_gqa"))
-    known = isinstance(_meta(given["query"]), torch.Size)
+    rest = (given.get("dropout_p"), given.get("enable_gqa"))
+    known = all(isinstance(_meta(given[name]), torch.Size) for name in ("query", "key"))
     return known and not any(rest)
 
 
@@ -113,6 +113,9 @@ def _attention(
         boolean = mask.meta["tensor_meta"].dtype is torch.bool
         away = torch.where(attn_mask, 0.0, -math.inf) if boolean else attn_mask
         products = products + away
+    if is_causal:
+        sizes = shape[-2], _meta(key.node)[-2]
+        products = products + query.new_full(sizes, -math.inf).triu(1)
     return torch.matmul(torch.softmax(products, -1), value)
 
 

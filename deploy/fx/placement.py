@@ -23,8 +23,10 @@ from deploy.errors import ConfigError
 from deploy.fx.fuse import called_module
 from deploy.fx.layers import WEIGHTED, QatLayer
 from deploy.fx.named import BEFORE, Named, is_float, named
+from deploy.fx.watched import Sources
 from deploy.graph.index import Graph
 from deploy.graph.plan import AS_ASKED
+from deploy.graph.saturation import bounds
 
 if TYPE_CHECKING:
     import onnx
@@ -65,12 +67,15 @@ class Placed:
     Attributes:
         grid: of the activations.
         sites: its tensors, in the graph's order.
+        sources: group -> the tensors whose ranges its scale holds, each with the bounds beyond
+            which its readers see no difference.
         weights: qualified name of a layer -> whether its weight has a scale a channel.
         reasons: qualified name of a layer in float -> why.
     """
 
     grid: Grid
     sites: tuple[Site, ...]
+    sources: Mapping[str, Sources]
     weights: Mapping[str, bool]
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -112,6 +117,7 @@ def place(
     return Placed(
         grid=plan.placement.grid,
         sites=_sites(graph_module, found, plan, groups),
+        sources=_sources(found, plan, groups),
         weights=dict(_weights(graph_module, found, plan)),
         reasons=dict(_reasons(graph_module, found, plan)),
     )
@@ -185,6 +191,19 @@ def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[st
             joined = [groups[tensor] for tensor in around if tensor in groups]
             groups = {t: joined[0] if own in joined else own for t, own in groups.items()}
     return groups
+
+
+def _sources(found: Named, plan: Plan, groups: Mapping[str, str]) -> dict[str, Sources]:
+    """Group -> the nodes that give it its range, and their bounds, as `build` has them."""
+    limits = bounds(found.model)
+    names_of: dict[str, dict[str, None]] = {}
+    for tensor, group in groups.items():
+        owner = plan.owners.get(tensor, tensor)
+        names_of.setdefault(group, {}).update(dict.fromkeys(plan.sources.get(owner, (owner,))))
+    return {
+        group: [(node, limits.get(name)) for name in names for node in found.nodes_of(name)[:1]]
+        for group, names in names_of.items()
+    }
 
 
 def _sites(

@@ -29,9 +29,10 @@ from deploy.fx.layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel
 from deploy.fx.lift import is_layer
 from deploy.fx.norms import FrozenNorm, is_norm
 from deploy.fx.opened import open_calls
-from deploy.fx.placement import Site, place
+from deploy.fx.placement import Placed, Site, place
 from deploy.fx.rewrite import propagate_shapes
 from deploy.fx.trace import replace_submodule, submodule
+from deploy.fx.watched import loosest, watch
 from deploy.targets import Target, named
 
 MODES = ("static", "dynamic", "weight-only")
@@ -109,6 +110,7 @@ def prepare(
     if mode == "static":
         grid = at_bits(placed.grid, bits)
         observers = _insert_observers(graph_module, placed.sites, grid, momentum)
+        _give_sources(graph_module, placed, observers)
         _swap_custom(graph_module, custom, grid, bits, momentum, observers)
     elif mode == "dynamic":
         _insert_dynamic(graph_module, placed.weights)
@@ -242,6 +244,20 @@ def _insert_observers(
         made[site.tensor] = getattr(graph_module, name)
         _insert(graph_module, site.tensor, site.readers, name)
     return made
+
+
+def _give_sources(
+    graph_module: fx.GraphModule, placed: Placed, observers: Mapping[fx.Node, FakeQuant]
+) -> None:
+    """Let each quantizer have the range that a build gives its tensor."""
+    members: dict[str, list[fx.Node]] = {}
+    for site in placed.sites:
+        members.setdefault(site.group, []).append(site.tensor)
+    for group, tensors in members.items():
+        quant, sources = observers[tensors[0]], placed.sources[group]
+        quant.bounds = loosest(bounds for _, bounds in sources)
+        if sources and [node for node, _ in sources] != tensors:
+            watch(graph_module, quant, sources)
 
 
 def _insert(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.fx import checkpoint as checkpoints
+from deploy.fx.arguments import in_order
 from deploy.fx.calibrate import calibrate, freeze_norms, set_phase
-from deploy.fx.convert import CustomClasses, convert
+from deploy.fx.convert import convert
 from deploy.fx.copied import computed_weights, plain_copy
 from deploy.fx.device import CPU, Reached, device_of, moved
 from deploy.fx.distill import Distiller
@@ -32,76 +33,18 @@ from deploy.fx.observe import as_inputs
 from deploy.fx.prepare import prepare, prepare_only, target_of
 from deploy.fx.same import check_same
 from deploy.fx.search import search_for
-from deploy.method import Method
+from deploy.fx.task import RANGES
+from deploy.fx.task import Task as Task
 from deploy.progress import phase
 from deploy.targets import Target
 from deploy.targets.options import given
-
-RANGES = ("kept", "follow", "learned")
-
-Batches = Callable[[int], Iterable[tuple[Any, Any]]]
-
-
-@dataclass(kw_only=True)
-class Task:
-    """What `setup()` of a training script returns.
-
-    Attributes:
-        model: trained in float.
-        inputs: example inputs, batch first.
-        batches: epoch -> (input or tuple of inputs, label) batches; the same for the same epoch.
-        loss: (output, label) -> scalar.
-        evaluate: model -> a figure to report, larger is better.
-        calibration: () -> inputs to find the first ranges with; by default the first
-            `calibration_batches` of epoch 0.
-        optimizer: parameters -> optimizer.
-        epochs: how many.
-        teacher: float model to distil from.
-        distil: (student's, teacher's) modules whose maps are compared.
-        distil_weight: weight of the distillation loss.
-        clip_gradient: largest norm of all gradients together.
-        leaves, skip, share, custom, norms: as `deploy.fx.prepare.prepare`.
-        method: search of the first ranges, by its name in `build`, with parameters behind it
-            ("percentile 99.9"); None for what `build` takes for the target.
-        ranges: "kept" as they were found; "follow", moving averages of minimum and maximum of the
-            training data for half of the epochs; or "learned", scales of activations and weights
-            trained by their gradients (`deploy.fx.lsq`).
-        only: submodule to quantize; the rest is trained with it, in float.
-        amp: compute forward and loss in bfloat16 where torch.autocast does; ranges, weights and
-            what is exported stay float32.
-        convert: observed class -> quantized class, as `deploy.fx.convert.convert`.
-    """
-
-    model: nn.Module
-    inputs: Sequence[torch.Tensor]
-    batches: Batches
-    loss: Callable[[Any, Any], torch.Tensor]
-    evaluate: Callable[[nn.Module], float] | None = None
-    calibration: Callable[[], Iterable[Any]] | None = None
-    calibration_batches: int = 8
-    optimizer: Callable[[Any], torch.optim.Optimizer] = field(
-        default=lambda parameters: torch.optim.SGD(parameters, 0.01, 0.9, nesterov=True)
-    )
-    epochs: int = 3
-    teacher: nn.Module | None = None
-    distil: Sequence[tuple[str, str]] = ()
-    distil_weight: float = 1.0
-    clip_gradient: float = 1.0
-    leaves: Sequence[str | type[nn.Module]] = ()
-    skip: Sequence[str] = ()
-    share: Sequence[str] = ()
-    custom: CustomClasses | None = None
-    convert: CustomClasses | None = None
-    norms: str = "fold"
-    only: str | None = None
-    method: Method | str | None = None
-    ranges: str = "kept"
-    amp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """What a training for int8 gave.
+
+    Both models take tensors in order, also where the task's inputs are a dict.
 
     Attributes:
         prepared: the trained model with fake quantizers.
@@ -144,6 +87,7 @@ def train(
             or the loss is no longer a finite number.
         CacheError: a checkpoint that is broken or of another training.
     """
+    task = in_order(task)
     for name in computed_weights(task.model):
         report(
             f"{name} is computed in the model from other tensors; trained as a weight of its own"
@@ -188,7 +132,11 @@ def train(
 
 
 def first_batches(task: Task) -> list[tuple[Any, ...]]:
-    """The inputs of the first batches of epoch 0 on the CPU, to calibrate or to compare with."""
+    """The inputs of the first batches of epoch 0 on the CPU, to calibrate or to compare with.
+
+    Args:
+        task: with tensors in order (`deploy.fx.arguments.in_order`).
+    """
     return [moved(as_inputs(x), CPU) for x in _first_inputs(task)]
 
 

@@ -12,6 +12,7 @@ too: AMCT's IFMR for ascend, of activations that come from rounded weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,10 +23,12 @@ from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming
 from calibrators.amct.statistics import IfmrOf
 from calibrators.grids import Grid, affine_params, symmetric_scale
 from calibrators.histogram import Histogram
-from calibrators.statistics import Recorder, Statistic
+from calibrators.statistics import Recorder, Statistic, searched
 from deploy.errors import ConfigError
+from deploy.graph.saturation import Bounds
 from deploy.method import Method
 from deploy.targets import Target, named
+from deploy.targets.tensorrt.as_parsed import AS_PARSED
 
 OnGrid = tuple[np.float32, int]
 
@@ -52,8 +55,8 @@ class Search(Protocol):
         """Refuse a grid that it is not defined for."""
         ...
 
-    def on(self, recorder: Recorder, grid: Grid) -> OnGrid:
-        """(scale, zero_point) of a tensor that was observed."""
+    def on(self, recorder: Recorder, grid: Grid, bounds: Bounds | None = None) -> OnGrid:
+        """(scale, zero_point) of a tensor that was observed, within bounds as a build has them."""
         ...
 
 
@@ -68,17 +71,25 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Sear
     Raises:
         ConfigError: there is no such target or method.
     """
+    chosen = named(target) if isinstance(target, str) else target
     if method is None:
-        chosen = named(target) if isinstance(target, str) else target
         return Ifmr() if chosen.own_method else BY_DEFAULT
-    return ByMethod(Method.labelled(method) if isinstance(method, str) else method)
+    asked = Method.labelled(method) if isinstance(method, str) else method
+    whole = chosen.name == "tensorrt" and asked.name in AS_PARSED  # as in the file, cut nowhere
+    return ByMethod(asked, bounded=not whole)
 
 
 @dataclass(frozen=True, slots=True)
 class ByMethod:
-    """A row of `calibrators.searches.SEARCHES`."""
+    """A row of `calibrators.searches.SEARCHES`.
+
+    Attributes:
+        method: the row, with its parameters.
+        bounded: whether a range ends where no reader tells values apart.
+    """
 
     method: Method
+    bounded: bool = True
 
     @property
     def label(self) -> str:
@@ -107,13 +118,14 @@ class ByMethod:
                 " lp, percentile or minmax"
             )
 
-    def on(self, recorder: Recorder, grid: Grid) -> OnGrid:
+    def on(self, recorder: Recorder, grid: Grid, bounds: Bounds | None = None) -> OnGrid:
         """(scale, zero_point); of a tensor that was always 0, scale 1."""
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
             return on_grid(0.0, 0.0, grid)
         kinds = {"symmetric": grid} if grid.symmetric else {"affine": grid}
-        found = self.method.search(**kinds)(recorder)
+        search = self.method.search(**kinds)
+        found = searched(recorder, search, bounds if self.bounded else None)
         ends = (-found.amax, found.amax) if grid.symmetric else (found.lo, found.hi)
         return on_grid(*ends, grid)
 
@@ -143,12 +155,26 @@ class Ifmr:
     def check(self, grid: Grid) -> None:
         """It takes any grid."""
 
-    def on(self, recorder: Recorder, grid: Grid) -> OnGrid:
-        """(scale, zero_point); of a tensor that is next to 0 throughout, scale 1."""
+    def on(self, recorder: Recorder, grid: Grid, bounds: Bounds | None = None) -> OnGrid:
+        """(scale, zero_point); of a tensor that is next to 0 throughout, scale 1.
+
+        AMCT knows no bounds.
+        """
         assert isinstance(recorder, IfmrHistogram)
         params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)
         found = ifmr_streaming(recorder, params)
         return found.scale, found.offset
+
+
+def widest(found: Sequence[OnGrid], grid: Grid) -> OnGrid:
+    """(scale, zero_point) of a range that holds those of several tensors."""
+    if len(found) == 1:
+        return found[0]
+    if grid.symmetric:
+        return max(scale for scale, _ in found), 0
+    lows = [(grid.qmin - zero) * float(scale) for scale, zero in found]
+    highs = [(grid.qmax - zero) * float(scale) for scale, zero in found]
+    return on_grid(min(lows), max(highs), grid)
 
 
 def on_grid(lo: float, hi: float, grid: Grid) -> OnGrid:

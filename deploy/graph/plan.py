@@ -224,6 +224,8 @@ class Plan:
         pairs: Q/DQ pairs to insert, in the graph's order.
         weights: initializers to store as int8.
         owners: tensor -> the tensor whose scale it must share.
+        sources: tensor with a scale -> the tensors whose ranges it holds, where that is not its own
+            range.
         gates: those that run in int8; `pairs` has their ends, their inner scales are fixed.
         numbers: Adds and Muls whose constant operand is to be stored in int8.
         pads: Pads that run on the integers themselves.
@@ -234,6 +236,7 @@ class Plan:
     pairs: tuple[Pair, ...]
     weights: tuple[WeightTarget, ...]
     owners: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
     numbers: tuple[str, ...] = ()
     pads: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator; it
 # takes their scales under the name of the one that `trtexec --calib` reads.
 ALGORITHMS = {"minmax": trt_cache.MINMAX, "legacy": trt_cache.LEGACY}
-_OWN = frozenset({"entropy-tensorrt", "legacy"})
+AS_PARSED = frozenset({"entropy-tensorrt", "legacy"})
 
 
 def version_of(subject: Subject) -> str:
@@ -56,7 +56,7 @@ def observations(subject: Subject, parser: str | None) -> tuple[Observation, ...
     Raises:
         ConfigError: the model was given in memory, already cleaned.
     """
-    if subject.method.name not in _OWN:
+    if subject.method.name not in AS_PARSED:
         return None
     wanted = entries(subject, parser)
     apart = products(wanted, subject.unfolded.model)
@@ -72,7 +72,7 @@ def observations(subject: Subject, parser: str | None) -> tuple[Observation, ...
 
 def entries(subject: Subject, parser: str | None) -> list[CacheTensor]:
     """The entries of the cache that TensorRT would write for the file, in order."""
-    own = subject.method.name in _OWN
+    own = subject.method.name in AS_PARSED
     original = subject.original
     model = subject.unfolded.model if own else subject.model
     return cache_tensors(model, version=version_of(subject), parser=parser, original=original)

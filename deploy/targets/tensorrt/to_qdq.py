@@ -29,10 +29,10 @@ import numpy as np
 from calibrators.grids import INT8, quantize
 from calibrators.scales import Scale
 from deploy.graph.edit import replace_nodes
-from deploy.graph.flow import POOLS
 from deploy.graph.index import Graph, attributes
 from deploy.graph.plan import TENSORRT, Plan
 from deploy.targets.qdq import write_qdq
+from deploy.targets.tensorrt.naming import POOLS
 from deploy.targets.tensorrt.rest import FP8_OPSET, OPSETS, at_opset, storable, typed
 
 if TYPE_CHECKING:
@@ -145,21 +145,34 @@ def concat_groups(
 def with_groups(model: onnx.ModelProto, plan: Plan) -> Plan:
     """The plan, its owners those by which scales are shared in the Q/DQ model.
 
-    A pool has the scale of its input, as in a cache, and what meets in a Concat one for all.
+    A pool has the scale of its input, as in a cache, what is moved otherwise one of its own, and
+    what meets in a Concat the largest of all.
     """
-    graph = Graph(model)
-    owners = {pair.tensor: plan.owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
-    for tensor, owner in owners.items():
-        while (maker := graph.producer.get(owner)) is not None and maker.op_type in POOLS:
-            owner = plan.owners.get(maker.input[0], str(maker.input[0]))
+    graph, apart = Graph(model), replace(plan, owners={})
+    paired = dict.fromkeys(pair.tensor for pair in plan.pairs)
+    made = {tensor: _pooled(graph, tensor) for tensor in paired}
+    several = [group for group in concat_groups(model, apart, paired) if len(group) > 1]
+    groups = {tensor: group for group in several for tensor in group}
+    owners, sources = {}, {}
+    for tensor in paired:
+        group = groups.get(tensor, frozenset({tensor}))
+        owner = min(group) if len(group) > 1 else made[tensor]
+        if len(group) == 1 and owner in groups:  # whose scale is that of a Concat
+            owner = tensor
         owners[tensor] = owner
-    heads = {
-        name: min(group)
-        for group in concat_groups(model, plan, set(owners.values()))
-        for name in group
-    }
-    shared = {tensor: heads.get(owner, owner) for tensor, owner in owners.items()}
-    return replace(plan, owners={t: owner for t, owner in shared.items() if owner != t})
+        sources[owner] = tuple(dict.fromkeys(made[member] for member in sorted(group)))
+    return replace(
+        plan,
+        owners={t: owner for t, owner in owners.items() if owner != t},
+        sources={owner: found for owner, found in sources.items() if found != (owner,)},
+    )
+
+
+def _pooled(graph: Graph, tensor: str) -> str:
+    """The tensor whose scale one has in a cache: what a pool reads, or itself."""
+    while (maker := graph.producer.get(tensor)) is not None and maker.op_type in POOLS:
+        tensor = str(maker.input[0])
+    return tensor
 
 
 def scale_nodes(model: onnx.ModelProto) -> Iterable[tuple[str, np.float32]]:
