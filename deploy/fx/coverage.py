@@ -13,6 +13,8 @@ from deploy.fx.layers import IntLayer
 
 REASONS = "why in float"  # key in the meta of a prepared or converted graph
 _FEW = 8  # layers that are named
+# parts of names of functions whose operands are weights
+_PRODUCTS = ("linear", "matmul", "mm", "conv", "einsum", "embedding", "attention", "bilinear")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class Coverage:
 
     Attributes:
         quantized: qualified names of those with int8 weights.
-        left: (qualified name, class) of those that keep weights of two or more dimensions in float.
+        left: (qualified name, class) of those that keep weights of two or more dimensions in float;
+            what a graph only adds or scales by, such as places of tokens, is no weight.
         activations: how many tensors are quantized.
         reasons: qualified name of a layer in float -> why, in the words of a build.
     """
@@ -63,6 +66,7 @@ def coverage(
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()
     activations, reasons = 0, dict[str, str]()
+    added = _only_added(converted)
     for name, module in converted.named_modules():
         if isinstance(module, fx.GraphModule):
             own_reasons = module.meta.get(REASONS, {})
@@ -73,10 +77,45 @@ def coverage(
         if isinstance(module, (IntLayer, *own)):
             quantized.append(name)
             inside = (*inside, f"{name}.")
-        elif any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+        elif any(p.dim() > 1 and id(p) not in added for p in module.parameters(recurse=False)):
             kind = kinds.get(name, type(module).__name__)
             left.append((name or "the model itself", kind))
     return Coverage(tuple(quantized), tuple(left), activations, reasons)
+
+
+def _only_added(converted: nn.Module) -> set[int]:
+    """The tensors that graphs read themselves, and no product, convolution or table does."""
+    found = set[int]()
+    for part in converted.modules():
+        if isinstance(part, fx.GraphModule):
+            constant = _constants(part.graph)
+            read = [node for node in part.graph.nodes if node.op == "get_attr"]
+            found |= {id(_tensor(part, n)) for n in read if not _is_factor(n, constant)}
+    return found
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that are computed of the model's own tensors alone."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        calls = node.op in ("call_function", "call_method") and node.all_input_nodes
+        if node.op == "get_attr" or (calls and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _is_factor(node: fx.Node, constant: set[fx.Node]) -> bool:
+    """Whether a tensor of the model, or what is computed of it alone, goes into a product."""
+    calls = [user for user in node.users if user.op in ("call_function", "call_method")]
+    names = [str(getattr(user.target, "__name__", user.target)) for user in calls]
+    if any(product in name for product in _PRODUCTS for name in names):
+        return True
+    return any(_is_factor(user, constant) for user in calls if user in constant)
+
+
+def _tensor(part: fx.GraphModule, node: fx.Node) -> object:
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(part.get_submodule(owner), name)
 
 
 def refuse_float(found: Coverage) -> None:
