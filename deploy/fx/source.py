@@ -25,6 +25,7 @@ from deploy.fx.zoo import make_named
 from deploy.reading import MOST_BYTES, opened
 from deploy.usercode import is_named
 
+_EXPORTED = "give the module that the program was exported from"
 _HELD = re.compile(r"(?:GLOBAL|class|type) ([A-Za-z_][\w]*\.[\w.]*\w)")
 
 
@@ -65,11 +66,16 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
     """
     model = make_named(spec) if is_named(spec) else call_factory(spec)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{spec} must return a torch.nn.Module, got {type(model).__name__}")
+        kind = type(model).__name__
+        way = f"; {_EXPORTED}" if kind == "ExportedProgram" else ""
+        raise ModelError(f"{spec} must return a torch.nn.Module, got {kind}{way}")
     model = unwrapped(model)
     if weights is not None:
         load_weights(model, weights)
-    return model.eval()
+    try:
+        return model.eval()
+    except NotImplementedError as error:
+        raise ModelError(f"{spec} must return a module with an eval mode; {_EXPORTED}") from error
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
