@@ -23,7 +23,15 @@ from deploy.fx.copied import plain_copy
 from deploy.fx.coverage import REASONS
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
-from deploy.fx.fuse import called_module, fold_batch_norms, fold_frozen, foldable, layers_to_modules
+from deploy.fx.fuse import (
+    FOLDABLE,
+    called_module,
+    called_once,
+    fold_batch_norms,
+    fold_frozen,
+    foldable,
+    layers_to_modules,
+)
 from deploy.fx.grids import at_bits
 from deploy.fx.layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis
 from deploy.fx.lift import is_layer
@@ -322,6 +330,8 @@ def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -
         before = called_module(graph_module, layer)
         if norm is None or before is None or str(layer.target) in skip:
             continue
+        if not isinstance(before, FOLDABLE) or not called_once(graph_module, layer):
+            continue  # what stands between, or another call, is not trained as one
         merged = QatConvBn(before, norm, WeightQuant(channel_axis(before), bits))
         replace_submodule(graph_module, str(layer.target), merged.train(before.training))
         node.replace_all_uses_with(layer)
