@@ -11,7 +11,8 @@ from torch.nn import functional as F  # noqa: E402
 
 from deploy.cli import cli  # noqa: E402
 from deploy.fx.capture import capture  # noqa: E402
-from deploy.fx.fuse import fold_batch_norms, fuse  # noqa: E402
+from deploy.fx.fuse import fold_batch_norms, fuse, norms_in_float  # noqa: E402
+from deploy.fx.opening import open_torch  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402
 from deploy.fx.profile import profile  # noqa: E402
 
@@ -151,6 +152,16 @@ def test_norms_behind_views_and_dropout_and_of_shared_layers_fold(kind, folded):
     assert torch.allclose(joined(x), model(x), atol=1e-5) and report.skipped == []
 
 
+def test_build_folds_what_no_runtime_would(tmp_path):
+    sizes = {"Tokens": (5, 6), "Face": (6, 16)}
+    for name, shape in sizes.items():
+        (tmp_path / "net.py").write_text(
+            f"from tests.test_torch_others import *\ndef make():\n    return drawn({name}())\n"
+        )
+        model = open_torch(f"{tmp_path}/net.py:make", [(2, *shape)]).model
+        assert not [n for n in model.graph.node if n.op_type == "BatchNormalization"]
+
+
 def test_a_view_that_moves_channels_and_two_norms_of_a_layer_stay():
     model, x = drawn(Moved()), torch.randn(3, 16, 6)
     found, report = fold_batch_norms(model, [x])
@@ -168,6 +179,7 @@ def test_only_a_norm_right_behind_a_layer_is_trained_with_it():
         model = drawn(kind())
         prepared = prepare(model, [x], norms="train")
         assert torch.allclose(prepared.eval()(x), model(x), atol=1e-5)
+        assert "bn (norms='train' trains a norm right behind its" in norms_in_float(prepared)
 
 
 AUXILIARY = """

@@ -157,19 +157,17 @@ def _told_left(model: nn.Module) -> Iterator[str]:
                 yield f"{node.target} ({why or 'its layer stays in float'})"
 
 
-def without_branches(
-    model: nn.Module, inputs: Sequence[Any] | None = None
-) -> tuple[nn.Module, int]:
-    """`model` with its parallel branches merged, and how many; itself where it has none.
+def for_runtimes(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn.Module:
+    """`model` with what no runtime joins joined; itself where there is nothing of that.
 
-    A runtime folds norms by itself; three convolutions that are one, it computes.
+    A norm right behind a convolution a runtime folds by itself. Three convolutions that are one it
+    computes, and a norm beside a Linear, which a view may part from it.
     """
     try:
         folded, report = fold_batch_norms(model, inputs)
     except ModelError:  # exporting says why it cannot be followed
-        return model, 0
-    merged = report.counts().get("Branches", 0)
-    return (folded, merged) if merged else (model, 0)
+        return model
+    return folded if report.counts().keys() - {"Conv+BN", "ConvTranspose+BN"} else model
 
 
 def join_relus(graph_module: fx.GraphModule, report: FuseReport) -> None:
