@@ -68,6 +68,25 @@ make = Split
 """
 
 
+PARTS = """
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(10, 10, 1)
+        self.last = nn.Conv2d(16, 4, 1)
+    def forward(self, x):
+        a, b = self.stem(x).sigmoid().split((6, 10), dim=1)
+        return self.last(torch.cat([a, self.inner(b)], 1))
+make = Parts
+"""
+
+
+def test_parts_of_other_sizes_are_quantized_each(quantize):
+    shown = quantize(PARTS)
+    assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert "int8: 3 of 3 layers with weights" in shown.output
+
+
 def test_placing_shows_nothing_of_the_exporters_own_notes(quantize, caplog):
     shown = quantize(SPLIT, "2x8")
     assert shown.exit_code == 0, (shown.output, shown.exception)
@@ -247,6 +266,17 @@ class Grown(nn.Module):
             grid = (grid + grid) / 2
         x = x.unflatten(2, (4, 4))
         return self.conv(x) * grid + grid + self.conv(x * 2) + self.places
+
+
+def test_a_norm_that_stays_says_what_stands_on_either_side():
+    torch.manual_seed(0)
+    first, last = nn.Conv2d(6, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+    model = nn.Sequential(nn.BatchNorm2d(6), first, nn.ReLU(), nn.BatchNorm2d(4), nn.ReLU(), last)
+    report = fold_batch_norms(model.eval(), [torch.randn(2, 6, 4, 4)])[1]
+    assert dict(report.skipped) == {
+        "0": "no Conv or Linear before it, and a Conv that pads with zeros behind it",
+        "3": "no Conv or Linear before it, and ReLU behind it",
+    }
 
 
 def test_constants_that_are_read_twice_are_computed_once():

@@ -44,6 +44,7 @@ from deploy.fx.trace import replace_submodule
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FOLDABLE = (*CONVS, *TRANSPOSED, nn.Linear)
+ALONE = "no Conv or Linear before it"
 LEFT = "why norms stay"  # key in the meta of a folded graph
 
 
@@ -223,7 +224,7 @@ def _unfit(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     layer = way[-1]
     before = called_module(graph_module, layer)
     if not isinstance(before, FOLDABLE) or not isinstance(layer, fx.Node):
-        return "no Conv or Linear before it"
+        return ALONE
     for node in reversed(way):
         if len(readers := readers_of(node)) > 1:
             name = node.target if node is layer else node.name
@@ -292,13 +293,24 @@ def _fold_ahead(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport)
     way = way_down(graph_module, norm)
     layer, module = way[-1] if way else None, called_module(graph_module, norm)
     if layer is None or not (times := _takes_ahead(graph_module, norm, way)):
-        report.skipped.append((str(norm.target), str(reason)))
+        ahead = f", and {_behind(graph_module, way)} behind it" if reason == ALONE else ""
+        report.skipped.append((str(norm.target), f"{reason}{ahead}"))
         return
     after = called_module(graph_module, layer)
     assert after is not None
     replace_submodule(graph_module, str(layer.target), _folded_ahead(after, module, times))
     report.fused.append((f"BN+{_kind(after)}", (str(layer.target), str(norm.target))))
     _take_out(norm)
+
+
+def _behind(graph_module: fx.GraphModule, way: list[fx.Node]) -> str:
+    """What reads a norm that cannot be folded into it."""
+    if not way:
+        return "several readers"
+    after = called_module(graph_module, way[-1])
+    if isinstance(after, CONVS):
+        return "a Conv that pads with zeros" if _pads(after) else "a Conv with other inputs"
+    return str(way[-1].name) if after is None else type(after).__name__
 
 
 def _takes_ahead(graph_module: fx.GraphModule, norm: fx.Node, way: list[fx.Node]) -> int:
