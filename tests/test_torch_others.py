@@ -238,7 +238,7 @@ def module():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("mixed", "must run for the inputs that are given, and Sequential does not: RuntimeError"),
+        ("mixed", "Sequential must run for inputs [(2, 8)], got RuntimeError: mat1 and mat2 must"),
         ("program", "got ExportedProgram; give the module that the program was exported from"),
         ("module", "a module with an eval mode; give the module that the program was exported"),
     ],

@@ -110,9 +110,10 @@ def _run(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
         with torch.no_grad():
             found = model(*copy.deepcopy(list(inputs)))
     except Exception as error:  # torch.export computes types and shapes, and lets some pass
+        shapes = [tuple(x.shape) for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
         raise ModelError(
-            f"a model must run for the inputs that are given, and {type(model).__name__} does not:"
-            f" {type(error).__name__}: {first_line(error)}"
+            f"{type(model).__name__} must run for inputs {shapes}, got {type(error).__name__}:"
+            f" {first_line(error)}"
         ) from error
     finally:
         torch.set_rng_state(state)
