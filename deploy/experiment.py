@@ -9,6 +9,7 @@ The search is any of the table's; with a scale and a zero point that are given t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ SCHEMA = "calib8-quantize/1"
 GRIDS: dict[str, Grid] = {"quint8": UINT8, "qint8": INT8}
 SHOWN = 32  # values in the table
 _MOST_BYTES = 1 << 30
+_RULE = "values are a JSON array of numbers, such as [[-1, 0], [1, 2]], or an .npy file"
+_BARE = re.compile(r"[-+]?[.\d][-+.,\deE\s]*")
 _HEADS = ("value", "int_repr", "dequantized", "error")
 
 Real = NDArray[np.float32]
@@ -180,17 +183,23 @@ def read_values(text: str) -> Real:
     """`[[-1, 0], [1, 2]]` or an .npy file -> float32 values.
 
     Raises:
-        ConfigError: no JSON array of numbers.
-        FeedError: the file is missing or damaged, or holds no real numbers.
+        ConfigError: no JSON array of finite numbers.
+        FeedError: the file is missing or damaged, or holds no finite real numbers.
     """
     if not text.lstrip().startswith("["):
+        refuse_bare(text)
         return _from_file(Path(text))
-    rule = "values are a JSON array of numbers, such as [[-1, 0], [1, 2]], or an .npy file"
-    read = from_json(text, rule=rule, error=ConfigError)
+    read = from_json(text, rule=_RULE, error=ConfigError)
     try:
         return _real(np.array(read, np.float64))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{rule}, got {text[:60]!r}: {error}") from error
+        raise ConfigError(f"{_RULE}, got {text[:60]!r}: {error}") from error
+
+
+def refuse_bare(text: str) -> None:
+    """Raise `ConfigError` for numbers without brackets, which would be taken for a file's name."""
+    if _BARE.fullmatch(text.strip()) and not Path(text).exists():
+        raise ConfigError(f"{_RULE}, got {text!r}; write it as '[{text}]'")
 
 
 def _range(values: Real, method: Method, grid: Grid) -> tuple[float, int]:
@@ -217,4 +226,8 @@ def _from_file(path: Path) -> Real:
 def _real(read: NDArray[Any]) -> Real:
     if read.dtype.kind not in "fiub" or not read.size:
         raise ValueError(f"{read.size} values of {read.dtype}")
-    return read.astype(np.float32)
+    with np.errstate(over="ignore"):  # what overflows is told below
+        made = read.astype(np.float32)
+    if beyond := int(np.isinf(made).sum()):
+        raise ValueError(f"{beyond} of {count(read.size, 'value')} infinite in float32")
+    return made

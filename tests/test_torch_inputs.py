@@ -1,6 +1,7 @@
 """Inputs of every kind: dtypes, several, samples from files; models by name; nested checkpoints."""
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -163,13 +164,21 @@ def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):
         {"model": under("module."), "optimizer": {"state": {}}},
         {"checkpoint": 1, "model": {"state_dict": under("_orig_mod.module.")}},
         under("net."),
+        {"checkpoint": {"weights": state}, "optimizer": {"state": {0: {"step": state["0.bias"]}}}},
+        {"ema": under("module."), "epoch": 3},
+        {"state_dict": {**under("model."), "criterion.weight": torch.ones(3)}},
+        {**under("module."), "n_averaged": torch.ones(1)},
     ):
         torch.save(kept, path)
         nn.init.zeros_(model[0].weight)
         load_weights(model, path)
         assert float(model[0].weight.detach().sum()) == 4
     for kept, said in (
-        ({"epoch": 3, "ema": state}, "got 'epoch', 'ema'"),
+        ({"epoch": 3, "ema": {"decay": 0.9}}, "got 'epoch', 'ema'"),
+        ({"params": state, "params_ema": state}, "several under 'params' and 'params_ema'"),
+        (under("student.") | under("teacher."), "this model's weights"),
+        ({"state_dict": state, "args": Namespace()}, "an object of argparse.Namespace"),
+        (model, "an object of torch.nn.modules"),
         ({}, "got nothing"),
         (under("a.") | state, "this model's weights"),
         ([1], "got list"),
@@ -177,6 +186,22 @@ def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):
         torch.save(kept, path)
         with pytest.raises(ModelError, match=said):
             load_weights(model, path)
+
+
+def test_files_that_torch_save_did_not_write_are_named(tmp_path, recwarn):
+    model = nn.Linear(2, 2)
+    torch.jit.script(model).save(tmp_path / "s.pt")
+    (tmp_path / "t.pt").write_text("hello")
+    (tmp_path / "w.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    recwarn.clear()  # torch's own, of scripting
+    for name, said in (
+        ("s.pt", "got TorchScript, which torch.jit.load reads; save"),
+        ("t.pt", "got what torch.save did not write; save"),
+        ("w.safetensors", "got a file of safetensors, which safetensors.torch.load_file reads"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            load_weights(model, tmp_path / name)
+    assert not recwarn.list
 
 
 FAKE = {

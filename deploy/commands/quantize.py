@@ -34,7 +34,22 @@ def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Num
     return read
 
 
-@click.command(cls=sections.SectionedCommand)
+class _Quantize(sections.SectionedCommand):
+    """A command whose values may begin with a minus."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Say of `-1,2` that it is no array; it is taken for an option."""
+        given_words = list(args)  # parsing takes them out
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from deploy.experiment import refuse_bare
+
+            refuse_bare(next((w for w in given_words if w.startswith(error.option_name)), ""))
+            raise
+
+
+@click.command(cls=_Quantize)
 @quietable("--json")
 @click.argument("values")
 @sections.option(

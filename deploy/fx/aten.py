@@ -42,7 +42,7 @@ _IN_PLACE: dict[str, Callable[..., Any]] = {
 FUNCTIONS: dict[str, Callable[..., Any]] = (
     {name: getattr(torch, name) for name in _TORCH}
     | {name: getattr(functional, name) for name in _FUNCTIONAL}
-    | {"lift_fresh_copy": torch.clone}
+    | {"lift_fresh_copy": torch.clone, "split_with_sizes": torch.split}
 )
 _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size")
 

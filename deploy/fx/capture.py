@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from deploy.errors import ModelError
+from deploy.errors import ModelError, first_line
 from deploy.fx.copied import plain_copy
 from deploy.fx.device import device_of
 from deploy.fx.lift import lift
@@ -54,9 +54,13 @@ def graph_of(
         return capture(model, inputs)
     except ModelError:
         try:
-            return trace(plain_copy(model))
+            traced = trace(plain_copy(model))
         except ModelError:
             pass
+        else:
+            if device_of(model).type != "meta":
+                _run(plain_copy(model).eval(), inputs)  # else it fails later, with no sentence
+            return traced
         raise
 
 
@@ -105,6 +109,12 @@ def _run(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
     try:
         with torch.no_grad():
             found = model(*copy.deepcopy(list(inputs)))
+    except Exception as error:  # torch.export computes types and shapes, and lets some pass
+        shapes = [tuple(x.shape) for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+        raise ModelError(
+            f"{type(model).__name__} must run for inputs {shapes}, got {type(error).__name__}:"
+            f" {first_line(error)}"
+        ) from error
     finally:
         torch.set_rng_state(state)
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]

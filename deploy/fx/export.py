@@ -94,8 +94,10 @@ class Agreement:
         samples: how many were compared.
         max_difference: largest absolute difference of any output value.
         max_output: largest absolute value of the torch model's outputs.
-        argmax: share of samples whose largest output is at the same place, 0 to 1.
-        codes: max_difference in steps of the last quantized tensor; None for a float model.
+        argmax: share of the last output's rows, along dimension 1, whose largest value is at the
+            same place, 0 to 1.
+        codes: max_difference in steps of the last quantized tensor; None for a float model, and
+            where there are several outputs.
         batches: the sizes of batches that were run.
         telling: whether an output changes with the input, without which agreement proves nothing.
     """
@@ -107,6 +109,7 @@ class Agreement:
     codes: float | None
     batches: tuple[int, ...] = ()
     telling: bool = True
+    rows: int = 0  # of which argmax is told; 0 or as many as samples where each has one
 
     @property
     def untold(self) -> str | None:
@@ -117,9 +120,11 @@ class Agreement:
         codes = f", {self.codes:.2f} steps of the last scale" if self.codes is not None else ""
         sizes = f" in batches of {' and '.join(map(str, self.batches))}" if self.batches else ""
         silent = f"; {self.untold}" if self.untold else ""
+        several = self.rows not in (0, self.samples)
+        of = f" of {self.rows} positions in the last output" if several else ""
         return (
             f"onnxruntime against torch on {self.samples} samples{sizes}: same arg-max"
-            f" {100 * self.argmax:.2f}%, largest difference {self.max_difference:.3g}{codes}"
+            f" {100 * self.argmax:.2f}%{of}, largest difference {self.max_difference:.3g}{codes}"
             f" (largest output {self.max_output:.3g}){silent}"
         )
 
@@ -143,7 +148,7 @@ def compare(
     session = OrtSession.open(exported, threads=1, optimize=optimized)
     names = [spec.name for spec in session.inputs]
     worst = largest = 0.0
-    same = samples = 0
+    same = samples = rows = outputs = 0
     varied: dict[bool, bool] = {}  # by whether there is another sample to compare with
     for batch in batches:
         feed = {n: x.detach().cpu().numpy() for n, x in zip(names, batch, strict=True)}
@@ -161,12 +166,13 @@ def compare(
         several = len(batch[0]) > 1 if batch[0].ndim else False
         varied[several] = varied.get(several, False) or any(map(_varies, ours))
         hits = _same_argmax(ours[-1].cpu().numpy(), theirs[-1].numpy())
-        same, samples = same + int(hits.sum()), samples + len(hits)
+        same, rows, outputs = same + int(hits.sum()), rows + len(hits), len(ours)
+        samples += len(batch[0]) if batch[0].ndim else 1
     step = _last_scale(model)
-    codes = worst / step if step else None
+    codes = worst / step if step and outputs == 1 else None
     sizes = tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim}))
     telling = varied.get(True, varied.get(False, False))
-    return Agreement(samples, worst, largest, same / max(samples, 1), codes, sizes, telling)
+    return Agreement(samples, worst, largest, same / max(rows, 1), codes, sizes, telling, rows)
 
 
 def check_float(

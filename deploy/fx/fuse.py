@@ -11,20 +11,21 @@ A norm before a layer, with nothing between, folds into that one instead::
 
     w' = w * factor of its input channel      b' = b + sum of w * shift
 
-and branches that are added become one layer (`deploy.fx.branches`).
+and branches that are added become one layer (`deploy.fx.branches`). Dropout and views may stand
+between the two (`deploy.fx.between`).
 
 Left alone, each with its reason in the report: a layer whose output has another user (it would see
-the normalized value), a layer called at several places (one weight cannot serve two norms), a norm
-without running statistics. Onnxruntime and torch.onnx fold BatchNorm too, so this is not for the
-speed of an FP32 export: scales must be those of the folded weights, so training for int8 needs it
-first.
+the normalized value), a layer called at several places that do not all go to one norm (one weight
+cannot serve two), a norm without running statistics. Onnxruntime and torch.onnx fold BatchNorm too,
+so this is not for the speed of an FP32 export: scales must be those of the folded weights, so
+training for int8 needs it first.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch
 from torch import fx, nn
 
 from deploy.errors import ModelError
+from deploy.fx.between import keeps_channels, readers_of, repeats, viewed, way_down, way_up
 from deploy.fx.branches import merge_branches
 from deploy.fx.capture import graph_of
 from deploy.fx.modules import functions_to_modules
@@ -42,6 +44,8 @@ from deploy.fx.trace import replace_submodule
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FOLDABLE = (*CONVS, *TRANSPOSED, nn.Linear)
+ALONE = "no Conv or Linear before it"
+LEFT = "why norms stay"  # key in the meta of a folded graph
 
 
 @dataclass(slots=True)
@@ -103,16 +107,24 @@ def fold_batch_norms(
     layers_to_modules(graph_module)
     refuse_train_mode(graph_module)
     report = FuseReport()
-    for node in _norms(graph_module):
-        if foldable(graph_module, node) is None:
-            _fold(graph_module, node, report)
+    fold_behind(graph_module, _norms(graph_module), report)
     for merged in merge_branches(graph_module):
         report.fused.append(("Branches", (merged.layer, merged.taken)))
     for node in _norms(graph_module):
         _fold_ahead(graph_module, node, report)
     _clean(graph_module)
-    report.norms_left = len(_norms(graph_module))
+    report.norms_left = len({node.target for node in _norms(graph_module)})
+    report.skipped = list(dict.fromkeys(report.skipped))  # a shared norm is called often
+    graph_module.meta[LEFT] = dict(report.skipped)
     return graph_module, report
+
+
+def fold_behind(graph_module: fx.GraphModule, norms: list[fx.Node], report: FuseReport) -> None:
+    """Fold those of the norms that can be into the layers before them; in place."""
+    gone: set[fx.Node] = set()
+    for node in norms:
+        if node not in gone and foldable(graph_module, node) is None:
+            gone |= _fold(graph_module, node, report)
 
 
 def layers_to_modules(graph_module: fx.GraphModule) -> None:
@@ -123,46 +135,49 @@ def layers_to_modules(graph_module: fx.GraphModule) -> None:
 
 def fold_frozen(graph_module: fx.GraphModule) -> None:
     """Fold the norms whose factors are constants, which no training would move; in place."""
-    for node in _norms(graph_module):
-        frozen = isinstance(called_module(graph_module, node), FrozenNorm)
-        if frozen and foldable(graph_module, node) is None:
-            _fold(graph_module, node, FuseReport())
+    norms = _norms(graph_module)
+    frozen = [n for n in norms if isinstance(called_module(graph_module, n), FrozenNorm)]
+    fold_behind(graph_module, frozen, FuseReport())
 
 
 def norms_in_float(model: nn.Module) -> str:
     """One sentence on the norms that the graphs of `model`, prepared or converted, keep; or ""."""
-    left = [
-        f"{node.target} ({foldable(part, node) or 'its layer stays in float'})"
-        for part in model.modules()
-        if isinstance(part, fx.GraphModule)
-        for node in _norms(part)
-    ]
+    left = list(dict.fromkeys(_told_left(model)))
     if not left:
         return ""
     more = f", and {len(left) - 3} more" if len(left) > 3 else ""
     return f"BatchNorm left in float: {len(left)}: {', '.join(left[:3])}{more}"
 
 
-def without_branches(
-    model: nn.Module, inputs: Sequence[Any] | None = None
-) -> tuple[nn.Module, int]:
-    """`model` with its parallel branches merged, and how many; itself where it has none.
+def _told_left(model: nn.Module) -> Iterator[str]:
+    for part in model.modules():
+        if isinstance(part, fx.GraphModule):
+            known = part.meta.get(LEFT, {})  # where pairs stand between by now
+            for node in _norms(part):
+                why = known.get(str(node.target)) or foldable(part, node)
+                yield f"{node.target} ({why or 'its layer stays in float'})"
 
-    A runtime folds norms by itself; three convolutions that are one, it computes.
+
+def for_runtimes(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn.Module:
+    """`model` with what no runtime joins joined; itself where there is nothing of that.
+
+    A norm right behind a convolution a runtime folds by itself. Three convolutions that are one it
+    computes, and a norm beside a Linear, which a view may part from it.
     """
     try:
         folded, report = fold_batch_norms(model, inputs)
     except ModelError:  # exporting says why it cannot be followed
-        return model, 0
-    merged = report.counts().get("Branches", 0)
-    return (folded, merged) if merged else (model, 0)
+        return model
+    return folded if report.counts().keys() - {"Conv+BN", "ConvTranspose+BN"} else model
 
 
 def join_relus(graph_module: fx.GraphModule, report: FuseReport) -> None:
     """Join each ReLU to the Conv, Linear or BatchNorm that feeds only it; in place."""
+    gone: set[fx.Node] = set()
     for node in list(graph_module.graph.nodes):
-        if is_relu(graph_module, node):
-            _join(graph_module, node, report)
+        if node not in gone and is_relu(graph_module, node):
+            gone |= _join(graph_module, node, report)
+    report.skipped = list(dict.fromkeys(report.skipped))
     _clean(graph_module)
 
 
@@ -195,19 +210,50 @@ def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
 
 def foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     """Why the BatchNorm at `norm` cannot be folded into the layer before it, or None if it can."""
-    layer, module = norm.args[0], called_module(graph_module, norm)
+    reason = _unfit(graph_module, norm)
+    if reason is not None:
+        return reason
+    layer = way_up(graph_module, norm)[-1]
+    several = f"{layer.target} is called at several places"
+    return None if _together(graph_module, norm) else several
+
+
+def _unfit(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
+    """As `foldable`, of one call of a layer."""
+    way, module = way_up(graph_module, norm), called_module(graph_module, norm)
+    layer = way[-1]
     before = called_module(graph_module, layer)
     if not isinstance(before, FOLDABLE) or not isinstance(layer, fx.Node):
-        return "no Conv or Linear before it"
-    if len(layer.users) > 1:
-        return f"the output of {layer.target} has {len(layer.users)} users"
-    if not called_once(graph_module, layer):
-        return f"{layer.target} is called at several places"
+        return ALONE
+    for node in reversed(way):
+        if len(readers := readers_of(node)) > 1:
+            name = node.target if node is layer else node.name
+            return f"the output of {name} has {len(readers)} users"
     if not _has_factors(module):
         return "it keeps no running statistics"
+    if viewed(graph_module, way):
+        fits = keeps_channels(before, way, norm_factors(module)[0].numel())
+        return None if fits else f"a view behind {layer.target} moves its channels"
     if isinstance(before, nn.Linear) and not _is_flat(layer, module):
         return "only BatchNorm1d folds into Linear"
     return None
+
+
+def _calls(graph_module: fx.GraphModule, layer: fx.Node) -> list[fx.Node]:
+    """All calls of the module that `layer` calls."""
+    module = called_module(graph_module, layer)
+    return [n for n in graph_module.graph.nodes if called_module(graph_module, n) is module]
+
+
+def _together(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
+    """The calls of norms behind all calls of a layer, if all are this norm's; else none."""
+    calls = _calls(graph_module, way_up(graph_module, norm)[-1])
+    if len(calls) == 1:
+        return [norm]
+    behind = [n for n in _norms(graph_module) if way_up(graph_module, n)[-1] in calls]
+    one = len({node.target for node in behind}) == 1 == len({node.target for node in calls})
+    fit = one and all(_unfit(graph_module, node) is None for node in behind)
+    return behind if fit and len(behind) == len(calls) else []
 
 
 def _norms(graph_module: fx.GraphModule) -> list[fx.Node]:
@@ -224,53 +270,74 @@ def _is_flat(layer: fx.Node, norm: nn.Module | None) -> bool:
     return rank == 2 if rank is not None else isinstance(norm, nn.BatchNorm1d)
 
 
-def _fold(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
-    layer = norm.args[0]
-    assert isinstance(layer, fx.Node)
+def _fold(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> set[fx.Node]:
+    """Fold a norm, with its other calls behind the same layer; the nodes that are gone."""
+    layer, norms = way_up(graph_module, norm)[-1], _together(graph_module, norm)
     before, module = called_module(graph_module, layer), called_module(graph_module, norm)
     assert before is not None and module is not None
     replace_submodule(graph_module, str(layer.target), _folded(before, module))
     report.fused.append((f"{_kind(before)}+BN", (str(layer.target), str(norm.target))))
-    norm.replace_all_uses_with(layer)
-    graph_module.graph.erase_node(norm)
+    for node in norms:
+        _take_out(node)
+    return set(norms)
+
+
+def _take_out(node: fx.Node) -> None:
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    node.graph.erase_node(node)
 
 
 def _fold_ahead(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
     """Fold a norm into the layer that alone reads it, or say why it stays."""
     reason = foldable(graph_module, norm)
-    layer = next(iter(norm.users), None)
-    after, module = called_module(graph_module, layer), called_module(graph_module, norm)
-    if layer is None or len(norm.users) > 1 or not _takes_ahead(graph_module, layer, module):
-        report.skipped.append((str(norm.target), str(reason)))
+    way = way_down(graph_module, norm)
+    layer, module = way[-1] if way else None, called_module(graph_module, norm)
+    if layer is None or not (times := _takes_ahead(graph_module, norm, way)):
+        ahead = f", and {_behind(graph_module, way)} behind it" if reason == ALONE else ""
+        report.skipped.append((str(norm.target), f"{reason}{ahead}"))
         return
+    after = called_module(graph_module, layer)
     assert after is not None
-    replace_submodule(graph_module, str(layer.target), _folded_ahead(after, module))
+    replace_submodule(graph_module, str(layer.target), _folded_ahead(after, module, times))
     report.fused.append((f"BN+{_kind(after)}", (str(layer.target), str(norm.target))))
-    norm.replace_all_uses_with(norm.args[0])  # type: ignore[arg-type]
-    graph_module.graph.erase_node(norm)
+    _take_out(norm)
 
 
-def _takes_ahead(graph_module: fx.GraphModule, layer: fx.Node, norm: nn.Module | None) -> bool:
-    """Whether what `layer` computes of the norm's output is its own form with other weights.
+def _behind(graph_module: fx.GraphModule, way: list[fx.Node]) -> str:
+    """What reads a norm that cannot be folded into it."""
+    if not way:
+        return "several readers"
+    after = called_module(graph_module, way[-1])
+    if isinstance(after, CONVS):
+        return "a Conv that pads with zeros" if _pads(after) else "a Conv with other inputs"
+    return str(way[-1].name) if after is None else type(after).__name__
 
-    Zeros that it pads with would have to be the norm's zeros.
+
+def _takes_ahead(graph_module: fx.GraphModule, norm: fx.Node, way: list[fx.Node]) -> int:
+    """How many inputs of the layer at the end of a way are of one channel; 0 where it cannot fold.
+
+    What it computes of the norm's output must be its own form with other weights: zeros that it
+    pads with would have to be the norm's zeros.
     """
+    layer, module = way[-1], called_module(graph_module, norm)
     after: Any = called_module(graph_module, layer)
-    if not _has_factors(norm) or not called_once(graph_module, layer):
-        return False
+    if not _has_factors(module) or not called_once(graph_module, layer):
+        return 0
+    if viewed(graph_module, way):
+        return repeats(after, norm, norm_factors(module)[0].numel()) or 0
     if isinstance(after, nn.Linear):
-        return _is_flat(layer, norm)
-    return isinstance(after, CONVS) and not _pads(after)
+        return int(_is_flat(layer, module))
+    return int(isinstance(after, CONVS) and not _pads(after))
 
 
 def _pads(conv: Any) -> bool:
     return conv.padding != "valid" and (isinstance(conv.padding, str) or any(conv.padding))
 
 
-def _folded_ahead(layer: Any, norm: Any) -> Any:
-    """A copy of `layer` that computes layer(norm(x))."""
+def _folded_ahead(layer: Any, norm: Any, times: int) -> Any:
+    """A copy of `layer` that computes layer(norm(x)), each channel of x so many times in a row."""
     layer = copy.deepcopy(layer)
-    factor, shift = norm_factors(norm)
+    factor, shift = (values.repeat_interleave(times) for values in norm_factors(norm))
     weight = layer.weight.detach()
     groups = getattr(layer, "groups", 1)
     by_group = [values.reshape(groups, 1, -1) for values in (factor, shift)]
@@ -304,7 +371,8 @@ def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> tor
     return (grouped * by_group).reshape(weight.shape)
 
 
-def _join(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> None:
+def _join(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> set[fx.Node]:
+    """Join a ReLU, with those behind the layer's other calls; the nodes that are gone."""
     layer = relu.args[0]
     before = called_module(graph_module, layer)
     if (
@@ -312,11 +380,13 @@ def _join(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> No
         or not (isinstance(before, FOLDABLE) or is_norm(before))
         or not isinstance(layer, fx.Node)
     ):
-        return
-    if len(layer.users) > 1 or not called_once(graph_module, layer):
-        report.skipped.append((relu.name, f"{layer.target} has another user or call"))
-        return
-    name = str(layer.target)
+        return set()
+    name, calls = str(layer.target), _calls(graph_module, layer)
+    relus = {user for call in calls for user in call.users if is_relu(graph_module, user)}
+    alone = all(len(call.users) == 1 and str(call.target) == name for call in calls)
+    if not alone or len(relus) < len(calls):
+        report.skipped.append((relu.name, f"{name} has another user or call"))
+        return set()
     replace_submodule(graph_module, name, Joined(before))
     folded = [i for i, (_, names) in enumerate(report.fused) if names[0] == name]
     if folded:
@@ -324,8 +394,9 @@ def _join(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> No
         report.fused[folded[0]] = (f"{pattern}+ReLU", (*names, relu.name))
     else:
         report.fused.append((f"{_kind(before)}+ReLU", (name, relu.name)))
-    relu.replace_all_uses_with(layer)
-    graph_module.graph.erase_node(relu)
+    for node in relus:
+        _take_out(node)
+    return relus
 
 
 def _kind(module: nn.Module) -> str:

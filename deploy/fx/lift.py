@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from deploy.errors import ModelError
 from deploy.fx.aten import add_call, is_check
+from deploy.fx.between import sizes_of
 
 _LAYERS = ("activation", "conv", "dropout", "flatten", "linear", "padding", "pooling", "upsampling")
 _NORMS = ("batchnorm", "instancenorm", "normalization")
@@ -198,6 +199,7 @@ class _Lifter:
         call.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
         if _is_tensor(node):
             call.meta["rank"] = node.meta["val"].dim()
+            call.meta["sizes"] = sizes_of(node.meta["val"])
 
     def _add_region(self, node: fx.Node) -> None:
         """Write what stands under `torch.no_grad()` or autocast; captured values have no more."""

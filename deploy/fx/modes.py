@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from deploy.fx.calibrate import calibrate, set_phase
 from deploy.fx.convert import convert, scale_table
@@ -114,7 +116,7 @@ def measure(
                 noise += float(difference.square().sum())
                 worst = max(worst, float(difference.abs().max()))
     size = stored_bytes(converted)
-    ratio = stored_bytes(model) / max(size, 1)
+    ratio = read_bytes(model, batches[0]) / max(size, 1)
     quality = sqnr_db(signal, noise) if signal or noise else math.nan
     return ModeResult(mode, size, ratio, worst, quality)
 
@@ -149,6 +151,33 @@ def scales_report(model: nn.Module) -> str:
     """Scale and zero point of every quantized activation, as a table."""
     rows = [(name, f"{scale:.8g}", str(zero)) for name, scale, zero in scale_table(model)]
     return columns([("tensor", "scale", "zero_point"), *rows])
+
+
+class _Readings(TorchFunctionMode):
+    """Notes which tensors are given to any function of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the arguments, and call the function."""
+        self.read |= {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        return func(*args, **(kwargs or {}))
+
+
+def read_bytes(model: nn.Module, batch: Sequence[torch.Tensor]) -> int:
+    """As `stored_bytes`, without modules that a run never reads: heads for training alone."""
+    with torch.no_grad(), _Readings() as readings:
+        model(*batch)
+    tensors = {
+        id(tensor): tensor
+        for module in model.modules()
+        for own in [[*module.parameters(recurse=False), *module.buffers(recurse=False)]]
+        if any(id(tensor) in readings.read for tensor in own)
+        for tensor in own
+    }
+    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def stored_bytes(model: nn.Module) -> int:

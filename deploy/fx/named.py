@@ -79,7 +79,8 @@ def named(
     _mark(own)
     program = _exported(own, pytree.tree_map(_on_cpu, tuple(inputs)))
     same = _take_out_markers(program.model)
-    program.optimize()
+    with quiet():
+        program.optimize()
     model: onnx.ModelProto = program.model_proto
     _name_parts(model, graph_module)
     model = cleaned(plain(model))
@@ -259,9 +260,10 @@ def _indexed(
     for node in reversed(graph.nodes):
         found: set[fx.Node] = set()
         for name in node.output:
-            if name.startswith(BEFORE):
-                found.add(by_name[name.removeprefix(BEFORE)])
-            else:
+            own = by_name.get(name.removeprefix(BEFORE)) if name.startswith(BEFORE) else None
+            if own is not None:
+                found.add(own)
+            else:  # inside of a node; or a tensor that is an output twice, under a name of its own
                 found |= _union(homes[reader.name] for reader in graph.readers.get(name, []))
         homes[node.name] = frozenset(found)
     return Named(model, tensors, homes)

@@ -10,6 +10,7 @@ x * factor + shift              `FrozenNorm`, where both are computed from buffe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ _ORDERS: dict[Any, tuple[str, ...]] = {
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var"),
     functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias"),
 }
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
+Constants = Mapping[fx.Node, Any]
 _REST = ("training", "momentum", "eps")
 _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
 STATISTICS = ("running_mean", "running_var")
@@ -101,9 +104,9 @@ def channel_norm(tensors: dict[str, torch.Tensor | None], options: dict[str, Any
 
 def freeze_affines(graph_module: fx.GraphModule) -> int:
     """Make each x * factor + shift of constants by channel a `FrozenNorm`, in place; how many."""
-    made = 0
+    made, known = 0, _constants(graph_module)
     for node in list(graph_module.graph.nodes):
-        found = _affine(graph_module, node)
+        found = _affine(known, node)
         if found is None:
             continue
         source, norm = found
@@ -118,11 +121,11 @@ def freeze_affines(graph_module: fx.GraphModule) -> int:
     return made
 
 
-def _affine(graph_module: fx.GraphModule, add: fx.Node) -> tuple[fx.Node, FrozenNorm] | None:
-    product, shift = _with_constant(graph_module, add, "add")
+def _affine(known: Constants, add: fx.Node) -> tuple[fx.Node, FrozenNorm] | None:
+    product, shift = _with_constant(known, add, "add")
     if product is None or len(product.users) > 1:
         return None
-    source, factor = _with_constant(graph_module, product, "mul")
+    source, factor = _with_constant(known, product, "mul")
     if source is None or factor.shape != shift.shape:
         return None
     if product.target in SPELLINGS["mul"][1] and len(source.users) > 1:
@@ -130,14 +133,14 @@ def _affine(graph_module: fx.GraphModule, add: fx.Node) -> tuple[fx.Node, Frozen
     return source, FrozenNorm(factor.reshape(-1).clone(), shift.reshape(-1).clone())
 
 
-def _with_constant(graph_module: fx.GraphModule, node: fx.Node, op: str) -> tuple[Any, Any]:
+def _with_constant(known: Constants, node: fx.Node, op: str) -> tuple[Any, Any]:
     """(the tensor, the constant [1, C, 1, 1]) of an addition or product, in either order."""
     if not is_op(node, op) or node.kwargs or len(node.args) != 2:
         return None, None
     for tensor, other in (node.args, node.args[::-1]):
         if not isinstance(tensor, fx.Node) or not isinstance(other, fx.Node):
             continue
-        constant = _constant(graph_module, other)
+        constant = known.get(other)
         if isinstance(constant, torch.Tensor) and _is_by_channel(constant):
             return tensor, constant
     return None, None
@@ -148,21 +151,29 @@ def _is_by_channel(constant: torch.Tensor) -> bool:
     return len(shape) in (3, 4) and tuple(shape[-2:]) == (1, 1) and shape.numel() == shape[-3]
 
 
-def _constant(graph_module: fx.GraphModule, node: fx.Node) -> Any:
-    """The value of what is computed from buffers alone, or None."""
-    if node.op == "get_attr":
-        owner, _, name = str(node.target).rpartition(".")
-        value = getattr(graph_module.get_submodule(owner), name)
-        return None if isinstance(value, nn.Parameter) else value
-    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
-        return None
-    known = {n: _constant(graph_module, n) for n in node.all_input_nodes}
-    if any(value is None for value in known.values()):
-        return None
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+def _constants(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
+    """What is computed from buffers alone, by its node; each is computed once."""
+    known: dict[fx.Node, Any] = {}
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            value = getattr(graph_module.get_submodule(owner), name)
+            if not isinstance(value, nn.Parameter):
+                known[node] = value
+        elif _calls(node) and all(source in known for source in node.all_input_nodes):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            of_class = node.op == "call_method"
+            called = getattr(args[0], str(node.target)) if of_class else node.target
+            known[node] = called(*args[of_class:], **kwargs)
+    return known
+
+
+def _calls(node: fx.Node) -> bool:
+    """Whether a node computes something of others, and writes over none of them."""
+    name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    calls = node.op in ("call_function", "call_method") and bool(node.all_input_nodes)
+    return calls and not in_place
 
 
 def _forward(module: nn.Module | None) -> Any:

@@ -11,7 +11,7 @@ from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx import load_onnx
 from deploy.frontends.torch import shapeless
 from deploy.fx.export import check_float, to_onnx
-from deploy.fx.fuse import without_branches
+from deploy.fx.fuse import for_runtimes
 from deploy.fx.keywords import as_dict, take_named
 from deploy.fx.samples import example_inputs, in_float32
 from deploy.fx.source import load_module
@@ -33,7 +33,7 @@ def export_torch(
     dynamic_batch: bool = True,
     notes: list[str] | None = None,
 ) -> onnx.ModelProto:
-    """Export the float model that `file.py:factory` makes, its branches merged, checked against it.
+    """Export the float model that `file.py:factory` makes, its branches and norms joined, checked.
 
     Args:
         spec: the user's file and function, whose code is run; or a named model.
@@ -57,8 +57,7 @@ def export_torch(
     told = [note(spec, weights), in_float32(model), as_dict(model)]
     made = example_inputs(inputs, dtypes)
     tensors = tuple(x.float() if x.is_floating_point() else x for x in (made[i] for i in order))
-    merged, _ = without_branches(model, tensors)
-    exported = to_onnx(merged, tensors, dynamic_batch=dynamic_batch)
+    exported = to_onnx(for_runtimes(model, tensors), tensors, dynamic_batch=dynamic_batch)
     told.append(check_float(exported, model, tensors).untold)
     if notes is not None:
         notes += [sentence for sentence in told if sentence]

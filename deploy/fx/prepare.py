@@ -23,7 +23,16 @@ from deploy.fx.copied import plain_copy
 from deploy.fx.coverage import REASONS
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
-from deploy.fx.fuse import called_module, fold_batch_norms, fold_frozen, foldable, layers_to_modules
+from deploy.fx.fuse import (
+    FOLDABLE,
+    LEFT,
+    called_module,
+    called_once,
+    fold_batch_norms,
+    fold_frozen,
+    foldable,
+    layers_to_modules,
+)
 from deploy.fx.grids import at_bits
 from deploy.fx.layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis
 from deploy.fx.lift import is_layer
@@ -36,6 +45,7 @@ from deploy.fx.watched import loosest, watch
 from deploy.targets import Target, named
 
 MODES = ("static", "dynamic", "weight-only")
+APART = "norms='train' trains a norm right behind its own layer with it; norms='fold' folds it"
 
 
 class CustomConfig:
@@ -330,16 +340,24 @@ def _wrap_weights(
 
 def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -> None:
     """Join each BatchNorm with the layer before it, to be trained as one."""
+    left: dict[str, str] = {}
     for node in list(graph_module.graph.nodes):
         norm = called_module(graph_module, node)
-        if not is_norm(norm) or foldable(graph_module, node) is not None:
+        if norm is None or not is_norm(norm):
             continue
-        layer = node.args[0]
+        layer: Any = node.args[0]
         before = called_module(graph_module, layer)
-        if norm is None or before is None or str(layer.target) in skip:
-            continue
-        merged = QatConvBn(before, norm, WeightQuant(channel_axis(before), bits))
-        replace_submodule(graph_module, str(layer.target), merged.train(before.training))
-        node.replace_all_uses_with(layer)
-        graph_module.graph.erase_node(node)
+        reason = foldable(graph_module, node)
+        if reason is None and (
+            not isinstance(before, FOLDABLE) or not called_once(graph_module, layer)
+        ):
+            reason = APART
+        if reason is not None:
+            left[str(node.target)] = reason
+        elif before is not None and str(layer.target) not in skip:
+            merged = QatConvBn(before, norm, WeightQuant(channel_axis(before), bits))
+            replace_submodule(graph_module, str(layer.target), merged.train(before.training))
+            node.replace_all_uses_with(layer)
+            graph_module.graph.erase_node(node)
+    graph_module.meta[LEFT] = left
     graph_module.recompile()

@@ -41,7 +41,8 @@ class NodeCost:
         seconds: mean of the timed runs.
         percent: of the whole run.
         flops: floating-point operations, two a multiply-accumulate.
-        parameters: of the module that it calls.
+        parameters: of the module that it calls, or the one that it reads; of several nodes with
+            the same ones, the first's.
     """
 
     opcode: str
@@ -148,8 +149,9 @@ def profile(
             timing.run(*inputs)
         whole = (time.perf_counter() - started) / runs
     flops = count_flops(graph_module, inputs)
+    counted = _parameters(graph_module)
     nodes = [
-        _cost(graph_module, node, timing.seconds[node.name] / runs, whole, flops[node.name])
+        _cost(node, timing.seconds[node.name] / runs, whole, flops[node.name], counted.get(node, 0))
         for node in graph_module.graph.nodes
     ]
     return Profile(tuple(nodes), whole)
@@ -220,11 +222,22 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return []
 
 
-def _cost(
-    graph_module: fx.GraphModule, node: fx.Node, seconds: float, whole: float, flops: int
-) -> NodeCost:
-    module = called_module(graph_module, node)
-    parameters = sum(p.numel() for p in module.parameters()) if module is not None else 0
+def _parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
+    """How many parameters a node brings that none before it did, each counted once."""
+    seen, found = set[int](), dict[fx.Node, int]()
+    for node in graph_module.graph.nodes:
+        module = called_module(graph_module, node)
+        read = list(module.parameters()) if module is not None else []
+        if node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            value = getattr(graph_module.get_submodule(owner), name)
+            read = [value] if isinstance(value, nn.Parameter) else []
+        found[node] = sum(p.numel() for p in read if id(p) not in seen)
+        seen |= {id(p) for p in read}
+    return found
+
+
+def _cost(node: fx.Node, seconds: float, whole: float, flops: int, parameters: int) -> NodeCost:
     percent = 100 * seconds / whole if whole else 0.0
     target = target_name(node.target)
     owner = owner_of(node)

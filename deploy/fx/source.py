@@ -5,6 +5,9 @@ Weights come from a file only where one is named, through `torch.load(weights_on
 
 from __future__ import annotations
 
+import pickle
+import re
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +24,9 @@ from deploy.fx.states import fitted, found_state
 from deploy.fx.zoo import make_named
 from deploy.reading import MOST_BYTES, opened
 from deploy.usercode import is_named
+
+_EXPORTED = "give the module that the program was exported from"
+_HELD = re.compile(r"(?:GLOBAL|class|type) ([A-Za-z_][\w]*\.[\w.]*\w)")
 
 
 def load_factory(spec: str) -> Callable[[], Any]:
@@ -60,11 +66,16 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
     """
     model = make_named(spec) if is_named(spec) else call_factory(spec)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{spec} must return a torch.nn.Module, got {type(model).__name__}")
+        kind = type(model).__name__
+        way = f"; {_EXPORTED}" if kind == "ExportedProgram" else ""
+        raise ModelError(f"{spec} must return a torch.nn.Module, got {kind}{way}")
     model = unwrapped(model)
     if weights is not None:
         load_weights(model, weights)
-    return model.eval()
+    try:
+        return model.eval()
+    except NotImplementedError as error:
+        raise ModelError(f"{spec} must return a module with an eval mode; {_EXPORTED}") from error
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -96,15 +107,30 @@ def read_tensors(path: Path, *, own: bool = False) -> Any:
             path, what="a file of tensors", error=ModelError, most=MOST_BYTES, own=own
         ) as file:
             _refuse_bomb(file, path)
-            return torch.load(file, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings(action="ignore"):  # of TorchScript, which is told below
+                return torch.load(file, map_location="cpu", weights_only=True)
     except Calib8Error:
         raise
     except Exception as error:  # torch raises half a dozen kinds for a broken or unsafe file
-        first = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
             f"{path} must be a file of tensors that torch.load(weights_only=True) accepts,"
-            f" got: {first[0][:200]}; save model.state_dict()"
+            f" got {_told(error, path)}; save model.state_dict()"
         ) from error
+
+
+def _told(error: Exception, path: Path) -> str:
+    """What torch's message comes down to; it is about its own options."""
+    said = str(error)
+    if path.suffix == ".safetensors":
+        return "a file of safetensors, which safetensors.torch.load_file reads"
+    if "TorchScript" in said:
+        return "TorchScript, which torch.jit.load reads"
+    if held := _HELD.search(said):
+        return f"an object of {held[1]}, which only unpickling could make"
+    first = (said.strip().splitlines() or [""])[0]
+    if isinstance(error, pickle.UnpicklingError | KeyError):
+        return "what torch.save did not write"
+    return f"{type(error).__name__}: {first[:200]}"
 
 
 def _refuse_bomb(file: IO[bytes], path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +17,50 @@ _DEPTH = 3  # of checkpoints within each other
 
 
 def found_state(read: Any, path: Path) -> Mapping[str, torch.Tensor]:
-    """The state dict in what `torch.load` gave: itself, or what lies under one of `KEYS`.
+    """The state dict in what `torch.load` gave: itself, under one of `KEYS`, or the only one in it.
 
     Raises:
-        ModelError: there is none; the message lists what there is.
+        ModelError: there is none, or several; the message lists what there is.
     """
-    inside = read
-    for _ in range(_DEPTH):
-        if not isinstance(inside, dict) or _is_state(inside):
-            break
-        key = next((key for key in KEYS if isinstance(inside.get(key), dict)), None)
-        if key is None:
-            break
-        inside = inside[key]
-    if not isinstance(inside, dict):
+    if not isinstance(read, dict):
         raise ModelError(
-            f"{path} must hold a state dict, got {type(inside).__name__}; save model.state_dict()"
+            f"{path} must hold a state dict, got {type(read).__name__}; save model.state_dict()"
         )
-    if not _is_state(inside):
-        names = ", ".join(map(repr, list(inside)[:8])) or "nothing"
+    found = list(_states(read))
+    if len(found) == 1:
+        return found[0][1]
+    if found:
+        names = " and ".join(repr(name) for name, _ in found[:8])
         raise ModelError(
-            f"{path} must hold a state dict, itself or under one of {', '.join(KEYS)}, got {names};"
-            " save model.state_dict()"
+            f"{path} must hold one state dict, got several under {names}; save the one that is"
+            " meant by itself"
         )
-    return inside
+    names = ", ".join(map(repr, list(read)[:8])) or "nothing"
+    raise ModelError(
+        f"{path} must hold a state dict, itself or under one of {', '.join(KEYS)}, got {names};"
+        " save model.state_dict()"
+    )
+
+
+def _states(
+    inside: Mapping[Any, Any], name: str = "", depth: int = _DEPTH
+) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
+    """The state dicts in a checkpoint by where they lie; that under one of `KEYS` before others."""
+    if _is_state(inside):
+        yield name, inside
+        return
+    parts = {key: part for key, part in inside.items() if isinstance(part, dict) and depth}
+    known = next((key for key in KEYS if key in parts), None)
+    for key in parts if known is None else (known,):
+        if isinstance(key, str):  # an optimizer's states have numbers
+            yield from _states(parts[key], f"{name}.{key}" if name else key, depth - 1)
 
 
 def fitted(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
     """The state under the model's own names, where a prefix of all of them is what differs.
 
     DataParallel writes `module.`, torch.compile `_orig_mod.`, a training loop the name of its own
-    attribute.
+    attribute, beside which it may have other tensors.
     """
     wanted = set(model.state_dict())
     while state and set(state) != wanted:
@@ -57,7 +70,22 @@ def fitted(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, 
         if all(name.partition(".")[0] in first for name in wanted):
             break  # the model's own names begin so
         state = {name.partition(".")[2]: value for name, value in state.items()}
-    return state
+    return state if set(state) == wanted else _part(state, wanted) or state
+
+
+def _part(state: Mapping[str, torch.Tensor], wanted: set[str]) -> Mapping[str, torch.Tensor]:
+    """What stands under the one prefix with all of the names and no other, beside something else.
+
+    So a training module keeps its loss's weights, and an average of weights the number of steps.
+    """
+    first = min(wanted, default="")
+    prefixes = [name.removesuffix(first) for name in state if name.endswith(f".{first}")]
+    parts = [
+        {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+        for prefix in prefixes
+    ]
+    whole = [part for part in parts if set(part) == wanted]
+    return whole[0] if len(whole) == 1 and not wanted <= set(state) else {}
 
 
 def _is_state(value: Mapping[Any, Any]) -> bool:
