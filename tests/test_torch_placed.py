@@ -153,6 +153,8 @@ def test_export_quantizes_what_build_quantizes(run, built, tmp_path, images, net
     code, said, err = run("export", f"{NETS}:{net}", *SHAPE, *words)
     assert code == 0, err
     found, wanted = (rows(path, net, target) for path in (ours, theirs))
+    if target == "onnxruntime":  # a ConvTranspose that makes tiles is a Conv and copies there
+        found = [("Conv", *row[1:]) if row[0] == "ConvTranspose" else row for row in found]
     assert found == wanted
     assert any(weights for _, _, weights, _ in wanted)
     first_is_float = net in ("mobile", "detector", "joined") and target == "onnxruntime"

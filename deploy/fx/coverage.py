@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx, nn
 
 from deploy.errors import ExportError
 from deploy.fx.fakequant import DynamicQuant, FixedQuant
 from deploy.fx.layers import IntLayer
-from deploy.fx.modules import CONVS, PRODUCTS
 
 REASONS = "why in float"  # key in the meta of a prepared or converted graph
-_PRODUCTS = frozenset({*CONVS, *PRODUCTS, torch.bmm, torch.mm, torch.einsum})
-_METHODS = frozenset({"matmul", "bmm", "mm"})
 _FEW = 8  # layers that are named
+# parts of names of functions whose operands are weights
+_PRODUCTS = ("linear", "matmul", "mm", "conv", "einsum", "embedding", "attention", "bilinear")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +24,8 @@ class Coverage:
     Attributes:
         quantized: qualified names of those with int8 weights.
         left: (qualified name, class) of those that keep weights of two or more dimensions in float,
-            and of parameters that a product reads without a layer; what is added or joined, as the
-            positions of a ViT are, is no weight.
+            and of parameters that a product reads without a layer; what a graph only adds or
+            scales by, such as places of tokens, is no weight.
         activations: how many tensors are quantized.
         reasons: qualified name of a layer in float -> why, in the words of a build.
     """
@@ -66,13 +64,12 @@ def coverage(
         model: the user's, whose classes a graph may not keep.
         own: the user's classes of quantized modules.
     """
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    kinds = {name: type(module) for name, module in model.named_modules()}
     quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()
     activations, reasons = 0, dict[str, str]()
-    graphs = {n: m for n, m in converted.named_modules() if isinstance(m, fx.GraphModule)}
+    factors = _read_by_graphs(converted)
     for name, module in converted.named_modules():
         if isinstance(module, fx.GraphModule):
-            left += [(f"{name}.{one}" if name else one, "Parameter") for one in _bare(module)]
             own_reasons = module.meta.get(REASONS, {})
             reasons |= {f"{name}.{k}" if name else k: why for k, why in own_reasons.items()}
         activations += isinstance(module, FixedQuant | DynamicQuant)
@@ -81,37 +78,62 @@ def coverage(
         if isinstance(module, (IntLayer, *own)):
             quantized.append(name)
             inside = (*inside, f"{name}.")
-        elif _has_weights(module) and _is_called(name, graphs):
-            kind = kinds.get(name, type(module).__name__)
-            left.append((name or "the model itself", kind))
+        else:
+            left += _in_float(name, kinds.get(name, type(module)), module, factors)
     return Coverage(tuple(quantized), tuple(left), activations, reasons)
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+def _in_float(
+    name: str, kind: type[nn.Module], module: nn.Module, factors: Mapping[int, bool]
+) -> list[tuple[str, str]]:
+    """A layer that keeps weights in float; or its parameters, where a graph reads them itself."""
+    weights = [
+        (own, parameter)
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 1 and factors.get(id(parameter), True)
+    ]
+    if not weights:
+        return []
+    if kind.__module__.startswith("torch.nn.") or any(id(p) not in factors for _, p in weights):
+        return [(name or "the model itself", kind.__name__)]
+    return [(f"{name}.{own}".lstrip("."), "Parameter") for own, _ in weights]
 
 
-def _is_called(name: str, graphs: Mapping[str, fx.GraphModule]) -> bool:
-    """Whether a module computes something itself; one of a graph may hold parameters for it."""
-    inside = [one for one in graphs if not one or f"{name}.".startswith(f"{one}.")]
-    if not inside:
+def _read_by_graphs(converted: nn.Module) -> dict[int, bool]:
+    """Id of every tensor that a graph reads itself -> whether a product or a table of it does."""
+    found = dict[int, bool]()
+    for part in converted.modules():
+        if isinstance(part, fx.GraphModule):
+            constant = _constants(part.graph)
+            for node in part.graph.nodes:
+                if node.op == "get_attr":
+                    tensor = id(_tensor(part, node))
+                    found[tensor] = found.get(tensor, False) or _is_factor(node, constant)
+    return found
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that are computed of the model's own tensors alone."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        calls = node.op in ("call_function", "call_method") and node.all_input_nodes
+        if node.op == "get_attr" or (calls and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _is_factor(node: fx.Node, constant: set[fx.Node]) -> bool:
+    """Whether a tensor of the model, or what is computed of it alone, goes into a product."""
+    calls = [user for user in node.users if user.op in ("call_function", "call_method")]
+    names = [str(getattr(user.target, "__name__", user.target)) for user in calls]
+    if any(product in name for product in _PRODUCTS for name in names):
         return True
-    owner = max(inside, key=len)
-    own = name[len(owner) :].removeprefix(".") + "."
-    called = (n.target for n in graphs[owner].graph.nodes if n.op == "call_module")
-    return any(own.startswith(f"{target}.") for target in called)
+    return any(_is_factor(user, constant) for user in calls if user in constant)
 
 
-def _bare(graph_module: fx.GraphModule) -> list[str]:
-    """Names of the parameters by which a product multiplies."""
-    read = [node for node in graph_module.graph.nodes if node.op == "get_attr"]
-    names = [str(n.target) for n in read if any(_is_product(user) for user in n.users)]
-    known = dict(graph_module.named_parameters())
-    return [name for name in dict.fromkeys(names) if name in known and known[name].dim() > 1]
-
-
-def _is_product(node: fx.Node) -> bool:
-    return node.target in _PRODUCTS or (node.op == "call_method" and node.target in _METHODS)
+def _tensor(part: fx.GraphModule, node: fx.Node) -> object:
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(part.get_submodule(owner), name)
 
 
 def refuse_float(found: Coverage) -> None:
