@@ -72,8 +72,8 @@ class OrtSession:
             model: path of an ONNX file (with its external data beside it), its bytes, or itself.
             threads: threads inside one operator; None takes every core this process may use.
             optimize: False switches graph optimization off, so that every tensor exists as written.
-            spin: let idle threads wait for work without sleeping, which saves microseconds of a
-                run and costs a core in between; only what is timed is worth it.
+            spin: let idle threads wait for work within a run without sleeping, which saves
+                microseconds of it and costs a core; only what is timed is worth it.
             keep: the memory of one run for the next; None where threads spin. A session of a few
                 runs asks for no new pages then, and gives them all back in the end.
             int8_kernels: False computes a Q/DQ model as it is written, in float between its pairs,
@@ -293,7 +293,9 @@ def _options(
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = _LOG_FATAL
-    if not spin:
+    if spin:  # but not beside another session's run
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+    else:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.enable_cpu_mem_arena = keep
     if not int8_kernels:

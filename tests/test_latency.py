@@ -1,12 +1,15 @@
 import time
 
 import numpy as np
+import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 
 from deploy.errors import ConfigError
 from deploy.metrics.latency import DeviceTimes, Timing, measure, percentile
+from deploy.ort import OrtSession
 from deploy.tensors import TensorSpec
 
 FEEDS = [{"x": np.zeros(1, np.float32)}, {"x": np.ones(1, np.float32)}]
@@ -51,11 +54,41 @@ def test_sessions_run_in_turning_order_on_the_same_inputs():
     log = []
     sessions = {name: Recorder(name, log) for name in "ab"}
     found = measure(sessions, FEEDS, warmup_ms=0, duration_s=0, min_iterations=4)
-    assert "".join(name for name, _ in log) == "ab" + "abbaabba"  # warm-up, then four rounds
-    assert [value for _, value in log[2:]] == [0, 0, 1, 1, 0, 0, 1, 1]
+    runs = log[1::2]  # behind one that is not timed, of the same session and input
+    assert log[::2] == runs
+    assert "".join(name for name, _ in runs) == "ab" + "abbaabba"  # warm-up, then four rounds
+    assert [value for _, value in runs[2:]] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert list(found) == ["a", "b"]
     assert found["a"].queries == 4 and found["a"].warmup_queries == 1
     assert len(found["a"].samples_ms) == 4
+
+
+def test_one_session_alone_is_timed_in_every_run():
+    log = []
+    found = measure({"a": Recorder("a", log)}, FEEDS, warmup_ms=0, duration_s=0, min_iterations=4)
+    assert len(log) == 1 + 4 and found["a"].queries == 4
+
+
+def test_a_run_waits_for_no_other_sessions_threads(monkeypatch):
+    entries = []
+    add = onnxruntime.SessionOptions.add_session_config_entry
+    monkeypatch.setattr(
+        onnxruntime.SessionOptions,
+        "add_session_config_entry",
+        lambda self, *entry: (entries.append(entry), add(self, *entry)),
+    )
+    model = helper.make_model(
+        helper.make_graph(
+            [helper.make_node("Relu", ["x"], ["y"])],
+            "g",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])],
+        ),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    OrtSession.open(model)
+    assert ("session.force_spinning_stop", "1") in entries
 
 
 def test_throughput_is_queries_over_a_sessions_own_time():
