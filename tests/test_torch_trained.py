@@ -1,6 +1,10 @@
 """What `calib8 qat` trained goes through `calib8 build`, to every target."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +14,9 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 torch.set_num_threads(1)
 SIDE = 32
 TRAIN = '''
+import os
+import signal
+
 import torch
 from torch import nn
 
@@ -66,6 +73,8 @@ class Detector(nn.Module):
 
 def boxes(epoch):
     """Pictures of one bright box; where it is, cell by cell."""
+    if epoch == 2 and "KILLED" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
     made = torch.Generator().manual_seed(epoch)
     for _ in range(5):
         x, y = torch.randn(4, 3, 32, 32, generator=made) * 0.1, torch.zeros(4, 6, 80)
@@ -92,6 +101,11 @@ def make():
 '''
 
 
+def words_for(folder, target):
+    stem = ["--int8-stem"] * (target == "onnxruntime")
+    return ["qat", f"{folder / 'train.py'}:setup", "--target", target, *stem, "--quiet"]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """(target) -> what 20 steps of training for it leave."""
@@ -104,10 +118,8 @@ def trained(tmp_path_factory):
     def call(target):
         if target not in made:
             made[target] = folder / f"{target}.qdq.onnx"
-            words = ["qat", f"{folder / 'train.py'}:setup", "--target", target]
-            words += ["--int8-stem"] * (target == "onnxruntime")
             try:
-                main([*words, "-o", str(made[target]), "--quiet"])
+                main([*words_for(folder, target), "-o", str(made[target])])
             except SystemExit as stop:
                 assert not stop.code
         return made[target]
@@ -142,3 +154,17 @@ def test_a_trained_detector_goes_to_every_target(trained, data, run, tmp_path, t
         assert min(float(part["sqnr_db"]) for part in row["accuracy"]["parts"]) > 20, row["target"]
     if target == "onnxruntime":
         assert (out / "onnxruntime.qdq.int8.onnx").read_bytes() == model.read_bytes()
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
+def test_training_that_was_killed_goes_on_to_the_same_bytes(trained, tmp_path, target):
+    whole = trained(target)
+    out = tmp_path / whole.name
+    words = [*words_for(whole.parent, target), "--checkpoint", str(tmp_path / "qat.pt")]
+    command = [sys.executable, "-m", "deploy", *words, "-o", str(out)]
+    killed = {**os.environ, "KILLED": "1"}
+    broken = subprocess.run(command, env=killed, capture_output=True, check=False)
+    assert broken.returncode == -signal.SIGKILL and not out.exists()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert out.read_bytes() == whole.read_bytes()
