@@ -227,6 +227,9 @@ class Plan:
         sources: tensor with a scale -> the tensors whose ranges it holds, where that is not its own
             range.
         gates: those that run in int8; `pairs` has their ends, their inner scales are fixed.
+        shifts: Conv -> the gate that alone reads it and is made of another tensor too
+            (squeeze-excite). Its shift is added to the Conv's bias, whose output is then clipped by
+            its own grid.
         numbers: Adds and Muls whose constant operand is to be stored in int8.
         pads: Pads that run on the integers themselves.
     """
@@ -238,6 +241,7 @@ class Plan:
     owners: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
+    shifts: Mapping[str, Gate] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
     pads: tuple[str, ...] = ()
 
@@ -305,16 +309,34 @@ def analyse(
     _drop_glue(graph, placement, why, without)
     chosen = [n for n in graph.nodes if not why[n.name]]
     pairs = _pairs(graph, placement, chosen)
+    int8_gates = tuple(gate for gate in found if not why[gate.name])
+    weights = tuple(w for n in chosen for w in _weights(graph, placement, n))
     return Plan(
         placement=placement,
         decisions=_decisions(model.graph.node, graph, placement, why, stands_in),
         pairs=pairs,
-        gates=tuple(gate for gate in found if not why[gate.name]),
+        gates=int8_gates,
+        shifts=_shifts(known.graph, weights if placement.bias else (), int8_gates),
         numbers=tuple(n.name for n in chosen if has_number(graph, n)),
         pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
-        weights=tuple(w for n in chosen for w in _weights(graph, placement, n)),
+        weights=weights,
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
     )
+
+
+def _shifts(
+    graph: Graph, weights: Iterable[WeightTarget], int8_gates: Iterable[Gate]
+) -> dict[str, Gate]:
+    """The Convs that a gate's shift can be added to; of the model as it is, gates written out."""
+    found = {}
+    convs = {weight.node: weight for weight in weights}
+    for gate in int8_gates:
+        maker = graph.producer.get(gate.source)
+        own = convs.get(maker.name) if maker is not None and maker.op_type == "Conv" else None
+        alone = graph.only_reader(gate.source) is not None and gate.source != gate.factor
+        if own is not None and alone and (own.bias is None or own.bias in graph.initializers):
+            found[own.node] = gate
+    return found
 
 
 def reasons(float_nodes: FloatNodes) -> Mapping[str, str]:

@@ -154,7 +154,7 @@ class OnnxRuntime:
         from calibrators.grids import signed
         from deploy.graph.plan import Read, analyse
         from deploy.targets.dynamic import write_dynamic
-        from deploy.targets.qdq import Stored, shifted_by, write_qdq
+        from deploy.targets.qdq import Stored, write_qdq
         from deploy.targets.trained import decisions_of
 
         found, trained = request.ranges_of(self), request.trained
@@ -188,7 +188,7 @@ class OnnxRuntime:
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             model = write_dynamic(model, dynamic, signed(self.weight_bits))
-        clipped = {gate.source for gate in shifted_by(read.graph, plan).values()}
+        clipped = {gate.source for gate in plan.shifts.values()}
         ranges = {name: found.scales[name] for name in plan.activations if name not in clipped}
         decisions = self._with_dynamic(plan.decisions, dynamic)
         return _Paired(model, decisions, ranges, request.model, read, plan)

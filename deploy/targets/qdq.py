@@ -35,7 +35,7 @@ from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import TARGET_OPSET
 from deploy.graph.edit import copied_without, drop_dead, rebuild
 from deploy.graph.gates import Gate
-from deploy.graph.index import Graph, users
+from deploy.graph.index import users
 from deploy.graph.plan import Pair, Plan, WeightTarget
 from deploy.targets.forms import Forms, with_offset
 
@@ -162,8 +162,6 @@ class _Writer:
         self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
         self.instead: dict[str, list[onnx.NodeProto]] = {}  # by the node whose place they take
         self.forms = Forms(self.constant, self.before)
-        index = stored.of("index", lambda: Graph(plain)) if plan.gates else None
-        self.shifts = shifted_by(index, plan) if index is not None else {}
         self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
@@ -211,7 +209,7 @@ class _Writer:
 
     def shifted(self, target: WeightTarget) -> WeightTarget:
         """The layer of a gate's source, with the gate's shift in its bias; others as they are."""
-        gate = self.shifts.get(target.node)
+        gate = self.plan.shifts.get(target.node)
         if gate is None:
             return target
         node, channels = self.nodes[target.node], self.initializers[target.name].dims[0]
@@ -303,7 +301,7 @@ class _Writer:
         pair = self.after[nodes[-1].output[0]]
         found = self.scales[gate.output]
         self.instead |= {name: [] for name in gate.nodes}
-        made = self._made_shifted(gate) if gate in self.shifts.values() else ""
+        made = self._made_shifted(gate) if gate in self.plan.shifts.values() else ""
         self.instead[gate.name] = self.forms.gate(gate, nodes, pair[0], found, made)
 
     def _made_shifted(self, gate: Gate) -> str:
@@ -347,22 +345,6 @@ class _Writer:
         rebuild(self.graph, ordered)
         if self.plan.pads:  # what only a Pad read is not read in float any more
             drop_dead(self.graph)
-
-
-def shifted_by(graph: Graph, plan: Plan) -> dict[str, Gate]:
-    """Conv -> the gate that alone reads it and is made of another tensor too (squeeze-excite).
-
-    Its shift can be added to the Conv's bias, whose output is then clipped by its own grid.
-    """
-    found = {}
-    convs = {weight.node: weight for weight in plan.weights if plan.placement.bias}
-    for gate in plan.gates:
-        maker = graph.producer.get(gate.source)
-        own = convs.get(maker.name) if maker is not None and maker.op_type == "Conv" else None
-        alone = graph.only_reader(gate.source) is not None and gate.source != gate.factor
-        if own is not None and alone and (own.bias is None or own.bias in graph.initializers):
-            found[own.node] = gate
-    return found
 
 
 def _room_for_bias(
