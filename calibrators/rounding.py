@@ -30,7 +30,9 @@ from calibrators.kernel import kernel
 FloatArray = NDArray[np.float64]
 
 _TILE = 64  # products of 64 x 64 x 64: for more, BLAS wakes its threads, and sums in their order
-_DAMP = 0.01  # of H's mean diagonal: what a few inputs did not show is not taken for zero
+# Of H's mean diagonal: what a few inputs did not show is not taken for zero. On other inputs of
+# YOLOv8n and EfficientNet-Lite0 0.2 leaves 0.28 and 0.50 of the squared error, 0.01 0.30 and 0.55.
+_DAMP = 0.2
 
 
 def gram(inputs: NDArray[np.floating]) -> FloatArray:

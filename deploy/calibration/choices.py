@@ -18,7 +18,7 @@ class Choices:
         float_nodes: node of the cleaned model -> why it stays float.
         method: the search of every tensor; None is the calibration's own.
         methods: tensor -> a search of its own.
-        rounded: whether weights are rounded by output error; None leaves it to a trial.
+        rounded: whether weights are rounded by output error; None where no plan says it.
     """
 
     float_nodes: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Repairs: changes of the float model's constants after which its int8 form is nearer to it.
 
 Each is an option, works on every target since all are built from the same float model, and is kept
-only where it measurably helps. `REPAIRS` is the table of them, in the order they are tried::
+only where it measurably helps: by the outputs on a few samples, or layer by layer where each layer
+can tell. `REPAIRS` is the table of them, in the order they are tried::
 
     model -> equalize, absorb, smooth -> observe -> ranges, adaround, bias -> files
              (the ranges change)                    (the ranges stay)
@@ -12,17 +13,21 @@ time of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.repairs.absorb import absorb
-from deploy.repairs.adaround import round_weights
-from deploy.repairs.base import After, Before, Tried
+from deploy.repairs.adaround import round_weights, told_of_rounding
+from deploy.repairs.base import After, Before, Making, Tried
 from deploy.repairs.bias import correct_biases
 from deploy.repairs.equalize import equalize
 from deploy.repairs.ranges import choose_ranges
 from deploy.repairs.smooth import smooth
+
+if TYPE_CHECKING:
+    from deploy.targets.base import BuildRequest
 
 ALL, NONE = "all", "none"
 ROUNDING = "adaround"
@@ -37,12 +42,15 @@ class Repair:
         words: what it is called in a report.
         before: changes a model before anything is observed.
         after: changes what a target is built from, the ranges known; one of the two is there.
+        told: what an after-repair gave that was judged layer by layer, in words; None leaves the
+            judging to the outputs.
         same_db: SQNR that the repaired float model must have against the plain one.
     """
 
     words: str
     before: Before | None = None
     after: After | None = None
+    told: Callable[[BuildRequest, Making], str] | None = None
     same_db: float = 60.0
 
 
@@ -51,7 +59,9 @@ REPAIRS: dict[str, Repair] = {
     "absorb": Repair(words="absorption of high biases", before=absorb, same_db=40.0),
     "smooth": Repair(words="SmoothQuant", before=smooth),
     "ranges": Repair(words="ranges by output error", after=choose_ranges),
-    ROUNDING: Repair(words="weight rounding by output error", after=round_weights),
+    ROUNDING: Repair(
+        words="weight rounding by output error", after=round_weights, told=told_of_rounding
+    ),
     "bias": Repair(words="bias correction", after=correct_biases),
 }
 

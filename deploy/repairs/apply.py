@@ -17,7 +17,7 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.progress import phase
 from deploy.repairs import REPAIRS, ROUNDING
 from deploy.repairs.adaround import trials_rounded
-from deploy.repairs.base import After, Making, Tried, settled
+from deploy.repairs.base import Making, Tried, settled
 from deploy.repairs.layers import layers_of
 from deploy.repairs.runs import Judge, harms, helps, worst
 from deploy.targets.base import BuildRequest
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 _SAMPLES = 16  # images of which half make the after-repairs and half judge them
 _ENOUGH = 4  # samples from which on they are shared out
 _VALUES = 5_000_000  # of the samples that make a repair together; a large one gives many patches
-_SETTLED = 4  # samples that tell what a repair does which the search settled already
 Heard = tuple[Sample, Mapping[str, "Array"]]
 _CLEARLY_DB = 0.5  # what a before-repair must gain: it is judged with the ranges of few samples
 STAND_IN = OnnxRuntime()  # where no target can be tried on a few samples
@@ -73,13 +72,15 @@ def trials(
 
 @contextmanager
 def _making(target: Target, request: BuildRequest, samples: Sequence[Sample]) -> Iterator[Making]:
-    """What repairs are made from: of enough samples every other one."""
-    layers = len(layers_of(request.model))
+    """What repairs are made from: of enough samples every other one, and few of those between."""
+    layers, enough = len(layers_of(request.model)), len(samples) >= _ENOUGH
+    made = samples[0::2][: _as_many(samples)] if enough else samples
     with phase("weights", layers, "layers", about=True) as step:
         yield Making(
             target=target,
             reference=request.model,
-            samples=samples[0::2][: _as_many(samples)] if len(samples) >= _ENOUGH else samples,
+            samples=made,
+            apart=samples[1::2][: -(-len(made) // 2)] if enough else (),
             threads=request.threads,
             progress=step,
         )
@@ -107,54 +108,69 @@ def repaired(
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
     """
-    repairs = {name: one.after for name in names if (one := REPAIRS[name]).after is not None}
-    if not repairs:
+    after = [name for name in names if REPAIRS[name].after is not None]
+    if not after:
         return request, []
     with _making(target, request, [sample for sample, _ in heard]) as making:
-        return _tried_out(request, making, repairs, heard)
+        return _tried_out(request, making, after, heard)
 
 
 def _tried_out(
-    request: BuildRequest,
-    making: Making,
-    repairs: Mapping[str, After],
-    heard: Sequence[Heard],
+    request: BuildRequest, making: Making, names: Sequence[str], heard: Sequence[Heard]
 ) -> tuple[BuildRequest, list[Tried]]:
-    """What is left of a request after its repairs, each judged on the samples of no repair."""
-    target = making.target
-    settled = all(_known(request, name) is not None for name in repairs)
-    apart = heard[1::2] if len(heard) >= _ENOUGH else heard
-    judging, said = zip(*apart[: _SETTLED if settled else None], strict=True)
-    bench = Judge(request.model, judging, threads=request.threads, said=said)
-    kernels = ".onnx" in target.engines
-    now, tried = bench.of(target.trial(request), kernels=kernels), []
-    for name, repair in repairs.items():
-        known = _known(request, name)
-        if known is False:
-            tried.append(_idle(name, target.name, "not kept, to nearest loses no more"))
-            continue
+    """What is left of a request after its repairs."""
+    target, bench, tried = making.target, _Bench(request, making, heard), []
+    for name in names:
         try:
-            forms = [
-                (form, bench.of(target.trial(form), kernels=kernels))
-                for form in repair(request, making)
-            ]
+            if name == ROUNDING and request.choices.rounded is False:
+                one = _idle(name, target.name, "not kept, the plan has none")
+            elif REPAIRS[name].told is not None:
+                request, one = _by_layers(request, making, name)
+            else:
+                request, one = bench.tried(request, name)
         except Calib8Error as error:
-            tried.append(_idle(name, target.name, f"not kept, {error}"))
-            continue
-        if not forms:
-            tried.append(_idle(name, target.name))
-            continue
-        form, after = max(forms, key=lambda one: worst(one[1]))
-        kept = helps(now, after) if known is None else known
-        tried.append(_told(name, target.name, now, after, kept=kept))
-        if tried[-1].kept:
-            request, now = form, after
+            one = _idle(name, target.name, f"not kept, {error}")
+        tried.append(one)
     return _settled(request, making.reference), tried
 
 
-def _known(request: BuildRequest, name: str) -> bool | None:
-    """Whether a repair is kept, where the search tried it already."""
-    return request.choices.rounded if name == ROUNDING else None
+def _by_layers(request: BuildRequest, making: Making, name: str) -> tuple[BuildRequest, Tried]:
+    """What a repair makes of a request that judges itself, layer by layer."""
+    repair = REPAIRS[name]
+    assert repair.after is not None and repair.told is not None
+    for form in repair.after(request, making):
+        told = f"{repair.words}: {repair.told(request, making)}, kept"
+        return form, Tried(name=name, target=making.target.name, kept=True, sentence=told)
+    return request, _idle(name, making.target.name)
+
+
+class _Bench:
+    """Tries repairs for one target, each judged by the outputs on the samples of no repair."""
+
+    def __init__(self, request: BuildRequest, making: Making, heard: Sequence[Heard]) -> None:
+        judging, said = zip(*(heard[1::2] if len(heard) >= _ENOUGH else heard), strict=True)
+        self._judge = Judge(request.model, judging, threads=request.threads, said=said)
+        self._making = making
+        self._known: tuple[BuildRequest, Accuracy] | None = None
+
+    def tried(self, request: BuildRequest, name: str) -> tuple[BuildRequest, Tried]:
+        """The best form of a request if it helps, else the request itself."""
+        repair, target = REPAIRS[name].after, self._making.target
+        assert repair is not None
+        now = self._figures(request)
+        forms = [(form, self._figures(form)) for form in repair(request, self._making)]
+        if not forms:
+            return request, _idle(name, target.name)
+        form, after = max(forms, key=lambda one: worst(one[1]))
+        kept = helps(now, after)
+        self._known = (form, after) if kept else (request, now)
+        return self._known[0], _told(name, target.name, now, after, kept=kept)
+
+    def _figures(self, request: BuildRequest) -> Accuracy:
+        if self._known is not None and self._known[0] is request:
+            return self._known[1]
+        target = self._making.target
+        return self._judge.of(target.trial(request), kernels=".onnx" in target.engines)
 
 
 def _settled(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequest:
@@ -346,8 +362,6 @@ def _idle(name: str, target: str = "", why: str = "nothing to repair") -> Tried:
     return Tried(
         name=name,
         target=target,
-        before_db=None,
-        after_db=None,
         kept=False,
         sentence=f"{REPAIRS[name].words}: {why}",
     )

@@ -25,6 +25,7 @@ class Making:
         target: whose int8 model is to be repaired.
         reference: the float model before any repair, which the int8 one should equal.
         samples: a few, which do not judge the result where there are enough.
+        apart: others, which judge what a repair does to a layer; none where there are not enough.
         threads: samples that run beside each other.
         progress: called after each layer, where a repair goes layer by layer.
     """
@@ -32,6 +33,7 @@ class Making:
     target: Target
     reference: onnx.ModelProto
     samples: Sequence[Sample]
+    apart: Sequence[Sample]
     threads: int
     progress: Callable[[], None] = lambda: None
 
@@ -54,18 +56,18 @@ class Tried:
     Attributes:
         name: the repair.
         target: the target.
-        before_db, after_db: SQNR of the worst output without and with it; None where there was
-            nothing to do.
         kept: whether the build has it.
         sentence: all that in words.
+        before_db, after_db: SQNR of the worst output without and with it; None where there was
+            nothing to do, or its outputs do not judge.
     """
 
     name: str
     target: str
-    before_db: float | None
-    after_db: float | None
     kept: bool
     sentence: str
+    before_db: float | None = None
+    after_db: float | None = None
 
 
 def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:

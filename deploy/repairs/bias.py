@@ -61,12 +61,12 @@ def _each_alone(request: BuildRequest, making: Making) -> BuildRequest | None:
     written = all_written(making.target.trial(request), held)
     layers = [layer for layer, how in written.values() if how.nearest]
     graph, biases = Graph(request.model), []
-    for layer, x in inputs_of(
+    for layer, parts in inputs_of(
         making.reference, layers, making.samples, most=_PATCHES, threads=making.threads
     ):
         how = written[layer.name][1]
-        wanted = _made(plain[layer.name].rows, x, len(making.samples))
-        found = _made(_rows(layer, how.weights(layer)), how.inputs(x), len(making.samples))
+        wanted = _made(plain[layer.name].rows, parts)
+        found = _made(_rows(layer, how.weights(layer)), [how.inputs(part) for part in parts])
         change = trusted_mean(wanted - found)
         biases.append((layer, layer.bias_of(graph) + change))
     return with_model(request, with_biases(request.model, biases)) if biases else None
@@ -76,9 +76,9 @@ def _rows(layer: Layer, weight: NDArray[np.float64]) -> NDArray[Any]:
     return replace(layer, array=np.asarray(weight, np.float32)).rows
 
 
-def _made(rows: NDArray[Any], inputs: NDArray[np.float32], parts: int) -> NDArray[np.float64]:
-    """What rows [G, C, K] make on average of parts of the patches [G, K, P]: [parts, G C]."""
-    some = [part for part in np.array_split(inputs, parts, axis=2) if part.shape[2]]
+def _made(rows: NDArray[Any], parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+    """What rows [G, C, K] make on average of patches [G, K, P] of each sample: [samples, G C]."""
+    some = [part for part in parts if part.shape[2]]
     means = np.stack([part.mean(axis=2, dtype=np.float64) for part in some])
     made = (np.asarray(rows, np.float64) * means[:, :, None, :]).sum(axis=3)
     return np.asarray(made.reshape(len(some), -1), np.float64)

@@ -68,7 +68,7 @@ class Layer:
     @property
     def outputs(self) -> int:
         """Output channels."""
-        if self.kind == "ConvTranspose":
+        if self.transposed:
             return int(self.array.shape[1]) * self.group
         if self.kind == "Conv" or self.turned:
             return int(self.array.shape[0])
@@ -78,6 +78,11 @@ class Layer:
     def inputs(self) -> int:
         """Input channels."""
         return int(self.by_channel.shape[0] * self.by_channel.shape[2])
+
+    @property
+    def transposed(self) -> bool:
+        """A transposed convolution."""
+        return self.kind == "ConvTranspose"
 
     @property
     def turned(self) -> bool:
@@ -90,7 +95,7 @@ class Layer:
         array, group = self.array, self.group
         if self.kind == "Conv":
             return array.reshape(group, array.shape[0] // group, array.shape[1], -1)
-        if self.kind == "ConvTranspose":
+        if self.transposed:
             split = array.reshape(group, array.shape[0] // group, array.shape[1], -1)
             return split.swapaxes(1, 2)
         matrix = array if self.turned else array.T
@@ -104,7 +109,7 @@ class Layer:
 
     def from_channels(self, channels: NDArray[Any]) -> FloatArray:
         """Inverse of `by_channel`, for a weight of the same sizes."""
-        if self.kind == "ConvTranspose":
+        if self.transposed:
             channels = channels.swapaxes(1, 2)
         if self.kind in ("Conv", "ConvTranspose"):
             return np.ascontiguousarray(channels.reshape(self.array.shape), np.float32)

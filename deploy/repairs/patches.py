@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from calibrators.patches import patches as drawn_patches
 from deploy.feed.parallel import Sample
 from deploy.graph.windows import window_of
@@ -18,6 +16,7 @@ from deploy.tensors import Array
 if TYPE_CHECKING:
     import onnx
 
+_PADS_GIVEN = b"NOTSET"
 _HELD = 1 << 25  # values in memory at a time; more layers are another run of the model
 
 
@@ -28,12 +27,12 @@ def inputs_of(
     *,
     most: int,
     threads: int,
-) -> Iterator[tuple[Layer, FloatArray]]:
-    """Each layer with patches of its input, [groups, K, P] with P up to `most` or so.
+) -> Iterator[tuple[Layer, list[FloatArray]]]:
+    """Each layer with patches of its input: of each sample [groups, K, P], `most` or so together.
 
-    ConvTranspose is left out: its weights meet no patches.
+    A ConvTranspose whose pads are not given, but found from its output's size, is left out.
     """
-    able = [one for one in layers if one.kind != "ConvTranspose"]
+    able = [one for one in layers if not (one.transposed and _fitted(one))]
     each = -(-most // len(samples))
     for some in _portions(able, most):
         wanted = {layer.name: layer for layer in some}
@@ -47,8 +46,12 @@ def inputs_of(
             by_input.setdefault(layer.input, []).append(layer)
         for tensor, own in by_input.items():
             for place, layer in enumerate(own):
-                parts = [run[tensor][place] for run in runs]
-                yield layer, np.concatenate(parts, axis=2)
+                yield layer, [run[tensor][place] for run in runs]
+
+
+def _fitted(layer: Layer) -> bool:
+    """Whether the pads of a ConvTranspose follow from the size of its output."""
+    return "output_shape" in layer.given or layer.given.get("auto_pad", _PADS_GIVEN) != _PADS_GIVEN
 
 
 def _portions(layers: Sequence[Layer], most: int) -> Iterator[list[Layer]]:
@@ -67,6 +70,8 @@ def _portions(layers: Sequence[Layer], most: int) -> Iterator[list[Layer]]:
 
 
 def patches(layer: Layer, value: Array, number: int, most: int) -> FloatArray:
-    """At most `most` patches of one input of a Conv, Gemm or MatMul (`calibrators.patches`)."""
-    window = window_of(layer.given, layer.array.shape[2:]) if layer.kind == "Conv" else None
+    """At most `most` patches of one input of a layer (`calibrators.patches`)."""
+    window = None
+    if layer.kind in ("Conv", "ConvTranspose"):
+        window = window_of(layer.given, layer.array.shape[2:], transposed=layer.transposed)
     return drawn_patches(value, window, number, most)

@@ -93,10 +93,11 @@ def _errors(
     known = {layer.name: (root, grid) for layer, root, grid in readers}
     layers = [layer for layer, _, _ in readers]
     errors: dict[str, dict[str, float]] = {}
-    for layer, x in inputs_of(
+    for layer, parts in inputs_of(
         making.reference, layers, making.samples, most=_PATCHES, threads=making.threads
     ):
         root, grid = known[layer.name]
+        x = np.concatenate(parts, axis=2)
         own = errors.setdefault(root, {})
         for name, scales in ranges.items():
             if root in scales:

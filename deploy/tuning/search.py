@@ -2,7 +2,7 @@
 
 ::
 
-    every method, all in int8            -> the best one, and how weights are rounded
+    every method, all in int8            -> the best one
     groups alone in int8, halved         -> noise of each layer
     kernels of both models, or products  -> price of each unit
     least price + weight * noise         -> one split a weight, from "fastest" to "all in float"
@@ -41,10 +41,7 @@ _BETTER = 0.8  # of a group's noise: another method must leave less than this
 _KEEPING = ("lp 3", "minmax")  # searches that clip little
 _UNSEEN = 0.02  # more is lost by others: what they clip is more in inputs that did not calibrate
 
-_CLEARLY = 1.05  # times as much lost with all in int8: what rounds worse there does so elsewhere
-
 _TRIED = "tried in float"
-_NEAREST = ", weights to nearest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +144,7 @@ class Search:
         word: what the target's nodes run in where they left float.
         effort: how much is tried.
         weight: what noise costs beside time; 2.5 by default.
-        rounded: whether weights can be rounded; None leaves it out.
+        rounded: whether the weights of its trials are rounded; None where nobody asks for it.
         trials: what was tried whole, in order.
         sensitivity: noise of the groups, once it was looked for.
     """
@@ -167,7 +164,6 @@ class Search:
     def run(self) -> Trial:
         """The best trial."""
         self._whole_in_int8()
-        self._try_other_rounding(min(self.trials, key=lambda trial: trial.mean))
         base = min(self.trials, key=lambda trial: trial.mean)
         if base.noise.worst < _NEAR:
             self._try_splits(base, {})
@@ -183,19 +179,7 @@ class Search:
             base = self.best
             if base is before:
                 break
-        if self._unsure_of_rounding:
-            self._try_other_rounding(self.best)
         return self.best
-
-    @property
-    def _unsure_of_rounding(self) -> bool:
-        """Whether both ways to round lost nearly the same with all in int8, or much is tried."""
-        plain = [trial for trial in self.trials if not trial.in_float]
-        ways = [[t.mean for t in plain if t.choices.rounded == way] for way in (True, False)]
-        if not all(ways) or self.effort.rounds > 1:
-            return True
-        better, worse = sorted(map(min, ways))
-        return worse < _CLEARLY * better
 
     @property
     def _shares(self) -> dict[str, float]:
@@ -241,14 +225,6 @@ class Search:
         choices = [plain, *(replace(plain, method=method) for method in self.methods[1:])]
         names = [f"all in {self.word}{self._by(one)}" for one in choices]
         self._try(names, [frozenset()] * len(names), choices)
-
-    def _try_other_rounding(self, base: Trial) -> None:
-        """The same with its weights rounded the other way."""
-        if self.rounded is None:
-            return
-        choices = replace(base.choices, rounded=not base.choices.rounded)
-        what = base.what.partition(",")[0] + self._by(choices)
-        self._try([what], [base.in_float], [choices])
 
     def _look_inside(self, base: Trial) -> None:
         """Noise of the groups under a trial's methods."""
@@ -362,12 +338,11 @@ class Search:
         return method.label if method else self.own
 
     def _by(self, choices: Choices) -> str:
-        """What finds the ranges, where there is a choice, and how weights are rounded."""
-        nearest = _NEAREST if self.rounded is not None and not choices.rounded else ""
+        """What finds the ranges, where there is a choice."""
         if len(self.methods) == 1:
-            return nearest
+            return ""
         own = f", another for {len(choices.methods)} tensors" if choices.methods else ""
-        return f", {self._called(choices.method or self.methods[0])}{own}{nearest}"
+        return f", {self._called(choices.method or self.methods[0])}{own}"
 
     def _floating(self, choices: Choices, units: Iterable[str]) -> Choices:
         """The choices with these units in float, for the reason that the search has."""
