@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from deploy.graph.flow import CUTS, MOVES
+from deploy.graph.flow import CUTS, MOVES, keeps_range
 
 if TYPE_CHECKING:
     from calibrators.scales import Scale
@@ -25,7 +25,8 @@ _KEEPING = MOVES | CUTS | {"MaxPool", "Resize", "Cast"}  # a float16 model is ca
 def spread(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]:
     """The ranges with those of tensors that nodes between only hand on."""
     known = dict(scales)
-    between = [n for n in graph.nodes if n.op_type in _KEEPING and n.input and n.output]
+    moves = [n for n in graph.nodes if n.op_type in _KEEPING and n.input and n.output]
+    between = [node for node in moves if keeps_range(graph, node)]
     for node in reversed(between):
         source, made = node.input[0], node.output[0]
         if made in known and source not in known and graph.only_reader(source) is not None:

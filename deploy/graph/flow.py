@@ -48,6 +48,47 @@ def has_number(graph: Graph, node: onnx.NodeProto) -> bool:
     return node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input)
 
 
+def keeps_range(graph: Graph, node: onnx.NodeProto) -> bool:
+    """Whether all that a node which moves values makes lies in the range of what it reads.
+
+    Not what a cubic Resize overshoots, nor what a Pad puts around it but 0.
+    """
+    if node.op_type == "Pad":
+        return not pads_with_more(graph, node)
+    return node.op_type != "Resize" or resized_by(node) != "cubic"
+
+
+def counts_beyond(node: onnx.NodeProto) -> bool:
+    """Whether a node is an average whose windows may reach beyond the padding that it counts."""
+    given = attributes(node) if node.op_type == "AveragePool" else {}
+    return bool(given.get("ceil_mode") and given.get("count_include_pad"))
+
+
+def resized_by(node: onnx.NodeProto) -> str:
+    """The mode of a Resize."""
+    mode: bytes = attributes(node).get("mode", b"nearest")
+    return mode.decode()
+
+
+def pads_with_more(graph: Graph, node: onnx.NodeProto) -> bool:
+    """Whether a Pad adds a constant that is not 0, or not known."""
+    zeros = len(node.input) < 3 or not node.input[2] or graph.number(node.input[2]) == 0
+    return attributes(node).get("mode", b"constant") == b"constant" and not zeros
+
+
+def added_bias(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+    """The Add behind a MatMul of rows that is a Gemm's bias: one constant a column."""
+    after = graph.only_reader(node.output[0])
+    if node.op_type != "MatMul" or after is None or after.op_type != "Add":
+        return None
+    weight = graph.initializers.get(node.input[1])
+    bias = next((graph.initializers[n] for n in after.input if n in graph.initializers), None)
+    rows = len(graph.shapes.get(node.output[0]) or ()) == 2
+    if weight is None or bias is None or not rows or bias.data_type != weight.data_type:
+        return None
+    return after if [*bias.dims] in ([weight.dims[-1]], [1, weight.dims[-1]]) else None
+
+
 def reads_int8(
     graph: Graph, node: onnx.NodeProto, made: Collection[str], heavy: Collection[str]
 ) -> bool:

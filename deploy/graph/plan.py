@@ -29,12 +29,17 @@ from deploy.graph.flow import (
     NORM,
     POINTWISE,
     POOLS,
+    added_bias,
     behind_float_concat,
+    counts_beyond,
     has_number,
     inputs_read,
     is_pool,
+    keeps_range,
+    pads_with_more,
     read_in_float,
     reads_int8,
+    resized_by,
     with_concats,
 )
 from deploy.graph.gates import GATE, Gate, collapsed, gates
@@ -63,6 +68,8 @@ class Placement:
         keeps_scale: op types whose output must have the input's scale.
         outputs: a pair after every int8 node (ONNX Runtime), or only on the inputs (TensorRT).
         bias: biases as int32 behind a DequantizeLinear (ONNX Runtime) or left float.
+        gemms: a MatMul of rows and the Add of its bias are one Gemm.
+        checked: glue stays float of which ONNX Runtime's integer kernel is missing or differs.
         per_tensor: op types whose weights get one scale for the whole tensor.
         numbers: an Add or Mul of a tensor and one number is glue too, the number held in int8.
         passes: op types that stay float between an int8 node and glue without parting them.
@@ -83,6 +90,8 @@ class Placement:
     keeps_scale: frozenset[str]
     outputs: bool
     bias: bool
+    gemms: bool = False
+    checked: bool = False
     weights: Grid = INT8
     per_tensor: frozenset[str] = frozenset()
     numbers: bool = False
@@ -117,6 +126,8 @@ ONNXRUNTIME = Placement(
     keeps_scale=MOVES | CUTS | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,
+    gemms=True,
+    checked=True,
     numbers=True,
     # 3 colours times 3x3 are 27 products: the int8 kernel's unfolding costs what it saves, or more
     # (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv, 2.05x without;
@@ -230,6 +241,7 @@ class Plan:
         shifts: Conv -> the gate that alone reads it and is made of another tensor too
             (squeeze-excite). Its shift is added to the Conv's bias, whose output is then clipped by
             its own grid.
+        gemms: MatMul -> the Add of its bias, where both are one Gemm.
         numbers: Adds and Muls whose constant operand is to be stored in int8.
         pads: Pads that run on the integers themselves.
     """
@@ -242,6 +254,7 @@ class Plan:
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
     shifts: Mapping[str, Gate] = field(default_factory=dict)
+    gemms: Mapping[str, str] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
     pads: tuple[str, ...] = ()
 
@@ -310,13 +323,15 @@ def analyse(
     chosen = [n for n in graph.nodes if not why[n.name]]
     pairs = _pairs(graph, placement, chosen)
     int8_gates = tuple(gate for gate in found if not why[gate.name])
-    weights = tuple(w for n in chosen for w in _weights(graph, placement, n))
+    gemms = _gemms(graph, placement, chosen, kept) if placement.gemms else {}
+    weights = tuple(w for n in chosen for w in _weights(graph, placement, n, gemms))
     return Plan(
         placement=placement,
-        decisions=_decisions(model.graph.node, graph, placement, why, stands_in),
+        decisions=_decisions(model.graph.node, graph, placement, why, stands_in, gemms),
         pairs=pairs,
         gates=int8_gates,
         shifts=_shifts(known.graph, weights if placement.bias else (), int8_gates),
+        gemms={name: add.name for name, add in gemms.items()},
         numbers=tuple(n.name for n in chosen if has_number(graph, n)),
         pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
         weights=weights,
@@ -337,6 +352,34 @@ def _shifts(
         if own is not None and alone and (own.bias is None or own.bias in graph.initializers):
             found[own.node] = gate
     return found
+
+
+def _gemms(
+    graph: Graph,
+    placement: Placement,
+    chosen: Iterable[onnx.NodeProto],
+    kept: Mapping[str, str],
+) -> dict[str, onnx.NodeProto]:
+    """MatMul in int8 -> the Add of its bias.
+
+    ONNX Runtime makes one Gemm of both itself, before it looks for integer kernels, and then has
+    none where the bias is not stored in integers: the layer ran in float, its weights turned to
+    float for every input (a net of three such layers: 9.6 times slower than FP32).
+    """
+    layers = (node for node in chosen if node.op_type == "MatMul")
+    found = {node.name: added_bias(graph, node) for node in layers}
+    return {
+        name: add
+        for name, add in found.items()
+        if add is not None and add.name not in kept and not _holds_number(graph, placement, add)
+    }
+
+
+def _holds_number(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+    """Whether an Add or Mul of a constant is glue: the constant is one number, held in int8."""
+    varying = graph.data_inputs(node)
+    beside = graph.number_beside(varying[0], node) if varying else None
+    return placement.numbers and bool(beside)
 
 
 def reasons(float_nodes: FloatNodes) -> Mapping[str, str]:
@@ -366,14 +409,14 @@ def _refusal(
         products = math.prod(graph.initializers[node.input[1]].dims[1:])
         if products < placement.thin and not _pooled(graph, placement, node):
             return f"the first Conv has only {products} products a value, and is faster in float"
-    if has_number(graph, node):
-        varying = graph.data_inputs(node)
-        if not (placement.numbers and varying and graph.number_beside(varying[0], node)):
-            return "one of its operands is constant"
+    if has_number(graph, node) and not _holds_number(graph, placement, node):
+        return "one of its operands is constant"
     if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
         return reason
     if node.op_type == "ReduceMean" and not is_pool(graph, node):
         return "it is the mean over other axes than a picture's"
+    if placement.checked and (reason := _kernel_refusal(node)):
+        return f"{reason} on {placement.name}"
     tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
     for tensor in tensors:
         if not graph.is_float(tensor):
@@ -386,10 +429,22 @@ def _refusal(
 
 def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     """Why a Pad cannot run on integers: with anything but zeros, or a Relu inside its pair."""
-    zeros = len(node.input) < 3 or not node.input[2] or graph.number(node.input[2]) == 0
-    if attributes(node).get("mode", b"constant") != b"constant" or not zeros:
+    if attributes(node).get("mode", b"constant") != b"constant" or pads_with_more(graph, node):
         return "it pads with something else than 0"
     return "" if graph.tail(node) == node.output[0] else "an activation follows it"
+
+
+def _kernel_refusal(node: onnx.NodeProto) -> str:
+    """Why ONNX Runtime has no integer kernel of glue, or one that computes something else.
+
+    A Resize that interpolates is computed in float between its pairs; for the average, see
+    `deploy.targets.averages`.
+    """
+    if node.op_type == "Resize" and (mode := resized_by(node)) != "nearest":
+        return f"a Resize by {mode} is not run in int8"
+    if counts_beyond(node) and any(attributes(node).get("pads", [])):
+        return "an average that counts its padding, with ceil_mode, is another one in int8"
+    return ""
 
 
 def _fed(graph: Graph, tensor: str) -> bool:
@@ -471,9 +526,12 @@ def _decisions(
     placement: Placement,
     why: Mapping[str, str],
     stands_in: Mapping[str, str],
+    gemms: Mapping[str, onnx.NodeProto],
 ) -> tuple[Decision, ...]:
     """One decision a node; a tail runs where the node before it runs, a gate's as one."""
     heads = {graph.tail(n): n.name for n in graph.nodes if n.op_type in placement.heavy_or_glue}
+    for name, add in gemms.items():
+        heads |= {str(add.output[0]): name, graph.tail(add): name}
     found = []
     for node in nodes:
         name = stands_in.get(node.name, node.name)
@@ -591,11 +649,15 @@ def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> 
     return tuple(Pair(n, None if placement.outputs else tuple(readers[n])) for n in names)
 
 
-def _weights(graph: Graph, placement: Placement, node: onnx.NodeProto) -> list[WeightTarget]:
+def _weights(
+    graph: Graph, placement: Placement, node: onnx.NodeProto, gemms: Mapping[str, onnx.NodeProto]
+) -> list[WeightTarget]:
     if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:
         return []
     weight = graph.initializers[node.input[1]]
     bias = str(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+    if node.name in gemms:
+        bias = next(str(n) for n in gemms[node.name].input if n in graph.initializers)
     axis = None if node.op_type in placement.per_tensor else _channel_axis(node, len(weight.dims))
     return [WeightTarget(str(node.input[1]), node.name, axis, bias)]
 
@@ -629,6 +691,8 @@ def _moved_from(graph: Graph, placement: Placement, tensor: str) -> str | None:
     """What a node that keeps the scale made `tensor` from; None where another node made it."""
     node = graph.producer.get(tensor)
     if node is None or node.op_type not in placement.keeps_scale or not node.input:
+        return None
+    if not keeps_range(graph, node):
         return None
     source = str(node.input[0])
     moved = node.op_type == "Split" or tensor == node.output[0]

@@ -19,6 +19,7 @@ from calibrators.grids import FP8, GRIDS, Grid, fake_quantize
 from calibrators.rounding import products_of
 from calibrators.scales import Scale
 from deploy.calibration.choices import Choices
+from deploy.graph.flow import keeps_range
 from deploy.graph.index import Graph
 from deploy.method import Method, comparable
 from deploy.repairs.base import Making
@@ -108,6 +109,8 @@ def _errors(
 def _root(graph: Graph, tensor: str) -> str:
     """The tensor whose range a layer's input has, behind nodes that only move values."""
     while (maker := graph.producer.get(tensor)) is not None and maker.op_type in _MOVES:
+        if not keeps_range(graph, maker):
+            break
         tensor = str(maker.input[0])
     return tensor
 

@@ -284,6 +284,7 @@ class _Paired:
         """The same model, what ONNX Runtime has no fast kernel for as what it has one for."""
         from deploy.frontends.checks import opset_of
         from deploy.frontends.lift import TARGET_OPSET
+        from deploy.targets.averages import write_averages
         from deploy.targets.fused_gates import fuse_gates
         from deploy.targets.softmax import write_softmax
         from deploy.targets.tiles import with_tiles
@@ -293,6 +294,7 @@ class _Paired:
         if plan is not None and opset_of(self.like) >= TARGET_OPSET:
             left = [gate for gate in read.gates if gate not in plan.gates]
             fuse_gates(self.model, left, read.graph)
+            write_averages(self.model)
             write_softmax(self.model, read.graph)
             write_upsampling(self.model, read.graph)
         return with_tiles(self.model, read.graph)

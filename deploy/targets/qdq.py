@@ -105,6 +105,7 @@ def write_qdq(
     writer = _Writer(out, model, plan, scales, weight_bits, storable, known, kept)
     per_channel = opset_of(model) >= TARGET_OPSET
     for weight in plan.weights:
+        writer.gemm(weight)
         own = writer.shifted(weight)
         writer.weight(own if per_channel else replace(own, axis=None))
     for pair in plan.pairs:
@@ -206,6 +207,17 @@ class _Writer:
             _node("QuantizeLinear", [source, *constants], quantized, f"{name}/Q"),
             _node("DequantizeLinear", [quantized, *constants], target, f"{name}/DQ"),
         ]
+
+    def gemm(self, target: WeightTarget) -> None:
+        """Let a MatMul add its bias itself, where the plan says so."""
+        if target.node not in self.plan.gemms:
+            return
+        node, add = self.nodes[target.node], self.nodes[self.plan.gemms[target.node]]
+        node.op_type = "Gemm"
+        node.input.append(str(target.bias))
+        node.output[0] = add.output[0]
+        self.makers[node.output[0]] = node
+        self.instead[add.name] = []
 
     def shifted(self, target: WeightTarget) -> WeightTarget:
         """The layer of a gate's source, with the gate's shift in its bias; others as they are."""
