@@ -59,8 +59,12 @@ def searched(
                     method_asked=method_asked,
                     repairs=repairs,
                 )
-        except (BackendError, CalibrationError, ExportError):  # its build says the same
-            found[target.name] = Tuned(plan=TargetPlan(choices=NO_CHOICES))
+        except (BackendError, CalibrationError, ExportError) as error:
+            found[target.name] = Tuned(
+                plan=TargetPlan(choices=NO_CHOICES),
+                searched=False,
+                note=f"nothing was searched for {target.name}: {error}",
+            )
     if not (wish.effort or wish.plan is not None or known.targets):
         return found, None
     return found, keep_plan(stage.inside / name, known, found)

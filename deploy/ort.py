@@ -28,6 +28,11 @@ _BESIDE = b"\x0a\x08location"  # begins the entry of a tensor that tells where i
 # for that, and the second fails.
 _DROP_A_CLIP = ("ReluQuantRewrite", "ClipQuantRewrite")
 
+# It joins two Convs by the Add of what they make, though one of these is an output as well: such a
+# model does not load (ONNX Runtime 1.32; Convs of which each group makes several channels).
+_LOSES_OUTPUTS = "ConvAddActivationFusion"
+_OUTPUT_LOST = "Failed to find node output"
+
 _KERNEL = "_kernel_time"  # ends the name of a kernel's event in a profile
 
 _LARGE = 1 << 12  # bytes of weights that stand in a file beside a model that is saved
@@ -42,6 +47,29 @@ def runtime() -> str:
     import onnxruntime
 
     return f"ONNX Runtime {onnxruntime.__version__}"
+
+
+def _loaded(
+    source: str | bytes, options: onnxruntime.SessionOptions, without: Sequence[str]
+) -> onnxruntime.InferenceSession:
+    """A session without these optimizers, nor the one that loses outputs where it did."""
+    import onnxruntime
+
+    def session(disabled: Sequence[str]) -> onnxruntime.InferenceSession:
+        return onnxruntime.InferenceSession(
+            source,
+            options,
+            providers=["CPUExecutionProvider"],
+            disabled_optimizers=[*disabled],
+            enable_fallback=0,  # there is nothing to fall back to, and it prints that it does
+        )
+
+    try:
+        return session(without)
+    except RuntimeError as error:
+        if _OUTPUT_LOST not in str(error):
+            raise
+        return session([*without, _LOSES_OUTPUTS])
 
 
 class OrtSession:
@@ -92,21 +120,11 @@ class OrtSession:
         what = str(model) if isinstance(model, Path | str) else "the model"
         source = source_of(model)
         int8_kernels = int8_kernels and not _of_fp8(model)
+        options = _options(
+            threads, optimize, spin, spin if keep is None else keep, int8_kernels, trace, saved
+        )
         try:
-            session = onnxruntime.InferenceSession(
-                source,
-                _options(
-                    threads,
-                    optimize,
-                    spin,
-                    spin if keep is None else keep,
-                    int8_kernels,
-                    trace,
-                    saved,
-                ),
-                providers=["CPUExecutionProvider"],
-                disabled_optimizers=[] if int8_kernels else list(_DROP_A_CLIP),
-            )
+            session = _loaded(source, options, () if int8_kernels else _DROP_A_CLIP)
         except Exception as error:  # its exception classes share no base but Exception
             raise BackendError(
                 f"{what} must be a model that ONNX Runtime {onnxruntime.__version__} can load,"

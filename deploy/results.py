@@ -304,7 +304,7 @@ def _target(
         files=file_rows(built.files, stage),
         runnable=_final(built.runnable, stage),
         search=_search(plan),
-        notes=(*([plan.note] if plan is not None and plan.note else ()), *built.notes),
+        notes=(*([plan.note] if plan and plan.note and not built.error else ()), *built.notes),
         error=error,
     )
 

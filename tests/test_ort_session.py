@@ -1,8 +1,10 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from click.testing import CliRunner
+from onnx import TensorProto, helper, numpy_helper
 
+from deploy.cli import cli
 from deploy.errors import BackendError
 from deploy.ort import OrtSession
 
@@ -63,3 +65,49 @@ def test_files_it_cannot_load_are_one_sentence(tmp_path, capfd):
 def test_no_threads_are_refused():
     with pytest.raises(BackendError, match="threads must be 1 or more"):
         OrtSession.open(model().SerializeToString(), threads=0)
+
+
+def two_branches(outputs):
+    """Two Convs that make two channels of each, added: ONNX Runtime makes one kernel of them."""
+    rng = np.random.default_rng(0)
+    sizes = {"v": (16, 1, 7, 7), "w": (16, 1, 3, 3), "u": (8, 16, 1, 1)}
+    nodes = [
+        helper.make_node("Conv", ["x", "v"], ["a"], name="large", pads=[3] * 4, group=8),
+        helper.make_node("Conv", ["x", "w"], ["b"], name="small", pads=[1] * 4, group=8),
+        helper.make_node("Add", ["a", "b"], ["s"], name="sum"),
+        helper.make_node("Conv", ["s", "u"], ["y"], name="last"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "branches",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8, 16, 16])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [
+            numpy_helper.from_array(rng.normal(size=size).astype(np.float32), name)
+            for name, size in sizes.items()
+        ],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def test_an_output_that_the_optimizer_loses_is_there(capfd):
+    """ONNX Runtime 1.32 does not load it: `a` is an output, and part of the joined kernel."""
+    x = np.random.default_rng(1).normal(size=(1, 8, 16, 16)).astype(np.float32)
+    plain = OrtSession.open(two_branches(["y", "a"]), threads=1, optimize=False).run({"x": x})
+    found = OrtSession.open(two_branches(["y", "a"]), threads=1).run({"x": x})
+    assert {"y", "a"} == set(found)
+    assert all(np.allclose(found[name], plain[name], atol=1e-4) for name in found)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("outputs", [["y"], ["y", "a"]])
+def test_such_a_model_is_searched_and_built(outputs, tmp_path, capfd):
+    onnx.save(two_branches(outputs), tmp_path / "net.onnx")
+    x = np.random.default_rng(1).normal(size=(10, 8, 16, 16)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    words = ["build", str(tmp_path / "net.onnx"), "--images", str(tmp_path / "x.npy"), "--accept"]
+    words += ["--out", str(tmp_path / "out"), "--duration", "0", "--quiet"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0 and "nothing was searched" not in done.output, done.output
+    assert "[[onnxruntime.tried]]" in (tmp_path / "out/net.plan.toml").read_text()
+    assert "EP Error" not in "".join(capfd.readouterr())

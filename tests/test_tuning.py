@@ -16,6 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import main
+from deploy.errors import BackendError
 from deploy.metrics.latency import Latency, Timing
 from deploy.ort import OrtSession
 from deploy.tuning import clock as clocks
@@ -240,6 +241,22 @@ def test_a_second_build_obeys_the_plan_without_a_trial_and_gives_the_same_bytes(
     assert again.files == before and "spoiled.plan.toml" in before
     assert all(row["search"]["reused"] for row in again.report["targets"])
     assert "from the plan, nothing tried" in again.said
+
+
+def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, build, monkeypatch):
+    assert build(model).code == 0
+    first = build(model)
+    kept = (first.out / "spoiled.plan.toml").read_bytes()
+
+    def fails(*_):
+        raise BackendError("it cannot be tried")
+
+    monkeypatch.setattr(probe.Prober, "noises", fails)
+    again = build(model, "--limit", 4, "--accept")
+    assert again.code == 0, again.error
+    (row,) = again.report["targets"]
+    assert "nothing was searched for onnxruntime: it cannot be tried" in row["notes"]
+    assert (again.out / "spoiled.plan.toml").read_bytes() == kept
 
 
 def test_a_plan_that_is_named_is_obeyed_elsewhere_and_gives_the_same_bytes(
