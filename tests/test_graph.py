@@ -5,7 +5,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.graph.plan import ONNXRUNTIME, TENSORRT, Plan, analyse, never_negative
+from deploy.graph.placement import ONNXRUNTIME, TENSORRT
+from deploy.graph.plan import Plan, analyse, never_negative
 
 
 def make(nodes, weights, *, inputs=("x",), outputs=("y",), shape=(1, 4, 8, 8), opset=13):

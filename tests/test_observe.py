@@ -10,7 +10,8 @@ from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.observe import observe
 from deploy.errors import BackendError, CalibrationError, FeedError
 from deploy.frontends import load
-from deploy.graph.plan import ONNXRUNTIME, analyse
+from deploy.graph.placement import ONNXRUNTIME
+from deploy.graph.plan import analyse
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
 from deploy.frontends import load
-from deploy.graph.plan import ONNXRUNTIME, analyse
+from deploy.graph.placement import ONNXRUNTIME
+from deploy.graph.plan import analyse
 
 PADS = {"pads": [1, 1, 1, 1]}
 

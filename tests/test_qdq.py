@@ -10,7 +10,8 @@ from calibrators.minmax import minmax
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends import load
-from deploy.graph.plan import ONNXRUNTIME, TENSORRT, Read, analyse
+from deploy.graph.placement import ONNXRUNTIME, TENSORRT
+from deploy.graph.plan import Read, analyse
 from deploy.targets import qdq
 from deploy.targets.qdq import Stored, write_qdq
 

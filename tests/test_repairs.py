@@ -460,18 +460,24 @@ def test_products_in_blocks_are_the_products(seed, g, m, k):
     np.testing.assert_allclose(gram(left), left @ left.swapaxes(1, 2) / k, rtol=1e-3, atol=1e-4)
 
 
-def test_a_channel_that_errs_more_on_other_samples_stays_nearest():
-    """What was rounded for patches of one kind is worse on patches of another: taken back."""
-    rng = np.random.default_rng(6)
-    weight = np.concatenate([np.full((2, 24), 3.4), rng.normal(0, 20, (2, 24))]).astype(np.float32)
-    weight[:, 0] = 127
-    node = helper.make_node("Gemm", ["x", "w"], ["y"], name="n", transB=1)
+def lone(weight, kind, **given_):
+    """The one layer of a model that has no more."""
+    node = helper.make_node(kind, ["x", "w"], ["y"], name="n", **given_)
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         [node], "g", [value("x", 1, None)], [value("y", 1, None)],
         [numpy_helper.from_array(weight, "w")],
     )  # fmt: skip
     (layer,) = layers_of(helper.make_model(graph))
+    return layer
+
+
+def test_a_channel_that_errs_more_on_other_samples_stays_nearest():
+    """What was rounded for patches of one kind is worse on patches of another: taken back."""
+    rng = np.random.default_rng(6)
+    weight = np.concatenate([np.full((2, 24), 3.4), rng.normal(0, 20, (2, 24))]).astype(np.float32)
+    weight[:, 0] = 127
+    layer = lone(weight, "Gemm", transB=1)
     inputs = rng.uniform(0.5, 1, (1, 24, 300)).astype(np.float32)
     turns = np.where(np.arange(24) % 2, 1, -1)[None, :, None]
     like, unlike = rng.uniform(0.5, 1, (1, 24, 50)).astype(np.float32), inputs[:, :, :50] * turns
@@ -555,13 +561,7 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
     given_ = {"group": 1} if kind == "Conv" else {"transB": 1}
     if kind == "MatMul" or (kind == "Gemm" and turned):
         weight, given_ = np.ascontiguousarray(weight.T), {}
-    node = helper.make_node(kind, ["x", "w"], ["y"], name="n", **given_)
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [node], "g", [value("x", 1, None)], [value("y", 1, None)],
-        [numpy_helper.from_array(weight, "w")],
-    )  # fmt: skip
-    (layer,) = layers_of(helper.make_model(graph))
+    layer = lone(weight, kind, **given_)
     inputs = rng.uniform(0, 1, (1, 18, 100)).astype(np.float32)
     axis = 0 if kind == "Conv" or given_ else 1
     scales = weight_scales(weight, axis)

@@ -256,7 +256,7 @@ def test_a_model_with_pairs_is_kept_but_for_such_layers(built, tmp_path, monkeyp
 
 def test_another_layer_between_pairs_of_a_model_is_called_float(built, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("deploy.graph.plan.tile_of", lambda node, sizes: (3, 3))
+        patch.setattr("deploy.graph.refusal.tile_of", lambda node, sizes: (3, 3))
         plain = built(*OTHER["overlapping"])
     assert any(tensor.name == "w/quantized" for tensor in plain.graph.initializer)
     (tmp_path / "paired.onnx").write_bytes(plain.SerializeToString())

@@ -27,7 +27,7 @@ from deploy.fx.modes import compare_modes, quantized, report, stored_bytes  # no
 from deploy.fx.prepare import prepare, prepare_only  # noqa: E402
 from deploy.fx.search import on_grid, search_for  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
-from deploy.graph.plan import ASCEND, ONNXRUNTIME, TENSORRT  # noqa: E402
+from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT  # noqa: E402
 from deploy.targets import TARGETS, OnnxRuntime  # noqa: E402
 
 torch.set_num_threads(1)

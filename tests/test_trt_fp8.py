@@ -19,7 +19,8 @@ from calibrators.rounding import gram, output_error, rounded_by_output
 from deploy.errors import ConfigError, ExportError
 from deploy.frontends import load
 from deploy.graph.index import Graph
-from deploy.graph.plan import TENSORRT_FP8, analyse
+from deploy.graph.placement import TENSORRT_FP8
+from deploy.graph.plan import analyse
 from deploy.method import Method
 from deploy.ort import OrtSession
 from deploy.pipeline import Tuning, build

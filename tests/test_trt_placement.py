@@ -7,7 +7,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ConfigError
 from deploy.frontends import load
-from deploy.graph.plan import ONNXRUNTIME, TENSORRT, analyse
+from deploy.graph.placement import ONNXRUNTIME, TENSORRT
+from deploy.graph.plan import analyse
 from deploy.ort import OrtSession
 from deploy.pipeline import build
 from deploy.targets import TensorRT

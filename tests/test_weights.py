@@ -9,7 +9,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.graph.plan import TENSORRT, analyse
+from deploy.graph.placement import TENSORRT
+from deploy.graph.plan import analyse
 from deploy.report import TargetPart, TrialRow, to_html, to_markdown
 from deploy.report.channels import STRIPS, weight_rows
 from deploy.report.report import Report

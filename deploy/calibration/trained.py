@@ -21,7 +21,7 @@ from deploy.calibration.ranges import Ranges
 from deploy.calibration.store import Found, Trouble
 from deploy.calibration.subject import Subject
 from deploy.errors import ConfigError
-from deploy.graph.plan import WEIGHTED
+from deploy.graph.placement import WEIGHTED
 from deploy.method import Method
 from deploy.metrics.inputs import random_feeds
 

@@ -28,7 +28,8 @@ from deploy.frontends.spread import spread
 from deploy.frontends.trained import Trained
 from deploy.frontends.unpaired import named, without_pairs
 from deploy.graph.index import Graph
-from deploy.graph.plan import WEIGHTED, never_negative
+from deploy.graph.placement import WEIGHTED
+from deploy.graph.plan import never_negative
 
 if TYPE_CHECKING:
     import numpy as np

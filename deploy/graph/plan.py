@@ -15,164 +15,33 @@ A Hard-Swish, however it is written, is decided as one node (see `deploy.graph.g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import onnx
 
-from calibrators.grids import FP8, INT8, UINT8, Grid
+from calibrators.grids import FP8, INT8, UINT8
 from deploy.graph.flow import (
-    CUTS,
     MOVES,
-    NORM,
-    POINTWISE,
     POOLS,
     added_bias,
     behind_float_concat,
-    counts_beyond,
     has_number,
     inputs_read,
-    is_pool,
-    keeps_range,
-    pads_with_more,
     read_in_float,
     reads_int8,
-    resized_by,
     with_concats,
 )
 from deploy.graph.gates import GATE, Gate, collapsed, gates
 from deploy.graph.index import Graph, Still, attributes
-from deploy.graph.tiles import tile_of
+from deploy.graph.placement import Placement
+from deploy.graph.refusal import holds_number, owner, refusal
 
 AS_ASKED = "kept float as asked"  # the reason of a node that the user keeps in float
 FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
-WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})  # where int8 is the gain
 FloatNodes = Mapping[str, str] | Iterable[str]  # nodes to keep in float, with why
-_FLOAT = onnx.TensorProto.FLOAT
-_ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where a target wants Q/DQ pairs, and on which grid.
-
-    Attributes:
-        name: of the target, for reasons and reports.
-        grid: integers of the activations.
-        weights: integers of the weights.
-        heavy: op types whose int8 kernel is the gain.
-        glue: op types that pass int8 on.
-        keeps_scale: op types whose output must have the input's scale.
-        outputs: a pair after every int8 node (ONNX Runtime), or only on the inputs (TensorRT).
-        bias: biases as int32 behind a DequantizeLinear (ONNX Runtime) or left float.
-        gemms: a MatMul of rows and the Add of its bias are one Gemm.
-        checked: glue stays float of which ONNX Runtime's integer kernel is missing or differs.
-        per_tensor: op types whose weights get one scale for the whole tensor.
-        numbers: an Add or Mul of a tensor and one number is glue too, the number held in int8.
-        passes: op types that stay float between an int8 node and glue without parting them.
-        float_behind_concat: what reads a Concat stays float unless int8 nodes make all its inputs.
-        parted: op types with a pair of their own between them and their tail.
-        thin: a Conv on an input of the model with fewer products a value than this stays float,
-            unless a MaxPool follows.
-        least_channels: a layer with fewer channels than this, in or out, stays float.
-        most_window: a Conv whose window has more places than this stays float; 0 for no limit.
-        groups: whether a Conv may have groups.
-        tiles: a ConvTranspose that does more than make a tile of each pixel stays float.
-    """
-
-    name: str
-    grid: Grid
-    heavy: frozenset[str]
-    glue: frozenset[str]
-    keeps_scale: frozenset[str]
-    outputs: bool
-    bias: bool
-    gemms: bool = False
-    checked: bool = False
-    weights: Grid = INT8
-    per_tensor: frozenset[str] = frozenset()
-    numbers: bool = False
-    passes: frozenset[str] = frozenset()
-    float_behind_concat: bool = False
-    parted: frozenset[str] = frozenset()
-    thin: int = 0
-    least_channels: Mapping[str, int] = field(default_factory=dict)
-    most_window: int = 0
-    groups: bool = True
-    tiles: bool = False
-
-    @property
-    def heavy_or_glue(self) -> frozenset[str]:
-        """Op types that can leave float."""
-        return self.heavy | self.glue
-
-    @property
-    def word(self) -> str:
-        """What the grid is called in reasons: "int8", whatever its zero point, or "fp8"."""
-        return INT8.name if self.grid.kind == "integer" else self.grid.name
-
-
-ONNXRUNTIME = Placement(
-    name="onnxruntime",
-    grid=UINT8,
-    heavy=WEIGHTED,
-    glue=MOVES
-    | CUTS
-    | POOLS
-    | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", GATE},
-    keeps_scale=MOVES | CUTS | {"MaxPool", "Resize", "Split"},
-    outputs=True,
-    bias=True,
-    gemms=True,
-    checked=True,
-    numbers=True,
-    # 3 colours times 3x3 are 27 products: the int8 kernel's unfolding costs what it saves, or more
-    # (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv, 2.05x without;
-    # 2.07x either way in ONNX Runtime 1.32)
-    thin=32,
-    tiles=True,
-)
-TENSORRT = Placement(
-    name="tensorrt",
-    grid=INT8,
-    heavy=WEIGHTED,
-    glue=POOLS | {"Add", "ReduceMean"},
-    keeps_scale=MOVES | {"MaxPool", "Resize", "Split"},
-    outputs=False,
-    bias=False,
-    # pointwise operators are fused into what is before them, and a residual Add with them
-    passes=MOVES | POOLS | POINTWISE | NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
-)
-# FP8 has fewer kernels than int8. A window of over 32 places, and groups, have none that is fast
-# ("Limitations" of TensorRT's release notes, such as 10.12). ModelOpt 0.47 leaves small layers in
-# float16, which is faster there, and quantizes no ConvTranspose and no pooling in FP8
-# (onnx/quantization/graph_utils.py, find_nodes_from_convs_to_exclude; fp8.py).
-TENSORRT_FP8 = replace(
-    TENSORRT,
-    grid=FP8,
-    weights=FP8,
-    heavy=WEIGHTED - {"ConvTranspose"},
-    glue=frozenset({"Add"}),
-    least_channels={"Conv": 17, "Gemm": 16, "MatMul": 16},
-    most_window=32,
-    groups=False,
-)
-TENSORRT_ON = {one.grid.name: one for one in (TENSORRT, TENSORRT_FP8)}
-# What AMCT quantizes and on which grid; deploy.targets.ascend.layers has its further conditions,
-# which `analyse` does not know.
-ASCEND = Placement(
-    name="ascend",
-    grid=replace(INT8, symmetric=False),
-    heavy=WEIGHTED | {"AveragePool"},
-    glue=frozenset(),
-    keeps_scale=frozenset(),
-    outputs=False,
-    bias=True,
-    per_tensor=frozenset({"Gemm", "MatMul"}),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +187,7 @@ def analyse(
     kept = {stands_in.get(name, name): why for name, why in reasons(float_nodes).items()}
     why: dict[str, str] = {}
     for node in graph.nodes:
-        why[node.name] = _refusal(graph, node, placement, kept, without)
+        why[node.name] = refusal(graph, node, placement, kept, without)
     _drop_glue(graph, placement, why, without)
     chosen = [n for n in graph.nodes if not why[n.name]]
     pairs = _pairs(graph, placement, chosen)
@@ -371,15 +240,8 @@ def _gemms(
     return {
         name: add
         for name, add in found.items()
-        if add is not None and add.name not in kept and not _holds_number(graph, placement, add)
+        if add is not None and add.name not in kept and not holds_number(graph, placement, add)
     }
-
-
-def _holds_number(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
-    """Whether an Add or Mul of a constant is glue: the constant is one number, held in int8."""
-    varying = graph.data_inputs(node)
-    beside = graph.number_beside(varying[0], node) if varying else None
-    return placement.numbers and bool(beside)
 
 
 def reasons(float_nodes: FloatNodes) -> Mapping[str, str]:
@@ -387,137 +249,6 @@ def reasons(float_nodes: FloatNodes) -> Mapping[str, str]:
     if isinstance(float_nodes, Mapping):
         return float_nodes
     return dict.fromkeys(float_nodes, AS_ASKED)
-
-
-def _refusal(
-    graph: Graph,
-    node: onnx.NodeProto,
-    placement: Placement,
-    kept: Mapping[str, str],
-    without: Mapping[str, str],
-) -> str:
-    """Why a node cannot run in int8 on its own account; "" where it can."""
-    if node.domain not in ("", "ai.onnx"):
-        return f"custom domain {node.domain}"
-    if node.op_type not in placement.heavy_or_glue:
-        return f"{node.op_type} is not run in {placement.word} on {placement.name}"
-    if node.name in kept:
-        return kept[node.name]
-    if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node, placement)):
-        return reason
-    if node.op_type == "Conv" and _fed(graph, node.input[0]):
-        products = math.prod(graph.initializers[node.input[1]].dims[1:])
-        if products < placement.thin and not _pooled(graph, placement, node):
-            return f"the first Conv has only {products} products a value, and is faster in float"
-    if has_number(graph, node) and not _holds_number(graph, placement, node):
-        return "one of its operands is constant"
-    if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
-        return reason
-    if node.op_type == "ReduceMean" and not is_pool(graph, node):
-        return "it is the mean over other axes than a picture's"
-    if placement.checked and (reason := _kernel_refusal(node)):
-        return f"{reason} on {placement.name}"
-    tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
-    for tensor in tensors:
-        if not graph.is_float(tensor):
-            return f"{tensor} is not float32"
-        owner = _owner(graph, placement, tensor)
-        if owner in without:
-            return f"{owner} {without[owner]}"
-    return "" if graph.data_inputs(node) else "all its inputs are constant"
-
-
-def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
-    """Why a Pad cannot run on integers: with anything but zeros, or a Relu inside its pair."""
-    if attributes(node).get("mode", b"constant") != b"constant" or pads_with_more(graph, node):
-        return "it pads with something else than 0"
-    return "" if graph.tail(node) == node.output[0] else "an activation follows it"
-
-
-def _kernel_refusal(node: onnx.NodeProto) -> str:
-    """Why ONNX Runtime has no integer kernel of glue, or one that computes something else.
-
-    A Resize that interpolates is computed in float between its pairs; for the average, see
-    `deploy.targets.averages`.
-    """
-    if node.op_type == "Resize" and (mode := resized_by(node)) != "nearest":
-        return f"a Resize by {mode} is not run in int8"
-    if counts_beyond(node) and any(attributes(node).get("pads", [])):
-        return "an average that counts its padding, with ceil_mode, is another one in int8"
-    return ""
-
-
-def _fed(graph: Graph, tensor: str) -> bool:
-    """Whether a tensor is an input of the model, cast or not."""
-    maker = graph.producer.get(tensor)
-    if maker is not None and maker.op_type == "Cast":
-        tensor = str(maker.input[0])
-    return tensor in graph.inputs
-
-
-def _pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
-    """Whether a MaxPool reads a node's activation and hands it to what can run in int8.
-
-    ONNX Runtime would pull the Q behind such a pool before it, where the pool of a float Conv's
-    uint8 output costs more than the Conv saves (an ImageNet stem, a pool and four Convs: 0.62x as
-    fast as FP32 with the Conv in float, 1.7x with it in int8; before a Conv 2.8x and 2.6x).
-    """
-    reached = [graph.tail(node)]
-    for tensor in reached:
-        for reader in graph.readers.get(tensor, []):
-            if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
-                after = graph.readers.get(reader.output[0], [])
-                return any(n.op_type in placement.heavy_or_glue for n in after)
-            if reader.op_type in _ACTIVATIONS and reader.output[0] not in reached:
-                reached.append(graph.tail(reader))
-    return False
-
-
-def _weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    if node.op_type == "MatMul":
-        constants = [name for name in node.input if name in graph.initializers]
-        if constants and (len(constants) == 2 or node.input[1] not in graph.initializers):
-            return "its constant is the first factor"
-        names = constants
-    else:
-        names = list(node.input[1:2])
-    for name in names:
-        if name not in graph.initializers:
-            return "its weights are not constant"
-        if graph.initializers[name].data_type != _FLOAT:
-            return "its weights are not float32"
-        if name in graph.outputs:
-            return "its weights are an output of the model"
-    given = attributes(node)
-    plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0
-    if node.op_type == "Gemm" and (given.get("transA", 0) or not plain):
-        return f"Gemm with transA, alpha or beta has no {placement.word} kernel"
-    return form_refusal(graph, node, placement)
-
-
-def form_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Why a layer of this form is no gain on the placement's grid; "" where it is."""
-    weight = graph.initializers.get(node.input[1])
-    if weight is None:
-        return ""
-    sizes = list(weight.dims)
-    if placement.tiles and node.op_type == "ConvTranspose":
-        if any(name and name not in graph.initializers for name in node.input[2:]):
-            return "its bias is not constant"
-        if tile_of(node, sizes) is None:
-            return f"it has no {placement.word} kernel: its windows do not just lie side by side"
-    if node.op_type == "Conv":
-        if not placement.groups and attributes(node).get("group", 1) != 1:
-            return f"a Conv with groups has no fast {placement.word} kernel"
-        if 0 < placement.most_window < math.prod(sizes[2:]):
-            return (
-                f"a window of {math.prod(sizes[2:])} places has no {placement.word} kernel, which"
-                f" takes {placement.most_window} at most"
-            )
-    channels, least = sizes[:2] if node.op_type == "Conv" else sizes[-2:], placement.least_channels
-    if min(channels, default=1) < least.get(node.op_type, 0):
-        return f"too few channels ({min(channels)}) to be faster in {placement.word} than in float"
-    return ""
 
 
 def _decisions(
@@ -676,27 +407,8 @@ def _channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
 
 def _owners(graph: Graph, placement: Placement, paired: Iterable[str]) -> dict[str, str]:
     """Paired tensor -> the tensor whose scale it has, where that is another one."""
-    owners = {tensor: _owner(graph, placement, tensor) for tensor in paired}
+    owners = {tensor: owner(graph, placement, tensor) for tensor in paired}
     return {tensor: owner for tensor, owner in owners.items() if owner != tensor}
-
-
-def _owner(graph: Graph, placement: Placement, tensor: str) -> str:
-    """Where a tensor's values were made, through the nodes that only move them."""
-    while (source := _moved_from(graph, placement, tensor)) is not None:
-        tensor = source
-    return tensor
-
-
-def _moved_from(graph: Graph, placement: Placement, tensor: str) -> str | None:
-    """What a node that keeps the scale made `tensor` from; None where another node made it."""
-    node = graph.producer.get(tensor)
-    if node is None or node.op_type not in placement.keeps_scale or not node.input:
-        return None
-    if not keeps_range(graph, node):
-        return None
-    source = str(node.input[0])
-    moved = node.op_type == "Split" or tensor == node.output[0]
-    return source if moved and source not in graph.initializers else None
 
 
 def never_negative(model: onnx.ModelProto) -> frozenset[str]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Observation
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
-    from deploy.graph.plan import Decision, FloatNodes, Placement, Plan, Read
+    from deploy.graph.placement import Placement
+    from deploy.graph.plan import Decision, FloatNodes, Plan, Read
     from deploy.tensors import Session
 
 
@@ -75,7 +76,7 @@ class OnnxRuntime:
     @property
     def placement(self) -> Placement:
         """Where this target wants its pairs."""
-        from deploy.graph.plan import ONNXRUNTIME
+        from deploy.graph.placement import ONNXRUNTIME
 
         return replace(ONNXRUNTIME, thin=0) if self.int8_stem else ONNXRUNTIME
 

@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 from calibrators.amct.arq import channels_first
 from deploy.graph.index import Graph, attributes
-from deploy.graph.plan import WEIGHTED
+from deploy.graph.placement import WEIGHTED
 
 if TYPE_CHECKING:
     import onnx

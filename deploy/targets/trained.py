@@ -17,7 +17,9 @@ import numpy as np
 from deploy.errors import ConfigError
 from deploy.frontends.pairs import UnfitError, weight_grid
 from deploy.graph.index import Graph
-from deploy.graph.plan import FLOAT32, WEIGHTED, Decision, Placement, form_refusal
+from deploy.graph.placement import WEIGHTED, Placement
+from deploy.graph.plan import FLOAT32, Decision
+from deploy.graph.refusal import form_refusal
 
 if TYPE_CHECKING:
     import onnx

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from deploy.graph.gates import Gate, gates
 from deploy.graph.index import Graph
-from deploy.graph.plan import WEIGHTED
+from deploy.graph.placement import WEIGHTED
 
 if TYPE_CHECKING:
     import onnx

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 from deploy.errors import ModelError
 from deploy.graph.edit import copied, name_nodes_by_place
 from deploy.graph.index import Graph, attributes
-from deploy.graph.plan import ASCEND, WeightTarget
+from deploy.graph.placement import ASCEND
+from deploy.graph.plan import WeightTarget
 
 if TYPE_CHECKING:
     import onnx

@@ -98,7 +98,7 @@ def from_cache(subject: Subject, path: Path) -> Recipe:
         ConfigError: the model has no layer that Ascend quantizes.
     """
     from deploy.calibration.observation import Observed
-    from deploy.graph.plan import ASCEND
+    from deploy.graph.placement import ASCEND
     from deploy.targets.ascend.calibrate import RecordPlan
     from deploy.targets.ascend.config import default_config
     from deploy.targets.ascend.quant_layer import quantize_fitting

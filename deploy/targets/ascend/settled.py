@@ -64,7 +64,8 @@ def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
 
 def planned(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
     """What AMCT quantizes by default, as a plan; its pairs stand on the inputs of layers."""
-    from deploy.graph.plan import ASCEND, Pair, Plan, reasons
+    from deploy.graph.placement import ASCEND
+    from deploy.graph.plan import Pair, Plan, reasons
 
     kept = reasons(float_nodes)
     named, graph = prepared(model)
@@ -94,7 +95,8 @@ def decided(
         chosen: names of those in int8.
         why: layer -> why it is float, where that was not the user's word.
     """
-    from deploy.graph.plan import AS_ASKED, ASCEND, FLOAT32, Decision
+    from deploy.graph.placement import ASCEND
+    from deploy.graph.plan import AS_ASKED, FLOAT32, Decision
 
     decisions = []
     moved = {one.node for one in graph.asked(chosen).values() if one.at is not None}

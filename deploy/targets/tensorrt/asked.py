@@ -11,7 +11,7 @@ from deploy.targets.options import check, option
 from deploy.targets.tensorrt.words import ALL_BASELINES, BF16, FP8, FP16, FP32, INT8, NO_BASELINES
 
 if TYPE_CHECKING:
-    from deploy.graph.plan import Placement
+    from deploy.graph.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Asked:
     @property
     def placement(self) -> Placement:
         """Where the pairs stand."""
-        from deploy.graph.plan import TENSORRT_ON
+        from deploy.graph.placement import TENSORRT_ON
 
         parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
         return replace(

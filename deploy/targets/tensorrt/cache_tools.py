@@ -235,7 +235,7 @@ def cache_to_qdq(
         ExportError: the model cannot be brought to the opset of a narrow rest, or of fp8.
     """
     from deploy.frontends import load
-    from deploy.graph.plan import TENSORRT_ON
+    from deploy.graph.placement import TENSORRT_ON
     from deploy.targets.tensorrt.match import match
     from deploy.targets.tensorrt.to_qdq import to_qdq, to_typed
 

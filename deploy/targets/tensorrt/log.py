@@ -14,7 +14,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from deploy.graph.index import Graph
-from deploy.graph.plan import TENSORRT, analyse
+from deploy.graph.placement import TENSORRT
+from deploy.graph.plan import analyse
 
 if TYPE_CHECKING:
     import onnx

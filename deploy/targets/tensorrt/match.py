@@ -22,7 +22,8 @@ import numpy as np
 
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.graph.index import Graph
-from deploy.graph.plan import TENSORRT, Placement, Plan, analyse, reasons
+from deploy.graph.placement import TENSORRT, Placement
+from deploy.graph.plan import Plan, analyse, reasons
 from deploy.targets.tensorrt.naming import CacheTensor, cache_tensors, scale_owners
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def match(
         original: the model as TensorRT reads it, for the names its parser gives.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
         float_nodes: nodes to keep in float, as `analyse` takes them.
-        placement: where the pairs are to stand: of `deploy.graph.plan.TENSORRT_ON`, or as the
+        placement: where the pairs are to stand: of `deploy.graph.placement.TENSORRT_ON`, or as the
             target's options change it.
 
     Raises:

@@ -1,8 +1,8 @@
 """A float model and a TensorRT cache -> the Q/DQ model for TensorRT 8 to 11 and the CPU.
 
-Pairs stand where TensorRT wants them (`deploy.graph.plan.TENSORRT`): on the inputs of Conv, Gemm
-and MatMul and on the skip branch of a residual Add, with zero-point 0, never between a Conv and its
-Relu. Weights keep their float values and get a pair of their own, per channel, as TensorRT
+Pairs stand where TensorRT wants them (`deploy.graph.placement.TENSORRT`): on the inputs of Conv,
+Gemm and MatMul and on the skip branch of a residual Add, with zero-point 0, never between a Conv
+and its Relu. Weights keep their float values and get a pair of their own, per channel, as TensorRT
 quantizes them itself; so the way back (`from_qdq`) loses nothing::
 
     x -> Q -> DQ --.
@@ -30,7 +30,8 @@ from calibrators.grids import INT8, quantize
 from calibrators.scales import Scale
 from deploy.graph.edit import replace_nodes
 from deploy.graph.index import Graph, attributes
-from deploy.graph.plan import TENSORRT, Plan
+from deploy.graph.placement import TENSORRT
+from deploy.graph.plan import Plan
 from deploy.targets.qdq import write_qdq
 from deploy.targets.tensorrt.naming import POOLS
 from deploy.targets.tensorrt.rest import FP8_OPSET, OPSETS, at_opset, storable, typed
@@ -56,7 +57,7 @@ def to_qdq(
 
     Args:
         model: cleaned float model.
-        plan: where the pairs stand, of a placement of `deploy.graph.plan.TENSORRT_ON`.
+        plan: where the pairs stand, of a placement of `deploy.graph.placement.TENSORRT_ON`.
         scales: tensor -> float32 scale of int8 (amax / 127), for `plan.activations`, whatever the
             grid of the placement.
         own_concat_scales: leave the tensors of a Concat their own scales.

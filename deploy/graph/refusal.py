@@ -1,0 +1,183 @@
+"""Why a node stays float on its own account, whatever is around it, under a placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import onnx
+
+from deploy.graph.flow import (
+    counts_beyond,
+    has_number,
+    is_pool,
+    keeps_range,
+    pads_with_more,
+    resized_by,
+)
+from deploy.graph.gates import GATE
+from deploy.graph.index import Graph, attributes
+from deploy.graph.placement import Placement
+from deploy.graph.tiles import tile_of
+
+_ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
+
+
+_FLOAT = onnx.TensorProto.FLOAT
+
+
+def refusal(
+    graph: Graph,
+    node: onnx.NodeProto,
+    placement: Placement,
+    kept: Mapping[str, str],
+    without: Mapping[str, str],
+) -> str:
+    """Why a node cannot run in int8 on its own account; "" where it can."""
+    if node.domain not in ("", "ai.onnx"):
+        return f"custom domain {node.domain}"
+    if node.op_type not in placement.heavy_or_glue:
+        return f"{node.op_type} is not run in {placement.word} on {placement.name}"
+    if node.name in kept:
+        return kept[node.name]
+    if node.op_type in placement.heavy and (reason := _weight_refusal(graph, node, placement)):
+        return reason
+    if node.op_type == "Conv" and _fed(graph, node.input[0]):
+        products = math.prod(graph.initializers[node.input[1]].dims[1:])
+        if products < placement.thin and not _pooled(graph, placement, node):
+            return f"the first Conv has only {products} products a value, and is faster in float"
+    if has_number(graph, node) and not holds_number(graph, placement, node):
+        return "one of its operands is constant"
+    if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
+        return reason
+    if node.op_type == "ReduceMean" and not is_pool(graph, node):
+        return "it is the mean over other axes than a picture's"
+    if placement.checked and (reason := _kernel_refusal(node)):
+        return f"{reason} on {placement.name}"
+    tensors = [*graph.data_inputs(node), *([graph.tail(node)] if placement.outputs else [])]
+    for tensor in tensors:
+        if not graph.is_float(tensor):
+            return f"{tensor} is not float32"
+        source = owner(graph, placement, tensor)
+        if source in without:
+            return f"{source} {without[source]}"
+    return "" if graph.data_inputs(node) else "all its inputs are constant"
+
+
+def _weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+    if node.op_type == "MatMul":
+        constants = [name for name in node.input if name in graph.initializers]
+        if constants and (len(constants) == 2 or node.input[1] not in graph.initializers):
+            return "its constant is the first factor"
+        names = constants
+    else:
+        names = list(node.input[1:2])
+    for name in names:
+        if name not in graph.initializers:
+            return "its weights are not constant"
+        if graph.initializers[name].data_type != _FLOAT:
+            return "its weights are not float32"
+        if name in graph.outputs:
+            return "its weights are an output of the model"
+    given = attributes(node)
+    plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0
+    if node.op_type == "Gemm" and (given.get("transA", 0) or not plain):
+        return f"Gemm with transA, alpha or beta has no {placement.word} kernel"
+    return form_refusal(graph, node, placement)
+
+
+def form_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+    """Why a layer of this form is no gain on the placement's grid; "" where it is."""
+    weight = graph.initializers.get(node.input[1])
+    if weight is None:
+        return ""
+    sizes = list(weight.dims)
+    if placement.tiles and node.op_type == "ConvTranspose":
+        if any(name and name not in graph.initializers for name in node.input[2:]):
+            return "its bias is not constant"
+        if tile_of(node, sizes) is None:
+            return f"it has no {placement.word} kernel: its windows do not just lie side by side"
+    if node.op_type == "Conv":
+        if not placement.groups and attributes(node).get("group", 1) != 1:
+            return f"a Conv with groups has no fast {placement.word} kernel"
+        if 0 < placement.most_window < math.prod(sizes[2:]):
+            return (
+                f"a window of {math.prod(sizes[2:])} places has no {placement.word} kernel, which"
+                f" takes {placement.most_window} at most"
+            )
+    channels, least = sizes[:2] if node.op_type == "Conv" else sizes[-2:], placement.least_channels
+    if min(channels, default=1) < least.get(node.op_type, 0):
+        return f"too few channels ({min(channels)}) to be faster in {placement.word} than in float"
+    return ""
+
+
+def holds_number(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+    """Whether an Add or Mul of a constant is glue: the constant is one number, held in int8."""
+    varying = graph.data_inputs(node)
+    beside = graph.number_beside(varying[0], node) if varying else None
+    return placement.numbers and bool(beside)
+
+
+def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
+    """Why a Pad cannot run on integers: with anything but zeros, or a Relu inside its pair."""
+    if attributes(node).get("mode", b"constant") != b"constant" or pads_with_more(graph, node):
+        return "it pads with something else than 0"
+    return "" if graph.tail(node) == node.output[0] else "an activation follows it"
+
+
+def _kernel_refusal(node: onnx.NodeProto) -> str:
+    """Why ONNX Runtime has no integer kernel of glue, or one that computes something else.
+
+    A Resize that interpolates is computed in float between its pairs; for the average, see
+    `deploy.targets.averages`.
+    """
+    if node.op_type == "Resize" and (mode := resized_by(node)) != "nearest":
+        return f"a Resize by {mode} is not run in int8"
+    if counts_beyond(node) and any(attributes(node).get("pads", [])):
+        return "an average that counts its padding, with ceil_mode, is another one in int8"
+    return ""
+
+
+def _fed(graph: Graph, tensor: str) -> bool:
+    """Whether a tensor is an input of the model, cast or not."""
+    maker = graph.producer.get(tensor)
+    if maker is not None and maker.op_type == "Cast":
+        tensor = str(maker.input[0])
+    return tensor in graph.inputs
+
+
+def _pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+    """Whether a MaxPool reads a node's activation and hands it to what can run in int8.
+
+    ONNX Runtime would pull the Q behind such a pool before it, where the pool of a float Conv's
+    uint8 output costs more than the Conv saves (an ImageNet stem, a pool and four Convs: 0.62x as
+    fast as FP32 with the Conv in float, 1.7x with it in int8; before a Conv 2.8x and 2.6x).
+    """
+    reached = [graph.tail(node)]
+    for tensor in reached:
+        for reader in graph.readers.get(tensor, []):
+            if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
+                after = graph.readers.get(reader.output[0], [])
+                return any(n.op_type in placement.heavy_or_glue for n in after)
+            if reader.op_type in _ACTIVATIONS and reader.output[0] not in reached:
+                reached.append(graph.tail(reader))
+    return False
+
+
+def owner(graph: Graph, placement: Placement, tensor: str) -> str:
+    """Where a tensor's values were made, through the nodes that only move them."""
+    while (source := _moved_from(graph, placement, tensor)) is not None:
+        tensor = source
+    return tensor
+
+
+def _moved_from(graph: Graph, placement: Placement, tensor: str) -> str | None:
+    """What a node that keeps the scale made `tensor` from; None where another node made it."""
+    node = graph.producer.get(tensor)
+    if node is None or node.op_type not in placement.keeps_scale or not node.input:
+        return None
+    if not keeps_range(graph, node):
+        return None
+    source = str(node.input[0])
+    moved = node.op_type == "Split" or tensor == node.output[0]
+    return source if moved and source not in graph.initializers else None
