@@ -95,8 +95,6 @@ ONNXRUNTIME = Placement(
     thin=32,
     tiles=True,
 )
-
-
 TENSORRT = Placement(
     name="tensorrt",
     grid=INT8,
@@ -108,8 +106,6 @@ TENSORRT = Placement(
     # pointwise operators are fused into what is before them, and a residual Add with them
     passes=MOVES | POOLS | POINTWISE | NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
 )
-
-
 # FP8 has fewer kernels than int8. A window of over 32 places, and groups, have none that is fast
 # ("Limitations" of TensorRT's release notes, such as 10.12). ModelOpt 0.47 leaves small layers in
 # float16, which is faster there, and quantizes no ConvTranspose and no pooling in FP8
@@ -124,11 +120,7 @@ TENSORRT_FP8 = replace(
     most_window=32,
     groups=False,
 )
-
-
 TENSORRT_ON = {one.grid.name: one for one in (TENSORRT, TENSORRT_FP8)}
-
-
 # What AMCT quantizes and on which grid; deploy.targets.ascend.layers has its further conditions,
 # which `analyse` does not know.
 ASCEND = Placement(

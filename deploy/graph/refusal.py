@@ -21,8 +21,6 @@ from deploy.graph.placement import Placement
 from deploy.graph.tiles import tile_of
 
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
-
-
 _FLOAT = onnx.TensorProto.FLOAT
 
 

@@ -13,21 +13,17 @@ time of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.repairs.absorb import absorb
-from deploy.repairs.adaround import round_weights, told_of_rounding
-from deploy.repairs.base import After, Before, Making, Tried
+from deploy.repairs.adaround import round_weights
+from deploy.repairs.base import After, Before, ByLayers, Tried
 from deploy.repairs.bias import correct_biases
 from deploy.repairs.equalize import equalize
 from deploy.repairs.ranges import choose_ranges
 from deploy.repairs.smooth import smooth
-
-if TYPE_CHECKING:
-    from deploy.targets.base import BuildRequest
 
 ALL, NONE = "all", "none"
 ROUNDING = "adaround"
@@ -41,16 +37,15 @@ class Repair:
     Attributes:
         words: what it is called in a report.
         before: changes a model before anything is observed.
-        after: changes what a target is built from, the ranges known; one of the two is there.
-        told: what an after-repair gave that was judged layer by layer, in words; None leaves the
-            judging to the outputs.
+        after: changes what a target is built from, the ranges known; the outputs judge it.
+        by_layers: the same, judged by itself, layer by layer; one of the three is there.
         same_db: SQNR that the repaired float model must have against the plain one.
     """
 
     words: str
     before: Before | None = None
     after: After | None = None
-    told: Callable[[BuildRequest, Making], str] | None = None
+    by_layers: ByLayers | None = None
     same_db: float = 60.0
 
 
@@ -59,9 +54,7 @@ REPAIRS: dict[str, Repair] = {
     "absorb": Repair(words="absorption of high biases", before=absorb, same_db=40.0),
     "smooth": Repair(words="SmoothQuant", before=smooth),
     "ranges": Repair(words="ranges by output error", after=choose_ranges),
-    ROUNDING: Repair(
-        words="weight rounding by output error", after=round_weights, told=told_of_rounding
-    ),
+    ROUNDING: Repair(words="weight rounding by output error", by_layers=round_weights),
     "bias": Repair(words="bias correction", after=correct_biases),
 }
 

@@ -19,7 +19,7 @@ of them beforehand: it tries models of rounded weights, in which a layer in floa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -59,29 +59,28 @@ class Rounded:
     left: float
 
 
-def round_weights(request: BuildRequest, making: Making) -> Iterator[BuildRequest]:
-    """The request with weights that round to what the outputs want; none without int8 layers."""
-    kept = {name: one.weight for name, one in _kept(request, making).items()}
-    if kept:
-        yield with_model(request, with_constants(request.model, kept))
+def round_weights(request: BuildRequest, making: Making) -> tuple[BuildRequest, str] | None:
+    """The request with weights that round to what the outputs want, and what that gives, in words.
+
+    None where nothing moves in a layer that is in int8.
+    """
+    every = rounded_weights(request, making)
+    written = all_written(making.target.trial(request), _owned(request.model))
+    names = [one.weight for one, _ in written.values() if one.weight in every]
+    kept = {name: every[name] for name in names if every[name].left != 1}
+    if not kept:
+        return None
+    model = with_constants(request.model, {name: one.weight for name, one in kept.items()})
+    return with_model(request, model), _told([one.left for one in kept.values()])
 
 
-def told_of_rounding(request: BuildRequest, making: Making) -> str:
-    """What the rounding gives, in words."""
-    left = [one.left for one in _kept(request, making).values()]
+def _told(left: Sequence[float]) -> str:
+    """What is left of the layers' squared errors, in words."""
     layers = "1 layer gives" if len(left) == 1 else f"{len(left)} layers give"
     if not np.isfinite(left).all():
         return f"{layers} less error on the samples that round them"
     mean = float(np.exp(np.log(np.maximum(left, 1e-12)).mean()))
     return f"{layers} {mean:.2f} times the squared error on other samples"
-
-
-def _kept(request: BuildRequest, making: Making) -> dict[str, Rounded]:
-    """The weights of the layers that are in int8, of which something moved."""
-    every = rounded_weights(request, making)
-    written = all_written(making.target.trial(request), _owned(request.model))
-    found = {one.weight: every[one.weight] for one, _ in written.values() if one.weight in every}
-    return {name: one for name, one in found.items() if one.left != 1}
 
 
 def trials_rounded(
@@ -160,8 +159,8 @@ def rounded_weight(
         apart: other patches, by which a channel that errs no less on them stays as it was.
     """
     weight = layer.array.astype(np.float64)
-    wide = np.broadcast_to(scales, weight.shape)
-    steps = _rows(layer, weight / wide)
+    own = _rows(layer, np.broadcast_to(scales, weight.shape))
+    steps = _rows(layer, weight / scales)
     fixed = np.abs(steps) >= np.abs(steps).max(axis=2, keepdims=True)
     if scales.size == 1:
         fixed = np.abs(steps) >= np.abs(steps).max()
@@ -178,10 +177,9 @@ def rounded_weight(
         )
     left = math.nan if (integers != nearest).any() else 1.0
     if apart is not None:
-        left = _judged(steps, nearest, integers, _rows(layer, wide), apart)
+        left = _judged(steps, nearest, integers, own, apart)
     plain = _rows(layer, weight)
-    on_grid = np.clip(integers * _rows(layer, wide), *_ends(plain))
-    moved = np.where(integers != nearest, on_grid, plain)
+    moved = np.where(integers != nearest, np.clip(integers * own, *_ends(plain)), plain)
     return Rounded(layer.from_channels(moved.reshape(layer.by_channel.shape)), left)
 
 

@@ -17,7 +17,7 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.progress import phase
 from deploy.repairs import REPAIRS, ROUNDING
 from deploy.repairs.adaround import trials_rounded
-from deploy.repairs.base import Making, Tried, settled
+from deploy.repairs.base import ByLayers, Making, Tried, settled
 from deploy.repairs.layers import layers_of
 from deploy.repairs.runs import Judge, harms, helps, worst
 from deploy.targets.base import BuildRequest
@@ -108,7 +108,7 @@ def repaired(
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
     """
-    after = [name for name in names if REPAIRS[name].after is not None]
+    after = [name for name in names if REPAIRS[name].before is None]
     if not after:
         return request, []
     with _making(target, request, [sample for sample, _ in heard]) as making:
@@ -124,8 +124,8 @@ def _tried_out(
         try:
             if name == ROUNDING and request.choices.rounded is False:
                 one = _idle(name, target.name, "not kept, the plan has none")
-            elif REPAIRS[name].told is not None:
-                request, one = _by_layers(request, making, name)
+            elif (repair := REPAIRS[name].by_layers) is not None:
+                request, one = _by_layers(request, making, name, repair)
             else:
                 request, one = bench.tried(request, name)
         except Calib8Error as error:
@@ -134,14 +134,15 @@ def _tried_out(
     return _settled(request, making.reference), tried
 
 
-def _by_layers(request: BuildRequest, making: Making, name: str) -> tuple[BuildRequest, Tried]:
+def _by_layers(
+    request: BuildRequest, making: Making, name: str, repair: ByLayers
+) -> tuple[BuildRequest, Tried]:
     """What a repair makes of a request that judges itself, layer by layer."""
-    repair = REPAIRS[name]
-    assert repair.after is not None and repair.told is not None
-    for form in repair.after(request, making):
-        told = f"{repair.words}: {repair.told(request, making)}, kept"
-        return form, Tried(name=name, target=making.target.name, kept=True, sentence=told)
-    return request, _idle(name, making.target.name)
+    target, made = making.target.name, repair(request, making)
+    if made is None:
+        return request, _idle(name, target)
+    sentence = f"{REPAIRS[name].words}: {made[1]}, kept"
+    return made[0], Tried(name=name, target=target, kept=True, sentence=sentence)
 
 
 class _Bench:

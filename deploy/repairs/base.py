@@ -47,6 +47,8 @@ class Making:
 Before = Callable[["onnx.ModelProto", Sequence[Sample], int], Iterable["onnx.ModelProto"]]
 # (what the target would be built from, ...) -> the same, repaired in ways of which one is kept
 After = Callable[["BuildRequest", Making], Iterable["BuildRequest"]]
+# (the same) -> it repaired, and what that gave in words; None where there was nothing to do
+ByLayers = Callable[["BuildRequest", Making], "tuple[BuildRequest, str] | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

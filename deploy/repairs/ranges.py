@@ -108,9 +108,9 @@ def _errors(
 
 def _root(graph: Graph, tensor: str) -> str:
     """The tensor whose range a layer's input has, behind nodes that only move values."""
-    while (maker := graph.producer.get(tensor)) is not None and maker.op_type in _MOVES:
-        if not keeps_range(graph, maker):
-            break
+    while (maker := graph.producer.get(tensor)) is not None and (
+        maker.op_type in _MOVES and keeps_range(graph, maker)
+    ):
         tensor = str(maker.input[0])
     return tensor
 

@@ -21,6 +21,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from deploy.graph.edit import drop_dead, rebuild
+from deploy.graph.flow import resized_by
 from deploy.graph.index import Graph, attributes
 
 _HALF = ("half_pixel", "pytorch_half_pixel")  # a value lies in the middle of its copies
@@ -71,7 +72,7 @@ def _factors(graph: Graph, like: Graph, node: onnx.NodeProto) -> tuple[int, ...]
     if node.op_type != "Resize" or len(like.shapes.get(node.input[0]) or ()) != 4:
         return ()
     given = attributes(node)
-    if given.get("mode", b"nearest") != b"nearest" or given.get("axes"):
+    if resized_by(node) != "nearest" or given.get("axes"):
         return ()
     names = [*node.input, "", ""]
     scales = graph.initializers.get(names[2])

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.frontends import checks
-from deploy.graph.flow import MOVES
+from deploy.graph.flow import MOVES, resized_by
 from deploy.graph.gates import gates
 from deploy.graph.index import Graph, attributes
 from deploy.graph.saturation import bounds
@@ -175,8 +175,7 @@ def _operator(node: onnx.NodeProto) -> str:
     """The operator, with its mode where that decides; of another domain none that is known."""
     if node.domain not in ("", "ai.onnx"):
         return f"{node.domain}.{node.op_type}"
-    mode = attributes(node).get("mode", b"nearest").decode() if node.op_type == "Resize" else ""
-    return f"Resize {mode}".strip() if mode else str(node.op_type)
+    return f"Resize {resized_by(node)}" if node.op_type == "Resize" else str(node.op_type)
 
 
 def _operand(known: Known, name: str, node: onnx.NodeProto, amax: float, sure: int) -> Range | None:
