@@ -22,6 +22,7 @@ from deploy.explanation.written import worse
 from deploy.feed.parallel import Sample, in_order
 from deploy.frontends.reader import read_model
 from deploy.graph.edit import with_outputs
+from deploy.graph.width import of_own_channels
 from deploy.metrics.form import Form, form_of
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.parts import SAMPLES
@@ -88,7 +89,8 @@ def held_of(
                 images.add(sample, _only(one, names), _only(other, names))
                 for name, sums in channels.items():
                     if name in one and pairs[name] in other:
-                        sums.add(one[name], other[pairs[name]])
+                        values = of_own_channels(pairs[name], other[pairs[name]], one[name])
+                        sums.add(one[name], values)
         step()
 
     with phase("running images", len(feed), "samples") as step, feed.samples() as samples:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ConfigError, FeedError
+from deploy.graph.width import of_own_channels
 from deploy.metrics.form import Form
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import batch_length
@@ -234,7 +235,9 @@ class TensorComparison:
         """Add one batch's tensors."""
         batch = batch_length(feed)
         for name, other in self.pairs.items():
-            self._errors[name].add(reference[name], candidate[other], batch)
+            left, right = reference[name], candidate[other]
+            left, right = of_own_channels(name, left, right), of_own_channels(other, right, left)
+            self._errors[name].add(left, right, batch)
         self._seen += batch
 
     def result(self) -> tuple[OutputAccuracy, ...]:

@@ -7,12 +7,16 @@ output of the DequantizeLinear behind it::
     float   ... Conv --X--> Relu ...
     int8    ... Conv --X--> QuantizeLinear --> DequantizeLinear --X'--> Relu ...
                                                         compared: X and X'
+
+Where it has more channels there than X, all zero (`deploy.targets.wide`), its first ones count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from deploy.graph.width import WIDE
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -23,7 +27,7 @@ def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, st
 
     Only tensors that the int8 model quantizes and that a node of the float model makes.
     """
-    read_as = _dequantized(candidate)
+    read_as = {name.removesuffix(WIDE): read for name, read in _dequantized(candidate).items()}
     return {
         name: read_as[name]
         for node in reference.graph.node
@@ -39,12 +43,14 @@ def shared_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
     model, both or none may be one. A tensor goes by the name that its node gives it, and by the
     one under which it is read: writers of Q/DQ models put a new name before the pair or behind it.
     """
-    theirs = {name: read for made, read in _readings(second) for name in (made, read)}
+    theirs = {
+        name.removesuffix(WIDE): read for made, read in _readings(second) for name in (made, read)
+    }
     return {
-        read: theirs[name]
+        read: theirs[own]
         for made, read in _readings(first)
         for name in (made, read)
-        if name in theirs
+        if (own := name.removesuffix(WIDE)) in theirs
     }
 
 

@@ -19,17 +19,19 @@ of them beforehand: it tries models of rounded weights, in which a layer in floa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import numpy_helper
 
 from calibrators.grids import INT8, Grid, rounded
 from calibrators.rounding import gram, products_of, rounded_by_output
 from deploy.calibration.choices import NO_CHOICES
 from deploy.graph.edit import update
+from deploy.graph.width import wide_constant, with_zeros
 from deploy.repairs.base import Making, with_model
 from deploy.repairs.layers import FloatArray, Layer, layers_of, with_constants
 from deploy.repairs.patches import inputs_of
@@ -98,14 +100,31 @@ def trials_rounded(
             return target.trial(chosen)
         subject = replace(chosen.subject, loaded=rounded.subject.loaded)
         made = target.trial(replace(chosen, subject=subject))
-        there = {tensor.name for tensor in made.graph.initializer}
-        kept = tuple(one for one in layers if one.weight in there)
-        written = all_written(made, kept) if kept else {}
-        back = {one.weight for one in kept if one.name not in written}
-        update(made.graph.initializer, {name: own[name] for name in back})
+        _give_back(made, layers, own)
         return made
 
     return trial
+
+
+def _give_back(
+    made: onnx.ModelProto, layers: Sequence[Layer], own: Mapping[str, onnx.TensorProto]
+) -> None:
+    """Their own weights to layers that are in float, in place."""
+    there = {tensor.name: tensor.dims for tensor in made.graph.initializer}
+    kept = [(one, name) for one in layers if (name := _held_as(one, there)) is not None]
+    written = all_written(made, tuple(one for one, _ in kept)) if kept else {}
+    back = {name: own[one.weight] for one, name in kept if one.name not in written}
+    for name, tensor in back.items():
+        if name != tensor.name:
+            wide = with_zeros(numpy_helper.to_array(tensor), there[name])
+            back[name] = numpy_helper.from_array(wide, name)
+    update(made.graph.initializer, back)
+
+
+def _held_as(layer: Layer, there: Collection[str]) -> str | None:
+    """What a layer's float weight is called in a model that has some constants."""
+    names = (layer.weight, wide_constant(layer.weight, layer.name))
+    return next((name for name in names if name in there), None)
 
 
 def rounded_weights(request: BuildRequest, making: Making) -> Mapping[str, Rounded]:

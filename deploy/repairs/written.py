@@ -95,7 +95,9 @@ def _of_pairs(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | Non
     rank = layer.array.ndim
     axis = int(attributes(weight).get("axis", 1)) if scales.size > 1 else -1
     if (node.op_type, layer.kind) == ("Conv", "ConvTranspose"):  # once for each pixel of a tile
-        scales, axis = scales[: layer.outputs], 1
+        axis = 1
+    if scales.size > 1:
+        scales = scales[: layer.outputs]  # without channels that are zero
     zero = _array(graph, source.input[2])
     step = _array(graph, source.input[1])
     if step.size != 1:

@@ -290,6 +290,7 @@ class _Paired:
         from deploy.targets.softmax import write_softmax
         from deploy.targets.tiles import with_tiles
         from deploy.targets.upsampling import write_upsampling
+        from deploy.targets.wide import write_wide
 
         read, plan = self.read, self.plan
         if plan is not None and opset_of(self.like) >= TARGET_OPSET:
@@ -298,4 +299,5 @@ class _Paired:
             write_averages(self.model)
             write_softmax(self.model, read.graph)
             write_upsampling(self.model, read.graph)
+            write_wide(self.model, read.graph)
         return with_tiles(self.model, read.graph)
