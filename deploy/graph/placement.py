@@ -36,7 +36,7 @@ class Placement:
         float_behind_concat: what reads a Concat stays float unless int8 nodes make all its inputs.
         parted: op types with a pair of their own between them and their tail.
         thin: a Conv on an input of the model with fewer products a value than this stays float,
-            unless a MaxPool follows.
+            unless a MaxPool follows or it makes many values of each.
         least_channels: a layer with fewer channels than this, in or out, stays float.
         most_window: a Conv whose window has more places than this stays float; 0 for no limit.
         groups: whether a Conv may have groups.

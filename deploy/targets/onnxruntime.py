@@ -288,6 +288,7 @@ class _Paired:
         from deploy.targets.averages import write_averages
         from deploy.targets.fused_gates import fuse_gates
         from deploy.targets.softmax import write_softmax
+        from deploy.targets.stems import write_stems
         from deploy.targets.tiles import with_tiles
         from deploy.targets.upsampling import write_upsampling
         from deploy.targets.wide import write_wide
@@ -300,4 +301,5 @@ class _Paired:
             write_softmax(self.model, read.graph)
             write_upsampling(self.model, read.graph)
             write_wide(self.model, read.graph)
+            write_stems(self.model, read.graph)
         return with_tiles(self.model, read.graph)

@@ -78,7 +78,7 @@ def write_wide(model: onnx.ModelProto, like: Graph) -> None:
     graph = Graph(model)
     done: set[str] = set()
     for node in slow:
-        weight = _integers(graph, node)
+        weight = integers_of(graph, node)
         if weight is None or node.name in done or list(weight.dims[:2]) != [_groups(node), 1]:
             continue
         try:
@@ -101,7 +101,7 @@ def _rest(node: onnx.NodeProto) -> int:
     return groups % _AT_ONCE if groups > 1 else 0
 
 
-def _integers(graph: Graph, node: onnx.NodeProto, place: int = 1) -> onnx.TensorProto | None:
+def integers_of(graph: Graph, node: onnx.NodeProto, place: int = 1) -> onnx.TensorProto | None:
     """What a Conv's weight or bias is dequantized from, for it alone."""
     maker = graph.producer.get(node.input[place])
     if maker is None or maker.op_type != "DequantizeLinear":
@@ -112,7 +112,7 @@ def _integers(graph: Graph, node: onnx.NodeProto, place: int = 1) -> onnx.Tensor
 
 def _constant(graph: Graph, node: onnx.NodeProto, place: int) -> onnx.TensorProto | None:
     """A Conv's weight or bias, dequantized or float."""
-    return graph.initializers.get(node.input[place]) or _integers(graph, node, place)
+    return graph.initializers.get(node.input[place]) or integers_of(graph, node, place)
 
 
 def _region(graph: Graph, depthwise: onnx.NodeProto) -> _Region:
@@ -200,7 +200,7 @@ def _pays(graph: Graph, like: Graph, region: _Region, channels: int) -> bool:
     for node, ends in region.convs.values():
         weight = _constant(graph, node, 1)
         assert weight is not None
-        int8 = _integers(graph, node) is not None
+        int8 = integers_of(graph, node) is not None
         products = np.prod(weight.dims) / channels * places.get(node.name, 1)
         if _BOTH in ends:
             won += int8 * products * channels * _SLOW.get(channels % _AT_ONCE, _SLOWEST)
@@ -222,9 +222,9 @@ def _widen(model: onnx.ModelProto, graph: Graph, region: _Region, channels: int)
     for node, ends in region.convs.values():
         axes = [axis for axis, end in enumerate((_OUT, _IN)) if ends & {end, _BOTH}]
         axes = [0] if _BOTH in ends else axes
-        _wider(model, graph, node, 1, axes, more)
+        wider(model, graph, node, 1, axes, more)
         if len(node.input) > 2 and node.input[2] and 0 in axes:
-            _wider(model, graph, node, 2, [0], more)
+            wider(model, graph, node, 2, [0], more)
         if _BOTH in ends:
             (group,) = (one for one in node.attribute if one.name == "group")
             group.i = channels + more
@@ -238,7 +238,7 @@ def _widen(model: onnx.ModelProto, graph: Graph, region: _Region, channels: int)
         model.graph.value_info.remove(value)
 
 
-def _wider(
+def wider(
     model: onnx.ModelProto, graph: Graph, node: onnx.NodeProto, place: int, axes: list[int], by: int
 ) -> None:
     """More of a Conv's weight or bias: zeros, whose scales are those of the last channel."""
