@@ -196,7 +196,7 @@ class Search:
         return self.best
 
     def quieter(self, than: Trial, usable: Callable[[Trial], bool]) -> Trial | None:
-        """The fastest split of less noise that is usable; None where float is as fast.
+        """The fastest split of less noise that is usable and promises to be faster than float.
 
         Found by halving: of two splits the quieter one is taken to be the more usable.
         """
