@@ -53,6 +53,11 @@ if TYPE_CHECKING:
     from deploy.tuning.plan_file import TargetPlan
     from deploy.tuning.tune import Tuned
 
+_UNUSABLE = (
+    "the split of least cost would be unusable, {}; so the fastest usable one was looked for among"
+    " those of less noise"
+)
+
 
 @phase("report")
 def write_report(
@@ -304,9 +309,17 @@ def _target(
         files=file_rows(built.files, stage),
         runnable=_final(built.runnable, stage),
         search=_search(plan),
-        notes=(*([plan.note] if plan and plan.note and not built.error else ()), *built.notes),
+        notes=(*(() if built.error else _of_search(plan)), *built.notes),
         error=error,
     )
+
+
+def _of_search(plan: Tuned | None) -> Iterator[str]:
+    """What the user should know of how the plan came about."""
+    if plan is not None and plan.note:
+        yield plan.note
+    if plan is not None and plan.plan.unusable:
+        yield _UNUSABLE.format(plan.plan.unusable)
 
 
 def _search(plan: Tuned | None) -> SearchPart | None:

@@ -46,6 +46,7 @@ class TargetPlan:
         made_from: digest of all that the choice depends on; "" for one that was written by hand.
         precision: "int8" or "fp8", what it was chosen for; "" where that is not said.
         settled: what came of it, in words.
+        unusable: why what costs least was not built, in words; "" where it was.
         tried: what was tried, in words and figures.
     """
 
@@ -53,6 +54,7 @@ class TargetPlan:
     made_from: str = ""
     precision: str = ""
     settled: str = ""
+    unusable: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
 
     @property
@@ -101,6 +103,8 @@ def _lines(plan: PlanFile) -> Iterator[str]:
             yield f"precision = {toml.word(target.precision)}"
         if target.settled:
             yield f"settled = {toml.word(target.settled)}"
+        if target.unusable:
+            yield f"unusable = {toml.word(target.unusable)}"
         if target.choices.method is not None:
             yield f"method = {toml.word(target.choices.method.label)}"
         if target.choices.rounded is not None:
@@ -155,6 +159,7 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
         made_from=_text(path, held, "made_from"),
         precision=_text(path, held, "precision"),
         settled=_text(path, held, "settled"),
+        unusable=_text(path, held, "unusable"),
         tried=tuple(_rows(path, held)),
     )
 

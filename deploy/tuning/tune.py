@@ -28,6 +28,7 @@ from deploy.tuning.samples import as_many, telling
 from deploy.tuning.search import COMMON_WEIGHT, EFFORTS, Search, Trial
 from deploy.tuning.units import Units, units_of
 from deploy.tuning.unseen import unseen
+from deploy.tuning.usable import Told, settled, unusable
 
 if TYPE_CHECKING:
     import onnx
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 DEFAULT_EFFORT = 1
-_TIMED = 3  # splits that are timed
 _TELLING_US = 250.0  # of the float model: kernels of a smaller one are the runtime's own overhead
 _DEARER = 1.5  # noise beside time that was measured whole: what it buys is sure
 _BELIEVED = 0.8  # of the time that the kernels tell: a clock that says less was disturbed in float
@@ -234,19 +234,29 @@ def _searched(
         weight=wish.weight,
         rounded=rounded,
     )
-    best = search.run()
+    search.run()
     if wish.max_loss is not None:
-        best = search.hold(wish.max_loss)
-    tried = _tried(search.trials)
-    if prices.measured:
-        best, clocked = _by_the_clock(target, request, search, samples, wish)
-        tried += clocked
+        search.hold(wish.max_loss)
+
+    def choose(likely: Sequence[Trial]) -> tuple[Trial, Told]:
+        if prices.measured:
+            return _by_the_clock(target, request, search, samples, wish, likely)
+        return likely[0], []
+
+    def wrong(chosen: Trial) -> str:
+        if not chosen.noise.parts:  # the float model
+            return ""
+        model, most = trial(request.adding(chosen.choices)), wish.max_loss
+        return unusable(model, judges, kernels=here, threads=request.threads, max_loss=most)
+
+    best, clocked, spoiled = settled(search, choose, wrong, or_float=prices.measured)
     why = reasons(best, units, prices, search.sensitivity, search.word)
     found = TargetPlan(
         choices=replace(best.choices, float_nodes=why),
         precision=search.word,
         settled=_words(best),
-        tried=tuple(tried),
+        tried=(*_tried(search.trials), *clocked),
+        unusable=spoiled,
     )
     return found, prober.tried
 
@@ -275,17 +285,14 @@ def _by_the_clock(
     search: Search,
     samples: Sequence[Mapping[str, Array]],
     wish: Tuning,
-) -> tuple[Trial, list[dict[str, str | float]]]:
-    """The likely splits and plain int8, timed beside float; of them the one of least cost.
+    likely: Sequence[Trial],
+) -> tuple[Trial, Told]:
+    """The likely splits, timed beside float; of them the one of least cost.
 
     Float is the model as it would be written, which may be faster than it was given; a speed-up
     that is asked for is meant beside the latter. On a machine that others use, float may never have
     had it alone, and then int8 seems to win more than all its kernels do: so much is not believed.
     """
-    likely = search.likely(_TIMED)
-    if search.best_without_float not in likely:
-        likely.append(search.best_without_float)
-
     written = [
         target.trial(request.adding(trial.choices)) for trial in (*likely, search.all_in_float)
     ]
@@ -296,7 +303,7 @@ def _by_the_clock(
         replace(trial, time=max(own / whole, _BELIEVED * trial.time))
         for trial, own in zip(likely, times, strict=True)
     ]
-    told: list[dict[str, str | float]] = [
+    told: Told = [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
         for trial in real
     ]

@@ -1,0 +1,97 @@
+"""How much an engine may lose: good, doubtful or unusable, by its figures against the float model.
+
+What is judged is the task, where the outputs' form tells it, or the labels; else the worst part of
+the outputs. A limit that the user gives decides before those that stand here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from deploy.metrics.accuracy import Accuracy
+
+GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"
+LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
+
+_LABELLED = 0.01, 0.05  # points of accuracy lost: more is doubtful, more is unusable
+_TASK = 0.05, 0.25  # share of what the float model says that int8 does not
+_PART_DB = 15.0, 5.0  # SQNR of the worst part, where the task is not known
+_LOST_DB = 0.0  # a part that is more noise than signal is never good
+_ROUNDING = 1e-9  # 1 - 0.99 is more than 0.01, to a computer
+_ENOUGH = 20  # samples to tell accuracy from chance
+_ALIKE = 0.95  # of the samples in one class, by the float model's own word
+
+
+def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
+    """(level, why) of all that an engine's figures say.
+
+    Args:
+        accuracy: against the float model.
+        max_loss: of accuracy, or of the share of the task, that the user allows; None leaves it to
+            the limits here.
+    """
+    yield from ((UNUSABLE, problem) for problem in accuracy.problems)
+    if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
+        why = "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights"
+        yield DOUBTFUL, why
+    yield from _by_chance(accuracy)
+    if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
+        lost = accuracy.top1_reference - accuracy.top1_candidate
+        words = f"{100 * lost:.2f} points of top-1 lost"
+        yield _level(lost, max_loss, _LABELLED), words
+    elif accuracy.task is not None:
+        lost = accuracy.task.reference - accuracy.task.value
+        yield _level(lost, max_loss, _TASK), accuracy.task.words
+    elif max_loss is not None:
+        lost = 1 - min((part.cosine_mean for part in accuracy.parts), default=math.nan)
+        words = f"1 - cosine is {lost:.4f} in the worst part"
+        yield _level(lost, max_loss, _TASK), words
+    worst = accuracy.worst
+    if worst is not None:
+        yield _of_part(worst.sqnr_db, worst.label, judged=accuracy.task is not None)
+
+
+def _of_part(db: float, label: str, *, judged: bool) -> tuple[str, str]:
+    words = f"{db:.1f} dB in the worst part, {label}"
+    if judged:
+        return (GOOD if db >= _LOST_DB else DOUBTFUL), words
+    good, bad = _PART_DB
+    return (GOOD if db >= good else DOUBTFUL if db >= bad else UNUSABLE), words
+
+
+def _level(lost: float, most: float | None, limits: tuple[float, float]) -> str:
+    lost -= _ROUNDING
+    if most is not None:
+        return GOOD if lost <= most else UNUSABLE
+    good, bad = limits
+    return GOOD if lost <= good else DOUBTFUL if lost <= bad else UNUSABLE
+
+
+def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
+    """A float model that is no better than guessing was fed something else than it learned.
+
+    Better is what guessing reaches once in a thousand times: three deviations of the binomial
+    distribution over chance. Where a fair model would not either, the samples are too few to tell.
+    """
+    right, classes = accuracy.top1_reference, accuracy.classes
+    if not classes or accuracy.samples < _ENOUGH:
+        return
+    usual = accuracy.favourite
+    if right is None:
+        if usual is not None and usual >= _ALIKE:
+            yield (
+                DOUBTFUL,
+                f"the float model gives one class to {100 * usual:.0f} % of its images; check the"
+                " preprocessing, or judge on images of more classes",
+            )
+        return
+    chance = 1 / classes
+    spread = 3 * math.sqrt(chance * (1 - chance) / accuracy.samples)
+    if spread <= (1 - chance) / 2 and right <= chance + spread:
+        yield (
+            UNUSABLE,
+            f"the float model itself is wrong on its own images: top-1 {100 * right:.2f} % of"
+            f" {classes} classes, chance is {100 * chance:.3g} %; check --preprocess, --mean,"
+            " --std, --color and the labels",
+        )

@@ -1,0 +1,199 @@
+"""A default build is usable where a quieter split of the same model is, for every target.
+
+The scores of `guessing` hold little of what tells five of its classes apart: int8 in its widest
+layer, /wide/Conv, leaves 19 dB of them and the class of 12 samples in 40. That layer is nine tenths
+of the model, so that in float it would cost more than 19 dB are worth to the search.
+"""
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.cli import main
+from deploy.metrics.latency import Latency, Timing
+from deploy.tuning import clock as clocks
+from deploy.tuning import prices, usable
+from deploy.tuning.kernels import PAIRS, KernelTimes
+from deploy.tuning.plan_file import read_plan
+
+ALL = "onnxruntime,tensorrt,ascend"
+TARGETS = ALL.split(",")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    rng = np.random.default_rng(3)
+    size = np.where(np.arange(16) == 0, 250.0, 1.0).reshape(1, 16, 1, 1)
+    constants = {
+        "w1": rng.normal(0, 0.3, (16, 3, 3, 3)), "size": size,
+        "w2": rng.normal(0, 0.1, (32, 16, 3, 3)) / size,
+        "w3": rng.normal(0, 0.02, (10, 32, 12, 12)),
+        "b3": np.where(np.arange(10) < 5, 6.0, -6.0),
+    }  # fmt: skip
+    same = {"pads": [1, 1, 1, 1]}
+    nodes = [
+        ("Conv", "x w1", "stem", same), ("Tanh", "stem", "t", {}), ("Mul", "t size", "m", {}),
+        ("Conv", "m w2", "wide", same), ("Relu", "wide", "r", {}),
+        ("Conv", "r w3 b3", "s", {}), ("Flatten", "s", "y", {}),
+    ]  # fmt: skip
+    graph = helper.make_graph(
+        [helper.make_node(op, i.split(), [o], name=f"/{o}/{op}", **a) for op, i, o, a in nodes],
+        "guessing",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 12, 12])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.float32(value), key) for key, value in constants.items()],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    path = tmp_path_factory.mktemp("guessing") / "guessing.onnx"
+    onnx.save(made, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def feed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("feed") / "feed.npy"
+    np.save(path, np.random.default_rng(0).normal(size=(40, 3, 12, 12)).astype(np.float32))
+    return path
+
+
+@dataclass
+class Ran:
+    """`calib8 build`, once it has ended."""
+
+    code: int
+    said: str
+    out: Path
+
+    @property
+    def report(self):
+        return json.loads((self.out / "report.json").read_text())
+
+    def level(self, target):
+        judged = [one for one in self.report["engines"] if one["target"] == target]
+        return judged[-1]["verdict"]["level"]
+
+    def plan(self, target):
+        return read_plan(self.out / "guessing.plan.toml").targets[target]
+
+    @property
+    def models(self):
+        return {path.name: path.read_bytes() for path in self.out.glob("*.onnx")}
+
+
+def ran(*words, out):
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main([str(word) for word in ("build", *words, "--out", out)])
+        except SystemExit as stop:
+            code = stop.code or 0
+    return Ran(code, " ".join(said.getvalue().split()), out)
+
+
+@pytest.fixture(scope="module")
+def default(model, feed, tmp_path_factory):
+    """All three targets with nothing but the defaults; time is left out."""
+    out = tmp_path_factory.mktemp("default") / "o"
+    return ran(model, "--images", feed, "--target", ALL, "--duration", 0, out=out)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_layer_that_makes_the_engine_unusable_is_kept_float(target, default):
+    assert default.code == 0, default.said
+    assert default.level(target) in ("good", "doubtful")
+    kept = default.plan(target).choices.float_nodes
+    assert "/wide/Conv" in kept and "/s/Conv" not in kept
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_report_and_the_plan_say_what_was_unusable(target, default):
+    why = default.plan(target).unusable
+    assert why.endswith("of 40 best classes as FP32's")
+    (row,) = [one for one in default.report["targets"] if one["name"] == target]
+    assert f"the split of least cost would be unusable, {why}; so" in " ".join(row["notes"])
+
+
+def test_a_second_build_obeys_the_plan_judges_nothing_and_says_the_same(
+    default, model, feed, monkeypatch
+):
+    before = default.models
+    monkeypatch.setattr(usable, "judged", None)  # whoever calls it fails
+    again = ran(model, "--images", feed, "--target", ALL, "--duration", 0, out=default.out)
+    assert again.code == 0 and again.models == before
+    assert all(one["search"]["reused"] for one in again.report["targets"])
+    assert "would be unusable" in again.said
+
+
+def test_the_split_depends_on_no_number_of_threads(default, model, feed, tmp_path):
+    words = ("--images", feed, "--target", ALL, "--duration", 0, "--threads", 1)
+    assert ran(model, *words, out=tmp_path / "o").models == default.models
+
+
+def test_without_a_search_nothing_is_judged_beforehand(model, feed, tmp_path):
+    out = tmp_path / "o"
+    built = ran(model, "--images", feed, "--duration", 0, "--effort", 0, out=out)
+    assert built.code == 3 and built.level("onnxruntime") == "unusable"
+
+
+def test_a_plan_that_is_given_is_obeyed_though_it_is_unusable(default, model, feed, tmp_path):
+    text = (default.out / "guessing.plan.toml").read_text()
+    plan = tmp_path / "own.plan.toml"
+    plan.write_text("\n".join(line for line in text.splitlines() if '"/wide/Conv"' not in line))
+    out = tmp_path / "o"
+    built = ran(model, "--images", feed, "--duration", 0, "--plan", plan, out=out)
+    assert built.code == 3 and built.level("onnxruntime") == "unusable"
+
+
+def test_a_limit_of_loss_holds_on_the_samples_that_judge(model, feed, tmp_path):
+    out = tmp_path / "o"
+    built = ran(model, "--images", feed, "--duration", 0, "--max-loss", 0.1, out=out)
+    assert built.code == 0 and built.level("onnxruntime") == "good"
+
+
+def test_the_float_model_is_built_where_no_split_is_usable_and_faster(
+    model, feed, tmp_path, monkeypatch
+):
+    """Only the widest layer gains by int8; what nodes and models take is put in its place."""
+
+    def times(ran, feeds, *, made_from, runs):
+        int8 = any(node.op_type in PAIRS for node in ran.graph.node)
+        wide = 30.0 if int8 else 1000.0
+        nodes = {n.name: 1.0 for n in made_from.graph.node} | {"/wide/Conv": wide}
+        pairs = [node.name for node in ran.graph.node if node.op_type in PAIRS]
+        return KernelTimes({**nodes, **dict.fromkeys(pairs, 0.1)}, 0.0)
+
+    def measure(sessions, *args, **options):
+        timing = Timing.of([1.0] * 4)
+        one = Latency(
+            queries=4, warmup_queries=1, total_host_walltime_s=1, throughput_qps=1,
+            latency=timing, host=timing,
+        )  # fmt: skip
+        return dict.fromkeys(sessions, one)
+
+    def quickest(ran, feeds, *, threads):
+        return 0.5 if any(node.op_type in PAIRS for node in ran.graph.node) else 1.0
+
+    monkeypatch.setattr(prices, "kernel_times", times)
+    monkeypatch.setattr(clocks, "quickest_ms", quickest)
+    monkeypatch.setattr("deploy.measure.measure", measure)
+    built = ran(model, "--images", feed, "--duration", 0.01, out=tmp_path / "o")
+    assert built.code == 0 and built.level("onnxruntime") == "stay in float"
+    assert "would be unusable" in built.said and [*built.models] == ["guessing.float.onnx"]
+
+
+def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, feed, tmp_path):
+    broken = onnx.load(model)
+    broken.graph.node.append(helper.make_node("Sqrt", ["y"], ["z"], name="/z/Sqrt"))
+    broken.graph.output[0].name = "z"
+    onnx.save(broken, tmp_path / "guessing.onnx")
+    words = ("--images", feed, "--duration", 0)
+    built = ran(tmp_path / "guessing.onnx", *words, out=tmp_path / "o")
+    assert built.code == 3 and "NaN" in built.said
+    assert not built.plan("onnxruntime").unusable
