@@ -47,7 +47,7 @@ _ANEW = (
     " --plan obeys a plan as it is"
 )
 _OWN = "its own method"  # of a target whatever method is asked for
-_VERSION = 7  # raised when the same input would be searched otherwise
+_VERSION = 8  # raised when the same input would be searched otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
