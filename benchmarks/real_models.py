@@ -7,9 +7,9 @@
 The first prints one line a model and tool, and writes the table as real_models.md and
 real_models.json. The second judges and times anew what an earlier run left in FOLDER, and makes
 only what is not there. The third builds with calib8 alone and prints what has to be reached beside
-what was (acceptance.py). Every tool has the same calibration samples and its defaults; what is judged
-did not calibrate. FP32 and all int8 models of a row are timed in turns in one process. CPU is user
-and system time of the tool's whole process. It wants Pillow and DejaVu fonts (see
+what was (acceptance.py). Every tool has the same calibration samples and its defaults; what is
+judged did not calibrate. FP32 and all int8 models of a row are timed in turns in one process. CPU
+is user and system time of the tool's whole process. It wants Pillow and DejaVu fonts (see
 rendered_text.py), and espeak-ng for real speech; EfficientNet-Lite0 must have been exported once
 by export_efficientnet.py, which needs torch. Models that must not be built are in the list too:
 they have to end in one sentence.
