@@ -2,17 +2,18 @@
 
 The environments are made once under $CALIB8_BENCHMARKS or ~/.cache/calib8-benchmarks, by pip, with
 the versions below. Every tool gets the same samples, one .npz each, and leaves a folder whose file
-`engine` names the model to run.
+`engine` names the model to run and whose made.json says what making it came to.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import venv
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import checkouts
@@ -43,6 +44,8 @@ TOOLS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "nncf": ("nncf", ()),
     "modelopt": ("modelopt", ()),  # for TensorRT alone: it quantizes on a signed grid
 }
+
+KEPT = "made.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +120,24 @@ def quantize(
         *words,
     ]
     out.mkdir(parents=True, exist_ok=True)
-    told = out / "engine"
-    told.unlink(missing_ok=True)
+    told, kept = out / "engine", out / KEPT
+    for old in (told, kept):
+        old.unlink(missing_ok=True)
     run = checkouts.run(command, checkouts.OWN, out)
     engine = Path(told.read_text()) if run.code == 0 and told.is_file() else None
     says = "" if engine else run.last_line
-    return Made(tool=tool, engine=engine, says=says, cpu_s=run.cpu_s)
+    made = Made(tool=tool, engine=engine, says=says, cpu_s=run.cpu_s)
+    kept.write_text(json.dumps({**asdict(made), "engine": engine and str(engine)}) + "\n")
+    return made
+
+
+def made_before(out: Path) -> Made | None:
+    """What an earlier run left in the folder; None where no tool ended there."""
+    kept = out / KEPT
+    if not kept.is_file():
+        return None
+    told = json.loads(kept.read_text())
+    return Made(**{**told, "engine": told["engine"] and Path(told["engine"])})
 
 
 def layers_in_int8(model: Path) -> tuple[int, int]:

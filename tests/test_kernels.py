@@ -63,6 +63,53 @@ def test_a_node_without_a_name_takes_no_kernel_of_others():
     assert times.rest == 2.0
 
 
+def chain(*kinds):
+    """Nodes /0, /1 ... of these operators after one another; an Add reads another Conv too."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["b"], name="/beside")]
+    before = "x"
+    for place, kind in enumerate(kinds):
+        read = {"Conv": [before, "w"], "Add": [before, "b"]}.get(kind, [before])
+        nodes.append(helper.make_node(kind, read, [f"t{place}"], name=f"/{place}"))
+        before = f"t{place}"
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", before)]
+    return helper.make_model(helper.make_graph(nodes, "net", ends[:1], ends[1:]))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found", "owner"),
+    [
+        (("Conv", "LeakyRelu"), {"t1_nchwc": 5.0}, "/0"),
+        (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0, "b_nchwc": 1.0}, "/0"),
+        (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0}, "/2"),  # of two Convs nobody knows which
+        (("Conv", "Relu", "BatchNormalization"), {"t2_bn_nchwc": 5.0, "t1_nchwc": 1.0}, "/2"),
+        (("Relu", "Conv"), {"t1_nchwc": 5.0}, "/1"),
+    ],
+)
+def test_what_a_layer_computes_with_others_inside_it_is_its_time(kinds, found, owner):
+    model = chain(*kinds)
+    times = attributed(found, model, layers=found)
+    assert times.nodes[owner] == 5.0 and times.total == sum(found.values())
+    assert attributed(found, model).nodes.get("/0", 0.0) == 0.0  # other kernels stay where they are
+
+
+def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows(tmp_path):
+    rng = np.random.default_rng(0)
+    weight = helper.make_tensor("w", TensorProto.FLOAT, (16, 16, 3, 3), rng.normal(size=2304))
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="/conv"),
+        helper.make_node("LeakyRelu", ["c"], ["l"], name="/act"),
+        helper.make_node("Tanh", ["l"], ["y"], name="/tanh"),
+    ]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in "xy"]
+    ends[0].CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, 16, 64, 64)))
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    times = kernel_times(
+        model, [{"x": np.ones((1, 16, 64, 64), np.float32)}], made_from=model, runs=2
+    )
+    assert times.nodes["/conv"] > 0 and times.nodes["/act"] == 0
+
+
 def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch):
     def traced(model, feeds, *, runs, folder):
         times = [1, 1, 9, 7, 8][:runs]

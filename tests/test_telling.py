@@ -18,7 +18,7 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.metrics.form import form_of
 from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, usual_powers
-from deploy.tuning.samples import CANDIDATES, as_many, telling
+from deploy.tuning.samples import CANDIDATES, alike, as_many, telling
 
 
 def doubling():
@@ -170,3 +170,11 @@ def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
     broken = Choices(float_nodes={"/y": "why"})
     assert prober.alone([broken, off], [["/y"], ["/y"]])[0].worst > 0.99
     assert (prober.tried, target.built) == (3, 3)
+
+
+def test_what_is_timed_is_of_one_shape_that_of_the_middle_size():
+    lengths = (3, 90, 40, 41, 40)
+    samples = [{"x": np.zeros((1, length)), "n": np.zeros(1)} for length in lengths]
+    assert [one["x"].shape for one in alike(samples)] == [(1, 40), (1, 40)]
+    same = [{"x": np.zeros((1, 8)) + step} for step in range(4)]
+    assert alike(same) == same

@@ -522,6 +522,30 @@ def test_a_clock_that_promises_more_than_all_kernels_was_disturbed(clock, build,
     assert "/b/Conv" in built.float_of("onnxruntime")
 
 
+def test_a_clock_is_believed_where_whole_int8_takes_less_than_its_prices_add_up_to(
+    clock, build, tmp_path, monkeypatch
+):
+    clock(floats=FLOATS, int8=FAST, models=MODELS | {"found": 5.0, "all in int8": 2.0})
+    monkeypatch.setattr(prices, "_LEAST_US", 1.0)  # of turning each value: 10 times what int8 wins
+    monkeypatch.setattr(prices, "_MOST_US", 1.0)
+    built = build(sound(tmp_path), "--duration", 0.01)
+    assert built.code == 0, built.error
+    assert not built.float_of("onnxruntime")
+
+
+@pytest.mark.parametrize(("slower", "kind"), [(1.3, "float"), (1.05, "int8")])
+def test_a_model_of_microseconds_is_float_where_int8_is_slower_as_a_whole(
+    slower, kind, clock, build, tmp_path
+):
+    tiny = {name: time / 100 for name, time in FLOATS.items()}
+    models = dict.fromkeys(MODELS, 0.04 * slower) | {"float": 0.04, "FP32": 0.04}
+    clock(floats=tiny, int8=tiny, models=models)
+    built = build(sound(tmp_path), "--duration", 0.01)
+    assert built.code == 0, built.error
+    assert bool(built.float_of("onnxruntime")) == (kind == "float")
+    assert ("stay in float" in built.said) == (kind == "float")
+
+
 @pytest.mark.parametrize(("least", "kind"), [(2.9, "int8"), (3.1, "float")])
 def test_a_speed_that_is_asked_for_is_meant_beside_the_model_as_given(
     least, kind, clock, build, tmp_path

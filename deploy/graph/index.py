@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 _FLOAT = 1  # onnx.TensorProto.FLOAT
 _BODIES = (5, 10)  # onnx.AttributeProto.GRAPH and GRAPHS
 _DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1, "Reshape": 1}
+# what ONNX Runtime's optimizer takes a DequantizeLinear past
+_MOVING = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 _TAILS = frozenset({"Relu", "Clip"})
 
 
@@ -133,6 +135,24 @@ class Graph:
     def shapes(self) -> dict[str, tuple[int | str | None, ...] | None]:
         """Tensor -> sizes as in `dims`, where the model says so."""
         return {name: dims(v) for name, v in self._declared.items()}
+
+    @cached_property
+    def pushed(self) -> frozenset[str]:
+        """Tensors that only nodes of `_MOVING` part from where a subgraph captures them.
+
+        An If whose condition is constant is none of its own: its branch stands in its place.
+        """
+        found: set[str] = set()
+        ends = set(self.captured)
+        for node in reversed(self.nodes if ends else []):
+            inside = [inner for body in subgraphs(node) for inner in all_nodes(body)]
+            nested = any(not holds_no_graph(inner) for inner in inside)
+            if node.op_type in _MOVING and ends.intersection(node.output):
+                found.add(str(node.input[0]))
+            elif nested or (inside and (ends | found).intersection(node.output)):
+                found |= set(reads(node)) - set(node.input)
+            ends |= found
+        return frozenset(found)
 
     def is_float(self, tensor: str) -> bool:
         """Whether a tensor is float32, as far as shape inference could tell."""

@@ -23,6 +23,9 @@ from deploy.graph.tiles import tile_of
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
 _FLOAT = onnx.TensorProto.FLOAT
 _MANY = 24  # channels of a first Conv
+# It takes the Dequantize past what moves values, and then looks for the body's tensor among the
+# inputs of the If (1.31, 1.32): an assertion that no caller can catch.
+_FATAL = "which ends ONNX Runtime's process where it is dequantized"
 
 
 def refusal(
@@ -61,6 +64,8 @@ def refusal(
         source = owner(graph, placement, tensor)
         if source in without:
             return f"{source} {without[source]}"
+        if placement.checked and tensor in graph.pushed:
+            return f"{tensor} is moved and then read inside an If or Loop, {_FATAL}"
     return "" if graph.data_inputs(node) else "all its inputs are constant"
 
 

@@ -9,17 +9,21 @@ with something before or behind it::
     what it put in between   -->  kernel "ReorderOutput_token_3"
 
 so a kernel belongs to the node whose name, or whose output's, is the longest at its beginning.
+Of a Conv and what is computed inside it that is the last node. Its time is the Conv's, whatever
+becomes of the node behind it: a LeakyRelu inside a float Conv stays float where nothing after it
+is int8.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.graph.placement import WEIGHTED
 from deploy.ort import kernel_events, profiled
 
 if TYPE_CHECKING:
@@ -69,9 +73,10 @@ def kernel_times(
     """
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
         trace = profiled(model, feeds, runs=runs + 2, folder=Path(folder))
-        found = _least(kernel_events(trace), skip=2)
+        events = list(kernel_events(trace))
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
-    return attributed(found, made_from, pairs)
+    layers = {name for name, kind, _ in events if kind.removeprefix("Fused") in WEIGHTED}
+    return attributed(_least(events, skip=2), made_from, pairs, layers=layers)
 
 
 def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, float]:
@@ -83,21 +88,55 @@ def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, 
 
 
 def attributed(
-    kernels: Mapping[str, float], model: onnx.ModelProto, others: Iterable[str] = ()
+    kernels: Mapping[str, float],
+    model: onnx.ModelProto,
+    others: Iterable[str] = (),
+    *,
+    layers: Collection[str] = (),
 ) -> KernelTimes:
-    """Kernels -> nodes of a model, or other names, by the longest one at a kernel's beginning."""
+    """Kernels -> nodes of a model, or other names, by the longest one at a kernel's beginning.
+
+    Args:
+        kernels: name -> time.
+        model: whose nodes they came from.
+        others: names that count themselves.
+        layers: kernels that multiply with weights, whatever else they compute.
+    """
     known = {name: node.name for node in model.graph.node for name in (*node.output, node.name)}
     known |= {name: name for name in others}
     known.pop("", None)
     nodes = dict.fromkeys(known.values(), 0.0)
     rest = 0.0
+    of = {kernel: known.get(_known(kernel, known) or "") for kernel in kernels}
+    maker = {name: node for node in model.graph.node for name in node.output}
+    ends = {node.name: node for node in model.graph.node if node.op_type not in WEIGHTED}
     for kernel, time in kernels.items():
-        name = _known(kernel, known)
+        name = of[kernel]
+        if name in ends and kernel in layers:
+            name = _layer_inside(ends[name], maker, {*of.values()}) or name
         if name is None:
             rest += time
         else:
-            nodes[known[name]] += time
+            nodes[name] += time
     return KernelTimes(nodes, rest)
+
+
+def _layer_inside(
+    end: onnx.NodeProto, maker: Mapping[str, onnx.NodeProto], ran: Collection[str | None]
+) -> str | None:
+    """The one layer that the kernel of a node holds: back from it, past nodes without a kernel."""
+    found: set[str] = set()
+    passed, waiting = {end.name}, [end]
+    for node in waiting:
+        for before in (maker[name] for name in node.input if name in maker):
+            if before.name in ran:
+                continue
+            if before.op_type in WEIGHTED:
+                found.add(before.name)
+            elif before.name not in passed:
+                passed.add(before.name)
+                waiting.append(before)
+    return found.pop() if len(found) == 1 else None
 
 
 def _known(kernel: str, known: Mapping[str, str]) -> str | None:

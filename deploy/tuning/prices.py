@@ -44,12 +44,15 @@ class Prices:
         turning: tensor -> price of a pair on it.
         outside: what is float anyway.
         measured: whether it is time of this machine.
+        plain: all kernels of the model with all in int8; the prices of its units and borders,
+            each for itself, add up to more where many small ones lie side by side.
     """
 
     units: Mapping[str, tuple[float, float]]
     turning: Mapping[str, float]
     outside: float
     measured: bool
+    plain: float = math.inf
 
     def total(self, units: Units, in_float: frozenset[str]) -> float:
         """The whole model with these units in float."""
@@ -57,6 +60,11 @@ class Prices:
         crossing = {t for a, b, t in units.edges if (a in in_float) != (b in in_float)}
         crossing |= {t for unit, t in (*units.inlets, *units.outlets) if unit not in in_float}
         return self.outside + own + sum(self.turning[tensor] for tensor in crossing)
+
+    def too_dear(self, units: Units) -> float:
+        """What all in int8 took as a whole, of what its prices add up to: 1 or less."""
+        priced = self.total(units, frozenset())
+        return min(1.0, self.plain / priced) if priced else 1.0
 
 
 def cheapest(
@@ -139,6 +147,7 @@ def measured(
         turning={tensor: border + rate * size for tensor, size in sizes.items()},
         outside=max(floats.total - floats.rest - inside, 0.0),
         measured=True,
+        plain=ours.total,
     )
 
 

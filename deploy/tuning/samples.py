@@ -7,7 +7,7 @@ other half are spread over the feed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ Outputs = Mapping[str, "Array"]
 def as_many(judges: Judges) -> int:
     """Samples that are enough for their size."""
     first, _ = next(iter(judges.heard(CANDIDATES)))
-    return _VALUES // max(sum(value.size for value in first.values()), 1)
+    return _VALUES // max(_size(first), 1)
 
 
 def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:
@@ -44,6 +44,21 @@ def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:
     energies = _energies(judges.heard(CANDIDATES))
     chosen = _places(energies, most)
     return [heard for place, heard in enumerate(judges.heard(CANDIDATES)) if place in chosen]
+
+
+def alike(samples: Sequence[Sample]) -> list[Sample]:
+    """Those that are timed: all of one shape, that of the middle one by size.
+
+    The least time over samples of several sizes would be that of the smallest, in which int8 wins
+    least.
+    """
+    middle = sorted(samples, key=_size)[len(samples) // 2]
+    shapes = {name: value.shape for name, value in middle.items()}
+    return [one for one in samples if {name: value.shape for name, value in one.items()} == shapes]
+
+
+def _size(sample: Sample) -> int:
+    return sum(value.size for value in sample.values())
 
 
 def _energies(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:

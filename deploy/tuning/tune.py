@@ -24,7 +24,7 @@ from deploy.tuning.plan_file import TIMED, PlanFile, TargetPlan, read_plan, writ
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Prober
 from deploy.tuning.reasons import reasons
-from deploy.tuning.samples import as_many, telling
+from deploy.tuning.samples import alike, as_many, telling
 from deploy.tuning.search import COMMON_WEIGHT, EFFORTS, Search, Trial
 from deploy.tuning.units import Units, units_of
 from deploy.tuning.unseen import unseen
@@ -216,7 +216,8 @@ def _searched(
         by_task=wish.max_loss is not None,
         progress=step,
     )
-    prices = _prices(target, request, units, samples, timed=here and wish.timed)
+    clock, timed = here and wish.timed, alike(samples)
+    prices = _prices(target, request, units, timed, timed=clock)
     methods: list[Method | None]
     if target.own_method:
         methods = [None, *map(Method.of, target.alternatives)]
@@ -239,8 +240,8 @@ def _searched(
         search.hold(wish.max_loss)
 
     def choose(likely: Sequence[Trial]) -> tuple[Trial, Told]:
-        if prices.measured:
-            return _by_the_clock(target, request, search, samples, wish, likely)
+        if clock:
+            return _by_the_clock(target, request, search, timed, wish, likely)
         return likely[0], []
 
     def wrong(chosen: Trial) -> str:
@@ -249,7 +250,7 @@ def _searched(
         model, most = trial(request.adding(chosen.choices)), wish.max_loss
         return unusable(model, judges, kernels=here, threads=request.threads, max_loss=most)
 
-    best, clocked, spoiled = settled(search, choose, wrong, or_float=prices.measured)
+    best, clocked, spoiled = settled(search, choose, wrong, or_float=clock)
     why = reasons(best, units, prices, search.sensitivity, search.word)
     found = TargetPlan(
         choices=replace(best.choices, float_nodes=why),
@@ -299,8 +300,9 @@ def _by_the_clock(
     given = [request.model] if wish.min_speedup > 1 else []
     found = quickest_of([*written, *given], samples, threads=request.threads)
     times, whole = found[: len(likely)], found[len(likely)]
+    believed = _BELIEVED * search.prices.too_dear(search.units)
     real = [
-        replace(trial, time=max(own / whole, _BELIEVED * trial.time))
+        replace(trial, time=max(own / whole, believed * trial.time))
         for trial, own in zip(likely, times, strict=True)
     ]
     told: Told = [
@@ -309,7 +311,7 @@ def _by_the_clock(
     ]
     held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
     chosen = min(held or real[:1], key=lambda trial: trial.cost(_DEARER * search.weight))
-    most = max(_SLOWER, 1 + OVERHEAD_MS / whole)
+    most = max(_SLOWER, 1 + OVERHEAD_MS / max(whole, _TELLING_US / 1e3))
     if given:
         most = min(most, found[-1] / whole / wish.min_speedup)
     return (search.all_in_float if chosen.time > most else chosen), told
