@@ -281,6 +281,25 @@ def test_random_and_huge_constants_stay_nodes():
     assert "RandomUniform" in types(loaded.model)
 
 
+def test_a_cast_to_the_type_that_is_there_goes_and_what_is_behind_it_is_folded():
+    nodes = [
+        helper.make_node("Cast", ["x"], ["x1"], to=TensorProto.FLOAT),
+        helper.make_node("Conv", ["x1", "w"], ["c"]),
+        helper.make_node("Cast", ["c"], ["c1"], to=TensorProto.FLOAT),
+        helper.make_node("Cast", ["c1"], ["c2"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["c2", "two"], ["m"]),
+        helper.make_node("Cast", ["m"], ["i"], to=TensorProto.INT64),
+        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Cast", ["f"], ["y"], to=TensorProto.FLOAT),  # an output's name stays
+    ]
+    model = model_of(nodes, [floats("w", 4, 3, 1, 1), floats("two", 1)])
+    loaded = load(model)
+    assert types(loaded.model) == ["Conv", "Cast", "Cast", "Cast"]
+    assert "Removed 3 casts to the type that was there." in loaded.notes
+    x = sample(1, 3, 8, 8)
+    np.testing.assert_array_equal(run(loaded.model, x)[0], run(model, x)[0])
+
+
 def test_identity_and_dropout_go_and_graph_outputs_keep_their_names():
     nodes = [
         helper.make_node("Identity", ["w"], ["w2"]),
