@@ -8,7 +8,10 @@ with something before or behind it::
     the same in int8         -->  kernel "/c1_token_19"         (the node's name)
     what it put in between   -->  kernel "ReorderOutput_token_3"
 
-so a kernel belongs to the node whose name, or whose output's, is the longest at its beginning.
+so a kernel belongs to the node whose name, or whose output's, is the longest at its beginning. Only
+its operator tells where a layer has taken the name of what was fused into it from behind::
+
+    Conv "/c1", Transpose, Relu "/r1", Transpose  -->  kernel "/r1_nchwc" of a Conv: the time of /c1
 """
 
 from __future__ import annotations
@@ -27,6 +30,13 @@ if TYPE_CHECKING:
 
     from deploy.tensors import Array
 
+# What an operator of ONNX Runtime is called -> nodes that become it: FusedConv, QLinearConv, ...
+_LAYERS = {
+    "ConvTranspose": ("ConvTranspose",),
+    "Conv": ("Conv",),
+    "Gemm": ("Gemm", "MatMul"),
+    "MatMul": ("MatMul",),
+}
 PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
@@ -69,9 +79,10 @@ def kernel_times(
     """
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
         trace = profiled(model, feeds, runs=runs + 2, folder=Path(folder))
-        found = _least(kernel_events(trace), skip=2)
+        events = list(kernel_events(trace))
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
-    return attributed(found, made_from, pairs)
+    kinds = {name: kind for name, kind, _ in events}
+    return attributed(_least(events, skip=2), made_from, pairs, kinds)
 
 
 def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, float]:
@@ -83,9 +94,20 @@ def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, 
 
 
 def attributed(
-    kernels: Mapping[str, float], model: onnx.ModelProto, others: Iterable[str] = ()
+    kernels: Mapping[str, float],
+    model: onnx.ModelProto,
+    others: Iterable[str] = (),
+    kinds: Mapping[str, str] | None = None,
 ) -> KernelTimes:
-    """Kernels -> nodes of a model, or other names, by the longest one at a kernel's beginning."""
+    """Kernels -> nodes of a model, or other names, by the longest one at a kernel's beginning.
+
+    Args:
+        kernels: name -> time.
+        model: whose nodes they are.
+        others: names that count themselves.
+        kinds: name of a kernel -> its operator.
+    """
+    layers = _Layers(model)
     known = {name: node.name for node in model.graph.node for name in (*node.output, node.name)}
     known |= {name: name for name in others}
     known.pop("", None)
@@ -96,8 +118,25 @@ def attributed(
         if name is None:
             rest += time
         else:
-            nodes[known[name]] += time
+            nodes[layers.before(known[name], (kinds or {}).get(kernel, ""))] += time
     return KernelTimes(nodes, rest)
+
+
+class _Layers:
+    """Finds the layer whose kernel has the name of a node behind it."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._nodes = {node.name: node for node in model.graph.node if node.name}
+        self._makers = {name: node for node in model.graph.node for name in node.output if name}
+
+    def before(self, name: str, kind: str) -> str:
+        """The layer of a kernel's operator before a node, alone on its way; else the node."""
+        wanted = next((ops for word, ops in _LAYERS.items() if word in kind), None)
+        node = self._nodes.get(name)
+        while wanted and node is not None and node.op_type not in wanted:
+            varying = [one for one in node.input if one in self._makers]
+            node = self._makers[varying[0]] if len(varying) == 1 else None
+        return node.name if wanted and node is not None and node.name else name
 
 
 def _known(kernel: str, known: Mapping[str, str]) -> str | None:
