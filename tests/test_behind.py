@@ -62,7 +62,7 @@ def test_what_is_read_behind_a_change_and_made_before_it_is_its_border():
 @pytest.mark.parametrize("changed, left", [("B", 4), ("C", 3), ("A", 5)])
 def test_the_part_behind_a_change_gives_what_the_whole_gives(kept, changed, left):
     trial = rounded(chain(), changed)
-    short = behind(trial, kept.same(trial), kept.values[0])
+    short = behind(trial, kept.same(trial), kept.values)
     assert len(short.graph.node) == left
     names = [value.name for value in short.graph.input]
     for (sample, _), values in zip(kept.heard, kept.values, strict=True):
@@ -79,7 +79,7 @@ def test_a_node_is_the_same_only_with_the_same_constants_and_words(kept):
 
 
 def test_a_model_in_which_nothing_changed_is_run_from_what_is_known(kept):
-    short = behind(chain(), kept.same(chain()), kept.values[0])
+    short = behind(chain(), kept.same(chain()), kept.values)
     assert [node.name for node in short.graph.node] == ["C", "D"]
 
 
@@ -87,3 +87,22 @@ def test_only_so_much_is_kept(monkeypatch):
     monkeypatch.setattr(behind_module, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
     kept = Kept.of(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
     assert [list(values) for values in kept.values] == [["a"], ["a"]]
+
+
+def lines():
+    """chain() over as many steps as a sample has: [1, T, 4]."""
+    model = chain()
+    for end in (model.graph.input, model.graph.output):
+        end[0].CopyFrom(helper.make_tensor_value_info(end[0].name, TensorProto.FLOAT, [1, "T", 4]))
+    return model
+
+
+def test_samples_of_several_sizes_are_all_run_from_what_is_known():
+    samples = [{"x": np.full((1, steps, 4), steps, np.float32)} for steps in (3, 5, 3)]
+    kept = Kept.of(lines(), [["B"]], [(sample, {}) for sample in samples])
+    trial = rounded(lines(), "B")
+    short = behind(trial, kept.same(trial), kept.values)
+    (value,) = short.graph.input
+    assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [1, 0, 4]
+    for (sample, _), values in zip(kept.heard, kept.values, strict=True):
+        np.testing.assert_allclose(run(short, values), run(trial, sample), rtol=1e-5)

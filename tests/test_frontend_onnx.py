@@ -171,6 +171,55 @@ def test_scales_and_shifts_in_a_row_fold_one_after_another():
     np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
 
 
+MOVES = {
+    "channels last": [("Transpose", {"perm": [0, 2, 3, 1]}, None)],
+    "a side of one taken out": [("Squeeze", {}, [-1])],
+    "put back elsewhere": [("Squeeze", {}, [3]), ("Unsqueeze", {}, [0, -1])],
+    "turned after that": [("Squeeze", {}, [3]), ("Transpose", {"perm": [0, 2, 1]}, None)],
+}
+
+
+@pytest.mark.parametrize(
+    ("moves", "shape", "folds"),
+    [
+        ("channels last", (4,), True),
+        ("channels last", (1, 1, 1, 4), True),
+        ("channels last", (8, 1, 1), False),  # along another axis
+        ("a side of one taken out", (4, 1), True),
+        ("a side of one taken out", (8,), False),
+        ("put back elsewhere", (4, 1, 1), True),
+        ("turned after that", (4,), True),
+    ],
+)
+@pytest.mark.parametrize("op", ["Add", "Mul"])
+def test_what_stands_behind_nodes_that_only_move_values_is_folded_too(moves, shape, folds, op):
+    nodes, weights = [helper.make_node("Conv", ["x", "w"], ["c"])], [floats("w", 4, 3, 1, 8)]
+    for number, (kind, given, axes) in enumerate(MOVES[moves]):
+        reads = [nodes[-1].output[0], *([f"axes{number}"] if axes else [])]
+        weights += [ints(f"axes{number}", *axes)] if axes else []
+        nodes.append(helper.make_node(kind, reads, [f"m{number}"], **given))
+    nodes.append(helper.make_node(op, [nodes[-1].output[0], "k"], ["a"]))
+    nodes.append(helper.make_node("Relu", ["a"], ["y"]))
+    model = model_of(nodes, [*weights, floats("k", *shape)])
+    x = sample(1, 3, 8, 8)
+    loaded = load(model)
+    assert (op in types(loaded.model)) is not folds
+    np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
+    made = {name for node in loaded.model.graph.node for name in node.output}
+    assert "a" in made and ("c" in made) is not folds  # no old name for what is other than it was
+
+
+def test_what_another_node_reads_too_is_not_folded_through_a_move():
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node("Transpose", ["c"], ["t"], perm=[0, 2, 3, 1]),
+        helper.make_node("Add", ["t", "k"], ["a"]),
+        helper.make_node("Mul", ["a", "t"], ["y"]),
+    ]
+    loaded = load(model_of(nodes, [floats("w", 4, 3, 1, 1), floats("k", 4)]))
+    assert types(loaded.model) == ["Conv", "Transpose", "Add", "Mul"]
+
+
 def test_a_node_kept_apart_is_not_folded_and_its_neighbours_are():
     nodes, weights = [], [floats("w", 4, 3, 1, 1), floats("v", 4, 3, 1, 1)]
     for word, weight in (("one", "w"), ("two", "v")):
@@ -279,6 +328,25 @@ def test_random_and_huge_constants_stay_nodes():
     loaded = load(model_of(nodes, [ints("shape", 2**40)]))
     assert types(loaded.model)[0] == "ConstantOfShape"
     assert "RandomUniform" in types(loaded.model)
+
+
+def test_a_cast_to_the_type_that_is_there_goes_and_what_is_behind_it_is_folded():
+    nodes = [
+        helper.make_node("Cast", ["x"], ["x1"], to=TensorProto.FLOAT),
+        helper.make_node("Conv", ["x1", "w"], ["c"]),
+        helper.make_node("Cast", ["c"], ["c1"], to=TensorProto.FLOAT),
+        helper.make_node("Cast", ["c1"], ["c2"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["c2", "two"], ["m"]),
+        helper.make_node("Cast", ["m"], ["i"], to=TensorProto.INT64),
+        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Cast", ["f"], ["y"], to=TensorProto.FLOAT),  # an output's name stays
+    ]
+    model = model_of(nodes, [floats("w", 4, 3, 1, 1), floats("two", 1)])
+    loaded = load(model)
+    assert types(loaded.model) == ["Conv", "Cast", "Cast", "Cast"]
+    assert "Removed 3 casts to the type that was there." in loaded.notes
+    x = sample(1, 3, 8, 8)
+    np.testing.assert_array_equal(run(loaded.model, x)[0], run(model, x)[0])
 
 
 def test_identity_and_dropout_go_and_graph_outputs_keep_their_names():

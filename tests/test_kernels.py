@@ -58,6 +58,45 @@ def test_pairs_count_themselves_and_several_kernels_of_a_node_add_up():
     assert (times.rest, times.total) == (1.0, 10.0)
 
 
+def turned_model():
+    """Conv, Transpose, Relu and back; an Add of what two Convs give."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], "/c"),
+        helper.make_node("Transpose", ["c"], ["t"], "/t", perm=[0, 2, 3, 1]),
+        helper.make_node("Relu", ["t"], ["r"], "/r"),
+        helper.make_node("Transpose", ["r"], ["u"], "/u", perm=[0, 3, 1, 2]),
+        helper.make_node("Conv", ["u", "w"], ["d"], "/d"),
+        helper.make_node("Add", ["d", "u"], ["y"], "/a"),
+    ]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 16, 64, 64]) for n in "xy"]
+    weight = np.random.default_rng(0).normal(size=(16, 16, 1, 1)).astype(np.float32)
+    constants = [onnx.numpy_helper.from_array(weight, "w")]
+    graph = helper.make_graph(nodes, "turned", ends[:1], ends[1:], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "node"),
+    [
+        ("/r_nchwc", "Conv", "/c"),
+        ("r_nchwc", "FusedConv", "/c"),
+        ("/r_token_1", "Relu", "/r"),
+        ("/d_nchwc", "Conv", "/d"),
+        ("/a_nchwc", "Conv", "/a"),  # either of two
+    ],
+)
+def test_a_layer_that_took_the_name_of_what_is_behind_it_has_its_own_time(kernel, kind, node):
+    times = attributed({kernel: 5.0}, turned_model(), layers=[kernel] if "Conv" in kind else [])
+    assert [name for name, time in times.nodes.items() if time] == [node]
+
+
+def test_a_real_profile_gives_a_turned_layer_its_time():
+    model = turned_model()
+    feeds = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
+    times = kernel_times(model, feeds, made_from=model, runs=2)
+    assert times.nodes["/c"] > 0 and times.nodes["/d"] > 0
+
+
 def test_a_node_without_a_name_takes_no_kernel_of_others():
     times = attributed({"_token_1": 2.0}, model_of(("", "t")))
     assert times.rest == 2.0

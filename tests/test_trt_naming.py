@@ -106,6 +106,17 @@ def test_from_10_on_a_gemm_shows_what_it_gives_before_its_bias() -> None:
     assert wanted[1].source == "x"
 
 
+def test_a_cast_to_the_type_that_is_there_shows_the_scale_of_what_it_casts() -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["same"], "/cast", to=1),
+        helper.make_node("Relu", ["same"], ["z"], "/relu"),
+    ]
+    original = model_of(nodes, [1, 4])
+    model = load(original, fold_batchnorm=False).model
+    wanted = cache_tensors(model, version="10.3.0", original=original)
+    assert [(t.name, t.source) for t in wanted] == [("x", "x"), ("same", "x"), ("z", "z")]
+
+
 MODELS = Path(os.environ.get("CALIB8_MODELS") or Path.home() / ".cache" / "calib8-models")
 YOLO = MODELS / "nudenet-3.4.2" / "nudenet" / "320n.onnx"
 

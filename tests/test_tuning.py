@@ -174,6 +174,42 @@ def test_the_layer_that_spoils_the_output_is_kept_float_and_no_other(target, def
     assert " -0.0 dB" not in why
 
 
+def spoiled_late(folder):
+    """The layer that int8 ruins has others before it; height and width are open."""
+    rng = np.random.default_rng(1)
+    size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
+    constants = {
+        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size,
+        "w2": rng.normal(0, 0.2, (16, 8, 3, 3)), "w3": rng.normal(0, 0.1, (8, 16, 3, 3)),
+        "w4": rng.normal(0, 0.3, (8, 8, 1, 1)) / size, "w5": rng.normal(0, 0.2, (8, 8, 3, 3)),
+    }  # fmt: skip
+    nodes = [
+        ("Conv", "x w1", "stem", SAME), ("Relu", "stem", "r1", {}),
+        ("Conv", "r1 w2", "mid", SAME), ("Relu", "mid", "r2", {}), ("Conv", "r2 w3", "last", SAME),
+        ("Tanh", "last", "t", {}), ("Mul", "t size", "m", {}),
+        ("Conv", "m w4", "bad", {}), ("Relu", "bad", "r4", {}), ("Conv", "r4 w5", "y", SAME),
+    ]  # fmt: skip
+    path = saved(folder, "late", nodes, constants)
+    model = onnx.load(path)
+    for place, name in ((2, "height"), (3, "width")):
+        model.graph.input[0].type.tensor_type.shape.dim[place].dim_param = name
+    onnx.save(model, path)
+    return path
+
+
+def test_among_samples_of_several_sizes_too_the_layer_that_spoils_the_output_is_found(tmp_path):
+    folder, rng = tmp_path / "feed", np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(8):
+        values = rng.normal(size=(1, 3, 12, 12 + number)).astype(np.float32)
+        np.save(folder / f"{number}.npy", values)
+    words = (spoiled_late(tmp_path), "--images", folder, "--duration", 0)
+    done = ran(*words, out=tmp_path / "o")
+    assert done.code == 0 and {"/bad/Conv"} <= done.float_of("onnxruntime")
+    why = done.plan.targets["onnxruntime"].choices.float_nodes.values()
+    assert not [reason for reason in why if reason.endswith("dB of ")]
+
+
 @pytest.mark.parametrize("target", RUNS)
 def test_the_files_are_far_better_than_without_a_search(target, default, plain, model, feed):
     assert plain.code == 3  # unusable

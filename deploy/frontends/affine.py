@@ -6,7 +6,9 @@ exports leave after Conv, ConvTranspose and Gemm:
     (conv(x, W) + b) * s + t  =  conv(x, W s) + (b s + t)     for each output channel
     BatchNormalization: s = gamma / sqrt(var + epsilon), t = beta - mean s
 
-The layer then gives the tensor that the folded node gave, under its name.
+The layer then gives the tensor that the folded node gave, under its name. Where nodes that only
+move values stand between the two, the last of them gives it, and what is before it, which is other
+than it was, gets names of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploy.frontends.checks import to_array
+from deploy.frontends.moved import Moved, layer_behind
 from deploy.graph.edit import replace_nodes, unused
 from deploy.graph.index import attributes, users
 
@@ -45,22 +48,21 @@ def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Count
     weights = {tensor.name: tensor for tensor in graph.initializer}
     counts = users(graph)
     makers = {name: node for node in graph.node for name in node.output if name}
-    folded: dict[str, str] = {}
+    kept: list[onnx.NodeProto] = []
+    folded: Counter[str] = Counter()
+    taken, fresh = {*weights, *counts, *makers}, set[str]()
     for node in graph.node:
-        if node.name in apart:
+        source = "" if node.name in apart else _varying_input(node, weights)
+        moved = layer_behind(source, makers, counts, _INTO)
+        if moved is None or not _fold(graph, weights, counts, moved, node):
+            kept.append(node)
             continue
-        source = _varying_input(node, weights)
-        layer = makers.get(source)
-        if layer is None or layer.op_type not in _INTO or counts[source] != 1:
-            continue
-        if _fold(graph, weights, counts, layer, node):
-            folded[node.output[0]] = node.op_type
-            makers[node.output[0]] = layer
+        folded[node.op_type] += 1
+        _rename(moved, node.output[0], counts, taken, fresh)
+        makers |= {name: one for one in (moved.layer, *moved.moves) for name in one.output}
     if folded:
-        replace_nodes(
-            graph, (n for n in graph.node if n.op_type in _INTO or n.output[0] not in folded)
-        )
-    return Counter(folded.values())
+        replace_nodes(graph, kept)
+    return folded
 
 
 def _varying_input(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> str:
@@ -81,18 +83,20 @@ def _fold(
     graph: onnx.GraphProto,
     weights: dict[str, onnx.TensorProto],
     counts: dict[str, int],
-    layer: onnx.NodeProto,
+    moved: Moved,
     node: onnx.NodeProto,
 ) -> bool:
     """Fold one pair where that is exact; says whether it did."""
+    layer = moved.layer
     weight = _constant(weights, layer.input[1])
     bias = _constant(weights, layer.input[2]) if _has_bias(layer) else None
     if weight is None or (bias is None and _has_bias(layer)):
         return False
     # A negative variance or a huge gamma gives NaN or Inf: then the layer is left as it was.
     with np.errstate(all="ignore"):
-        affine = _affine(node, weights, _channels(layer, weight), weight.ndim)
-        if affine is None:
+        place = moved.axis(weight.ndim, weights)
+        affine = place and _affine(node, weights, _channels(layer, weight), *place)
+        if not affine:
             return False
         wide = (_scaled_weight(layer, weight, affine[0]), _moved_bias(layer, bias, *affine))
         fresh = [a.astype(weight.dtype) for a in wide if a is not None]
@@ -104,19 +108,45 @@ def _fold(
     for attribute in layer.attribute:
         if attribute.name == "beta":  # of a Gemm: it is in the new bias
             attribute.f = 1.0
-    layer.output[0] = node.output[0]
     return True
 
 
+def _rename(
+    moved: Moved, last: str, counts: dict[str, int], taken: set[str], fresh: set[str]
+) -> None:
+    """Let the last node give a tensor of that name, and those before it what nothing else gives.
+
+    Args:
+        moved: a layer into which a node was folded.
+        last: what that node gave.
+        counts: tensor -> its readers, to which new names are added.
+        taken: names of all tensors, to which new ones are added.
+        fresh: names that were given here, which stay.
+    """
+    chain = [moved.layer, *moved.moves]
+    for node, after in zip(chain, moved.moves, strict=False):
+        if node.output[0] not in fresh:
+            name = unused(f"{node.output[0]}_folded", taken)
+            counts[name] = 1
+            taken.add(name)
+            fresh.add(name)
+            node.output[0] = after.input[0] = name
+    chain[-1].output[0] = last
+
+
 def _affine(
-    node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int, rank: int
+    node: onnx.NodeProto,
+    weights: dict[str, onnx.TensorProto],
+    channels: int,
+    axis: int,
+    rank: int,
 ) -> Affine | None:
-    """What the node does to a tensor of that rank and so many channels on axis 1."""
+    """What the node does to a tensor of that rank and so many channels on that axis."""
     if node.op_type == NORM:
-        return _of_norm(node, weights, channels)
+        return _of_norm(node, weights, channels) if axis == 1 else None
     name = next(n for n in reversed(node.input) if n in weights)
     given = _constant(weights, name)
-    values = None if given is None else _per_channel(given.astype(np.float64), channels, rank)
+    values = None if given is None else _per_channel(given.astype(np.float64), channels, axis, rank)
     if values is None:
         return None
     one, zero = np.ones(channels), np.zeros(channels)
@@ -129,13 +159,13 @@ def _affine(
 
 
 def _per_channel(
-    values: NDArray[np.float64], channels: int, rank: int
+    values: NDArray[np.float64], channels: int, axis: int, rank: int
 ) -> NDArray[np.float64] | None:
-    """[C] of a constant that broadcasts along axis 1 alone; None for any other shape."""
+    """[C] of a constant that broadcasts along that axis alone; None for any other shape."""
     if values.ndim > rank:
         return None
     shape = (1,) * (rank - values.ndim) + values.shape
-    if values.size != 1 and shape != (1, channels, *[1] * (rank - 2)):
+    if values.size != 1 and shape != (*[1] * axis, channels, *[1] * (rank - axis - 1)):
         return None
     return np.broadcast_to(values.reshape(-1), (channels,))
 

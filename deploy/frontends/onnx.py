@@ -193,12 +193,13 @@ def inlined(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
 
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    constants = identities = 0
+    constants = identities = casts = 0
     model = with_shapes(model)
     for _ in range(_ROUNDS):
         identities += (removed := remove_identity(model.graph))
         constants += (folded := fold_constants(model))
-        if not folded and not removed:
+        casts += (idle := drop_casts(model.graph, Graph(model).dtypes))
+        if not folded and not removed and not idle:
             break
         model = with_shapes(model)
     dead = drop_dead(model.graph)
@@ -207,6 +208,7 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
         for count, sentence in (
             (constants, f"Folded {_count(constants, 'constant node')}."),
             (identities, f"Removed {_count(identities, 'Identity or Dropout node')}."),
+            (casts, f"Removed {_count(casts, 'cast')} to the type that was there."),
             (dead, f"Removed {_count(dead, 'node')} that no output needs."),
         )
         if count

@@ -120,19 +120,20 @@ def _that_fit(values: Mapping[str, Array], samples: int) -> dict[str, None]:
     return found
 
 
-def behind(model: onnx.ModelProto, same: Collection[str], known: Values) -> onnx.ModelProto:
+def behind(
+    model: onnx.ModelProto, same: Collection[str], known: Sequence[Values]
+) -> onnx.ModelProto:
     """The model fed with tensors whose values are known, without the nodes before them.
 
     Args:
         model: a trial model; what is not needed any more is taken out of a copy.
         same: tensors that hold the same in the float model.
-        known: tensor -> its value in one sample, whose type and sizes the input gets.
+        known: of each sample, tensor -> its value. The input gets its type, and the sizes that it
+            has in all of them: lines of text are as long as each of them is.
     """
-    from onnx import helper
-
     graph = model.graph
     ends = {value.name for value in graph.output}
-    stops = {name for name in known if name in same and name not in ends}
+    stops = {name for name in known[0] if name in same and name not in ends}
     needed, nodes, fed = set(ends), [], []
     for node in reversed(graph.node):
         wanted = [name for name in node.output if name in needed]
@@ -142,11 +143,17 @@ def behind(model: onnx.ModelProto, same: Collection[str], known: Values) -> onnx
             needed.update(reads(node))
             nodes.append(node)
     own = [value for value in graph.input if value.name in needed]
-    instead = [
-        helper.make_tensor_value_info(
-            name, helper.np_dtype_to_tensor_dtype(known[name].dtype), known[name].shape
-        )
-        for name in fed
-    ]
+    instead = [_as_input(name, [values[name] for values in known]) for name in fed]
     inputs = [*own, *instead]
     return part(model, reversed(nodes), needed, inputs=inputs, outputs=graph.output)
+
+
+def _as_input(name: str, values: Sequence[Array]) -> onnx.ValueInfoProto:
+    """An input that takes every one of these values."""
+    from onnx import helper
+
+    sizes = zip(*(value.shape for value in values), strict=True)
+    shape = [size if len({size, *others}) == 1 else None for size, *others in sizes]
+    return helper.make_tensor_value_info(
+        name, helper.np_dtype_to_tensor_dtype(values[0].dtype), shape
+    )

@@ -190,7 +190,7 @@ class Prober:
             ({**sample, **values}, wanted)
             for (sample, wanted), values in zip(kept.heard, kept.values, strict=True)
         ]
-        return self._of(behind(model, same, kept.values[0]), heard, judged=False)
+        return self._of(behind(model, same, kept.values), heard, judged=False)
 
     def _of_one(self, work: Callable[[Choices], Noise], choices: Choices) -> Noise:
         try:

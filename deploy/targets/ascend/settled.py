@@ -36,12 +36,16 @@ def unfused(
         bare: layers of which nothing behind becomes a part.
     """
     from deploy.frontends.affine import NORM, fold_affine
+    from deploy.frontends.moved import MOVES
 
     model, graph = prepared(subject.unfolded.model)
     if not config.do_fusion:
         return model, graph
     names = {*config.skip_fusion_layers, *bare}
     ends = {n.output[0]: n.name for n in model.graph.node if n.name in names}
+    for n in model.graph.node:  # a node is folded through what only moves values, too
+        if n.op_type in MOVES and n.input[0] in ends:
+            ends[n.output[0]] = ends[n.input[0]]
     apart = {
         n.name
         for n in model.graph.node

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deploy.calibration.trt_cache import version_label
-from deploy.graph.index import Graph, fed_inputs
+from deploy.graph.index import Graph, attributes, fed_inputs
 
 if TYPE_CHECKING:
     import onnx
@@ -100,7 +100,7 @@ def cache_tensors(
         version: "X.Y.Z".
         parser: ONNX or CAFFE; None takes `likely_parser`.
         original: the model as TensorRT reads it, for the names of nodes and for the tensors of
-            Identity and Dropout nodes, which cleaning removes; None takes `model`.
+            Identity, Dropout and idle Cast nodes, which cleaning removes; None takes `model`.
     """
     seen = original if original is not None else model
     if (parser or likely_parser(seen, version)) == CAFFE:
@@ -225,11 +225,18 @@ def _pooled(graph: Graph) -> dict[str, str]:
 
 
 def _removed(original: onnx.ModelProto, known: Collection[str]) -> dict[str, str]:
-    """Outputs of the Identity and Dropout nodes that cleaning removed -> what they are equal to."""
+    """Outputs of nodes that cleaning removed, which change nothing -> what they are equal to."""
     same: dict[str, str] = {}
     for node in original.graph.node:
-        if node.op_type in _SAME and node.output[0] not in known:
+        if _changes_nothing(node) and node.output[0] not in known:
             source = same.get(node.input[0], node.input[0])
             if source in known:
                 same[node.output[0]] = source
     return same
+
+
+def _changes_nothing(node: onnx.NodeProto) -> bool:
+    """Of a float tensor, which is all that a cache knows."""
+    return node.op_type in _SAME or (
+        node.op_type == "Cast" and attributes(node).get("to") == _FLOAT
+    )
