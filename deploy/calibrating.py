@@ -34,11 +34,9 @@ from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
 from deploy.calibration.trained import MADE_UP, made_up, subject_of, taken
 from deploy.calibration.until import Agreement, Until
-from deploy.cluster.options import Cluster
+from deploy.cluster.options import Cluster, cluster_of
 from deploy.errors import Calib8Error, ConfigError, ModelError
-from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
-from deploy.feed.preprocess import Asked
 from deploy.feed.views import SHOWN
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
@@ -50,6 +48,7 @@ from deploy.progress import phase
 from deploy.staging import Stage, recover
 from deploy.targets import Target
 from deploy.targets.base import CacheText, WritesCache
+from deploy.terms import Terms
 from deploy.tuning.samples import CANDIDATES
 
 if TYPE_CHECKING:
@@ -86,43 +85,41 @@ def calibrated(
     loaded: LoadedModel,
     given: str | Path | onnx.ModelProto | None,
     images: FeedSource | Shards,
+    terms: Terms,
     *,
     targets: Sequence[Target],
-    method: str | Method | None,
-    preprocess: Asked,
     policy: CachePolicy,
-    skip_bad: bool,
-    limit: Limit,
-    until_stable: float | None,
-    threads: int | None,
-    float_nodes: Iterable[str],
     judging: int,
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
-    cluster: Cluster | None = None,
-    resume: bool = False,
-    checkpoint: Path | None = None,
 ) -> Calibrated:
     """`deploy.pipeline.calibrate` of a model that is loaded.
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
+        terms: how it is calibrated.
+        policy: of the cache.
         judging: how many images, at most, will judge what is built.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         stage: what the files of a build wait in; a cache of the same folder appears with them.
-        cluster: the scheduler whose workers observe.
 
     Raises:
         Calib8Error: as `calibrate`.
     """
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
+    cluster = cluster_of(terms.scheduler)
     source = opened(
-        loaded, images, preprocess=preprocess, skip_bad=skip_bad, limit=limit, cluster=cluster
+        loaded,
+        images,
+        preprocess=terms.preprocess,
+        skip_bad=terms.skip_bad,
+        limit=terms.limit,
+        cluster=cluster,
     )
     feed = source.feed
     feed.remember(0, judging, SHOWN)
-    place = _place(policy, checkpoint, resume=resume, stable=until_stable is not None)
+    place = _place(policy, terms)
     _refuse_foreign(policy)
     subject = Subject(
         loaded=loaded,
@@ -130,28 +127,27 @@ def calibrated(
         samples=len(feed),
         batch=feed.batch,
         filled=feed.filled,
-        method=method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD),
-        float_nodes=matching(loaded.model, float_nodes),
+        method=_method(terms.method),
+        float_nodes=matching(loaded.model, terms.float_nodes),
         trt_version=policy.trt_version or _builds_here(targets) or version_in(policy),
     )
-    workers = threads or default_threads()
+    workers = terms.threads or default_threads()
     if policy.trust:
         refuse_trusted(repairs)
     folder = Path() if stage is None else stage.folder
     subject, tried = prepared(targets, subject, repairs, feed, folder=folder, threads=workers)
     wanted, failed = _demands(targets, subject)
-    _refuse_idle_method(method, subject, wanted)
+    _refuse_idle_method(terms.method, subject, wanted)
     task = _task(
         source,
         subject,
         wanted,
+        terms,
         policy=policy,
-        until_stable=until_stable,
         cluster=cluster,
         judging=judging,
         threads=workers,
         place=place,
-        resume=resume,
     )
     started = time.perf_counter()
     if policy.trust:
@@ -166,14 +162,13 @@ def _task(
     source: Source,
     subject: Subject,
     wanted: Mapping[str, tuple[Observation, ...]],
+    terms: Terms,
     *,
     policy: CachePolicy,
-    until_stable: float | None,
     cluster: Cluster | None,
     judging: int,
     threads: int,
     place: Path | None,
-    resume: bool,
 ) -> Task:
     """What is to be observed.
 
@@ -182,9 +177,11 @@ def _task(
     """
     if source.part is not None:
         refuse_ordered(each_once(wanted), source.part)
-    until = None if until_stable is None else Until(until_stable, subject.method.label)
+    until = None
+    if terms.until_stable is not None:
+        until = Until(terms.until_stable, subject.method.label)
     if cluster is not None:
-        _refuse_cluster(resume=resume, stable=until is not None)
+        _refuse_cluster(resume=terms.resume, stable=until is not None)
     return Task(
         subject=subject,
         feed=source.feed,
@@ -195,7 +192,7 @@ def _task(
         judges=judges_of(source.feed, subject.model, judging),
         threads=threads,
         place=place,
-        resume=resume,
+        resume=terms.resume,
         peaks=Peaks(),
         runs=Counter(),
     )
@@ -245,11 +242,9 @@ def already_calibrated(
     loaded: LoadedModel,
     trained: Trained,
     images: FeedSource | None,
+    terms: Terms,
     *,
     targets: Sequence[Target],
-    preprocess: Asked,
-    skip_bad: bool,
-    limit: Limit,
     trt_version: str | None,
 ) -> Calibrated:
     """The calibration that the pairs of a Q/DQ model say; images are what it is tried on.
@@ -262,10 +257,10 @@ def already_calibrated(
     feed = open_feed(
         made_up(loaded) if images is None else images,
         loaded.inputs,
-        preprocess=None if images is None else preprocess,
+        preprocess=None if images is None else terms.preprocess,
         carried=loaded.carried,
-        skip_bad=skip_bad,
-        limit=None if images is None else limit,
+        skip_bad=terms.skip_bad,
+        limit=None if images is None else terms.limit,
     )
     feed.remember(0, CANDIDATES, SHOWN)
     subject = subject_of(loaded, feed, trt_version or _builds_here(targets))
@@ -281,6 +276,10 @@ def already_calibrated(
     told = {name: str(error) for name, error in failed.items()}
     judges = judges_of(feed, subject.model, CANDIDATES)
     return taken(trained, subject, feed, judges, source, told)
+
+
+def _method(asked: str | Method | None) -> Method:
+    return asked if isinstance(asked, Method) else Method.of(asked or DEFAULT_METHOD)
 
 
 def _demands(
@@ -345,14 +344,14 @@ def _refuse_cluster(*, resume: bool, stable: bool) -> None:
         )
 
 
-def _place(
-    policy: CachePolicy, checkpoint: Path | None, *, resume: bool, stable: bool
-) -> Path | None:
+def _place(policy: CachePolicy, terms: Terms) -> Path | None:
     """Where the state of a run is kept; nowhere of one that looks at as few samples as it takes.
 
     Raises:
         ConfigError: it is to be gone on from, and there is no place; or nothing is observed.
     """
+    checkpoint, resume = terms.checkpoint, terms.resume
+    stable = terms.until_stable is not None
     if resume and (policy.require or policy.trust):
         flag = "--require-cache" if policy.require else "--trust-cache"
         raise ConfigError(
