@@ -2,8 +2,7 @@
 
 ::
 
-    opened --> prepared (repairs) --> _demands --> Task --> judge (the cache) --> observe
-           --> Ranges --> keep --> Calibrated
+    opened --> prepared (repairs) --> _demands --> Task --> what is found --> Calibrated
 
 Of a Q/DQ model `already_calibrated` takes what its pairs say instead.
 """
@@ -13,33 +12,31 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibrators.searches import DEFAULT_METHOD
-from deploy.calibration import afford, store
+from deploy.calibration import store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.checkpoint import Checkpoint, beside
 from deploy.calibration.expected import odd
-from deploy.calibration.keep import keep, version_in
-from deploy.calibration.observation import Observation, Observed, each_once
-from deploy.calibration.outputs import Judges, judges_of
-from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
+from deploy.calibration.keep import version_in
+from deploy.calibration.observation import Observation, each_once
+from deploy.calibration.outputs import judges_of
+from deploy.calibration.peaks import Outlier, Peaks, standing_out
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
+from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.shards import Shards, refuse_ordered
 from deploy.calibration.stability import Watch, refuse
-from deploy.calibration.store import Calibration
-from deploy.calibration.subject import FOLDED, Subject
+from deploy.calibration.subject import Subject
 from deploy.calibration.trained import MADE_UP, made_up, subject_of, taken
-from deploy.calibration.until import Agreement, Until
+from deploy.calibration.until import Until
 from deploy.cluster.options import Cluster, cluster_of
 from deploy.errors import Calib8Error, ConfigError, ModelError
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.feed.views import SHOWN
+from deploy.finding import Found, found_in, trusted
 from deploy.frontends import LoadedModel
-from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
 from deploy.machine import default_threads
 from deploy.method import Method
@@ -47,7 +44,7 @@ from deploy.observing import Source, Task, called, opened
 from deploy.progress import phase
 from deploy.staging import Stage, recover
 from deploy.targets import Target
-from deploy.targets.base import CacheText, WritesCache
+from deploy.targets.base import WritesCache
 from deploy.terms import Terms
 from deploy.tuning.samples import CANDIDATES
 
@@ -55,29 +52,6 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.frontends.trained import Trained
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What a calibration comes to.
-
-    Attributes:
-        verdict: what the cache held.
-        ranges: what was observed, and the clip ranges in it.
-        judges: samples that judge what is built.
-        agreement: how far halves of the samples agree, where that is known.
-        notes: what is to be said of it, in sentences.
-        outliers: samples that stand out.
-        mark: what the run could have been gone on from.
-    """
-
-    verdict: Verdict
-    ranges: Ranges
-    judges: Judges
-    agreement: Agreement | None = None
-    notes: tuple[str, ...] = ()
-    outliers: tuple[Outlier, ...] = ()
-    mark: Checkpoint | None = None
 
 
 @phase("calibration")
@@ -151,9 +125,9 @@ def calibrated(
     )
     started = time.perf_counter()
     if policy.trust:
-        found = _trusted(task)
+        found = trusted(task)
     else:
-        found = _found(task, source, targets=targets, judging=judging, stage=stage)
+        found = found_in(task, source, targets=targets, judging=judging, stage=stage)
     seconds = time.perf_counter() - started
     return _calibrated(task, source, found, failed=failed, repairs=told(tried), seconds=seconds)
 
@@ -201,7 +175,7 @@ def _task(
 def _calibrated(
     task: Task,
     source: Source,
-    found: _Found,
+    found: Found,
     *,
     failed: Mapping[str, str],
     repairs: Iterable[str],
@@ -396,109 +370,10 @@ def _watch(
     return Watch(alone, lambda found: Ranges(found, subject.method, subject.bounds), until)
 
 
-def _trusted(task: Task) -> _Found:
-    """A foreign cache, taken as it is.
-
-    Raises:
-        ConfigError: no path, or a target that makes nothing of a symmetric range.
-        CacheError: it is not the model's.
-    """
-    subject, path = task.subject, task.policy.path
-    if path is None:
-        raise ConfigError("a cache to be trusted must be named, got none; give --cache")
-    for name, own in task.wanted.items():
-        if any(o.variant.key != FOLDED for o in own):
-            raise ConfigError(
-                f"a trusted cache holds one symmetric range a tensor, of which the target {name}"
-                " with this method makes nothing; leave --trust-cache away for it"
-            )
-    tensors = tuple(o.tensor for o in each_once(task.wanted))
-    found = store.trusted(path, tensors, never_negative(subject.model))
-    reason = f"{path} is trusted as it is, without a fingerprint"
-    return _Found(
-        verdict=Verdict(reason=reason, observed=Observed({}), missing=()),
-        ranges=Ranges(Observed({}), subject.method, subject.bounds, trusted=found),
-        judges=task.judges,
-    )
-
-
-def _found(
-    task: Task, source: Source, *, targets: Sequence[Target], judging: int, stage: Stage | None
-) -> _Found:
-    """What the cache holds and what is observed beside it, and the ranges in both; it is kept.
-
-    Raises:
-        Calib8Error: as `deploy.pipeline.calibrate`.
-    """
-    subject, feed, watch = task.subject, task.feed, task.watch
-    verdict = judge(
-        task.policy,
-        lambda count: fingerprint_of(subject, feed.manifest(count)),
-        each_once(task.wanted),
-        until=task.until,
-    )
-    able = afford.workers(verdict.missing, subject.model, task.threads)
-    seen = source.observe(task, verdict, able)
-    judges = task.judges
-    if task.until is not None:
-        feed.keep(_reached(verdict, feed, watch))
-        feed.remember(0, judging, SHOWN)
-        judges = judges_of(feed, subject.model, judging)
-    ranges = Ranges(seen.observed, subject.method, subject.bounds)
-    agreement = watch.end(len(feed)) if verdict.missing else None
-    alone = [t for t in targets if t.name in task.wanted and feed.share is None]
-    own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
-    few = _too_few(feed) if task.until and verdict.missing and agreement is None else ()
-    calibration = _calibration(task, verdict, seen.observed)
-    text = own.text if own else None
-    keep(task.policy, subject, verdict, calibration, ranges, text=text, stage=stage)
-    if seen.mark is not None and task.policy.path is not None:
-        seen.mark.path.unlink(missing_ok=True)
-    return _Found(
-        verdict=verdict,
-        ranges=ranges,
-        judges=judges,
-        agreement=agreement,
-        notes=(*seen.notes, *few, *(own.notes if own else ())),
-        outliers=calibration.outliers,
-        mark=seen.mark,
-    )
-
-
-def _calibration(task: Task, verdict: Verdict, observed: Observed) -> Calibration:
-    """What is kept."""
-    kept = verdict.stored if not verdict.missing else None
-    return Calibration(
-        observed=observed,
-        fingerprint=verdict.of_all(fingerprint_of(task.subject, task.feed.manifest())),
-        outliers=(*verdict.outliers, *identified(task.peaks, task.feed.digests)),
-        until=kept.until if kept else task.until,
-    )
-
-
-def _reached(verdict: Verdict, feed: Feed, watch: Watch) -> int:
-    """How many images were looked at, now or when the cache was made."""
-    if not verdict.missing:
-        assert verdict.stored is not None
-        return verdict.stored.count
-    return feed.reached(watch.samples) if watch.stopped else feed.opened
-
-
-def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> CacheText | None:
-    """The first target's own form of the cache."""
-    writers = (target for target in targets if isinstance(target, WritesCache))
-    return next((target.cache_text(subject, ranges) for target in writers), None)
-
-
 def _builds_here(targets: Iterable[Target]) -> str | None:
     """The version that reads the cache on this machine, where there is one."""
     versions = (target.cache_version() for target in targets if isinstance(target, WritesCache))
     return next((version for version in versions if version is not None), None)
-
-
-def _too_few(feed: Feed) -> tuple[str, ...]:
-    """What to say where there is nothing to hold the first ranges against."""
-    return (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
 
 
 def _warnings(
