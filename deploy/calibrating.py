@@ -2,8 +2,7 @@
 
 ::
 
-    opened --> prepared (repairs) --> _demands --> Task --> judge (the cache) --> observe
-           --> Ranges --> keep --> Calibrated
+    opened --> prepared (repairs) --> _demands --> Task --> what is found --> Calibrated
 
 Of a Q/DQ model `already_calibrated` takes what its pairs say instead.
 """
@@ -13,35 +12,31 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibrators.searches import DEFAULT_METHOD
-from deploy.calibration import afford, store
+from deploy.calibration import store
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.checkpoint import Checkpoint, beside
 from deploy.calibration.expected import odd
-from deploy.calibration.keep import keep, version_in
-from deploy.calibration.observation import Observation, Observed, each_once
-from deploy.calibration.outputs import Judges, judges_of
-from deploy.calibration.peaks import Outlier, Peaks, identified, standing_out
+from deploy.calibration.keep import version_in
+from deploy.calibration.observation import Observation, each_once
+from deploy.calibration.outputs import judges_of
+from deploy.calibration.peaks import Outlier, Peaks, standing_out
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.reuse import CachePolicy, Verdict, fingerprint_of, judge
+from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.shards import Shards, refuse_ordered
 from deploy.calibration.stability import Watch, refuse
-from deploy.calibration.store import Calibration
-from deploy.calibration.subject import FOLDED, Subject
+from deploy.calibration.subject import Subject
 from deploy.calibration.trained import MADE_UP, made_up, subject_of, taken
-from deploy.calibration.until import Agreement, Until
-from deploy.cluster.options import Cluster
+from deploy.calibration.until import Until
+from deploy.cluster.options import Cluster, cluster_of
 from deploy.errors import Calib8Error, ConfigError, ModelError
-from deploy.feed.choice import Limit
 from deploy.feed.feed import Feed, FeedSource, open_feed
-from deploy.feed.preprocess import Asked
 from deploy.feed.views import SHOWN
+from deploy.finding import Found, found_in, trusted
 from deploy.frontends import LoadedModel
-from deploy.graph.plan import never_negative
 from deploy.graph.selection import matching
 from deploy.machine import default_threads
 from deploy.method import Method
@@ -49,7 +44,8 @@ from deploy.observing import Source, Task, called, opened
 from deploy.progress import phase
 from deploy.staging import Stage, recover
 from deploy.targets import Target
-from deploy.targets.base import CacheText, WritesCache
+from deploy.targets.base import WritesCache
+from deploy.terms import Terms
 from deploy.tuning.samples import CANDIDATES
 
 if TYPE_CHECKING:
@@ -58,71 +54,46 @@ if TYPE_CHECKING:
     from deploy.frontends.trained import Trained
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What a calibration comes to.
-
-    Attributes:
-        verdict: what the cache held.
-        ranges: what was observed, and the clip ranges in it.
-        judges: samples that judge what is built.
-        agreement: how far halves of the samples agree, where that is known.
-        notes: what is to be said of it, in sentences.
-        outliers: samples that stand out.
-        mark: what the run could have been gone on from.
-    """
-
-    verdict: Verdict
-    ranges: Ranges
-    judges: Judges
-    agreement: Agreement | None = None
-    notes: tuple[str, ...] = ()
-    outliers: tuple[Outlier, ...] = ()
-    mark: Checkpoint | None = None
-
-
 @phase("calibration")
 def calibrated(
     loaded: LoadedModel,
     given: str | Path | onnx.ModelProto | None,
     images: FeedSource | Shards,
+    terms: Terms,
     *,
     targets: Sequence[Target],
-    method: str | Method | None,
-    preprocess: Asked,
     policy: CachePolicy,
-    skip_bad: bool,
-    limit: Limit,
-    until_stable: float | None,
-    threads: int | None,
-    float_nodes: Iterable[str],
     judging: int,
     repairs: Sequence[str] = (),
     stage: Stage | None = None,
-    cluster: Cluster | None = None,
-    resume: bool = False,
-    checkpoint: Path | None = None,
 ) -> Calibrated:
     """`deploy.pipeline.calibrate` of a model that is loaded.
 
     Args beyond those of `calibrate`:
         given: the model as the user gave it.
+        terms: how it is calibrated.
+        policy: of the cache.
         judging: how many images, at most, will judge what is built.
         repairs: names of `REPAIRS`, of which those before observing are tried.
         stage: what the files of a build wait in; a cache of the same folder appears with them.
-        cluster: the scheduler whose workers observe.
 
     Raises:
         Calib8Error: as `calibrate`.
     """
     from deploy.repairs.apply import prepared, refuse_trusted, told
 
+    cluster = cluster_of(terms.scheduler)
     source = opened(
-        loaded, images, preprocess=preprocess, skip_bad=skip_bad, limit=limit, cluster=cluster
+        loaded,
+        images,
+        preprocess=terms.preprocess,
+        skip_bad=terms.skip_bad,
+        limit=terms.limit,
+        cluster=cluster,
     )
     feed = source.feed
     feed.remember(0, judging, SHOWN)
-    place = _place(policy, checkpoint, resume=resume, stable=until_stable is not None)
+    place = _place(policy, terms)
     _refuse_foreign(policy)
     subject = Subject(
         loaded=loaded,
@@ -130,34 +101,33 @@ def calibrated(
         samples=len(feed),
         batch=feed.batch,
         filled=feed.filled,
-        method=method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD),
-        float_nodes=matching(loaded.model, float_nodes),
+        method=_method(terms.method),
+        float_nodes=matching(loaded.model, terms.float_nodes),
         trt_version=policy.trt_version or _builds_here(targets) or version_in(policy),
     )
-    workers = threads or default_threads()
+    workers = terms.threads or default_threads()
     if policy.trust:
         refuse_trusted(repairs)
     folder = Path() if stage is None else stage.folder
     subject, tried = prepared(targets, subject, repairs, feed, folder=folder, threads=workers)
     wanted, failed = _demands(targets, subject)
-    _refuse_idle_method(method, subject, wanted)
+    _refuse_idle_method(terms.method, subject, wanted)
     task = _task(
         source,
         subject,
         wanted,
+        terms,
         policy=policy,
-        until_stable=until_stable,
         cluster=cluster,
         judging=judging,
         threads=workers,
         place=place,
-        resume=resume,
     )
     started = time.perf_counter()
     if policy.trust:
-        found = _trusted(task)
+        found = trusted(task)
     else:
-        found = _found(task, source, targets=targets, judging=judging, stage=stage)
+        found = found_in(task, source, targets=targets, judging=judging, stage=stage)
     seconds = time.perf_counter() - started
     return _calibrated(task, source, found, failed=failed, repairs=told(tried), seconds=seconds)
 
@@ -166,14 +136,13 @@ def _task(
     source: Source,
     subject: Subject,
     wanted: Mapping[str, tuple[Observation, ...]],
+    terms: Terms,
     *,
     policy: CachePolicy,
-    until_stable: float | None,
     cluster: Cluster | None,
     judging: int,
     threads: int,
     place: Path | None,
-    resume: bool,
 ) -> Task:
     """What is to be observed.
 
@@ -182,9 +151,11 @@ def _task(
     """
     if source.part is not None:
         refuse_ordered(each_once(wanted), source.part)
-    until = None if until_stable is None else Until(until_stable, subject.method.label)
+    until = None
+    if terms.until_stable is not None:
+        until = Until(terms.until_stable, subject.method.label)
     if cluster is not None:
-        _refuse_cluster(resume=resume, stable=until is not None)
+        _refuse_cluster(resume=terms.resume, stable=until is not None)
     return Task(
         subject=subject,
         feed=source.feed,
@@ -195,7 +166,7 @@ def _task(
         judges=judges_of(source.feed, subject.model, judging),
         threads=threads,
         place=place,
-        resume=resume,
+        resume=terms.resume,
         peaks=Peaks(),
         runs=Counter(),
     )
@@ -204,7 +175,7 @@ def _task(
 def _calibrated(
     task: Task,
     source: Source,
-    found: _Found,
+    found: Found,
     *,
     failed: Mapping[str, str],
     repairs: Iterable[str],
@@ -245,11 +216,9 @@ def already_calibrated(
     loaded: LoadedModel,
     trained: Trained,
     images: FeedSource | None,
+    terms: Terms,
     *,
     targets: Sequence[Target],
-    preprocess: Asked,
-    skip_bad: bool,
-    limit: Limit,
     trt_version: str | None,
 ) -> Calibrated:
     """The calibration that the pairs of a Q/DQ model say; images are what it is tried on.
@@ -262,10 +231,10 @@ def already_calibrated(
     feed = open_feed(
         made_up(loaded) if images is None else images,
         loaded.inputs,
-        preprocess=None if images is None else preprocess,
+        preprocess=None if images is None else terms.preprocess,
         carried=loaded.carried,
-        skip_bad=skip_bad,
-        limit=None if images is None else limit,
+        skip_bad=terms.skip_bad,
+        limit=None if images is None else terms.limit,
     )
     feed.remember(0, CANDIDATES, SHOWN)
     subject = subject_of(loaded, feed, trt_version or _builds_here(targets))
@@ -281,6 +250,10 @@ def already_calibrated(
     told = {name: str(error) for name, error in failed.items()}
     judges = judges_of(feed, subject.model, CANDIDATES)
     return taken(trained, subject, feed, judges, source, told)
+
+
+def _method(asked: str | Method | None) -> Method:
+    return asked if isinstance(asked, Method) else Method.of(asked or DEFAULT_METHOD)
 
 
 def _demands(
@@ -345,14 +318,14 @@ def _refuse_cluster(*, resume: bool, stable: bool) -> None:
         )
 
 
-def _place(
-    policy: CachePolicy, checkpoint: Path | None, *, resume: bool, stable: bool
-) -> Path | None:
+def _place(policy: CachePolicy, terms: Terms) -> Path | None:
     """Where the state of a run is kept; nowhere of one that looks at as few samples as it takes.
 
     Raises:
         ConfigError: it is to be gone on from, and there is no place; or nothing is observed.
     """
+    checkpoint, resume = terms.checkpoint, terms.resume
+    stable = terms.until_stable is not None
     if resume and (policy.require or policy.trust):
         flag = "--require-cache" if policy.require else "--trust-cache"
         raise ConfigError(
@@ -397,109 +370,10 @@ def _watch(
     return Watch(alone, lambda found: Ranges(found, subject.method, subject.bounds), until)
 
 
-def _trusted(task: Task) -> _Found:
-    """A foreign cache, taken as it is.
-
-    Raises:
-        ConfigError: no path, or a target that makes nothing of a symmetric range.
-        CacheError: it is not the model's.
-    """
-    subject, path = task.subject, task.policy.path
-    if path is None:
-        raise ConfigError("a cache to be trusted must be named, got none; give --cache")
-    for name, own in task.wanted.items():
-        if any(o.variant.key != FOLDED for o in own):
-            raise ConfigError(
-                f"a trusted cache holds one symmetric range a tensor, of which the target {name}"
-                " with this method makes nothing; leave --trust-cache away for it"
-            )
-    tensors = tuple(o.tensor for o in each_once(task.wanted))
-    found = store.trusted(path, tensors, never_negative(subject.model))
-    reason = f"{path} is trusted as it is, without a fingerprint"
-    return _Found(
-        verdict=Verdict(reason=reason, observed=Observed({}), missing=()),
-        ranges=Ranges(Observed({}), subject.method, subject.bounds, trusted=found),
-        judges=task.judges,
-    )
-
-
-def _found(
-    task: Task, source: Source, *, targets: Sequence[Target], judging: int, stage: Stage | None
-) -> _Found:
-    """What the cache holds and what is observed beside it, and the ranges in both; it is kept.
-
-    Raises:
-        Calib8Error: as `deploy.pipeline.calibrate`.
-    """
-    subject, feed, watch = task.subject, task.feed, task.watch
-    verdict = judge(
-        task.policy,
-        lambda count: fingerprint_of(subject, feed.manifest(count)),
-        each_once(task.wanted),
-        until=task.until,
-    )
-    able = afford.workers(verdict.missing, subject.model, task.threads)
-    seen = source.observe(task, verdict, able)
-    judges = task.judges
-    if task.until is not None:
-        feed.keep(_reached(verdict, feed, watch))
-        feed.remember(0, judging, SHOWN)
-        judges = judges_of(feed, subject.model, judging)
-    ranges = Ranges(seen.observed, subject.method, subject.bounds)
-    agreement = watch.end(len(feed)) if verdict.missing else None
-    alone = [t for t in targets if t.name in task.wanted and feed.share is None]
-    own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole
-    few = _too_few(feed) if task.until and verdict.missing and agreement is None else ()
-    calibration = _calibration(task, verdict, seen.observed)
-    text = own.text if own else None
-    keep(task.policy, subject, verdict, calibration, ranges, text=text, stage=stage)
-    if seen.mark is not None and task.policy.path is not None:
-        seen.mark.path.unlink(missing_ok=True)
-    return _Found(
-        verdict=verdict,
-        ranges=ranges,
-        judges=judges,
-        agreement=agreement,
-        notes=(*seen.notes, *few, *(own.notes if own else ())),
-        outliers=calibration.outliers,
-        mark=seen.mark,
-    )
-
-
-def _calibration(task: Task, verdict: Verdict, observed: Observed) -> Calibration:
-    """What is kept."""
-    kept = verdict.stored if not verdict.missing else None
-    return Calibration(
-        observed=observed,
-        fingerprint=verdict.of_all(fingerprint_of(task.subject, task.feed.manifest())),
-        outliers=(*verdict.outliers, *identified(task.peaks, task.feed.digests)),
-        until=kept.until if kept else task.until,
-    )
-
-
-def _reached(verdict: Verdict, feed: Feed, watch: Watch) -> int:
-    """How many images were looked at, now or when the cache was made."""
-    if not verdict.missing:
-        assert verdict.stored is not None
-        return verdict.stored.count
-    return feed.reached(watch.samples) if watch.stopped else feed.opened
-
-
-def _own_text(targets: Iterable[Target], subject: Subject, ranges: Ranges) -> CacheText | None:
-    """The first target's own form of the cache."""
-    writers = (target for target in targets if isinstance(target, WritesCache))
-    return next((target.cache_text(subject, ranges) for target in writers), None)
-
-
 def _builds_here(targets: Iterable[Target]) -> str | None:
     """The version that reads the cache on this machine, where there is one."""
     versions = (target.cache_version() for target in targets if isinstance(target, WritesCache))
     return next((version for version in versions if version is not None), None)
-
-
-def _too_few(feed: Feed) -> tuple[str, ...]:
-    """What to say where there is nothing to hold the first ranges against."""
-    return (f"whether samples are enough is told from 16 on: there were {len(feed)}",)
 
 
 def _warnings(

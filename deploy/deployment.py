@@ -29,8 +29,8 @@ from deploy.feed.preprocess import Asked
 from deploy.inputs import guarded
 from deploy.machine import default_threads, this_machine
 from deploy.metrics.inputs import Shapes, random_feeds
+from deploy.order import written_by
 from deploy.ort import OrtSession
-from deploy.pipeline import written_by
 from deploy.progress import phase
 from deploy.reading import read_bytes
 from deploy.report import EngineRow, Report, TargetPart, node_rows

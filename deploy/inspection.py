@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from deploy.frontends import LoadedModel, load
 from deploy.graph.selection import matching
-from deploy.pipeline import targets_of
 from deploy.report import NodeRow, node_rows
+from deploy.targets import targets_of
 from deploy.terminal import page
 
 if TYPE_CHECKING:

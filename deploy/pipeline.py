@@ -14,7 +14,6 @@ nothing then.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,35 +22,33 @@ from typing import TYPE_CHECKING
 from deploy import atomic, manifest
 from deploy.building import built, searched
 from deploy.calibrating import already_calibrated, calibrated
-from deploy.calibration import afford, store
 from deploy.calibration.calibrated import Calibrated
-from deploy.calibration.reuse import CachePolicy
+from deploy.calibration.reuse import CachePolicy, policy_of
 from deploy.calibration.shards import Shards
-from deploy.calibration.trained import choices_of, reference_of, refuse_calibrating
-from deploy.cluster.options import Cluster, cluster_of
-from deploy.errors import ConfigError
-from deploy.feed.annotated import BY_FOLDER, labels_of
-from deploy.feed.calibrator import CalibratorScript
+from deploy.calibration.trained import choices_of
+from deploy.cluster.options import Cluster
 from deploy.feed.choice import Limit
-from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.feed import FeedSource
 from deploy.feed.preprocess import Asked
-from deploy.frontends import LoadedModel, load, load_either
+from deploy.frontends import LoadedModel, load
 from deploy.inputs import guarded
-from deploy.machine import default_threads
 from deploy.method import Method
 from deploy.metrics.coco import Annotations
-from deploy.metrics.tasks import metric_of
+from deploy.order import Order, given_as, ordered
 from deploy.progress import numbered, on_request
 from deploy.report.verdict import Gates
-from deploy.staging import staged
-from deploy.targets import TARGETS, Target, named
+from deploy.staging import Stage, staged
+from deploy.targets import Target, targets_of
+from deploy.targets.base import Built
+from deploy.terms import Terms
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.samples import CANDIDATES
-from deploy.tuning.tune import DEFAULT_EFFORT, Tuned, Tuning
+from deploy.tuning.tune import Tuned, Tuning
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.measure import Figures
     from deploy.metrics.tasks.metric import Function
     from deploy.report import Report
 
@@ -106,23 +103,26 @@ def calibrate(
             in one sentence what was wrong and what to do.
     """
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    return calibrated(
-        loaded,
-        _given(model),
-        images,
-        targets=targets_of(targets),
+    terms = Terms(
         method=method,
         preprocess=preprocess,
-        policy=_policy(cache),
         skip_bad=skip_bad,
         limit=limit,
         until_stable=until_stable,
         threads=threads,
-        float_nodes=float_nodes,
-        cluster=cluster_of(scheduler),
-        judging=0,
+        float_nodes=tuple(float_nodes),
+        scheduler=scheduler,
         resume=resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
+    )
+    return calibrated(
+        loaded,
+        given_as(model),
+        images,
+        terms,
+        targets=targets_of(targets),
+        policy=policy_of(cache),
+        judging=0,
     )
 
 
@@ -151,17 +151,11 @@ def merge(
     loaded = model if isinstance(model, LoadedModel) else load(model)
     return calibrated(
         loaded,
-        _given(model),
+        given_as(model),
         Shards([Path(path) for path in shards], loaded),
+        Terms(method=method, threads=1, float_nodes=tuple(float_nodes)),
         targets=targets_of(targets),
-        method=method,
-        preprocess=None,
-        policy=_policy(cache),
-        skip_bad=False,
-        limit=None,
-        until_stable=None,
-        threads=1,
-        float_nodes=float_nodes,
+        policy=policy_of(cache),
         judging=0,
     )
 
@@ -222,211 +216,139 @@ def build(
     Raises:
         Calib8Error: as `calibrate`; and what the targets raised where none could be built.
     """
-    from deploy.judge import CALIBRATION_SAMPLES
-    from deploy.measure import measured, unmeasured
-    from deploy.repairs import DEFAULT, chosen
-    from deploy.results import made_from, publish, write_report
+    from deploy.results import write_report
 
-    wish = tuning or Tuning()
-    folder = Path(out)
-    built_for = targets_of(targets)
-    score = None if metric is None else metric_of(metric)  # as the evaluation, opened first
-    loaded = model if isinstance(model, LoadedModel) else load_either(model)
-    policy = _policy(cache)
-    trained = loaded.trained
-    reference, judged_by = reference_of(loaded, float_model, images)
-    if trained is not None:
-        nodes = tuple(float_nodes)
-        idle = _idle(
-            images, method, policy, nodes, wish, repairs, until_stable, scheduler, resume=resume
-        )
-        refuse_calibrating(trained, idle)
-        wish = replace(wish, effort=0)
-    judged_on = eval_images if eval_images is not None or trained is None else images
-    asked = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
-    cache_path = policy.path or folder / f"{loaded.name}.cache"
-    policy = replace(policy, path=cache_path)
-    plan_name = f"{loaded.name}.plan.toml"
-    if not policy.force:
-        fresh = [plan_name] if policy.refresh else []  # else it is read, and must be a plan
-        fresh += [] if settings is None else [manifest.SETTINGS]
-        manifest.refuse_foreign(folder, [*written_by(built_for, loaded.name), *fresh])
-    evaluation = None
-    if judged_on is not None:  # opened first: a wrong path is told before anything is run
-        evaluation = open_feed(
-            judged_on,
-            loaded.inputs,
+    order = ordered(
+        model,
+        images,
+        float_model=float_model,
+        targets=targets_of(targets),
+        terms=Terms(
+            method=method,
             preprocess=preprocess,
-            carried=loaded.carried,
             skip_bad=skip_bad,
-            limit=limit if eval_images is None else None,
-            labels_by_folder=labels == BY_FOLDER,
-        )
-    known = labels_of(labels, evaluation)
-    workers = threads or default_threads()
-    afford.refuse_full_disk(folder, loaded.model, len(built_for))
-    duration_s = duration_s if images is not None else 0.0
-    parts = _parts(wish, duration_s, trained=trained is not None, fed=images is not None)
-    with numbered(*parts), staged(folder) as stage:
-        if trained is None:
-            assert images is not None
-            calibration = calibrated(
-                loaded,
-                _given(model),
-                images,
-                targets=built_for,
-                method=method,
-                preprocess=preprocess,
-                policy=policy,
-                skip_bad=skip_bad,
-                limit=limit,
-                until_stable=until_stable,
-                threads=threads,
-                float_nodes=float_nodes,
-                judging=CALIBRATION_SAMPLES if evaluation is None else CANDIDATES,
-                repairs=asked,
-                stage=stage,
-                cluster=cluster_of(scheduler),
-                resume=resume,
-            )
-            plans, plan = searched(
-                built_for,
-                calibration,
-                stage,
-                replace(wish, timed=duration_s > 0, fresh=policy.refresh),
-                method_asked=method is not None,
-                repairs=asked,
-                threads=workers,
-            )
-        else:
-            calibration = already_calibrated(
-                loaded,
-                trained,
-                images,
-                targets=built_for,
-                preprocess=preprocess,
-                skip_bad=skip_bad,
-                limit=limit,
-                trt_version=policy.trt_version,
-            )
-            settled = TargetPlan(choices=choices_of(trained, loaded))
-            plans = {one.name: Tuned(plan=settled, searched=False) for one in built_for}
-            plan = None
-        results = built(
-            built_for,
-            calibration,
-            stage,
-            workers,
-            plans,
-            repairs=asked,
-            against=loaded.model if duration_s > 0 else None,
-        )
-        unchanged = not calibration.subject.repairs
-        if images is None:
-            figures = unmeasured(reference, results)
-        else:
-            figures = measured(
-                calibration.loaded if trained is None else reference,
-                built_for,
-                results,
-                calibration=calibration.judges.part,
-                evaluation=evaluation,
-                labels=known,
-                metric=score,
-                outputs=calibration.judges.outputs if trained is None and unchanged else None,
-                duration_s=duration_s,
-                threads=workers,
-            )
-        figures = replace(figures, notes=(*judged_by, *figures.notes))
+            limit=limit,
+            until_stable=until_stable,
+            threads=threads,
+            float_nodes=tuple(float_nodes),
+            scheduler=scheduler,
+            resume=resume,
+        ),
+        policy=policy_of(cache),
+        eval_images=eval_images,
+        labels=labels,
+        metric=metric,
+        wish=tuning or Tuning(),
+        repairs=repairs,
+        duration_s=duration_s,
+        folder=Path(out),
+        settings=settings is not None,
+    )
+    with numbered(*order.parts), staged(order.folder) as stage:
+        calibration = _observed(order, stage)
+        plans, plan = _tuned(order, calibration, stage)
+        results = _built(order, calibration, plans, stage)
+        figures = _measured(order, calibration, results)
         report = write_report(
             calibration, results, figures, stage, plans=plans, plan=plan, gates=gates or Gates()
         )
-        if settings is not None:
-            atomic.write_text(stage.inside / manifest.SETTINGS, settings)
-        own = (*(path.name for path in store.files(cache_path)), plan_name)
-        publish(made_from(calibration, built_for), stage, replacing=None if policy.force else own)
+        _published(order, calibration, settings, stage)
     return report
 
 
-def _parts(wish: Tuning, duration_s: float, *, trained: bool, fed: bool) -> tuple[str, ...]:
-    """What a build does, as its progress counts it."""
-    before = () if trained else ("calibration",)
-    search = ("search",) if wish.effort and wish.plan is None else ()
-    accuracy = ("layers", "accuracy") if fed else ()
-    latency = ("latency",) if duration_s > 0 else ()
-    return (*before, *search, "targets", *accuracy, *latency, "report")
+def _observed(order: Order, stage: Stage) -> Calibrated:
+    """What the targets declare, as it was observed or kept; of a Q/DQ model what its pairs say."""
+    from deploy.judge import CALIBRATION_SAMPLES
 
-
-def _idle(
-    images: FeedSource | None,
-    method: str | Method | None,
-    policy: CachePolicy,
-    float_nodes: tuple[str, ...],
-    wish: Tuning,
-    repairs: Sequence[str] | None,
-    until_stable: float | None,
-    scheduler: str | Cluster | None,
-    *,
-    resume: bool,
-) -> list[str]:
-    """What was asked that says how a float model is calibrated, as the command line calls it."""
-    given = {
-        "--calibrator-script": isinstance(images, CalibratorScript),
-        "--method": method is not None,
-        "--cache": policy.path is not None,
-        "--require-cache": policy.require,
-        "--trust-cache": policy.trust,
-        "--refresh": policy.refresh,
-        "--keep-float": bool(float_nodes),
-        "--effort": wish.effort not in (0, DEFAULT_EFFORT),
-        "--plan": wish.plan is not None,
-        "--until-stable": until_stable is not None,
-        "--repair": bool(repairs) and tuple(repairs or ()) != ("none",),
-        "--scheduler": scheduler is not None,
-        "--resume": resume,
-    }
-    return [flag for flag, asked in given.items() if asked]
-
-
-def targets_of(targets: Sequence[str | Target]) -> list[Target]:
-    """Targets by name or with options of their own.
-
-    Raises:
-        ConfigError: a name that is not in the table, or two targets of one name.
-    """
-    found = [named(target)() if isinstance(target, str) else target for target in targets]
-    if not found:
-        raise ConfigError(f"at least one target is needed, of {', '.join(TARGETS)}")
-    names = Counter(target.name for target in found)
-    twice = [name for name, times in names.items() if times > 1]
-    if twice:
-        raise ConfigError(
-            f"targets must have names of their own, got {twice[0]!r} twice, whose files would be"
-            " the same; build the other one into another folder"
+    if order.loaded.trained is not None:
+        return already_calibrated(
+            order.loaded,
+            order.loaded.trained,
+            order.images,
+            order.terms,
+            targets=order.targets,
+            trt_version=order.policy.trt_version,
         )
-    return found
+    assert order.images is not None
+    return calibrated(
+        order.loaded,
+        order.given,
+        order.images,
+        order.terms,
+        targets=order.targets,
+        policy=order.policy,
+        judging=CALIBRATION_SAMPLES if order.evaluation is None else CANDIDATES,
+        repairs=order.repairs,
+        stage=stage,
+    )
 
 
-def written_by(targets: Iterable[Target], name: str) -> list[str]:
-    """Names of the files that a build of a model may write, but for its cache and plan."""
-    endings = [ending for target in targets for ending in target.writes]
-    return [manifest.NAME, *manifest.PAGES, *(f"{name}{ending}" for ending in endings)]
+def _tuned(
+    order: Order, calibration: Calibrated, stage: Stage
+) -> tuple[dict[str, Tuned], Path | None]:
+    """What stays float on each target, and the file that keeps it; of a Q/DQ model as in it."""
+    trained = order.loaded.trained
+    if trained is not None:
+        plan = TargetPlan(choices=choices_of(trained, order.loaded))
+        return {one.name: Tuned(plan=plan, searched=False) for one in order.targets}, None
+    return searched(
+        order.targets,
+        calibration,
+        stage,
+        replace(order.wish, timed=order.duration_s > 0, fresh=order.policy.refresh),
+        method_asked=order.terms.method is not None,
+        repairs=order.repairs,
+        threads=order.threads,
+    )
 
 
-def _given(
-    model: str | Path | onnx.ModelProto | LoadedModel,
-) -> str | Path | onnx.ModelProto | None:
-    """The model as it can be read again with nothing folded."""
-    if not isinstance(model, LoadedModel):
-        return model
-    onnx_file = model.source is not None and model.source.suffix.lower() == ".onnx"
-    return model.source if onnx_file else None
+def _built(
+    order: Order, calibration: Calibrated, plans: dict[str, Tuned], stage: Stage
+) -> list[Built]:
+    """The files and the engine of each target."""
+    return built(
+        order.targets,
+        calibration,
+        stage,
+        order.threads,
+        plans,
+        repairs=order.repairs,
+        against=order.loaded.model if order.duration_s > 0 else None,
+    )
 
 
-def _policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
-    if isinstance(cache, CachePolicy):
-        return cache
-    return CachePolicy(path=None if cache is None else Path(cache))
+def _measured(order: Order, calibration: Calibrated, results: list[Built]) -> Figures:
+    """How fast the engines are and how near the float model; nothing of it without images."""
+    from deploy.measure import measured, unmeasured
+
+    if order.images is None:
+        figures = unmeasured(order.reference, results)
+    else:
+        ours = order.loaded.trained is None
+        unchanged = not calibration.subject.repairs
+        figures = measured(
+            calibration.loaded if ours else order.reference,
+            order.targets,
+            results,
+            calibration=calibration.judges.part,
+            evaluation=order.evaluation,
+            labels=order.labels,
+            metric=order.metric,
+            outputs=calibration.judges.outputs if ours and unchanged else None,
+            duration_s=order.duration_s,
+            threads=order.threads,
+        )
+    return replace(figures, notes=(*order.judged_by, *figures.notes))
+
+
+def _published(order: Order, calibration: Calibrated, settings: str | None, stage: Stage) -> None:
+    """Let all of it appear in the folder at once."""
+    from deploy.results import made_from, publish
+
+    if settings is not None:
+        atomic.write_text(stage.inside / manifest.SETTINGS, settings)
+    replacing = None if order.policy.force else order.own_files
+    publish(made_from(calibration, order.targets), stage, replacing=replacing)
 
 
 __all__ = ["CachePolicy", "Calibrated", "Tuning", "build", "calibrate", "merge"]

@@ -27,7 +27,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy.commands",
         "deploy.pipeline deploy.benchmark deploy.comparison deploy.results deploy.inspection"
         " deploy.explanation deploy.builds deploy.deployment deploy.doctor deploy.experiment",
-        "deploy.calibrating deploy.building deploy.observing",
+        "deploy.calibrating deploy.finding deploy.building deploy.observing deploy.order"
+        " deploy.terms",
         "deploy.measure",
         "deploy.judge",
         "deploy.report",

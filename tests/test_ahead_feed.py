@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deploy.errors import FeedError
-from deploy.feed import feed as module
+from deploy.feed import reader as module
 from deploy.feed.ahead import ahead
 from deploy.feed.feed import open_feed
 from deploy.feed.manifest import Changed

@@ -11,6 +11,7 @@ import pytest
 
 import deploy.calibrating
 import deploy.observing
+import deploy.order
 import deploy.pipeline
 from deploy.calibration import versions
 from deploy.calibration.store import sidecars
@@ -147,9 +148,9 @@ def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_p
 
 def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_path, monkeypatch):
     feeds = []
-    own = deploy.pipeline.open_feed
+    own = deploy.order.open_feed
     monkeypatch.setattr(
-        deploy.pipeline, "open_feed", lambda *a, **k: feeds.append(own(*a, **k)) or feeds[-1]
+        deploy.order, "open_feed", lambda *a, **k: feeds.append(own(*a, **k)) or feeds[-1]
     )
     between(monkeypatch, deploy.pipeline, "searched", lambda: (feeds[0].manifest(), swap(photos)))
     with pytest.raises(FeedError, match=CHANGED):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from deploy.fx.qat import Task, train  # noqa: E402
 from deploy.targets import OnnxRuntime  # noqa: E402
 
 torch.set_num_threads(1)
+TRAINING = Path(__file__).parent / "torch_training.py"
 STEM = OnnxRuntime(int8_stem=True)  # for networks whose first layer is small
 
 
@@ -254,29 +256,7 @@ def test_learned_scales_are_where_the_model_is():
     assert there(torch.zeros(2, 1, 8, 8, device="meta")).device.type == "meta"
 
 
-SCRIPT = """
-import torch
-from torch import nn
-from deploy.fx.qat import Task
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
-
-def batches(epoch):
-    torch.manual_seed(epoch)
-    for _ in range(4):
-        y = torch.randint(0, 2, (16,))
-        yield torch.randn(16, 1, 8, 8) + y[:, None, None, None], y
-
-def setup():
-    return Task(model=net(), inputs=[torch.zeros(2, 1, 8, 8)], batches=batches,
-                loss=nn.functional.cross_entropy, epochs=2)
-"""
-
-
 def test_the_command_trains_scales(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
     tables = {}
     for ranges in ("kept", "learned"):
         words = [
@@ -289,7 +269,7 @@ def test_the_command_trains_scales(tmp_path):
             "-o",
             str(tmp_path / "q.onnx"),
         ]
-        done = CliRunner().invoke(cli, ["qat", f"{tmp_path}/train.py:setup", *words])
+        done = CliRunner().invoke(cli, ["qat", f"{TRAINING}:twice", *words])
         assert done.exit_code == 0, (done.output, done.exception)
         assert f"ranges by mse, {ranges}" in done.output
         tables[ranges] = re.findall(r"^(\w+) +([\d.e-]+) +\d+$", done.output, re.M)

@@ -36,6 +36,7 @@ from deploy.targets import OnnxRuntime  # noqa: E402
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
 BENCHMARKS = HERE.parent / "benchmarks"
+TRAINING = HERE / "torch_training.py"
 
 
 def blobs(epoch, count=6, seed=0):
@@ -242,33 +243,11 @@ def test_a_teacher_of_another_form_needs_pairs_of_layers(small):
         other.loss((x,), prepared(x))
 
 
-TRAIN = """
-import torch
-from torch import nn
-from deploy.fx.qat import Task
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
-
-def batches(epoch):
-    torch.manual_seed(epoch)
-    for _ in range(4):
-        y = torch.randint(0, 2, (16,))
-        yield torch.randn(16, 1, 8, 8) + y[:, None, None, None], y
-
-def setup():
-    return Task(model=net(), inputs=[torch.zeros(2, 1, 8, 8)], batches=batches,
-                loss=nn.functional.cross_entropy, epochs=1)
-"""
-
-
 def test_the_qat_command_trains_exports_and_agrees(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
     out = tmp_path / "net.qdq.onnx"
-    arguments = ["qat", f"{script}:setup", "--teacher", f"{script}:net", "--scales", "-o", str(out)]
-    shown = CliRunner().invoke(cli, [*arguments, "--checkpoint", str(tmp_path / "c.pt")])
+    arguments = ["qat", f"{TRAINING}:once", "--teacher", f"{TRAINING}:net", "-o", str(out)]
+    arguments += ["--scales", "--checkpoint", str(tmp_path / "c.pt")]
+    shown = CliRunner().invoke(cli, arguments)
     assert shown.exit_code == 0, (shown.output, shown.exception)
     assert "epoch 1/1: loss" in shown.output and "same arg-max 100.00%" in shown.output
     assert "zero_point" in shown.output
@@ -276,20 +255,20 @@ def test_the_qat_command_trains_exports_and_agrees(tmp_path):
     for batch in (1, 5):
         (y,) = session.run(None, {session.get_inputs()[0].name: np.zeros((batch, 1, 8, 8), "f4")})
         assert y.shape == (batch, 2)
-    script.write_text(TRAIN.replace("y = torch.randint", "y = 1 / 0 * torch.randint"))
-    shown = CliRunner().invoke(cli, ["qat", f"{script}:setup", "-o", str(out)])
+    script = tmp_path / "train.py"
+    text = TRAINING.read_text().replace("y = torch.randint", "y = 1 / 0 * torch.randint")
+    script.write_text(text)
+    shown = CliRunner().invoke(cli, ["qat", f"{script}:once", "-o", str(out)])
     assert isinstance(shown.exception, ModelError)
     assert "ZeroDivisionError: division by zero at" in str(shown.exception)
-    assert "train.py:13: y = 1 / 0" in str(shown.exception)
-    script.write_text(TRAIN)
-    shown = CliRunner().invoke(cli, ["qat", f"{script}:net", "-o", str(out)])
+    line = text[: text.index("y = 1 / 0")].count("\n") + 1
+    assert f"train.py:{line}: y = 1 / 0" in str(shown.exception)
+    shown = CliRunner().invoke(cli, ["qat", f"{TRAINING}:net", "-o", str(out)])
     assert "must return a deploy.fx.qat.Task, got Sequential" in str(shown.exception)
 
 
 def test_the_export_command_in_float_and_quantized(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    base = ["export", f"{script}:net", "--input", "2x1x8x8"]
+    base = ["export", f"{TRAINING}:net", "--input", "2x1x8x8"]
     shown = CliRunner().invoke(cli, [*base, "-o", str(tmp_path / "float.onnx")])
     assert shown.exit_code == 0, (shown.output, shown.exception)
     assert "same arg-max 100.00%" in shown.output
@@ -309,7 +288,7 @@ def test_the_export_command_in_float_and_quantized(tmp_path):
     for wrong, said in (
         ([*base, "--qdq", "-o", "x.onnx"], "give --images"),
         ([*base, "--images", "x", "-o", "x.onnx"], "goes with --qdq"),
-        (["export", f"{script}:net", "-o", "x.onnx"], "needs its --input"),
+        (["export", f"{TRAINING}:net", "-o", "x.onnx"], "needs its --input"),
     ):
         assert said in str(CliRunner().invoke(cli, wrong).exception)
 

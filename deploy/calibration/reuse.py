@@ -56,6 +56,13 @@ class CachePolicy:
     force: bool = False
 
 
+def policy_of(cache: Path | str | CachePolicy | None) -> CachePolicy:
+    """A policy, or that of a file alone; None keeps nothing."""
+    if isinstance(cache, CachePolicy):
+        return cache
+    return CachePolicy(path=None if cache is None else Path(cache))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What the cache gives.

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from deploy.errors import FeedError
 from deploy.feed.listing import Listing
 from deploy.feed.manifest import UNREADABLE, Raw
 from deploy.feed.pictures import ImageSource
 from deploy.feed.preprocess import Preprocess
+from deploy.feed.source import Source
 from deploy.tensors import Array, TensorSpec
-
-
-class Readable(Protocol):
-    """Random access to samples of batch 1, and how they are called."""
-
-    def sample_name(self, index: int) -> str:
-        """Its name."""
-        ...
-
-    def told(self, index: int) -> str:
-        """What it is called in a message."""
-        ...
-
-    def load(self, index: int) -> Raw:
-        """What was read."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +39,12 @@ class Posted:
         return len(self.held)
 
 
-def posted(source: Readable, indices: Iterable[int]) -> list[Posted]:
+def posted(source: Source, indices: Iterable[int]) -> list[Posted]:
     """Samples of a source, read now; a bad one is sent as what is wrong with it."""
     return [_posted(source, index) for index in indices]
 
 
-def _posted(source: Readable, index: int) -> Posted:
+def _posted(source: Source, index: int) -> Posted:
     digest: bytes = UNREADABLE
     held: bytes | dict[str, Array] | str
     try:
