@@ -129,6 +129,92 @@ def test_a_bias_tells_pixels_that_are_not_normalised_and_what_hardly_counts():
     assert oddities(wide, None, net) == []
 
 
+def space_to_depth(parts=2):
+    """YOLOX's first nodes: x sliced into `parts` of every second row and column, joined, a Conv."""
+    made = np.random.default_rng(5)
+    held = {
+        "w": made.normal(size=(4, 3 * parts**2, 3, 3)).astype(np.float32) * 0.3,
+        "b": np.array([0.4, -0.7, 0.5, -0.3], np.float32) * 255,
+        "end": np.array([2**31]),
+        "two": np.array([parts]),
+        "rows": np.array([2]),
+        "columns": np.array([3]),
+    }
+    held |= {f"at{n}": np.array([n]) for n in range(parts)}
+    nodes, found = [], []
+    for column in range(parts):
+        for row in range(parts):
+            tall, both = f"r{row}{column}", f"p{row}{column}"
+            for axes, start, one, other in (
+                ("rows", row, "x", tall),
+                ("columns", column, tall, both),
+            ):
+                reads = [one, f"at{start}", "end", axes, "two"]
+                nodes.append(helper.make_node("Slice", reads, [other], name=f"{other}"))
+            found.append(both)
+    nodes.append(helper.make_node("Concat", found, ["j"], "j", axis=1))
+    nodes.append(helper.make_node("Conv", ["j", "w", "b"], ["c"], "c"))
+    nodes.append(helper.make_node("Relu", ["c"], ["y"], "r"))
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 16, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 6, 6])],
+        [numpy_helper.from_array(value, name) for name, value in held.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def test_the_first_conv_is_found_behind_a_space_to_depth_of_slices():
+    net = space_to_depth()
+    assert oddities(fed(RAW), RAW, net) == []
+    (said,) = oddities(fed(UNIT), UNIT, net)
+    assert "hardly reaches it" in said and "(c)" in said
+
+
+@pytest.mark.parametrize("reader", ["Mul", "Sub"])
+def test_a_constant_may_stand_before_what_it_scales_or_shifts(reader):
+    net = network(norm=False)
+    net.graph.node.insert(0, helper.make_node(reader, ["most", "x"], ["x0"], "scaled"))
+    net.graph.node[1].input[0] = "x0"
+    found = first_layer(net, "x")
+    assert found is not None and found.node == "c"
+
+
+@pytest.mark.parametrize("tensor", ["r10", "p01", "j"])
+def test_slices_that_something_else_reads_too_are_no_way_to_the_first_conv(tensor):
+    net = space_to_depth()
+    assert first_layer(net, "x") is not None
+    other = helper.make_node("Relu", [tensor], ["z"], "z")
+    net.graph.node.append(other)
+    net.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    assert first_layer(net, "x") is None
+
+
+@pytest.mark.parametrize("reader", ["first", "last"])
+def test_a_conv_that_reads_one_slice_alone_says_nothing_of_the_input(reader):
+    net = space_to_depth()
+    beside = helper.make_node("Conv", ["p00", "v"], ["z"], "beside")
+    net.graph.initializer.append(numpy_helper.from_array(np.ones((1, 3, 1, 1), np.float32), "v"))
+    net.graph.node.insert(2 if reader == "first" else len(net.graph.node), beside)
+    net.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    assert first_layer(net, "x") is None
+
+
+def test_a_build_that_feeds_a_sliced_stem_shares_in_place_of_pixels_says_so(run, tmp_path):
+    import cv2
+
+    for number, picture in enumerate(pictures()):
+        cv2.imwrite(str(tmp_path / f"{number}.png"), picture[0].transpose(1, 2, 0))
+    onnx.save(space_to_depth(), tmp_path / "net.onnx")
+    words = ("build", tmp_path / "net.onnx", "--images", tmp_path, "--duration", 0, "--effort", 0)
+    code, _, _ = run(*words, "--accept", "--out", tmp_path / "a", "--json", tmp_path / "a.json")
+    assert code == 0 and "hardly reaches it" in (tmp_path / "a.json").read_text()
+    words = (*words, "--accept", "--preprocess", "raw", "--out", tmp_path / "b")
+    code, _, _ = run(*words, "--json", tmp_path / "b.json")
+    assert code == 0 and "hardly reaches it" not in (tmp_path / "b.json").read_text()
+
+
 def test_without_bias_and_norm_nothing_is_said():
     assert oddities(fed(RAW), RAW, network(norm=False, bias=False)) == []
 

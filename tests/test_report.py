@@ -541,6 +541,29 @@ def test_a_warning_is_said_once():
     assert report.warnings == ("same", "FP32, int8 logits: unstable")
 
 
+def stalled(fast: float, slow: float, *, most: bool) -> Latency:
+    """Runs of `fast` ms of which some, or most, waited for other programs."""
+    timing = Timing.of([fast] * (30 if most else 90) + [slow] * (70 if most else 10))
+    return dataclasses.replace(latency(fast), latency=timing, host=timing, warnings=())
+
+
+@pytest.mark.parametrize(
+    ("int8", "said"),
+    [
+        (stalled(1, 10, most=False), "by its fastest run 2.00x, by p50 10.00x as fast as FP32"),
+        (stalled(1, 10, most=True), ""),  # both waited alike: p50 is the same ratio
+        (stalled(3, 10, most=False), "by its fastest run 0.67x, by p50 3.33x as fast as FP32"),
+    ],
+)
+def test_a_speed_that_waiting_for_other_programs_made_is_told(int8, said):
+    engines = (
+        EngineRow(label="FP32", reference=True, latency=stalled(2, 10 if said else 20, most=True)),
+        EngineRow(label="int8", latency=int8),
+    )
+    found = Report(engines=engines).warnings
+    assert [said in one and one.startswith("int8: ") for one in found] == ([True] if said else [])
+
+
 def test_the_latency_figure_counts_what_it_leaves_out():
     text = latency_figure(full().engines)
     assert "2 slower iterations not drawn" in text and text.count("<path") == 2

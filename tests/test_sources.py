@@ -597,6 +597,18 @@ def test_sizes_that_mean_nothing(words, message, sizes, wide, tmp_path, run):
     assert (code, message in err if message else True) == (1 if message else 0, True), err
 
 
+def test_sizes_that_an_input_of_one_known_side_is_advised_are_taken(sizes, wide, tmp_path, run):
+    model = onnx.load(wide)
+    model.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 24
+    onnx.save(model, tmp_path / "tall.onnx")
+    words = "calibrate", tmp_path / "tall.onnx", "--images", sizes, "--out", tmp_path / "c.cache"
+    code, _, err = run(*words)
+    assert code == 1 and "give a size, such as 24x224, or 24x* for sizes of each" in err, err
+    for advised in ("24x224", "24x*"):
+        code, _, err = run(*words, "--size", advised, "--refresh")
+        assert code == 0, err
+
+
 def test_a_side_of_its_own_for_an_input_that_has_one(pictures):
     with pytest.raises(FeedError, match=r"the size must fit the input .*, got 16x\*"):
         open_feed(pictures, [X], preprocess={"size": (16, None)})

@@ -282,8 +282,8 @@ def _resolve_size(
         sides = [o if isinstance(o, int) else f for o, f in zip(own, fallback, strict=True)]
         if None in sides:
             raise FeedError(
-                f"the input {describe(spec)} leaves its size open; give a size, such as 224x224,"
-                " or 224x* or native for sizes of each picture's own"
+                f"the input {describe(spec)} leaves its size open; give a size, such as"
+                f" {_examples(own)} for sizes of each picture's own"
             )
         size = _size("size", sides)
         assert size is not None
@@ -294,6 +294,15 @@ def _resolve_size(
                 " leave the size away to take the model's own"
             )
     return size
+
+
+def _examples(own: tuple[int | str | None, int | str | None]) -> str:
+    """Sizes that an input with an open side may get, in words."""
+    known = [side if isinstance(side, int) else None for side in own]
+    whole = by((known[0] or 224, known[1] or 224))
+    if known == [None, None]:
+        return f"{whole}, or 224x* or native"
+    return f"{whole}, or {by((known[0], known[1]))}"
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

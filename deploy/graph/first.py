@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 _PASSED = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub", "Transpose"})
-_MOST = 8  # nodes before the layer
+_MOVING = frozenset({"Reshape", "Slice", "SpaceToDepth"})  # every second row: YOLOX's first nodes
+_JOINING = frozenset({"Concat"})
+_LAYERS = frozenset({"BatchNormalization", "Conv"})
+_MOST = 16  # nodes before the layer
 _EXTERNAL = 1  # TensorProto.DataLocation
 
 
@@ -56,21 +59,45 @@ def first_layer(model: onnx.ModelProto, name: str) -> FirstLayer | None:
     """
     graph = Graph(model)
     way: list[onnx.NodeProto] = []
-    tensor = name
-    while len(way) <= _MOST:
-        node = graph.only_reader(tensor)
-        if node is None:
-            return None
-        if node.op_type == "BatchNormalization":
-            return _normalised(graph, model, way, name, tensor, node)
-        if node.op_type == "Conv":
-            return _convolved(graph, model, [*way, node], name)
-        others = [one for one in node.input if one and one != tensor]
-        if node.op_type not in _PASSED or any(one not in graph.constants for one in others):
+    reached = {name}
+    for node in graph.nodes:
+        own = [tensor for tensor in dict.fromkeys(node.input) if tensor in reached]
+        if not own:
+            continue
+        if node.op_type in _LAYERS and node.input[0] in reached:
+            whole = all(_goes_on(graph, tensor, [*way, node]) for tensor in reached)
+            return _layer(graph, model, way, name, node) if whole and len(way) <= _MOST else None
+        if not _passes(graph, node, own):
             return None
         way.append(node)
-        tensor = node.output[0]
+        reached |= set(filter(None, node.output))
     return None
+
+
+def _passes(graph: Graph, node: onnx.NodeProto, own: list[str]) -> bool:
+    """Whether what it gives is what it gets, scaled, shifted, or at other places."""
+    if node.op_type in _JOINING:
+        return all(tensor in own for tensor in node.input)
+    others = [tensor for tensor in node.input if tensor and tensor not in own]
+    known = len(own) == 1 and all(tensor in graph.constants for tensor in others)
+    moved = node.op_type in _MOVING and node.input[0] in own
+    return known and (moved or node.op_type in _PASSED)
+
+
+def _goes_on(graph: Graph, tensor: str, nodes: list[onnx.NodeProto]) -> bool:
+    """Whether nothing but these nodes reads a tensor."""
+    readers = graph.readers.get(tensor, [])
+    outside = tensor in graph.outputs or tensor in graph.captured
+    return not outside and all(any(one is node for node in nodes) for one in readers)
+
+
+def _layer(
+    graph: Graph, model: onnx.ModelProto, way: list[onnx.NodeProto], name: str, node: onnx.NodeProto
+) -> FirstLayer | None:
+    """The layer at the end of the way."""
+    if node.op_type == "BatchNormalization":
+        return _normalised(graph, model, way, name, node.input[0], node)
+    return _convolved(graph, model, [*way, node], name)
 
 
 def _convolved(

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from deploy.errors import ConfigError
 from deploy.machine import Machine
+from deploy.report import speed
 from deploy.report.parts import (
     CalibrationPart,
     EngineRow,
@@ -93,7 +94,7 @@ class Findings:
         """Sentences of the run, the targets, their engines and latency, each once."""
         whose: dict[str, list[str]] = {}
         for engine in self.engines:
-            for text in _said_of(engine, self.target_of(engine)):
+            for text in _said_of(engine, self.target_of(engine), self.engines):
                 whose.setdefault(text, []).append(engine.label)
         measured = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
@@ -109,13 +110,16 @@ class Findings:
         return next((target for target in self.targets if target.name == engine.target), None)
 
 
-def _said_of(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
+def _said_of(
+    engine: EngineRow, target: TargetPart | None, engines: tuple[EngineRow, ...]
+) -> tuple[str, ...]:
     """All sentences on one engine, the gravest first."""
     return (
         *(engine.accuracy.problems if engine.accuracy else ()),
         *_stand_in(engine, target),
         *engine.notes,
         *(target.notes if target else ()),
+        *filter(None, [speed.in_doubt(engines, engine)]),
         *(engine.latency.warnings if engine.latency else ()),
     )
 

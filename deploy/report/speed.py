@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from deploy.report.parts import EngineRow
 
+_APART = 1.5  # times, from which two ways to tell the speed do not tell the same
+
 
 def rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, ...]:
     """The measured float engines that an engine may be held against, the one that counts first.
@@ -32,6 +34,29 @@ def speed_up(rival: EngineRow, engine: EngineRow) -> float:
 def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
     """How much longer the engine takes than its rival, by p50, in ms."""
     return _p50(engine) - _p50(rival)
+
+
+def in_doubt(engines: Iterable[EngineRow], engine: EngineRow) -> str:
+    """What to say where the fastest runs tell another speed than p50; "" where they agree.
+
+    A run that waits for other programs takes a time slice of theirs, however short it is by itself;
+    where most of one engine's runs wait and few of the other's, p50 compares the waiting.
+    """
+    for rival in rivals(engines, engine)[:1]:
+        usual = max(speed_up(rival, engine), 1e-6)
+        best = _fastest(rival) / _fastest(engine)
+        if max(usual / best, best / usual) > _APART:
+            return (
+                f"by its fastest run {best:.2f}x, by p50 {usual:.2f}x as fast as {rival.label}:"
+                " other programs ran, or the inputs differ in size; measure again on a quiet"
+                " machine"
+            )
+    return ""
+
+
+def _fastest(engine: EngineRow) -> float:
+    assert engine.latency is not None
+    return max(engine.latency.latency.min, 1e-6)  # a clock that stands still
 
 
 def _p50(engine: EngineRow) -> float:
