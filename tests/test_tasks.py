@@ -79,6 +79,13 @@ def yolox(number):
     return {"output": value.astype(np.float32)}
 
 
+def tall(number):
+    """As YOLOX, every box taller than its cell."""
+    value = yolox(number)["output"]
+    value[..., 3] = np.random.default_rng(number).uniform(0.01, 0.5, value.shape[:2])
+    return {"output": value}
+
+
 def without(outputs, number, lost, rows):
     """The same with the first `lost` objects unseen; `rows` is where the scores are."""
     value = next(iter(outputs.values())).copy()
@@ -87,7 +94,7 @@ def without(outputs, number, lost, rows):
     return {next(iter(outputs)): value}
 
 
-@pytest.mark.parametrize(("form", "rows"), [(v8, 1), (v5, -1), (yolox, -1)])
+@pytest.mark.parametrize(("form", "rows"), [(v8, 1), (v5, -1), (yolox, -1), (tall, -1)])
 def test_lost_boxes_are_counted_in_every_form(form, rows):
     references = [form(n) for n in range(8)]
     candidates = [without(one, n, 1, rows) for n, one in enumerate(references)]

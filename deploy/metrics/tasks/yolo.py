@@ -191,7 +191,9 @@ def _coding(
         return "centre" if _mostly(np.all(boxes[2:] >= 0, axis=0)) else None
     if not objectness or grid.anchors != 1 or np.mean([one[4].mean() for one in rows]) > _IDLE:
         return None
-    if boxes[2:].min(axis=1).max() >= 0:  # logarithms of sizes have both signs; shares have one
+    # logarithms of sizes have both signs, shares and sizes have one; letters may all be taller than
+    # their cells, so that one of the two tells
+    if boxes[2:].min() >= 0:
         return None
     small = np.abs(boxes[:2]).max(axis=0) < 16
     return "cell" if _mostly(small & (boxes[2:].max(axis=0) < 8)) else None
