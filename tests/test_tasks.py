@@ -478,6 +478,135 @@ def test_edit_distance_by_hand():
     assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
 
 
+# ------------------------------------------------------------------ steps
+
+
+def framed(best, classes=6, made=None, sure=9):
+    """Raw scores [T, C] of the classes of steps, about 0 in each of them."""
+    made = rng() if made is None else made
+    scores = made.standard_normal((len(best), classes))
+    scores[np.arange(len(best)), best] += sure
+    return scores - scores.mean(axis=1, keepdims=True)
+
+
+def spoken(number, classes, steps=60):
+    """Silence, class 0, for more than half of the time, and something else in one go."""
+    made = np.random.default_rng(number)
+    best = np.zeros(steps, int)
+    best[10:35] = made.integers(1, classes, 25)
+    return best
+
+
+STEPS = {
+    "shares": lambda scores: softmax(scores)[None],
+    "logarithms": lambda scores: np.log(softmax(scores))[None],
+    "raw": lambda scores: scores[None],
+    "turned": lambda scores: softmax(scores).T[None],
+    "raw turned": lambda scores: scores.T[None],
+    "steps first": lambda scores: softmax(scores)[:, None],
+}
+
+
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("classes", [2, 6, 248])
+def test_classes_of_steps_are_counted_and_the_worst_sample_told(how, classes):
+    best = [spoken(n, classes) for n in range(4)]
+    lost = [one.copy() for one in best]
+    lost[1][10:22] = 0  # silence in the place of what was said
+    references, candidates = (
+        [{"y": STEPS[how](framed(one, classes)).astype(np.float32)} for one in texts]
+        for texts in (best, lost)
+    )
+    form, found = figure(references, candidates, [{"sound": np.zeros((1, 60, 80))}] * 4)
+    assert form.task.form == f"y: {classes} classes a step"
+    assert found.task == "steps" and found.figure == "steps alike"
+    assert found.value == 228 / 240 and found.count == "228 of 240"
+    assert found.words == "228 of 240 steps of FP32's class, 80.0 % in the worst sample"
+    broken = [{"y": one["y"] * np.nan} for one in references]
+    assert figure(references, broken)[1].value == 0
+    assert figure(references, [{"y": one["y"][..., :1]} for one in references])[1].value == 0
+
+
+def test_a_candidate_that_hears_silence_alone_does_not_pass_for_good():
+    best = [np.repeat([0, 2, 1, 0], [57, 2, 1, 0]) for _ in range(4)]
+    references = [{"y": softmax(framed(one))[None]} for one in best]
+    silent = [{"y": softmax(framed(one * 0))[None]} for one in best]
+    _, found = figure(references, silent)
+    assert found.value == 0 and found.figure == "steps alike but the usual"
+    assert found.words.startswith("228 of 240 steps of FP32's class, 0 of 12 of those that are not")
+    assert figure(references, references)[1].value == 1
+    assert figure(silent, references)[1] is None  # nothing to be compared with
+
+
+@pytest.mark.parametrize("classes", [12, 248])
+def test_long_stretches_without_the_first_class_are_no_text(classes):
+    short = [{"y": softmax(framed([0, 0, 3, 0, 0, 4, 4, 0] * 7, classes))[None]}] * 4
+    assert same_task(short) == "text"
+    long = [{"y": softmax(framed(spoken(n, classes), classes))[None]} for n in range(4)]
+    assert same_task(long) == "steps"
+
+
+def test_a_class_for_each_token_that_was_fed_is_no_text():
+    tags = [{"y": softmax(framed([0, 0, 3, 0, 0, 4, 4, 0], 17))[None]}] * 4
+    assert same_task(tags) == "text"
+    words = [{"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}] * 4
+    assert same_task(tags, words) == "steps"
+
+
+def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
+    def output(number, **others):
+        return {"y": softmax(framed(spoken(number, 6)))[None], **others}
+
+    state = rng().standard_normal((1, 128, 19, 1))
+    assert same_task([output(n, state=state) for n in range(4)]) == "steps"
+    places = rng().standard_normal((1, 60, 4))  # of what is found at each of them
+    assert same_task([output(n, places=places) for n in range(4)]) is None
+
+
+@pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 2)])
+def test_probabilities_are_compared_by_their_side_of_a_half(shape):
+    made = rng()
+
+    def output(lost=0):
+        value = np.where(np.arange(50) % 50 < 20, 0.97, 0.02) + made.uniform(-0.01, 0.01, 50)
+        value[:lost] = 0.4
+        return {"y": value.reshape(shape).astype(np.float32)}
+
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+    references = [output() for _ in range(4)]
+    form, found = figure(references, [output(5), *references[1:]], sound)
+    assert "probabilities" in form.task.form
+    assert found.words == (
+        "195 of 200 probabilities on FP32's side of 0.5, 90.0 % in the worst sample"
+    )
+
+
+def test_features_pictures_and_regressions_are_no_steps():
+    made = rng()
+
+    def task(make, inputs=None):
+        return same_task([{"y": make().astype(np.float32)} for _ in range(4)], inputs)
+
+    outlier = np.zeros(384)
+    outlier[7] = 40
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+    for inputs in (None, sound):
+        assert task(lambda: made.standard_normal((1, 40, 384)), inputs) is None
+        assert task(lambda: made.standard_normal((1, 40, 384)) + outlier, inputs) is None
+        assert task(lambda: made.standard_normal((1, 40, 12)) * 2, inputs) is None
+        assert task(lambda: made.standard_normal((1, 17, 2)) * 50, inputs) is None  # places
+        assert task(lambda: made.standard_normal((1, 24, 3)) * 50, inputs) is None
+        assert task(lambda: np.cumsum(made.standard_normal((1, 400, 2)), 1), inputs) is None
+        assert task(lambda: made.uniform(-80, 10, (1, 100, 80)), inputs) is None  # decibels
+        loud = made.uniform(0.1, 9, (1, 1, 100))
+        assert task(lambda loud=loud: loud * made.exponential(1, (1, 257, 100)) ** 4) is None
+        assert task(lambda loud=loud: loud * made.normal(size=(1, 257, 100)) ** 3) is None
+        assert task(lambda: made.uniform(0, 1, (1, 50)), inputs) is None
+    picture = np.zeros((1, 64, 64))
+    picture[:, 10:30] = 1
+    assert task(lambda: picture, [fed((64, 64))] * 4) is None
+
+
 # ------------------------------------------------------------------ whatever comes
 
 
@@ -530,7 +659,7 @@ def test_no_outputs_make_it_fail(seed):
         assert found is None or 0 <= found.value <= 1 or found.task == "embeddings"
 
 
-def test_shares_are_no_raw_boxes():
+def test_shares_are_classes_of_steps_and_no_raw_boxes():
     made = rng()
     value = softmax(made.standard_normal((GRID.count(SIZE), 9)) * 4)
-    assert same_task([{"y": value[None]}] * 4) is None
+    assert same_task([{"y": value[None]}] * 4) == "steps"

@@ -22,7 +22,10 @@ from deploy.metrics.running import OutputAccuracy, RunningError, cosine, output_
 from deploy.metrics.tasks import Metric, TaskFigure
 from deploy.metrics.tasks.examples import Example
 from deploy.metrics.truth import PartAccuracy, Truth, part_json, task_json
+from deploy.metrics.values import are_values
 from deploy.tensors import Array, Session, Speaking, TensorSpec
+
+_ENOUGH = 8  # samples to tell the values of a regression from scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,8 @@ class Accuracy:
         samples: samples compared (rows of the batches, not batches).
         outputs: one entry per output, in the reference's order.
         top1_reference, top1_candidate: share of samples whose largest output is the label's.
-        top1_agreement: share of samples where both have the same largest output.
+        top1_agreement: share of samples where both have the same largest output; None of steps
+            and of a regression's values, without labels.
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
         classes: classes of the first output, where it holds a score for each.
         favourite: share of the samples that the reference gives to its most frequent class.
@@ -184,7 +188,7 @@ class Comparison:
         if self._top1.samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
         outputs = tuple(error.result() for error in self._errors.values())
-        found = self._top1.result(outputs)
+        found = self._top1.result(outputs, kind=self._truth.kind)
         return replace(
             found,
             parts=self._truth.parts(outputs),
@@ -260,6 +264,7 @@ class _Top1:
         self.classes = True  # until an output turns out to hold no classes
         self.count: int | None = None
         self.given: Counter[int] = Counter()  # class -> samples the reference gives to it
+        self.values = True  # until a sample is no regression's
 
     def add(self, reference: Array, candidate: Array, batch: int) -> None:
         start, self.samples = self.samples, self.samples + batch
@@ -269,6 +274,7 @@ class _Top1:
             return
         self.count = _class_count(reference, batch)
         self.given.update(left.tolist())
+        self.values = self.values and are_values(reference, batch)
         # -1 marks a sample with NaN, which neither agrees with anything nor is right.
         self.agreed += int(((left == right) & (left >= 0)).sum())
         if self.labels is not None:
@@ -292,11 +298,14 @@ class _Top1:
             )
         return wanted
 
-    def result(self, outputs: tuple[OutputAccuracy, ...]) -> Accuracy:
+    def result(self, outputs: tuple[OutputAccuracy, ...], *, kind: str) -> Accuracy:
         labelled = self.labels is not None
         if self.labels is not None:
             self._check_labels(self.labels)
-        share = self.samples if self.classes else 0
+        told = labelled or not (
+            kind == "steps" or (not kind and self.values and self.samples >= _ENOUGH)
+        )
+        share = self.samples if self.classes and told else 0
         return Accuracy(
             samples=self.samples,
             outputs=outputs,

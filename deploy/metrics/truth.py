@@ -110,6 +110,12 @@ class Truth:
             else frozenset(n for n, own in task.parts.items() if not own)
         )
 
+    @property
+    def kind(self) -> str:
+        """What the outputs are for, in a word; "" where their form does not tell."""
+        task = self._settle().task
+        return "" if task is None else task.name
+
     def reading(self) -> str:
         """How the outputs were read, in words."""
         task = self._settle().task

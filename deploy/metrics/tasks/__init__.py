@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deploy.metrics.tasks import boxes, classes, embeddings, heatmaps, masks, pixels, text
+from deploy.metrics.tasks import boxes, classes, embeddings, heatmaps, masks, pixels, steps, text
 from deploy.metrics.tasks.metric import Metric, metric_of
 from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
 
@@ -17,6 +17,7 @@ TASKS: dict[str, Callable[[Seen], Task | None]] = {
     "heat maps": heatmaps.find,
     "classes": classes.find,
     "embeddings": embeddings.find,
+    "steps": steps.find,
 }
 
 

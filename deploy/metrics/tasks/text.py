@@ -1,6 +1,8 @@
 """Text by CTC (Graves et al. 2006): a symbol or the blank a step, [N, T, C] or [T, N, C].
 
-The blank is the first or the last symbol and the one that most steps have. Texts are decoded
+The blank is the first or the last symbol and the one that most steps have, and it stands between
+the symbols: where it is away for long, as silence is while somebody speaks, or where tokens were
+fed, one a step, these are classes of steps (`deploy.metrics.tasks.steps`). Texts are decoded
 greedily: the best symbol of each step, repeats merged, blanks dropped.
 """
 
@@ -19,6 +21,7 @@ from deploy.tensors import Array
 _STEPS = 4
 _SYMBOLS = 11
 _BLANKS = 0.2  # share of steps, at least
+_AWAY = 16  # steps in a row without the blank, at most, in the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def find(seen: Seen) -> Text | None:
     blank, symbols = int(counts.argmax()), known[0].shape[1]
     if blank not in (0, symbols - 1) or counts[blank] < _BLANKS * counts.sum():
         return None
-    if np.count_nonzero(counts) < 2:
+    if np.count_nonzero(counts) < 2 or _away(known, blank) > _AWAY or _are_tokens(known, seen):
         return None
     return Text(name, symbols, blank)
 
@@ -82,6 +85,27 @@ def _raw(steps: Array) -> bool:
     sizes = np.abs(steps).max(axis=1)
     mixed = np.mean(steps < 0, axis=1).min() > 0.1 and (steps.max(axis=1) > 0).all()
     return bool(mixed and sizes.max() < 8 * sizes.min())
+
+
+def _away(samples: Sequence[Array], blank: int) -> float:
+    """Mean length of what stands between two blanks, of those that hold a symbol at all."""
+    spans = steps = 0
+    for sample in samples:
+        symbol = np.concatenate([[False], sample.argmax(axis=1) != blank])
+        steps += int(symbol.sum())
+        spans += int((symbol[1:] & ~symbol[:-1]).sum())
+    return steps / max(spans, 1)
+
+
+def _are_tokens(samples: Sequence[Array], seen: Seen) -> bool:
+    """Whether numbers of tokens were fed, one a step: CTC reads pictures and sound."""
+    return all(
+        any(
+            np.issubdtype(one.dtype, np.integer) and one.ndim <= 2 and one.size == len(steps)
+            for one in fed.values()
+        )
+        for steps, fed in zip(samples, seen.inputs, strict=True)
+    )
 
 
 def decoded(steps: Array, blank: int) -> list[int]:

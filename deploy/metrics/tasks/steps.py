@@ -1,0 +1,162 @@
+"""A class for each step of a sequence: voice activity, taggers, classes of frames.
+
+[N, T, C] or [N, C, T] shares of classes (those of each step sum to 1, or their logarithms do), or
+raw scores where they are as a classifier's are: sure of their best class, with a mean that hardly
+changes from step to step. Or probabilities that are each their own, [N, T], [N, T, 1] or [N, T, C],
+which the labels of a picture are as well: there, sides of 0.5 are counted. What CTC reads as text
+is found before (`deploy.metrics.tasks.text`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.metrics.parts import Part
+from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.tasks.shares import are_tracks, laid_out, layout_of
+from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.tensors import Array
+
+_USUAL = 0.75  # of FP32's steps in one class: the others alone are counted
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Classes of steps.
+
+    Attributes:
+        output: its name.
+        classes: how many there are; 2 of a probability of its own, which side of 0.5 it is on.
+        axis: of the classes, 1 or 2; None of probabilities that are each their own.
+    """
+
+    output: str
+    classes: int
+    axis: int | None
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    name: str = "steps"
+
+    @property
+    def form(self) -> str:
+        """How the output is read."""
+        if self.axis is None:
+            return f"{self.output}: probabilities of steps or labels, each its own"
+        return f"{self.output}: {self.classes} classes a step"
+
+    @property
+    def said(self) -> str:
+        """What two models are to have alike."""
+        return (
+            "probabilities on FP32's side of 0.5" if self.axis is None else "steps of FP32's class"
+        )
+
+    def tally(self) -> StepTally:
+        """A new comparison."""
+        return StepTally(self)
+
+
+def find(seen: Seen) -> Steps | None:
+    """The task, where one output alone is such a sequence."""
+    floating = [n for n in seen.names if all(map(_is_floating, seen.arrays(n)))]
+    found = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
+    if len(found) != 1 or _has_beside(found[0], floating, seen):
+        return None
+    return found[0]
+
+
+def _is_floating(value: Array) -> bool:
+    return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
+
+
+def _read(name: str, seen: Seen, *, alone: bool) -> Steps | None:
+    samples = seen.arrays(name)
+    axis = layout_of(samples, raw=alone)
+    if axis is not None:
+        return Steps(name, samples[0].shape[axis], axis)
+    flat = all(max(one.shape, default=0) == one.size for one in samples)
+    pictures = any(image_size(fed) is not None for fed in seen.inputs)
+    tracks = alone and (flat or not pictures) and are_tracks(samples)  # others are maps of pictures
+    return Steps(name, 2, None) if tracks else None
+
+
+def _has_beside(task: Steps, names: Sequence[str], seen: Seen) -> bool:
+    """Whether another output has as many steps: places of what is found at each of them, maybe."""
+    counts = [classes_of(one, task).size for one in seen.arrays(task.output)]
+    others = (seen.arrays(name) for name in names if name != task.output)
+    return any(
+        all(one.ndim <= 3 and n in one.shape for one, n in zip(values, counts, strict=True))
+        for values in others
+    )
+
+
+def classes_of(value: Array, task: Steps) -> NDArray[np.int64]:
+    """The class of each step; `task.classes` where it is NaN, none where the form is another."""
+    if task.axis is None:
+        sides = (value.reshape(-1) > 0.5).astype(np.int64)
+        return np.where(np.isnan(value.reshape(-1)), task.classes, sides)
+    steps = laid_out(value, task.axis)
+    if steps is None or steps.shape[1] != task.classes:
+        return np.zeros(0, np.int64)
+    best = np.asarray(steps.argmax(axis=1), np.int64)
+    best[np.isnan(steps).any(axis=1)] = task.classes
+    return best
+
+
+@dataclass(slots=True)
+class StepTally:
+    """Steps by class: FP32's, the candidate's, both's; and the worst sample."""
+
+    task: Steps
+    samples: int = 0
+    worst: float = 1.0
+    own: NDArray[np.int64] = field(init=False)
+    both: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.own = np.zeros(self.task.classes + 1, np.int64)
+        self.both = np.zeros_like(self.own)
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample; steps of NaN or of another shape are of no class."""
+        self.samples += 1
+        left = classes_of(reference[self.task.output], self.task)
+        right = classes_of(candidate[self.task.output], self.task)
+        if right.shape != left.shape:
+            right = np.full_like(left, self.task.classes)
+        known = left < self.task.classes
+        alike = known & (left == right)
+        self.own += np.bincount(left[known], minlength=len(self.own))
+        self.both += np.bincount(left[alike], minlength=len(self.own))
+        if known.any():
+            self.worst = min(self.worst, float(alike.sum() / known.sum()))
+
+    def result(self) -> TaskFigure | None:
+        """The share of steps alike.
+
+        Where FP32 gives nearly all steps to one class, as silence, a candidate that says nothing
+        else has most of them: there, steps count that either model gives to another class. None
+        where FP32 does so with all of them.
+        """
+        total, alike, usual = int(self.own.sum()), int(self.both.sum()), int(self.own.argmax())
+        rest = total - int(self.own[usual])
+        if not rest:
+            return None
+        words = f"{alike} of {total} {self.task.said}"
+        figure, value, count = "steps alike", alike / total, f"{alike} of {total}"
+        if rest < (1 - _USUAL) * total:
+            kept, seen = alike - int(self.both[usual]), total - int(self.both[usual])
+            figure, value, count = "steps alike but the usual", kept / seen, f"{kept} of {seen}"
+            words += f", {count} of those that are not in both models of the usual class {usual}"
+        return TaskFigure(
+            task="steps",
+            figure=figure,
+            value=value,
+            count=count,
+            words=f"{words}, {100 * self.worst:.1f} % in the worst sample",
+            samples=self.samples,
+            form=self.task.form,
+        )

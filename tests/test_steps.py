@@ -1,0 +1,112 @@
+"""Sequence models through the command: a class for each step decides, where dB alone did before."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+STEPS, FEATURES, CLASSES = 50, 8, 6
+
+
+def saved(path, nodes, shape, **weights):
+    """A model of x [1, 8, 50] -> y."""
+    graph = helper.make_graph(
+        nodes,
+        "frames",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, FEATURES, STEPS])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [numpy_helper.from_array(np.float32(value), name) for name, value in weights.items()],
+    )
+    opset = helper.make_opsetid("", 13)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=8), path)
+    return path
+
+
+def node(op, inputs, output, **attributes):
+    return helper.make_node(op, inputs.split(), [output], name=f"{op}_{output}", **attributes)
+
+
+def frames(path):
+    """Softmax over six classes of frames, [1, 50, 6]; the first feature decides nothing."""
+    made = np.random.default_rng(4)
+    first, second = made.normal(size=(16, FEATURES, 5)), made.normal(size=(CLASSES, 16, 1))
+    first[:, 0] = 0
+    nodes = [
+        node("Conv", "x w1", "c1", pads=[2, 2]),
+        node("Relu", "c1", "r1"),
+        node("Conv", "r1 w2 b2", "c2"),
+        node("Transpose", "c2", "t", perm=[0, 2, 1]),
+        node("Softmax", "t", "y", axis=2),
+    ]
+    bias = -second.sum(axis=(1, 2)) * 2.3  # so that no class is the best one everywhere
+    return saved(path, nodes, [1, STEPS, CLASSES], w1=first, w2=second, b2=bias)
+
+
+def scores(path, *, alike=False):
+    """Three figures of 2 to 6, of which the second is the largest; or about 3, and any is."""
+    made = np.random.default_rng(4)
+    nodes = [
+        node("Conv", "x w1", "c1", pads=[2, 2]),
+        node("Relu", "c1", "r1"),
+        node("GlobalAveragePool", "r1", "g"),
+        node("Flatten", "g", "f"),
+        node("Gemm", "f w2 b2", "y", transB=1),
+    ]
+    first, second = made.normal(size=(16, FEATURES, 5)), made.uniform(0, 0.02, (3, 16))
+    least = 3 - second @ means_of(first) if alike else [2, 4, 3]
+    return saved(path, nodes, [1, 3], w1=first, w2=second, b2=least)
+
+
+def means_of(weights):
+    """What Relu leaves of normal numbers, in the mean, after the convolution."""
+    return np.sqrt((weights**2).sum(axis=(1, 2)) / (2 * np.pi))
+
+
+@pytest.fixture
+def build(run, tmp_path):
+    """A build on sequences whose first feature is as large as asked: (code, screen, report)."""
+
+    def call(model, large=1.0):
+        made = np.random.default_rng(6)
+        rows = made.normal(size=(24, FEATURES, STEPS)).astype(np.float32)
+        rows[:, 0] *= large
+        np.save(tmp_path / "x.npy", rows)
+        words = ("build", model(tmp_path / "m.onnx"), "--images", tmp_path / "x.npy")
+        asked = ("--duration", 0, "--effort", 0, "--out", tmp_path / "o")
+        code, out, error = run(*words, *asked)
+        report = tmp_path / "o" / "report.json"
+        assert report.exists(), error
+        return code, out, json.loads(report.read_text())["engines"][1]["accuracy"]
+
+    return call
+
+
+def test_steps_alike_are_on_the_screen_and_in_the_report(build, tmp_path):
+    code, out, told = build(frames)
+    task = told["task"]
+    assert code == 0 and task["task"] == "steps" and task["form"] == "y: 6 classes a step"
+    assert task["value"] > 0.95 and task["count"].endswith(" of 1200")
+    lines = {line[:16].strip(): line for line in out.splitlines()}
+    assert task["count"] in lines["Steps alike"]
+    assert f"good: {task['count']} steps of FP32's class" in out
+    assert "Top-1 agreement" not in out and told["top1_agreement"] is None
+    assert "in the worst sample" in (tmp_path / "o" / "report.md").read_text()
+
+
+def test_steps_that_change_their_class_decide_the_verdict(build):
+    code, out, told = build(frames, large=100.0)
+    assert told["task"]["value"] < 0.75 and code == 3
+    assert f"unusable: {told['task']['count']} steps of FP32's class" in out
+
+
+def any_scores(path):
+    return scores(path, alike=True)
+
+
+@pytest.mark.parametrize("model", [scores, any_scores])
+def test_a_regression_of_a_few_values_has_no_best_class(build, model):
+    _, out, told = build(model)
+    assert told["task"] is None and told["top1_agreement"] is None
+    assert "Top-1 agreement" not in out and "gives one class" not in out
