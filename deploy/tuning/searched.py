@@ -91,6 +91,7 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
+        BackendError: no trial with all in int8 could be run.
     """
     decisions = asked.target.plan(asked.request.model, tuple(asked.request.float_nodes)).decisions
     units = units_of(asked.request.model, decisions)
@@ -193,7 +194,16 @@ def _plan(search: Search, best: Trial, clocked: Told, spoiled: str) -> TargetPla
         settled=_words(best),
         tried=(*_tried(search.trials), *clocked),
         unusable=spoiled,
+        failed=_failed(search.prober),
     )
+
+
+def _failed(prober: Prober) -> str:
+    """How many trials could not be run, and why the first could not; "" where all could."""
+    failed = len(prober.errors)
+    if not failed:
+        return ""
+    return f"{failed} of {prober.tried} trials could not be run; the first: {prober.errors[0]}"
 
 
 def _by_the_clock(
