@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from deploy.tuning.plan_file import TargetPlan
     from deploy.tuning.tune import Tuned
 
+_FAILED = "the search was made without some of its trials: {}"
 _UNUSABLE = (
     "the split of least cost would be unusable, {}; so the fastest usable one was looked for among"
     " those of less noise"
@@ -320,6 +321,8 @@ def _of_search(plan: Tuned | None) -> Iterator[str]:
         yield plan.note
     if plan is not None and plan.plan.unusable:
         yield _UNUSABLE.format(plan.plan.unusable)
+    if plan is not None and plan.plan.failed:
+        yield _FAILED.format(plan.plan.failed)
 
 
 def _search(plan: Tuned | None) -> SearchPart | None:

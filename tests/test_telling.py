@@ -143,17 +143,19 @@ class FakeTarget:
         return made
 
 
-def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_all_noise():
+def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
     heard = [({"x": np.ones((1, 4), np.float32)}, {"y": np.full((1, 4), 2, np.float32)})]
     target, request = FakeTarget(), FakeRequest(doubling().model)
     prober = Prober(target.trial, request, heard, runs_here=True, threads=2)
     broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, none, again = prober.noises([NO_CHOICES, off, broken, off])
     assert equal.worst == 0 and half.parts["y"] == pytest.approx([0.25]) == again.parts["y"]
-    assert none.worst > 0.99
-    assert prober.noise(Choices(float_nodes={"/y": "another reason"})).worst > 0.99
+    assert none is None
+    assert prober.noises([Choices(float_nodes={"/y": "another reason"})]) == [None]
     assert (prober.tried, target.built) == (3, 3)
-    assert prober.noise(Choices(method=Method.of("mse"))).worst > 0.99  # NaN
+    assert [str(error)[:32] for error in prober.errors] == ["a layer must be what it is, got "]
+    (nan,) = prober.noises([Choices(method=Method.of("mse"))])
+    assert nan.worst > 0.99 and nan.part == "y"
 
 
 def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
@@ -168,7 +170,7 @@ def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
     (whole,), (alone,) = prober.noises([off]), prober.alone([off], [["/y"]])
     assert whole.parts["y"].shape == (3,) and alone.parts["y"] == pytest.approx([0.25, 0.25])
     broken = Choices(float_nodes={"/y": "why"})
-    assert prober.alone([broken, off], [["/y"], ["/y"]])[0].worst > 0.99
+    assert prober.alone([broken, off], [["/y"], ["/y"]]) == [None, alone]
     assert (prober.tried, target.built) == (3, 3)
 
 

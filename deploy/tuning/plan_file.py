@@ -47,6 +47,7 @@ class TargetPlan:
         precision: "int8" or "fp8", what it was chosen for; "" where that is not said.
         settled: what came of it, in words.
         unusable: why what costs least was not built, in words; "" where it was.
+        failed: how many trials could not be run and why the first, in words; "" where all could.
         tried: what was tried, in words and figures.
     """
 
@@ -55,6 +56,7 @@ class TargetPlan:
     precision: str = ""
     settled: str = ""
     unusable: str = ""
+    failed: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
 
     @property
@@ -105,6 +107,8 @@ def _lines(plan: PlanFile) -> Iterator[str]:
             yield f"settled = {toml.word(target.settled)}"
         if target.unusable:
             yield f"unusable = {toml.word(target.unusable)}"
+        if target.failed:
+            yield f"failed = {toml.word(target.failed)}"
         if target.choices.method is not None:
             yield f"method = {toml.word(target.choices.method.label)}"
         if target.choices.rounded is not None:
@@ -160,6 +164,7 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
         precision=_text(path, held, "precision"),
         settled=_text(path, held, "settled"),
         unusable=_text(path, held, "unusable"),
+        failed=_text(path, held, "failed"),
         tried=tuple(_rows(path, held)),
     )
 

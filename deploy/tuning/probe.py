@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Powers = NDArray[np.float64]
 Heard = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]  # a sample, what the float model says
 _SILENT = 1e-12  # 120 dB: what is nearer than that is equal
-_LOUD = 1e6  # -60 dB, all lost: NaN, another shape, a trial that cannot be built
+_LOUD = 1e6  # -60 dB, all lost: NaN, another shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,11 @@ def _slope(powers: Powers) -> Powers:
 class Prober:
     """Tries choices, each once, by what makes the trial model of a request.
 
+    A trial that cannot be built or run is no choice: of it nothing is known, None, and why is kept.
+
     Attributes:
-        tried: how many trial models were run.
+        tried: how many trial models were made.
+        errors: of those that could not be run, in the order in which they were asked for.
 
     `heard` are the samples, each with what the float model says of it; `few` of them are enough
     for what is tried alone; `by_task` also compares the trials by the figures of the task, which a
@@ -132,23 +135,20 @@ class Prober:
         self._threads = threads
         self._few = len(self._heard) if few is None else few
         self._by_task = by_task
-        self._known: dict[object, Noise] = {}
+        self._known: dict[object, Noise | None] = {}
         wanted = [said for _, said in heard]
         self._form = form_of(wanted, inputs=[sample for sample, _ in heard])
         self._usual = usual_powers(self._form, wanted)
-        self._kept: Kept | None = None
+        self._kept: Kept | Calib8Error | None = None
         self._stopped = False
         self.tried = 0
+        self.errors: list[Calib8Error] = []
 
-    def noise(self, choices: Choices) -> Noise:
-        """What one trial loses."""
-        return self.noises([choices])[0]
-
-    def noises(self, trials: Iterable[Choices]) -> list[Noise]:
-        """What several trials lose, run beside each other."""
+    def noises(self, trials: Iterable[Choices]) -> list[Noise | None]:
+        """What several trials lose, run beside each other; None of one that could not be run."""
         return self._found([(one, _key(one)) for one in trials], self._tried)
 
-    def alone(self, trials: Sequence[Choices], int8: Sequence[Sequence[str]]) -> list[Noise]:
+    def alone(self, trials: Sequence[Choices], int8: Sequence[Sequence[str]]) -> list[Noise | None]:
         """What few layers alone lose, on the few samples that say most.
 
         Only what is behind the int8 nodes is run; what comes in is kept from the float model.
@@ -158,32 +158,41 @@ class Prober:
             int8: nodes that each of them has in int8.
         """
         if self._kept is None:
-            chosen = loudest(self._form, [said for _, said in self._heard], self._few)
-            heard = [self._heard[place] for place in chosen]
-            self._kept = Kept.of(self._request.model, int8, heard)
+            self._kept = self._kept_for(int8)
         work = partial(self._tried_alone, self._kept)
         return self._found([(one, ("alone", _key(one))) for one in trials], work)
 
+    def _kept_for(self, int8: Sequence[Sequence[str]]) -> Kept | Calib8Error:
+        """Values from which trials of few layers begin, or why there are none."""
+        chosen = loudest(self._form, [said for _, said in self._heard], self._few)
+        try:
+            return Kept.of(self._request.model, int8, [self._heard[place] for place in chosen])
+        except Calib8Error as error:
+            return error
+
     def _found(
         self, trials: Sequence[tuple[Choices, object]], work: Callable[[Choices], Noise]
-    ) -> list[Noise]:
+    ) -> list[Noise | None]:
         new = {key: one for one, key in trials if key not in self._known}
         self.tried += len(new)
         with ThreadPoolExecutor(self._threads) as pool:
             try:
-                self._known |= dict(
-                    zip(new, pool.map(partial(self._of_one, work), new.values()), strict=True)
-                )
+                made = [*pool.map(partial(self._of_one, work), new.values())]
             except BaseException:  # an interrupt of the user reaches this thread alone
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        self.errors += [one for one in made if isinstance(one, Calib8Error)]
+        noises = [one if isinstance(one, Noise) else None for one in made]
+        self._known |= dict(zip(new, noises, strict=True))
         return [self._known[key] for _, key in trials]
 
     def _tried(self, choices: Choices) -> Noise:
         return self._of(self._made(choices), self._heard, judged=self._by_task)
 
-    def _tried_alone(self, kept: Kept, choices: Choices) -> Noise:
+    def _tried_alone(self, kept: Kept | Calib8Error, choices: Choices) -> Noise:
+        if isinstance(kept, Calib8Error):
+            raise kept
         model = self._made(choices)
         same = kept.same(model)
         heard = [
@@ -192,11 +201,11 @@ class Prober:
         ]
         return self._of(behind(model, same, kept.values), heard, judged=False)
 
-    def _of_one(self, work: Callable[[Choices], Noise], choices: Choices) -> Noise:
+    def _of_one(self, work: Callable[[Choices], Noise], choices: Choices) -> Noise | Calib8Error:
         try:
             return work(choices)
-        except Calib8Error:  # a trial that cannot be built is no choice
-            return Noise({"": np.array([_LOUD])})
+        except Calib8Error as error:
+            return error
         finally:
             self._progress()
 

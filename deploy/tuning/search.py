@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.calibration.choices import NO_CHOICES, Choices
+from deploy.errors import BackendError
 from deploy.method import Method
 from deploy.tuning.prices import Prices, cheapest
 from deploy.tuning.probe import Noise, Prober
@@ -145,7 +146,7 @@ class Search:
         effort: how much is tried.
         weight: what noise costs beside time; 2.5 by default.
         rounded: whether the weights of its trials are rounded; None where nobody asks for it.
-        trials: what was tried whole, in order.
+        trials: what was tried whole and could be run, in order.
         sensitivity: noise of the groups, once it was looked for.
     """
 
@@ -162,7 +163,11 @@ class Search:
     sensitivity: Sensitivity | None = None
 
     def run(self) -> Trial:
-        """The best trial."""
+        """The best trial.
+
+        Raises:
+            BackendError: the model cannot be run with all in int8, whatever finds its ranges.
+        """
         self._whole_in_int8()
         base = min(self.trials, key=lambda trial: trial.mean)
         if base.noise.worst < _NEAR:
@@ -207,7 +212,7 @@ class Search:
         while first < last:
             middle = (first + last) // 2
             trial = self._try_split(than, splits[middle])
-            if usable(trial):
+            if trial is not None and usable(trial):
                 last, found = middle, trial
             else:
                 first = middle + 1
@@ -250,12 +255,17 @@ class Search:
         plain = replace(NO_CHOICES, rounded=self.rounded)
         choices = [plain, *(replace(plain, method=method) for method in self.methods[1:])]
         names = [f"all in {self.word}{self._by(one)}" for one in choices]
-        self._try(names, [frozenset()] * len(names), choices)
+        if not any(self._try(names, [frozenset()] * len(names), choices)):
+            raise BackendError(
+                f"a search must be able to run the model with all in {self.word}, got:"
+                f" {self.prober.errors[0]}; keep in float what cannot be run (--keep-float), or"
+                " build without a search (--effort 0)"
+            )
 
     def _look_inside(self, base: Trial) -> None:
         """Noise of the groups under a trial's methods."""
 
-        def alone(groups: Sequence[Group]) -> list[Noise]:
+        def alone(groups: Sequence[Group]) -> list[Noise | None]:
             every = set(self.units.layers)
             return self.prober.alone(
                 [self._floating(base.choices, every - set(group)) for group in groups],
@@ -276,13 +286,14 @@ class Search:
         splits = self._splits(noise)
         if not splits:
             return
-        known: dict[int, Trial] = {}
+        known: dict[int, Trial | None] = {}
         most = self.effort.whole
 
         def tried(place: int) -> float:
             if place not in known:
                 known[place] = self._try_split(base, splits[place])
-            return known[place].cost(self.weight)
+            trial = known[place]
+            return trial.cost(self.weight) if trial is not None else math.inf
 
         promise = [self._promised(split) for split in splits]
         place, step = promise.index(min(promise)), max(1, len(splits) // 6)
@@ -312,7 +323,8 @@ class Search:
         )
         return promised.cost(self.weight)
 
-    def _try_split(self, base: Trial, in_float: frozenset[str]) -> Trial:
+    def _try_split(self, base: Trial, in_float: frozenset[str]) -> Trial | None:
+        """A split with a trial's methods; None where it could not be run."""
         layers = sum(unit in in_float for unit in self.units.layers)
         what = f"{layers} of {len(self.units.layers)} layers in float{self._by(base.choices)}"
         (trial,) = self._try([what], [in_float], [self._floating(base.choices, in_float)])
@@ -340,8 +352,9 @@ class Search:
                 replace(alone, methods=dict.fromkeys(tensors, method)) for method in others
             ]
             noises = self.prober.alone(trials, [self.units.nodes(group)] * len(trials))
-            best = min(range(len(trials)), key=lambda number: noises[number].worst)
-            if best and noises[best].worst < _BETTER * noises[0].worst:
+            lost = [math.inf if noise is None else noise.worst for noise in noises]
+            best = lost.index(min(lost))
+            if best and math.isfinite(lost[0]) and lost[best] < _BETTER * lost[0]:
                 swapped |= dict.fromkeys(tensors, others[best - 1])
         if swapped != base.choices.methods:
             choices = replace(base.choices, methods=swapped)
@@ -356,8 +369,9 @@ class Search:
             if not trial.in_float and not trial.choices.methods:
                 method = self._called(trial.choices.method or self.methods[0])
                 lost[method] = min(trial.mean, lost.get(method, math.inf))
-        others = [method for method in self.methods if self._called(method) != own]
-        best = sorted(others, key=lambda method: lost.get(self._called(method), math.inf))
+        ran = [method for method in self.methods if self._called(method) in lost]
+        others = [method for method in ran if self._called(method) != own]
+        best = sorted(others, key=lambda method: lost[self._called(method)])
         return best[: self.effort.others]
 
     def _called(self, method: Method | None) -> str:
@@ -376,13 +390,15 @@ class Search:
 
     def _try(
         self, what: Sequence[str], in_float: Sequence[frozenset[str]], choices: Sequence[Choices]
-    ) -> list[Trial]:
-        trials = [
-            Trial(what=w, in_float=f, choices=c, noise=n, time=self._time(f))
-            for w, f, c, n in zip(what, in_float, choices, self.prober.noises(choices), strict=True)
+    ) -> list[Trial | None]:
+        """Try these whole, and remember those that could be run; None of the others."""
+        noises = self.prober.noises(choices)
+        tried = [
+            None if n is None else Trial(what=w, in_float=f, choices=c, noise=n, time=self._time(f))
+            for w, f, c, n in zip(what, in_float, choices, noises, strict=True)
         ]
-        self.trials += trials
-        return trials
+        self.trials += [trial for trial in tried if trial is not None]
+        return tried
 
     def _time(self, in_float: frozenset[str]) -> float:
         whole = self.prices.total(self.units, frozenset(self.units.members))

@@ -6,12 +6,13 @@
     17..24             |--- 0.28 | 0.02 ---|
     17..20             | 0.001 | 0.28 |                 until it is one layer, or next to quiet
 
-What a group loses alone adds up with the others', so the sum tells what a choice would lose.
+What a group loses alone adds up with the others', so the sum tells what a choice would lose. A
+group that cannot be run alone tells nothing and is left out; whole splits show what it loses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from deploy.tuning.probe import Noise
@@ -26,7 +27,8 @@ class Sensitivity:
     """Groups of layers and what each loses alone in int8.
 
     Attributes:
-        groups: group of units -> its noise; together all layers, in the model's order.
+        groups: group of units -> its noise, in the model's order; together all layers but those
+            that could not be run alone.
     """
 
     groups: dict[Group, Noise]
@@ -52,7 +54,7 @@ class Sensitivity:
 
 def sensitivity(
     layers: Sequence[str],
-    alone: Callable[[Sequence[Group]], list[Noise]],
+    alone: Callable[[Sequence[Group]], list[Noise | None]],
     *,
     groups: int,
     most: int,
@@ -61,26 +63,34 @@ def sensitivity(
 
     Args:
         layers: units that hold weights, in the model's order.
-        alone: groups -> what each loses with nothing else in int8.
+        alone: groups -> what each loses with nothing else in int8; None where it cannot be run.
         groups: how many to begin with.
         most: groups to try in all, at most.
     """
     size = max(1, -(-len(layers) // groups))
     first = [tuple(layers[at : at + size]) for at in range(0, len(layers), size)]
-    known = dict(zip(first, alone(first), strict=True))
-    tried = len(first)
-    while tried + 2 <= most and (group := _to_halve(known)) is not None:
+    known = _that_ran(first, alone(first))
+    tried, kept = len(first), set[Group]()
+    while tried + 2 <= most and (group := _to_halve(known, kept)) is not None:
         middle = (len(group) + 1) // 2
         halves = [group[:middle], group[middle:]]
-        del known[group]
-        known |= dict(zip(halves, alone(halves), strict=True))
+        found = _that_ran(halves, alone(halves))
         tried += 2
+        if len(found) < len(halves):
+            kept.add(group)  # more is known of it as a whole
+        else:
+            del known[group]
+            known |= found
     place = {layer: number for number, layer in enumerate(layers)}
     return Sensitivity(dict(sorted(known.items(), key=lambda entry: place[entry[0][0]])))
 
 
-def _to_halve(known: dict[Group, Noise]) -> Group | None:
-    """The noisiest group of several layers, unless it matters little."""
-    several = [group for group in known if len(group) > 1]
+def _that_ran(groups: Sequence[Group], noises: Sequence[Noise | None]) -> dict[Group, Noise]:
+    return {g: noise for g, noise in zip(groups, noises, strict=True) if noise is not None}
+
+
+def _to_halve(known: dict[Group, Noise], kept: Collection[Group]) -> Group | None:
+    """The noisiest group of several layers, unless it matters little; none of those kept whole."""
+    several = [group for group in known if len(group) > 1 and group not in kept]
     worst = max(several, key=lambda group: known[group].worst, default=None)
     return worst if worst is not None and known[worst].worst > _QUIET else None

@@ -1,0 +1,256 @@
+"""One search for one target, step by step: from what is asked of it to the plan that it leaves.
+
+::
+
+    target, request, wish -> units -> heard (a few samples, and what the float model says of them)
+          -> prober (tries) + prices (times or products) + methods -> search
+          -> settled (timed, judged) -> plan, with a reason for every node in float
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from deploy.calibration.choices import NO_CHOICES, Choices
+from deploy.graph.plan import word_of
+from deploy.method import Method, comparable
+from deploy.metrics.latency import OVERHEAD_MS
+from deploy.progress import Step, phase
+from deploy.tuning.clock import quickest_of
+from deploy.tuning.plan_file import TIMED, TargetPlan
+from deploy.tuning.prices import Prices, counted, measured
+from deploy.tuning.probe import Heard, Prober
+from deploy.tuning.reasons import reasons
+from deploy.tuning.samples import alike, as_many, telling
+from deploy.tuning.search import EFFORTS, Effort, Search, Trial
+from deploy.tuning.units import Units, units_of
+from deploy.tuning.unseen import unseen
+from deploy.tuning.usable import Told, settled, unusable
+from deploy.tuning.wish import Tuning
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.calibration.outputs import Judges
+    from deploy.targets.base import BuildRequest, Target
+    from deploy.tensors import Array
+
+_TELLING_US = 250.0  # of the float model: kernels of a smaller one are the runtime's own overhead
+_DEARER = 1.5  # noise beside time that was measured whole: what it buys is sure
+_BELIEVED = 0.8  # of the time that the kernels tell: a clock that says less was disturbed in float
+_SLOWER = 1.02  # times float's time: int8 that is slower than this gains nothing
+_LEAST_SAMPLES, _SHARE = 2, 5  # of few samples a fifth: the search is to cost few calibrations
+_OWN = "its own method"  # of a target whatever method is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What one search is asked.
+
+    Attributes:
+        target: what is built for.
+        request: what it would be built from.
+        wish: what the user wants, an effort included.
+        method_fixed: whether the method stands, as the user chose it or trusts its ranges.
+        trial: what makes a trial model of a request.
+        rounded: whether the weights of the trials are rounded; None where nobody asks for it.
+    """
+
+    target: Target
+    request: BuildRequest
+    wish: Tuning
+    method_fixed: bool
+    trial: Callable[[BuildRequest], onnx.ModelProto]
+    rounded: bool | None
+
+    @property
+    def effort(self) -> Effort:
+        """How much is tried."""
+        return EFFORTS[self.wish.effort]
+
+    @property
+    def judges(self) -> Judges:
+        """Samples that judge; whoever searches has some."""
+        assert self.request.judges is not None
+        return self.request.judges
+
+    @property
+    def clock(self) -> bool:
+        """Whether time of this machine decides."""
+        return self.target.runs_here and self.wish.timed
+
+
+def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
+    """What a search finds, and how many trial models it ran.
+
+    Args:
+        asked: of it.
+        step: called after every trial.
+
+    Raises:
+        Calib8Error: what the target raises for the unrepaired model.
+        BackendError: no trial with all in int8 could be run.
+    """
+    decisions = asked.target.plan(asked.request.model, tuple(asked.request.float_nodes)).decisions
+    units = units_of(asked.request.model, decisions)
+    if not units.layers:
+        return TargetPlan(choices=NO_CHOICES), 0
+    heard = _heard(asked)
+    prober = _prober(asked, heard, step)
+    timed = alike([sample for sample, _ in heard])
+    search = Search(
+        units=units,
+        prices=_prices(asked, units, timed),
+        prober=prober,
+        methods=_methods(asked),
+        own=_OWN,
+        word=word_of(decisions),
+        effort=asked.effort,
+        weight=asked.wish.weight,
+        rounded=asked.rounded,
+    )
+    search.run()
+    if asked.wish.max_loss is not None:
+        search.hold(asked.wish.max_loss)
+    return _plan(search, *_chosen(asked, search, timed)), prober.tried
+
+
+def _heard(asked: Asked) -> Sequence[Heard]:
+    """The samples that every trial runs; targets share them."""
+    request, judges = asked.request, asked.judges
+    few = min(asked.effort.samples, len(request.feed) // _SHARE, as_many(judges))
+    few = max(_LEAST_SAMPLES, few)
+    return request.ranges.once((telling, few), lambda: telling(judges, few))
+
+
+def _prober(asked: Asked, heard: Sequence[Heard], step: Step) -> Prober:
+    """What tries choices on samples that its ranges have not seen."""
+    few, effort = len(heard), asked.effort
+    return Prober(
+        asked.trial,
+        unseen(asked.target, asked.request, [sample for sample, _ in heard]),
+        heard,
+        runs_here=asked.target.runs_here,
+        threads=asked.request.threads,
+        few=max(min(_LEAST_SAMPLES, few), few * effort.few // effort.samples),
+        by_task=asked.wish.max_loss is not None,
+        progress=step,
+    )
+
+
+@phase("timing kernels")
+def _prices(asked: Asked, units: Units, samples: Sequence[Mapping[str, Array]]) -> Prices:
+    """Of every unit, in time where this machine's decides, else in products."""
+    target, request = asked.target, asked.request
+    if asked.clock:
+        every = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
+        float32, int8 = (target.trial(request.adding(one)) for one in (every, NO_CHOICES))
+        found = measured(request.model, float32, int8, units, samples)
+        if found.total(units, frozenset(units.members)) >= _TELLING_US:
+            return found
+    return counted(request.model, units, samples[0])
+
+
+def _methods(asked: Asked) -> list[Method | None]:
+    """Searches of ranges to choose among."""
+    if asked.target.own_method:
+        return [None, *map(Method.of, asked.target.alternatives)]
+    own = asked.request.ranges.method
+    return [own] if asked.method_fixed else [*comparable(own)]
+
+
+def _chosen(
+    asked: Asked, search: Search, samples: Sequence[Mapping[str, Array]]
+) -> tuple[Trial, Told, str]:
+    """What is built of what was tried, as `settled` gives it."""
+
+    def choose(likely: Sequence[Trial]) -> tuple[Trial, Told]:
+        return _by_the_clock(asked, search, samples, likely) if asked.clock else (likely[0], [])
+
+    return settled(search, choose, lambda trial: _wrong(asked, trial), or_float=asked.clock)
+
+
+def _wrong(asked: Asked, chosen: Trial) -> str:
+    """Why the engine of a trial would be unusable; "" where it would not be."""
+    if not chosen.noise.parts:  # the float model
+        return ""
+    return unusable(
+        asked.trial(asked.request.adding(chosen.choices)),
+        asked.judges,
+        kernels=asked.target.runs_here,
+        threads=asked.request.threads,
+        max_loss=asked.wish.max_loss,
+    )
+
+
+def _plan(search: Search, best: Trial, clocked: Told, spoiled: str) -> TargetPlan:
+    """The plan of what is built."""
+    why = reasons(best, search.units, search.prices, search.sensitivity, search.word)
+    return TargetPlan(
+        choices=replace(best.choices, float_nodes=why),
+        precision=search.word,
+        settled=_words(best),
+        tried=(*_tried(search.trials), *clocked),
+        unusable=spoiled,
+        failed=_failed(search.prober),
+    )
+
+
+def _failed(prober: Prober) -> str:
+    """How many trials could not be run, and why the first could not; "" where all could."""
+    failed = len(prober.errors)
+    if not failed:
+        return ""
+    return f"{failed} of {prober.tried} trials could not be run; the first: {prober.errors[0]}"
+
+
+def _by_the_clock(
+    asked: Asked,
+    search: Search,
+    samples: Sequence[Mapping[str, Array]],
+    likely: Sequence[Trial],
+) -> tuple[Trial, Told]:
+    """The likely splits, timed beside float; of them the one of least cost.
+
+    Float is the model as it would be written, which may be faster than it was given; a speed-up
+    that is asked for is meant beside the latter. On a machine that others use, float may never have
+    had it alone, and then int8 seems to win more than all its kernels do: so much is not believed.
+    """
+    target, request, wish = asked.target, asked.request, asked.wish
+    written = [
+        target.trial(request.adding(trial.choices)) for trial in (*likely, search.all_in_float)
+    ]
+    given = [request.model] if wish.min_speedup > 1 else []
+    found = quickest_of([*written, *given], samples, threads=request.threads)
+    times, whole = found[: len(likely)], found[len(likely)]
+    believed = _BELIEVED * search.prices.too_dear(search.units)
+    real = [
+        replace(trial, time=max(own / whole, believed * trial.time))
+        for trial, own in zip(likely, times, strict=True)
+    ]
+    told: Told = [
+        {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
+        for trial in real
+    ]
+    held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
+    chosen = min(held or real[:1], key=lambda trial: trial.cost(_DEARER * search.weight))
+    most = max(_SLOWER, 1 + OVERHEAD_MS / max(whole, _TELLING_US / 1e3))
+    if given:
+        most = min(most, found[-1] / whole / wish.min_speedup)
+    return (search.all_in_float if chosen.time > most else chosen), told
+
+
+def _words(best: Trial) -> str:
+    if not best.noise.parts:
+        return best.what
+    where = f" in {best.noise.part}" if len(best.noise.parts) > 1 else ""
+    return f"{best.what}: {best.noise.db:.1f} dB{where}"
+
+
+def _tried(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
+    return [
+        {"what": trial.what, "sqnr_db": round(trial.noise.db, 2), "time": round(trial.time, 4)}
+        for trial in trials
+    ]
