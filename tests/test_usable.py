@@ -124,7 +124,7 @@ def test_a_second_build_obeys_the_plan_judges_nothing_and_says_the_same(
     default, model, feed, monkeypatch
 ):
     before = default.models
-    monkeypatch.setattr(usable, "judged", None)  # whoever calls it fails
+    monkeypatch.setattr(usable, "Judged", None)  # whoever calls it fails
     again = ran(model, "--images", feed, "--target", ALL, "--duration", 0, out=default.out)
     assert again.code == 0 and again.models == before
     assert all(one["search"]["reused"] for one in again.report["targets"])

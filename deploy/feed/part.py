@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from deploy.feed.feed import Feed, Sample
 from deploy.feed.stream import Stream
@@ -61,11 +61,14 @@ class Part:
         """At most so many, from all over it."""
         return (sample for _, sample in self.spread_with_keys(most))
 
-    def spread_with_keys(self, most: int) -> Iterator[tuple[int, Sample]]:
-        """(key, sample) of at most so many, from all over it."""
+    def spread_with_keys(
+        self, most: int, *, without: Collection[int] = ()
+    ) -> Iterator[tuple[int, Sample]]:
+        """(key, sample) of at most so many, from all over it; those without are not read."""
         keys = self.keys
         count = min(most, len(keys))
-        return self._feed.keyed([keys[at * len(keys) // count] for at in range(count)])
+        chosen = [keys[at * len(keys) // count] for at in range(count)]
+        return self._feed.keyed([key for key in chosen if key not in without])
 
     def first(self, most: int) -> Sequence[Sample]:
         """The first of the whole feed."""

@@ -112,7 +112,7 @@ class Prober:
 
     `heard` are the samples, each with what the float model says of it; `few` of them are enough
     for what is tried alone; `by_task` also compares the trials by the figures of the task, which a
-    limit of loss needs.
+    limit of loss needs; `ran` is called with the number of samples that are run.
     """
 
     def __init__(
@@ -126,7 +126,9 @@ class Prober:
         few: int | None = None,
         by_task: bool = True,
         progress: Callable[[], None] = lambda: None,
+        ran: Callable[[int], None] = lambda _: None,
     ) -> None:
+        self._ran = ran
         self._progress = progress
         self._trial = trial
         self._request = request
@@ -146,7 +148,7 @@ class Prober:
 
     def noises(self, trials: Iterable[Choices]) -> list[Noise | None]:
         """What several trials lose, run beside each other; None of one that could not be run."""
-        return self._found([(one, _key(one)) for one in trials], self._tried)
+        return self._found([(one, _key(one)) for one in trials], self._tried, len(self._heard))
 
     def alone(self, trials: Sequence[Choices], int8: Sequence[Sequence[str]]) -> list[Noise | None]:
         """What few layers alone lose, on the few samples that say most.
@@ -160,21 +162,26 @@ class Prober:
         if self._kept is None:
             self._kept = self._kept_for(int8)
         work = partial(self._tried_alone, self._kept)
-        return self._found([(one, ("alone", _key(one))) for one in trials], work)
+        return self._found([(one, ("alone", _key(one))) for one in trials], work, self._few)
 
     def _kept_for(self, int8: Sequence[Sequence[str]]) -> Kept | Calib8Error:
         """Values from which trials of few layers begin, or why there are none."""
         chosen = loudest(self._form, [said for _, said in self._heard], self._few)
+        self._ran(self._few)
         try:
             return Kept.of(self._request.model, int8, [self._heard[place] for place in chosen])
         except Calib8Error as error:
             return error
 
     def _found(
-        self, trials: Sequence[tuple[Choices, object]], work: Callable[[Choices], Noise]
+        self,
+        trials: Sequence[tuple[Choices, object]],
+        work: Callable[[Choices], Noise],
+        samples: int,
     ) -> list[Noise | None]:
         new = {key: one for one, key in trials if key not in self._known}
         self.tried += len(new)
+        self._ran(len(new) * samples)
         with ThreadPoolExecutor(self._threads) as pool:
             try:
                 made = [*pool.map(partial(self._of_one, work), new.values())]

@@ -59,6 +59,7 @@ class Effort:
         others: methods that are tried again on the best split, those that lose least whole.
         swaps: noisy groups for which these methods are tried.
         rounds: how often the search begins again from what it found, while that finds something.
+        calibrations: that all of it may cost, in samples run.
     """
 
     samples: int
@@ -70,6 +71,7 @@ class Effort:
     others: int
     swaps: int
     rounds: int
+    calibrations: float
 
     @property
     def most(self) -> int:
@@ -79,12 +81,19 @@ class Effort:
 
 
 EFFORTS: dict[int, Effort] = {
-    1: Effort(samples=8, few=2, groups=8, alone=24, whole=4, again=2, others=2, swaps=2, rounds=1),
-    2: Effort(samples=8, few=4, groups=16, alone=80, whole=8, again=8, others=4, swaps=8, rounds=2),
-    3: Effort(
-        samples=8, few=8, groups=64, alone=400, whole=16, again=16, others=4, swaps=32, rounds=8
+    1: Effort(
+        samples=8, few=2, groups=8, alone=24, whole=4, again=2, others=2, swaps=2, rounds=1,
+        calibrations=5,
     ),
-}
+    2: Effort(
+        samples=8, few=4, groups=16, alone=80, whole=8, again=8, others=4, swaps=8, rounds=2,
+        calibrations=25,
+    ),
+    3: Effort(
+        samples=8, few=8, groups=64, alone=400, whole=16, again=16, others=4, swaps=32, rounds=8,
+        calibrations=math.inf,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,16 +209,19 @@ class Search:
                 self._try_splits(self.best, self._shares)
         return self.best
 
-    def quieter(self, than: Trial, usable: Callable[[Trial], bool]) -> Trial | None:
+    def quieter(
+        self, than: Trial, usable: Callable[[Trial], bool], can_go_on: Callable[[], bool]
+    ) -> Trial | None:
         """The fastest split of less noise that is usable and promises to be faster than float.
 
-        Found by halving: of two splits the quieter one is taken to be the more usable.
+        Found by halving, for as long as that can go on: of two splits the quieter one is taken to
+        be the more usable.
         """
         if self.sensitivity is None:
             self._look_inside(than)
         splits = self._below(than.in_float)
         first, last, found = 0, len(splits), None
-        while first < last:
+        while first < last and can_go_on():
             middle = (first + last) // 2
             trial = self._try_split(than, splits[middle])
             if trial is not None and usable(trial):

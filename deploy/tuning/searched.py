@@ -18,6 +18,7 @@ from deploy.graph.plan import word_of
 from deploy.method import Method, comparable
 from deploy.metrics.latency import OVERHEAD_MS
 from deploy.progress import Step, phase
+from deploy.tuning.allowance import Allowance
 from deploy.tuning.clock import quickest_of
 from deploy.tuning.plan_file import TIMED, TargetPlan
 from deploy.tuning.prices import Prices, counted, measured
@@ -27,7 +28,7 @@ from deploy.tuning.samples import alike, as_many, telling
 from deploy.tuning.search import EFFORTS, Effort, Search, Trial
 from deploy.tuning.units import Units, units_of
 from deploy.tuning.unseen import unseen
-from deploy.tuning.usable import Told, settled, unusable
+from deploy.tuning.usable import Judging, Told, settled
 from deploy.tuning.wish import Tuning
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
     heard = _heard(asked)
-    prober = _prober(asked, heard, step)
+    allowance = Allowance.of(asked.effort.calibrations, len(asked.request.feed))
+    prober = _prober(asked, heard, step, allowance)
     timed = alike([sample for sample, _ in heard])
     search = Search(
         units=units,
@@ -114,7 +116,7 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
     search.run()
     if asked.wish.max_loss is not None:
         search.hold(asked.wish.max_loss)
-    return _plan(search, *_chosen(asked, search, timed)), prober.tried
+    return _plan(search, *_chosen(asked, search, timed, allowance)), prober.tried
 
 
 def _heard(asked: Asked) -> Sequence[Heard]:
@@ -125,18 +127,19 @@ def _heard(asked: Asked) -> Sequence[Heard]:
     return request.ranges.once((telling, few), lambda: telling(judges, few))
 
 
-def _prober(asked: Asked, heard: Sequence[Heard], step: Step) -> Prober:
+def _prober(asked: Asked, heard: Sequence[Heard], step: Step, allowance: Allowance) -> Prober:
     """What tries choices on samples that its ranges have not seen."""
     few, effort = len(heard), asked.effort
     return Prober(
         asked.trial,
-        unseen(asked.target, asked.request, [sample for sample, _ in heard]),
+        unseen(asked.target, asked.request, [sample for sample, _ in heard], allowance.spend),
         heard,
         runs_here=asked.target.runs_here,
         threads=asked.request.threads,
         few=max(min(_LEAST_SAMPLES, few), few * effort.few // effort.samples),
         by_task=asked.wish.max_loss is not None,
         progress=step,
+        ran=allowance.spend,
     )
 
 
@@ -162,27 +165,31 @@ def _methods(asked: Asked) -> list[Method | None]:
 
 
 def _chosen(
-    asked: Asked, search: Search, samples: Sequence[Mapping[str, Array]]
+    asked: Asked,
+    search: Search,
+    samples: Sequence[Mapping[str, Array]],
+    allowance: Allowance,
 ) -> tuple[Trial, Told, str]:
     """What is built of what was tried, as `settled` gives it."""
 
     def choose(likely: Sequence[Trial]) -> tuple[Trial, Told]:
         return _by_the_clock(asked, search, samples, likely) if asked.clock else (likely[0], [])
 
-    return settled(search, choose, lambda trial: _wrong(asked, trial), or_float=asked.clock)
-
-
-def _wrong(asked: Asked, chosen: Trial) -> str:
-    """Why the engine of a trial would be unusable; "" where it would not be."""
-    if not chosen.noise.parts:  # the float model
-        return ""
-    return unusable(
-        asked.trial(asked.request.adding(chosen.choices)),
+    judging = Judging(
         asked.judges,
         kernels=asked.target.runs_here,
         threads=asked.request.threads,
         max_loss=asked.wish.max_loss,
+        ran=allowance.spend,
     )
+    another = asked.effort.samples + len(asked.judges.part)  # a trial, judged on all of them
+
+    def wrong(chosen: Trial) -> str:
+        if not chosen.noise.parts:  # the float model
+            return ""
+        return judging.unusable(asked.trial(asked.request.adding(chosen.choices)))
+
+    return settled(search, choose, wrong, lambda: allowance.holds(another), or_float=asked.clock)
 
 
 def _plan(search: Search, best: Trial, clocked: Told, spoiled: str) -> TargetPlan:

@@ -15,7 +15,7 @@ alone are run again; any other statistic is made anew of the others.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,13 +37,19 @@ MANY = 128  # samples from which on a few make no difference
 Sample = Mapping[str, "Array"]
 
 
-def unseen(target: Target, request: BuildRequest, judges: Sequence[Sample]) -> BuildRequest:
+def unseen(
+    target: Target,
+    request: BuildRequest,
+    judges: Sequence[Sample],
+    ran: Callable[[int], None] = lambda _: None,
+) -> BuildRequest:
     """The request with ranges of all samples but these; as it is where that cannot be.
 
     Args:
         target: whose observations are made anew.
         request: what it would be built from.
         judges: samples of the request's feed.
+        ran: called with the number of samples that are run for it.
     """
     count, ranges = len(request.feed), request.ranges
     left = count - len(judges)
@@ -54,7 +60,9 @@ def unseen(target: Target, request: BuildRequest, judges: Sequence[Sample]) -> B
     try:
         wanted = seen[0].missing(each_once({target.name: target.demand(subject)}))
         counted = [o for o in wanted if _counted(ranges.observed, o)]
+        ran(len(judges) if counted else 0)
         seen[0] = seen[0].and_also(_less(request, counted, judges))
+        ran(left if len(counted) < len(wanted) else 0)
         with phase("observing without the judges", left, "samples") as step:
             seen[0] = seen[0].and_also(
                 observe(
