@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ _LOSES_OUTPUTS = "ConvAddActivationFusion"
 _OUTPUT_LOST = "Failed to find node output"
 
 _KERNEL = "_kernel_time"  # ends the name of a kernel's event in a profile
+_MOST_TRACED = 64  # runs of a profile that goes on for a time
 
 _LARGE = 1 << 12  # bytes of weights that stand in a file beside a model that is saved
 
@@ -233,22 +235,26 @@ def profiled(
     runs: int,
     folder: Path,
     threads: int = 1,
+    seconds: float = 0.0,
 ) -> Path:
     """Run a model under ONNX Runtime's profiler; gives the trace, a JSON file in `folder`.
 
     Args:
         model: as it would be deployed.
         feeds: inputs, used in turn.
-        runs: how often it is run.
+        runs: how often it is run, at least.
         folder: where the trace is written.
         threads: threads inside one operator.
+        seconds: it is run again until so many are over, 64 times at most.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
     """
     session = OrtSession.open(model, threads=threads, trace=folder / "trace")
-    for run in range(runs):
+    began, run = time.perf_counter(), 0
+    while run < runs or (run < _MOST_TRACED and time.perf_counter() - began < seconds):
         session.run(feeds[run % len(feeds)])
+        run += 1
     return Path(session.end_trace())
 
 

@@ -1,15 +1,17 @@
 """Times of kernels, counted to the nodes that they came from."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from deploy import ort
 from deploy.frontends import load
 from deploy.tuning import kernels
-from deploy.tuning.kernels import attributed, kernel_times
+from deploy.tuning.kernels import KernelTimes, attributed, kernel_times, quicker
 
 
 def model_of(*nodes):
@@ -150,7 +152,7 @@ def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows(tmp_p
 
 
 def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch):
-    def traced(model, feeds, *, runs, folder):
+    def traced(model, feeds, *, runs, folder, seconds):
         times = [1, 1, 9, 7, 8][:runs]
         events = [{"cat": "Node", "name": "/c1_kernel_time", "dur": time} for time in times]
         events += [{"cat": "Node", "name": "/c1_fence_before", "dur": 0}]
@@ -162,6 +164,24 @@ def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch):
     monkeypatch.setattr(kernels, "profiled", traced)
     model = model_of(("/c1", "t"))
     assert kernel_times(model, [{}], made_from=model, runs=3).nodes == {"/c1": 7.0}
+
+
+def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(tmp_path, monkeypatch):
+    counted = []
+
+    def profiled(*args, **named):
+        trace = ort.profiled(*args, **named)
+        counted.append(Counter(name for name, _, _ in ort.kernel_events(trace)))
+        return trace
+
+    monkeypatch.setattr(kernels, "profiled", profiled)
+    model = turned_model()
+    feeds = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
+    kernel_times(model, feeds, made_from=model, runs=2)
+    kernel_times(model, feeds, made_from=model, runs=2, seconds=1e9)
+    assert [set(each.values()) for each in counted] == [{4}, {64}]
+    one, other = KernelTimes({"a": 1.0, "b": 4.0}, 2.0), KernelTimes({"a": 3.0, "b": 2.0}, 1.0)
+    assert quicker(one, other) == KernelTimes({"a": 1.0, "b": 2.0}, 1.0)
 
 
 # In float a layer's kernel has the name of the Relu fused into it, in int8 its own.

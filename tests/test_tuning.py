@@ -478,7 +478,7 @@ def clock(monkeypatch):
     """Sets what each node takes in float and in int8, and each model: label -> ms."""
 
     def set_to(*, floats, int8, models):
-        def times(ran, feeds, *, made_from, runs):
+        def times(ran, feeds, *, made_from, runs, seconds):
             pairs = [node.name for node in ran.graph.node if node.op_type in PAIRS]
             own = int8 if pairs else floats
             nodes = {node.name: own.get(node.name, 0.0) for node in made_from.graph.node}

@@ -162,7 +162,7 @@ def test_the_float_model_is_built_where_no_split_is_usable_and_faster(
 ):
     """Only the widest layer gains by int8; what nodes and models take is put in its place."""
 
-    def times(ran, feeds, *, made_from, runs):
+    def times(ran, feeds, *, made_from, runs, seconds):
         int8 = any(node.op_type in PAIRS for node in ran.graph.node)
         wide = 30.0 if int8 else 1000.0
         nodes = {n.name: 1.0 for n in made_from.graph.node} | {"/wide/Conv": wide}

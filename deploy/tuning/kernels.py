@@ -52,12 +52,19 @@ class KernelTimes:
         return sum(self.nodes.values()) + self.rest
 
 
+def quicker(one: KernelTimes, other: KernelTimes) -> KernelTimes:
+    """The lesser of two times of each kernel of one model."""
+    nodes = {name: min(time, other.nodes[name]) for name, time in one.nodes.items()}
+    return KernelTimes(nodes, min(one.rest, other.rest))
+
+
 def kernel_times(
     model: onnx.ModelProto,
     feeds: Sequence[Mapping[str, Array]],
     *,
     made_from: onnx.ModelProto,
     runs: int,
+    seconds: float = 0.0,
 ) -> KernelTimes:
     """Run a model a few times under ONNX Runtime's profiler.
 
@@ -65,14 +72,15 @@ def kernel_times(
         model: as it would be deployed.
         made_from: the float model, whose nodes the time is counted to; pairs count themselves.
         feeds: inputs, used in turn.
-        runs: how often it is run, after two runs that do not count; with one thread, since what
-            several take depends on who else wants the cores.
+        runs: how often it is run at least, after two runs that do not count; with one thread,
+            since what several take depends on who else wants the cores.
+        seconds: a small model is run again until so many are over.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
     """
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
-        trace = profiled(model, feeds, runs=runs + 2, folder=Path(folder))
+        trace = profiled(model, feeds, runs=runs + 2, folder=Path(folder), seconds=seconds)
         events = list(kernel_events(trace))
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
     layers = {name for name, kind, _ in events if kind.removeprefix("Fused") in WEIGHTED}

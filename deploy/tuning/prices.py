@@ -1,10 +1,10 @@
 """What every unit costs in int8 and in float, and what it costs to go from one to the other.
 
-Measured, where the target runs on this machine: the kernels of the float and of the int8 model, one
-profile each. Elsewhere counted: products of a layer, seven tenths of them in int8. Half is what
-vendors state for int8 beside fp16, and is the bound of layers that do nothing but multiply; others
-wait for memory in either form. What turning costs there is not known and counts nothing, so that a
-layer is float only for what it loses.
+Measured, where the target runs on this machine: the kernels of the float and of the int8 model, two
+profiles each, in turns. Elsewhere counted: products of a layer, seven tenths of them in int8. Half
+is what vendors state for int8 beside fp16, and is the bound of layers that do nothing but multiply;
+others wait for memory in either form. What turning costs there is not known and counts nothing, so
+that a layer is float only for what it loses.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from deploy.graph.edit import with_outputs
@@ -19,7 +20,7 @@ from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import WEIGHTED
 from deploy.ort import OrtSession
 from deploy.tuning.cut import cheapest_split
-from deploy.tuning.kernels import PAIRS, KernelTimes, kernel_times
+from deploy.tuning.kernels import PAIRS, KernelTimes, kernel_times, quicker
 from deploy.tuning.units import Units
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ MARGIN = 1.2  # slower by a fifth or more: less is noise
 _LEAST_SHARE = 0.001  # of the model's time: what a unit must win to change sides by time
 _LEAST_US, _MOST_US = 0.1e-3, 1.0e-3  # of turning a value, by all threads together
 _TURNING = 2  # kernels at a border however little they turn: a Q or DQ, and a change of layout
-_RUNS = 8
+_RUNS, _SECONDS = 4, 0.1  # a round, at least; kernels of a small model take little of either
+_ROUNDS = 2
 _INT8 = 0.7  # of a product in float, where nobody can measure it
 
 
@@ -126,9 +128,8 @@ def measured(
     units: Units,
     feeds: Sequence[Mapping[str, Array]],
 ) -> Prices:
-    """Prices in microseconds, from one profile of the model as it is written on either side."""
-    floats = kernel_times(float32, feeds, made_from=model, runs=_RUNS)
-    ours = kernel_times(int8, feeds, made_from=model, runs=_RUNS)
+    """Prices in microseconds, from profiles of the model as it is written on either side."""
+    floats, ours = _in_turns((float32, int8), feeds, model)
     sizes = _sizes(model, units.tensors, feeds[0])
     rate = _turning(ours, int8, sizes)
     border = _TURNING * min((t for t in ours.nodes.values() if t > 0), default=0.0)
@@ -149,6 +150,19 @@ def measured(
         measured=True,
         plain=ours.total,
     )
+
+
+def _in_turns(
+    written: Sequence[onnx.ModelProto],
+    feeds: Sequence[Mapping[str, Array]],
+    made_from: onnx.ModelProto,
+) -> list[KernelTimes]:
+    """Kernel times of some models: what disturbs the machine for a while disturbs one round."""
+    rounds = [
+        [kernel_times(m, feeds, made_from=made_from, runs=_RUNS, seconds=_SECONDS) for m in written]
+        for _ in range(_ROUNDS)
+    ]
+    return [reduce(quicker, times) for times in zip(*rounds, strict=True)]
 
 
 def _with_margin(int8: float, float32: float, least: float) -> tuple[float, float]:
