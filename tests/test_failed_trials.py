@@ -11,7 +11,7 @@ import pytest
 
 from deploy.errors import BackendError
 from deploy.ort import OrtSession
-from deploy.tuning import behind, probe
+from deploy.tuning import behind, probe, searched
 from tests.test_tuning import ran, spoiled
 
 WHY = "the model must be what this test lets through, got another"
@@ -141,3 +141,24 @@ def test_where_nothing_can_be_run_in_int8_the_report_says_why_nothing_was_search
     (note,) = [n for n in built.report["targets"][0]["notes"] if "nothing was searched" in n]
     assert "with all in int8" in note and WHY in note and "--keep-float" in note
     assert json.dumps(note).count(WHY) == 1
+
+
+@pytest.mark.parametrize("duration", [0, 0.01])
+def test_a_layer_that_cannot_be_run_in_int8_stays_float_and_the_search_goes_on(
+    duration, build, monkeypatch
+):
+    def with_the_middle(model):
+        return "/mid/Conv" in layers_in_int8(model)
+
+    def profiled(*_):
+        raise BackendError(WHY)
+
+    monkeypatch.setattr(probe, "OrtSession", refusing(with_the_middle))
+    monkeypatch.setattr(searched, "measured", profiled)
+    built = build("--accept", "--duration", duration)
+    assert built.code == 0 and "nothing was searched" not in built.said
+    reasons = built.plan.targets["onnxruntime"].choices.float_nodes
+    assert reasons["/mid/Conv"] == "it cannot be run in int8"
+    assert "leaves" in reasons["/bad/Conv"]
+    (note,) = notes(built)
+    assert WHY in note

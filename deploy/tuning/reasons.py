@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,11 +22,27 @@ _DECIBEL = re.compile(r"leaves (-?(?:[0-9.]+|inf)) dB of")
 
 
 def reasons(
-    best: Trial, units: Units, prices: Prices, found: Sensitivity | None, word: str
+    best: Trial,
+    units: Units,
+    prices: Prices,
+    found: Sensitivity | None,
+    word: str,
+    refused: Collection[str] = (),
 ) -> dict[str, str]:
-    """Node in float -> why, in the model's order; `word` is what it would run in else."""
+    """Node in float -> why, in the model's order.
+
+    Args:
+        best: what was chosen.
+        units: of the model.
+        prices: of them.
+        found: what groups lose alone.
+        word: what a node would run in else.
+        refused: units that cannot.
+    """
     said = {
-        unit: _noise(unit, found, word) or _time(unit, prices) or _BETWEEN
+        unit: f"it cannot be run in {word}"
+        if unit in refused
+        else _noise(unit, found, word) or _time(unit, prices) or _BETWEEN
         for unit in units.members
         if unit in best.in_float
     }

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from calibrators.searches import COMPARABLE, DEFAULT_METHOD
@@ -28,7 +29,7 @@ from deploy.errors import BackendError
 from deploy.method import Method
 from deploy.tuning.prices import Prices, cheapest
 from deploy.tuning.probe import Noise, Prober
-from deploy.tuning.sensitivity import Group, Sensitivity, sensitivity
+from deploy.tuning.sensitivity import Group, Sensitivity, groups_of, halves, sensitivity
 from deploy.tuning.units import Units
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class Search:
         rounded: whether the weights of its trials are rounded; None where nobody asks for it.
         trials: what was tried whole and could be run, in order.
         sensitivity: noise of the groups, once it was looked for.
+        refused: layers that stay float since they cannot be run otherwise.
     """
 
     units: Units
@@ -170,12 +172,14 @@ class Search:
     rounded: bool | None = None
     trials: list[Trial] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
+    refused: frozenset[str] = frozenset()
 
     def run(self) -> Trial:
         """The best trial.
 
         Raises:
-            BackendError: the model cannot be run with all in int8, whatever finds its ranges.
+            BackendError: the model cannot be run in int8, whatever finds its ranges, and no layer
+                alone is to blame.
         """
         self._whole_in_int8()
         base = min(self.trials, key=lambda trial: trial.mean)
@@ -253,7 +257,7 @@ class Search:
     @property
     def best_without_float(self) -> Trial:
         """The best of those that keep nothing in float."""
-        plain = [trial for trial in self.trials if not trial.in_float]
+        plain = [trial for trial in self.trials if trial.in_float == self.refused]
         return min(plain, key=lambda trial: trial.cost(self.weight))
 
     @property
@@ -264,28 +268,53 @@ class Search:
         return Trial(what="float", in_float=every, choices=choices, noise=Noise({}), time=1.0)
 
     def _whole_in_int8(self) -> None:
-        plain = replace(NO_CHOICES, rounded=self.rounded)
-        choices = [plain, *(replace(plain, method=method) for method in self.methods[1:])]
-        names = [f"all in {self.word}{self._by(one)}" for one in choices]
-        if not any(self._try(names, [frozenset()] * len(names), choices)):
+        if self._try_whole(f"all in {self.word}"):
+            return
+        self.refused = self._refused()
+        if not (self.refused and self._try_whole(f"all that can be run in {self.word}")):
             raise BackendError(
                 f"a search must be able to run the model with all in {self.word}, got:"
                 f" {self.prober.errors[0]}; keep in float what cannot be run (--keep-float), or"
                 " build without a search (--effort 0)"
             )
 
+    def _try_whole(self, what: str) -> bool:
+        """Whether any method has a model that can be run."""
+        plain = self._floating(replace(NO_CHOICES, rounded=self.rounded), self.refused)
+        choices = [plain, *(replace(plain, method=method) for method in self.methods[1:])]
+        names = [f"{what}{self._by(one)}" for one in choices]
+        return any(self._try(names, [self.refused] * len(names), choices))
+
+    def _refused(self) -> frozenset[str]:
+        """Layers that cannot be run alone in int8; none where that is so of all of them."""
+        groups = groups_of(self.units.layers, self.effort.groups)
+        tried, found = 0, set[str]()
+        while groups:
+            noises = self._alone(NO_CHOICES, groups)
+            failed = [group for group, noise in zip(groups, noises, strict=True) if noise is None]
+            if not tried and len(failed) == len(groups):
+                break
+            tried += len(groups)
+            last = tried >= self.effort.alone
+            found |= {layer for group in failed if last or len(group) == 1 for layer in group}
+            groups = [] if last else [half for group in failed for half in halves(group)]
+        return frozenset(found)
+
+    def _alone(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
+        """Noise of each of some groups with nothing else in int8."""
+        every = set(self.units.layers)
+        return self.prober.alone(
+            [self._floating(choices, every - set(group)) for group in groups],
+            [self.units.nodes(group) for group in groups],
+        )
+
     def _look_inside(self, base: Trial) -> None:
         """Noise of the groups under a trial's methods."""
-
-        def alone(groups: Sequence[Group]) -> list[Noise | None]:
-            every = set(self.units.layers)
-            return self.prober.alone(
-                [self._floating(base.choices, every - set(group)) for group in groups],
-                [self.units.nodes(group) for group in groups],
-            )
-
         self.sensitivity = sensitivity(
-            self.units.layers, alone, groups=self.effort.groups, most=self.effort.alone
+            [layer for layer in self.units.layers if layer not in self.refused],
+            partial(self._alone, base.choices),
+            groups=self.effort.groups,
+            most=self.effort.alone,
         )
 
     def _try_splits(
@@ -325,7 +354,8 @@ class Search:
         whole = self.prices.total(self.units, frozenset(self.units.members))
         dear = whole * self.weight / COMMON_WEIGHT
         weights = [0.0, *(weight * dear for weight in _WEIGHTS)] if noise else [0.0]
-        found = (cheapest(self.prices, self.units, noise, weight=weight) for weight in weights)
+        cut = partial(cheapest, self.prices, self.units, noise, pinned=self.refused)
+        found = (cut(weight=weight) for weight in weights)
         return list(dict.fromkeys(found))
 
     def _promised(self, in_float: frozenset[str]) -> float:
@@ -378,7 +408,7 @@ class Search:
         own = self._called(base.choices.method or self.methods[0])
         lost: dict[str, float] = {}
         for trial in self.trials:
-            if not trial.in_float and not trial.choices.methods:
+            if trial.in_float == self.refused and not trial.choices.methods:
                 method = self._called(trial.choices.method or self.methods[0])
                 lost[method] = min(trial.mean, lost.get(method, math.inf))
         ran = [method for method in self.methods if self._called(method) in lost]

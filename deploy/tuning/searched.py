@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from deploy.calibration.choices import NO_CHOICES, Choices
+from deploy.errors import BackendError
 from deploy.graph.plan import word_of
 from deploy.method import Method, comparable
 from deploy.metrics.latency import OVERHEAD_MS
@@ -150,9 +152,10 @@ def _prices(asked: Asked, units: Units, samples: Sequence[Mapping[str, Array]]) 
     if asked.clock:
         every = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
         float32, int8 = (target.trial(request.adding(one)) for one in (every, NO_CHOICES))
-        found = measured(request.model, float32, int8, units, samples)
-        if found.total(units, frozenset(units.members)) >= _TELLING_US:
-            return found
+        with suppress(BackendError):  # the search finds what cannot be run
+            found = measured(request.model, float32, int8, units, samples)
+            if found.total(units, frozenset(units.members)) >= _TELLING_US:
+                return found
     return counted(request.model, units, samples[0])
 
 
@@ -194,7 +197,8 @@ def _chosen(
 
 def _plan(search: Search, best: Trial, clocked: Told, spoiled: str) -> TargetPlan:
     """The plan of what is built."""
-    why = reasons(best, search.units, search.prices, search.sensitivity, search.word)
+    units, word = search.units, search.word
+    why = reasons(best, units, search.prices, search.sensitivity, word, search.refused)
     return TargetPlan(
         choices=replace(best.choices, float_nodes=why),
         precision=search.word,

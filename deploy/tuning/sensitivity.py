@@ -67,22 +67,32 @@ def sensitivity(
         groups: how many to begin with.
         most: groups to try in all, at most.
     """
-    size = max(1, -(-len(layers) // groups))
-    first = [tuple(layers[at : at + size]) for at in range(0, len(layers), size)]
+    first = groups_of(layers, groups)
     known = _that_ran(first, alone(first))
     tried, kept = len(first), set[Group]()
     while tried + 2 <= most and (group := _to_halve(known, kept)) is not None:
-        middle = (len(group) + 1) // 2
-        halves = [group[:middle], group[middle:]]
-        found = _that_ran(halves, alone(halves))
+        both = halves(group)
+        found = _that_ran(both, alone(both))
         tried += 2
-        if len(found) < len(halves):
+        if len(found) < len(both):
             kept.add(group)  # more is known of it as a whole
         else:
             del known[group]
             known |= found
     place = {layer: number for number, layer in enumerate(layers)}
     return Sensitivity(dict(sorted(known.items(), key=lambda entry: place[entry[0][0]])))
+
+
+def groups_of(layers: Sequence[str], most: int) -> list[Group]:
+    """Layers in at most so many groups of neighbours, as large as each other."""
+    size = max(1, -(-len(layers) // most))
+    return [tuple(layers[at : at + size]) for at in range(0, len(layers), size)]
+
+
+def halves(group: Group) -> list[Group]:
+    """The two halves of a group; none of a single layer."""
+    middle = (len(group) + 1) // 2
+    return [group[:middle], group[middle:]] if len(group) > 1 else []
 
 
 def _that_ran(groups: Sequence[Group], noises: Sequence[Noise | None]) -> dict[Group, Noise]:
