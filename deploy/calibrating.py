@@ -197,9 +197,9 @@ def _calibrated(
         seconds=seconds,
         runs=task.runs,
         notes=found.notes,
+        doubts=tuple(odd(subject, task.feed)) if source.readable else (),
         warnings=(
             *subject.loaded.cut,
-            *(odd(subject, task.feed) if source.readable else ()),
             *_warnings(found.outliers, each_once(task.wanted), task.feed),
         ),
         cache=policy.path,

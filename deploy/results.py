@@ -159,11 +159,12 @@ def gather(
             _target(calibrated, figures, result, settled.get(result.target), stage)
             for result in built
         ),
-        engines=judged(figures, built, gates or Gates(), stage),
+        engines=judged(figures, built, gates or Gates(), stage, fed_wrong=bool(calibrated.doubts)),
         machine=replace(this_machine(), devices=figures.devices),
         files=(*file_rows(common, stage), report_page),
         work=_work(calibrated, figures),
         notes=(
+            *calibrated.doubts,
             *calibrated.warnings,
             *calibrated.resumed,
             *feed.notes,
@@ -207,9 +208,22 @@ def _title(name: str, built: Sequence[Built]) -> str:
 
 
 def judged(
-    figures: Figures, built: Sequence[Built], gates: Gates, stage: Stage
+    figures: Figures,
+    built: Sequence[Built],
+    gates: Gates,
+    stage: Stage,
+    *,
+    fed_wrong: bool = False,
 ) -> tuple[EngineRow, ...]:
-    """The engines' rows, each with its verdict; float engines and what failed have none."""
+    """The engines' rows, each with its verdict; float engines and what failed have none.
+
+    Args:
+        figures: what was measured.
+        built: what each target made.
+        gates: what the user demands.
+        stage: where everything was written, and where it will be.
+        fed_wrong: whether the images seem not to be what the model learned from.
+    """
     reference, *others = figures.engines
     rows = [_with_examples(replace(row, path=_final(row.path, stage)), figures) for row in others]
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
@@ -217,7 +231,9 @@ def judged(
     judged = (
         replace(
             row,
-            verdict=_verdict(row, figures.engines, int8=int8[row.target], gates=gates),
+            verdict=_verdict(
+                row, figures.engines, int8=int8[row.target], gates=gates, fed_wrong=fed_wrong
+            ),
         )
         if row.target in int8 and row.target not in failed and not row.baseline
         else row
@@ -233,12 +249,19 @@ def _with_examples(row: EngineRow, figures: Figures) -> EngineRow:
     return replace(row, boxes=box_rows(own, looks), changed=class_rows(own, looks))
 
 
-def _verdict(row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates) -> Verdict:
+def _verdict(
+    row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates, fed_wrong: bool
+) -> Verdict:
     """Of one engine, its speed held against that of the first of its rivals."""
     rival = next(iter(speed.rivals(engines, row)), None)
     if rival is None:
         return verdict(
-            accuracy=row.accuracy, speed_up=None, int8=int8, gates=gates, rival=_rival_of(row)
+            accuracy=row.accuracy,
+            speed_up=None,
+            int8=int8,
+            gates=gates,
+            rival=_rival_of(row),
+            fed_wrong=fed_wrong,
         )
     return verdict(
         accuracy=row.accuracy,
@@ -247,6 +270,7 @@ def _verdict(row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates:
         int8=int8,
         gates=gates,
         rival="FP32" if rival.reference else rival.label,
+        fed_wrong=fed_wrong,
     )
 
 

@@ -201,6 +201,13 @@ def test_a_conv_that_reads_one_slice_alone_says_nothing_of_the_input(reader):
     assert first_layer(net, "x") is None
 
 
+def verdict_of(report):
+    """Level and reasons of the one int8 engine."""
+    engines = json.loads(report.read_text())["engines"]
+    (found,) = (one["verdict"] for one in engines if one.get("verdict"))
+    return " ".join([found["level"], *found["reasons"]])
+
+
 def test_a_build_that_feeds_a_sliced_stem_shares_in_place_of_pixels_says_so(run, tmp_path):
     import cv2
 
@@ -210,9 +217,11 @@ def test_a_build_that_feeds_a_sliced_stem_shares_in_place_of_pixels_says_so(run,
     words = ("build", tmp_path / "net.onnx", "--images", tmp_path, "--duration", 0, "--effort", 0)
     code, _, _ = run(*words, "--accept", "--out", tmp_path / "a", "--json", tmp_path / "a.json")
     assert code == 0 and "hardly reaches it" in (tmp_path / "a.json").read_text()
+    assert "what it did not learn from" in verdict_of(tmp_path / "a.json")
     words = (*words, "--accept", "--preprocess", "raw", "--out", tmp_path / "b")
     code, _, _ = run(*words, "--json", tmp_path / "b.json")
     assert code == 0 and "hardly reaches it" not in (tmp_path / "b.json").read_text()
+    assert "what it did not learn from" not in verdict_of(tmp_path / "b.json")
 
 
 def test_without_bias_and_norm_nothing_is_said():

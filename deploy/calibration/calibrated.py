@@ -35,7 +35,8 @@ class Calibrated:
         seconds: of observing and searching.
         runs: variant of the model -> inferences.
         notes: what the reader of the cache should know.
-        warnings: what is no part of the model that was observed; what is odd about the images.
+        doubts: what tells that the images are not what the model learned from.
+        warnings: what is no part of the model that was observed; what is odd about the ranges.
         cache: where it is kept.
         repairs: what was tried on the model before it was observed, in sentences.
         peaks: the largest samples of every tensor that was observed now.
@@ -59,6 +60,7 @@ class Calibrated:
     seconds: float
     runs: Mapping[str, int]
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     cache: Path | None = None
     repairs: tuple[str, ...] = ()
@@ -109,7 +111,7 @@ class Calibrated:
             "without_range": dict(self.found.reasons),
             "agreement": None if self.agreement is None else asdict(self.agreement),
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
-            "notes": [*self.warnings, *self.resumed, *self.notes, *self.feed.notes],
+            "notes": [*self.doubts, *self.warnings, *self.resumed, *self.notes, *self.feed.notes],
         }
 
     @property

@@ -31,7 +31,7 @@ def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
         say(found.cost)
     for name, why in found.found.reasons.items():
         say(f"no scale for {name}: it {why}")
-    for warning in found.warnings:
+    for warning in (*found.doubts, *found.warnings):
         say(warning, err=textless())
     for note in (*found.resumed, *found.notes, *as_read(found.feed)):
         say(note)

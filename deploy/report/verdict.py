@@ -58,6 +58,7 @@ def verdict(
     gates: Gates,
     slower_ms: float = math.inf,
     rival: str = "FP32",
+    fed_wrong: bool = False,
 ) -> Verdict:
     """Judge one engine.
 
@@ -69,8 +70,14 @@ def verdict(
         slower_ms: than its rival, by p50; infinite where it was not measured, or without
             what the runtime itself takes.
         rival: the float engine that its speed is held against, in words.
+        fed_wrong: whether the images seem not to be what the model learned from; labels that it
+            gets right prove that they are.
     """
     found = [] if accuracy is None else [*of_accuracy(accuracy, gates.max_loss)]
+    if fed_wrong and not _labelled(accuracy):
+        found.append(
+            (DOUBTFUL, "the model seems to be fed what it did not learn from, see the notes")
+        )
     if int8 or gates.min_speedup is not None:  # float beside float differs by chance alone
         found += _of_speed(speed_up, slower_ms, gates, rival)
     if not int8:
@@ -82,6 +89,11 @@ def verdict(
     ordered = sorted(found, key=lambda entry: -LEVELS.index(entry[0]))
     said = [why for at, why in ordered if at == level or at != GOOD]
     return Verdict(level, tuple(dict.fromkeys(said)))
+
+
+def _labelled(accuracy: Accuracy | None) -> bool:
+    """Whether labels tell what the float model gets right."""
+    return accuracy is not None and not (accuracy.top1_reference is accuracy.precision is None)
 
 
 def _of_speed(
