@@ -93,7 +93,9 @@ def verdict(
 
 def _labelled(accuracy: Accuracy | None) -> bool:
     """Whether labels tell what the float model gets right."""
-    return accuracy is not None and not (accuracy.top1_reference is accuracy.precision is None)
+    if accuracy is None:
+        return False
+    return accuracy.top1_reference is not None or accuracy.precision is not None
 
 
 def _of_speed(
