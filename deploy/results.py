@@ -58,6 +58,10 @@ _UNUSABLE = (
     "the split of least cost would be unusable, {}; so the fastest usable one was looked for among"
     " those of less noise"
 )
+_DOUBTFUL = (
+    "the split of least cost would be doubtful, {}; so one of less noise was taken, which wins more"
+    " of the task than it costs in time"
+)
 
 
 @phase("report")
@@ -345,6 +349,8 @@ def _of_search(plan: Tuned | None) -> Iterator[str]:
         yield plan.note
     if plan is not None and plan.plan.unusable:
         yield _UNUSABLE.format(plan.plan.unusable)
+    if plan is not None and plan.plan.doubtful:
+        yield _DOUBTFUL.format(plan.plan.doubtful)
     if plan is not None and plan.plan.failed:
         yield _FAILED.format(plan.plan.failed)
 

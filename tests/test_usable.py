@@ -3,6 +3,9 @@
 The scores of `guessing` hold little of what tells five of its classes apart: int8 in its widest
 layer, /wide/Conv, leaves 19 dB of them and the class of 12 samples in 40. That layer is nine tenths
 of the model, so that in float it would cost more than 19 dB are worth to the search.
+
+With a smaller outlier and a narrower layer it is usable, at 36 dB, and still takes one class in
+four for another: doubtful, and the layer in float costs less than that is worth.
 """
 
 import contextlib
@@ -19,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.cli import main
 from deploy.metrics.latency import Latency, Timing
 from deploy.tuning import clock as clocks
-from deploy.tuning import prices, usable
+from deploy.tuning import judging, prices
 from deploy.tuning.kernels import PAIRS, KernelTimes
 from deploy.tuning.plan_file import read_plan
 
@@ -27,15 +30,14 @@ ALL = "onnxruntime,tensorrt,ascend"
 TARGETS = ALL.split(",")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def guessing(path, *, outlier, wide, margin=6.0):
     rng = np.random.default_rng(3)
-    size = np.where(np.arange(16) == 0, 250.0, 1.0).reshape(1, 16, 1, 1)
+    size = np.where(np.arange(16) == 0, outlier, 1.0).reshape(1, 16, 1, 1)
     constants = {
         "w1": rng.normal(0, 0.3, (16, 3, 3, 3)), "size": size,
-        "w2": rng.normal(0, 0.1, (32, 16, 3, 3)) / size,
-        "w3": rng.normal(0, 0.02, (10, 32, 12, 12)),
-        "b3": np.where(np.arange(10) < 5, 6.0, -6.0),
+        "w2": rng.normal(0, 0.1, (wide, 16, 3, 3)) / size,
+        "w3": rng.normal(0, 0.02, (10, wide, 12, 12)),
+        "b3": np.where(np.arange(10) < 5, margin, -margin),
     }  # fmt: skip
     same = {"pads": [1, 1, 1, 1]}
     nodes = [
@@ -51,9 +53,18 @@ def model(tmp_path_factory):
         [numpy_helper.from_array(np.float32(value), key) for key, value in constants.items()],
     )
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    path = tmp_path_factory.mktemp("guessing") / "guessing.onnx"
     onnx.save(made, path)
     return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return guessing(tmp_path_factory.mktemp("wide") / "guessing.onnx", outlier=250.0, wide=32)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    return guessing(tmp_path_factory.mktemp("narrow") / "guessing.onnx", outlier=120.0, wide=4)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +135,7 @@ def test_a_second_build_obeys_the_plan_judges_nothing_and_says_the_same(
     default, model, feed, monkeypatch
 ):
     before = default.models
-    monkeypatch.setattr(usable, "Judged", None)  # whoever calls it fails
+    monkeypatch.setattr(judging, "Judged", None)  # whoever calls it fails
     again = ran(model, "--images", feed, "--target", ALL, "--duration", 0, out=default.out)
     assert again.code == 0 and again.models == before
     assert all(one["search"]["reused"] for one in again.report["targets"])
@@ -197,3 +208,47 @@ def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, 
     built = ran(tmp_path / "guessing.onnx", *words, out=tmp_path / "o")
     assert built.code == 3 and "NaN" in built.said
     assert not built.plan("onnxruntime").unusable
+
+
+GRIDS = "tensorrt,ascend"
+
+
+@pytest.fixture(scope="module")
+def surer(narrow, feed, tmp_path_factory):
+    out = tmp_path_factory.mktemp("surer") / "o"
+    return ran(narrow, "--images", feed, "--target", GRIDS, "--duration", 0, out=out)
+
+
+@pytest.mark.parametrize("target", GRIDS.split(","))
+def test_a_doubtful_engine_gives_way_to_a_good_one_that_costs_less_than_what_it_loses(
+    target, surer, narrow, feed, tmp_path
+):
+    words = ("--images", feed, "--target", target, "--duration", 0)
+    plain = ran(narrow, *words, "--effort", 0, out=tmp_path / "plain")
+    assert plain.level(target) == "doubtful"
+    assert surer.level(target) == "good"
+    assert "/wide/Conv" in surer.plan(target).choices.float_nodes
+
+
+@pytest.mark.parametrize("target", GRIDS.split(","))
+def test_the_report_and_the_plan_say_what_was_doubtful(target, surer):
+    assert surer.plan(target).doubtful == "31 of 40 best classes as FP32's"
+    (row,) = [one for one in surer.report["targets"] if one["name"] == target]
+    assert "would be doubtful, 31 of 40 best classes as FP32's; so" in " ".join(row["notes"])
+
+
+def test_a_second_build_takes_the_surer_split_from_the_plan(surer, narrow, feed, monkeypatch):
+    before = surer.models
+    monkeypatch.setattr(judging, "Judged", None)  # whoever calls it fails
+    words = ("--images", feed, "--target", GRIDS, "--duration", 0)
+    again = ran(narrow, *words, out=surer.out)
+    assert again.code == 0 and again.models == before and "would be doubtful" in again.said
+
+
+def test_a_doubtful_engine_stays_where_less_noise_costs_more_than_it_wins(feed, tmp_path):
+    """One class in ten is another one; to win it back takes a third of the time more."""
+    path = guessing(tmp_path / "guessing.onnx", outlier=30.0, wide=16)
+    words = ("--images", feed, "--target", "tensorrt", "--duration", 0)
+    built = ran(path, *words, out=tmp_path / "o")
+    assert built.code == 0 and built.level("tensorrt") == "doubtful"
+    assert not built.plan("tensorrt").doubtful and not built.plan("tensorrt").choices.float_nodes

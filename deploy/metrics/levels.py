@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
 
@@ -23,6 +24,42 @@ _ENOUGH = 20  # samples to tell accuracy from chance
 _ALIKE = 0.95  # of the samples in one class, by the float model's own word
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What an engine loses of the task, by labels or by the outputs' form.
+
+    Attributes:
+        share: 0 is nothing, 1 is everything; or of what `max_loss` is held against.
+        level: GOOD, DOUBTFUL or UNUSABLE.
+        words: the counts, as a person would say them.
+    """
+
+    share: float
+    level: str
+    words: str
+
+
+def lost_of(accuracy: Accuracy, max_loss: float | None) -> Lost | None:
+    """What is lost of the task; None where nothing tells, and no limit is given.
+
+    Args:
+        accuracy: against the float model.
+        max_loss: as in `of_accuracy`.
+    """
+    if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
+        share = accuracy.top1_reference - accuracy.top1_candidate
+        words = f"{100 * share:.2f} points of top-1 lost"
+        return Lost(share, _level(share, max_loss, _LABELLED), words)
+    if accuracy.task is not None:
+        share = accuracy.task.reference - accuracy.task.value
+        return Lost(share, _level(share, max_loss, _TASK), accuracy.task.words)
+    if max_loss is None:
+        return None
+    share = 1 - min((part.cosine_mean for part in accuracy.parts), default=math.nan)
+    words = f"1 - cosine is {share:.4f} in the worst part"
+    return Lost(share, _level(share, max_loss, _TASK), words)
+
+
 def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
     """(level, why) of all that an engine's figures say.
 
@@ -36,17 +73,9 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
         why = "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights"
         yield DOUBTFUL, why
     yield from _by_chance(accuracy)
-    if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
-        lost = accuracy.top1_reference - accuracy.top1_candidate
-        words = f"{100 * lost:.2f} points of top-1 lost"
-        yield _level(lost, max_loss, _LABELLED), words
-    elif accuracy.task is not None:
-        lost = accuracy.task.reference - accuracy.task.value
-        yield _level(lost, max_loss, _TASK), accuracy.task.words
-    elif max_loss is not None:
-        lost = 1 - min((part.cosine_mean for part in accuracy.parts), default=math.nan)
-        words = f"1 - cosine is {lost:.4f} in the worst part"
-        yield _level(lost, max_loss, _TASK), words
+    lost = lost_of(accuracy, max_loss)
+    if lost is not None:
+        yield lost.level, lost.words
     worst = accuracy.worst
     if worst is not None:
         yield _of_part(worst.sqnr_db, worst.label, judged=accuracy.task is not None)

@@ -47,6 +47,7 @@ class TargetPlan:
         precision: "int8" or "fp8", what it was chosen for; "" where that is not said.
         settled: what came of it, in words.
         unusable: why what costs least was not built, in words; "" where it was.
+        doubtful: why what costs least was not built though usable, in words; "" where it was.
         failed: how many trials could not be run and why the first, in words; "" where all could.
         tried: what was tried, in words and figures.
     """
@@ -56,6 +57,7 @@ class TargetPlan:
     precision: str = ""
     settled: str = ""
     unusable: str = ""
+    doubtful: str = ""
     failed: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
 
@@ -107,6 +109,8 @@ def _lines(plan: PlanFile) -> Iterator[str]:
             yield f"settled = {toml.word(target.settled)}"
         if target.unusable:
             yield f"unusable = {toml.word(target.unusable)}"
+        if target.doubtful:
+            yield f"doubtful = {toml.word(target.doubtful)}"
         if target.failed:
             yield f"failed = {toml.word(target.failed)}"
         if target.choices.method is not None:
@@ -164,6 +168,7 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
         precision=_text(path, held, "precision"),
         settled=_text(path, held, "settled"),
         unusable=_text(path, held, "unusable"),
+        doubtful=_text(path, held, "doubtful"),
         failed=_text(path, held, "failed"),
         tried=tuple(_rows(path, held)),
     )

@@ -240,7 +240,7 @@ class Search:
         promised = self.sensitivity.without
         most = promised(in_float).worst
         splits = [s for s in self._splits(self._shares) if promised(s).worst < most]
-        return sorted((s for s in splits if self._time(s) < 1), key=self._time)
+        return sorted((s for s in splits if self.time_of(s) < 1), key=self.time_of)
 
     @property
     def best(self) -> Trial:
@@ -361,7 +361,7 @@ class Search:
     def _promised(self, in_float: frozenset[str]) -> float:
         noise = self.sensitivity.without(in_float) if self.sensitivity else Noise({})
         promised = Trial(
-            what="", in_float=in_float, choices=NO_CHOICES, noise=noise, time=self._time(in_float)
+            what="", in_float=in_float, choices=NO_CHOICES, noise=noise, time=self.time_of(in_float)
         )
         return promised.cost(self.weight)
 
@@ -436,13 +436,16 @@ class Search:
         """Try these whole, and remember those that could be run; None of the others."""
         noises = self.prober.noises(choices)
         tried = [
-            None if n is None else Trial(what=w, in_float=f, choices=c, noise=n, time=self._time(f))
+            None
+            if n is None
+            else Trial(what=w, in_float=f, choices=c, noise=n, time=self.time_of(f))
             for w, f, c, n in zip(what, in_float, choices, noises, strict=True)
         ]
         self.trials += [trial for trial in tried if trial is not None]
         return tried
 
-    def _time(self, in_float: frozenset[str]) -> float:
+    def time_of(self, in_float: frozenset[str]) -> float:
+        """What a split promises to take, as a share of the float model's time."""
         whole = self.prices.total(self.units, frozenset(self.units.members))
         return self.prices.total(self.units, in_float) / whole if whole else 1.0
 

@@ -22,6 +22,7 @@ from deploy.metrics.latency import OVERHEAD_MS
 from deploy.progress import Step, phase
 from deploy.tuning.allowance import Allowance
 from deploy.tuning.clock import quickest_of
+from deploy.tuning.judging import Judgement, Judging
 from deploy.tuning.plan_file import TIMED, TargetPlan
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Heard, Prober
@@ -30,7 +31,7 @@ from deploy.tuning.samples import alike, as_many, telling
 from deploy.tuning.search import EFFORTS, Effort, Search, Trial
 from deploy.tuning.units import Units, units_of
 from deploy.tuning.unseen import unseen
-from deploy.tuning.usable import Judging, Told, settled
+from deploy.tuning.usable import Settled, Told, Way, settled
 from deploy.tuning.wish import Tuning
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
     search.run()
     if asked.wish.max_loss is not None:
         search.hold(asked.wish.max_loss)
-    return _plan(search, *_chosen(asked, search, timed, allowance)), prober.tried
+    return _plan(search, _chosen(asked, search, timed, allowance)), prober.tried
 
 
 def _heard(asked: Asked) -> Sequence[Heard]:
@@ -172,8 +173,8 @@ def _chosen(
     search: Search,
     samples: Sequence[Mapping[str, Array]],
     allowance: Allowance,
-) -> tuple[Trial, Told, str]:
-    """What is built of what was tried, as `settled` gives it."""
+) -> Settled:
+    """What is built of what was tried."""
 
     def choose(likely: Sequence[Trial]) -> tuple[Trial, Told]:
         return _by_the_clock(asked, search, samples, likely) if asked.clock else (likely[0], [])
@@ -187,24 +188,26 @@ def _chosen(
     )
     another = asked.effort.samples + len(asked.judges.part)  # a trial, judged on all of them
 
-    def wrong(chosen: Trial) -> str:
+    def judge(chosen: Trial) -> Judgement:
         if not chosen.noise.parts:  # the float model
-            return ""
-        return judging.unusable(asked.trial(asked.request.adding(chosen.choices)))
+            return Judgement()
+        return judging.of(asked.trial(asked.request.adding(chosen.choices)))
 
-    return settled(search, choose, wrong, lambda: allowance.holds(another), or_float=asked.clock)
+    way = Way(choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another))
+    return settled(search, way, or_float=asked.clock)
 
 
-def _plan(search: Search, best: Trial, clocked: Told, spoiled: str) -> TargetPlan:
+def _plan(search: Search, found: Settled) -> TargetPlan:
     """The plan of what is built."""
-    units, word = search.units, search.word
+    units, word, best = search.units, search.word, found.trial
     why = reasons(best, units, search.prices, search.sensitivity, word, search.refused)
     return TargetPlan(
         choices=replace(best.choices, float_nodes=why),
         precision=search.word,
         settled=_words(best),
-        tried=(*_tried(search.trials), *clocked),
-        unusable=spoiled,
+        tried=(*_tried(search.trials), *found.told),
+        unusable=found.unusable,
+        doubtful=found.doubtful,
         failed=_failed(search.prober),
     )
 

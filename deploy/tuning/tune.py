@@ -27,7 +27,7 @@ _ANEW = (
     "the plan of {} in the folder was made with other images or options, so it was searched anew;"
     " --plan obeys a plan as it is"
 )
-_VERSION = 9  # raised when the same input would be searched otherwise
+_VERSION = 10  # raised when the same input would be searched otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
