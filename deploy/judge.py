@@ -26,7 +26,7 @@ from deploy.feed.parallel import Sample, in_order
 from deploy.feed.part import Part
 from deploy.frontends.again import file_of
 from deploy.frontends.reader import parse_model
-from deploy.graph.edit import name_nodes, with_outputs
+from deploy.graph.edit import free_inputs, name_nodes, with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, OutputAccuracy, TensorComparison
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.precision import GroundTruth
@@ -329,7 +329,9 @@ def evaluation_of(
 def float_model(loaded: LoadedModel) -> bytes:
     """The user's own file as it was loaded, so that its speed is what is compared with.
 
-    With names of their own for nodes that share one, which ONNX Runtime does not load.
+    With names of their own for nodes that share one, which ONNX Runtime does not load; and with
+    its weights off the list of inputs: what may be fed ONNX Runtime does not optimize, and int8,
+    whose weights are constants, would look far better than it is.
 
     Not a float16 file: the CPU casts around its nodes, and int8 would look better than it is. Nor
     one with nodes that ONNX Runtime does not know: the part before them stands for it. Of a Q/DQ
@@ -341,8 +343,11 @@ def float_model(loaded: LoadedModel) -> bytes:
     if loaded.widened or loaded.behind is not None or loaded.trained is not None:
         return bytes(loaded.model.SerializeToString())
     data = file_of(loaded)
-    if not loaded.renamed:
+    if not loaded.renamed and not loaded.listed:
         return data
     given = parse_model(data, str(loaded.source))
-    name_nodes(given.graph)
+    if loaded.renamed:
+        name_nodes(given.graph)
+    if loaded.listed:
+        free_inputs(given.graph)
     return bytes(given.SerializeToString())

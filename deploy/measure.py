@@ -161,7 +161,10 @@ def measured(
         engines=(first, *rows),
         layers=layers,
         failed=failed,
-        notes=_notes(judged.accuracy, evaluation, inside.samples),
+        notes=(
+            *_notes(judged.accuracy, evaluation, inside.samples),
+            *_as_constants(loaded, latency),
+        ),
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
         reference_runs=asked + judged.reference_runs,
@@ -339,3 +342,14 @@ def _notes(
         return (f"accuracy was measured on {count} evaluation images, {layers}",) if layers else ()
     said = f"accuracy was measured on {count} of the calibration images{layers and f', {layers}'}"
     return (f"{said}; --eval-images gives others, which tell more",)
+
+
+def _as_constants(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
+    """That the float model was timed without what its file does to its speed."""
+    if loaded.listed and "FP32" in latency:
+        some = "1 weight" if loaded.listed == 1 else f"{loaded.listed} weights"
+        yield (
+            f"FP32 was timed with constants for {some} that the file lists as inputs: ONNX Runtime"
+            " optimizes no layer whose weights may be fed, so the file itself is likely slower;"
+            " export it again with constants (keep_initializers_as_inputs=False)"
+        )

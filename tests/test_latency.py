@@ -1,4 +1,5 @@
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import onnxruntime
@@ -67,6 +68,19 @@ def test_one_session_alone_is_timed_in_every_run():
     log = []
     found = measure({"a": Recorder("a", log)}, FEEDS, warmup_ms=0, duration_s=0, min_iterations=4)
     assert len(log) == 1 + 4 and found["a"].queries == 4
+
+
+@pytest.mark.parametrize(("names", "runs"), [("ab", 2), ("a", 1)])
+def test_what_is_told_to_be_left_is_what_the_least_number_of_runs_takes(names, runs, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        "deploy.metrics.latency.lasting",
+        lambda what, seconds: told.append((what, seconds)) or nullcontext(),
+    )
+    sessions = {name: Recorder(name, [], seconds=0.01) for name in names}
+    measure(sessions, FEEDS, warmup_ms=0, duration_s=0, min_iterations=5)
+    assert [what for what, _ in told] == ["latency", "latency"]
+    assert told[0][1] == 0 and told[1][1] >= 5 * runs * len(names) * 0.01
 
 
 def test_a_run_waits_for_no_other_sessions_threads(monkeypatch):

@@ -1,12 +1,15 @@
 import dataclasses
 import json
+from dataclasses import replace
 
 import cv2
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.cli import cli
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.pixels import apply, fit, letterbox_size, short_side_size
 from deploy.feed.preprocess import Preprocess, resolve, with_options
@@ -229,3 +232,27 @@ def test_a_crop_larger_than_the_short_side_is_refused():
     how = Preprocess(resize="short-side", short_side=200)
     with pytest.raises(ConfigError, match="short_side must reach the crop of 224x224"):
         resolve(how, spec(1, 3, 224, 224))
+
+
+@pytest.mark.parametrize(
+    ("scale", "mean", "way_out"),
+    [(1 / 255, (127.5,), "scale 1 .* such as 0.5$"), (1 / 127.5, (103.9, 116.8, 123.7), "0 to 2,")],
+)
+def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
+    how = Preprocess(scale=scale, mean=mean)
+    with pytest.raises(ConfigError, match=f"mean is taken from scaled pixels.*{way_out}"):
+        resolve(how, spec(1, 3, 8, 8))
+    assert resolve(replace(how, scale=1.0), spec(1, 3, 8, 8))[0].mean == mean
+
+
+def test_means_at_the_ends_of_scaled_pixels_and_below_them_are_taken():
+    for mean in (1.0, 0.0, -1.0):
+        assert resolve(Preprocess(mean=(mean,)), spec(1, 3, 8, 8))[0].mean == (mean,)
+
+
+def test_the_command_says_in_which_unit_a_mean_is(small_cnn, pictures, tmp_path):
+    asked = ["build", str(small_cnn), "--images", str(pictures), "--out", str(tmp_path / "out")]
+    run = CliRunner().invoke(cli, [*asked, "--mean", "127.5", "--std", "127.5"])
+    assert run.exit_code == 1 and "give scale 1" in str(run.exception)
+    said = ["--effort", "0", "--duration", "0", "--mean", "127.5", "--std", "127.5", "--scale", "1"]
+    assert CliRunner().invoke(cli, [*asked, *said]).exit_code == 0

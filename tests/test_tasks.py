@@ -214,6 +214,30 @@ def test_embeddings_keep_their_neighbours():
     assert few.figure == "mean cosine" and few.value == pytest.approx(1)
 
 
+def skewed(number, *, positive=False):
+    """A vector of length 1 whose largest number stands out as a best class does."""
+    made = np.random.default_rng(number)
+    vector = made.gamma(0.6, size=512) - (0 if positive else 0.5)
+    return (vector / np.linalg.norm(vector))[None].astype(np.float32)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_vectors_of_length_one_are_embeddings_whatever_stands_out_in_them(positive):
+    outputs = [{"e": skewed(n, positive=positive)} for n in range(4)]
+    assert same_task([{"e": 7 * one["e"]} for one in outputs]) == "classes"  # each else like scores
+    assert same_task(outputs) == "embeddings"
+
+
+def test_sure_classes_are_no_vectors_of_length_one():
+    made = rng()
+    shares = [
+        {"y": softmax(made.standard_normal((1, 64)) + 40 * np.eye(64)[[n]])} for n in range(4)
+    ]
+    assert same_task(shares) == "classes"
+    linear = [{"y": np.eye(64)[[n]] + made.normal(0, 0.01, (1, 64))} for n in range(4)]
+    assert same_task(linear) == "classes"  # trained to be one at its own class, and zero elsewhere
+
+
 # ------------------------------------------------------------------ boxes in other outputs
 
 

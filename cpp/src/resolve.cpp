@@ -1,5 +1,6 @@
 // What was asked, completed from the model's input.
 #include <algorithm>
+#include <sstream>
 
 #include "calib8/errors.hpp"
 #include "calib8/preprocess.hpp"
@@ -50,6 +51,25 @@ void check_crop(const Preprocess& how) {
                     " or more");
 }
 
+std::string listed(const std::vector<double>& values, int digits) {
+  std::ostringstream out;
+  out.precision(digits);
+  for (std::size_t at = 0; at < values.size(); ++at) out << (at ? "," : "") << values[at];
+  return out.str();
+}
+
+// A mean of pixels as they are where scaled ones are fed: all would be alike.
+void check_mean(const Preprocess& how) {
+  const double top = 255 * how.scale;
+  const double most = *std::max_element(how.mean.begin(), how.mean.end());
+  if (most <= top * (1 + 1e-6)) return;
+  std::vector<double> own = how.mean;
+  for (double& value : own) value *= how.scale;
+  throw ConfigError("mean is taken from scaled pixels, which go from 0 to " + listed({top}, 4) +
+                    ", got " + listed(how.mean, 6) + "; give scale 1 where it is one of pixels as" +
+                    " they are, or the mean of scaled ones, such as " + listed(own, 4));
+}
+
 void check_color(const Preprocess& how, const Dim& channels, const TensorSpec& spec) {
   if (channels.size.value_or(how.channels()) == how.channels()) return;
   throw FeedError(names::of(names::kColor, *how.color) + " images have " +
@@ -87,6 +107,7 @@ Resolved resolve(const std::optional<Preprocess>& asked, const TensorSpec& spec)
     throw FeedError(std::string(error.what()) + " (the input is " + spec.describe() + ")");
   }
   check_crop(how);
+  check_mean(how);
   if (asked) return {how, {}};
   return {how,
           {"no preprocessing was given: " + names::of(names::kColor, *how.color) +

@@ -188,6 +188,7 @@ def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tup
         raise FeedError(f"{error} (the input is {describe(spec)})") from error
     _check_own(resolved)
     _check_crop(resolved)
+    _check_mean(resolved)
     if asked is not None:
         return resolved, ()
     return resolved, (
@@ -262,6 +263,18 @@ def _check_crop(how: Preprocess) -> None:
         raise ConfigError(
             f"short_side must reach the crop of {by(how.box)},"
             f" got {how.short_side}; give {max(how.box)} or more"
+        )
+
+
+def _check_mean(how: Preprocess) -> None:
+    """Refuse a mean of pixels as they are where scaled ones are fed: all would be alike."""
+    top = 255 * how.scale
+    if max(how.mean) > top * (1 + 1e-6):
+        own = ",".join(f"{value * how.scale:.4g}" for value in how.mean)
+        raise ConfigError(
+            f"mean is taken from scaled pixels, which go from 0 to {top:.4g},"
+            f" got {','.join(f'{value:.6g}' for value in how.mean)}; give scale 1 where it is one"
+            f" of pixels as they are, or the mean of scaled ones, such as {own}"
         )
 
 

@@ -35,6 +35,8 @@ class LoadedModel:
         outputs: what the model gives, in the model's order.
         widened: whether the original computes in float16 what `model` computes in float32.
         renamed: whether nodes of the original share names, which ONNX Runtime does not load.
+        listed: weights of the original that may be fed, since they are inputs as well: ONNX Runtime
+            leaves out what it does to layers whose weights are constants.
         stamp: of the file's bytes, None for a model given in memory.
         behind: nodes that ONNX Runtime does not know and all that reads of them, which are no part
             of `model`; None where there are none.
@@ -52,6 +54,7 @@ class LoadedModel:
     outputs: tuple[TensorSpec, ...]
     widened: bool = False
     renamed: bool = False
+    listed: int = 0
     stamp: Stamp | None = None
     behind: Behind | None = None
     carried: Carried | None = None

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _ROUNDS = 8  # folding a Shape makes new constants; real models are done after two rounds
 _OLDEST_IR = 7  # the one that came with opset 13; IR 3 still wants weights among the inputs
+_FEEDS_WEIGHTS = 4  # the IR from which on a weight that is an input as well is only its default
 _FLOAT = 1  # onnx.TensorProto.FLOAT
 _LARGE = 1 << 12  # values of a weight
 _RECURRENT = ("LSTM", "GRU", "RNN")
@@ -52,7 +53,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         _check(model)
         digest = model_digest(model)
         carried = carried_of(model, path)
-        shared = _shared_names(model.graph)
+        shared, listed = _shared_names(model.graph), _listed(model)
         model, notes, widened, behind = _clean(model, fold_batchnorm)
         _check_cleaned(model)
     except ModelError as error:  # a name in a broken model may hold line breaks and worse
@@ -71,6 +72,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         outputs,
         widened,
         bool(shared),
+        listed,
         stamp,
         behind,
         carried,
@@ -90,6 +92,14 @@ def _shared_names(graph: onnx.GraphProto) -> int:
     """How many nodes have a name that one before them has."""
     names = [node.name for node in graph.node if node.name]
     return len(names) - len(set(names))
+
+
+def _listed(model: onnx.ModelProto) -> int:
+    """How many weights are inputs as well, and may be fed: in IR 3 none may, though all are."""
+    if model.ir_version < _FEEDS_WEIGHTS:
+        return 0
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return len(weights & {value.name for value in model.graph.input})
 
 
 def _read(

@@ -16,6 +16,7 @@ summary"): 200 ms of warm-up, 3 s of measuring, at least 10 iterations; percenti
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -168,6 +169,7 @@ def measure(
     warm_s, counted_s = len(sessions) * warmup_ms / 1000, len(sessions) * duration_s
     with lasting("latency", warm_s + counted_s):
         warmup.turn(seconds=warm_s, rounds=1)
+    with lasting("latency", max(counted_s, min_iterations * warmup.round_s)):
         clock.turn(seconds=counted_s, rounds=min_iterations)
     return {
         label: _latency(clock.host_ms[label], clock.device[label], len(warmup.host_ms[label]))
@@ -191,6 +193,12 @@ class _Clockwork:
             feed = self.feeds[index % len(self.feeds)]
             for label in order if index % 2 == 0 else reversed(order):
                 self._time(label, feed)
+
+    @property
+    def round_s(self) -> float:
+        """What a round takes by those that were run, each session's untimed run too."""
+        runs = 2 if len(self.sessions) > 1 else 1
+        return runs * sum(map(statistics.median, self.host_ms.values())) / 1e3
 
     def _time(self, label: str, feed: Mapping[str, Array]) -> None:
         session = self.sessions[label]

@@ -15,6 +15,7 @@ import numpy as np
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs
+from deploy.metrics.tasks.embeddings import of_unit_length
 from deploy.metrics.tasks.examples import ClassExample, Foremost
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
@@ -61,7 +62,7 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
         return alone and any(row.min() < 0 for row in rows) and any(row.max() > 0 for row in rows)
-    return all(map(_stands_out, rows))
+    return all(map(_stands_out, rows)) and not all(map(of_unit_length, rows))
 
 
 def _is_vector(value: Array) -> bool:

@@ -1,8 +1,8 @@
 """Embeddings: one vector a sample, whose neighbours matter.
 
-[N, D] of unit length, or of numbers that lie about zero alike on both sides, none of which stands
-out as the best class of a classifier does. The first 64 samples' vectors are kept; each one's
-nearest neighbour among them should be the float model's.
+[N, D] of unit length in each sample, which the scores of no classifier have, or of numbers that lie
+about zero alike on both sides, none of which stands out as the best class does. The vectors of the
+first 64 samples are kept; each one's nearest neighbour among them should be the float model's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
 _LONG = 32  # numbers of an embedding, at least
+_ALIKE = 1e-2  # lengths that normalising made alike
+_SPREAD = 2  # absolute sum of a vector of length 1: of less it is a few classes' shares
 _KEPT = 64  # vectors in memory
 _ENOUGH = 8  # vectors that have neighbours worth the name
 
@@ -57,10 +59,15 @@ def find(seen: Seen) -> Embeddings | None:
     if not all(map(_is_vector, samples)) or len({one.size for one in samples}) != 1:
         return None
     vectors = [one.astype(np.float64).reshape(-1) for one in samples]
-    unit = all(abs(np.linalg.norm(one) - 1) < 1e-2 and one.min() < 0 for one in vectors)
-    if unit or all(map(_about_zero, vectors)):
+    if all(map(of_unit_length, vectors)) or all(map(_about_zero, vectors)):
         return Embeddings(name, samples[0].size)
     return None
+
+
+def of_unit_length(vector: NDArray[np.float64]) -> bool:
+    """Whether it was normalised to a length of 1, by the sum of squares and not as shares are."""
+    alike = abs(float(np.linalg.norm(vector)) - 1) < _ALIKE
+    return alike and float(np.abs(vector).sum()) > _SPREAD
 
 
 def _is_vector(value: Array) -> bool:
