@@ -101,6 +101,38 @@ def test_a_metric_of_ones_own_decides(run, small_cnn, pictures, score, tmp_path)
     assert line.split()[1:] == ["7.5", task["count"]]
 
 
+def test_a_metric_of_percent_is_judged_by_the_share_that_is_lost(run, small_cnn, score):
+    """One point of a hundred is one in a hundred, not a hundred times that."""
+    score.write_text(
+        "def score(fp32, int8, label):\n"
+        "    return 99.0 + (fp32['logits'] == int8['logits']).all()\n"
+    )
+    words = ("--size", "16x16", "--metric", f"{score}:score", "--effort", "0")
+    codes = [
+        run(small_cnn, *words, *limit)[0]
+        for limit in ((), *(("--max-loss", most) for most in (0.005, 0.02)))
+    ]
+    assert codes == [0, 3, 0]
+
+
+def test_what_a_metric_does_to_its_arrays_is_no_other_engines_matter(run, small_cnn, score):
+    score.write_text(
+        "def score(fp32, int8, label):\n"
+        "    for values in (*fp32.values(), *int8.values()):\n"
+        "        values *= 0\n"
+        "    return 1.0\n"
+    )
+    words = ("--size", "16x16", "--target", "onnxruntime,tensorrt", "--effort", "0")
+    _, _, _, plain = run(small_cnn, *words)
+    code, _, error, told = run(small_cnn, *words, "--metric", f"{score}:score")
+    assert code == 0, error
+    losses = [
+        [one["accuracy"]["parts"][0]["sqnr_db"] for one in report["engines"] if "accuracy" in one]
+        for report in (plain, told)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=0.01) and len(losses[0]) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [

@@ -51,7 +51,7 @@ def lost_of(accuracy: Accuracy, max_loss: float | None) -> Lost | None:
         words = f"{100 * share:.2f} points of top-1 lost"
         return Lost(share, _level(share, max_loss, _LABELLED), words)
     if accuracy.task is not None:
-        share = accuracy.task.reference - accuracy.task.value
+        share = accuracy.task.lost
         return Lost(share, _level(share, max_loss, _TASK), accuracy.task.words)
     if max_loss is None:
         return None

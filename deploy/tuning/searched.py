@@ -184,6 +184,7 @@ def _chosen(
         kernels=asked.target.runs_here,
         threads=asked.request.threads,
         max_loss=asked.wish.max_loss,
+        metric=asked.wish.metric,
         ran=allowance.spend,
     )
     another = asked.effort.samples + len(asked.judges.part)  # a trial, judged on all of them

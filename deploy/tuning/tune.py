@@ -177,6 +177,8 @@ def _made_from(
             wish.timed and target.runs_here,
         ],
     }
+    if wish.metric is not None:
+        parts["metric"] = [wish.metric.name, wish.metric.digest]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
