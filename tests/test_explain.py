@@ -303,6 +303,39 @@ def test_files_are_found_in_a_folder_that_was_moved(copied, held):
     assert "the worst of 6" in said(copied(edit), "--images", held)
 
 
+def test_a_build_that_was_moved_is_not_another_one_that_stands_in_its_place_now(
+    small_cnn, pictures, held, tmp_path
+):
+    """`mv build kept`, and another build into build/."""
+
+    def build(*words):
+        line = ["build", small_cnn, "--images", pictures, "--out", tmp_path / "build"]
+        line += ["--duration", "0", "--accept", *words]
+        assert CliRunner().invoke(cli, [str(word) for word in line]).exit_code == 0
+
+    build("--method", "minmax")
+    before = json.loads(said(tmp_path / "build", "--images", held, "--json", "-"))
+    (tmp_path / "build").rename(tmp_path / "kept")
+    build("--effort", "0", "--method", "percentile", "--percent", "60")
+    after = json.loads(said(tmp_path / "kept", "--images", held, "--json", "-"))
+    assert after["targets"] == before["targets"]
+    assert after["plan"] == str(tmp_path / "kept" / "small_cnn.plan.toml")
+    next((tmp_path / "kept").glob("*.int8.onnx")).unlink()
+    assert "kept" in refused(tmp_path / "kept", "--images", held)
+
+
+def test_another_float_model_than_was_built_from_is_told(built, held, small_cnn, tmp_path):
+    other = onnx.load(small_cnn)
+    weight = other.graph.initializer[0]
+    weight.CopyFrom(onnx.numpy_helper.from_array(-onnx.numpy_helper.to_array(weight), weight.name))
+    onnx.save(other, tmp_path / "other.onnx")
+    words = (built, "--images", held, "--model")
+    assert "other.onnx is not the model that was built from" in " ".join(
+        said(*words, tmp_path / "other.onnx").split()
+    )
+    assert "that was built from" not in said(*words, small_cnn)
+
+
 def test_a_target_whose_model_is_not_there_says_so(copied, held):
     out = copied(lambda report: of(report).pop("runnable"))
     assert "no file of it can be run in ONNX Runtime" in said(out, "--images", held)
@@ -429,7 +462,8 @@ def test_a_model_of_another_build_is_one_sentence(copied, held, tmp_path):
     opset = [onnx.helper.make_opsetid("", 13)]
     graph = onnx.helper.make_graph([node], "g", [x], [y])
     onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "o.onnx")
-    out = copied(lambda report: of(report).update(runnable=str(tmp_path / "o.onnx")))
+    out = copied(lambda report: of(report).update(runnable="o.onnx"))
+    shutil.copy(tmp_path / "o.onnx", out)
     assert "same outputs" in refused(out, "--images", held)
 
 
