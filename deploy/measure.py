@@ -161,7 +161,7 @@ def measured(
         engines=(first, *rows),
         layers=layers,
         failed=failed,
-        notes=_notes(judged.accuracy, evaluation, inside.samples),
+        notes=_notes(judged.accuracy, evaluation, calibration, inside.samples),
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
         reference_runs=asked + judged.reference_runs,
@@ -328,7 +328,7 @@ def _same_model(
 
 
 def _notes(
-    accuracy: Mapping[str, Accuracy], evaluation: Samples | None, inside: int
+    accuracy: Mapping[str, Accuracy], evaluation: Samples | None, calibration: Part, inside: int
 ) -> tuple[str, ...]:
     """What the figures stand on."""
     if not accuracy:
@@ -338,4 +338,7 @@ def _notes(
     if evaluation is not None:
         return (f"accuracy was measured on {count} evaluation images, {layers}",) if layers else ()
     said = f"accuracy was measured on {count} of the calibration images{layers and f', {layers}'}"
-    return (f"{said}; --eval-images gives others, which tell more",)
+    found = [f"{said}; --eval-images gives others, which tell more"]
+    if calibration.labelled:
+        found.append("labels of images that calibrate are not used; --eval-images takes both")
+    return tuple(found)
