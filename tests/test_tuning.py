@@ -341,6 +341,16 @@ def edited(default, folder, old, new):
     return path
 
 
+def test_a_plan_that_says_nothing_of_a_target_is_told(default, model, build, tmp_path):
+    text = (default.out / "spoiled.plan.toml").read_text()
+    path = tmp_path / "typo.plan.toml"
+    path.write_text(text.replace("[onnxruntime", "[onnxruntimes"))
+    built = build(model, "--target", ALL, "--plan", path, "--accept")
+    notes = {row["name"]: " ".join(row["notes"]) for row in built.report["targets"]}
+    assert "typo.plan.toml has no [onnxruntime], so nothing was chosen" in notes["onnxruntime"]
+    assert "so nothing was chosen" not in notes["tensorrt"] + notes["ascend"]
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_what_a_user_adds_to_the_plan_is_float_on_every_target(
     named, default, model, build, tmp_path
@@ -377,6 +387,8 @@ def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, 
         ('"/bad/Conv" =', '"/bad\\nConv" =', "a plan must name nodes of the model"),
         ('schema = "', 'schema = "x', "a plan must begin with schema"),
         ("[onnxruntime.methods]", '[onnxruntime.methods]\nt = "best"', "a method is one of"),
+        ("[onnxruntime.methods]", '[onnxruntime.methods]\nr9 = "mse"', "name tensors of the model"),
+        ("settled =", "setled =", "[onnxruntime] of a plan has no 'setled'"),
         ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
     ],
 )
