@@ -187,10 +187,34 @@ def test_objects_of_a_coco_json_give_the_precision_of_both(run, detector, pictur
     # the model's own suppression leaves out some that the annotations have
     assert found["reference_50"] > 0.5 and found["reference"] > 0.5
     assert 0 < found["candidate_50"] <= 1
+    assert "points of mAP .50:.95 lost" in " ".join(out.split())
     assert "mAP .50:.95" in out and f"{100 * found['reference_50']:.2f} %" in out
     path = annotations(detector, pictures, path, spoil=100)
     _, _, _, worse = run(detector, *words)
     assert worse["engines"][1]["accuracy"]["precision"]["reference_50"] < found["reference_50"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"bbox": [1, 2, -3, 4]}, "a bbox of '00.png' that is no x, y, width and height"),
+        ({"bbox": [1, 2, float("nan"), 4]}, "a bbox of '00.png'"),
+        ({"bbox": [1, 2, float("inf"), 4]}, "a bbox of '00.png'"),
+        ({"category_id": 5}, "a category_id that no category has, 5"),
+        ({"image_id": 99}, "an image_id that no image has, 99"),
+        ({}, "'00.png' is several images there"),
+    ],
+)
+def test_objects_that_cannot_be_are_refused(broken, why, run, detector, pictures, tmp_path):
+    """Counted as they stand they would lower the precision of both models in silence."""
+    path = annotations(detector, pictures, tmp_path / "objects.json")
+    data = json.loads(path.read_text())
+    data["annotations"].append({"image_id": 0, "bbox": [1, 2, 3, 4], "category_id": 3} | broken)
+    if not broken:
+        data["images"].append(data["images"][0] | {"id": 77, "file_name": "other/00.png"})
+    path.write_text(json.dumps(data))
+    code, _, error, _ = run(detector, "--eval-images", pictures, "--labels", path)
+    assert code == 1 and why in error
 
 
 def test_annotations_that_do_not_fit_are_refused(run, detector, small_cnn, pictures, tmp_path):
