@@ -17,7 +17,7 @@ from deploy.errors import Calib8Error
 from deploy.explanation.explain import explain
 from deploy.explanation.held import ChannelSums
 from deploy.tuning.plan_file import TargetPlan, read_plan
-from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, kind, remaining
+from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, WHOLE, kind, remaining
 
 
 def told(*words):
@@ -141,6 +141,7 @@ def test_what_cannot_be_told_is_worst(copied):
 
 FLOATS = (
     ("r", "Relu", "the node before it is float", RULE),
+    ("w", "Gemm", "int8 as a whole is not faster, or not by enough", WHOLE),
     ("m", "Mul", "to and fro would cost more than it wins", CONSEQUENCE),
     ("s", "Conv", "slower in int8: 9 us, 4 us in float", TIME),
     ("b", "Conv", "alone in int8 its group of 2 layers leaves 12.5 dB of y[0:4]", NOISE),
@@ -154,9 +155,9 @@ def test_noise_is_told_before_time_and_time_before_what_follows(copied):
         for name, op, reason, _ in FLOATS
     ]
     text = said(copied(lambda report: of(report).update(nodes=nodes)), "--target", "onnxruntime")
-    assert "5 of 5 nodes" in text
+    assert "6 of 6 nodes" in text
     labels = ["by noise    Conv a", "Conv b", "by time     Conv s", "in between  Mul m",
-              "by rule     Relu r"]  # fmt: skip
+              "as a whole  Gemm w", "by rule     Relu r"]  # fmt: skip
     places = [text.index(label) for label in labels]
     assert places == sorted(places)
 

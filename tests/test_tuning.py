@@ -23,6 +23,7 @@ from deploy.tuning import clock as clocks
 from deploy.tuning import prices, probe
 from deploy.tuning.kernels import PAIRS, KernelTimes
 from deploy.tuning.plan_file import read_plan
+from deploy.tuning.reasons import NOT_FASTER
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
 ALL = "onnxruntime,tensorrt,ascend"
@@ -558,6 +559,7 @@ def test_a_model_that_int8_makes_slower_gets_its_float_file_and_is_told(clock, b
     assert (built.out / "sound.float.onnx").exists()
     assert not (built.out / "sound.int8.onnx").exists()
     assert "stay in float: int8 wins nothing here" in " ".join(built.said.split())
+    assert set(built.plan.targets["onnxruntime"].choices.float_nodes.values()) == {NOT_FASTER}
     ops = {node.op_type for node in onnx.load(built.out / "sound.float.onnx").graph.node}
     assert ops == {"Conv", "Relu"}
 

@@ -25,6 +25,7 @@ from deploy.tuning import clock as clocks
 from deploy.tuning import judging, prices
 from deploy.tuning.kernels import PAIRS, KernelTimes
 from deploy.tuning.plan_file import read_plan
+from deploy.tuning.reasons import NOT_FASTER
 
 ALL = "onnxruntime,tensorrt,ascend"
 TARGETS = ALL.split(",")
@@ -197,6 +198,7 @@ def test_the_float_model_is_built_where_no_split_is_usable_and_faster(
     built = ran(model, "--images", feed, "--duration", 0.01, out=tmp_path / "o")
     assert built.code == 0 and built.level("onnxruntime") == "stay in float"
     assert "would be unusable" in built.said and [*built.models] == ["guessing.float.onnx"]
+    assert NOT_FASTER not in built.plan("onnxruntime").choices.float_nodes.values()
 
 
 def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, feed, tmp_path):

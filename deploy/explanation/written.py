@@ -17,9 +17,9 @@ from deploy.report.model import SCHEMA
 from deploy.report.words import PLAN
 from deploy.results import trial_rows
 from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan
-from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, kind, remaining
+from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, WHOLE, kind, remaining
 
-_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
+_ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
 
 
 def read_build(folder: Path) -> Explanation:
