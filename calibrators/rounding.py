@@ -46,6 +46,7 @@ def gram(inputs: NDArray[np.floating]) -> FloatArray:
     return total
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what is not finite is the caller's to look at
 def products_of(left: NDArray[Any], right: NDArray[Any], *, mirrored: bool = False) -> FloatArray:
     """[G, M, K] times [G, K, N] -> [G, M, N] in float64, for any number of threads the same.
 

@@ -162,7 +162,7 @@ def measured(
         layers=layers,
         failed=failed,
         notes=(
-            *_notes(judged.accuracy, evaluation, inside.samples),
+            *_notes(judged.accuracy, evaluation, calibration, inside.samples),
             *_as_constants(loaded, latency),
         ),
         devices=devices,
@@ -331,7 +331,7 @@ def _same_model(
 
 
 def _notes(
-    accuracy: Mapping[str, Accuracy], evaluation: Samples | None, inside: int
+    accuracy: Mapping[str, Accuracy], evaluation: Samples | None, calibration: Part, inside: int
 ) -> tuple[str, ...]:
     """What the figures stand on."""
     if not accuracy:
@@ -341,7 +341,10 @@ def _notes(
     if evaluation is not None:
         return (f"accuracy was measured on {count} evaluation images, {layers}",) if layers else ()
     said = f"accuracy was measured on {count} of the calibration images{layers and f', {layers}'}"
-    return (f"{said}; --eval-images gives others, which tell more",)
+    found = [f"{said}; --eval-images gives others, which tell more"]
+    if calibration.labelled:
+        found.append("labels of images that calibrate are not used; --eval-images takes both")
+    return tuple(found)
 
 
 def _as_constants(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:

@@ -82,6 +82,12 @@ class Order:
         return (*before, *search, "targets", *accuracy, *latency, "report")
 
     @property
+    def labelled(self) -> bool:
+        """Whether the images that judge in the end have labels; those of a search have none."""
+        own = self.evaluation.labels if self.evaluation is not None else None
+        return self.labels is not None or own is not None
+
+    @property
     def own_files(self) -> tuple[str, ...]:
         """Names of the cache's files and of the plan, which say themselves that calib8 wrote."""
         assert self.policy.path is not None

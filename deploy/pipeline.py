@@ -295,7 +295,12 @@ def _tuned(
         order.targets,
         calibration,
         stage,
-        replace(order.wish, timed=order.duration_s > 0, fresh=order.policy.refresh),
+        replace(
+            order.wish,
+            timed=order.duration_s > 0,
+            fresh=order.policy.refresh,
+            metric=None if order.labelled else order.metric,
+        ),
         method_asked=order.terms.method is not None,
         repairs=order.repairs,
         threads=order.threads,

@@ -135,6 +135,16 @@ def refused(*words):
     return str(result.exception)
 
 
+def test_outputs_that_one_model_gives_alone_are_told(tmp_path, images):
+    """Without them nobody knows whether the models part."""
+    a = save(tmp_path / "a.onnx", CHAIN, weights=ONE)
+    b = save(tmp_path / "b.onnx", [*CHAIN[:3], ("Abs", "c", "z")], weights=ONE, out="z")
+    said = run(a, b, "--images", images).stdout
+    assert "not compared: 'y', which only the first model gives" in said
+    assert "not compared: 'z', which only the second model gives" in said
+    assert "not compared" not in run(a, a, "--images", images).stdout
+
+
 def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path, images):
     a = save(tmp_path / "a.onnx", CHAIN, weights=ONE)
     other = save(tmp_path / "o.onnx", [("Relu", "x", "z")], out="z")

@@ -17,7 +17,7 @@ from deploy.errors import Calib8Error
 from deploy.explanation.explain import explain
 from deploy.explanation.held import ChannelSums
 from deploy.tuning.plan_file import TargetPlan, read_plan
-from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, kind, remaining
+from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, WHOLE, kind, remaining
 
 
 def told(*words):
@@ -141,6 +141,7 @@ def test_what_cannot_be_told_is_worst(copied):
 
 FLOATS = (
     ("r", "Relu", "the node before it is float", RULE),
+    ("w", "Gemm", "int8 as a whole is not faster, or not by enough", WHOLE),
     ("m", "Mul", "to and fro would cost more than it wins", CONSEQUENCE),
     ("s", "Conv", "slower in int8: 9 us, 4 us in float", TIME),
     ("b", "Conv", "alone in int8 its group of 2 layers leaves 12.5 dB of y[0:4]", NOISE),
@@ -154,9 +155,9 @@ def test_noise_is_told_before_time_and_time_before_what_follows(copied):
         for name, op, reason, _ in FLOATS
     ]
     text = said(copied(lambda report: of(report).update(nodes=nodes)), "--target", "onnxruntime")
-    assert "5 of 5 nodes" in text
+    assert "6 of 6 nodes" in text
     labels = ["by noise    Conv a", "Conv b", "by time     Conv s", "in between  Mul m",
-              "by rule     Relu r"]  # fmt: skip
+              "as a whole  Gemm w", "by rule     Relu r"]  # fmt: skip
     places = [text.index(label) for label in labels]
     assert places == sorted(places)
 
@@ -303,6 +304,39 @@ def test_files_are_found_in_a_folder_that_was_moved(copied, held):
     assert "the worst of 6" in said(copied(edit), "--images", held)
 
 
+def test_a_build_that_was_moved_is_not_another_one_that_stands_in_its_place_now(
+    small_cnn, pictures, held, tmp_path
+):
+    """`mv build kept`, and another build into build/."""
+
+    def build(*words):
+        line = ["build", small_cnn, "--images", pictures, "--out", tmp_path / "build"]
+        line += ["--duration", "0", "--accept", *words]
+        assert CliRunner().invoke(cli, [str(word) for word in line]).exit_code == 0
+
+    build("--method", "minmax")
+    before = json.loads(said(tmp_path / "build", "--images", held, "--json", "-"))
+    (tmp_path / "build").rename(tmp_path / "kept")
+    build("--effort", "0", "--method", "percentile", "--percent", "60")
+    after = json.loads(said(tmp_path / "kept", "--images", held, "--json", "-"))
+    assert after["targets"] == before["targets"]
+    assert after["plan"] == str(tmp_path / "kept" / "small_cnn.plan.toml")
+    next((tmp_path / "kept").glob("*.int8.onnx")).unlink()
+    assert "kept" in refused(tmp_path / "kept", "--images", held)
+
+
+def test_another_float_model_than_was_built_from_is_told(built, held, small_cnn, tmp_path):
+    other = onnx.load(small_cnn)
+    weight = other.graph.initializer[0]
+    weight.CopyFrom(onnx.numpy_helper.from_array(-onnx.numpy_helper.to_array(weight), weight.name))
+    onnx.save(other, tmp_path / "other.onnx")
+    words = (built, "--images", held, "--model")
+    assert "other.onnx is not the model that was built from" in " ".join(
+        said(*words, tmp_path / "other.onnx").split()
+    )
+    assert "that was built from" not in said(*words, small_cnn)
+
+
 def test_a_target_whose_model_is_not_there_says_so(copied, held):
     out = copied(lambda report: of(report).pop("runnable"))
     assert "no file of it can be run in ONNX Runtime" in said(out, "--images", held)
@@ -429,7 +463,8 @@ def test_a_model_of_another_build_is_one_sentence(copied, held, tmp_path):
     opset = [onnx.helper.make_opsetid("", 13)]
     graph = onnx.helper.make_graph([node], "g", [x], [y])
     onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "o.onnx")
-    out = copied(lambda report: of(report).update(runnable=str(tmp_path / "o.onnx")))
+    out = copied(lambda report: of(report).update(runnable="o.onnx"))
+    shutil.copy(tmp_path / "o.onnx", out)
     assert "same outputs" in refused(out, "--images", held)
 
 

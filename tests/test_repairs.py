@@ -228,6 +228,17 @@ def test_ranges_are_chosen_beside_every_search_that_a_plan_may_name(tmp_path, bu
         assert (method == "entropy") == note.endswith("nothing to repair"), (method, note)
 
 
+def test_inputs_that_float32_cannot_square_are_rounded_to_nearest_and_searched(tmp_path, built):
+    """As of values of 1e30: their products are not finite."""
+    x = np.abs(np.random.default_rng(6).normal(size=(20, 3, 12, 12))).astype(np.float32)
+    np.save(tmp_path / "huge.npy", x * 1e30)
+    words = ("--effort", 1, "--target", "onnxruntime,tensorrt", "--images", tmp_path / "huge.npy")
+    code, report, errors = built(lopsided(tmp_path), *words)
+    assert code == 0 and "Warning" not in errors
+    assert not any("nothing was searched" in note for note in said(report))
+    assert all(target["search"]["tried"] for target in report["targets"])
+
+
 def test_rounding_is_tried_where_there_is_a_search_unless_refused(tmp_path, built):
     model, words = lopsided(tmp_path), REPAIRS["adaround"].words
     searched = ("--effort", 1)

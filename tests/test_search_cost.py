@@ -12,7 +12,7 @@ import pytest
 
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.ort import OrtSession
-from deploy.tuning import behind, probe, unseen, usable
+from deploy.tuning import behind, judging, probe, unseen
 from deploy.tuning.allowance import Allowance
 from deploy.tuning.search import EFFORTS
 from tests.test_tuning import SAME, ran, saved
@@ -69,7 +69,7 @@ def runs(monkeypatch):
 
     observe = unseen.observe
     monkeypatch.setattr(unseen, "observe", observing)
-    for module in (probe, behind, usable):
+    for module in (probe, behind, judging):
         monkeypatch.setattr(module, "OrtSession", counting(module.__name__.rpartition(".")[2]))
     return found
 
@@ -82,14 +82,14 @@ def never_usable(monkeypatch):
         yield (UNUSABLE if found.outputs and asked[-1] else DOUBTFUL), "as the test has it"
 
     asked = []
-    on = usable.Judged.on
+    on = judging.Judged.on
 
     def noted(self, most, **words):
         asked.append(most == IMAGES)
         return on(self, most, **words)
 
-    monkeypatch.setattr(usable.Judged, "on", noted)
-    monkeypatch.setattr(usable, "of_accuracy", levels)
+    monkeypatch.setattr(judging.Judged, "on", noted)
+    monkeypatch.setattr(judging, "of_accuracy", levels)
 
 
 def spent(monkeypatch):
@@ -117,7 +117,7 @@ def test_the_default_search_costs_five_calibrations_at_most(
     built = ran(deep, *words, out=tmp_path / "o")
     (row,) = built.report["targets"]
     assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
-    assert runs["usable"] > IMAGES  # more than one split was judged on all samples
+    assert runs["judging"] > IMAGES  # more than one split was judged on all samples
     total = sum(runs.values())
     assert total <= MOST
     assert [one.ran for one in counted] == [total]  # what is not counted is not bounded
@@ -130,7 +130,7 @@ def test_no_further_split_is_judged_where_the_search_has_cost_what_it_may(
     monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=3))
     words = ("--images", feed, "--duration", 0, "--threads", 1, "--accept")
     built = ran(deep, *words, out=tmp_path / "o")
-    assert built.code == 0 and runs["usable"] == IMAGES
+    assert built.code == 0 and runs["judging"] == IMAGES
     assert sum(runs.values()) <= 3 * IMAGES
     (row,) = built.report["targets"]
     assert "the split of least cost would be unusable" in " ".join(row["notes"])
@@ -138,4 +138,4 @@ def test_no_further_split_is_judged_where_the_search_has_cost_what_it_may(
 
 def test_no_sample_is_judged_twice_for_one_model(deep, feed, runs, never_usable, tmp_path):
     ran(deep, "--images", feed, "--duration", 0, "--accept", out=tmp_path / "o")
-    assert runs["usable"] == 3 * IMAGES  # each model on 48, then on the other 52
+    assert runs["judging"] == 3 * IMAGES  # each model on 48, then on the other 52

@@ -193,6 +193,25 @@ def test_coco_annotations_name_images(pictures, tmp_path, run, small_cnn):
         fed(tmp_path / "other.json")
 
 
+def test_labels_without_evaluation_images_are_refused_or_told(pictures, tmp_path, run, small_cnn):
+    """Nobody is to take the figures for those of labels that were never looked at."""
+    labels, listed = tmp_path / "labels.txt", tmp_path / "list.txt"
+    labels.write_text("1\n" * 20)
+    listed.write_text("".join(f"{path} 1\n" for path in sorted(pictures.iterdir())))
+    words = "build", small_cnn, "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
+    code, _, err = run(*words, "--images", pictures, "--labels", labels)
+    assert code == 1 and "labels are of evaluation images, got none; give --eval-images" in err
+    code, out, err = run(*words, "--images", listed)
+    assert code == 0, err
+    assert "labels of images that calibrate are not used; --eval-images takes both" in said(out)
+    code, out, _ = run(*words, "--images", pictures, "--eval-images", listed)
+    assert code == 0 and "are not used" not in said(out)
+
+
+def said(out):
+    return " ".join(out.split())
+
+
 def test_labels_by_folder(pictures, tmp_path, run, small_cnn):
     for number, path in enumerate(sorted(pictures.iterdir())):
         (tmp_path / "val" / ["cat", "dog", "owl"][number % 3]).mkdir(parents=True, exist_ok=True)

@@ -110,3 +110,41 @@ def test_a_regression_of_a_few_values_has_no_best_class(build, model):
     _, out, told = build(model)
     assert told["task"] is None and told["top1_agreement"] is None
     assert "Top-1 agreement" not in out and "gives one class" not in out
+
+
+def best_few(path):
+    """The best three of six raw scores, and their numbers."""
+    made = np.random.default_rng(4)
+    nodes = [
+        node("Conv", "x w1", "c1"),
+        node("GlobalAveragePool", "c1", "g1"),
+        node("Flatten", "g1", "f1"),
+        helper.make_node("TopK", ["f1", "k"], ["y", "places"], name="best", axis=1),
+    ]
+    saved(path, nodes, [1, 3], w1=made.normal(size=(CLASSES, FEATURES, 5)))
+    model = onnx.load(path)
+    model.graph.initializer.append(numpy_helper.from_array(np.int64([3]), "k"))
+    places = helper.make_tensor_value_info("places", TensorProto.INT64, [1, 3])
+    model.graph.output.append(places)
+    onnx.save(model, path)
+    return path
+
+
+def flags(path):
+    """Whether each of six scores is above 0, each a matter of its own."""
+    best_few(path)
+    model = onnx.load(path)
+    del model.graph.node[-1], model.graph.output[:]
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(0), "zero"))
+    model.graph.node.append(node("Greater", "f1 zero", "y"))
+    model.graph.output.append(helper.make_tensor_value_info("y", TensorProto.BOOL, [1, CLASSES]))
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("model", [best_few, flags])
+def test_what_is_ranked_or_a_flag_is_no_score_of_a_class(build, model):
+    """The first of the best is always the best: that is no model that gives one class."""
+    _, out, told = build(model)
+    assert told["task"] is None and told["top1_agreement"] is None
+    assert "Top-1 agreement" not in out and "gives one class" not in out

@@ -101,6 +101,38 @@ def test_a_metric_of_ones_own_decides(run, small_cnn, pictures, score, tmp_path)
     assert line.split()[1:] == ["7.5", task["count"]]
 
 
+def test_a_metric_of_percent_is_judged_by_the_share_that_is_lost(run, small_cnn, score):
+    """One point of a hundred is one in a hundred, not a hundred times that."""
+    score.write_text(
+        "def score(fp32, int8, label):\n"
+        "    return 99.0 + (fp32['logits'] == int8['logits']).all()\n"
+    )
+    words = ("--size", "16x16", "--metric", f"{score}:score", "--effort", "0")
+    codes = [
+        run(small_cnn, *words, *limit)[0]
+        for limit in ((), *(("--max-loss", most) for most in (0.005, 0.02)))
+    ]
+    assert codes == [0, 3, 0]
+
+
+def test_what_a_metric_does_to_its_arrays_is_no_other_engines_matter(run, small_cnn, score):
+    score.write_text(
+        "def score(fp32, int8, label):\n"
+        "    for values in (*fp32.values(), *int8.values()):\n"
+        "        values *= 0\n"
+        "    return 1.0\n"
+    )
+    words = ("--size", "16x16", "--target", "onnxruntime,tensorrt", "--effort", "0")
+    _, _, _, plain = run(small_cnn, *words)
+    code, _, error, told = run(small_cnn, *words, "--metric", f"{score}:score")
+    assert code == 0, error
+    losses = [
+        [one["accuracy"]["parts"][0]["sqnr_db"] for one in report["engines"] if "accuracy" in one]
+        for report in (plain, told)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=0.01) and len(losses[0]) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -155,10 +187,34 @@ def test_objects_of_a_coco_json_give_the_precision_of_both(run, detector, pictur
     # the model's own suppression leaves out some that the annotations have
     assert found["reference_50"] > 0.5 and found["reference"] > 0.5
     assert 0 < found["candidate_50"] <= 1
+    assert "points of mAP .50:.95 lost" in " ".join(out.split())
     assert "mAP .50:.95" in out and f"{100 * found['reference_50']:.2f} %" in out
     path = annotations(detector, pictures, path, spoil=100)
     _, _, _, worse = run(detector, *words)
     assert worse["engines"][1]["accuracy"]["precision"]["reference_50"] < found["reference_50"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"bbox": [1, 2, -3, 4]}, "a bbox of '00.png' that is no x, y, width and height"),
+        ({"bbox": [1, 2, float("nan"), 4]}, "a bbox of '00.png'"),
+        ({"bbox": [1, 2, float("inf"), 4]}, "a bbox of '00.png'"),
+        ({"category_id": 5}, "a category_id that no category has, 5"),
+        ({"image_id": 99}, "an image_id that no image has, 99"),
+        ({}, "'00.png' is several images there"),
+    ],
+)
+def test_objects_that_cannot_be_are_refused(broken, why, run, detector, pictures, tmp_path):
+    """Counted as they stand they would lower the precision of both models in silence."""
+    path = annotations(detector, pictures, tmp_path / "objects.json")
+    data = json.loads(path.read_text())
+    data["annotations"].append({"image_id": 0, "bbox": [1, 2, 3, 4], "category_id": 3} | broken)
+    if not broken:
+        data["images"].append(data["images"][0] | {"id": 77, "file_name": "other/00.png"})
+    path.write_text(json.dumps(data))
+    code, _, error, _ = run(detector, "--eval-images", pictures, "--labels", path)
+    assert code == 1 and why in error
 
 
 def test_annotations_that_do_not_fit_are_refused(run, detector, small_cnn, pictures, tmp_path):

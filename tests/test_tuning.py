@@ -23,6 +23,7 @@ from deploy.tuning import clock as clocks
 from deploy.tuning import prices, probe
 from deploy.tuning.kernels import PAIRS, KernelTimes
 from deploy.tuning.plan_file import read_plan
+from deploy.tuning.reasons import NOT_FASTER
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
 ALL = "onnxruntime,tensorrt,ascend"
@@ -341,6 +342,16 @@ def edited(default, folder, old, new):
     return path
 
 
+def test_a_plan_that_says_nothing_of_a_target_is_told(default, model, build, tmp_path):
+    text = (default.out / "spoiled.plan.toml").read_text()
+    path = tmp_path / "typo.plan.toml"
+    path.write_text(text.replace("[onnxruntime", "[onnxruntimes"))
+    built = build(model, "--target", ALL, "--plan", path, "--accept")
+    notes = {row["name"]: " ".join(row["notes"]) for row in built.report["targets"]}
+    assert "typo.plan.toml has no [onnxruntime], so nothing was chosen" in notes["onnxruntime"]
+    assert "so nothing was chosen" not in notes["tensorrt"] + notes["ascend"]
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_what_a_user_adds_to_the_plan_is_float_on_every_target(
     named, default, model, build, tmp_path
@@ -377,6 +388,8 @@ def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, 
         ('"/bad/Conv" =', '"/bad\\nConv" =', "a plan must name nodes of the model"),
         ('schema = "', 'schema = "x', "a plan must begin with schema"),
         ("[onnxruntime.methods]", '[onnxruntime.methods]\nt = "best"', "a method is one of"),
+        ("[onnxruntime.methods]", '[onnxruntime.methods]\nr9 = "mse"', "name tensors of the model"),
+        ("settled =", "setled =", "[onnxruntime] of a plan has no 'setled'"),
         ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
     ],
 )
@@ -546,6 +559,7 @@ def test_a_model_that_int8_makes_slower_gets_its_float_file_and_is_told(clock, b
     assert (built.out / "sound.float.onnx").exists()
     assert not (built.out / "sound.int8.onnx").exists()
     assert "stay in float: int8 wins nothing here" in " ".join(built.said.split())
+    assert set(built.plan.targets["onnxruntime"].choices.float_nodes.values()) == {NOT_FASTER}
     ops = {node.op_type for node in onnx.load(built.out / "sound.float.onnx").graph.node}
     assert ops == {"Conv", "Relu"}
 

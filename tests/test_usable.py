@@ -25,6 +25,7 @@ from deploy.tuning import clock as clocks
 from deploy.tuning import judging, prices
 from deploy.tuning.kernels import PAIRS, KernelTimes
 from deploy.tuning.plan_file import read_plan
+from deploy.tuning.reasons import NOT_FASTER
 
 ALL = "onnxruntime,tensorrt,ascend"
 TARGETS = ALL.split(",")
@@ -197,6 +198,7 @@ def test_the_float_model_is_built_where_no_split_is_usable_and_faster(
     built = ran(model, "--images", feed, "--duration", 0.01, out=tmp_path / "o")
     assert built.code == 0 and built.level("onnxruntime") == "stay in float"
     assert "would be unusable" in built.said and [*built.models] == ["guessing.float.onnx"]
+    assert NOT_FASTER not in built.plan("onnxruntime").choices.float_nodes.values()
 
 
 def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, feed, tmp_path):
@@ -252,3 +254,50 @@ def test_a_doubtful_engine_stays_where_less_noise_costs_more_than_it_wins(feed, 
     built = ran(path, *words, out=tmp_path / "o")
     assert built.code == 0 and built.level("tensorrt") == "doubtful"
     assert not built.plan("tensorrt").doubtful and not built.plan("tensorrt").choices.float_nodes
+
+
+NEAR = """
+import numpy as np
+
+def near(fp32, int8, label):
+    far = np.abs(fp32["y"] - int8["y"]).max()
+    return {scale} * float(label is not None or far < 0.02 * fp32["y"].std())
+"""
+
+
+@pytest.fixture(params=[1, 100], ids=["shares", "percent"])
+def near(request, tmp_path):
+    """A figure of one's own that int8 in the widest layer spoils; of images with labels it is 1."""
+    (tmp_path / "own.py").write_text(NEAR.format(scale=request.param))
+    return f"{tmp_path / 'own.py'}:near"
+
+
+def test_a_figure_of_ones_own_judges_the_choice_too(narrow, feed, near, tmp_path):
+    words = ("--images", feed, "--duration", 0)
+    plain = ran(narrow, *words, "--metric", near, "--effort", 0, out=tmp_path / "plain")
+    found = ran(narrow, *words, "--metric", near, out=tmp_path / "o")
+    assert plain.code == 3 and found.code == 0, found.said
+    plan = found.plan("onnxruntime")
+    assert "/wide/Conv" in plan.choices.float_nodes and near in plan.unusable
+
+
+def test_a_figure_that_changed_is_judged_anew(narrow, feed, near, tmp_path):
+    words = ("--images", feed, "--duration", 0, "--metric", near)
+    before = ran(narrow, *words, out=tmp_path / "o").plan("onnxruntime").made_from
+    again = ran(narrow, *words, out=tmp_path / "o")
+    assert again.plan("onnxruntime").made_from == before
+    own = Path(near.rpartition(":")[0])
+    own.write_text(own.read_text().replace("0.02", "9e9"))
+    changed = ran(narrow, *words, out=tmp_path / "o").plan("onnxruntime")
+    assert changed.made_from != before and not changed.unusable
+
+
+def test_where_images_have_labels_a_figure_judges_what_was_built_alone(
+    narrow, feed, near, tmp_path
+):
+    """The samples of the search have none, and what a figure says of these is another thing."""
+    labels = tmp_path / "labels.txt"
+    labels.write_text("3\n" * 40)
+    words = ("--images", feed, "--eval-images", feed, "--duration", 0, "--metric", near)
+    found = ran(narrow, *words, "--labels", labels, out=tmp_path / "o")
+    assert found.code == 0 and near not in found.plan("onnxruntime").unusable

@@ -1,11 +1,13 @@
 """The verdict on an engine, at its limits."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.precision import MeanPrecision
 from deploy.metrics.running import RunningError
 from deploy.metrics.tasks import TaskFigure
 from deploy.metrics.truth import PartAccuracy
@@ -108,6 +110,35 @@ def test_a_float_model_that_guesses_was_fed_something_else(right, classes, sampl
     assert ("chance is" in found.words and "check --preprocess" in found.words) == (
         level == UNUSABLE
     )
+
+
+def precision(own, other, *, own_50=0.5):
+    return MeanPrecision(
+        reference=own, candidate=other, reference_50=own_50, candidate_50=other, objects=40
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "level"), [(0.01, GOOD), (0.011, DOUBTFUL), (0.05, DOUBTFUL), (0.051, UNUSABLE)]
+)
+def test_annotated_objects_decide_before_the_boxes_of_fp32(lost, level):
+    found = judged(accuracy(task=task(0.8), precision=precision(0.4, 0.4 - lost)))
+    assert found.level == level and f"{100 * lost:.2f} points of mAP .50:.95 lost" in found.words
+    own = replace(task(0.99), task="metric")
+    found = judged(accuracy(task=own, precision=precision(0.4, 0.4 - lost)))
+    assert found.level == GOOD and "mAP" not in found.words
+
+
+@pytest.mark.parametrize(("samples", "level"), [(20, UNUSABLE), (19, GOOD)])
+def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(samples, level):
+    one = accuracy(samples=samples, task=task(1.0), precision=precision(0.0, 0.0, own_50=0.009))
+    found = judged(one)
+    assert found.level == level
+    assert ("finds next to none of the 40 objects" in found.words) == (level == UNUSABLE)
+    fed = {"accuracy": one, "speed_up": None, "int8": True, "gates": Gates(), "fed_wrong": True}
+    assert "did not learn from" in verdict(**fed).words
+    seen = replace(one, precision=precision(0.4, 0.4))
+    assert "did not learn from" not in verdict(**{**fed, "accuracy": seen}).words
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,7 +113,7 @@ def compare(
         outputs=tuple(rows[name] for name in outputs if name in rows),
         cut=apart,
         looked=(len(figures), len(pairs)),
-        notes=(*as_read(feed), *notes),
+        notes=(*as_read(feed), *_alone(ours, theirs), *notes),
     )
 
 
@@ -123,6 +123,15 @@ def _pairs(first: ModelProto, second: ModelProto, outputs: Sequence[str]) -> dic
     shared = shared_by_name(first, second)
     inner = {name: other for name, other in shared.items() if name not in outputs}
     return inner | {name: name for name in outputs if name in theirs}
+
+
+def _alone(first: ModelProto, second: ModelProto) -> Iterator[str]:
+    """What is not compared of the outputs."""
+    ours, theirs = ([value.name for value in model.graph.output] for model in (first, second))
+    for which, own, others in (("first", ours, theirs), ("second", theirs, ours)):
+        names = [repr(name) for name in own if name not in others]
+        if names:
+            yield f"not compared: {', '.join(names)}, which only the {which} model gives"
 
 
 def _taps(

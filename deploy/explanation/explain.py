@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.errors import ConfigError, did_you_mean
+from deploy import manifest
+from deploy.errors import CacheError, ConfigError, did_you_mean
 from deploy.explanation.held import held_of
 from deploy.explanation.values import Explanation, Held, TargetWhy
-from deploy.explanation.written import beside, is_file, read_build
+from deploy.explanation.written import beside, is_file, of_build, read_build
 from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Asked, Preprocess, with_options
@@ -75,13 +76,13 @@ def explain(
         with phase(one.name):
             held = held_of(
                 loaded,
-                beside(one.runnable, Path(found.report)),
+                of_build(one.runnable, Path(found.report)),
                 [] if _remade(one) else [layer.name for layer in one.layers],
                 feed,
                 native=one.native,
                 threads=threads or default_threads(),
             )
-        told.append(one.on(held))
+        told.append(one.on(replace(held, notes=(*held.notes, *_other(found, loaded)))))
     return replace(found, targets=tuple(told))
 
 
@@ -113,6 +114,19 @@ def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
             f" {found.report}, which is none here; name it with --model"
         )
     return load_either(path)
+
+
+def _other(found: Explanation, loaded: LoadedModel) -> Iterator[str]:
+    """That the float model is not the one that was built from, as far as the build tells."""
+    try:
+        made_from = manifest.read(Path(found.report).parent).made_from.get("model")
+    except CacheError:  # `verify` tells of it
+        return
+    if isinstance(made_from, dict) and made_from.get("sha256") != loaded.digest:
+        yield (
+            f"{loaded.source or loaded.name} is not the model that was built from, or was changed"
+            " since: what is told of images and channels is of both changes"
+        )
 
 
 def _asked(preprocess: Asked, known: Preprocess | None) -> Asked:

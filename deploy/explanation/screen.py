@@ -11,12 +11,18 @@ from deploy.report.margin import columns, entry
 from deploy.report.model import plain
 from deploy.report.words import TRIAL_HEADS, trial_row
 from deploy.terminal import page
-from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME
+from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, WHOLE
 
 SCHEMA = "calib8-explanation/1"
 FEW = 10  # rows of a table unless all are asked for
 _NAMES = 3  # nodes of one reason
-_KINDS = {NOISE: "  by noise", TIME: "  by time", CONSEQUENCE: "  in between", RULE: "  by rule"}
+_KINDS = {
+    NOISE: "  by noise",
+    TIME: "  by time",
+    CONSEQUENCE: "  in between",
+    WHOLE: "  as a whole",
+    RULE: "  by rule",
+}
 _ALL = "--all tells them"
 
 

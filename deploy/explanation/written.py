@@ -17,9 +17,9 @@ from deploy.report.model import SCHEMA
 from deploy.report.words import PLAN
 from deploy.results import trial_rows
 from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan
-from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, kind, remaining
+from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, WHOLE, kind, remaining
 
-_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
+_ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
 
 
 def read_build(folder: Path) -> Explanation:
@@ -58,8 +58,16 @@ def read_build(folder: Path) -> Explanation:
     )
 
 
+def of_build(written: str, report: Path) -> Path:
+    """A file of the build: in the report's folder, whatever that was called when it was built.
+
+    Another build may stand by now where the report says.
+    """
+    return report.parent / Path(written).name
+
+
 def beside(written: str, report: Path) -> Path:
-    """A file that a report names: where it says, or in the report's folder."""
+    """A file that is not the build's: where the report says, or in the report's folder."""
     path = Path(written)
     return path if os.path.exists(path) else report.parent / path.name
 
@@ -71,7 +79,7 @@ def is_file(path: Path) -> bool:
 
 def _plan_path(report: Fields) -> Path | None:
     named = [row.text("path") for row in report.rows("files") if row.text("role") == PLAN]
-    path = beside(named[0], report.path) if named else None
+    path = of_build(named[0], report.path) if named else None
     return path if path is not None and is_file(path) else None
 
 

@@ -30,9 +30,12 @@ def labels_of(
             f"labels are class numbers, annotations or {BY_FOLDER!r}, got {labels!r}; read a file"
             " with deploy.metrics.coco.read_coco, or give the numbers"
         )
-    if isinstance(labels, Annotations | str) and evaluation is None:
-        what = "annotations" if isinstance(labels, Annotations) else "labels by folder"
-        raise ConfigError(f"{what} are of evaluation images, got none; give --eval-images")
+    if labels is not None and evaluation is None:
+        known = {Annotations: "annotations", str: "labels by folder"}
+        raise ConfigError(
+            f"{known.get(type(labels), 'labels')} are of evaluation images, got none; give"
+            " --eval-images"
+        )
     if isinstance(labels, Annotations):
         assert evaluation is not None
         return ground_truth(labels, evaluation)

@@ -30,6 +30,11 @@ class Part:
         return len(self.keys)
 
     @property
+    def labelled(self) -> bool:
+        """Whether the whole feed has labels; the part has none, since it judges by FP32's word."""
+        return self._feed.labels is not None
+
+    @property
     def keys(self) -> tuple[int, ...]:
         """Of its samples in the feed, as far as it is known which are bad."""
         return self._feed.spread_keys(-(-self._most // self._feed.batch))

@@ -22,10 +22,10 @@ from deploy.metrics.running import OutputAccuracy, RunningError, cosine, output_
 from deploy.metrics.tasks import Metric, TaskFigure
 from deploy.metrics.tasks.examples import Example
 from deploy.metrics.truth import PartAccuracy, Truth, part_json, task_json
-from deploy.metrics.values import are_values
+from deploy.metrics.values import are_ranked, are_values
 from deploy.tensors import Array, Session, Speaking, TensorSpec
 
-_ENOUGH = 8  # samples to tell the values of a regression from scores
+_ENOUGH = 8  # samples to tell a regression's values, or ranked ones, from scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class Accuracy:
         samples: samples compared (rows of the batches, not batches).
         outputs: one entry per output, in the reference's order.
         top1_reference, top1_candidate: share of samples whose largest output is the label's.
-        top1_agreement: share of samples where both have the same largest output; None of steps
-            and of a regression's values, without labels.
+        top1_agreement: share of samples where both have the same largest output; None of steps,
+            and without labels of a regression's values and of such as TopK has ranked.
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
         classes: classes of the first output, where it holds a score for each.
         favourite: share of the samples that the reference gives to its most frequent class.
@@ -265,6 +265,7 @@ class _Top1:
         self.count: int | None = None
         self.given: Counter[int] = Counter()  # class -> samples the reference gives to it
         self.values = True  # until a sample is no regression's
+        self.ranked = True  # until a sample's best is not its first
 
     def add(self, reference: Array, candidate: Array, batch: int) -> None:
         start, self.samples = self.samples, self.samples + batch
@@ -275,6 +276,7 @@ class _Top1:
         self.count = _class_count(reference, batch)
         self.given.update(left.tolist())
         self.values = self.values and are_values(reference, batch)
+        self.ranked = self.ranked and are_ranked(reference, batch)
         # -1 marks a sample with NaN, which neither agrees with anything nor is right.
         self.agreed += int(((left == right) & (left >= 0)).sum())
         if self.labels is not None:
@@ -302,9 +304,8 @@ class _Top1:
         labelled = self.labels is not None
         if self.labels is not None:
             self._check_labels(self.labels)
-        told = labelled or not (
-            kind == "steps" or (not kind and self.values and self.samples >= _ENOUGH)
-        )
+        others = (self.values or self.ranked) and self.samples >= _ENOUGH
+        told = labelled or not (kind == "steps" or (not kind and others))
         share = self.samples if self.classes and told else 0
         return Accuracy(
             samples=self.samples,
@@ -379,6 +380,8 @@ def _classes(output: Array, batch: int) -> NDArray[np.int64] | None:
         return np.asarray(output.reshape(batch), np.int64)
     if output.ndim < 2 or output.shape[1] < 2 or output.size != batch * output.shape[1]:
         return None
+    if output.dtype.kind not in "fiu" or (output.dtype.kind != "f" and output.dtype.itemsize > 1):
+        return None  # flags, places or numbers of classes; scores in integers have one byte
     scores = output.reshape(batch, -1)
     best = np.asarray(scores.argmax(axis=1), np.int64)
     best[np.isnan(scores.astype(np.float64)).any(axis=1)] = -1

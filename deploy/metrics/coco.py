@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -34,10 +35,17 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """A file's pictures by name, and its categories' numbers in order."""
+    """A file's pictures by name, and its categories' numbers in order.
+
+    Attributes:
+        pictures: name of the file, without folders -> what it shows.
+        categories: numbers.
+        twice: names that pictures of several folders have.
+    """
 
     pictures: Mapping[str, Objects]
     categories: tuple[int, ...]
+    twice: frozenset[str] = frozenset()
 
     def of(self, name: str) -> Objects:
         """Objects of a picture by its file's name.
@@ -45,7 +53,13 @@ class Annotations:
         Raises:
             FeedError: the file tells nothing of it.
         """
-        found = self.pictures.get(PurePosixPath(name.replace("\\", "/")).name)
+        own = PurePosixPath(name.replace("\\", "/")).name
+        found = self.pictures.get(own)
+        if own in self.twice:
+            raise FeedError(
+                f"images are matched with annotations by file name, {own[:200]!r} is several images"
+                " there; give them names of their own"
+            )
         if found is None:
             raise FeedError(
                 f"every evaluation image must be in the annotations, {name[:200]!r} is not;"
@@ -72,17 +86,30 @@ def read_coco(path: Path) -> Annotations:
 
 def _annotations(data: dict[str, list[dict[str, object]]]) -> Annotations:
     own: dict[object, list[dict[str, object]]] = {image["id"]: [] for image in data["images"]}
+    categories = sorted(_whole(one["id"]) for one in data["categories"])
     for annotation in data["annotations"]:
+        if annotation["image_id"] not in own:
+            raise ValueError(f"an image_id that no image has, {annotation['image_id']!r}")
+        if _whole(annotation["category_id"]) not in categories:
+            raise ValueError(f"a category_id that no category has, {annotation['category_id']!r}")
         own[annotation["image_id"]].append(annotation)
-    pictures = {
-        PurePosixPath(str(image["file_name"])).name: _objects(image, own[image["id"]])
-        for image in data["images"]
-    }
-    return Annotations(pictures, tuple(sorted(_whole(one["id"]) for one in data["categories"])))
+    names = {image["id"]: _name(image) for image in data["images"]}
+    counts = Counter(names.values())
+    return Annotations(
+        {_name(image): _objects(image, own[image["id"]]) for image in data["images"]},
+        tuple(categories),
+        frozenset(name for name, count in counts.items() if count > 1),
+    )
+
+
+def _name(image: dict[str, object]) -> str:
+    return PurePosixPath(str(image["file_name"])).name
 
 
 def _objects(image: dict[str, object], annotations: list[dict[str, object]]) -> Objects:
     boxes = np.array([one["bbox"] for one in annotations], np.float64).reshape(-1, 4)
+    if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
+        raise ValueError(f"a bbox of {_name(image)!r} that is no x, y, width and height")
     boxes[:, 2:] += boxes[:, :2]  # COCO's are x y w h
     return Objects(
         (_whole(image["height"]), _whole(image["width"])),

@@ -22,6 +22,7 @@ _LOST_DB = 0.0  # a part that is more noise than signal is never good
 _ROUNDING = 1e-9  # 1 - 0.99 is more than 0.01, to a computer
 _ENOUGH = 20  # samples to tell accuracy from chance
 _ALIKE = 0.95  # of the samples in one class, by the float model's own word
+_FINDS = 0.01  # mean average precision of boxes: with less, next to nothing is found
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,24 @@ def lost_of(accuracy: Accuracy, max_loss: float | None) -> Lost | None:
         share = accuracy.top1_reference - accuracy.top1_candidate
         words = f"{100 * share:.2f} points of top-1 lost"
         return Lost(share, _level(share, max_loss, _LABELLED), words)
+    own = accuracy.task is not None and accuracy.task.task == "metric"
+    if accuracy.precision is not None and finds(accuracy) and not own:
+        share = accuracy.precision.reference - accuracy.precision.candidate
+        words = f"{100 * share:.2f} points of mAP .50:.95 lost"
+        return Lost(share, _level(share, max_loss, _LABELLED), words)
     if accuracy.task is not None:
-        share = accuracy.task.reference - accuracy.task.value
+        share = accuracy.task.lost
         return Lost(share, _level(share, max_loss, _TASK), accuracy.task.words)
     if max_loss is None:
         return None
     share = 1 - min((part.cosine_mean for part in accuracy.parts), default=math.nan)
     words = f"1 - cosine is {share:.4f} in the worst part"
     return Lost(share, _level(share, max_loss, _TASK), words)
+
+
+def finds(accuracy: Accuracy) -> bool:
+    """Whether the float model finds objects that are annotated; False where none are."""
+    return accuracy.precision is not None and accuracy.precision.reference_50 >= _FINDS
 
 
 def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
@@ -73,6 +84,7 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
         why = "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights"
         yield DOUBTFUL, why
     yield from _by_chance(accuracy)
+    yield from _blind(accuracy)
     lost = lost_of(accuracy, max_loss)
     if lost is not None:
         yield lost.level, lost.words
@@ -124,3 +136,16 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
             f" {classes} classes, chance is {100 * chance:.3g} %; check --preprocess, --mean,"
             " --std, --color and the labels",
         )
+
+
+def _blind(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
+    """A detector that finds nothing of what is annotated, or annotations of other pictures."""
+    found = accuracy.precision
+    if found is None or finds(accuracy) or accuracy.samples < _ENOUGH:
+        return
+    yield (
+        UNUSABLE,
+        f"the float model itself finds next to none of the {found.objects} objects: mAP .50"
+        f" {100 * found.reference_50:.2f} %; check --preprocess, --mean, --std, --color, and the"
+        " boxes and categories of the labels",
+    )

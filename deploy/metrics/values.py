@@ -1,4 +1,4 @@
-"""Rows of a few values that are no scores of classes, as those of a regression."""
+"""Rows of a few values that are no scores of classes: a regression's, or the best few of some."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def are_values(scores: Array, batch: int) -> bool:
     if not 2 <= rows.shape[1] < _FEW or not np.isfinite(rows).all():
         return False
     return bool(rows.min() > 0 and rows.max(axis=1).min() > _SHARE)
+
+
+def are_ranked(scores: Array, batch: int) -> bool:
+    """Whether each row of [N, C], three or more, falls from its first to its last, as TopK's do."""
+    rows = scores.reshape(batch, -1)
+    return bool(rows.shape[1] > 2 and (np.diff(rows, axis=1) <= 0).all())

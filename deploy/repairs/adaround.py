@@ -187,9 +187,12 @@ def rounded_weight(
     integers = nearest.copy()
     for start in range(0, steps.shape[2], _WIDEST):
         part = slice(start, start + _WIDEST)
+        products = gram(inputs[:, part])
+        if not np.isfinite(products).all():  # float32 cannot square such inputs: to nearest
+            continue
         integers[:, :, part] = rounded_by_output(
             steps[:, :, part],
-            gram(inputs[:, part]),
+            products,
             fixed=fixed[:, :, part],
             sweeps=_SWEEPS,
             grid=grid,

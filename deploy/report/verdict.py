@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import OVERHEAD_MS
-from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, LEVELS, UNUSABLE, of_accuracy
+from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, LEVELS, UNUSABLE, finds, of_accuracy
 
 _AS_FAST = 0.95  # of FP32's speed: less is slower, and not chance
 
@@ -95,7 +95,7 @@ def _labelled(accuracy: Accuracy | None) -> bool:
     """Whether labels tell what the float model gets right."""
     if accuracy is None:
         return False
-    return accuracy.top1_reference is not None or accuracy.precision is not None
+    return accuracy.top1_reference is not None or finds(accuracy)
 
 
 def _of_speed(

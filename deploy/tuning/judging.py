@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from deploy.calibration.outputs import Judges
     from deploy.feed.parallel import Sample
+    from deploy.metrics.tasks import Metric
     from deploy.tensors import Array
 
 
@@ -53,6 +54,7 @@ class Judging:
         kernels: bool,
         threads: int,
         max_loss: float | None,
+        metric: Metric | None,
         ran: Callable[[int], None],
     ) -> None:
         """How models are judged.
@@ -62,10 +64,11 @@ class Judging:
             kernels: whether ONNX Runtime's int8 kernels run the models.
             threads: samples that run beside each other.
             max_loss: what the user allows to be lost.
+            metric: the user's figure, in the task's place.
             ran: called with the number of samples that were run.
         """
         self._judges, self._kernels, self._threads = judges, kernels, threads
-        self._max_loss, self._ran = max_loss, ran
+        self._max_loss, self._metric, self._ran = max_loss, metric, ran
 
     def of(self, model: onnx.ModelProto) -> Judgement:
         """What the verdict would say of the engine of a model, as it would be built."""
@@ -85,7 +88,7 @@ class Judging:
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
         """Figures on a few of the samples, then on all; each is run once."""
-        found = Judged(model, self._judges, kernels=self._kernels)
+        found = Judged(model, self._judges, self._metric, kernels=self._kernels)
         count = len(self._judges.part)
         for most in dict.fromkeys((min(CANDIDATES, count), count)):
             before = len(found.keys)
@@ -102,8 +105,15 @@ class Judged:
         keys: of the samples that were run.
     """
 
-    def __init__(self, model: onnx.ModelProto, judges: Judges, *, kernels: bool) -> None:
-        """Load it.
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        judges: Judges,
+        metric: Metric | None = None,
+        *,
+        kernels: bool,
+    ) -> None:
+        """Load it; the metric as in `Judging`.
 
         Raises:
             BackendError: ONNX Runtime refused the model.
@@ -111,7 +121,7 @@ class Judged:
         self._session = OrtSession.open(
             model, threads=1, spin=False, keep=True, int8_kernels=kernels
         )
-        self._judges = judges
+        self._judges, self._metric = judges, metric
         self._comparison: Comparison | None = None
         self.keys: list[int] = []
 
@@ -137,5 +147,5 @@ class Judged:
 
     def _take(self, _: int, ran: Sequence[Mapping[str, Array]]) -> None:
         if self._comparison is None:
-            self._comparison = Comparison(self._judges.outputs, self._session)
+            self._comparison = Comparison(self._judges.outputs, self._session, metric=self._metric)
         self._comparison.add(*ran, count=self._judges.part.count)

@@ -28,12 +28,16 @@ from typing import Any
 
 from deploy import atomic, toml
 from deploy.calibration.choices import Choices
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, did_you_mean
 from deploy.method import Method
 
 SCHEMA = "calib8-plan/1"
 _SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # as `tuned` writes it
 TIMED = "timed: "  # before the words of what was timed beside the float model
+_KEYS = (
+    *("made_from", "precision", "settled", "unusable", "doubtful", "failed", "method", "rounded"),
+    *("float", "methods", "tried"),
+)
 _ROUNDED = 0.06  # dB between a figure of one decimal and the same of two
 
 
@@ -154,6 +158,10 @@ def read_plan(path: Path) -> PlanFile:
 
 def _target(path: Path, name: str, table: object) -> TargetPlan:
     held = _table(path, name, table)
+    for key in held:
+        if key not in _KEYS:
+            way = did_you_mean(key, _KEYS, f"it has {', '.join(_KEYS)}")
+            raise ConfigError(f"[{name}] of a plan has no {key!r}, got one in {path}; {way}")
     method = _text(path, held, "method")
     floats = _table(path, f"{name}.float", held.get("float", {}))
     methods = _table(path, f"{name}.methods", held.get("methods", {}))

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 _SHARE = 0.02  # of all noise: less is not why a layer is float
 
-NOISE, TIME, CONSEQUENCE, RULE = "noise", "time", "consequence", "rule"  # why a node is float
+# why a node is float
+NOISE, TIME, CONSEQUENCE, WHOLE, RULE = "noise", "time", "consequence", "whole", "rule"
 _NOISY, _SLOWER = "alone in ", "slower in int8"
-_BETWEEN = "to and fro would cost more than it wins"
+BETWEEN = "to and fro would cost more than it wins"
+NOT_FASTER = "int8 as a whole is not faster, or not by enough"
+NOT_USABLE = "no split of the model in int8 is usable"
 _DECIBEL = re.compile(r"leaves (-?(?:[0-9.]+|inf)) dB of")
 
 
@@ -28,6 +31,8 @@ def reasons(
     found: Sensitivity | None,
     word: str,
     refused: Collection[str] = (),
+    *,
+    otherwise: str = BETWEEN,
 ) -> dict[str, str]:
     """Node in float -> why, in the model's order.
 
@@ -38,11 +43,12 @@ def reasons(
         found: what groups lose alone.
         word: what a node would run in else.
         refused: units that cannot.
+        otherwise: what is said of units that are in float for the sake of others.
     """
     said = {
         unit: f"it cannot be run in {word}"
         if unit in refused
-        else _noise(unit, found, word) or _time(unit, prices) or _BETWEEN
+        else _noise(unit, found, word) or _time(unit, prices) or otherwise
         for unit in units.members
         if unit in best.in_float
     }
@@ -50,12 +56,14 @@ def reasons(
 
 
 def kind(reason: str) -> str:
-    """NOISE, TIME or CONSEQUENCE where the search said it; RULE for all other reasons."""
+    """NOISE, TIME, CONSEQUENCE or WHOLE where the search said it; RULE for all other reasons."""
     if reason.startswith(_NOISY):
         return NOISE
     if reason.startswith(_SLOWER):
         return TIME
-    return CONSEQUENCE if reason == _BETWEEN else RULE
+    if reason in (NOT_FASTER, NOT_USABLE):
+        return WHOLE
+    return CONSEQUENCE if reason == BETWEEN else RULE
 
 
 def remaining(reason: str) -> float:

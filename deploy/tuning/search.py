@@ -122,7 +122,7 @@ class Trial:
         if accuracy is None or accuracy.worst is None:
             return 1.0
         if accuracy.task is not None:
-            return accuracy.task.reference - accuracy.task.value
+            return accuracy.task.lost
         return 1 - accuracy.worst.cosine_mean
 
     @property

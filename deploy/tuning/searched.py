@@ -26,7 +26,7 @@ from deploy.tuning.judging import Judgement, Judging
 from deploy.tuning.plan_file import TIMED, TargetPlan
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Heard, Prober
-from deploy.tuning.reasons import reasons
+from deploy.tuning.reasons import BETWEEN, NOT_FASTER, NOT_USABLE, reasons
 from deploy.tuning.samples import alike, as_many, telling
 from deploy.tuning.search import EFFORTS, Effort, Search, Trial
 from deploy.tuning.units import Units, units_of
@@ -184,6 +184,7 @@ def _chosen(
         kernels=asked.target.runs_here,
         threads=asked.request.threads,
         max_loss=asked.wish.max_loss,
+        metric=asked.wish.metric,
         ran=allowance.spend,
     )
     another = asked.effort.samples + len(asked.judges.part)  # a trial, judged on all of them
@@ -200,7 +201,15 @@ def _chosen(
 def _plan(search: Search, found: Settled) -> TargetPlan:
     """The plan of what is built."""
     units, word, best = search.units, search.word, found.trial
-    why = reasons(best, units, search.prices, search.sensitivity, word, search.refused)
+    why = reasons(
+        best,
+        units,
+        search.prices,
+        search.sensitivity,
+        word,
+        search.refused,
+        otherwise=_otherwise(found),
+    )
     return TargetPlan(
         choices=replace(best.choices, float_nodes=why),
         precision=search.word,
@@ -210,6 +219,13 @@ def _plan(search: Search, found: Settled) -> TargetPlan:
         doubtful=found.doubtful,
         failed=_failed(search.prober),
     )
+
+
+def _otherwise(found: Settled) -> str:
+    """Why a layer is float for which nothing of its own speaks."""
+    if found.trial.noise.parts:
+        return BETWEEN
+    return NOT_USABLE if found.unusable else NOT_FASTER
 
 
 def _failed(prober: Prober) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ _ANEW = (
     "the plan of {} in the folder was made with other images or options, so it was searched anew;"
     " --plan obeys a plan as it is"
 )
+_SILENT = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
 _VERSION = 10  # raised when the same input would be searched otherwise
 
 
@@ -80,7 +81,9 @@ def tuned(
         _check_precision(target, request, there)
         return Tuned(plan=_with(there, common), reused=True)
     if wish.effort == 0 or wish.plan is not None:
-        return Tuned(plan=TargetPlan(choices=Choices(float_nodes=common)), searched=False)
+        note = "" if wish.plan is None else _SILENT.format(wish.plan, target.name)
+        plan = TargetPlan(choices=Choices(float_nodes=common))
+        return Tuned(plan=plan, searched=False, note=note)
     request = request.choosing(Choices(float_nodes=common))
     asked = Asked(
         target=target,
@@ -128,11 +131,17 @@ def keep_plan(path: Path, known: PlanFile, found: Mapping[str, Tuned]) -> Path:
 
 
 def _check_names(request: BuildRequest, plan: TargetPlan) -> None:
-    nodes = {node.name for node in request.model.graph.node}
-    for name in plan.choices.float_nodes:
-        if name not in nodes:
+    nodes = request.model.graph.node
+    tensors = {name for node in nodes for name in (*node.input, *node.output)}
+    _refuse_unknown("nodes", plan.choices.float_nodes, {node.name for node in nodes})
+    _refuse_unknown("tensors", plan.choices.methods, tensors)
+
+
+def _refuse_unknown(what: str, named: Iterable[str], known: Container[str]) -> None:
+    for name in named:
+        if name not in known:
             raise ConfigError(
-                f"a plan must name nodes of the model, got {name!r}; delete the line, or the file"
+                f"a plan must name {what} of the model, got {name!r}; delete the line, or the file"
                 " to have it made anew"
             )
 
@@ -177,6 +186,8 @@ def _made_from(
             wish.timed and target.runs_here,
         ],
     }
+    if wish.metric is not None:
+        parts["metric"] = [wish.metric.name, wish.metric.digest]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError
 from deploy.tuning.search import COMMON_WEIGHT, EFFORTS
+
+if TYPE_CHECKING:
+    from deploy.metrics.tasks import Metric
 
 DEFAULT_EFFORT = 1
 
@@ -25,6 +29,8 @@ class Tuning:
         weight: what noise costs beside time, see `deploy.tuning.search`.
         timed: whether time of this machine may decide.
         fresh: search again though there is a plan.
+        metric: the user's figure, which judges choices in the task's place; None leaves them to
+            the outputs' form.
 
     Raises:
         ConfigError: an effort that is not in the table, a speed-up that is no positive number.
@@ -37,6 +43,7 @@ class Tuning:
     weight: float = COMMON_WEIGHT
     timed: bool = True
     fresh: bool = False
+    metric: Metric | None = None
 
     def __post_init__(self) -> None:
         if self.effort not in (0, *EFFORTS):

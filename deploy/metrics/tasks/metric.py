@@ -6,29 +6,41 @@
         return float(int8["logits"].argmax() == label)
 
 It is called once a sample, so that no output is kept, and the mean is taken; more is better. It is
-called with the float model's outputs in both places too, so that what int8 loses can be told.
+called with the float model's outputs in both places too, so that what int8 loses can be told. What
+it gets are copies: whatever it does to them, other engines are held against what FP32 said.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 import deploy.usercode as usercode
 from deploy.errors import ConfigError, FeedError
 from deploy.metrics.rows import Outputs
 from deploy.metrics.tasks.task import TaskFigure
+from deploy.reading import read_bytes
 
 Function = Callable[[Outputs, Outputs, int | None], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A user's function, and how it was given."""
+    """A user's function.
+
+    Attributes:
+        function: of the user.
+        name: how it was given.
+        digest: of the file that it stands in; "" of a function that was handed over.
+    """
 
     function: Function
     name: str
+    digest: str = ""
 
     def tally(self, labels: Sequence[int] | None) -> MetricTally:
         """A new mean."""
@@ -45,7 +57,9 @@ def metric_of(given: str | Function) -> Metric:
         function = usercode.load_function(
             given, what="a metric", form="file.py:function", error=ConfigError
         )
-        return Metric(function, given)
+        path = given.rpartition(":")[0]
+        data = read_bytes(path, what="the file of a metric", error=ConfigError)
+        return Metric(function, given, hashlib.sha256(data).hexdigest())
     return Metric(given, getattr(given, "__name__", "metric"))
 
 
@@ -80,7 +94,7 @@ class MetricTally:
 
     def _number(self, reference: Outputs, candidate: Outputs, label: int | None) -> float:
         with usercode.users_errors(f"the metric {self.metric.name}", error=ConfigError):
-            value = self.metric.function(reference, candidate, label)
+            value = self.metric.function(_copies(reference), _copies(candidate), label)
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -106,3 +120,7 @@ class MetricTally:
             words=f"{self.metric.name}: {value:.4g}, the float model {own:.4g}",
             samples=self.samples,
         )
+
+
+def _copies(outputs: Outputs) -> Outputs:
+    return {name: np.array(values) for name, values in outputs.items()}

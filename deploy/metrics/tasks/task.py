@@ -22,7 +22,7 @@ class TaskFigure:
         task: what the outputs are: "boxes", "classes", ...
         figure: what is counted, such as "boxes kept".
         value: more is better; a share that is 1 where both say the same, but of a user's metric.
-        reference: what the float model itself reaches; what is lost is `reference - value`.
+        reference: what the float model itself reaches.
         count: the figure in a few characters, such as "84 of 88".
         words: the counts, as a person would say them.
         samples: samples it was counted over.
@@ -37,6 +37,11 @@ class TaskFigure:
     samples: int
     reference: float = 1.0
     form: str = ""
+
+    @property
+    def lost(self) -> float:
+        """What the candidate lacks; of a figure above 1, such as percent, as a share of it."""
+        return (self.reference - self.value) / max(1.0, abs(self.reference))
 
 
 class Tally(Protocol):

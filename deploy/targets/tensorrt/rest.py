@@ -64,7 +64,8 @@ def storable(scales: NDArray[np.float32], rest: str) -> NDArray[np.float32]:
     if rest == BF16:  # the upper half of float32
         bits = wide.view(np.uint32) + np.uint32(0xFFFF)
         return (bits & np.uint32(0xFFFF0000)).view(np.float32)
-    near = wide.astype(np.float16)
+    with np.errstate(over="ignore"):  # past the end of float16 it is inf
+        near = wide.astype(np.float16)
     above = np.nextafter(near, np.float16(np.inf))
     return np.where(near < wide, above, near).astype(np.float32)
 
