@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 import deploy.metrics.tasks.anchors as anchors
+import deploy.metrics.tasks.centres as centres
 import deploy.metrics.tasks.ended as ended
 import deploy.metrics.tasks.maps as maps
 import deploy.metrics.tasks.yolo as yolo
@@ -62,6 +63,7 @@ DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (
     ended.find,
     anchors.find,
     maps.find,
+    centres.find,
 )
 
 
