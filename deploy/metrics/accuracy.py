@@ -26,6 +26,7 @@ from deploy.metrics.values import are_values
 from deploy.tensors import Array, Session, Speaking, TensorSpec
 
 _ENOUGH = 8  # samples to tell the values of a regression from scores
+_OF_CLASSES = ("", "classes")  # tasks whose largest output may be a class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,8 @@ class Accuracy:
         samples: samples compared (rows of the batches, not batches).
         outputs: one entry per output, in the reference's order.
         top1_reference, top1_candidate: share of samples whose largest output is the label's.
-        top1_agreement: share of samples where both have the same largest output; None of steps
-            and of a regression's values, without labels.
+        top1_agreement: share of samples where both have the same largest output; without labels
+            None of a regression's values, and where the task is another than classes.
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
         classes: classes of the first output, where it holds a score for each.
         favourite: share of the samples that the reference gives to its most frequent class.
@@ -302,9 +303,8 @@ class _Top1:
         labelled = self.labels is not None
         if self.labels is not None:
             self._check_labels(self.labels)
-        told = labelled or not (
-            kind == "steps" or (not kind and self.values and self.samples >= _ENOUGH)
-        )
+        values = not kind and self.values and self.samples >= _ENOUGH
+        told = labelled or (kind in _OF_CLASSES and not values)
         share = self.samples if self.classes and told else 0
         return Accuracy(
             samples=self.samples,

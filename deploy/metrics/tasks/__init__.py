@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deploy.metrics.tasks import boxes, classes, embeddings, heatmaps, masks, pixels, steps, text
+from deploy.metrics.tasks import (
+    boxes,
+    classes,
+    embeddings,
+    heatmaps,
+    labels,
+    masks,
+    pixels,
+    steps,
+    text,
+)
 from deploy.metrics.tasks.metric import Metric, metric_of
 from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
 
@@ -15,6 +25,7 @@ TASKS: dict[str, Callable[[Seen], Task | None]] = {
     "segmentation": pixels.find,
     "masks": masks.find,
     "heat maps": heatmaps.find,
+    "labels": labels.find,
     "classes": classes.find,
     "embeddings": embeddings.find,
     "steps": steps.find,
