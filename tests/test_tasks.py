@@ -199,6 +199,23 @@ def test_logits_are_classes_and_other_vectors_are_not():
     assert same_task(outputs(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
 
 
+def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
+    made = rng()
+
+    def task(make):
+        return same_task([{"y": make().astype(np.float32)} for _ in range(4)])
+
+    assert task(lambda: made.normal(0, [[25, 12, 8]])) is None  # of a head, in degrees
+    assert task(lambda: made.uniform(-1, 1, (1, 6))) is None  # behind a Tanh
+    turn = np.linspace(0, 2 * np.pi, 49)[:-1]
+    line = np.stack([np.sin(turn), np.cos(turn)], axis=1)
+    for points in (line.reshape(1, -1), line.T.reshape(1, -1)):  # x, y, x, y; or all x before y
+        assert task(lambda points=points: points + made.normal(0, 0.05, points.shape)) is None
+    scores = made.normal(0, 4, (4, 5))
+    scores -= scores.mean(axis=1, keepdims=True)
+    assert same_task([{"y": row[None]} for row in scores]) == "classes"
+
+
 def test_embeddings_keep_their_neighbours():
     made = rng()
     centres = made.standard_normal((4, 64))
@@ -385,7 +402,8 @@ def smooth(classes, number, side=32):
     places = made.uniform(0, side, (classes, 2))
     rows, columns = np.mgrid[:side, :side]
     far = (rows - places[:, :1, None]) ** 2 + (columns - places[:, 1:, None]) ** 2
-    return ((100 - far) / 20)[None].astype(np.float32)
+    scores = -far / 20
+    return (scores - scores.mean(axis=0))[None].astype(np.float32)
 
 
 @pytest.mark.parametrize("form", ["raw", "shares", "numbers"])
@@ -414,6 +432,42 @@ def test_feature_maps_pictures_and_small_maps_are_not_segmented():
     picture = [{"f": smooth(3, n, 64) / 200 + 0.5} for n in range(4)]
     assert same_task(picture, inputs) is None
     assert same_task([{"f": smooth(8, n, 64)} for n in range(4)], [fed((512, 512))] * 4) is None
+
+
+def waves(channels, number, side=64):
+    """Channels that change smoothly from place to place, each for itself."""
+    made = np.random.default_rng(number)
+    rows, columns = np.mgrid[:side, :side] / side
+    turn = made.uniform(2, 6, (channels, 3, 1, 1))
+    values = np.sin(turn[:, 0] * rows + turn[:, 1] * columns + 6 * turn[:, 2])
+    return values[None].astype(np.float32)
+
+
+def test_smooth_channels_that_change_each_for_itself_are_no_classes():
+    inputs = [fed((64, 64))] * 4
+    for channels in (2, 3):  # an optical flow; the colours of a picture of no brightness
+        assert same_task([{"y": 9 * waves(channels, n)} for n in range(4)], inputs) is None
+    grey = [waves(1, n) * 2 + waves(3, n + 9) / 2 for n in range(4)]
+    assert same_task([{"y": one} for one in grey], inputs) is None  # a picture about its mean
+    none = [{"y": smooth(3, n, 64) - 40} for n in range(4)]
+    assert same_task(none, inputs) is None  # nothing is above 0 anywhere: no class of a Softmax
+    assert same_task([{"y": smooth(3, n, 64)} for n in range(4)], inputs) == "segmentation"
+
+
+def test_pages_made_sharper_and_small_disparities_are_no_masks():
+    def page(number):
+        value = np.full((1, 3, 64, 64), 0.97, np.float32)
+        for row, column in np.random.default_rng(number).integers(0, 50, (30, 2)):
+            value[:, :, row : row + 3, column : column + 9] = 0.04
+        return value
+
+    pages = [page(n) for n in range(4)]
+    noise = np.random.default_rng(1).normal(0, 0.1, (4, 1, 3, 64, 64))
+    blurred = [{"x": one + own} for one, own in zip(pages, noise, strict=True)]
+    assert same_task([{"y": one} for one in pages], blurred) is None
+    assert same_task([{"y": one} for one in pages], [fed((64, 64))] * 4) == "masks"
+    far = [{"y": 0.05 + waves(1, n) / 20} for n in range(4)]
+    assert same_task(far, [fed((64, 64))] * 4) is None
 
 
 @pytest.mark.parametrize("last", [False, True])
