@@ -44,6 +44,32 @@ def frames(path):
     return saved(path, nodes, [1, STEPS, CLASSES], w1=first, w2=second, b2=bias)
 
 
+def notes(path):
+    """How loud each of seven features is, and how much louder than that again."""
+    weight = np.zeros((FEATURES - 1, FEATURES, 5))
+    weight[np.arange(FEATURES - 1), 1 + np.arange(FEATURES - 1), 2] = 1
+    own = np.eye(FEATURES - 1)[..., None]
+    nodes = [
+        node("Conv", "x w", "c", pads=[2, 2]),
+        node("Relu", "c", "r"),
+        node("Conv", "r w1 b", "c1"),
+        node("Conv", "r w2 b", "c2"),
+        node("Transpose", "c1", "t1", perm=[0, 2, 1]),
+        node("Transpose", "c2", "t2", perm=[0, 2, 1]),
+        node("Sigmoid", "t1", "y"),
+        node("Sigmoid", "t2", "onsets"),
+    ]
+    weights = {"w": weight, "w1": own * 15, "w2": own * 12, "b": np.full(FEATURES - 1, -21.0)}
+    saved(path, nodes, [1, STEPS, FEATURES - 1], **weights)
+    model = onnx.load(path)
+    other = onnx.ValueInfoProto()
+    other.CopyFrom(model.graph.output[0])
+    other.name = "onsets"
+    model.graph.output.append(other)
+    onnx.save(model, path)
+    return path
+
+
 def scores(path, *, alike=False):
     """Three figures of 2 to 6, of which the second is the largest; or about 3, and any is."""
     made = np.random.default_rng(4)
@@ -99,6 +125,16 @@ def test_steps_that_change_their_class_decide_the_verdict(build):
     code, out, told = build(frames, large=100.0)
     assert told["task"]["value"] < 0.75 and code == 3
     assert f"unusable: {told['task']['count']} steps of FP32's class" in out
+
+
+@pytest.mark.parametrize("large", [1.0, 100.0])
+def test_decisions_of_several_outputs_decide_the_verdict(build, large):
+    code, out, told = build(notes, large=large)
+    task = told["task"]
+    assert task["form"].startswith("y, onsets: probabilities")
+    assert task["figure"] == "steps alike but the usual" and "Steps alike but the usual" in out
+    assert (task["value"] > 0.9, code) == ((True, 0) if large == 1 else (False, 3))
+    assert "probabilities on FP32's side of 0.5" in out
 
 
 def any_scores(path):

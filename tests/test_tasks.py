@@ -635,6 +635,52 @@ def test_probabilities_are_compared_by_their_side_of_a_half(shape):
     )
 
 
+def sounding(number, keys, on=0.02, steps=60):
+    """Probabilities of notes, which rest at 0.05 to 0.25."""
+    made = np.random.default_rng(number)
+    rest = made.uniform(0.05, 0.25, (1, steps, keys))
+    return np.where(made.uniform(size=rest.shape) < on, 0.8, rest).astype(np.float32)
+
+
+def test_notes_and_their_beginnings_are_decisions_of_steps():
+    sound = [{"sound": np.zeros((1, 800, 1), np.float32)}] * 4
+
+    def output(number):
+        return {"notes": sounding(number, 40), "onsets": sounding(number + 9, 40, 0.01)}
+
+    references = [output(n) for n in range(4)]
+    form, same = figure(references, references, sound)
+    assert form.task.form.startswith("notes, onsets: probabilities") and same.value == 1
+    on = sum(int((value > 0.5).sum()) for one in references for value in one.values())
+    lost = [{**one, "onsets": one["onsets"] * 0.6} for one in references]
+    _, found = figure(references, lost, sound)
+    kept = sum(int((one["notes"] > 0.5).sum()) for one in references)
+    assert found.figure == "steps alike but the usual" and found.count == f"{kept} of {on}"
+    shorter = [{**one, "onsets": one["onsets"][:, :50]} for one in references]
+    assert figure(references, shorter, sound)[1].value < 0.8
+    assert same_task(shorter, sound) is None
+    assert same_task(references) is None  # of pictures: maps
+    assert same_task([{k: v + 0.2 for k, v in one.items()} for one in references], sound) is None
+
+
+@pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (50,), (1, 12)])
+def test_raw_scores_of_steps_are_compared_by_their_sign(shape):
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+    count, made = int(np.prod(shape)), rng()
+
+    def output(lost=0):
+        value = np.where(np.arange(count) < 5, 4.0, -6.0) + made.normal(0, 0.5, count)
+        value[:lost] = -3
+        return {"y": value.reshape(shape).astype(np.float32)}
+
+    references = [output() for _ in range(4)]
+    form, found = figure(references, [output(5), *references[1:]], sound)
+    assert form.task.form == "y: raw scores of steps or labels, each its own"
+    assert f"{4 * count - 5} of {4 * count} scores on FP32's side of 0" in found.words
+    weather = [{"y": 15 * np.sin(np.arange(96) / 8 + n)[None]} for n in range(4)]
+    assert same_task(weather, sound) is None  # as many degrees above 0 as below
+
+
 def test_features_pictures_and_regressions_are_no_steps():
     made = rng()
 

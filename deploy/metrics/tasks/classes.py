@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs
 from deploy.metrics.tasks.examples import ClassExample, Foremost
+from deploy.metrics.tasks.shares import are_raw_tracks
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
@@ -64,7 +65,7 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
     if all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
-        return alone and _about_zero(np.stack(rows))
+        return alone and _about_zero(np.stack(rows)) and not are_raw_tracks(samples)
     return all(map(_stands_out, rows))
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.shares import are_tracks
+from deploy.metrics.tasks.shares import are_raw_tracks, are_tracks
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
@@ -66,7 +66,7 @@ def find(seen: Seen) -> Labels | None:
     if len(rows) != len(samples) or len({row.size for row in rows}) != 1:
         return None
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if are_tracks(samples) and not pictures:  # a probability a step, as likely
+    if not pictures and (are_tracks(samples) or are_raw_tracks(samples)):  # of steps, as likely
         return None
     raw = min(float(row.min()) for row in rows) < 0
     return Labels(name, rows[0].size, raw) if _are_labels(rows, raw=raw) else None
