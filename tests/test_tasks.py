@@ -527,6 +527,19 @@ def test_texts_are_decoded_and_edits_counted(raw, turned, blank):
     assert found.value == 0.5 and found.words == "2 of 4 texts as FP32's, 2 edits in 14 symbols"
 
 
+def test_slots_of_a_number_plate_keep_their_repeats():
+    def plate(*best):
+        scores = rng().standard_normal((9, 37))
+        scores[np.arange(9), [*best, *[36] * (9 - len(best))]] = 12
+        return {"y": softmax(scores)[None].astype(np.float32)}
+
+    references = [plate(1, 1, 5, 5, 30), plate(4, 4, 4, 4, 8, 9), plate(7, 2, 3, 30), plate(3, 3)]
+    form, same = figure(references, references)
+    assert form.task.form == "y: text of 36 symbols, blank 36, one a slot" and same.value == 1
+    fewer = [plate(1, 5, 5, 30), *references[1:]]  # one 1 of two is lost
+    assert figure(references, fewer)[1].words == "3 of 4 texts as FP32's, 1 edits in 17 symbols"
+
+
 def test_edit_distance_by_hand():
     assert edit_distance([1, 2, 3], []) == 3
     assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
@@ -605,6 +618,12 @@ def test_a_class_for_each_token_that_was_fed_is_no_text():
     assert same_task(tags) == "text"
     words = [{"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}] * 4
     assert same_task(tags, words) == "steps"
+    letters = [{"letters": np.ones((1, 8, 5), np.int32)}] * 4
+    assert same_task(tags, letters) == "steps"
+    pieces = [{"ids": np.arange(11)[None]}] * 4  # some words are two tokens
+    assert same_task(tags, pieces) == "steps"
+    spoken_of = [{"sound": np.zeros((1, 80, 8)), "length": np.array([80])}] * 4
+    assert same_task(tags, spoken_of) == "text"
 
 
 def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
