@@ -211,9 +211,9 @@ def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
     line = np.stack([np.sin(turn), np.cos(turn)], axis=1)
     for points in (line.reshape(1, -1), line.T.reshape(1, -1)):  # x, y, x, y; or all x before y
         assert task(lambda points=points: points + made.normal(0, 0.05, points.shape)) is None
-    scores = made.normal(0, 4, (4, 5))
-    scores -= scores.mean(axis=1, keepdims=True)
-    assert same_task([{"y": row[None]} for row in scores]) == "classes"
+    turned = np.full((4, 4), [[0.8], [0.5], [-1.0], [0.5]])  # a page's, by a trained model
+    turned += np.diag([4.4, 4.2, 4.6, 4.4]) + made.normal(0, 0.1, (4, 4))
+    assert same_task([{"y": row[None]} for row in turned]) == "classes"
 
 
 def test_embeddings_keep_their_neighbours():

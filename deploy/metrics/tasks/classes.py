@@ -24,7 +24,7 @@ from deploy.tensors import Array
 
 _FEW = 32  # numbers that no embedding makes do with
 _BOUND = 1.05  # of a Tanh, and what rounding adds
-_STEADY = 0.35  # what the mean of few raw scores varies by, of what they do
+_STEADY = 0.5  # what the mean of few raw scores varies by, of what they do
 _LEAST = 1e-12  # another class is a difference, even of two equal values
 
 
