@@ -393,6 +393,114 @@ def test_distributions_of_distances_are_boxes_level_by_level(maps):
     assert figure(references, silent, [fed(size)] * 8)[1].value == 0  # nothing left of any level
 
 
+def split_yolo(number, boxes="rows", scores="rows"):
+    """YOLO's boxes and scores in outputs of their own, either turned."""
+    value = v8(number)["output0"]
+    parts = {"boxes": value[:, :4], "scores": value[:, 4:]}
+    lies = {"boxes": boxes, "scores": scores}
+    return {n: v if lies[n] == "turned" else v.swapaxes(1, 2) for n, v in parts.items()}
+
+
+@pytest.mark.parametrize("scores", ["rows", "turned"])
+@pytest.mark.parametrize("boxes", ["rows", "turned"])
+def test_boxes_and_scores_may_be_turned(boxes, scores):
+    references = [split_yolo(n, boxes, scores) for n in range(8)]
+    form, same = figure(references, references)
+    assert form.task.form == "scores: scores of anchors, boxes by centre"
+    assert same.words.startswith("48 of 48 boxes of FP32 kept, 0 new")
+    moved = [{**one, "boxes": one["boxes"] + 2} for one in references]  # of boxes 3 wide
+    assert figure(references, moved)[1].value == 0
+    fewer = [{**one, "scores": one["scores"][..., 1:, 1:]} for one in references]
+    assert figure(references, fewer)[1].value == 0  # of another form
+
+
+def gated(number, raw=False, maps=False, classes=1):
+    """Scores, a gate, distances and key points of each level, as of faces."""
+    outputs = {}
+    for stride in (8, 16, 32):
+        made = np.random.default_rng(number * 100 + stride)
+        sides = SIZE[0] // stride, SIZE[1] // stride
+        count = sides[0] * sides[1]
+        seen, which = made.choice(count, 2, replace=False), made.integers(0, classes, 2)
+        gate = made.uniform(0.001, 0.01, (1, count, 1))
+        scores = made.uniform(0.001, 0.04, (1, count, classes))
+        gate[0, seen] = scores[0, seen, which] = 0.9
+        level = {"cls": scores, "obj": gate, "bbox": made.uniform(0.5, 4, (1, count, 4))}
+        if raw:
+            level |= {n: np.log(level[n] / (1 - level[n])) for n in ("cls", "obj")}
+        else:
+            level["kps"] = made.normal(0, 2, (1, count, 10))
+        for name, value in level.items():
+            turned = value.transpose(0, 2, 1).reshape(1, -1, *sides)
+            outputs[f"{name}_{stride}"] = (turned if maps else value).astype(np.float32)
+    return outputs
+
+
+GATED = [{}, {"classes": 4}, {"raw": True}, {"raw": True, "maps": True, "classes": 4}]
+
+
+@pytest.mark.parametrize("how", GATED)
+def test_an_objectness_of_each_level_multiplies_its_scores(how):
+    references = [gated(n, **how) for n in range(4)]
+    form, same = figure(references, references)
+    assert form.task.form.startswith("cls_8, cls_16, cls_32") and same.value == 1
+    assert same.words.startswith("24 of 24 boxes")
+    silent = -20 if how.get("raw") else 0
+    lost = [{**one, "obj_8": one["obj_8"] * 0 + silent} for one in references]
+    assert figure(references, lost)[1].words.startswith("16 of 24 boxes of FP32 kept, 0 new")
+    assert (
+        figure(references, [{k: v * np.nan for k, v in one.items()} for one in lost])[1].value == 0
+    )
+    if how.get("maps"):  # of the cells of no stride
+        assert same_task(references, [fed((96, 96))] * 4) is None
+
+
+def queries(number, classes=11):
+    made = np.random.default_rng(number)
+    value = made.uniform(0.001, 0.02, (1, 300, 4 + classes))
+    value[..., :2] = made.uniform(0.2, 0.8, (1, 300, 2))
+    value[..., 2:4] = made.uniform(0.1, 0.3, (1, 300, 2))
+    value[0, np.arange(7), 4 + made.integers(0, classes, 7)] = 0.8
+    return {"y": value.astype(np.float32)}
+
+
+def distances(number, bins=8):
+    """Scores first, then distributions of 1, 2, 1 and 2 strides to each side."""
+    _, scores = yolo(number)
+    far = np.random.default_rng(number).normal(0, 1, (len(scores), 4, bins))
+    far[:, np.arange(4), [1, 2, 1, 2]] = 30
+    value = np.concatenate([scores, far.reshape(len(scores), -1)], axis=1)
+    return {"y": value[None].astype(np.float32)}
+
+
+@pytest.mark.parametrize("form", [queries, distances])
+def test_scores_and_boxes_side_by_side(form):
+    references = [form(n) for n in range(8)]
+    read, same = figure(references, references)
+    assert read.task.form.endswith("in a row") and same.value == 1
+    assert len(read.parts) == 2
+    columns = slice(0, 2) if form is queries else slice(5, 37)
+    moved = [{"y": one["y"].copy()} for one in references]
+    for one in moved:
+        one["y"][..., columns] = np.roll(one["y"][..., columns], 1, axis=-1)
+    assert figure(references, moved)[1].value < 0.5
+    assert figure(references, [{"y": one["y"] * np.nan} for one in references])[1].value == 0
+    loud = [{"y": np.clip(one["y"] + 0.2, None, 1)} for one in references]
+    assert same_task(loud) is None
+    anywhere = [{"y": np.random.default_rng(n).uniform(0, 1, (1, 300, 15))} for n in range(4)]
+    assert same_task(anywhere) is None
+
+
+def test_a_distribution_stands_where_its_cell_is():
+    read, _ = figure([distances(n) for n in range(8)], [distances(n) for n in range(8)])
+    cells, strides = GRID.cells(SIZE)
+    seen = scene(0, classes=5)[0]
+    found = read.task.decoder.boxes(fed(), distances(0)).boxes
+    sides = np.array([-1, -2, 1, 2])
+    wanted = (np.tile(cells[seen] + 0.5, 2) + sides) * strides[seen, None]
+    assert all(np.abs(found - one).max(axis=1).min() < 1e-3 for one in wanted)
+
+
 # ------------------------------------------------------------------ pixels
 
 

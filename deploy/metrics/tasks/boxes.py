@@ -18,6 +18,7 @@ import numpy as np
 import deploy.metrics.tasks.anchors as anchors
 import deploy.metrics.tasks.centres as centres
 import deploy.metrics.tasks.ended as ended
+import deploy.metrics.tasks.joined as joined
 import deploy.metrics.tasks.maps as maps
 import deploy.metrics.tasks.yolo as yolo
 from deploy.metrics.parts import Part
@@ -64,6 +65,7 @@ DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (
     anchors.find,
     maps.find,
     centres.find,
+    joined.find,
 )
 
 
