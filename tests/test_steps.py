@@ -85,6 +85,22 @@ def scores(path, *, alike=False):
     return saved(path, nodes, [1, 3], w1=first, w2=second, b2=least)
 
 
+def switch(path):
+    """Whether the features are louder than usual: one probability, hardly ever in between."""
+    made = np.random.default_rng(4)
+    first = made.normal(size=(16, FEATURES, 5))
+    nodes = [
+        node("Conv", "x w1", "c1", pads=[2, 2]),
+        node("Relu", "c1", "r1"),
+        node("GlobalAveragePool", "r1", "g"),
+        node("Flatten", "g", "f"),
+        node("Gemm", "f w2 b2", "s", transB=1),
+        node("Sigmoid", "s", "y"),
+    ]
+    usual = -60 * means_of(first).sum(keepdims=True)
+    return saved(path, nodes, [1, 1], w1=first, w2=np.full((1, 16), 60), b2=usual)
+
+
 def means_of(weights):
     """What Relu leaves of normal numbers, in the mean, after the convolution."""
     return np.sqrt((weights**2).sum(axis=(1, 2)) / (2 * np.pi))
@@ -135,6 +151,14 @@ def test_decisions_of_several_outputs_decide_the_verdict(build, large):
     assert task["figure"] == "steps alike but the usual" and "Steps alike but the usual" in out
     assert (task["value"] > 0.9, code) == ((True, 0) if large == 1 else (False, 3))
     assert "probabilities on FP32's side of 0.5" in out
+
+
+def test_one_probability_is_counted_sample_by_sample(build):
+    _, out, told = build(switch)
+    task = told["task"]
+    assert task["task"] == "steps" and task["count"].endswith(" of 24") and task["value"] > 0.75
+    assert f"{task['count']} probabilities on FP32's side of 0.5" in out
+    assert "in the worst sample" not in out
 
 
 def any_scores(path):

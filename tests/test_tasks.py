@@ -514,10 +514,13 @@ def smooth(classes, number, side=32):
     return (scores - scores.mean(axis=0))[None].astype(np.float32)
 
 
-@pytest.mark.parametrize("form", ["raw", "shares", "numbers"])
+@pytest.mark.parametrize("form", ["raw", "shares", "numbers", "raw last", "shares last"])
 def test_classes_of_pixels(form):
     def output(number):
         raw = smooth(5, number)
+        if form.endswith("last"):
+            value = raw if form == "raw last" else softmax(raw)
+            return {"seg": np.moveaxis(value, 1, 3)}
         if form == "raw":
             return {"seg": raw}
         return {"seg": softmax(raw) if form == "shares" else raw.argmax(axis=1)}
@@ -525,7 +528,7 @@ def test_classes_of_pixels(form):
     references = [output(n) for n in range(4)]
     inputs = [fed((32, 32))] * 4
     assert figure(references, references, inputs)[1].value == 1
-    axis = -1
+    axis = 2 if form.endswith("last") else -1
     candidates = [{"seg": np.roll(one["seg"], 3, axis=axis)} for one in references]
     task, found = figure(references, candidates, inputs)
     assert task.task.name == "segmentation" and 0.4 < found.value < 0.95
@@ -760,6 +763,20 @@ def test_probabilities_are_compared_by_their_side_of_a_half(shape):
     assert found.words == (
         "195 of 200 probabilities on FP32's side of 0.5, 90.0 % in the worst sample"
     )
+
+
+def test_one_probability_a_sample_is_on_a_side_of_a_half():
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 16
+    said = [{"y": np.array([[0.97 if n % 4 == 1 else 0.02]])} for n in range(16)]
+    for inputs in (None, sound):  # a wake word's, or whether a picture is upside down
+        form, same = figure(said, said, inputs)
+        assert form.task.name == "steps" and same.value == 1
+        quiet = [{"y": one["y"] * (0.5 if n == 1 else 1)} for n, one in enumerate(said)]
+        _, found = figure(said, quiet, inputs)
+        assert found.words == "15 of 16 probabilities on FP32's side of 0.5"
+        assert figure(said, [{"y": one["y"] * np.nan} for one in said], inputs)[1].value == 0
+    assert same_task([{"y": np.array([[0.02]])}] * 4) is None  # always near 0: a small number
+    assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
 
 
 def sounding(number, keys, on=0.02, steps=60):

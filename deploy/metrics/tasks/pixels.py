@@ -1,4 +1,4 @@
-"""Segmentation: a class a pixel, [N, C, H, W] scores or the class numbers themselves.
+"""Segmentation: a class a pixel, [N, C, H, W] or [N, H, W, C] scores, or the class numbers.
 
 Probabilities of C classes (each pixel's sum to 1) are that for sure. Raw scores are where their
 best class is the same for nearly all neighbours, over a picture not much smaller than the input's;
@@ -36,6 +36,7 @@ class Pixels:
 
     output: str
     classes: int
+    last: bool = False  # whether classes are the last dimension
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     name: str = "segmentation"
 
@@ -59,7 +60,19 @@ def find(seen: Seen) -> Pixels | None:
                 return Pixels(name, count)
         if _are_classes(samples, seen.inputs):
             return Pixels(name, samples[0].shape[1])
+        turned = [_channels_first(one) for one in samples if one.ndim == 4]
+        if (
+            len(turned) == len(samples)
+            and all(map(_fits, turned, seen.inputs))
+            and _are_classes(turned, seen.inputs)
+        ):
+            return Pixels(name, turned[0].shape[1], last=True)
     return None
+
+
+def _channels_first(value: Array) -> Array:
+    """[1, H, W, C] -> [1, C, H, W]; what has other dimensions stays."""
+    return np.moveaxis(value, 3, 1) if value.ndim == 4 else value
 
 
 def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
@@ -151,6 +164,7 @@ class PixelTally:
         if np.issubdtype(value.dtype, np.integer):
             numbers = value.reshape(-1).astype(np.int64)
             return np.where((numbers < 0) | (numbers > none), none, numbers)
+        value = _channels_first(value) if self.task.last else value
         if value.ndim != 4 or value.shape[1] != none:
             return np.zeros(0, np.int64)
         best = np.asarray(value.argmax(axis=1), np.int64)

@@ -58,6 +58,16 @@ def are_tracks(samples: Sequence[Array]) -> bool:
     return bool(within and between < min(_BETWEEN, high) and values.min() < 0.5)
 
 
+def are_switches(samples: Sequence[Array]) -> bool:
+    """Whether the one value of a sample is a probability: near 0 or 1, and each in some sample."""
+    if any(one.size != 1 or one.ndim < 2 for one in samples):
+        return False
+    values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
+    high, low = values > 0.9, values < 0.1
+    within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
+    return bool(within and (high | low).all() and high.any() and low.any())
+
+
 def are_decisions(outputs: Sequence[Sequence[Array]]) -> bool:
     """Whether several outputs are [1, T, K] probabilities of as many steps, few of them above 0.5.
 

@@ -4,8 +4,9 @@
 raw scores where they are as a classifier's are: sure of their best class, with a mean that hardly
 changes from step to step. Or probabilities that are each their own, [N, T], [N, T, 1] or [N, T, C],
 which the labels of a picture are as well: there, sides of 0.5 are counted; also of several outputs
-of as many steps, [N, T, K], as of notes and their beginnings; and sides of 0 of raw scores, [N, T]
-or [N, T, 1]. What CTC reads as text is found before (`deploy.metrics.tasks.text`).
+of as many steps, [N, T, K], as of notes and their beginnings, and of one step alone, [N, 1], as of
+a wake word; and sides of 0 of raw scores, [N, T] or [N, T, 1]. What CTC reads as text is found
+before (`deploy.metrics.tasks.text`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.shares import (
     are_decisions,
     are_raw_tracks,
+    are_switches,
     are_tracks,
     laid_out,
     layout_of,
@@ -95,7 +97,8 @@ def _read(name: str, seen: Seen, *, alone: bool) -> Steps | None:
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
     tracks = alone and (flat or not pictures) and are_tracks(samples)  # others are maps of pictures
     raw = alone and not pictures and are_raw_tracks(samples)
-    return Steps((name,), 2, None, raw) if tracks or raw else None
+    fits = tracks or raw or (alone and are_switches(samples))
+    return Steps((name,), 2, None, raw) if fits else None
 
 
 def _has_beside(task: Steps, names: Sequence[str], seen: Seen) -> bool:
@@ -166,7 +169,9 @@ class StepTally:
         rest = total - int(self.own[usual])
         if not rest:
             return None
-        words = f"{alike} of {total} {self.task.said}"
+        words, worst = f"{alike} of {total} {self.task.said}", ""
+        if total > self.samples:
+            worst = f", {100 * self.worst:.1f} % in the worst sample"
         figure, value, count = "steps alike", alike / total, f"{alike} of {total}"
         if rest < (1 - _USUAL) * total:
             kept, seen = alike - int(self.both[usual]), total - int(self.both[usual])
@@ -177,7 +182,7 @@ class StepTally:
             figure=figure,
             value=value,
             count=count,
-            words=f"{words}, {100 * self.worst:.1f} % in the worst sample",
+            words=words + worst,
             samples=self.samples,
             form=self.task.form,
         )
