@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from deploy.metrics.tasks import (
+    axes,
     boxes,
     classes,
     embeddings,
@@ -25,6 +26,7 @@ TASKS: dict[str, Callable[[Seen], Task | None]] = {
     "segmentation": pixels.find,
     "masks": masks.find,
     "heat maps": heatmaps.find,
+    "key points": axes.find,
     "labels": labels.find,
     "classes": classes.find,
     "embeddings": embeddings.find,
