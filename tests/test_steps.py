@@ -161,12 +161,26 @@ def test_one_probability_is_counted_sample_by_sample(build):
     assert "in the worst sample" not in out
 
 
+def places(path):
+    """Forty numbers from 0.2 to 0.8, the same one always the largest: points in a picture."""
+    made = np.random.default_rng(4)
+    nodes = [
+        node("Conv", "x w1", "c1", pads=[2, 2]),
+        node("Relu", "c1", "r1"),
+        node("GlobalAveragePool", "r1", "g"),
+        node("Flatten", "g", "f"),
+        node("Gemm", "f w2 b2", "y", transB=1),
+    ]
+    first, second = made.normal(size=(16, FEATURES, 5)), made.normal(0, 0.001, (40, 16))
+    return saved(path, nodes, [1, 40], w1=first, w2=second, b2=np.linspace(0.2, 0.8, 40))
+
+
 def any_scores(path):
     return scores(path, alike=True)
 
 
-@pytest.mark.parametrize("model", [scores, any_scores])
-def test_a_regression_of_a_few_values_has_no_best_class(build, model):
+@pytest.mark.parametrize("model", [scores, any_scores, places])
+def test_a_regression_has_no_best_class(build, model):
     _, out, told = build(model)
     assert told["task"] is None and told["top1_agreement"] is None
     assert "Top-1 agreement" not in out and "gives one class" not in out

@@ -306,14 +306,16 @@ class _Top1:
         values = not kind and self.values and self.samples >= _ENOUGH
         told = labelled or (kind in _OF_CLASSES and not values)
         share = self.samples if self.classes and told else 0
+        # an embedding that points one way in all samples is as doubtful as one class in all
+        alike = share or (self.samples if self.classes and kind == "embeddings" else 0)
         return Accuracy(
             samples=self.samples,
             outputs=outputs,
             top1_reference=self.right_reference / share if labelled else None,
             top1_candidate=self.right_candidate / share if labelled else None,
             top1_agreement=self.agreed / share if share else None,
-            classes=self.count if share else None,
-            favourite=self.given.most_common(1)[0][1] / share if share else None,
+            classes=self.count if alike else None,
+            favourite=self.given.most_common(1)[0][1] / alike if alike else None,
         )
 
     def _check_labels(self, labels: Sequence[int]) -> None:

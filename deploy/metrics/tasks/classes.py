@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
-from deploy.metrics.rows import Outputs
+from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.examples import ClassExample, Foremost
 from deploy.metrics.tasks.shares import are_raw_tracks
 from deploy.metrics.tasks.task import Seen, TaskFigure
@@ -53,6 +53,9 @@ def find(seen: Seen) -> Classes | None:
     alone = len(vectors) == 1
     if not vectors or not all(_scores(values, alone=alone) for values in vectors.values()):
         return None
+    pictures = any(image_size(fed) is not None for fed in seen.inputs)
+    if not pictures and any(map(are_raw_tracks, vectors.values())):  # of steps, as likely
+        return None
     return Classes(tuple(vectors), next(iter(vectors.values()))[0].size)
 
 
@@ -65,7 +68,7 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
     if all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
-        return alone and _about_zero(np.stack(rows)) and not are_raw_tracks(samples)
+        return alone and _about_zero(np.stack(rows))
     return all(map(_stands_out, rows))
 
 
