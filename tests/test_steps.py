@@ -44,6 +44,32 @@ def frames(path):
     return saved(path, nodes, [1, STEPS, CLASSES], w1=first, w2=second, b2=bias)
 
 
+def notes(path):
+    """How loud each of seven features is, and how much louder than that again."""
+    weight = np.zeros((FEATURES - 1, FEATURES, 5))
+    weight[np.arange(FEATURES - 1), 1 + np.arange(FEATURES - 1), 2] = 1
+    own = np.eye(FEATURES - 1)[..., None]
+    nodes = [
+        node("Conv", "x w", "c", pads=[2, 2]),
+        node("Relu", "c", "r"),
+        node("Conv", "r w1 b", "c1"),
+        node("Conv", "r w2 b", "c2"),
+        node("Transpose", "c1", "t1", perm=[0, 2, 1]),
+        node("Transpose", "c2", "t2", perm=[0, 2, 1]),
+        node("Sigmoid", "t1", "y"),
+        node("Sigmoid", "t2", "onsets"),
+    ]
+    weights = {"w": weight, "w1": own * 15, "w2": own * 12, "b": np.full(FEATURES - 1, -21.0)}
+    saved(path, nodes, [1, STEPS, FEATURES - 1], **weights)
+    model = onnx.load(path)
+    other = onnx.ValueInfoProto()
+    other.CopyFrom(model.graph.output[0])
+    other.name = "onsets"
+    model.graph.output.append(other)
+    onnx.save(model, path)
+    return path
+
+
 def scores(path, *, alike=False):
     """Three figures of 2 to 6, of which the second is the largest; or about 3, and any is."""
     made = np.random.default_rng(4)
@@ -57,6 +83,22 @@ def scores(path, *, alike=False):
     first, second = made.normal(size=(16, FEATURES, 5)), made.uniform(0, 0.02, (3, 16))
     least = 3 - second @ means_of(first) if alike else [2, 4, 3]
     return saved(path, nodes, [1, 3], w1=first, w2=second, b2=least)
+
+
+def switch(path):
+    """Whether the features are louder than usual: one probability, hardly ever in between."""
+    made = np.random.default_rng(4)
+    first = made.normal(size=(16, FEATURES, 5))
+    nodes = [
+        node("Conv", "x w1", "c1", pads=[2, 2]),
+        node("Relu", "c1", "r1"),
+        node("GlobalAveragePool", "r1", "g"),
+        node("Flatten", "g", "f"),
+        node("Gemm", "f w2 b2", "s", transB=1),
+        node("Sigmoid", "s", "y"),
+    ]
+    usual = -60 * means_of(first).sum(keepdims=True)
+    return saved(path, nodes, [1, 1], w1=first, w2=np.full((1, 16), 60), b2=usual)
 
 
 def means_of(weights):
@@ -101,12 +143,44 @@ def test_steps_that_change_their_class_decide_the_verdict(build):
     assert f"unusable: {told['task']['count']} steps of FP32's class" in out
 
 
+@pytest.mark.parametrize("large", [1.0, 100.0])
+def test_decisions_of_several_outputs_decide_the_verdict(build, large):
+    code, out, told = build(notes, large=large)
+    task = told["task"]
+    assert task["form"].startswith("y, onsets: probabilities")
+    assert task["figure"] == "steps alike but the usual" and "Steps alike but the usual" in out
+    assert (task["value"] > 0.9, code) == ((True, 0) if large == 1 else (False, 3))
+    assert "probabilities on FP32's side of 0.5" in out
+
+
+def test_one_probability_is_counted_sample_by_sample(build):
+    _, out, told = build(switch)
+    task = told["task"]
+    assert task["task"] == "steps" and task["count"].endswith(" of 24") and task["value"] > 0.75
+    assert f"{task['count']} probabilities on FP32's side of 0.5" in out
+    assert "in the worst sample" not in out
+
+
+def places(path):
+    """Forty numbers from 0.2 to 0.8, the same one always the largest: points in a picture."""
+    made = np.random.default_rng(4)
+    nodes = [
+        node("Conv", "x w1", "c1", pads=[2, 2]),
+        node("Relu", "c1", "r1"),
+        node("GlobalAveragePool", "r1", "g"),
+        node("Flatten", "g", "f"),
+        node("Gemm", "f w2 b2", "y", transB=1),
+    ]
+    first, second = made.normal(size=(16, FEATURES, 5)), made.normal(0, 0.001, (40, 16))
+    return saved(path, nodes, [1, 40], w1=first, w2=second, b2=np.linspace(0.2, 0.8, 40))
+
+
 def any_scores(path):
     return scores(path, alike=True)
 
 
-@pytest.mark.parametrize("model", [scores, any_scores])
-def test_a_regression_of_a_few_values_has_no_best_class(build, model):
+@pytest.mark.parametrize("model", [scores, any_scores, places])
+def test_a_regression_has_no_best_class(build, model):
     _, out, told = build(model)
     assert told["task"] is None and told["top1_agreement"] is None
     assert "Top-1 agreement" not in out and "gives one class" not in out

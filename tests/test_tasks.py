@@ -199,6 +199,23 @@ def test_logits_are_classes_and_other_vectors_are_not():
     assert same_task(outputs(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
 
 
+def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
+    made = rng()
+
+    def task(make):
+        return same_task([{"y": make().astype(np.float32)} for _ in range(4)])
+
+    assert task(lambda: made.normal(0, [[25, 12, 8]])) is None  # of a head, in degrees
+    assert task(lambda: made.uniform(-1, 1, (1, 6))) is None  # behind a Tanh
+    turn = np.linspace(0, 2 * np.pi, 49)[:-1]
+    line = np.stack([np.sin(turn), np.cos(turn)], axis=1)
+    for points in (line.reshape(1, -1), line.T.reshape(1, -1)):  # x, y, x, y; or all x before y
+        assert task(lambda points=points: points + made.normal(0, 0.05, points.shape)) is None
+    turned = np.full((4, 4), [[0.8], [0.5], [-1.0], [0.5]])  # a page's, by a trained model
+    turned += np.diag([4.4, 4.2, 4.6, 4.4]) + made.normal(0, 0.1, (4, 4))
+    assert same_task([{"y": row[None]} for row in turned]) == "classes"
+
+
 def test_embeddings_keep_their_neighbours():
     made = rng()
     centres = made.standard_normal((4, 64))
@@ -400,6 +417,114 @@ def test_distributions_of_distances_are_boxes_level_by_level(maps):
     assert figure(references, silent, [fed(size)] * 8)[1].value == 0  # nothing left of any level
 
 
+def split_yolo(number, boxes="rows", scores="rows"):
+    """YOLO's boxes and scores in outputs of their own, either turned."""
+    value = v8(number)["output0"]
+    parts = {"boxes": value[:, :4], "scores": value[:, 4:]}
+    lies = {"boxes": boxes, "scores": scores}
+    return {n: v if lies[n] == "turned" else v.swapaxes(1, 2) for n, v in parts.items()}
+
+
+@pytest.mark.parametrize("scores", ["rows", "turned"])
+@pytest.mark.parametrize("boxes", ["rows", "turned"])
+def test_boxes_and_scores_may_be_turned(boxes, scores):
+    references = [split_yolo(n, boxes, scores) for n in range(8)]
+    form, same = figure(references, references)
+    assert form.task.form == "scores: scores of anchors, boxes by centre"
+    assert same.words.startswith("48 of 48 boxes of FP32 kept, 0 new")
+    moved = [{**one, "boxes": one["boxes"] + 2} for one in references]  # of boxes 3 wide
+    assert figure(references, moved)[1].value == 0
+    fewer = [{**one, "scores": one["scores"][..., 1:, 1:]} for one in references]
+    assert figure(references, fewer)[1].value == 0  # of another form
+
+
+def gated(number, raw=False, maps=False, classes=1):
+    """Scores, a gate, distances and key points of each level, as of faces."""
+    outputs = {}
+    for stride in (8, 16, 32):
+        made = np.random.default_rng(number * 100 + stride)
+        sides = SIZE[0] // stride, SIZE[1] // stride
+        count = sides[0] * sides[1]
+        seen, which = made.choice(count, 2, replace=False), made.integers(0, classes, 2)
+        gate = made.uniform(0.001, 0.01, (1, count, 1))
+        scores = made.uniform(0.001, 0.04, (1, count, classes))
+        gate[0, seen] = scores[0, seen, which] = 0.9
+        level = {"cls": scores, "obj": gate, "bbox": made.uniform(0.5, 4, (1, count, 4))}
+        if raw:
+            level |= {n: np.log(level[n] / (1 - level[n])) for n in ("cls", "obj")}
+        else:
+            level["kps"] = made.normal(0, 2, (1, count, 10))
+        for name, value in level.items():
+            turned = value.transpose(0, 2, 1).reshape(1, -1, *sides)
+            outputs[f"{name}_{stride}"] = (turned if maps else value).astype(np.float32)
+    return outputs
+
+
+GATED = [{}, {"classes": 4}, {"raw": True}, {"raw": True, "maps": True, "classes": 4}]
+
+
+@pytest.mark.parametrize("how", GATED)
+def test_an_objectness_of_each_level_multiplies_its_scores(how):
+    references = [gated(n, **how) for n in range(4)]
+    form, same = figure(references, references)
+    assert form.task.form.startswith("cls_8, cls_16, cls_32") and same.value == 1
+    assert same.words.startswith("24 of 24 boxes")
+    silent = -20 if how.get("raw") else 0
+    lost = [{**one, "obj_8": one["obj_8"] * 0 + silent} for one in references]
+    assert figure(references, lost)[1].words.startswith("16 of 24 boxes of FP32 kept, 0 new")
+    assert (
+        figure(references, [{k: v * np.nan for k, v in one.items()} for one in lost])[1].value == 0
+    )
+    if how.get("maps"):  # of the cells of no stride
+        assert same_task(references, [fed((96, 96))] * 4) is None
+
+
+def queries(number, classes=11):
+    made = np.random.default_rng(number)
+    value = made.uniform(0.001, 0.02, (1, 300, 4 + classes))
+    value[..., :2] = made.uniform(0.2, 0.8, (1, 300, 2))
+    value[..., 2:4] = made.uniform(0.1, 0.3, (1, 300, 2))
+    value[0, np.arange(7), 4 + made.integers(0, classes, 7)] = 0.8
+    return {"y": value.astype(np.float32)}
+
+
+def distances(number, bins=8):
+    """Scores first, then distributions of 1, 2, 1 and 2 strides to each side."""
+    _, scores = yolo(number)
+    far = np.random.default_rng(number).normal(0, 1, (len(scores), 4, bins))
+    far[:, np.arange(4), [1, 2, 1, 2]] = 30
+    value = np.concatenate([scores, far.reshape(len(scores), -1)], axis=1)
+    return {"y": value[None].astype(np.float32)}
+
+
+@pytest.mark.parametrize("form", [queries, distances])
+def test_scores_and_boxes_side_by_side(form):
+    references = [form(n) for n in range(8)]
+    read, same = figure(references, references)
+    assert read.task.form.endswith("in a row") and same.value == 1
+    assert len(read.parts) == 2
+    columns = slice(0, 2) if form is queries else slice(5, 37)
+    moved = [{"y": one["y"].copy()} for one in references]
+    for one in moved:
+        one["y"][..., columns] = np.roll(one["y"][..., columns], 1, axis=-1)
+    assert figure(references, moved)[1].value < 0.5
+    assert figure(references, [{"y": one["y"] * np.nan} for one in references])[1].value == 0
+    loud = [{"y": np.clip(one["y"] + 0.2, None, 1)} for one in references]
+    assert same_task(loud) is None
+    anywhere = [{"y": np.random.default_rng(n).uniform(0, 1, (1, 300, 15))} for n in range(4)]
+    assert same_task(anywhere) is None
+
+
+def test_a_distribution_stands_where_its_cell_is():
+    read, _ = figure([distances(n) for n in range(8)], [distances(n) for n in range(8)])
+    cells, strides = GRID.cells(SIZE)
+    seen = scene(0, classes=5)[0]
+    found = read.task.decoder.boxes(fed(), distances(0)).boxes
+    sides = np.array([-1, -2, 1, 2])
+    wanted = (np.tile(cells[seen] + 0.5, 2) + sides) * strides[seen, None]
+    assert all(np.abs(found - one).max(axis=1).min() < 1e-3 for one in wanted)
+
+
 # ------------------------------------------------------------------ pixels
 
 
@@ -409,13 +534,17 @@ def smooth(classes, number, side=32):
     places = made.uniform(0, side, (classes, 2))
     rows, columns = np.mgrid[:side, :side]
     far = (rows - places[:, :1, None]) ** 2 + (columns - places[:, 1:, None]) ** 2
-    return ((100 - far) / 20)[None].astype(np.float32)
+    scores = -far / 20
+    return (scores - scores.mean(axis=0))[None].astype(np.float32)
 
 
-@pytest.mark.parametrize("form", ["raw", "shares", "numbers"])
+@pytest.mark.parametrize("form", ["raw", "shares", "numbers", "raw last", "shares last"])
 def test_classes_of_pixels(form):
     def output(number):
         raw = smooth(5, number)
+        if form.endswith("last"):
+            value = raw if form == "raw last" else softmax(raw)
+            return {"seg": np.moveaxis(value, 1, 3)}
         if form == "raw":
             return {"seg": raw}
         return {"seg": softmax(raw) if form == "shares" else raw.argmax(axis=1)}
@@ -423,7 +552,7 @@ def test_classes_of_pixels(form):
     references = [output(n) for n in range(4)]
     inputs = [fed((32, 32))] * 4
     assert figure(references, references, inputs)[1].value == 1
-    axis = -1
+    axis = 2 if form.endswith("last") else -1
     candidates = [{"seg": np.roll(one["seg"], 3, axis=axis)} for one in references]
     task, found = figure(references, candidates, inputs)
     assert task.task.name == "segmentation" and 0.4 < found.value < 0.95
@@ -438,6 +567,42 @@ def test_feature_maps_pictures_and_small_maps_are_not_segmented():
     picture = [{"f": smooth(3, n, 64) / 200 + 0.5} for n in range(4)]
     assert same_task(picture, inputs) is None
     assert same_task([{"f": smooth(8, n, 64)} for n in range(4)], [fed((512, 512))] * 4) is None
+
+
+def waves(channels, number, side=64):
+    """Channels that change smoothly from place to place, each for itself."""
+    made = np.random.default_rng(number)
+    rows, columns = np.mgrid[:side, :side] / side
+    turn = made.uniform(2, 6, (channels, 3, 1, 1))
+    values = np.sin(turn[:, 0] * rows + turn[:, 1] * columns + 6 * turn[:, 2])
+    return values[None].astype(np.float32)
+
+
+def test_smooth_channels_that_change_each_for_itself_are_no_classes():
+    inputs = [fed((64, 64))] * 4
+    for channels in (2, 3):  # an optical flow; the colours of a picture of no brightness
+        assert same_task([{"y": 9 * waves(channels, n)} for n in range(4)], inputs) is None
+    grey = [waves(1, n) * 2 + waves(3, n + 9) / 2 for n in range(4)]
+    assert same_task([{"y": one} for one in grey], inputs) is None  # a picture about its mean
+    none = [{"y": smooth(3, n, 64) - 40} for n in range(4)]
+    assert same_task(none, inputs) is None  # nothing is above 0 anywhere: no class of a Softmax
+    assert same_task([{"y": smooth(3, n, 64)} for n in range(4)], inputs) == "segmentation"
+
+
+def test_pages_made_sharper_and_small_disparities_are_no_masks():
+    def page(number):
+        value = np.full((1, 3, 64, 64), 0.97, np.float32)
+        for row, column in np.random.default_rng(number).integers(0, 50, (30, 2)):
+            value[:, :, row : row + 3, column : column + 9] = 0.04
+        return value
+
+    pages = [page(n) for n in range(4)]
+    noise = np.random.default_rng(1).normal(0, 0.1, (4, 1, 3, 64, 64))
+    blurred = [{"x": one + own} for one, own in zip(pages, noise, strict=True)]
+    assert same_task([{"y": one} for one in pages], blurred) is None
+    assert same_task([{"y": one} for one in pages], [fed((64, 64))] * 4) == "masks"
+    far = [{"y": 0.05 + waves(1, n) / 20} for n in range(4)]
+    assert same_task(far, [fed((64, 64))] * 4) is None
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -495,6 +660,19 @@ def test_texts_are_decoded_and_edits_counted(raw, turned, blank):
     form, found = figure(references, candidates)
     assert form.task.name == "text" and form.task.blank == blank
     assert found.value == 0.5 and found.words == "2 of 4 texts as FP32's, 2 edits in 14 symbols"
+
+
+def test_slots_of_a_number_plate_keep_their_repeats():
+    def plate(*best):
+        scores = rng().standard_normal((9, 37))
+        scores[np.arange(9), [*best, *[36] * (9 - len(best))]] = 12
+        return {"y": softmax(scores)[None].astype(np.float32)}
+
+    references = [plate(1, 1, 5, 5, 30), plate(4, 4, 4, 4, 8, 9), plate(7, 2, 3, 30), plate(3, 3)]
+    form, same = figure(references, references)
+    assert form.task.form == "y: text of 36 symbols, blank 36, one a slot" and same.value == 1
+    fewer = [plate(1, 5, 5, 30), *references[1:]]  # one 1 of two is lost
+    assert figure(references, fewer)[1].words == "3 of 4 texts as FP32's, 1 edits in 17 symbols"
 
 
 def test_edit_distance_by_hand():
@@ -575,6 +753,12 @@ def test_a_class_for_each_token_that_was_fed_is_no_text():
     assert same_task(tags) == "text"
     words = [{"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}] * 4
     assert same_task(tags, words) == "steps"
+    letters = [{"letters": np.ones((1, 8, 5), np.int32)}] * 4
+    assert same_task(tags, letters) == "steps"
+    pieces = [{"ids": np.arange(11)[None]}] * 4  # some words are two tokens
+    assert same_task(tags, pieces) == "steps"
+    spoken_of = [{"sound": np.zeros((1, 80, 8)), "length": np.array([80])}] * 4
+    assert same_task(tags, spoken_of) == "text"
 
 
 def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
@@ -603,6 +787,66 @@ def test_probabilities_are_compared_by_their_side_of_a_half(shape):
     assert found.words == (
         "195 of 200 probabilities on FP32's side of 0.5, 90.0 % in the worst sample"
     )
+
+
+def test_one_probability_a_sample_is_on_a_side_of_a_half():
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 16
+    said = [{"y": np.array([[0.97 if n % 4 == 1 else 0.02]])} for n in range(16)]
+    for inputs in (None, sound):  # a wake word's, or whether a picture is upside down
+        form, same = figure(said, said, inputs)
+        assert form.task.name == "steps" and same.value == 1
+        quiet = [{"y": one["y"] * (0.5 if n == 1 else 1)} for n, one in enumerate(said)]
+        _, found = figure(said, quiet, inputs)
+        assert found.words == "15 of 16 probabilities on FP32's side of 0.5"
+        assert figure(said, [{"y": one["y"] * np.nan} for one in said], inputs)[1].value == 0
+    assert same_task([{"y": np.array([[0.02]])}] * 4) is None  # always near 0: a small number
+    assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
+
+
+def sounding(number, keys, on=0.02, steps=60):
+    """Probabilities of notes, which rest at 0.05 to 0.25."""
+    made = np.random.default_rng(number)
+    rest = made.uniform(0.05, 0.25, (1, steps, keys))
+    return np.where(made.uniform(size=rest.shape) < on, 0.8, rest).astype(np.float32)
+
+
+def test_notes_and_their_beginnings_are_decisions_of_steps():
+    sound = [{"sound": np.zeros((1, 800, 1), np.float32)}] * 4
+
+    def output(number):
+        return {"notes": sounding(number, 40), "onsets": sounding(number + 9, 40, 0.01)}
+
+    references = [output(n) for n in range(4)]
+    form, same = figure(references, references, sound)
+    assert form.task.form.startswith("notes, onsets: probabilities") and same.value == 1
+    on = sum(int((value > 0.5).sum()) for one in references for value in one.values())
+    lost = [{**one, "onsets": one["onsets"] * 0.6} for one in references]
+    _, found = figure(references, lost, sound)
+    kept = sum(int((one["notes"] > 0.5).sum()) for one in references)
+    assert found.figure == "steps alike but the usual" and found.count == f"{kept} of {on}"
+    shorter = [{**one, "onsets": one["onsets"][:, :50]} for one in references]
+    assert figure(references, shorter, sound)[1].value < 0.8
+    assert same_task(shorter, sound) is None
+    assert same_task(references) is None  # of pictures: maps
+    assert same_task([{k: v + 0.2 for k, v in one.items()} for one in references], sound) is None
+
+
+@pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (50,), (1, 12)])
+def test_raw_scores_of_steps_are_compared_by_their_sign(shape):
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+    count, made = int(np.prod(shape)), rng()
+
+    def output(lost=0):
+        value = np.where(np.arange(count) < 5, 4.0, -6.0) + made.normal(0, 0.5, count)
+        value[:lost] = -3
+        return {"y": value.reshape(shape).astype(np.float32)}
+
+    references = [output() for _ in range(4)]
+    form, found = figure(references, [output(5), *references[1:]], sound)
+    assert form.task.form == "y: raw scores of steps or labels, each its own"
+    assert f"{4 * count - 5} of {4 * count} scores on FP32's side of 0" in found.words
+    weather = [{"y": 15 * np.sin(np.arange(96) / 8 + n)[None]} for n in range(4)]
+    assert same_task(weather, sound) is None  # as many degrees above 0 as below
 
 
 def test_features_pictures_and_regressions_are_no_steps():

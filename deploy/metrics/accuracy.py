@@ -26,6 +26,7 @@ from deploy.metrics.values import are_ranked, are_values
 from deploy.tensors import Array, Session, Speaking, TensorSpec
 
 _ENOUGH = 8  # samples to tell a regression's values, or ranked ones, from scores
+_OF_CLASSES = ("", "classes")  # tasks whose largest output may be a class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,9 @@ class Accuracy:
         samples: samples compared (rows of the batches, not batches).
         outputs: one entry per output, in the reference's order.
         top1_reference, top1_candidate: share of samples whose largest output is the label's.
-        top1_agreement: share of samples where both have the same largest output; None of steps,
-            and without labels of a regression's values and of such as TopK has ranked.
+        top1_agreement: share of samples where both have the same largest output; without labels
+            None of a regression's values, of such as TopK has ranked, and where the task is another
+            than classes.
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
         classes: classes of the first output, where it holds a score for each.
         favourite: share of the samples that the reference gives to its most frequent class.
@@ -304,17 +306,19 @@ class _Top1:
         labelled = self.labels is not None
         if self.labels is not None:
             self._check_labels(self.labels)
-        others = (self.values or self.ranked) and self.samples >= _ENOUGH
-        told = labelled or not (kind == "steps" or (not kind and others))
+        others = not kind and (self.values or self.ranked) and self.samples >= _ENOUGH
+        told = labelled or (kind in _OF_CLASSES and not others)
         share = self.samples if self.classes and told else 0
+        # an embedding that points one way in all samples is as doubtful as one class in all
+        alike = share or (self.samples if self.classes and kind == "embeddings" else 0)
         return Accuracy(
             samples=self.samples,
             outputs=outputs,
             top1_reference=self.right_reference / share if labelled else None,
             top1_candidate=self.right_candidate / share if labelled else None,
             top1_agreement=self.agreed / share if share else None,
-            classes=self.count if share else None,
-            favourite=self.given.most_common(1)[0][1] / share if share else None,
+            classes=self.count if alike else None,
+            favourite=self.given.most_common(1)[0][1] / alike if alike else None,
         )
 
     def _check_labels(self, labels: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a few values that are no scores of classes: a regression's, or the best few of some."""
+"""Rows of values that are no scores of classes: a regression's, or the best few of some."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import numpy as np
 
 from deploy.tensors import Array
 
-_FEW = 32  # as of `deploy.metrics.tasks.classes`
 _SHARE = 1.01  # a share is not above 1, but for rounding
+_BETWEEN = 0.5  # share of values between 0.1 and 0.9, at least, of places in a picture
 
 
 def are_values(scores: Array, batch: int) -> bool:
-    """Whether [N, C] may be a regression's: few, all above 0, and in each row one above 1.
+    """Whether [N, C] may be a regression's: all above 0, and in each row one above 1.
 
+    Or all from 0 to 1, as places in shares of a picture: of no sum of 1, and most not near 0 or 1.
     Scores of classes have both signs, logarithms of shares are below 0, and shares are not above 1.
     """
     rows = scores.reshape(batch, -1)
-    if not 2 <= rows.shape[1] < _FEW or not np.isfinite(rows).all():
+    if rows.shape[1] < 2 or not np.isfinite(rows).all():
         return False
-    return bool(rows.min() > 0 and rows.max(axis=1).min() > _SHARE)
+    if rows.min() > 0 and rows.max(axis=1).min() > _SHARE:
+        return True
+    between = np.mean((rows > 0.1) & (rows < 0.9), axis=1).min() >= _BETWEEN
+    whole = np.abs(rows.sum(axis=1, dtype=np.float64) - 1).min() < 1e-2
+    return bool(rows.min() >= 0 and rows.max() <= _SHARE and between and not whole)
 
 
 def are_ranked(scores: Array, batch: int) -> bool:

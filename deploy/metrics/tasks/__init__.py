@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deploy.metrics.tasks import boxes, classes, embeddings, heatmaps, masks, pixels, steps, text
+from deploy.metrics.tasks import (
+    axes,
+    boxes,
+    classes,
+    embeddings,
+    heatmaps,
+    labels,
+    masks,
+    pixels,
+    steps,
+    text,
+)
 from deploy.metrics.tasks.metric import Metric, metric_of
 from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
 
@@ -15,6 +26,8 @@ TASKS: dict[str, Callable[[Seen], Task | None]] = {
     "segmentation": pixels.find,
     "masks": masks.find,
     "heat maps": heatmaps.find,
+    "key points": axes.find,
+    "labels": labels.find,
     "classes": classes.find,
     "embeddings": embeddings.find,
     "steps": steps.find,

@@ -1,13 +1,15 @@
 """Boxes and scores in outputs of their own, one row an anchor: SSD, RetinaFace, DETR, PicoDet.
 
 All anchors (or queries) may be in one pair of outputs, or each level of them in a pair of its own.
+Either may be turned, [C, A]. A third output of one column, an objectness or centreness (YuNet,
+FCOS), multiplies the scores.
 
 ======================  ========================================================================
 scores [A, C]           probabilities; a background among them (first or last) where they sum to
                         1; raw, by Softmax where one background wins nearly everywhere, by
                         Sigmoid where nearly all are below 0
-boxes [A, 4]            corners; centre and size of a few queries (DETR, Carion et al. 2020);
-                        offsets from anchors that the outputs do not tell
+boxes [A, 4]            corners; centre and size, at their anchors or of a few queries (DETR,
+                        Carion et al. 2020); offsets from anchors that the outputs do not tell
 boxes [A, 4 (m + 1)]    distributions of the four distances from an anchor's cell, in strides
                         (Li et al. 2020, Generalized Focal Loss): PicoDet, NanoDet, and the heads of
                         YOLO v6 and v8 before they are joined, where both may be maps [C, H, W]
@@ -28,26 +30,30 @@ from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.detections import LOWEST, Detections, Floats, by_place, by_score
 from deploy.metrics.tasks.grid import Grid, grids
+from deploy.metrics.tasks.tables import are_cells, laid, table, turned_of
 from deploy.metrics.tasks.task import Seen
-from deploy.metrics.tasks.yolo import corners
-from deploy.tensors import Array
+from deploy.metrics.tasks.yolo import at_anchors, corners
 
 _ANCHORS = 10  # of all levels, at least
 _MAPS = 4  # outputs of two levels: fewer are no heads of a detector
-_LARGEST = 1 << 16  # cells of a level
 _QUERIES = 1000  # of a DETR, at most
 _BINS = 4  # of a distribution, at least
 _WINS = 0.8  # share of anchors that see the background
+_IDLE = 0.1  # share that an anchor which sees nothing gives to any class
 _BELOW = 0.9  # share of anchors whose best raw score is below 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Names of a level's scores and boxes, and its grid where boxes are distributions."""
+    """Names of a level's scores and boxes, and its grid where boxes are distributions.
+
+    `gate` is the output that multiplies the scores; "" without.
+    """
 
     scores: str
     boxes: str
     grid: Grid | None = None
+    gate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ class Anchors:
         coding: "corners", "centre", "distribution" or "" where boxes cannot be told.
         classes: how many there are, without the background.
         maps: whether the outputs are maps, one cell an anchor.
+        turned: outputs whose anchors are the last dimension.
+        gate_raw: whether a Sigmoid is still to come over the gates.
         parts: as of a task.
     """
 
@@ -70,6 +78,8 @@ class Anchors:
     coding: str
     classes: int
     maps: bool = False
+    turned: frozenset[str] = frozenset()
+    gate_raw: bool = False
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
 
     @property
@@ -87,14 +97,18 @@ class Anchors:
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """The boxes of one sample, of all levels together."""
-        if self.maps:
-            outputs = _unrolled(outputs)
-        scores = [_table(outputs[pair.scores]) for pair in self.levels]
-        boxes = [_table(outputs[pair.boxes]) for pair in self.levels]
+        outputs = laid(outputs, maps=self.maps, turned=self.turned)
+        scores = [table(outputs[pair.scores]) for pair in self.levels]
+        boxes = [table(outputs[pair.boxes]) for pair in self.levels]
         known = [(a, b) for a, b in zip(scores, boxes, strict=True) if _paired(a, b)]
         if len(known) != len(self.levels):
             return None
         shares = _shares(np.concatenate([a for a, _ in known if a is not None]), self)
+        if self.levels[0].gate:
+            gates = _gates(self.levels, outputs, raw=self.gate_raw)
+            if gates is None or gates.shape != (len(shares), 1):
+                return None
+            shares = shares * gates
         if not self.coding:
             return by_place(shares)
         size = image_size(inputs)
@@ -113,11 +127,12 @@ class Anchors:
 def find(seen: Seen) -> Anchors | None:
     """The levels, where every one has scores and boxes."""
     maps = sum(seen.outputs[0][name].ndim == 4 for name in seen.names) >= _MAPS
-    if maps:
-        seen = Seen(seen.inputs, [_unrolled(one) for one in seen.outputs])
+    cells = maps and are_cells(seen)
+    turned = turned_of(seen)
+    seen = Seen(seen.inputs, [laid(one, maps=maps, turned=turned) for one in seen.outputs])
     groups: dict[int, list[str]] = {}
     for name in seen.names:
-        tables = [_table(value) for value in seen.arrays(name)]
+        tables = [table(value) for value in seen.arrays(name)]
         columns = {None if one is None else one.shape[1] for one in tables}
         if tables[0] is not None and len(tables[0]) > 1 and len(columns) == 1:
             groups.setdefault(len(tables[0]), []).append(name)
@@ -125,35 +140,34 @@ def find(seen: Seen) -> Anchors | None:
     levels = tuple(pair for pair in pairs if pair is not None)
     if len(levels) != len(pairs) or sum(groups) < _ANCHORS:
         return None
+    gated = [name for pair in levels if (name := pair.gate)]
+    if gated and len(gated) != len(levels):
+        return None
     activation = _activation([_stacked(pair.scores, seen) for pair in levels])
-    coding = _coding([_stacked(pair.boxes, seen) for pair in levels], levels, len(groups))
-    if activation is None or coding is None or (maps and coding != "distribution"):
+    coding = _coding([_stacked(pair.boxes, seen) for pair in levels], levels, seen)
+    if activation is None or coding is None:
+        return None
+    if maps and coding != "distribution" and not (cells and activation[1] is None):
         return None
     count = seen.outputs[0][levels[0].scores].shape[-1] - (activation[1] is not None)
-    return Anchors(levels, *activation, coding, count, maps)
+    coding = "" if maps and coding != "distribution" else coding
+    raw = not all(_is_share(_stacked(name, seen)) for name in gated)
+    return Anchors(levels, *activation, coding, count, maps, turned, raw)
 
 
-def _unrolled(outputs: Outputs) -> dict[str, Array]:
-    """Maps [1, C, H, W] of no great size become [1, H W, C]; the rest stays as it is."""
-    return {
-        name: value.reshape(1, value.shape[1], -1).transpose(0, 2, 1)
-        if value.ndim == 4 and len(value) == 1 and value[0, 0].size <= _LARGEST
-        else value
-        for name, value in outputs.items()
-    }
-
-
-def _table(value: Array) -> Floats | None:
-    """[1, A, C] or [A, C] -> [A, C]; None for other shapes."""
-    if value.ndim not in (2, 3) or not np.issubdtype(value.dtype, np.floating):
+def _gates(levels: Sequence[Pair], outputs: Outputs, *, raw: bool) -> Floats | None:
+    """What multiplies the scores of all anchors, [A, 1]; None where a level has none that fits."""
+    columns = [table(outputs[pair.gate]) for pair in levels]
+    known = [one for one in columns if one is not None]
+    if len(known) != len(columns):
         return None
-    if value.ndim == 3 and len(value) != 1:
-        return None
-    return value.reshape(value.shape[-2:]).astype(np.float64)
+    with np.errstate(over="ignore"):
+        values = np.concatenate(known)
+        return np.asarray(1 / (1 + np.exp(-values))) if raw else values
 
 
 def _stacked(name: str, seen: Seen) -> Floats:
-    tables = [_table(value) for value in seen.arrays(name)]
+    tables = [table(value) for value in seen.arrays(name)]
     return np.concatenate([one for one in tables if one is not None])
 
 
@@ -166,6 +180,8 @@ def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
     shapes = {name: seen.outputs[0][name].shape for name in names}
     boxes = [name for name in names if shapes[name][-1] == 4 and not _adds_up(name, seen)]
     grid = None
+    if len(boxes) > 1:  # one is the scores of four classes
+        boxes = [name for name in boxes if not _sees_little(_stacked(name, seen))]
     if not boxes:
         sizes = {image_size(inputs) for inputs in seen.inputs}
         size = next(iter(sizes)) if len(sizes) == 1 else None
@@ -179,13 +195,25 @@ def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
         return None
     others = [name for name in names if name != boxes[0]]
     scores = [name for name in others if _is_share(_stacked(name, seen))]
-    if not scores and len(others) == 1:
+    if not scores and len(others) <= 2:
         scores = others
+    if len(scores) == 2:
+        gates = [name for name in scores if shapes[name][-1] == 1][-1:]
+        kinds = [name for name in scores if name not in gates]
+        return Pair(kinds[0], boxes[0], grid, gates[0]) if gates else None
     return Pair(scores[0], boxes[0], grid) if len(scores) == 1 else None
 
 
 def _is_share(rows: Floats) -> bool:
     return bool(rows.size and rows.min() >= -1e-3 and rows.max() <= 1 + 1e-3)
+
+
+def _sees_little(rows: Floats) -> bool:
+    """Whether rows of shares, or of raw scores, are sure of nothing nearly everywhere."""
+    best = rows.max(axis=1)
+    return bool(
+        np.mean(best < _IDLE) >= _BELOW and (_is_share(rows) or np.mean(best < 0) >= _BELOW)
+    )
 
 
 def _adds_up(name: str, seen: Seen) -> bool:
@@ -211,7 +239,7 @@ def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
     return None if ground is None else ("softmax", ground)
 
 
-def _coding(levels: list[Floats], pairs: Sequence[Pair], groups: int) -> str | None:
+def _coding(levels: list[Floats], pairs: Sequence[Pair], seen: Seen) -> str | None:
     if any(pair.grid is not None for pair in pairs):
         return "distribution" if all(pair.grid is not None for pair in pairs) else None
     rows = np.concatenate(levels)
@@ -220,7 +248,18 @@ def _coding(levels: list[Floats], pairs: Sequence[Pair], groups: int) -> str | N
     if np.mean(np.all(rows[:, 2:] >= rows[:, :2], axis=1)) > 0.99:
         return "corners"
     inside = rows.min() >= -0.05 and rows.max() <= 1.05
-    return "centre" if groups == 1 and inside and len(levels[0]) <= 4 * _QUERIES else ""
+    if len(pairs) == 1 and inside and len(rows) <= 4 * _QUERIES:
+        return "centre"
+    return "centre" if len(pairs) == 1 and _at_anchors(rows, seen) else ""
+
+
+def _at_anchors(rows: Floats, seen: Seen) -> bool:
+    """Whether boxes of all samples have their centres at the anchors of a grid."""
+    sizes = {image_size(inputs) for inputs in seen.inputs}
+    size = next(iter(sizes)) if len(sizes) == 1 else None
+    found = [] if size is None else grids(len(rows) // len(seen.inputs), size)
+    own = [size] * len(seen.inputs) if size is not None else []
+    return any(at_anchors(rows.T, own, grid) == "centre" for grid in found)
 
 
 def _shares(rows: Floats, how: Anchors) -> Floats:
@@ -246,11 +285,16 @@ def _corners(
     size: tuple[int, int] | None,
 ) -> Floats:
     """Boxes of the rows `here` of a level."""
-    rows = rows[here]
     if coding == "corners":
-        return rows
+        return rows[here]
     if grid is None or size is None:
-        return corners(rows)
+        return corners(rows[here])
+    return distances(rows, here, grid, size)
+
+
+def distances(rows: Floats, here: NDArray[np.int64], grid: Grid, size: tuple[int, int]) -> Floats:
+    """Corners of the rows `here` of distributions [A, 4 (m + 1)], a row a cell of the grid."""
+    rows = rows[here]
     cells, strides = (one[here] for one in grid.cells(size))
     bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
     with np.errstate(invalid="ignore"):

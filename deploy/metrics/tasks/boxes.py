@@ -16,7 +16,9 @@ from typing import Protocol
 import numpy as np
 
 import deploy.metrics.tasks.anchors as anchors
+import deploy.metrics.tasks.centres as centres
 import deploy.metrics.tasks.ended as ended
+import deploy.metrics.tasks.joined as joined
 import deploy.metrics.tasks.maps as maps
 import deploy.metrics.tasks.yolo as yolo
 from deploy.metrics.parts import Part
@@ -62,6 +64,8 @@ DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (
     ended.find,
     anchors.find,
     maps.find,
+    centres.find,
+    joined.find,
 )
 
 

@@ -1,8 +1,9 @@
 """Classes: how often the candidate's best class is the float model's.
 
-[N, C] scores. Probabilities (each row sums to 1) are classes for sure; raw numbers are where they
-are few, or where the best stands out as no direction of an embedding does. Other vectors (a place,
-an angle, an embedding) are not.
+[N, C] scores. Probabilities (each row sums to 1) are classes for sure; raw numbers are where the
+best stands out as no direction of an embedding does, or where they are few, beyond what a Tanh
+gives, and of a mean that hardly changes from sample to sample, as training moves one score up and
+others down. Other vectors (a place, angles, an embedding) are not.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
-from deploy.metrics.rows import Outputs
+from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.embeddings import of_unit_length
 from deploy.metrics.tasks.examples import ClassExample, Foremost
+from deploy.metrics.tasks.shares import are_raw_tracks
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
 _FEW = 32  # numbers that no embedding makes do with
+_BOUND = 1.05  # of a Tanh, and what rounding adds
+_STEADY = 0.5  # what the mean of few raw scores varies by, of what they do
 _LEAST = 1e-12  # another class is a difference, even of two equal values
 
 
@@ -49,6 +54,9 @@ def find(seen: Seen) -> Classes | None:
     alone = len(vectors) == 1
     if not vectors or not all(_scores(values, alone=alone) for values in vectors.values()):
         return None
+    pictures = any(image_size(fed) is not None for fed in seen.inputs)
+    if not pictures and any(map(are_raw_tracks, vectors.values())):  # of steps, as likely
+        return None
     return Classes(tuple(vectors), next(iter(vectors.values()))[0].size)
 
 
@@ -61,8 +69,15 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
     if all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
-        return alone and any(row.min() < 0 for row in rows) and any(row.max() > 0 for row in rows)
+        return alone and _about_zero(np.stack(rows))
     return all(map(_stands_out, rows)) and not all(map(of_unit_length, rows))
+
+
+def _about_zero(rows: NDArray[np.float64]) -> bool:
+    """Whether few raw scores differ in themselves, not in their mean, and leave [-1, 1]."""
+    spread = float(rows.std(axis=1).mean())
+    wide = rows.min() < 0 < rows.max() and np.abs(rows).max() > _BOUND
+    return bool(wide and rows.mean(axis=1).std() < _STEADY * spread)
 
 
 def _is_vector(value: Array) -> bool:

@@ -8,7 +8,7 @@ first 64 samples are kept; each one's nearest neighbour among them should be the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,8 @@ from deploy.tensors import Array
 _LONG = 32  # numbers of an embedding, at least
 _ALIKE = 1e-2  # lengths that normalising made alike
 _SPREAD = 2  # absolute sum of a vector of length 1: of less it is a few classes' shares
+_POINTS = 3  # numbers that a point has, at most
+_IN_ORDER = 0.5  # correlation of a vector's numbers with those of the points before
 _KEPT = 64  # vectors in memory
 _ENOUGH = 8  # vectors that have neighbours worth the name
 
@@ -59,6 +61,8 @@ def find(seen: Seen) -> Embeddings | None:
     if not all(map(_is_vector, samples)) or len({one.size for one in samples}) != 1:
         return None
     vectors = [one.astype(np.float64).reshape(-1) for one in samples]
+    if _are_points(vectors):
+        return None
     if all(map(of_unit_length, vectors)) or all(map(_about_zero, vectors)):
         return Embeddings(name, samples[0].size)
     return None
@@ -74,6 +78,17 @@ def _is_vector(value: Array) -> bool:
     """[1, D], with more dimensions of 1 or none."""
     long = value.size >= _LONG and max(value.shape, default=0) == value.size
     return bool(long and np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
+
+
+def _are_points(vectors: Sequence[NDArray[np.float64]]) -> bool:
+    """Whether each number is like the one, two or three before it: x, y, z of points in order."""
+    if any(one.std() == 0 for one in vectors):
+        return False
+    along = [
+        np.mean([np.corrcoef(one[step:], one[:-step])[0, 1] for one in vectors])
+        for step in range(1, _POINTS + 1)
+    ]
+    return bool(max(along) > _IN_ORDER)
 
 
 def _about_zero(vector: NDArray[np.float64]) -> bool:

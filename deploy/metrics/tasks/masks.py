@@ -1,7 +1,9 @@
 """Maps of one thing each, 0 to 1 a pixel: masks, text regions, saliency.
 
 [N, 1, H, W], [N, H, W, 1] or a few channels of either, most of whose values are near 0 or 1 (a
-picture or a depth map has them in between). The figure is the IoU of what lies above a threshold.
+picture or a depth map has them in between), and some are no share of nothing. What is like the
+picture that was fed is a picture, as of a page that was made sharper. The figure is the IoU of what
+lies above a threshold.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ _SIDE = 16
 _CHANNELS = 4
 _SMALLER = 8
 _BETWEEN = 0.25  # share of values between 0.1 and 0.9, at most
+_HIGH = 0.3  # the largest value, at least
+_ALIKE = 0.9  # correlation with the picture that was fed
 _BEYOND = 0.15  # what maps that end in no Sigmoid leave [0, 1] by
 _THRESHOLDS = ((0.5, 2e-3), (0.3, 1e-3), (0.1, 5e-4))  # and the share of pixels that it takes
 
@@ -50,7 +54,9 @@ def find(seen: Seen) -> Masks | None:
         samples = seen.arrays(name)
         if all(_is_map(one, size) for one, size in zip(samples, sizes, strict=True)):
             between = [np.mean((one > 0.1) & (one < 0.9)) for one in samples]
-            if np.mean(between) < _BETWEEN:
+            high = max(float(one.max()) for one in samples) >= _HIGH
+            pictures = all(map(_is_picture, samples, seen.inputs))
+            if np.mean(between) < _BETWEEN and high and not pictures:
                 found.append(name)
     return Masks(found[0]) if len(found) == 1 else None
 
@@ -65,6 +71,16 @@ def _is_map(value: Array, size: tuple[int, int] | None) -> bool:
     fits = (s <= whole <= _SMALLER * s for s, whole in zip(sides, size, strict=True))
     low, high = float(value.min()), float(value.max())
     return min(sides) >= _SIDE and all(fits) and low >= -_BEYOND and high <= 1 + _BEYOND
+
+
+def _is_picture(value: Array, fed: Outputs) -> bool:
+    """Whether it is like what was fed, value by value."""
+    for own in fed.values():
+        if own.shape == value.shape and own.std() > 0 and value.std() > 0:
+            along = np.corrcoef(own.reshape(-1).astype(np.float64), value.reshape(-1))
+            if float(along[0, 1]) > _ALIKE:
+                return True
+    return False
 
 
 @dataclass(slots=True)

@@ -1,8 +1,11 @@
-"""Segmentation: a class a pixel, [N, C, H, W] scores or the class numbers themselves.
+"""Segmentation: a class a pixel, [N, C, H, W] or [N, H, W, C] scores, or the class numbers.
 
 Probabilities of C classes (each pixel's sum to 1) are that for sure. Raw scores are where their
 best class is the same for nearly all neighbours, over a picture not much smaller than the input's;
-the channels of a feature map are not.
+the channels of a feature map are not. Training moves one score of a pixel up and others down, so
+that their mean hardly changes from pixel to pixel, and the best one is above 0: the channels of an
+optical flow or of a picture change each for itself, and where nothing is seen, all scores of masks
+or peaks that are each their own are below 0.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from deploy.tensors import Array
 _SIDE = 16  # pixels that a picture has at least
 _SMALLER = 4  # times that raw scores may be smaller than the input
 _SMOOTH = 0.9  # share of neighbours of one class
+_STEADY = 0.5  # what the mean of a pixel's raw scores varies by, of what its scores do
+_ABOVE = 0.75  # share of pixels whose best raw score is above 0
 _RARE = 1e-3  # of all pixels: classes seen less are not counted by mIoU
 _MOST = 1024
 
@@ -31,6 +36,7 @@ class Pixels:
 
     output: str
     classes: int
+    last: bool = False  # whether classes are the last dimension
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     name: str = "segmentation"
 
@@ -54,7 +60,19 @@ def find(seen: Seen) -> Pixels | None:
                 return Pixels(name, count)
         if _are_classes(samples, seen.inputs):
             return Pixels(name, samples[0].shape[1])
+        turned = [_channels_first(one) for one in samples if one.ndim == 4]
+        if (
+            len(turned) == len(samples)
+            and all(map(_fits, turned, seen.inputs))
+            and _are_classes(turned, seen.inputs)
+        ):
+            return Pixels(name, turned[0].shape[1], last=True)
     return None
+
+
+def _channels_first(value: Array) -> Array:
+    """[1, H, W, C] -> [1, C, H, W]; what has other dimensions stays."""
+    return np.moveaxis(value, 3, 1) if value.ndim == 4 else value
 
 
 def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
@@ -103,11 +121,20 @@ def _raw(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
     for value in samples:
         if np.mean(value < 0) < 0.2 or np.abs(value).max() < 1.5:  # a picture, or a map of shares
             return False
+        if not _about_zero(value[0]):
+            return False
         best = value[0].argmax(axis=0)
         if min(np.mean(best[1:] == best[:-1]), np.mean(best[:, 1:] == best[:, :-1])) < _SMOOTH:
             return False
         seen |= set(np.flatnonzero(np.bincount(best.ravel()) > 0.002 * best.size).tolist())
     return len(seen) > 1
+
+
+def _about_zero(scores: Array) -> bool:
+    """Whether pixels differ in their scores, not in their mean, and each has one above 0."""
+    mean, spread = scores.mean(axis=0, dtype=np.float64), scores.std(axis=0, dtype=np.float64)
+    above = np.mean(scores.max(axis=0) > 0)
+    return bool(mean.std() < _STEADY * spread.mean() and above >= _ABOVE)
 
 
 @dataclass(slots=True)
@@ -137,6 +164,7 @@ class PixelTally:
         if np.issubdtype(value.dtype, np.integer):
             numbers = value.reshape(-1).astype(np.int64)
             return np.where((numbers < 0) | (numbers > none), none, numbers)
+        value = _channels_first(value) if self.task.last else value
         if value.ndim != 4 or value.shape[1] != none:
             return np.zeros(0, np.int64)
         best = np.asarray(value.argmax(axis=1), np.int64)

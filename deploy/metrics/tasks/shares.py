@@ -18,6 +18,10 @@ _STEADY = 0.25  # what the mean of a step's raw scores varies by, of what its sc
 _CLEAR = 0.9  # share of steps that are as scores are
 _USUAL = 0.75  # of steps in one class: a dimension of a feature that is always large, maybe
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
+_UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in several outputs
+_ON = 0.25  # share of them above 0.5, at most
+_APART = 5.0  # distance of the two sides of raw scores, in their own deviations
+_RAW = 40.0  # beyond it raw scores are another unit
 _TOLERANCE = 1e-2
 
 Floats = NDArray[np.float64]
@@ -52,6 +56,48 @@ def are_tracks(samples: Sequence[Array]) -> bool:
     high, between = float(np.mean(values >= 0.9)), float(np.mean((values > 0.1) & (values < 0.9)))
     within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
     return bool(within and between < min(_BETWEEN, high) and values.min() < 0.5)
+
+
+def are_switches(samples: Sequence[Array]) -> bool:
+    """Whether the one value of a sample is a probability: near 0 or 1, and each in some sample."""
+    if any(one.size != 1 or one.ndim < 2 for one in samples):
+        return False
+    values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
+    high, low = values > 0.9, values < 0.1
+    within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
+    return bool(within and (high | low).all() and high.any() and low.any())
+
+
+def are_decisions(outputs: Sequence[Sequence[Array]]) -> bool:
+    """Whether several outputs are [1, T, K] probabilities of as many steps, few of them above 0.5.
+
+    As of notes and their beginnings: where nothing sounds, these may be well above 0.
+    """
+    if len(outputs) < 2 or any(one.ndim != 3 or len(one) != 1 for own in outputs for one in own):
+        return False
+    for sample in zip(*outputs, strict=True):
+        if len({one.shape[1] for one in sample}) != 1 or sample[0].shape[1] < _LONG:
+            return False
+    return all(map(_decide, outputs))
+
+
+def _decide(samples: Sequence[Array]) -> bool:
+    values = np.concatenate([one.reshape(-1) for one in samples])
+    within = values.min() >= -1e-6 and values.max() <= 1 + 1e-6
+    undecided = np.mean((values > 0.3) & (values < 0.7))
+    return bool(within and undecided < _UNDECIDED and 0 < np.mean(values > 0.5) < _ON)
+
+
+def are_raw_tracks(samples: Sequence[Array]) -> bool:
+    """Whether each value is the raw score of a step: some on each side of 0, and far from it."""
+    if any(one.size < _LONG or one.size != max(one.shape) for one in samples):
+        return False
+    values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
+    on, off = values[values > 0], values[values <= 0]
+    if min(on.size, off.size) < 2 * len(samples) or np.abs(values).max() > _RAW:
+        return False
+    inner = math.sqrt((on.size * on.var() + off.size * off.var()) / values.size)
+    return bool(on.mean() - off.mean() > _APART * inner)
 
 
 def _fits(samples: Sequence[Array], axis: int, fits: Callable[[Sequence[Floats]], bool]) -> bool:

@@ -3,8 +3,10 @@
 [N, T, C] or [N, C, T] shares of classes (those of each step sum to 1, or their logarithms do), or
 raw scores where they are as a classifier's are: sure of their best class, with a mean that hardly
 changes from step to step. Or probabilities that are each their own, [N, T], [N, T, 1] or [N, T, C],
-which the labels of a picture are as well: there, sides of 0.5 are counted. What CTC reads as text
-is found before (`deploy.metrics.tasks.text`).
+which the labels of a picture are as well: there, sides of 0.5 are counted; also of several outputs
+of as many steps, [N, T, K], as of notes and their beginnings, and of one step alone, [N, 1], as of
+a wake word; and sides of 0 of raw scores, [N, T] or [N, T, 1]. What CTC reads as text is found
+before (`deploy.metrics.tasks.text`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.shares import are_tracks, laid_out, layout_of
+from deploy.metrics.tasks.shares import (
+    are_decisions,
+    are_raw_tracks,
+    are_switches,
+    are_tracks,
+    laid_out,
+    layout_of,
+)
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
@@ -29,30 +38,34 @@ class Steps:
     """Classes of steps.
 
     Attributes:
-        output: its name.
+        outputs: their names; several of probabilities that are each their own.
         classes: how many there are; 2 of a probability of its own, which side of 0.5 it is on.
         axis: of the classes, 1 or 2; None of probabilities that are each their own.
+        raw: whether these are still to go through a Sigmoid.
     """
 
-    output: str
+    outputs: tuple[str, ...]
     classes: int
     axis: int | None
+    raw: bool = False
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     name: str = "steps"
 
     @property
     def form(self) -> str:
         """How the output is read."""
+        names = ", ".join(self.outputs)
         if self.axis is None:
-            return f"{self.output}: probabilities of steps or labels, each its own"
-        return f"{self.output}: {self.classes} classes a step"
+            scores = "raw scores" if self.raw else "probabilities"
+            return f"{names}: {scores} of steps or labels, each its own"
+        return f"{names}: {self.classes} classes a step"
 
     @property
     def said(self) -> str:
         """What two models are to have alike."""
-        return (
-            "probabilities on FP32's side of 0.5" if self.axis is None else "steps of FP32's class"
-        )
+        if self.axis is not None:
+            return "steps of FP32's class"
+        return "scores on FP32's side of 0" if self.raw else "probabilities on FP32's side of 0.5"
 
     def tally(self) -> StepTally:
         """A new comparison."""
@@ -60,8 +73,11 @@ class Steps:
 
 
 def find(seen: Seen) -> Steps | None:
-    """The task, where one output alone is such a sequence."""
+    """The task, where one output alone is such a sequence, or all of them decide."""
     floating = [n for n in seen.names if all(map(_is_floating, seen.arrays(n)))]
+    pictures = any(image_size(fed) is not None for fed in seen.inputs)
+    if not pictures and are_decisions([seen.arrays(name) for name in floating]):
+        return Steps(tuple(floating), 2, None)
     found = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
     if len(found) != 1 or _has_beside(found[0], floating, seen):
         return None
@@ -76,17 +92,19 @@ def _read(name: str, seen: Seen, *, alone: bool) -> Steps | None:
     samples = seen.arrays(name)
     axis = layout_of(samples, raw=alone)
     if axis is not None:
-        return Steps(name, samples[0].shape[axis], axis)
+        return Steps((name,), samples[0].shape[axis], axis)
     flat = all(max(one.shape, default=0) == one.size for one in samples)
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
     tracks = alone and (flat or not pictures) and are_tracks(samples)  # others are maps of pictures
-    return Steps(name, 2, None) if tracks else None
+    raw = alone and not pictures and are_raw_tracks(samples)
+    fits = tracks or raw or (alone and are_switches(samples))
+    return Steps((name,), 2, None, raw) if fits else None
 
 
 def _has_beside(task: Steps, names: Sequence[str], seen: Seen) -> bool:
     """Whether another output has as many steps: places of what is found at each of them, maybe."""
-    counts = [classes_of(one, task).size for one in seen.arrays(task.output)]
-    others = (seen.arrays(name) for name in names if name != task.output)
+    counts = [classes_of(one, task).size for one in seen.arrays(task.outputs[0])]
+    others = (seen.arrays(name) for name in names if name not in task.outputs)
     return any(
         all(one.ndim <= 3 and n in one.shape for one, n in zip(values, counts, strict=True))
         for values in others
@@ -96,7 +114,7 @@ def _has_beside(task: Steps, names: Sequence[str], seen: Seen) -> bool:
 def classes_of(value: Array, task: Steps) -> NDArray[np.int64]:
     """The class of each step; `task.classes` where it is NaN, none where the form is another."""
     if task.axis is None:
-        sides = (value.reshape(-1) > 0.5).astype(np.int64)
+        sides = (value.reshape(-1) > (0 if task.raw else 0.5)).astype(np.int64)
         return np.where(np.isnan(value.reshape(-1)), task.classes, sides)
     steps = laid_out(value, task.axis)
     if steps is None or steps.shape[1] != task.classes:
@@ -104,6 +122,14 @@ def classes_of(value: Array, task: Steps) -> NDArray[np.int64]:
     best = np.asarray(steps.argmax(axis=1), np.int64)
     best[np.isnan(steps).any(axis=1)] = task.classes
     return best
+
+
+def _both(
+    reference: Array, candidate: Array, task: Steps
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Classes of both; a candidate of another shape has none."""
+    left, right = classes_of(reference, task), classes_of(candidate, task)
+    return left, right if right.shape == left.shape else np.full_like(left, task.classes)
 
 
 @dataclass(slots=True)
@@ -123,10 +149,8 @@ class StepTally:
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample; steps of NaN or of another shape are of no class."""
         self.samples += 1
-        left = classes_of(reference[self.task.output], self.task)
-        right = classes_of(candidate[self.task.output], self.task)
-        if right.shape != left.shape:
-            right = np.full_like(left, self.task.classes)
+        pairs = [_both(reference[n], candidate[n], self.task) for n in self.task.outputs]
+        left, right = (np.concatenate(side) for side in zip(*pairs, strict=True))
         known = left < self.task.classes
         alike = known & (left == right)
         self.own += np.bincount(left[known], minlength=len(self.own))
@@ -145,7 +169,9 @@ class StepTally:
         rest = total - int(self.own[usual])
         if not rest:
             return None
-        words = f"{alike} of {total} {self.task.said}"
+        words, worst = f"{alike} of {total} {self.task.said}", ""
+        if total > self.samples:
+            worst = f", {100 * self.worst:.1f} % in the worst sample"
         figure, value, count = "steps alike", alike / total, f"{alike} of {total}"
         if rest < (1 - _USUAL) * total:
             kept, seen = alike - int(self.both[usual]), total - int(self.both[usual])
@@ -156,7 +182,7 @@ class StepTally:
             figure=figure,
             value=value,
             count=count,
-            words=f"{words}, {100 * self.worst:.1f} % in the worst sample",
+            words=words + worst,
             samples=self.samples,
             form=self.task.form,
         )

@@ -1,9 +1,11 @@
 """Text by CTC (Graves et al. 2006): a symbol or the blank a step, [N, T, C] or [T, N, C].
 
 The blank is the first or the last symbol and the one that most steps have, and it stands between
-the symbols: where it is away for long, as silence is while somebody speaks, or where tokens were
-fed, one a step, these are classes of steps (`deploy.metrics.tasks.steps`). Texts are decoded
-greedily: the best symbol of each step, repeats merged, blanks dropped.
+the symbols: where it is away for long, as silence is while somebody speaks, or where numbers of
+tokens were fed, these are classes of steps (`deploy.metrics.tasks.steps`). Texts are decoded
+greedily: the best symbol of each step, repeats merged, blanks dropped. Where in every sample blanks
+only follow the last symbol, each step is the slot of a symbol, as of a number plate's, and repeats
+stay.
 """
 
 from __future__ import annotations
@@ -21,23 +23,34 @@ from deploy.tensors import Array
 _STEPS = 4
 _SYMBOLS = 11
 _BLANKS = 0.2  # share of steps, at least
+_TOKENS = 4  # numbers that were fed, at least
 _AWAY = 16  # steps in a row without the blank, at most, in the mean
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text a sample."""
+    """A text a sample.
+
+    Attributes:
+        output: its name.
+        symbols: how many there are, the blank among them.
+        blank: its number.
+        merged: whether a symbol that is repeated stands once.
+        parts: as of a task.
+    """
 
     output: str
     symbols: int
     blank: int
+    merged: bool = True
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     name: str = "text"
 
     @property
     def form(self) -> str:
         """How the output is read."""
-        return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}"
+        slots = "" if self.merged else ", one a slot"
+        return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}{slots}"
 
     def tally(self) -> TextTally:
         """A new comparison."""
@@ -59,9 +72,9 @@ def find(seen: Seen) -> Text | None:
     blank, symbols = int(counts.argmax()), known[0].shape[1]
     if blank not in (0, symbols - 1) or counts[blank] < _BLANKS * counts.sum():
         return None
-    if np.count_nonzero(counts) < 2 or _away(known, blank) > _AWAY or _are_tokens(known, seen):
+    if np.count_nonzero(counts) < 2 or _away(known, blank) > _AWAY or _are_tokens(seen):
         return None
-    return Text(name, symbols, blank)
+    return Text(name, symbols, blank, not all(_ends(one, blank) for one in known))
 
 
 def _steps(value: Array) -> Array | None:
@@ -97,21 +110,25 @@ def _away(samples: Sequence[Array], blank: int) -> float:
     return steps / max(spans, 1)
 
 
-def _are_tokens(samples: Sequence[Array], seen: Seen) -> bool:
-    """Whether numbers of tokens were fed, one a step: CTC reads pictures and sound."""
-    return all(
-        any(
-            np.issubdtype(one.dtype, np.integer) and one.ndim <= 2 and one.size == len(steps)
-            for one in fed.values()
-        )
-        for steps, fed in zip(samples, seen.inputs, strict=True)
+def _are_tokens(seen: Seen) -> bool:
+    """Whether numbers of tokens were fed: CTC reads pictures and sound."""
+    return any(
+        one.dtype in (np.int32, np.int64) and one.ndim <= 3 and one.size >= _TOKENS
+        for fed in seen.inputs
+        for one in fed.values()
     )
 
 
-def decoded(steps: Array, blank: int) -> list[int]:
-    """Symbols of [T, C] scores: best of each step, repeats merged, blanks dropped."""
+def _ends(steps: Array, blank: int) -> bool:
+    """Whether no symbol stands behind a blank."""
+    blanks = steps.argmax(axis=1) == blank
+    return bool((blanks[1:] >= blanks[:-1]).all())
+
+
+def decoded(steps: Array, blank: int, *, merged: bool = True) -> list[int]:
+    """Symbols of [T, C] scores: best of each step, repeats merged if so, blanks dropped."""
     best = steps.argmax(axis=1)
-    first = np.concatenate([[True], best[1:] != best[:-1]])
+    first = np.concatenate([[True], (best[1:] != best[:-1]) | (not merged)])
     return [int(symbol) for symbol in best[first] if symbol != blank]
 
 
@@ -139,8 +156,10 @@ class TextTally:
         """Add one sample; a candidate of another form or of NaN reads nothing."""
         self.samples += 1
         left, right = (_steps(one[self.task.output]) for one in (reference, candidate))
-        own = [] if left is None else decoded(left, self.task.blank)
-        others = [] if right is None else decoded(right, self.task.blank)
+        own, others = (
+            [] if one is None else decoded(one, self.task.blank, merged=self.task.merged)
+            for one in (left, right)
+        )
         self.alike += int(own == others and right is not None)
         self.symbols += len(own)
         self.edits += edit_distance(own, others)

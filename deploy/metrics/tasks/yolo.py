@@ -14,7 +14,7 @@ where the boxes lie at their anchors. Rows after the classes (masks, key points,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,18 +177,29 @@ def _has_objectness(rows: list[Floats], scores: int, axis: int) -> bool:
     return axis == -1 and max(classes, own) > _QUIET
 
 
+def at_anchors(boxes: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> str | None:
+    """Whether [4, A] of all samples are "corners" or "centre"; "" where they lie elsewhere.
+
+    None where they lie at their anchors and are neither.
+    """
+    cells = [grid.cells(size) for size in sizes]
+    centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
+    along = [_correlation(boxes[row], centres[row % 2]) for row in range(4)]
+    if min(along[:2]) <= _AT_ANCHORS:
+        return ""
+    if min(along[2:]) > _AT_ANCHORS and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
+        return "corners"
+    return "centre" if _mostly(np.all(boxes[2:] >= 0, axis=0)) else None
+
+
 def _coding(
     rows: list[Floats], sizes: list[tuple[int, int]], grid: Grid, objectness: bool
 ) -> str | None:
     """What rows 0 to 3 are; None where they do not lie at their anchors."""
     boxes = np.concatenate([one[:4] for one in rows], axis=1)
-    cells = [grid.cells(size) for size in sizes]
-    centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
-    along = [_correlation(boxes[row], centres[row % 2]) for row in range(4)]
-    if min(along[:2]) > _AT_ANCHORS:
-        if min(along[2:]) > _AT_ANCHORS and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
-            return "corners"
-        return "centre" if _mostly(np.all(boxes[2:] >= 0, axis=0)) else None
+    told = at_anchors(boxes, sizes, grid)
+    if told != "":
+        return told
     if not objectness or grid.anchors != 1 or np.mean([one[4].mean() for one in rows]) > _IDLE:
         return None
     # logarithms of sizes have both signs, shares and sizes have one; letters may all be taller than

@@ -1,0 +1,140 @@
+"""Several labels at once: a tagger's are counted, where its best one alone was before."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.metrics.form import form_of
+
+LABELS, SIDE = 12, 32
+
+
+def fed():
+    return {"images": np.zeros((1, 3, 64, 64), np.float32)}
+
+
+def shares(raw):
+    return 1 / (1 + np.exp(-raw))
+
+
+def scores(number, count=40, on=3, rest=-5.0):
+    """Raw scores of which `on` are above 0."""
+    made = np.random.default_rng(number)
+    values = made.normal(rest, 0.8, (1, count))
+    values[0, made.choice(count, on, replace=False)] = made.uniform(1, 4, on)
+    return values
+
+
+def task_of(rows, inputs=None):
+    task = form_of([{"y": row} for row in rows], inputs=inputs or [fed()] * len(rows)).task
+    return None if task is None else task.name
+
+
+def figure(references, candidates):
+    form = form_of([{"y": one} for one in references], inputs=[fed()] * len(references))
+    tally = form.task.tally()
+    for one, other in zip(references, candidates, strict=True):
+        tally.add(fed(), {"y": one}, {"y": other})
+    return form.task, tally.result()
+
+
+@pytest.mark.parametrize("count", [14, 40, 527])
+@pytest.mark.parametrize("raw", [False, True])
+def test_labels_of_both_are_counted(count, raw):
+    def as_given(values):
+        return values if raw else shares(values)
+
+    rows = [scores(n, count) for n in range(10)]
+    fewer = [row.copy() for row in rows]
+    for row in fewer[:6]:
+        row[0, row.argmax()] = -6
+    task, same = figure(list(map(as_given, rows)), list(map(as_given, rows)))
+    assert task.name == "labels" and same.value == 1
+    assert task.form.startswith("y: raw scores of" if raw else "y: probabilities of")
+    _, found = figure(list(map(as_given, rows)), list(map(as_given, fewer)))
+    assert found.words == "24 of 30 labels of FP32 kept, 0 new (probability above 0.5)"
+    assert found.value == pytest.approx(48 / 54)
+    assert figure(list(map(as_given, rows)), [row * np.nan for row in rows])[1].value == 0
+
+
+def test_the_threshold_goes_down_until_there_are_labels():
+    rows = [shares(scores(n, on=4)) for n in range(4)]
+    weak = [np.where(row > 0.5, row - 0.5, row) for row in rows]
+    form = form_of([{"y": one} for one in rows], inputs=[fed()] * 4)
+    tally = form.task.tally()
+    for one in weak:
+        tally.add(fed(), {"y": one}, {"y": one})
+    assert tally.result().words.endswith("(probability above 0.3)")
+    silent = form.task.tally()
+    silent.add(fed(), {"y": rows[0] * 0}, {"y": rows[0]})
+    assert silent.result() is None
+
+
+def test_one_class_a_sample_is_no_label():
+    made = np.random.default_rng(3)
+
+    def rows(make):
+        return [make().astype(np.float32) for _ in range(4)]
+
+    assert task_of([scores(n, 200, on=1) for n in range(4)]) == "classes"
+    assert task_of([shares(scores(n, 200, on=1)) for n in range(4)]) == "classes"
+    assert task_of(rows(lambda: made.normal(0, 6, (1, 10)))) == "classes"
+    assert task_of(rows(lambda: np.eye(100)[made.integers(0, 100, 1)] * 30)) == "classes"
+    assert task_of(rows(lambda: made.uniform(0, 1, (1, 136)))) is None  # places
+    assert task_of([scores(0, 3)] * 4) != "labels"
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+    said = np.where(np.arange(50) < 20, 0.97, 0.02)[None]
+    assert task_of([said] * 4, sound) == "steps"
+
+
+# ------------------------------------------------------------------ through the command
+
+
+def saved(path):
+    """Twelve tags of a picture: how bright each of twelve stripes is."""
+    made = np.random.default_rng(0)
+    weights = np.zeros((LABELS, 3, SIDE, SIDE), np.float32)
+    for label in range(LABELS):
+        weights[label, label % 2, :, 2 * label : 2 * label + 2] = 1
+    weights *= 10 / weights[0].sum()
+    weights[:, :2] += made.normal(0, 1e-4, (LABELS, 2, SIDE, SIDE))
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], name="tags"),
+        helper.make_node("Flatten", ["c"], ["f"], name="flat"),
+        helper.make_node("Sigmoid", ["f"], ["y"], name="each"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "tagger",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, SIDE, SIDE])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", LABELS])],
+        [
+            numpy_helper.from_array(weights, "w"),
+            numpy_helper.from_array(np.full(LABELS, -6, np.float32), "b"),
+        ],
+    )
+    opset = helper.make_opsetid("", 13)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize("glare", [1.0, 1000.0])
+def test_a_build_counts_the_labels(run, tmp_path, glare):
+    made = np.random.default_rng(1)
+    pictures = made.uniform(0, 0.1, (24, 3, SIDE, SIDE)).astype(np.float32)
+    for picture in pictures:
+        for label in made.choice(LABELS, 3, replace=False):
+            picture[label % 2, :, 2 * label : 2 * label + 2] = 1
+        picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
+    np.save(tmp_path / "x.npy", pictures)
+    words = ("build", saved(tmp_path / "m.onnx"), "--images", tmp_path / "x.npy", "--duration", 0)
+    code, out, _ = run(*words, "--effort", 0, "--method", "minmax", "--out", tmp_path / "o")
+    told = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]["accuracy"]
+    task = told["task"]
+    assert task["task"] == "labels" and task["count"].endswith(" of 72")
+    assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))
+    assert f"{task['count']} labels of FP32 kept" in out and "Labels kept" in out
+    assert "Top-1 agreement" not in out and told["top1_agreement"] is None
