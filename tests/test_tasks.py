@@ -393,6 +393,37 @@ def test_distributions_of_distances_are_boxes_level_by_level(maps):
     assert figure(references, silent, [fed(size)] * 8)[1].value == 0  # nothing left of any level
 
 
+def posed(number, points=5, length=3, moved=0.0):
+    """YOLO with key points about each box's centre, the last of which is never visible."""
+    value = v8(number, classes=1)["output0"][0]
+    value[2:4] = 20
+    made = np.random.default_rng(number)
+    far = made.uniform(-8, 8, (points, 1, 2, 1)) + moved
+    seen = np.broadcast_to(np.arange(points) < points - 1, (value.shape[1], points)).T
+    rows = [value]
+    for own, told in zip(far, seen, strict=True):
+        rows += [value[:2] + own[0], told[None] * 0.9][: length - 1]
+    return {"output0": np.concatenate(rows)[None].astype(np.float32)}
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_key_points_of_a_box_are_kept_with_it(length):
+    references = [posed(n, length=length) for n in range(8)]
+    form, same = figure(references, references)
+    assert "1 classes, 5 key points an anchor" in form.task.form and same.value == 1
+    near = [posed(n, length=length, moved=1.0) for n in range(8)]
+    assert figure(references, near)[1].value == 1
+    far = [posed(n, length=length, moved=3.0) for n in range(8)]
+    assert figure(references, far)[1].value == 0
+    hidden = [{"output0": one["output0"].copy()} for one in references]
+    for one in hidden:
+        last = one["output0"].shape[1] - length  # the point that is not visible
+        one["output0"][:, last : last + 2] += 90
+    assert figure(references, hidden)[1].value == (1 if length == 3 else 0)
+    others = [{"output0": v8(n, classes=1)["output0"]} for n in range(8)]
+    assert "key points" not in figure(others, others)[0].task.form
+
+
 def split_yolo(number, boxes="rows", scores="rows"):
     """YOLO's boxes and scores in outputs of their own, either turned."""
     value = v8(number)["output0"]
