@@ -911,6 +911,26 @@ def anything(made):
     return [{f"o{n}": one(*pair) for n, pair in enumerate(pairs)} for _ in range(5)]
 
 
+FORMS = {
+    "levels": gated,
+    "maps": lambda n: gated(n, raw=True, maps=True, classes=4),
+    "split": split_yolo,
+    "turned": lambda n: split_yolo(n, "turned", "turned"),
+    "posed": posed,
+    "queries": queries,
+    "text": lambda n: steps([3, 3, 4, 5 + n]),
+    "steps": lambda n: {"y": softmax(framed(spoken(n, 6)))[None]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_candidate_of_other_shapes_keeps_nothing(form):
+    references = [FORMS[form](n) for n in range(4)]
+    for cut in (np.s_[:, :0], np.s_[..., :0], np.s_[:0], np.s_[:, 1:, 1:]):
+        others = [{name: value[cut] for name, value in one.items()} for one in references]
+        assert figure(references, others)[1].value == 0
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_outputs_make_it_fail(seed):
     made = np.random.default_rng(seed)

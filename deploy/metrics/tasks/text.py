@@ -79,7 +79,9 @@ def find(seen: Seen) -> Text | None:
 
 def _steps(value: Array) -> Array | None:
     """[1, T, C] or [T, 1, C] -> [T, C]; None for other shapes."""
-    if value.ndim != 3 or 1 not in value.shape[:2] or not np.issubdtype(value.dtype, np.floating):
+    if value.ndim != 3 or not value.size or 1 not in value.shape[:2]:
+        return None
+    if not np.issubdtype(value.dtype, np.floating):
         return None
     steps = value.reshape(-1, value.shape[2])
     fits = len(steps) >= _STEPS and steps.shape[1] >= _SYMBOLS and np.isfinite(steps).all()
