@@ -764,6 +764,8 @@ def test_a_class_for_each_token_that_was_fed_is_no_text():
     assert same_task(tags, letters) == "steps"
     pieces = [{"ids": np.arange(11)[None]}] * 4  # some words are two tokens
     assert same_task(tags, pieces) == "steps"
+    vectors = [{"vectors": np.ones((1, 8, 50), np.float32)}] * 4
+    assert same_task(tags, vectors) == "steps"
     spoken_of = [{"sound": np.zeros((1, 80, 8)), "length": np.array([80])}] * 4
     assert same_task(tags, spoken_of) == "text"
 
