@@ -808,6 +808,11 @@ def test_one_probability_a_sample_is_on_a_side_of_a_half():
         _, found = figure(said, quiet, inputs)
         assert found.words == "15 of 16 probabilities on FP32's side of 0.5"
         assert figure(said, [{"y": one["y"] * np.nan} for one in said], inputs)[1].value == 0
+    state = rng().normal(size=(2, 1, 16))  # is fed to the next call
+    calls = [{"sound": np.zeros((1, 512)), "state": state}] * 4
+    heard = [{**one, "state_n": state} for one in said[:4]]
+    assert same_task(heard, calls) == "steps"
+    assert same_task(heard) is None  # a probability and what it is about, maybe
     assert same_task([{"y": np.array([[0.02]])}] * 4) is None  # always near 0: a small number
     assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
 
