@@ -417,6 +417,37 @@ def test_distributions_of_distances_are_boxes_level_by_level(maps):
     assert figure(references, silent, [fed(size)] * 8)[1].value == 0  # nothing left of any level
 
 
+def posed(number, points=5, length=3, moved=0.0):
+    """YOLO with key points about each box's centre, the last of which is never visible."""
+    value = v8(number, classes=1)["output0"][0]
+    value[2:4] = 20
+    made = np.random.default_rng(number)
+    far = made.uniform(-8, 8, (points, 1, 2, 1)) + moved
+    seen = np.broadcast_to(np.arange(points) < points - 1, (value.shape[1], points)).T
+    rows = [value]
+    for own, told in zip(far, seen, strict=True):
+        rows += [value[:2] + own[0], told[None] * 0.9][: length - 1]
+    return {"output0": np.concatenate(rows)[None].astype(np.float32)}
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_key_points_of_a_box_are_kept_with_it(length):
+    references = [posed(n, length=length) for n in range(8)]
+    form, same = figure(references, references)
+    assert "1 classes, 5 key points an anchor" in form.task.form and same.value == 1
+    near = [posed(n, length=length, moved=1.0) for n in range(8)]
+    assert figure(references, near)[1].value == 1
+    far = [posed(n, length=length, moved=3.0) for n in range(8)]
+    assert figure(references, far)[1].value == 0
+    hidden = [{"output0": one["output0"].copy()} for one in references]
+    for one in hidden:
+        last = one["output0"].shape[1] - length  # the point that is not visible
+        one["output0"][:, last : last + 2] += 90
+    assert figure(references, hidden)[1].value == (1 if length == 3 else 0)
+    others = [{"output0": v8(n, classes=1)["output0"]} for n in range(8)]
+    assert "key points" not in figure(others, others)[0].task.form
+
+
 def split_yolo(number, boxes="rows", scores="rows"):
     """YOLO's boxes and scores in outputs of their own, either turned."""
     value = v8(number)["output0"]
@@ -757,6 +788,8 @@ def test_a_class_for_each_token_that_was_fed_is_no_text():
     assert same_task(tags, letters) == "steps"
     pieces = [{"ids": np.arange(11)[None]}] * 4  # some words are two tokens
     assert same_task(tags, pieces) == "steps"
+    vectors = [{"vectors": np.ones((1, 8, 50), np.float32)}] * 4
+    assert same_task(tags, vectors) == "steps"
     spoken_of = [{"sound": np.zeros((1, 80, 8)), "length": np.array([80])}] * 4
     assert same_task(tags, spoken_of) == "text"
 
@@ -799,6 +832,11 @@ def test_one_probability_a_sample_is_on_a_side_of_a_half():
         _, found = figure(said, quiet, inputs)
         assert found.words == "15 of 16 probabilities on FP32's side of 0.5"
         assert figure(said, [{"y": one["y"] * np.nan} for one in said], inputs)[1].value == 0
+    state = rng().normal(size=(2, 1, 16))  # is fed to the next call
+    calls = [{"sound": np.zeros((1, 512)), "state": state}] * 4
+    heard = [{**one, "state_n": state} for one in said[:4]]
+    assert same_task(heard, calls) == "steps"
+    assert same_task(heard) is None  # a probability and what it is about, maybe
     assert same_task([{"y": np.array([[0.02]])}] * 4) is None  # always near 0: a small number
     assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
 
@@ -902,6 +940,26 @@ def anything(made):
 
     pairs = list(zip(shapes, kinds, strict=True))
     return [{f"o{n}": one(*pair) for n, pair in enumerate(pairs)} for _ in range(5)]
+
+
+FORMS = {
+    "levels": gated,
+    "maps": lambda n: gated(n, raw=True, maps=True, classes=4),
+    "split": split_yolo,
+    "turned": lambda n: split_yolo(n, "turned", "turned"),
+    "posed": posed,
+    "queries": queries,
+    "text": lambda n: steps([3, 3, 4, 5 + n]),
+    "steps": lambda n: {"y": softmax(framed(spoken(n, 6)))[None]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_candidate_of_other_shapes_keeps_nothing(form):
+    references = [FORMS[form](n) for n in range(4)]
+    for cut in (np.s_[:, :0], np.s_[..., :0], np.s_[:0], np.s_[:, 1:, 1:]):
+        others = [{name: value[cut] for name, value in one.items()} for one in references]
+        assert figure(references, others)[1].value == 0
 
 
 @pytest.mark.parametrize("seed", range(4))

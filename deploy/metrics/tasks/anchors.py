@@ -100,7 +100,8 @@ class Anchors:
         outputs = laid(outputs, maps=self.maps, turned=self.turned)
         scores = [table(outputs[pair.scores]) for pair in self.levels]
         boxes = [table(outputs[pair.boxes]) for pair in self.levels]
-        known = [(a, b) for a, b in zip(scores, boxes, strict=True) if _paired(a, b)]
+        columns = self.classes + (self.background is not None)
+        known = [(a, b) for a, b in zip(scores, boxes, strict=True) if _paired(a, b, columns)]
         if len(known) != len(self.levels):
             return None
         shares = _shares(np.concatenate([a for a, _ in known if a is not None]), self)
@@ -171,8 +172,11 @@ def _stacked(name: str, seen: Seen) -> Floats:
     return np.concatenate([one for one in tables if one is not None])
 
 
-def _paired(one: Floats | None, other: Floats | None) -> bool:
-    return one is not None and other is not None and len(one) == len(other)
+def _paired(scores: Floats | None, boxes: Floats | None, columns: int) -> bool:
+    if scores is None or boxes is None:
+        return False
+    four = boxes.shape[1] > 0 and boxes.shape[1] % 4 == 0
+    return four and len(scores) == len(boxes) and scores.shape[1] == columns
 
 
 def _pair(names: Sequence[str], seen: Seen) -> Pair | None:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LOWEST = 0.05  # scores below it are never looked at
+_OFF = 0.1  # of a box's size, that its key points may lie elsewhere in the mean
+_VISIBLE = 0.5  # of a key point that tells whether it is seen
 IOU = 0.5  # above it two boxes are one, for suppression and for matching
 _MOST = 1000  # boxes of an image before suppression, the best by score
 
@@ -23,37 +25,47 @@ class Detections:
         boxes: [n, 4] corners x1 y1 x2 y2, in any one unit.
         scores: [n] 0 to 1.
         classes: [n] class numbers.
+        points: [n, K, 2] places of key points in the same unit, or [n, K, 3] with how visible each
+            is; None without.
     """
 
     boxes: Floats
     scores: Floats
     classes: NDArray[np.int64]
+    points: Floats | None = None
 
     @classmethod
-    def of(cls, boxes: Floats, scores: Floats, classes: NDArray[np.int64]) -> Detections:
+    def of(
+        cls,
+        boxes: Floats,
+        scores: Floats,
+        classes: NDArray[np.int64],
+        points: Floats | None = None,
+    ) -> Detections:
         """The best by score, above `LOWEST`; what holds NaN or Inf is no detection."""
         good = np.flatnonzero((scores > LOWEST) & np.isfinite(boxes).all(axis=1))
         best = good[np.argsort(-scores[good], kind="stable")][:_MOST]
-        return cls(boxes[best], scores[best], classes[best])
+        return cls(boxes, scores, classes, points).at(best)
 
     def above(self, threshold: float) -> Detections:
         """Those of a greater score."""
         return self.at(self.scores > threshold)
 
-    def at(self, keep: NDArray[np.bool_] | NDArray[np.int64]) -> Detections:
+    def at(self, keep: NDArray[np.bool_] | NDArray[np.int64] | list[int]) -> Detections:
         """Some of them."""
-        return Detections(self.boxes[keep], self.scores[keep], self.classes[keep])
+        points = None if self.points is None else self.points[keep]
+        return Detections(self.boxes[keep], self.scores[keep], self.classes[keep], points)
 
 
 NOTHING = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
 
 
-def by_score(boxes: Floats, scores: Floats) -> Detections:
+def by_score(boxes: Floats, scores: Floats, points: Floats | None = None) -> Detections:
     """Boxes [A, 4] and scores [A, C] of which each box's best class counts."""
     with np.errstate(invalid="ignore"):
         classes = np.asarray(np.nan_to_num(scores, nan=-1.0).argmax(axis=1), np.int64)
     best = np.take_along_axis(scores, classes[:, None], axis=1)[:, 0]
-    return Detections.of(boxes, best, classes)
+    return Detections.of(boxes, best, classes, points)
 
 
 def by_place(scores: Floats) -> Detections:
@@ -93,12 +105,15 @@ def matched(
 ) -> list[list[tuple[int, int]]]:
     """Which of the reference's boxes the candidate has too, at each threshold of the score.
 
-    The numbers of both, counted among those above the threshold. Boxes match by class and IoU
-    above `IOU`; each of the candidate stands for one, and the reference's best scores choose
-    first.
+    The numbers of both, counted among those above the threshold. Boxes match by class, IoU above
+    `IOU` and key points, where both have such; each of the candidate stands for one, and the
+    reference's best scores choose first.
     """
     iou = overlaps(reference.boxes, candidate.boxes)
     iou[reference.classes[:, None] != candidate.classes[None, :]] = 0
+    pairs = np.argwhere(iou > IOU) if reference.points is not None else ()
+    for row, column in pairs:
+        iou[row, column] *= _same_points(reference.at([row]), candidate.at([column]))
     return [
         _pairs(iou[np.ix_(reference.scores > low, candidate.scores > low)]) for low in thresholds
     ]
@@ -110,7 +125,21 @@ def in_pixels(found: Detections, size: tuple[int, int]) -> Detections:
         return found
     height, width = size
     scale = np.array([width, height, width, height], np.float64)
-    return Detections(found.boxes * scale, found.scores, found.classes)
+    points = None if found.points is None else found.points.copy()
+    if points is not None:
+        points[..., :2] *= scale[:2]
+    return Detections(found.boxes * scale, found.scores, found.classes, points)
+
+
+def _same_points(one: Detections, other: Detections) -> bool:
+    """Whether one box's visible key points are near another's; so where either has none."""
+    if one.points is None or other.points is None:
+        return True
+    far = np.hypot(*(one.points - other.points)[0, :, :2].T)
+    if one.points.shape[2] > 2:
+        far = far[one.points[0, :, 2] > _VISIBLE]
+    size = float(np.sqrt(np.clip(one.boxes[0, 2:] - one.boxes[0, :2], 0, None).prod()))
+    return not far.size or bool(far.mean() <= _OFF * size)
 
 
 def _pairs(iou: Floats) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ def layout_of(samples: Sequence[Array], *, raw: bool) -> int | None:
 
 def laid_out(value: Array, axis: int) -> Array | None:
     """[1, T, C], [T, 1, C] or [1, C, T] -> [T, C]; None for other shapes."""
-    if value.ndim != 3 or 1 not in value.shape[: 2 if axis == 2 else 1]:
+    if value.ndim != 3 or not value.size or 1 not in value.shape[: 2 if axis == 2 else 1]:
         return None
     return value[0].T if axis == 1 else value.reshape(-1, value.shape[2])
 

@@ -75,9 +75,12 @@ class Steps:
 def find(seen: Seen) -> Steps | None:
     """The task, where one output alone is such a sequence, or all of them decide."""
     floating = [n for n in seen.names if all(map(_is_floating, seen.arrays(n)))]
+    said = [name for name in floating if not _is_carried(name, seen)]
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
     if not pictures and are_decisions([seen.arrays(name) for name in floating]):
         return Steps(tuple(floating), 2, None)
+    if len(said) == 1 and are_switches(seen.arrays(said[0])):
+        return Steps(tuple(said), 2, None)
     found = [task for name in floating if (task := _read(name, seen, alone=len(floating) == 1))]
     if len(found) != 1 or _has_beside(found[0], floating, seen):
         return None
@@ -97,8 +100,15 @@ def _read(name: str, seen: Seen, *, alone: bool) -> Steps | None:
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
     tracks = alone and (flat or not pictures) and are_tracks(samples)  # others are maps of pictures
     raw = alone and not pictures and are_raw_tracks(samples)
-    fits = tracks or raw or (alone and are_switches(samples))
-    return Steps((name,), 2, None, raw) if fits else None
+    return Steps((name,), 2, None, raw) if tracks or raw else None
+
+
+def _is_carried(name: str, seen: Seen) -> bool:
+    """Whether it is fed to the next call: several values, of a shape that was fed."""
+    return all(
+        one.size > 1 and any(one.shape == own.shape for own in fed.values())
+        for one, fed in zip(seen.arrays(name), seen.inputs, strict=True)
+    )
 
 
 def _has_beside(task: Steps, names: Sequence[str], seen: Seen) -> bool:

@@ -42,8 +42,8 @@ def are_cells(seen: Seen) -> bool:
 def _unrolled(outputs: Outputs) -> dict[str, Array]:
     """Maps [1, C, H, W] of no great size become [1, H W, C]; the rest stays as it is."""
     return {
-        name: value.reshape(1, value.shape[1], -1).transpose(0, 2, 1)
-        if value.ndim == 4 and len(value) == 1 and value[0, 0].size <= _LARGEST
+        name: value.reshape(*value.shape[:2], value.shape[2] * value.shape[3]).transpose(0, 2, 1)
+        if value.ndim == 4 and len(value) == 1 and value.shape[2] * value.shape[3] <= _LARGEST
         else value
         for name, value in outputs.items()
     }

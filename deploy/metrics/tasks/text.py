@@ -2,10 +2,10 @@
 
 The blank is the first or the last symbol and the one that most steps have, and it stands between
 the symbols: where it is away for long, as silence is while somebody speaks, or where numbers of
-tokens were fed, these are classes of steps (`deploy.metrics.tasks.steps`). Texts are decoded
-greedily: the best symbol of each step, repeats merged, blanks dropped. Where in every sample blanks
-only follow the last symbol, each step is the slot of a symbol, as of a number plate's, and repeats
-stay.
+tokens were fed or a vector for each step, these are classes of steps
+(`deploy.metrics.tasks.steps`). Texts are decoded greedily: the best symbol of each step, repeats
+merged, blanks dropped. Where in every sample blanks only follow the last symbol, each step is the
+slot of a symbol, as of a number plate's, and repeats stay.
 """
 
 from __future__ import annotations
@@ -72,14 +72,21 @@ def find(seen: Seen) -> Text | None:
     blank, symbols = int(counts.argmax()), known[0].shape[1]
     if blank not in (0, symbols - 1) or counts[blank] < _BLANKS * counts.sum():
         return None
-    if np.count_nonzero(counts) < 2 or _away(known, blank) > _AWAY or _are_tokens(seen):
+    if (
+        np.count_nonzero(counts) < 2
+        or _away(known, blank) > _AWAY
+        or _are_tokens(seen)
+        or _one_each(known, seen)
+    ):
         return None
     return Text(name, symbols, blank, not all(_ends(one, blank) for one in known))
 
 
 def _steps(value: Array) -> Array | None:
     """[1, T, C] or [T, 1, C] -> [T, C]; None for other shapes."""
-    if value.ndim != 3 or 1 not in value.shape[:2] or not np.issubdtype(value.dtype, np.floating):
+    if value.ndim != 3 or not value.size or 1 not in value.shape[:2]:
+        return None
+    if not np.issubdtype(value.dtype, np.floating):
         return None
     steps = value.reshape(-1, value.shape[2])
     fits = len(steps) >= _STEPS and steps.shape[1] >= _SYMBOLS and np.isfinite(steps).all()
@@ -116,6 +123,14 @@ def _are_tokens(seen: Seen) -> bool:
         one.dtype in (np.int32, np.int64) and one.ndim <= 3 and one.size >= _TOKENS
         for fed in seen.inputs
         for one in fed.values()
+    )
+
+
+def _one_each(samples: Sequence[Array], seen: Seen) -> bool:
+    """Whether a vector was fed for each step: CTC makes fewer steps of what it reads."""
+    return all(
+        any(one.ndim == 3 and one.shape[:2] == (1, len(steps)) for one in fed.values())
+        for steps, fed in zip(samples, seen.inputs, strict=True)
     )
 
 

@@ -8,7 +8,8 @@
 ====================  ==========================================================================
 
 A tensor counts as such only where its anchors are as many as the cells of the input's picture, and
-where the boxes lie at their anchors. Rows after the classes (masks, key points, angles) are let be.
+where the boxes lie at their anchors. Rows after the classes are key points where they lie there as
+well, x and y or x, y and how visible; others (masks, angles) are let be.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Dense:
         scores: rows of scores, objectness among them, from row 4 on.
         rows: all rows.
         grid: where the anchors are.
+        point: rows of a key point, 2 or 3, all of which come last; 0 without.
     """
 
     output: str
@@ -53,6 +55,7 @@ class Dense:
     scores: int
     rows: int
     grid: Grid
+    point: int = 0
 
     @property
     def placed(self) -> bool:
@@ -69,7 +72,11 @@ class Dense:
         """How the output is read."""
         words = {"centre": "boxes by centre", "corners": "boxes by corners", "cell": "raw boxes"}
         seen = ", objectness" if self.objectness else ""
-        return f"{self.output}: {words[self.coding]}{seen} and {self.classes} classes an anchor"
+        points = (self.rows - 4 - self.scores) // self.point if self.point else 0
+        own = f", {points} key points" if points else ""
+        return (
+            f"{self.output}: {words[self.coding]}{seen} and {self.classes} classes{own} an anchor"
+        )
 
     @property
     def parts(self) -> Mapping[str, tuple[Part, ...]]:
@@ -97,7 +104,12 @@ class Dense:
             if size is None or self.grid.count(size) != rows.shape[1]:
                 return None
             places = _out_of_cells(places, *(one[seen] for one in self.grid.cells(size)))
-        return by_score(places if self.coding == "corners" else corners(places), scores)
+        places = places if self.coding == "corners" else corners(places)
+        if not self.point:
+            return by_score(places, scores)
+        rest = rows[4 + self.scores :, seen]
+        points = rest.T.reshape(len(seen), len(rest) // self.point, self.point)
+        return by_score(places, scores, points.astype(np.float64))
 
 
 def find(seen: Seen) -> Dense | None:
@@ -151,6 +163,7 @@ def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
             continue
         coding = _coding(rows, sizes, grid, objectness)
         if coding is not None:
+            rest = np.concatenate([one[4 + scores :] for one in rows], axis=1)
             return Dense(
                 output=name,
                 axis=axis,
@@ -159,8 +172,30 @@ def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
                 scores=scores,
                 rows=len(rows[0]),
                 grid=grid,
+                point=0 if coding == "cell" else _point(rest, sizes, grid),
             )
     return None
+
+
+def _point(rest: Floats, sizes: list[tuple[int, int]], grid: Grid) -> int:
+    """How many rows a key point has, where all places lie at their anchors; 0 where none do."""
+    for length in (3, 2):
+        if not len(rest) or len(rest) % length:
+            continue
+        points = rest.reshape(-1, length, rest.shape[1])
+        seen = points[:, 2:]
+        shares = bool(((seen >= -1e-3) & (seen <= 1 + 1e-3)).all())
+        if shares and all(_lies_there(one[:2], sizes, grid) for one in points):
+            return length
+    return 0
+
+
+def _lies_there(places: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> bool:
+    """Whether x and y [2, A] of all samples rise with those of their anchors."""
+    cells = [grid.cells(size) for size in sizes]
+    centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
+    along = (_correlation(own, there) for own, there in zip(places, centres, strict=True))
+    return min(along) > _AT_ANCHORS
 
 
 def _has_objectness(rows: list[Floats], scores: int, axis: int) -> bool:
@@ -182,12 +217,9 @@ def at_anchors(boxes: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> s
 
     None where they lie at their anchors and are neither.
     """
-    cells = [grid.cells(size) for size in sizes]
-    centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
-    along = [_correlation(boxes[row], centres[row % 2]) for row in range(4)]
-    if min(along[:2]) <= _AT_ANCHORS:
+    if not _lies_there(boxes[:2], sizes, grid):
         return ""
-    if min(along[2:]) > _AT_ANCHORS and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
+    if _lies_there(boxes[2:], sizes, grid) and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
         return "corners"
     return "centre" if _mostly(np.all(boxes[2:] >= 0, axis=0)) else None
 
