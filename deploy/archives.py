@@ -7,6 +7,7 @@ there are bytes: neither is believed.
 from __future__ import annotations
 
 import os
+import threading
 import tokenize
 import warnings
 import zipfile
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
     Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
 
+# numpy parses headers as Python, and Python 3.11 fails at that by chance where several threads do:
+# one switches to the other inside (python/cpython#106905)
+HEADERS = threading.Lock()
 MOST_ENTRIES = 1 << 20
 MOST_UNPACKED = 16 << 30  # bytes of all entries
 _MOST_LISTING = 128 << 20  # bytes of the table of contents
@@ -85,7 +89,7 @@ def array_header(stream: IO[bytes], room: int) -> Header:
     if read_header is None:
         raise ValueError(f"numpy format {version} is not known")
     try:
-        with warnings.catch_warnings():
+        with HEADERS, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of headers that are read in numpy's older way
             shape, fortran, dtype = read_header(stream)
     except (tokenize.TokenError, OverflowError, RecursionError) as error:

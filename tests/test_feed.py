@@ -568,6 +568,7 @@ def test_a_second_pass_over_remembered_samples_decodes_nothing(pictures, small_c
 
 
 def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
+    from deploy.feed.scratch import Scratch
     from deploy.feed.spool import Spool
 
     spool = Spool(range(4))
@@ -576,7 +577,7 @@ def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr(Scratch, "add", full)
     spool.add(1, {"x": np.ones(3)})
     monkeypatch.undo()
     spool.add(2, {"x": np.ones(3)})

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from deploy.archives import array_header, check_archive
+from deploy.archives import HEADERS, array_header, check_archive
 from deploy.errors import FeedError, first_line
 from deploy.feed.arrays import ArraySource, Item, rows
 from deploy.feed.images import shown
@@ -258,7 +258,8 @@ def _load_raw(path: Path, specs: Specs) -> Array:
 
 def _load_npy(path: Path) -> Array:
     refuse_irregular(path, what="an .npy file", error=FeedError)
-    array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    with HEADERS:
+        array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
         array.close()
         raise ValueError("it is an .npz archive under the name .npy")

@@ -12,12 +12,10 @@ may be
 from __future__ import annotations
 
 import bisect
-import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import IO, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +23,7 @@ from deploy.errors import FeedError
 from deploy.feed.items import inputs_of
 from deploy.feed.manifest import Changed, Raw, sample_digest
 from deploy.feed.preprocess import describe
+from deploy.feed.scratch import Place, Scratch
 from deploy.tensors import Array, TensorSpec
 
 Item = dict[str, Array]
@@ -239,37 +238,24 @@ class _Spool:
     """Items in a temporary file that goes with the object; several threads may read."""
 
     def __init__(self) -> None:
-        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="calib8-feed-")  # noqa: SIM115
-        self._offsets: list[dict[str, int]] = []
-        self._lock = threading.Lock()
+        self._scratch = Scratch("calib8-feed-")
+        self._places: list[dict[str, Place]] = []
 
     def append(self, item: Item) -> None:
-        offsets = {}
         try:
-            for name, array in item.items():
-                offsets[name] = self._file.tell()
-                np.lib.format.write_array(self._file, array, allow_pickle=False)
+            places = {name: self._scratch.add(array) for name, array in item.items()}
         except OSError as error:
             raise FeedError(
                 f"the iterable must fit into a temporary file, got: {error.strerror or error}; free"
                 " some of the disk, or set TMPDIR to another"
             ) from error
-        self._offsets.append(offsets)
+        self._places.append(places)
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._places)
 
     def __getitem__(self, index: int, /) -> Item:
-        return {name: self._load(at) for name, at in self._offsets[index].items()}
-
-    def _load(self, at: int) -> Array:
-        with self._lock:
-            self._file.seek(at)
-            array: Array = np.lib.format.read_array(self._file, allow_pickle=False)
-        return array
+        return {name: self._scratch.get(place) for name, place in self._places[index].items()}
 
     def __iter__(self) -> Iterator[Item]:
         return (self[i] for i in range(len(self)))
-
-    def __del__(self) -> None:
-        self._file.close()

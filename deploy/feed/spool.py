@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
-import weakref
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-from typing import IO
 
 import numpy as np
 
+from deploy.feed.scratch import Place, Scratch
 from deploy.tensors import Array
 
 
@@ -25,8 +22,9 @@ class Spool:
         """Args: wanted: which samples to keep; most_bytes: of all of them, None for no limit."""
         self._wanted = wanted
         self._most_bytes = most_bytes
-        self._places: dict[int, tuple[int, tuple[str, ...]]] = {}
-        self._file: IO[bytes] | None = None
+        self._places: dict[int, dict[str, Place]] = {}
+        self._scratch: Scratch | None = None
+        self._bytes = 0
         self._using = threading.Lock()
 
     def __contains__(self, index: object) -> bool:
@@ -38,36 +36,23 @@ class Spool:
         with self._using:
             if index not in self._wanted or index in self._places:
                 return
+            size = sum(np.asarray(array).nbytes for array in sample.values())
+            if self._most_bytes is not None and self._bytes + size > self._most_bytes:
+                return
             try:
-                if self._file is None:
-                    self._file = tempfile.TemporaryFile(prefix="calib8-")  # noqa: SIM115
-                    weakref.finalize(self, _close, self._file)
-                place = self._file.seek(0, 2)
-                if self._most_bytes is not None and place + _bytes(sample) > self._most_bytes:
-                    return
-                for array in sample.values():
-                    np.save(self._file, array, allow_pickle=False)
-                self._file.flush()
+                if self._scratch is None:
+                    self._scratch = Scratch("calib8-")
+                places = {name: self._scratch.add(array) for name, array in sample.items()}
             except (OSError, ValueError):  # full, or values that are no plain array
                 self._wanted = ()
                 return
-            self._places[index] = place, tuple(sample)
+            self._bytes += size
+            self._places[index] = places
 
     def get(self, index: int) -> dict[str, Array] | None:
         """A sample that was kept; None for any other."""
         with self._using:
-            if index not in self._places or self._file is None:
-                return None
-            place, names = self._places[index]
-            self._file.seek(place)
-            return {name: np.load(self._file, allow_pickle=False) for name in names}
-
-
-def _bytes(sample: Mapping[str, Array]) -> int:
-    return sum(np.asarray(array).nbytes for array in sample.values())
-
-
-def _close(file: IO[bytes]) -> None:
-    """Let it go; what a full disk did not take is not tried again."""
-    with suppress(OSError):
-        file.close()
+            places, scratch = self._places.get(index), self._scratch
+        if places is None or scratch is None:
+            return None
+        return {name: scratch.get(place) for name, place in places.items()}
