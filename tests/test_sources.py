@@ -208,6 +208,27 @@ def test_labels_without_evaluation_images_are_refused_or_told(pictures, tmp_path
     assert code == 0 and "are not used" not in said(out)
 
 
+def test_evaluation_images_that_calibrated_too_are_told(pictures, tmp_path, run, small_cnn):
+    others = tmp_path / "others"
+    others.mkdir()
+    for number, path in enumerate(sorted(pictures.iterdir())):
+        name = f"renamed{number}.png"
+        if number < 7:
+            shutil.copy(path, others / name)
+        else:
+            cv2.imwrite(str(others / name), 255 - cv2.imread(str(path)))
+    words = "build", small_cnn, "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
+    for limit, count in (((), 7), (("--limit", 10), 4)):
+        code, out, err = run(*words, "--images", pictures, "--eval-images", others, *limit)
+        assert code == 0, err
+        assert f"{count} of the 20 evaluation images calibrated too" in said(out)
+    shutil.rmtree(others)
+    others.mkdir()
+    cv2.imwrite(str(others / "a.png"), np.full((9, 9, 3), 99, np.uint8))
+    code, out, err = run(*words, "--images", pictures, "--eval-images", others)
+    assert code == 0 and "calibrated too" not in said(out), err
+
+
 def said(out):
     return " ".join(out.split())
 

@@ -128,6 +128,14 @@ class Feed:
         """sha256 (hex) of every image or row, skipped ones too; complete after a pass."""
         return tuple(self._reader.seen.hex(self._chosen.indices))
 
+    def shared(self, other: Feed) -> int:
+        """How many images or rows were read here and of another feed too, by their bytes."""
+        ours, theirs = (
+            {feed._reader.seen.of(i) for i in feed._chosen.indices if i in feed._reader.seen}
+            for feed in (self, other)
+        )
+        return len(ours & theirs)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """How the feed was read, in sentences; complete after one pass."""
