@@ -5,7 +5,7 @@ Whatever can be refused is refused here, before anything is run or written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from deploy import manifest
 from deploy.calibration import afford, store
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trained import reference_of, refuse_calibrating
+from deploy.errors import ConfigError
 from deploy.feed.annotated import BY_FOLDER, labels_of
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import Feed, FeedSource, open_feed
@@ -124,6 +125,8 @@ def ordered(
     score = None if metric is None else metric_of(metric)  # as the evaluation, opened first
     loaded = model if isinstance(model, LoadedModel) else load_either(model)
     reference, judged_by = reference_of(loaded, float_model, images)
+    if images is None:
+        _refuse_unmeasured({"--eval-images": eval_images, "--labels": labels, "--metric": metric})
     judged_on = eval_images
     if loaded.trained is not None:
         refuse_calibrating(loaded.trained, _idle(images, terms, policy, wish, repairs))
@@ -203,6 +206,16 @@ def _refuse_foreign(
     plan = [_plan_of(loaded)] if policy.refresh else []  # else it is read, and must be a plan
     said = [manifest.SETTINGS] if settings else []
     manifest.refuse_foreign(folder, [*written_by(targets, loaded.name), *plan, *said])
+
+
+def _refuse_unmeasured(asked: Mapping[str, object]) -> None:
+    """Refuse what says how a Q/DQ model is measured, where nothing is."""
+    for flag, value in asked.items():
+        if value is not None:
+            raise ConfigError(
+                f"{flag} is of what is measured on images, which were not given; give --images too,"
+                " or leave it away"
+            )
 
 
 def _idle(
