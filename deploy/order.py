@@ -15,7 +15,7 @@ from deploy.calibration import afford, store
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trained import reference_of, refuse_calibrating
 from deploy.errors import ConfigError
-from deploy.feed.annotated import BY_FOLDER, labels_of
+from deploy.feed.annotated import BY_FOLDER, objects_of
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.frontends import LoadedModel, load_either
@@ -44,7 +44,7 @@ class Order:
         judged_by: what is to be said of that.
         images: what it is calibrated on, a Q/DQ model measured on; None where nothing is.
         evaluation: what judges it; None where some of the calibration images do.
-        labels: of the evaluation images.
+        objects: that the evaluation images show; numbers of classes are the feed's own.
         metric: the user's figure.
         targets: what is built for.
         terms: how it is calibrated.
@@ -62,7 +62,7 @@ class Order:
     judged_by: tuple[str, ...]
     images: FeedSource | None
     evaluation: Feed | None
-    labels: Sequence[int] | GroundTruth | None
+    objects: GroundTruth | None
     metric: Metric | None
     targets: Sequence[Target]
     terms: Terms
@@ -86,7 +86,7 @@ class Order:
     def labelled(self) -> bool:
         """Whether the images that judge in the end have labels; those of a search have none."""
         own = self.evaluation.labels if self.evaluation is not None else None
-        return self.labels is not None or own is not None
+        return self.objects is not None or own is not None
 
     @property
     def own_files(self) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ def ordered(
             limit=terms.limit if eval_images is None else None,
             labels_by_folder=labels == BY_FOLDER,
         )
-    known = labels_of(labels, evaluation)
+    known = objects_of(labels, evaluation)
     afford.refuse_full_disk(folder, loaded.model, len(targets))
     return Order(
         loaded=loaded,
@@ -155,7 +155,7 @@ def ordered(
         judged_by=judged_by,
         images=images,
         evaluation=evaluation,
-        labels=known,
+        objects=known,
         metric=score,
         targets=targets,
         terms=terms,

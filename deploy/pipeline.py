@@ -337,7 +337,7 @@ def _measured(order: Order, calibration: Calibrated, results: list[Built]) -> Fi
             results,
             calibration=calibration.judges.part,
             evaluation=order.evaluation,
-            labels=order.labels,
+            labels=order.objects,
             metric=order.metric,
             outputs=calibration.judges.outputs if ours and unchanged else None,
             duration_s=order.duration_s,
