@@ -17,7 +17,7 @@ from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.method import Method
 from deploy.metrics.form import form_of
-from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, usual_powers
+from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, said_of, usual_powers
 from deploy.tuning.samples import CANDIDATES, alike, as_many, telling
 
 
@@ -92,6 +92,25 @@ def test_every_sample_counts_alike_in_what_a_part_loses():
     assert noise(a=[0.0, 0.0]).worst == 0.0 and Noise({}).worst == 0.0
     assert noise(a=[0.1, 0.1]).worst == pytest.approx(1 - math.exp(-math.sqrt(0.1)))
     assert noise(a=[0.1, 0.1]).db == pytest.approx(10.0)
+
+
+def test_what_is_lost_is_held_against_what_is_said_and_not_against_the_number_of_samples():
+    powers = np.array([0.01, 0.0, 0.01, 0.0])
+    alike, half = Noise({"a": powers}), Noise({"a": powers}, {"a": 0.5})
+    assert half.worst == pytest.approx(2 * alike.worst)
+    assert half.worst == pytest.approx(1 - math.exp(-0.1)) and half.db == pytest.approx(20.0)
+    assert half.times(0.25).plus(half.times(0.75)).worst == pytest.approx(half.worst)
+    assert half.weighed(half) == pytest.approx(2 * alike.weighed(alike))
+    assert Noise({"a": np.full(4, 1e6)}, {"a": 0.5}).worst == 1.0
+
+
+def test_a_sample_says_as_much_as_the_usual_one_at_most():
+    outputs = [{"y": np.full((1, 4), value, np.float32)} for value in (9.0, 9.0, 0.0, 0.0)]
+    form = form_of(outputs)
+    usual = usual_powers(form, outputs)
+    assert said_of(form, outputs, usual) == pytest.approx([0.5])
+    assert said_of(form, outputs[:2], usual) == pytest.approx([1.0])
+    assert said_of(form, outputs[2:], usual) == said_of(form, outputs[:1], [0.0]) == [1.0]
 
 
 def test_a_sample_that_says_little_is_measured_by_the_usual_one():

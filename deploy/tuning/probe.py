@@ -2,10 +2,13 @@
 
 The noise of a part of the outputs in one sample is its relative power, sum of squared errors over
 sum of squares: 10 dB of SQNR are 0.1 and, as long as it is small, that of two layers adds up. What
-a sample loses is its amplitude, 1 at most; what a part loses is the mean over the samples, so that
-the one in which the model says most does not speak for all. A sample in which it says less than on
-average is measured by the average: where a detector sees nothing, a score of 0.02 for 0.01 is no
-loss, but where it sees something, one of 0.2 for 0.3 is.
+a sample loses is its amplitude, 1 at most, so that the one in which the model says most does not
+speak for all. A sample in which it says less than on average is measured by the average: where a
+detector sees nothing, a score of 0.02 for 0.01 is no loss, but where it sees something, one of 0.2
+for 0.3 is. What a part loses is the sum over the samples by what they say::
+
+    says    1.0  0.1  1.0  0.1    2.2 samples' worth: two photos hold something
+    loses   0.1  0    0.1  0      0.09, not 0.05: there is nothing to keep in the others
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,26 +49,37 @@ class Noise:
 
     Attributes:
         parts: part -> [samples] noise power over signal power.
+        said: part -> how much the float model says in the samples, as a share of saying as much in
+            each as in the usual one; 1 where that is not told.
         accuracy: figures of the same samples; None for a sum, or where nobody asks for them.
     """
 
     parts: Mapping[str, Powers]
+    said: Mapping[str, float] = field(default_factory=dict)
     accuracy: Accuracy | None = None
+
+    @property
+    def lost(self) -> Mapping[str, float]:
+        """What each part loses: 0 for nothing, 1 for all."""
+        return {
+            name: min(_lost(p) / self.said.get(name, 1.0), 1.0) for name, p in self.parts.items()
+        }
 
     @property
     def part(self) -> str:
         """The part that suffers most."""
-        return max(self.parts, key=lambda name: lost(self.parts[name]), default="")
+        found = self.lost
+        return max(found, key=lambda name: found[name], default="")
 
     @property
     def worst(self) -> float:
         """What the part that suffers most loses: 0 for nothing, 1 for all."""
-        return max((lost(powers) for powers in self.parts.values()), default=0.0)
+        return max(self.lost.values(), default=0.0)
 
     @property
     def mean(self) -> float:
         """What the parts lose in the mean: tells apart what is all lost in the worst of them."""
-        found = [lost(powers) for powers in self.parts.values()]
+        found = self.lost.values()
         return sum(found) / len(found) if found else 0.0
 
     @property
@@ -77,20 +91,23 @@ class Noise:
         """Two sources that know nothing of each other."""
         names = {**self.parts, **other.parts}
         nothing = np.zeros(1)
-        return Noise({n: self.parts.get(n, nothing) + other.parts.get(n, nothing) for n in names})
+        parts = {n: self.parts.get(n, nothing) + other.parts.get(n, nothing) for n in names}
+        return Noise(parts, {**self.said, **other.said})
 
     def times(self, share: float) -> Noise:
         """A share of the power."""
-        return Noise({name: share * powers for name, powers in self.parts.items()})
+        return Noise({name: share * powers for name, powers in self.parts.items()}, self.said)
 
     def weighed(self, at: Noise) -> float:
         """What this little power would lose of the worst part, on top of `at`."""
-        return max(
-            (float((_slope(at.parts[n]) * p).mean()) for n, p in self.parts.items()), default=0.0
+        found = (
+            float((_slope(at.parts[name]) * powers).mean()) / self.said.get(name, 1.0)
+            for name, powers in self.parts.items()
         )
+        return max(found, default=0.0)
 
 
-def lost(powers: Powers) -> float:
+def _lost(powers: Powers) -> float:
     """Mean over the samples of 1 - exp(-amplitude)."""
     return float((1 - np.exp(-np.sqrt(powers))).mean())
 
@@ -235,9 +252,12 @@ class Prober:
                 figures.add(sample, wanted, found)
             powers.append(noise_powers(self._form, wanted, found, self._usual))
         labels = [part.label for part in self._form.parts]
-        columns = np.array(powers).T
-        accuracy = figures.result() if figures is not None else None
-        return Noise(dict(zip(labels, columns, strict=True)), accuracy=accuracy)
+        said = said_of(self._form, [wanted for _, wanted in heard], self._usual)
+        return Noise(
+            dict(zip(labels, np.array(powers).T, strict=True)),
+            dict(zip(labels, said, strict=True)),
+            accuracy=figures.result() if figures is not None else None,
+        )
 
 
 def loudest(form: Form, outputs: Sequence[Mapping[str, Array]], most: int) -> list[int]:
@@ -262,6 +282,21 @@ def usual_powers(form: Form, outputs: Sequence[Mapping[str, Array]]) -> list[flo
         sizes = [math.sqrt(_square(part.of(one[part.output]))) for one in outputs]
         mean = sum(sizes) / max(len(sizes), 1)
         found.append(mean * mean if math.isfinite(mean) else 0.0)
+    return found
+
+
+def said_of(
+    form: Form, outputs: Sequence[Mapping[str, Array]], usual: Sequence[float]
+) -> list[float]:
+    """How much every part says in the samples, 1 where in each as much as in a usual one, or more.
+
+    A part that says nothing in any of them is measured by their number, 1.
+    """
+    found = []
+    for part, power in zip(form.parts, usual, strict=True):
+        sizes = [_energy(part.of(one[part.output])) for one in outputs]
+        shares = [math.sqrt(min(size / power, 1.0)) if power else 1.0 for size in sizes]
+        found.append(sum(shares) / max(len(shares), 1) or 1.0)
     return found
 
 
