@@ -5,7 +5,7 @@ Whatever can be refused is refused here, before anything is run or written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,8 @@ from deploy import manifest
 from deploy.calibration import afford, store
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trained import reference_of, refuse_calibrating
-from deploy.feed.annotated import BY_FOLDER, labels_of
+from deploy.errors import ConfigError
+from deploy.feed.annotated import BY_FOLDER, objects_of
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import Feed, FeedSource, open_feed
 from deploy.frontends import LoadedModel, load_either
@@ -43,7 +44,7 @@ class Order:
         judged_by: what is to be said of that.
         images: what it is calibrated on, a Q/DQ model measured on; None where nothing is.
         evaluation: what judges it; None where some of the calibration images do.
-        labels: of the evaluation images.
+        objects: that the evaluation images show; numbers of classes are the feed's own.
         metric: the user's figure.
         targets: what is built for.
         terms: how it is calibrated.
@@ -61,7 +62,7 @@ class Order:
     judged_by: tuple[str, ...]
     images: FeedSource | None
     evaluation: Feed | None
-    labels: Sequence[int] | GroundTruth | None
+    objects: GroundTruth | None
     metric: Metric | None
     targets: Sequence[Target]
     terms: Terms
@@ -85,7 +86,7 @@ class Order:
     def labelled(self) -> bool:
         """Whether the images that judge in the end have labels; those of a search have none."""
         own = self.evaluation.labels if self.evaluation is not None else None
-        return self.labels is not None or own is not None
+        return self.objects is not None or own is not None
 
     @property
     def own_files(self) -> tuple[str, ...]:
@@ -124,6 +125,8 @@ def ordered(
     score = None if metric is None else metric_of(metric)  # as the evaluation, opened first
     loaded = model if isinstance(model, LoadedModel) else load_either(model)
     reference, judged_by = reference_of(loaded, float_model, images)
+    if images is None:
+        _refuse_unmeasured({"--eval-images": eval_images, "--labels": labels, "--metric": metric})
     judged_on = eval_images
     if loaded.trained is not None:
         refuse_calibrating(loaded.trained, _idle(images, terms, policy, wish, repairs))
@@ -143,7 +146,7 @@ def ordered(
             limit=terms.limit if eval_images is None else None,
             labels_by_folder=labels == BY_FOLDER,
         )
-    known = labels_of(labels, evaluation)
+    known = objects_of(labels, evaluation)
     afford.refuse_full_disk(folder, loaded.model, len(targets))
     return Order(
         loaded=loaded,
@@ -152,7 +155,7 @@ def ordered(
         judged_by=judged_by,
         images=images,
         evaluation=evaluation,
-        labels=known,
+        objects=known,
         metric=score,
         targets=targets,
         terms=terms,
@@ -203,6 +206,16 @@ def _refuse_foreign(
     plan = [_plan_of(loaded)] if policy.refresh else []  # else it is read, and must be a plan
     said = [manifest.SETTINGS] if settings else []
     manifest.refuse_foreign(folder, [*written_by(targets, loaded.name), *plan, *said])
+
+
+def _refuse_unmeasured(asked: Mapping[str, object]) -> None:
+    """Refuse what says how a Q/DQ model is measured, where nothing is."""
+    for flag, value in asked.items():
+        if value is not None:
+            raise ConfigError(
+                f"{flag} is of what is measured on images, which were not given; give --images too,"
+                " or leave it away"
+            )
 
 
 def _idle(

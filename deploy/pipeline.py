@@ -337,13 +337,23 @@ def _measured(order: Order, calibration: Calibrated, results: list[Built]) -> Fi
             results,
             calibration=calibration.judges.part,
             evaluation=order.evaluation,
-            labels=order.labels,
+            labels=order.objects,
             metric=order.metric,
             outputs=calibration.judges.outputs if ours and unchanged else None,
             duration_s=order.duration_s,
             threads=order.threads,
         )
-    return replace(figures, notes=(*order.judged_by, *figures.notes))
+    notes = (*order.judged_by, *figures.notes, *_seen_before(order, calibration))
+    return replace(figures, notes=notes)
+
+
+def _seen_before(order: Order, calibration: Calibrated) -> list[str]:
+    """That images which calibrated judge too."""
+    if order.evaluation is None or order.loaded.trained is not None:
+        return []
+    shared = order.evaluation.shared(calibration.feed)
+    few = f"{shared} of the {order.evaluation.count} evaluation images calibrated too"
+    return [f"{few}; what clips looks better on these than on others"] if shared else []
 
 
 def _published(order: Order, calibration: Calibrated, settings: str | None, stage: Stage) -> None:

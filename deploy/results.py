@@ -39,6 +39,7 @@ from deploy.report.shown import box_rows, class_rows, pictures_part
 from deploy.report.verdict import Gates, Verdict, verdict
 from deploy.report.words import PLAN
 from deploy.stamped import sha256
+from deploy.targets import TARGETS
 from deploy.targets.base import Built
 from deploy.tensors import TensorSpec
 from deploy.version import __version__
@@ -338,9 +339,22 @@ def _target(
         files=file_rows(built.files, stage),
         runnable=_final(built.runnable, stage),
         search=_search(plan),
-        notes=(*(() if built.error else _of_search(plan)), *built.notes),
+        notes=(
+            *(() if built.error else _of_search(plan)),
+            *built.notes,
+            *_left_over(calibrated.loaded.name, built.target, stage),
+        ),
         error=error,
     )
+
+
+def _left_over(name: str, target: str, stage: Stage) -> Iterator[str]:
+    """Files of an earlier build of the same model that this one did not write again."""
+    endings = TARGETS[target].writes if target in TARGETS else ()
+    names = [f"{name}{ending}" for ending in endings]
+    left = [n for n in names if (stage.folder / n).exists() and not (stage.inside / n).exists()]
+    if left:
+        yield f"not of this build, but of an earlier one in {stage.folder}: {', '.join(left)}"
 
 
 def _of_search(plan: Tuned | None) -> Iterator[str]:

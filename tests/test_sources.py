@@ -14,8 +14,10 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.choice import Choice
 from deploy.feed.feed import open_feed
 from deploy.feed.manifest import Changed
+from deploy.feed.pixels import apply
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.raw import RawFiles
+from deploy.ort import OrtSession
 from deploy.tensors import TensorSpec
 
 X = TensorSpec("x", "float32", ("batch", 3, 16, 16))
@@ -206,6 +208,57 @@ def test_labels_without_evaluation_images_are_refused_or_told(pictures, tmp_path
     assert "labels of images that calibrate are not used; --eval-images takes both" in said(out)
     code, out, _ = run(*words, "--images", pictures, "--eval-images", listed)
     assert code == 0 and "are not used" not in said(out)
+
+
+def test_labels_stand_beside_their_images_where_a_bad_one_is_left_out(
+    pictures, tmp_path, run, small_cnn
+):
+    """Each image's own label is its best class; one off, and next to none would be right."""
+    session, how = (
+        OrtSession.open(small_cnn, threads=1),
+        Preprocess(size=(16, 16), color="rgb", layout="nchw"),
+    )
+    best = []
+    for number, path in enumerate(sorted(pictures.iterdir())):
+        pixels = cv2.imread(str(path))
+        best.append(int(session.run({"x": apply(pixels, how)})["logits"].argmax()))
+        (tmp_path / "val").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "val" / f"{number:02}.png")
+    (tmp_path / "val" / "03.png").write_text("broken")
+    labels = tmp_path / "labels.txt"
+    labels.write_text("".join(f"{one}\n" for one in [*best[:3], (best[3] + 1) % 10, *best[4:]]))
+    words = ("build", small_cnn, "--images", pictures, "--eval-images", tmp_path / "val")
+    words += ("--effort", 0, "--duration", 0, "--accept", "--labels", labels)
+    code, out, err = run(*words, "--skip-bad", "--out", tmp_path / "o")
+    assert code == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("Top-1  ")]
+    assert line.split()[1] == "100.00"
+    for count in (19, 21):
+        labels.write_text("1\n" * count)
+        code, _, err = run(*words, "--skip-bad", "--out", tmp_path / "no")
+        assert code == 1 and f"got {count} labels for 20" in err
+        assert not (tmp_path / "no").exists()  # before anything is run
+
+
+def test_evaluation_images_that_calibrated_too_are_told(pictures, tmp_path, run, small_cnn):
+    others = tmp_path / "others"
+    others.mkdir()
+    for number, path in enumerate(sorted(pictures.iterdir())):
+        name = f"renamed{number}.png"
+        if number < 7:
+            shutil.copy(path, others / name)
+        else:
+            cv2.imwrite(str(others / name), 255 - cv2.imread(str(path)))
+    words = "build", small_cnn, "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
+    for limit, count in (((), 7), (("--limit", 10), 4)):
+        code, out, err = run(*words, "--images", pictures, "--eval-images", others, *limit)
+        assert code == 0, err
+        assert f"{count} of the 20 evaluation images calibrated too" in said(out)
+    shutil.rmtree(others)
+    others.mkdir()
+    cv2.imwrite(str(others / "a.png"), np.full((9, 9, 3), 99, np.uint8))
+    code, out, err = run(*words, "--images", pictures, "--eval-images", others)
+    assert code == 0 and "calibrated too" not in said(out), err
 
 
 def said(out):

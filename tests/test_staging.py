@@ -220,6 +220,23 @@ def test_verify_tells_a_build_that_is_not_whole(way, made, capsys):
     assert stop.value.code == 1 and expected[way] in said.out + said.err
 
 
+def test_a_model_of_an_earlier_build_that_stays_beside_the_new_one_is_told(
+    made, small_cnn, pictures, capsys
+):
+    """Whoever goes on with X.int8.onnx would deploy what this build did not make."""
+    out, _ = made
+    line = ["build", str(small_cnn), "--images", str(pictures), "--size", "16x16", "--accept"]
+    line += ["--duration", "0", "--out", str(out)]
+    main([*line, "--effort", "0"])
+    assert "of an earlier one" not in capsys.readouterr().out
+    plan = small_cnn.parent / "float.toml"
+    plan.write_text('schema = "calib8-plan/1"\nfloat = ["*"]\n')
+    main([*line, "--plan", str(plan)])
+    assert (out / "small_cnn.int8.onnx").exists() and (out / "small_cnn.float.onnx").exists()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"not of this build, but of an earlier one in {out}: small_cnn.int8.onnx" in said
+
+
 def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, pictures, capsys):
     out, again = made
     other = small_cnn.parent / "other.onnx"

@@ -279,6 +279,19 @@ def test_float_is_of_a_quantized_model_with_the_same_ends(refused, made, small_c
     assert "quantized already" in said
 
 
+@pytest.mark.parametrize("flag", ["--eval-images", "--labels", "--metric"])
+def test_what_is_measured_on_images_needs_some(flag, refused, made, data, tmp_path):
+    (tmp_path / "labels.txt").write_text("1\n" * 6)
+    (tmp_path / "own.py").write_text("def score(fp32, int8, label):\n    return 1.0\n")
+    given = {
+        "--eval-images": data,
+        "--labels": tmp_path / "labels.txt",
+        "--metric": f"{tmp_path / 'own.py'}:score",
+    }
+    said = refused(made["onnxruntime"], flag, given[flag], images=False)
+    assert f"{flag} is of what is measured on images" in said and "give --images too" in said
+
+
 def test_a_float_model_still_needs_images(refused, small_cnn):
     assert "Missing option '--images'" in refused(small_cnn, images=False)
 

@@ -16,14 +16,14 @@ from deploy.metrics.precision import GroundTruth
 BY_FOLDER = "folders"
 
 
-def labels_of(
+def objects_of(
     labels: Sequence[int] | Annotations | str | None, evaluation: Feed | None
-) -> Sequence[int] | GroundTruth | None:
-    """Labels in the order of the evaluation images; None where their feed has them, or nobody.
+) -> GroundTruth | None:
+    """The objects that are annotated; numbers of classes are given to the evaluation images.
 
     Raises:
         ConfigError: there are no evaluation images for them, or they are no pictures.
-        FeedError: the annotations do not have one of them.
+        FeedError: the annotations do not have one of them, or there are more or fewer labels.
     """
     if isinstance(labels, str) and labels != BY_FOLDER:
         raise ConfigError(
@@ -36,10 +36,12 @@ def labels_of(
             f"{known.get(type(labels), 'labels')} are of evaluation images, got none; give"
             " --eval-images"
         )
+    if evaluation is None or labels is None or isinstance(labels, str):
+        return None
     if isinstance(labels, Annotations):
-        assert evaluation is not None
         return ground_truth(labels, evaluation)
-    return None if isinstance(labels, str) else labels
+    evaluation.label(labels)
+    return None
 
 
 def ground_truth(annotations: Annotations, feed: Feed) -> GroundTruth:

@@ -58,6 +58,7 @@ class Feed:
         self._names = ""  # digest of them
         self._kind = kind
         self._good: tuple[int, tuple[int, ...]] = (-1, ())  # bad ones known, labels without them
+        self._given: Mapping[int, int] | None = None  # labels from elsewhere than the source
         self.batch = batch
         self.preprocess = preprocess
         self.origin = origin
@@ -95,12 +96,25 @@ class Feed:
     @property
     def labels(self) -> tuple[int, ...] | None:
         """One class number per image or row, without the skipped ones; None where not given."""
-        labels, bad = self._source.labels, len(self._chosen.skipped)
+        labels, bad = self._given or self._source.labels, len(self._chosen.skipped)
         if labels is None:
             return None
         if self._good[0] != bad:
             self._good = bad, tuple(labels[i] for i in self._chosen.good())
         return self._good[1]
+
+    def label(self, labels: Sequence[int]) -> None:
+        """Give each image or row its class number; those that turn out bad have one too.
+
+        Raises:
+            FeedError: there are more or fewer of them.
+        """
+        if len(labels) != self.opened:
+            raise FeedError(
+                f"there must be one label an image, those that are left out too, got {len(labels)}"
+                f" labels for {self.opened}"
+            )
+        self._given = dict(zip(self._chosen.indices, labels, strict=True))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,6 +141,14 @@ class Feed:
     def seen(self) -> tuple[str, ...]:
         """sha256 (hex) of every image or row, skipped ones too; complete after a pass."""
         return tuple(self._reader.seen.hex(self._chosen.indices))
+
+    def shared(self, other: Feed) -> int:
+        """How many images or rows were read here and of another feed too, by their bytes."""
+        ours, theirs = (
+            {feed._reader.seen.of(i) for i in feed._chosen.indices if i in feed._reader.seen}
+            for feed in (self, other)
+        )
+        return len(ours & theirs)
 
     @property
     def notes(self) -> tuple[str, ...]:

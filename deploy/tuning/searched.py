@@ -18,17 +18,16 @@ from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.errors import BackendError
 from deploy.graph.plan import word_of
 from deploy.method import Method, comparable
-from deploy.metrics.latency import OVERHEAD_MS
 from deploy.progress import Step, phase
 from deploy.tuning.allowance import Allowance
-from deploy.tuning.clock import quickest_of
 from deploy.tuning.judging import Judgement, Judging
-from deploy.tuning.plan_file import TIMED, TargetPlan
+from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import Heard, Prober
 from deploy.tuning.reasons import BETWEEN, NOT_FASTER, NOT_USABLE, reasons
 from deploy.tuning.samples import alike, as_many, telling
 from deploy.tuning.search import EFFORTS, Effort, Search, Trial
+from deploy.tuning.timed import TELLING_US, by_the_clock
 from deploy.tuning.units import Units, units_of
 from deploy.tuning.unseen import unseen
 from deploy.tuning.usable import Settled, Told, Way, settled
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest, Target
     from deploy.tensors import Array
 
-_TELLING_US = 250.0  # of the float model: kernels of a smaller one are the runtime's own overhead
-_DEARER = 1.5  # noise beside time that was measured whole: what it buys is sure
-_BELIEVED = 0.8  # of the time that the kernels tell: a clock that says less was disturbed in float
-_SLOWER = 1.02  # times float's time: int8 that is slower than this gains nothing
 _LEAST_SAMPLES, _SHARE = 2, 5  # of few samples a fifth: the search is to cost few calibrations
 _OWN = "its own method"  # of a target whatever method is asked for
 
@@ -155,7 +150,7 @@ def _prices(asked: Asked, units: Units, samples: Sequence[Mapping[str, Array]]) 
         float32, int8 = (target.trial(request.adding(one)) for one in (every, NO_CHOICES))
         with suppress(BackendError):  # the search finds what cannot be run
             found = measured(request.model, float32, int8, units, samples)
-            if found.total(units, frozenset(units.members)) >= _TELLING_US:
+            if found.total(units, frozenset(units.members)) >= TELLING_US:
                 return found
     return counted(request.model, units, samples[0])
 
@@ -175,9 +170,20 @@ def _chosen(
     allowance: Allowance,
 ) -> Settled:
     """What is built of what was tried."""
+    target, request = asked.target, asked.request
 
     def choose(likely: Sequence[Trial]) -> tuple[Trial, Told]:
-        return _by_the_clock(asked, search, samples, likely) if asked.clock else (likely[0], [])
+        if not asked.clock:
+            return likely[0], []
+        return by_the_clock(
+            search,
+            likely,
+            samples,
+            written=lambda trial: target.trial(request.adding(trial.choices)),
+            given=request.model,
+            wish=asked.wish,
+            threads=request.threads,
+        )
 
     judging = Judging(
         asked.judges,
@@ -234,42 +240,6 @@ def _failed(prober: Prober) -> str:
     if not failed:
         return ""
     return f"{failed} of {prober.tried} trials could not be run; the first: {prober.errors[0]}"
-
-
-def _by_the_clock(
-    asked: Asked,
-    search: Search,
-    samples: Sequence[Mapping[str, Array]],
-    likely: Sequence[Trial],
-) -> tuple[Trial, Told]:
-    """The likely splits, timed beside float; of them the one of least cost.
-
-    Float is the model as it would be written, which may be faster than it was given; a speed-up
-    that is asked for is meant beside the latter. On a machine that others use, float may never have
-    had it alone, and then int8 seems to win more than all its kernels do: so much is not believed.
-    """
-    target, request, wish = asked.target, asked.request, asked.wish
-    written = [
-        target.trial(request.adding(trial.choices)) for trial in (*likely, search.all_in_float)
-    ]
-    given = [request.model] if wish.min_speedup > 1 else []
-    found = quickest_of([*written, *given], samples, threads=request.threads)
-    times, whole = found[: len(likely)], found[len(likely)]
-    believed = _BELIEVED * search.prices.too_dear(search.units)
-    real = [
-        replace(trial, time=max(own / whole, believed * trial.time))
-        for trial, own in zip(likely, times, strict=True)
-    ]
-    told: Told = [
-        {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
-        for trial in real
-    ]
-    held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
-    chosen = min(held or real[:1], key=lambda trial: trial.cost(_DEARER * search.weight))
-    most = max(_SLOWER, 1 + OVERHEAD_MS / max(whole, _TELLING_US / 1e3))
-    if given:
-        most = min(most, found[-1] / whole / wish.min_speedup)
-    return (search.all_in_float if chosen.time > most else chosen), told
 
 
 def _words(best: Trial) -> str:

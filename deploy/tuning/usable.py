@@ -94,6 +94,22 @@ def _usable(
 
 def _surer(search: Search, way: Way, first: Settled, found: Judgement) -> Settled:
     """A quieter split that costs less by time and by what is lost of the task, if one does."""
+    promising = _promising(search, way, first.trial, found)
+    if promising is None:
+        return first
+    trial, judged = promising
+    best, told = way.choose([trial])
+    told = [*first.told, *told]
+    wins = _cost(search, best.time, judged) < _cost(search, first.trial.time, found)
+    if not wins or best.in_float != trial.in_float:
+        return replace(first, told=told)
+    return Settled(trial=best, told=told, doubtful=found.doubtful)
+
+
+def _promising(
+    search: Search, way: Way, first: Trial, found: Judgement
+) -> tuple[Trial, Judgement] | None:
+    """The quieter split that promises to cost least, as judged; None where the first one does."""
     judged: list[tuple[float, Trial, Judgement]] = []
 
     def good(trial: Trial) -> bool:
@@ -101,18 +117,10 @@ def _surer(search: Search, way: Way, first: Settled, found: Judgement) -> Settle
         judged.append((_cost(search, trial.time, one), trial, one))
         return not (one.unusable or one.doubtful)
 
-    search.quieter(first.trial, good, way.can_go_on)
-    promised = _cost(search, search.time_of(first.trial.in_float), found)
-    least, trial, one = min(judged, key=itemgetter(0), default=(promised, first.trial, found))
-    if least >= promised:
-        return first
-    best, told = way.choose([trial])
-    told = [*first.told, *told]
-    if best.in_float != trial.in_float or _cost(search, best.time, one) >= _cost(
-        search, first.trial.time, found
-    ):
-        return replace(first, told=told)
-    return Settled(trial=best, told=told, doubtful=found.doubtful)
+    search.quieter(first, good, way.can_go_on)
+    promised = _cost(search, search.time_of(first.in_float), found)
+    least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, found))
+    return (trial, one) if least < promised else None
 
 
 def _cost(search: Search, time: float, found: Judgement) -> float:
