@@ -2,7 +2,8 @@
 
 Probabilities of C classes (each pixel's sum to 1) are that for sure. Raw scores are where their
 best class is the same for nearly all neighbours, over a picture not much smaller than the input's;
-the channels of a feature map are not.
+the channels of a feature map are not. Where all pixels are of one class, other outputs, if any,
+tell more: a detector's map of kinds, say, is background wherever nothing is for sure.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from deploy.tensors import Array
 _SIDE = 16  # pixels that a picture has at least
 _SMALLER = 4  # times that raw scores may be smaller than the input
 _SMOOTH = 0.9  # share of neighbours of one class
-_RARE = 1e-3  # of all pixels: classes seen less are not counted by mIoU
+_RARE = 1e-3  # of all pixels: classes seen less are not counted by mIoU, where two are seen more
+_FEW = 16  # pixels of a rare class, at least
 _MOST = 1024
 
 
@@ -52,7 +54,7 @@ def find(seen: Seen) -> Pixels | None:
             count = int(max(one.max() for one in samples)) + 1
             if 2 <= count <= _MOST:
                 return Pixels(name, count)
-        if _are_classes(samples, seen.inputs):
+        if _are_classes(samples, seen.inputs) and (len(seen.names) == 1 or _several(samples)):
             return Pixels(name, samples[0].shape[1])
     return None
 
@@ -85,6 +87,12 @@ def _is_scores(value: Array) -> bool:
 def _adds_up(value: Array) -> bool:
     total = value.sum(axis=1, dtype=np.float64)
     return bool(value.min() >= -1e-4 and np.abs(total - 1).max() < 1e-2)
+
+
+def _several(samples: Sequence[Array]) -> bool:
+    """Whether more than one class is the best of some pixel."""
+    best = [one.argmax(axis=1) for one in samples]
+    return len({int(one.min()) for one in best} | {int(one.max()) for one in best}) > 1
 
 
 def _fits(value: Array, fed: Outputs) -> bool:
@@ -144,13 +152,18 @@ class PixelTally:
         return best.reshape(-1)
 
     def result(self) -> TaskFigure | None:
-        """Mean IoU of the classes that FP32 sees, and the share of pixels alike."""
+        """Mean IoU of the classes that FP32 sees, and the share of pixels alike.
+
+        None where it sees one: to agree on nothing but background is no merit.
+        """
         total = int(self.counts.sum())
-        if not total:
-            return None
         both = np.diagonal(self.counts).astype(np.float64)
         own, others = self.counts.sum(axis=1), self.counts.sum(axis=0)[:-1]
         seen = own > _RARE * total
+        if seen.sum() < 2:
+            seen = own >= _FEW
+        if seen.sum() < 2:
+            return None
         ious = both[seen] / (own + others - both)[seen]
         return TaskFigure(
             task="segmentation",
