@@ -208,7 +208,6 @@ ELSEWHERE = {
     "deploy.cli": "where what stdout did not take goes",
     "deploy.feed.array_files": "maps of what was opened, and of its own temporary files",
     "deploy.feed.images": "pictures",
-    "deploy.feed.scratch": "its own temporary file",
     "deploy.locks": "descriptors that hold locks",
     "deploy.machine": "the system's description of the processor",
     "deploy.openvino": "its own temporary files, in its own process",

@@ -590,6 +590,40 @@ def test_classes_of_pixels(form):
     assert "% of pixels of FP32's class" in found.words
 
 
+def specks(number, *, side, kinds=3):
+    """Shares of classes a pixel: all background but for so many pixels in the middle."""
+    raw = np.zeros((1, kinds, 128, 128), np.float32)
+    raw[0, -1] = 6
+    middle = slice(60 - number, 60 - number + side)
+    raw[0, 0, middle, middle] = 12
+    return softmax(raw)
+
+
+def test_a_class_of_few_pixels_counts_where_all_others_are_background():
+    references = [{"seg": specks(n, side=3)} for n in range(6)]  # 0.05 % of the pixels
+    form, same = figure(references, references, [fed((128, 128))] * 6)
+    assert form.task.name == "segmentation" and same.value == 1 and "of 2 classes" in same.words
+    silent = [{"seg": specks(n, side=0)} for n in range(6)]
+    _, found = figure(references, silent, [fed((128, 128))] * 6)
+    assert found.value == pytest.approx(0.5, abs=1e-3)  # all of the class is gone
+
+
+def test_to_agree_on_nothing_but_background_is_no_figure():
+    references = [{"seg": specks(n, side=0)} for n in range(4)]
+    form, found = figure(references, references, [fed((128, 128))] * 4)
+    assert form.task.name == "segmentation" and found is None
+
+
+@pytest.mark.parametrize(("side", "task"), [(0, "masks"), (9, "segmentation")])
+def test_a_map_of_kinds_that_is_all_background_leaves_the_task_to_other_outputs(side, task):
+    def output(number):
+        seen = np.zeros((1, 1, 128, 128), np.float32)
+        seen[..., 40 + number : 60, 40:60] = 0.9
+        return {"kinds": specks(number, side=side), "seen": seen}
+
+    assert same_task([output(n) for n in range(4)], [fed((128, 128))] * 4) == task
+
+
 def test_feature_maps_pictures_and_small_maps_are_not_segmented():
     made = rng()
     inputs = [fed((64, 64))] * 4

@@ -9,6 +9,7 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -635,6 +636,23 @@ def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypat
     monkeypatch.setattr(clocks, "quickest_ms", quickest)
     assert clocks.quickest_of([onnx.ModelProto()], [{}], threads=1) == [best]
     assert len(took) == runs
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1.0, 12), (7.0, 5), (16.0, 2), (100.0, 2)])
+def test_splits_of_slow_models_are_not_waited_for_where_the_machine_is_never_calm(
+    seconds, rounds, monkeypatch
+):
+    now, took = [0.0], []
+
+    def quickest(model, feeds, *, threads):
+        now[0] += seconds
+        took.append(0.5 ** len(took))  # quicker each time
+        return took[-1]
+
+    monkeypatch.setattr(clocks, "quickest_ms", quickest)
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clocks.quickest_of([onnx.ModelProto()] * 2, [{}], threads=1)
+    assert len(took) == 2 * rounds
 
 
 # Gates and exit codes.

@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.precision import MeanPrecision
 from deploy.metrics.running import RunningError
 from deploy.metrics.tasks import TaskFigure
 from deploy.metrics.truth import PartAccuracy
 from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Gates, verdict
+from deploy.tensors import TensorSpec
 
 
 def part(db=40.0, *, cosine=0.999, label="y"):
@@ -206,3 +207,54 @@ def test_a_model_of_microseconds_is_not_slower_by_the_runtimes_own_overhead(slow
         accuracy=accuracy(part(30)), speed_up=0.8, int8=True, gates=Gates(), slower_ms=slower_ms
     )
     assert found.level == level
+
+
+class Given:
+    """A session in a name alone: what it says is told to the comparison."""
+
+    outputs = (TensorSpec("y", "float32", (1, 3, 16, 16)),)
+
+
+def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
+    """The figures of an engine that is off by so much, of a model that changes so much."""
+    made, comparison = np.random.default_rng(3), Comparison(Given(), Given())
+    for _ in range(6):
+        x = made.normal(size=shape).astype(np.float32)
+        own = x + change * made.normal(size=shape).astype(np.float32)
+        noise = error * made.normal(size=shape).astype(np.float32)
+        fed = x[..., cut:]
+        comparison.add({"x": fed}, {"y": own}, {"y": own + noise})
+    return comparison.result()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "level"),
+    [(0.03, 0.03, DOUBTFUL), (0.03, 0.003, GOOD), (0.5, 0.03, GOOD)],
+)  # fmt: skip
+def test_what_is_left_of_a_small_change_of_the_input_is_judged(change, error, level):
+    found = judged(compared(change, error))
+    assert found.level == level
+    assert ("what the model changes of x in y" in found.words) == (level == DOUBTFUL)
+
+
+def test_an_engine_that_gives_its_input_back_is_not_good():
+    found = compared(0.03, 0.0)
+    assert judged(found).level == GOOD and not found.doubts
+    comparison, made = Comparison(Given(), Given()), np.random.default_rng(4)
+    for _ in range(6):
+        x = made.normal(size=(1, 3, 16, 16)).astype(np.float32)
+        comparison.add({"x": x}, {"y": x + 0.03 * made.normal(size=x.shape)}, {"y": x})
+    (doubt,) = comparison.result().doubts
+    assert doubt.startswith("0.0 dB are left") and judged(comparison.result()).level == DOUBTFUL
+
+
+def test_a_task_or_a_limit_that_is_met_leaves_no_doubt_of_changes():
+    found = compared(0.03, 0.03)
+    assert judged(found).level == DOUBTFUL
+    assert judged(replace(found, task=task(1.0))).level == GOOD
+    assert judged(found, max_loss=0.1).level == GOOD
+
+
+def test_states_and_outputs_of_another_shape_are_no_changed_inputs():
+    assert not compared(0.03, 0.03, shape=(1, 3, 256)).doubts
+    assert not compared(0.03, 0.03, cut=1).doubts

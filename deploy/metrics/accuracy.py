@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.width import of_own_channels
+from deploy.metrics.changes import Changes
 from deploy.metrics.form import Form
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import batch_length
@@ -41,6 +42,7 @@ class Accuracy:
             None of a regression's values, of such as TopK has ranked, and where the task is another
             than classes.
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
+        doubts: outputs that are an input but for a change that is lost, in sentences.
         classes: classes of the first output, where it holds a score for each.
         favourite: share of the samples that the reference gives to its most frequent class.
         reading: how the outputs were read, or that their form does not tell.
@@ -56,6 +58,7 @@ class Accuracy:
     top1_candidate: float | None = None
     top1_agreement: float | None = None
     problems: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
     classes: int | None = None
     favourite: float | None = None
     parts: tuple[PartAccuracy, ...] = ()
@@ -144,6 +147,7 @@ class Comparison:
         objects = labels if isinstance(labels, GroundTruth) else None
         classes = None if isinstance(labels, GroundTruth) else labels
         self._top1 = _Top1(classes if metric is None else None)
+        self._changes = Changes()
         self._truth = Truth(form, metric=metric, labels=classes, objects=objects)
 
     def add(
@@ -170,6 +174,7 @@ class Comparison:
         for name, error in self._errors.items():
             error.add(left[name], right[name], batch)
         self._top1.add(left[self._names[0]], right[self._names[0]], batch)
+        self._changes.add(inputs, left, right)
         self._truth.add(inputs, left, right, batch)
 
     @property
@@ -198,6 +203,7 @@ class Comparison:
             precision=self._truth.precision(),
             reading=self._truth.reading(),
             problems=tuple(_problems(outputs, found.samples, self._truth.lists)),
+            doubts=tuple(self._changes.lost()),
         )
 
 

@@ -88,6 +88,8 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
     lost = lost_of(accuracy, max_loss)
     if lost is not None:
         yield lost.level, lost.words
+    else:
+        yield from ((DOUBTFUL, doubt) for doubt in accuracy.doubts)
     worst = accuracy.worst
     if worst is not None:
         yield _of_part(worst.sqnr_db, worst.label, judged=accuracy.task is not None)

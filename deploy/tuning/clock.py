@@ -24,6 +24,8 @@ _RUNS = 4  # at least
 _SECONDS = 0.15  # at least
 _ROUNDS, _MOST_ROUNDS = 4, 12  # over all models: what disturbs the machine for a second
 _CALM = 3  # rounds in which no model was quicker than before: the machine was at its best
+_PATIENCE = 60.0  # seconds; runs that are so long outlast what disturbs the machine for a moment
+_FEWEST = 2  # rounds of models that are slower than that
 _QUICKER = 0.98  # of the time before; less is the clock's own noise
 
 
@@ -33,12 +35,14 @@ def quickest_of(
     """`quickest_ms` of each model, in turn, for as long as another round is quicker.
 
     On a machine that others use too, a few rounds may all be disturbed, one model's more than
-    another's; then a split would be chosen by its neighbours.
+    another's; then a split would be chosen by its neighbours. Where a minute has passed, two rounds
+    are enough: a machine that is never calm would take ten minutes for a model of a second.
     """
-    best, calm = [math.inf] * len(models), 0
+    best, calm, began = [math.inf] * len(models), 0, time.perf_counter()
     with phase("timing splits", _ROUNDS * len(models), "runs", about=True) as step:
         for done in range(_MOST_ROUNDS):
-            if done >= _ROUNDS and calm >= _CALM:
+            late = time.perf_counter() - began > _PATIENCE
+            if done >= (_FEWEST if late else _ROUNDS) and (late or calm >= _CALM):
                 break
             taken = []
             for model in models:

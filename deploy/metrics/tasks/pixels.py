@@ -5,7 +5,8 @@ best class is the same for nearly all neighbours, over a picture not much smalle
 the channels of a feature map are not. Training moves one score of a pixel up and others down, so
 that their mean hardly changes from pixel to pixel, and the best one is above 0: the channels of an
 optical flow or of a picture change each for itself, and where nothing is seen, all scores of masks
-or peaks that are each their own are below 0.
+or peaks that are each their own are below 0. Where all pixels are of one class, other outputs, if
+any, tell more: a detector's map of kinds, say, is background wherever nothing is for sure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SMALLER = 4  # times that raw scores may be smaller than the input
 _SMOOTH = 0.9  # share of neighbours of one class
 _STEADY = 0.5  # what the mean of a pixel's raw scores varies by, of what its scores do
 _ABOVE = 0.75  # share of pixels whose best raw score is above 0
-_RARE = 1e-3  # of all pixels: classes seen less are not counted by mIoU
+_RARE = 1e-3  # of all pixels: classes seen less are not counted by mIoU, where two are seen more
+_FEW = 16  # pixels of a rare class, at least
 _MOST = 1024
 
 
@@ -58,7 +60,7 @@ def find(seen: Seen) -> Pixels | None:
             count = int(max(one.max() for one in samples)) + 1
             if 2 <= count <= _MOST:
                 return Pixels(name, count)
-        if _are_classes(samples, seen.inputs):
+        if _are_classes(samples, seen.inputs) and (len(seen.names) == 1 or _several(samples)):
             return Pixels(name, samples[0].shape[1])
         turned = [_channels_first(one) for one in samples if one.ndim == 4]
         if (
@@ -103,6 +105,12 @@ def _is_scores(value: Array) -> bool:
 def _adds_up(value: Array) -> bool:
     total = value.sum(axis=1, dtype=np.float64)
     return bool(value.min() >= -1e-4 and np.abs(total - 1).max() < 1e-2)
+
+
+def _several(samples: Sequence[Array]) -> bool:
+    """Whether more than one class is the best of some pixel."""
+    best = [one.argmax(axis=1) for one in samples]
+    return len({int(one.min()) for one in best} | {int(one.max()) for one in best}) > 1
 
 
 def _fits(value: Array, fed: Outputs) -> bool:
@@ -172,13 +180,18 @@ class PixelTally:
         return best.reshape(-1)
 
     def result(self) -> TaskFigure | None:
-        """Mean IoU of the classes that FP32 sees, and the share of pixels alike."""
+        """Mean IoU of the classes that FP32 sees, and the share of pixels alike.
+
+        None where it sees one: to agree on nothing but background is no merit.
+        """
         total = int(self.counts.sum())
-        if not total:
-            return None
         both = np.diagonal(self.counts).astype(np.float64)
         own, others = self.counts.sum(axis=1), self.counts.sum(axis=0)[:-1]
         seen = own > _RARE * total
+        if seen.sum() < 2:
+            seen = own >= _FEW
+        if seen.sum() < 2:
+            return None
         ious = both[seen] / (own + others - both)[seen]
         return TaskFigure(
             task="segmentation",

@@ -1,0 +1,69 @@
+"""What a model changes of its input, where what it gives is that input but for a little.
+
+A watermark, a denoised or a sharpened picture is the picture itself plus what was changed. To give
+the input back as it is would be good by the output's SQNR, though nothing of the model is left::
+
+    input given back, dB     10 log10(sum r^2 / sum (r - x)^2)          where it is good, then
+    left of the change, dB   10 log10(sum (r - x)^2 / sum (r - c)^2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deploy.metrics.rows import Outputs
+from deploy.metrics.running import sqnr_db
+from deploy.tensors import Array
+
+_PICTURE = 4  # dimensions at least: states of recurrent layers have fewer
+_GIVEN_BACK_DB = 15.0  # what the verdict calls good
+_LEFT_DB = 5.0  # less of the change is mostly noise
+
+
+@dataclass(slots=True)
+class Changes:
+    """Running sums of every output that has the shape of an input.
+
+    Attributes:
+        sums: (output, input) -> squares of the output, of the change and of the noise.
+        apart: pairs of which a sample had other shapes.
+    """
+
+    sums: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    apart: set[tuple[str, str]] = field(default_factory=set)
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one batch."""
+        for name, left in reference.items():
+            for source, fed in inputs.items():
+                if _alike(left, fed) and candidate[name].shape == left.shape:
+                    self._count((name, source), fed, left, candidate[name])
+                else:
+                    self.apart.add((name, source))
+
+    def _count(self, pair: tuple[str, str], fed: Array, left: Array, right: Array) -> None:
+        own = left.astype(np.float64)
+        found = (own, own - fed, own - right)
+        before = self.sums.get(pair, [0.0, 0.0, 0.0])
+        self.sums[pair] = [a + float(np.vdot(b, b)) for a, b in zip(before, found, strict=True)]
+
+    def lost(self) -> Iterator[str]:
+        """A sentence on each output of which next to nothing of the change is left."""
+        for (name, source), (signal, change, noise) in self.sums.items():
+            if (name, source) in self.apart or not np.isfinite(signal + change + noise):
+                continue
+            left = sqnr_db(change, noise)
+            if change > 0 and sqnr_db(signal, change) >= _GIVEN_BACK_DB and left < _LEFT_DB:
+                yield (
+                    f"{left:.1f} dB are left of what the model changes of {source} in {name}:"
+                    f" {source} itself, given back as it is, would have"
+                    f" {sqnr_db(signal, change):.1f} dB"
+                )
+
+
+def _alike(value: Array, fed: Array) -> bool:
+    floating = all(np.issubdtype(one.dtype, np.floating) for one in (value, fed))
+    return floating and value.ndim >= _PICTURE and value.shape == fed.shape

@@ -1,0 +1,52 @@
+"""Models that give their input back but for a small change: what is left of it, by the command."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.cli import cli
+
+
+def retouching(path, change):
+    """x plus so much of what two Convs make of it, through a Conv that leaves it as it is."""
+    rng = np.random.default_rng(2)
+
+    def weight(name, values):
+        return numpy_helper.from_array(np.asarray(values, np.float32), name)
+
+    weights = [
+        weight("w1", 0.3 * rng.normal(size=(8, 3, 3, 3))),
+        weight("w2", change * rng.normal(size=(3, 8, 3, 3))),
+        weight("w3", np.eye(3)[:, :, None, None]),
+    ]
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], pads=[1] * 4),
+        helper.make_node("Relu", ["a"], ["r"]),
+        helper.make_node("Conv", ["r", "w2"], ["c"], pads=[1] * 4),
+        helper.make_node("Add", ["x", "c"], ["s"]),
+        helper.make_node("Conv", ["s", "w3"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 3, 32, 32]) for n in "xy")
+    graph = helper.make_graph(nodes, "retouching", [x], [y], weights)
+    imports = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize(("change", "level"), [(0.0004, "doubtful"), (0.01, "good")])
+def test_a_change_that_int8_is_too_coarse_for_is_doubtful(change, level, tmp_path):
+    samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 32, 32)).astype(np.float32)
+    np.save(tmp_path / "x.npy", samples)
+    model, out = retouching(tmp_path / "net.onnx", change), tmp_path / "out"
+    asked = ["--images", str(tmp_path / "x.npy"), "--out", str(out), "--effort", "0"]
+    run = CliRunner().invoke(cli, ["build", str(model), *asked, "--duration", "0"])
+    assert run.exit_code == 0, run.output
+    (said,) = (
+        one["verdict"] for one in json.loads((out / "report.json").read_text())["engines"][1:]
+    )
+    assert said["level"] == level
+    assert ("what the model changes of x in y" in str(said)) == (level == "doubtful")
