@@ -1,14 +1,12 @@
 """Maps of one thing each, 0 to 1 a pixel: masks, text regions, saliency.
 
 [N, 1, H, W], [N, H, W, 1] or a few channels of either, most of whose values are near 0 or 1 (a
-<<<<<<< HEAD
 picture or a depth map has them in between), and some are no share of nothing. What is like the
 picture that was fed is a picture, as of a page that was made sharper. The figure is the IoU of what
 lies above a threshold.
 =======
 picture or a depth map has them in between). Channels [N, C, H, W] that sum to 1 are classes, and
 another task's. The figure is the IoU of what lies above a threshold.
->>>>>>> unseenc
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ def _is_map(value: Array, size: tuple[int, int] | None) -> bool:
     return min(sides) >= _SIDE and all(fits) and low >= -_BEYOND and high <= 1 + _BEYOND
 
 
-<<<<<<< HEAD
 def _is_picture(value: Array, fed: Outputs) -> bool:
     """Whether it is like what was fed, value by value."""
     for own in fed.values():
@@ -89,12 +86,12 @@ def _is_picture(value: Array, fed: Outputs) -> bool:
             if float(along[0, 1]) > _ALIKE:
                 return True
     return False
-=======
+
+
 def _shares(value: Array) -> bool:
     """Whether the channels of each pixel sum to 1."""
     total = value.sum(axis=1, dtype=np.float64)
     return value.shape[1] > 1 and bool(np.abs(total - 1).max() < 1e-2)
->>>>>>> unseenc
 
 
 @dataclass(slots=True)

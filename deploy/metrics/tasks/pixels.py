@@ -67,6 +67,7 @@ def find(seen: Seen) -> Pixels | None:
             len(turned) == len(samples)
             and all(map(_fits, turned, seen.inputs))
             and _are_classes(turned, seen.inputs)
+            and (len(seen.names) == 1 or _several(turned))
         ):
             return Pixels(name, turned[0].shape[1], last=True)
     return None
