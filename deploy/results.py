@@ -272,6 +272,7 @@ def _verdict(
         accuracy=row.accuracy,
         speed_up=speed.speed_up(rival, row),
         slower_ms=math.inf if row.on_device else speed.slower_ms(rival, row),
+        by_fastest=speed.by_fastest(rival, row),
         int8=int8,
         gates=gates,
         rival="FP32" if rival.reference else rival.label,

@@ -40,6 +40,7 @@ from deploy.report import (
 )
 from deploy.report.curves import latency_figure
 from deploy.report.script import SCRIPT
+from deploy.report.speed import by_fastest
 from deploy.report.svg import range_bar
 from deploy.targets import OnnxRuntime
 from deploy.targets.base import Built
@@ -560,6 +561,7 @@ def test_a_speed_that_waiting_for_other_programs_made_is_told(int8, said):
         EngineRow(label="FP32", reference=True, latency=stalled(2, 10 if said else 20, most=True)),
         EngineRow(label="int8", latency=int8),
     )
+    assert (by_fastest(*engines) is None) is (not said)
     found = Report(engines=engines).warnings
     assert [said in one and one.startswith("int8: ") for one in found] == ([True] if said else [])
 

@@ -209,6 +209,17 @@ def test_a_model_of_microseconds_is_not_slower_by_the_runtimes_own_overhead(slow
     assert found.level == level
 
 
+@pytest.mark.parametrize(("best", "level"), [(1.59, GOOD), (0.67, DOUBTFUL)])
+def test_a_speed_that_the_fastest_runs_do_not_bear_out_is_told_with_theirs(best, level):
+    """On a busy machine p50 told 10.93 times, and no word of the verdict that int8 won 1.59."""
+    found = verdict(
+        accuracy=accuracy(part(30)), speed_up=10.93, slower_ms=-5.0, by_fastest=best, int8=True,
+        gates=Gates(),
+    )  # fmt: skip
+    said = f"10.93 times as fast as FP32 by p50, {best:.2f} times by the fastest runs"
+    assert found.level == level and said in found.words
+
+
 class Given:
     """A session in a name alone: what it says is told to the comparison."""
 

@@ -36,20 +36,26 @@ def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
     return _p50(engine) - _p50(rival)
 
 
-def in_doubt(engines: Iterable[EngineRow], engine: EngineRow) -> str:
-    """What to say where the fastest runs tell another speed than p50; "" where they agree.
+def by_fastest(rival: EngineRow, engine: EngineRow) -> float | None:
+    """`speed_up` by the fastest runs, where p50 tells another; None where it does not.
 
     A run that waits for other programs takes a time slice of theirs, however short it is by itself;
     where most of one engine's runs wait and few of the other's, p50 compares the waiting.
     """
+    usual = max(speed_up(rival, engine), 1e-6)
+    best = _fastest(rival) / _fastest(engine)
+    return best if max(usual / best, best / usual) > _APART else None
+
+
+def in_doubt(engines: Iterable[EngineRow], engine: EngineRow) -> str:
+    """What to say where the fastest runs tell another speed than p50; "" where they agree."""
     for rival in rivals(engines, engine)[:1]:
-        usual = max(speed_up(rival, engine), 1e-6)
-        best = _fastest(rival) / _fastest(engine)
-        if max(usual / best, best / usual) > _APART:
+        best = by_fastest(rival, engine)
+        if best is not None:
             return (
-                f"by its fastest run {best:.2f}x, by p50 {usual:.2f}x as fast as {rival.label}:"
-                " other programs ran, or the inputs differ in size; measure again on a quiet"
-                " machine"
+                f"by its fastest run {best:.2f}x, by p50 {speed_up(rival, engine):.2f}x as fast as"
+                f" {rival.label}: other programs ran, or the inputs differ in size; measure again"
+                " on a quiet machine"
             )
     return ""
 
