@@ -74,10 +74,10 @@ def settled(search: Search, way: Way, *, or_float: bool) -> Settled:
         likely.append(search.best_without_float)
     first, told = way.choose(likely)
     found = way.judge(first)
-    settled = Settled(trial=first, told=told)
+    likeliest = Settled(trial=first, told=told)
     if found.unusable:
-        return _usable(search, way, settled, found, or_float=or_float)
-    return _surer(search, way, settled, found) if found.doubtful else settled
+        return _usable(search, way, likeliest, found, or_float=or_float)
+    return _surer(search, way, likeliest, found) if found.doubtful else likeliest
 
 
 def _usable(
