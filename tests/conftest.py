@@ -280,3 +280,18 @@ def cpp():
 def calib8_cache(cpp):
     """The command of the C++ tool calib8-cache, built along with what `cpp` asks."""
     return [*_RUNNER, str(_BUILD / "calib8-cache")]
+
+
+@pytest.fixture
+def judged_build(run, tmp_path):
+    """`calib8 build` of a model over an array, without a search: code, stdout, int8's accuracy."""
+
+    def build(model, samples, *words):
+        np.save(tmp_path / "x.npy", samples)
+        asked = ("build", model, "--images", tmp_path / "x.npy", "--out", tmp_path / "o", *words)
+        code, out, error = run(*asked, "--effort", 0, "--method", "minmax", "--duration", 0)
+        assert code in (0, 3), error
+        report = json.loads((tmp_path / "o" / "report.json").read_text())
+        return code, out, report["engines"][1]["accuracy"]
+
+    return build

@@ -1,7 +1,5 @@
 """Key points by the columns and rows they are in, as RTMPose tells them."""
 
-import json
-
 import numpy as np
 import onnx
 import pytest
@@ -125,16 +123,13 @@ def saved(path):
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_the_points(run, tmp_path, glare):
+def test_a_build_counts_the_points(judged_build, tmp_path, glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.02, (16, 4, *SIZE)).astype(np.float32)
     for number, picture in enumerate(pictures):
         row, column = made.integers(3, SIZE[0] - 3, 4), made.integers(3, SIZE[1] - 3, 4)
         picture[np.arange(4), row, column] = glare if number == 15 else 1
-    np.save(tmp_path / "x.npy", pictures)
-    words = ("build", saved(tmp_path / "m.onnx"), "--images", tmp_path / "x.npy", "--duration", 0)
-    code, out, _ = run(*words, "--effort", 0, "--method", "minmax", "--out", tmp_path / "o")
-    told = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]["accuracy"]
+    code, out, told = judged_build(saved(tmp_path / "m.onnx"), pictures)
     task = told["task"]
     assert task["form"] == "columns, rows: columns and rows of 4 key points"
     assert f"{task['count']} key points of FP32 within 2 pixels" in out

@@ -1,7 +1,5 @@
 """Objects as peaks of a heat map beside maps of their sizes, as CenterNet has them."""
 
-import json
-
 import numpy as np
 import onnx
 import pytest
@@ -163,19 +161,14 @@ def saved(path):
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_the_objects(run, tmp_path, glare):
+def test_a_build_counts_the_objects(judged_build, tmp_path, glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.1, (16, 3, *SIZE)).astype(np.float32)
     for number, picture in enumerate(pictures):
         for kind, row, column in zip(*places(number, classes=2), strict=True):
             picture[kind, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4] = 1
         picture[2, :4, :4] = glare  # what decides nothing takes the steps of int8
-    np.save(tmp_path / "x.npy", pictures)
-    words = ("build", saved(tmp_path / "m.onnx"), "--images", tmp_path / "x.npy", "--duration", 0)
-    code, out, _ = run(
-        *words, "--effort", 0, "--method", "minmax", "--accept", "--out", tmp_path / "o"
-    )
-    told = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]["accuracy"]
+    code, out, told = judged_build(saved(tmp_path / "m.onnx"), pictures, "--accept")
     task = told["task"]
     assert code == 0 and task["task"] == "boxes"
     assert task["form"] == "hm: centres of 2 classes, sizes in wh"

@@ -1,7 +1,5 @@
 """Several labels at once: a tagger's are counted, where its best one alone was before."""
 
-import json
-
 import numpy as np
 import onnx
 import pytest
@@ -122,17 +120,14 @@ def saved(path):
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_the_labels(run, tmp_path, glare):
+def test_a_build_counts_the_labels(judged_build, tmp_path, glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.1, (24, 3, SIDE, SIDE)).astype(np.float32)
     for picture in pictures:
         for label in made.choice(LABELS, 3, replace=False):
             picture[label % 2, :, 2 * label : 2 * label + 2] = 1
         picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
-    np.save(tmp_path / "x.npy", pictures)
-    words = ("build", saved(tmp_path / "m.onnx"), "--images", tmp_path / "x.npy", "--duration", 0)
-    code, out, _ = run(*words, "--effort", 0, "--method", "minmax", "--out", tmp_path / "o")
-    told = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]["accuracy"]
+    code, out, told = judged_build(saved(tmp_path / "m.onnx"), pictures)
     task = told["task"]
     assert task["task"] == "labels" and task["count"].endswith(" of 72")
     assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))

@@ -1,7 +1,5 @@
 """Boxes with key points, as of YOLO's pose form, through the command."""
 
-import json
-
 import numpy as np
 import onnx
 import pytest
@@ -69,7 +67,7 @@ def saved(path):
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_boxes_with_their_points(run, tmp_path, glare):
+def test_a_build_counts_boxes_with_their_points(judged_build, tmp_path, glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.1, (16, 4, *SIZE)).astype(np.float32)
     for picture in pictures:
@@ -77,11 +75,7 @@ def test_a_build_counts_boxes_with_their_points(run, tmp_path, glare):
             row, column = (8 * int(side) for side in divmod(cell, 16))
             picture[:2, row : row + 8, column : column + 8] = 1
         picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
-    np.save(tmp_path / "x.npy", pictures)
-    words = ("build", saved(tmp_path / "m.onnx"), "--images", tmp_path / "x.npy", "--duration", 0)
-    code, _, error = run(*words, "--effort", 0, "--method", "minmax", "--out", tmp_path / "o")
-    assert not error or code in (0, 3), error
-    told = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]["accuracy"]
+    code, _, told = judged_build(saved(tmp_path / "m.onnx"), pictures)
     task = told["task"]
     assert task["form"] == "y: boxes by centre and 1 classes, 2 key points an anchor"
     assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))

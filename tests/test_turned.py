@@ -1,7 +1,5 @@
 """A detector whose scores lie across, [N, C, A] beside boxes [N, A, 4], through the command."""
 
-import json
-
 import numpy as np
 import onnx
 import pytest
@@ -48,7 +46,7 @@ def saved(path):
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_the_boxes(run, tmp_path, glare):
+def test_a_build_counts_the_boxes(judged_build, tmp_path, glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.1, (16, 3, *SIZE)).astype(np.float32)
     for picture in pictures:
@@ -56,10 +54,7 @@ def test_a_build_counts_the_boxes(run, tmp_path, glare):
             row, column = (STRIDE * int(side) for side in divmod(cell + 1, CELLS[1]))
             picture[kind % 2, row : row + STRIDE, column : column + STRIDE] = 1
         picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
-    np.save(tmp_path / "x.npy", pictures)
-    words = ("build", saved(tmp_path / "m.onnx"), "--images", tmp_path / "x.npy", "--duration", 0)
-    code, out, _ = run(*words, "--effort", 0, "--method", "minmax", "--out", tmp_path / "o")
-    told = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]["accuracy"]
+    code, out, told = judged_build(saved(tmp_path / "m.onnx"), pictures)
     task = told["task"]
     assert task["form"] == "scores: scores of anchors, boxes by corners"
     assert task["count"].endswith(" of 64") and f"{task['count']} boxes of FP32 kept" in out
