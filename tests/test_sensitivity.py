@@ -74,3 +74,17 @@ def test_what_is_left_in_int8_adds_up_part_by_part():
     assert result.without(frozenset("abc")).worst == 0.0
     shares = result.shares
     assert shares["a"] == shares["b"] and shares["c"] == pytest.approx(1.5 * shares["a"])
+
+
+def test_the_sum_is_scaled_to_what_was_seen_to_be_lost():
+    groups = {("a",): noise(y=0.01), ("b",): noise(y=0.03)}
+    found = Sensitivity(groups)
+    seen = found.scaled(frozenset(), noise(y=0.01))  # together a quarter of the sum
+    assert seen.without(frozenset()).worst == pytest.approx(noise(y=0.01).worst)
+    assert seen.without(frozenset("b")).worst == pytest.approx(noise(y=0.0025).worst)
+    assert seen.groups == groups and seen.shares["b"] == pytest.approx(3 * seen.shares["a"])
+    part = found.scaled(frozenset("b"), noise(y=0.04))
+    assert part.without(frozenset("b")).worst == pytest.approx(noise(y=0.04).worst)
+    for odd in (noise(y=0.0), noise(y=0.5)):  # nothing, or so much that noises do not add up
+        assert found.scaled(frozenset(), odd) is found
+    assert found.scaled(frozenset("ab"), noise(y=0.01)) == found

@@ -104,13 +104,16 @@ def test_what_is_lost_is_held_against_what_is_said_and_not_against_the_number_of
     assert Noise({"a": np.full(4, 1e6)}, {"a": 0.5}).worst == 1.0
 
 
-def test_a_sample_says_as_much_as_the_usual_one_at_most():
+def test_a_sample_that_says_half_as_much_as_the_usual_one_counts_whole():
     outputs = [{"y": np.full((1, 4), value, np.float32)} for value in (9.0, 9.0, 0.0, 0.0)]
     form = form_of(outputs)
-    usual = usual_powers(form, outputs)
+    usual = usual_powers(form, outputs)  # that of 4.5
     assert said_of(form, outputs, usual) == pytest.approx([0.5])
     assert said_of(form, outputs[:2], usual) == pytest.approx([1.0])
     assert said_of(form, outputs[2:], usual) == said_of(form, outputs[:1], [0.0]) == [1.0]
+    for said, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
+        one = [{"y": np.full((1, 4), said, np.float32)}]
+        assert said_of(form, one, usual) == pytest.approx([share])
 
 
 def test_a_sample_that_says_little_is_measured_by_the_usual_one():

@@ -29,6 +29,7 @@ from deploy.tuning.reasons import NOT_FASTER
 
 ALL = "onnxruntime,tensorrt,ascend"
 TARGETS = ALL.split(",")
+GRIDS = "tensorrt,ascend"
 
 
 def guessing(path, *, outlier, wide, margin=6.0):
@@ -163,10 +164,13 @@ def test_a_plan_that_is_given_is_obeyed_though_it_is_unusable(default, model, fe
     assert built.code == 3 and built.level("onnxruntime") == "unusable"
 
 
-def test_a_limit_of_loss_holds_on_the_samples_that_judge(model, feed, tmp_path):
+@pytest.mark.parametrize("target", GRIDS.split(","))
+def test_a_limit_of_loss_holds_on_the_samples_that_judge(target, narrow, feed, tmp_path):
     out = tmp_path / "o"
-    built = ran(model, "--images", feed, "--duration", 0, "--max-loss", 0.1, out=out)
-    assert built.code == 0 and built.level("onnxruntime") == "good"
+    words = ("--target", target, "--duration", 0, "--max-loss", 0.1)
+    built = ran(narrow, "--images", feed, *words, out=out)
+    assert built.code == 0 and built.level(target) == "good"
+    assert "/wide/Conv" in built.plan(target).choices.float_nodes
 
 
 def test_the_float_model_is_built_where_no_split_is_usable_and_faster(
@@ -210,9 +214,6 @@ def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, 
     built = ran(tmp_path / "guessing.onnx", *words, out=tmp_path / "o")
     assert built.code == 3 and "NaN" in built.said
     assert not built.plan("onnxruntime").unusable
-
-
-GRIDS = "tensorrt,ascend"
 
 
 @pytest.fixture(scope="module")

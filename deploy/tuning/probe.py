@@ -7,7 +7,7 @@ speak for all. A sample in which it says less than on average is measured by the
 detector sees nothing, a score of 0.02 for 0.01 is no loss, but where it sees something, one of 0.2
 for 0.3 is. What a part loses is the sum over the samples by what they say::
 
-    says    1.0  0.1  1.0  0.1    2.2 samples' worth: two photos hold something
+    says    1.0  0.1  0.9  0.1    2.2 samples' worth: two photos hold something
     loses   0.1  0    0.1  0      0.09, not 0.05: there is nothing to keep in the others
 """
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 Powers = NDArray[np.float64]
 Heard = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]  # a sample, what the float model says
+_HALF = 0.25  # of the usual power: half its amplitude, from which on a sample counts whole
 _SILENT = 1e-12  # 120 dB: what is nearer than that is equal
 _LOUD = 1e6  # -60 dB, all lost: NaN, another shape
 
@@ -49,8 +50,8 @@ class Noise:
 
     Attributes:
         parts: part -> [samples] noise power over signal power.
-        said: part -> how much the float model says in the samples, as a share of saying as much in
-            each as in the usual one; 1 where that is not told.
+        said: part -> how many of the samples the float model says something in, as a share; 1 where
+            that is not told.
         accuracy: figures of the same samples; None for a sum, or where nobody asks for them.
     """
 
@@ -288,14 +289,15 @@ def usual_powers(form: Form, outputs: Sequence[Mapping[str, Array]]) -> list[flo
 def said_of(
     form: Form, outputs: Sequence[Mapping[str, Array]], usual: Sequence[float]
 ) -> list[float]:
-    """How much every part says in the samples, 1 where in each as much as in a usual one, or more.
+    """How much every part says in the samples, 1 where in each half as much as in a usual one.
 
+    By power, so that samples that only vary all count, and those that hold next to nothing do not.
     A part that says nothing in any of them is measured by their number, 1.
     """
     found = []
     for part, power in zip(form.parts, usual, strict=True):
         sizes = [_energy(part.of(one[part.output])) for one in outputs]
-        shares = [math.sqrt(min(size / power, 1.0)) if power else 1.0 for size in sizes]
+        shares = [min(size / (_HALF * power), 1.0) if power else 1.0 for size in sizes]
         found.append(sum(shares) / max(len(shares), 1) or 1.0)
     return found
 

@@ -214,16 +214,23 @@ class Search:
         return self.best
 
     def quieter(
-        self, than: Trial, usable: Callable[[Trial], bool], can_go_on: Callable[[], bool]
+        self,
+        than: Trial,
+        usable: Callable[[Trial], bool],
+        can_go_on: Callable[[], bool],
+        *,
+        within: float = 1.0,
     ) -> Trial | None:
         """The fastest split of less noise that is usable and promises to be faster than float.
+
+        Or faster than `within`, a share of the float model's time.
 
         Found by halving, for as long as that can go on: of two splits the quieter one is taken to
         be the more usable.
         """
         if self.sensitivity is None:
             self._look_inside(than)
-        splits = self._below(than.in_float)
+        splits = self._below(than.in_float, within)
         first, last, found = 0, len(splits), None
         while first < last and can_go_on():
             middle = (first + last) // 2
@@ -234,13 +241,13 @@ class Search:
                 first = middle + 1
         return found
 
-    def _below(self, in_float: frozenset[str]) -> list[frozenset[str]]:
-        """Splits that promise less noise than one and less time than float, the fastest first."""
+    def _below(self, in_float: frozenset[str], within: float) -> list[frozenset[str]]:
+        """Splits that promise less noise than one and less time than that, the fastest first."""
         assert self.sensitivity is not None
         promised = self.sensitivity.without
         most = promised(in_float).worst
         splits = [s for s in self._splits(self._shares) if promised(s).worst < most]
-        return sorted((s for s in splits if self.time_of(s) < 1), key=self.time_of)
+        return sorted((s for s in splits if self.time_of(s) < within), key=self.time_of)
 
     @property
     def best(self) -> Trial:
@@ -310,12 +317,13 @@ class Search:
 
     def _look_inside(self, base: Trial) -> None:
         """Noise of the groups under a trial's methods."""
-        self.sensitivity = sensitivity(
+        found = sensitivity(
             [layer for layer in self.units.layers if layer not in self.refused],
             partial(self._alone, base.choices),
             groups=self.effort.groups,
             most=self.effort.alone,
         )
+        self.sensitivity = found.scaled(base.in_float, base.noise)
 
     def _try_splits(
         self, base: Trial, noise: Mapping[str, float], *, start: frozenset[str] | None = None

@@ -6,18 +6,24 @@
     17..24             |--- 0.28 | 0.02 ---|
     17..20             | 0.001 | 0.28 |                 until it is one layer, or next to quiet
 
-What a group loses alone adds up with the others', so the sum tells what a choice would lose. A
-group that cannot be run alone tells nothing and is left out; whole splits show what it loses.
+What a group loses alone adds up with the others', so the sum tells what a choice would lose. They
+lose it on the samples that say most, and not each for itself; so the sum is scaled to what one
+choice was seen to lose whole. A group that cannot be run alone tells nothing and is left out; whole
+splits show what it loses.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.tuning.probe import Noise
 
 _QUIET = 0.03  # of the worst part, about 30 dB: a group that loses less is not halved
+
+_MUCH = 0.3  # of the worst part, about 10 dB
+_FARTHEST = 16.0  # times the power that is seen may be another than the sum
 
 Group = tuple[str, ...]
 
@@ -29,16 +35,18 @@ class Sensitivity:
     Attributes:
         groups: group of units -> its noise, in the model's order; together all layers but those
             that could not be run alone.
+        scale: of the power that they sum up to.
     """
 
     groups: dict[Group, Noise]
+    scale: float = 1.0
 
     @property
     def shares(self) -> dict[str, float]:
         """Unit -> what it loses of the worst part, on top of all others."""
         whole = self.without(frozenset())
         return {
-            unit: noise.weighed(whole) / len(group)
+            unit: noise.times(self.scale).weighed(whole) / len(group)
             for group, noise in self.groups.items()
             for unit in group
         }
@@ -48,8 +56,20 @@ class Sensitivity:
         total = Noise({})
         for group, noise in self.groups.items():
             left = sum(unit not in units for unit in group) / len(group)
-            total = total.plus(noise.times(left))
+            total = total.plus(noise.times(left * self.scale))
         return total
+
+    def scaled(self, units: frozenset[str], seen: Noise) -> Sensitivity:
+        """The same, so that with these units in float it expects what was seen to be lost.
+
+        Where much is lost, noises do not add up, and what is seen tells nothing of splits that lose
+        little: the sum stands.
+        """
+        expected, lost = self.without(units).worst, seen.worst
+        if not (0 < expected < _MUCH and 0 < lost < _MUCH):
+            return self
+        power = (math.log1p(-lost) / math.log1p(-expected)) ** 2
+        return replace(self, scale=self.scale * min(max(power, 1 / _FARTHEST), _FARTHEST))
 
 
 def sensitivity(

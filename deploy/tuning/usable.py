@@ -6,8 +6,8 @@ is judged as its engine will be, on the samples that judge::
     least cost -> good?     -> built
                -> unusable? -> the fastest of the quieter splits that is usable, timed -> built
                                none is, or it is slower than float              -> float
-               -> doubtful? -> of the quieter splits that are judged, the one whose time and loss
-                               of the task cost least; where that is less than before -> built
+               -> doubtful? -> of the quieter splits that keep some of what int8 wins, the one whose
+                               time and loss of the task cost least; if less than before -> built
 
 Most choices are good on the first few of these samples, and no others are asked then. Where the
 search has cost as many calibrations as it may, the best split so far is taken.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deploy.tuning.search import Search, Trial
 
 _TIMED = 3  # splits that are timed
+_KEPT = 1 / 3  # of what int8 wins, as a logarithm, at least, where it is usable but doubtful
 Told = list[dict[str, str | float]]
 
 
@@ -101,7 +102,7 @@ def _surer(search: Search, way: Way, first: Settled, found: Judgement) -> Settle
     best, told = way.choose([trial])
     told = [*first.told, *told]
     wins = _cost(search, best.time, judged) < _cost(search, first.trial.time, found)
-    if not wins or best.in_float != trial.in_float:
+    if not wins or best.time > _slowest(first.trial.time) or best.in_float != trial.in_float:
         return replace(first, told=told)
     return Settled(trial=best, told=told, doubtful=found.doubtful)
 
@@ -117,10 +118,16 @@ def _promising(
         judged.append((_cost(search, trial.time, one), trial, one))
         return not (one.unusable or one.doubtful)
 
-    search.quieter(first, good, way.can_go_on)
-    promised = _cost(search, search.time_of(first.in_float), found)
+    time = search.time_of(first.in_float)
+    search.quieter(first, good, way.can_go_on, within=_slowest(time))
+    promised = _cost(search, time, found)
     least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, found))
     return (trial, one) if least < promised else None
+
+
+def _slowest(time: float) -> float:
+    """The time that keeps enough of what this one wins; an engine as slow as float wins nothing."""
+    return float(min(time, 1.0) ** _KEPT)
 
 
 def _cost(search: Search, time: float, found: Judgement) -> float:
