@@ -70,14 +70,21 @@ def notes(path):
     return path
 
 
-def scores(path, *, alike=False):
-    """Three figures of 2 to 6, of which the second is the largest; or about 3, and any is."""
-    made = np.random.default_rng(4)
-    nodes = [
+def summed():
+    """f: one number a filter of w1, over all steps."""
+    return (
         node("Conv", "x w1", "c1", pads=[2, 2]),
         node("Relu", "c1", "r1"),
         node("GlobalAveragePool", "r1", "g"),
         node("Flatten", "g", "f"),
+    )
+
+
+def scores(path, *, alike=False):
+    """Three figures of 2 to 6, of which the second is the largest; or about 3, and any is."""
+    made = np.random.default_rng(4)
+    nodes = [
+        *summed(),
         node("Gemm", "f w2 b2", "y", transB=1),
     ]
     first, second = made.normal(size=(16, FEATURES, 5)), made.uniform(0, 0.02, (3, 16))
@@ -90,10 +97,7 @@ def switch(path):
     made = np.random.default_rng(4)
     first = made.normal(size=(16, FEATURES, 5))
     nodes = [
-        node("Conv", "x w1", "c1", pads=[2, 2]),
-        node("Relu", "c1", "r1"),
-        node("GlobalAveragePool", "r1", "g"),
-        node("Flatten", "g", "f"),
+        *summed(),
         node("Gemm", "f w2 b2", "s", transB=1),
         node("Sigmoid", "s", "y"),
     ]
@@ -165,10 +169,7 @@ def places(path):
     """Forty numbers from 0.2 to 0.8, the same one always the largest: points in a picture."""
     made = np.random.default_rng(4)
     nodes = [
-        node("Conv", "x w1", "c1", pads=[2, 2]),
-        node("Relu", "c1", "r1"),
-        node("GlobalAveragePool", "r1", "g"),
-        node("Flatten", "g", "f"),
+        *summed(),
         node("Gemm", "f w2 b2", "y", transB=1),
     ]
     first, second = made.normal(size=(16, FEATURES, 5)), made.normal(0, 0.001, (40, 16))

@@ -25,7 +25,7 @@ from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.detections import NOTHING, Detections, in_pixels, matched, suppressed
 from deploy.metrics.tasks.examples import BoxExample, Foremost
-from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.tasks.task import Seen, TaskFigure, kept_figure
 
 _ENOUGH = ((0.25, 20), (0.15, 5), (0.05, 5))  # threshold, boxes of FP32 that it takes
 
@@ -151,14 +151,10 @@ class BoxTally:
         """The figure at the threshold."""
         if self.threshold is None:
             return None
-        own, others, kept = self.counts[self.threshold]
-        return TaskFigure(
-            task="boxes",
-            figure="boxes kept",
-            value=2 * kept / (own + others),
-            count=f"{kept} of {own}",
-            words=f"{kept} of {own} boxes of FP32 kept, {others - kept} new"
-            f" (score above {self.threshold:g})",
+        return kept_figure(
+            "boxes",
+            self.counts[self.threshold],
+            above=f"score above {self.threshold:g}",
             samples=self.samples,
             form=self.decoder.form,
         )

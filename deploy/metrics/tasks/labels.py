@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.shares import are_raw_tracks, are_tracks
-from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.tasks.task import Seen, TaskFigure, kept_figure
 from deploy.tensors import Array
 
 _FEWEST = 4  # labels that a model knows
@@ -133,14 +133,10 @@ class LabelTally:
         threshold = next(enough, None)
         if threshold is None:
             return None
-        own, others, kept = self.counts[threshold]
-        return TaskFigure(
-            task="labels",
-            figure="labels kept",
-            value=2 * kept / (own + others),
-            count=f"{kept} of {own}",
-            words=f"{kept} of {own} labels of FP32 kept, {others - kept} new"
-            f" (probability above {threshold:g})",
+        return kept_figure(
+            "labels",
+            self.counts[threshold],
+            above=f"probability above {threshold:g}",
             samples=self.samples,
             form=self.task.form,
         )

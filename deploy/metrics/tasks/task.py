@@ -44,6 +44,30 @@ class TaskFigure:
         return (self.reference - self.value) / max(1.0, abs(self.reference))
 
 
+def kept_figure(
+    task: str, counts: Sequence[int], *, above: str, samples: int, form: str
+) -> TaskFigure:
+    """Dice's figure of things that are found: boxes, labels.
+
+    Args:
+        task: what is found, in the plural.
+        counts: FP32's, the candidate's, both's.
+        above: what a thing counts from, in words.
+        samples: samples it was counted over.
+        form: how the outputs were read, in words.
+    """
+    own, others, kept = counts
+    return TaskFigure(
+        task=task,
+        figure=f"{task} kept",
+        value=2 * kept / (own + others),
+        count=f"{kept} of {own}",
+        words=f"{kept} of {own} {task} of FP32 kept, {others - kept} new ({above})",
+        samples=samples,
+        form=form,
+    )
+
+
 class Tally(Protocol):
     """A running comparison in flat memory."""
 
