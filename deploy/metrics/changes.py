@@ -55,12 +55,11 @@ class Changes:
         for (name, source), (signal, change, noise) in self.sums.items():
             if (name, source) in self.apart or not np.isfinite(signal + change + noise):
                 continue
-            left = sqnr_db(change, noise)
-            if change > 0 and sqnr_db(signal, change) >= _GIVEN_BACK_DB and left < _LEFT_DB:
+            given_back, left = sqnr_db(signal, change), sqnr_db(change, noise)
+            if change > 0 and given_back >= _GIVEN_BACK_DB and left < _LEFT_DB:
                 yield (
                     f"{left:.1f} dB are left of what the model changes of {source} in {name}:"
-                    f" {source} itself, given back as it is, would have"
-                    f" {sqnr_db(signal, change):.1f} dB"
+                    f" {source} itself, given back as it is, would have {given_back:.1f} dB"
                 )
 
 
