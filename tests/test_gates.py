@@ -123,9 +123,13 @@ def test_a_gate_between_int8_is_two_int8_kernels(form, tmp_path):
     nodes, _ = FORMS[form]
     engine = built(network(nodes), tmp_path, "--effort", "0")
     found = kernels(engine, tmp_path)
-    adds = 0 if form == "squeeze-excite" else 1  # in the bias of the Conv before it
-    assert (found.count("QLinearAdd"), found.count("QLinearMul")) == (adds, 1)
-    assert not {"HardSwish", "HardSigmoid", "Clip", "Add", "Mul", "Div"} & set(found)
+    first = {"squeeze-excite": (0, 0), "shifted down": (1, 0)}.get(form, (0, 1))  # Add, Clip
+    assert (found.count("QLinearAdd"), found.count("Clip")) == first
+    assert found.count("QLinearMul") == 1
+    assert not {"HardSwish", "HardSigmoid", "Add", "Mul", "Div"} & set(found)
+    assert [n.input[0] for n in engine.graph.node if n.op_type == "Clip"] == [
+        "t/quantized"
+    ] * first[1]
     assert set(precisions(network(nodes)).values()) == {"int8"}
 
 
@@ -142,6 +146,38 @@ def test_a_gate_computes_its_formula_in_int8(form, tmp_path):
     want = quantize(y, y_scale, y_zero, ONNXRUNTIME.grid)
     assert np.abs(got.astype(int) - want.astype(int)).max() <= 1
     assert len(np.unique(got)) > 60  # all of this is not the same value
+    exact = dequantize(factor, t_scale, t_zero) * gain * np.clip(shifted, 0, top) + sum(offset)
+    once = np.mean(got != quantize(exact, y_scale, y_zero, ONNXRUNTIME.grid)) < 0.01
+    assert once == (form != "shifted down")  # the one whose clip is rounded as well
+
+
+def smaller(model: onnx.ModelProto, times: float) -> onnx.ModelProto:
+    """The network with less in t."""
+    for t in model.graph.initializer:
+        if t.name in ("w", "b"):
+            t.CopyFrom(
+                numpy_helper.from_array(numpy_helper.to_array(t) * np.float32(times), t.name)
+            )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("times", "kernel"),
+    [(1.0, "Clip"), (0.25, ""), (0.05, "QLinearAdd")],
+    ids=["clipped", "within the clip", "far from its lower end"],
+)
+def test_what_a_gate_reads_depends_on_the_range_of_its_source(times, kernel, tmp_path):
+    model = smaller(network(FORMS["hard swish"][0]), times)
+    engine = built(model, tmp_path, "--effort", "0")
+    found = kernels(engine, tmp_path)
+    assert [k for k in ("Clip", "QLinearAdd") if k in found] == [kernel] * bool(kernel)
+    scale, zero = parameters(engine, "t")
+    assert (-zero * scale == pytest.approx(-3, abs=1e-5)) == (kernel != "QLinearAdd")
+    want, got = (
+        ort.InferenceSession(m.SerializeToString()).run(None, {"x": np.load(tmp_path / "x.npy")})[0]
+        for m in (model, engine)
+    )
+    assert np.abs(want - got).max() < 0.05 * np.ptp(want)
 
 
 def ran(engine: onnx.ModelProto, names: list[str], folder: Path) -> list[np.ndarray]:
@@ -189,7 +225,8 @@ def test_the_shift_of_a_squeeze_excite_is_in_the_bias_before_it(form, tmp_path):
 def test_a_source_that_others_read_keeps_its_own_values(more, tmp_path):
     nodes = [*FORMS["squeeze-excite"][0][:-1], ("Mul", "t s", "m", {}), more]
     engine = built(network(nodes, outputs=("out", "g")), tmp_path, "--effort", "0")
-    assert kernels(engine, tmp_path).count("QLinearAdd") == 1 + (more[0] == "Add")
+    found = kernels(engine, tmp_path)
+    assert (found.count("Clip"), found.count("QLinearAdd")) == (1, more[0] == "Add")
     (own,), (want,) = (ran(model, ["g"], tmp_path) for model in (engine, network(nodes)))
     assert np.abs(own - want).max() < 0.05
 
@@ -279,8 +316,9 @@ def test_a_number_divided_by_a_clip_is_no_gain():
 
 def test_gates_of_one_model_share_their_numbers(tmp_path):
     nodes = [
-        ("HardSwish", "t", "z", {}), ("Conv", "z w b", "u", PADS),
-        ("Add", "u three", "a", {}), ("Clip", "a zero six", "c", {}), ("Mul", "c u", "y", {}),
+        ("HardSigmoid", "t", "s", {"alpha": 0.25, "beta": -0.25}), ("Mul", "s t", "z", {}),
+        ("Conv", "z w b", "u", PADS),
+        ("HardSigmoid", "u", "r", {"alpha": 0.5, "beta": -0.5}), ("Mul", "r u", "y", {}),
     ]  # fmt: skip
     engine = built(network(nodes), tmp_path)
     assert kernels(engine, tmp_path).count("QLinearMul") == 2
@@ -319,7 +357,7 @@ def test_a_number_of_higher_rank_than_its_tensor_stays_float():
 def test_an_offset_of_less_than_three_steps_is_an_int8_add(tmp_path):
     model = network([("HardSwish", "t", "h", {}), ("Add", "h little", "y", {})])
     engine = built(model, tmp_path)
-    assert kernels(engine, tmp_path).count("QLinearAdd") == 2
+    assert kernels(engine, tmp_path).count("QLinearAdd") == 1
     x = np.load(tmp_path / "x.npy")
     want, got = (
         ort.InferenceSession(m.SerializeToString()).run(None, {"x": x})[0] for m in (model, engine)
@@ -331,7 +369,7 @@ def test_an_offset_before_a_relu_is_no_part_of_the_gate(tmp_path):
     nodes = [("HardSwish", "t", "h", {}), ("Add", "h minus", "a", {}), ("Relu", "a", "y", {})]
     (gate,) = gates(Graph(network(nodes)))
     assert (gate.output, gate.offset) == ("h", 0)
-    assert kernels(built(network(nodes), tmp_path), tmp_path).count("QLinearAdd") == 2
+    assert kernels(built(network(nodes), tmp_path), tmp_path).count("QLinearAdd") == 1
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -16,9 +16,16 @@ it was written is the gain, and a zero point read otherwise the offset::
     source -> Add(shift) -> Q(top / 255, 0) -> DQ(gain * top / 255) -> Mul(factor)
            -> Q(scale, zero_point + offset / scale) -> DQ(scale, zero_point) -> y
 
-so that no more than two int8 kernels are left of it (QLinearAdd, QLinearMul), and one rounding.
-Where a Conv makes the source for the gate alone, as in squeeze-excite, the shift is added to its
-bias, so that the Conv itself writes what is clipped.
+so that no more than two int8 kernels are left of it (QLinearAdd, QLinearMul), and two roundings.
+Where the Clip's middle is a source of 0, as in a Hard-Swish, and the source's range is not far from
+reaching down to -shift, its own integers are clipped, and read from another zero point::
+
+    Q(scale, zero) -> Clip(low, low + top / scale) -> DQ(gain * scale, low) -> Mul(factor) -> ...
+                      low = zero - shift / scale
+
+of which one rounding is left, and a Clip in a third of the time, or none where the range ends below
+top - shift. Where a Conv makes the source for the gate alone, as in squeeze-excite, the shift is
+added to its bias, so that the Conv itself writes what is clipped.
 
 Source: ONNX operators HardSigmoid-6 and HardSwish-14; A. Howard et al., "Searching for
 MobileNetV3", arXiv:1905.02244, section 5.2.
@@ -26,6 +33,7 @@ MobileNetV3", arXiv:1905.02244, section 5.2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -65,6 +73,11 @@ class Gate:
     def name(self) -> str:
         """Of the node that stands for it: its last one's."""
         return self.nodes[-1]
+
+    @property
+    def centred(self) -> bool:
+        """Whether the Clip goes as far above a source of 0 as below it."""
+        return math.isclose(self.top, 2 * self.shift, rel_tol=1e-5)
 
 
 def gates(graph: Graph) -> tuple[Gate, ...]:

@@ -1,10 +1,11 @@
 """Int8 arithmetic on uint8 tensors: one number as an operand, and the nodes of a gate.
 
-ONNX Runtime makes one integer kernel of an Add or Mul between pairs. Two pairs here are not read as
-they were written, which computes what would be a node::
+ONNX Runtime makes one integer kernel of an Add or Mul between pairs. Three pairs here are not read
+as they were written, which computes what would be a node::
 
     Q(scale, zero) -> DQ(scale * gain, zero)               times gain
     Q(scale, zero + steps) -> DQ(scale, zero)              plus steps * scale
+    Q(scale, zero) -> DQ(scale, zero - steps)              the same, for one of its readers
 
 Source: ONNX operators QuantizeLinear-13 and DequantizeLinear-13.
 """
@@ -21,8 +22,7 @@ from onnx import helper
 from calibrators.grids import UINT8, affine_params
 from calibrators.scales import Scale
 from deploy.graph.gates import Gate
-
-_LEAST_STEPS = 3  # of an offset: a step coarser by a third loses less than a second rounding
+from deploy.targets.reread import Shifted, with_offset
 
 
 class Forms:
@@ -58,39 +58,63 @@ class Forms:
         nodes: Sequence[onnx.NodeProto],
         quantize: onnx.NodeProto,
         found: Scale,
+        *,
         shifted: str = "",
+        own: Shifted | None = None,
     ) -> list[onnx.NodeProto]:
-        """The int8 form of a gate: an Add, a pair and a Mul, and where it must be another Add.
-
-        Without the first Add where the layer before it has added the shift already.
-
-        The pair is written where the Clip saturates, and read times the gain.
+        """The int8 form of a gate: what is clipped, a Mul, and where it must be an Add behind it.
 
         Args:
             gate: the gate.
             nodes: its nodes, which read what the pairs before it left.
             quantize: the QuantizeLinear behind it; it may get another zero point.
             found: range of the gate's output.
-            shifted: the float tensor that its source and its shift are already; "" where an Add is
-                to make it.
+            shifted: the float tensor that its source and its shift are already, as the layer
+                before it makes it; "" where there is none.
+            own: of its source, where the source's integers are to be clipped themselves.
+        """
+        read = {n.removesuffix("/dequantized"): n for node in nodes for n in node.input}
+        if own is not None:
+            clipped = self._clipped_integers(gate, own)
+        else:
+            clipped = self._clipped(gate, read[gate.source], shifted)
+        product, last = self._offset(gate, nodes[-1].output[0], quantize, found)
+        operands = [read[gate.factor], clipped[-1].output[0]]
+        return [*clipped, _node("Mul", operands, product, gate.name), *last]
+
+    def _clipped(self, gate: Gate, source: str, shifted: str) -> list[onnx.NodeProto]:
+        """An Add and a pair, written where the Clip saturates and read times the gain.
+
+        Without the Add where the layer before it has added the shift already.
         """
         name, step = f"{gate.name}/gate", gate.top / 255
-        read = {n.removesuffix("/dequantized"): n for node in nodes for n in node.input}
         written = self._parameters(f"{name}/written", step, 0)
         scaled = self._parameters(f"{name}/read", step * gate.gain, 0)
         add: list[onnx.NodeProto] = []
         if not shifted:
             shifted = f"{name}/shifted"
-            operands = [read[gate.source], self.number(gate.shift)]
-            add = [_node("Add", operands, shifted, f"{name}/Add")]
-        product, last = self._offset(gate, nodes[-1].output[0], quantize, found)
+            add = [_node("Add", [source, self.number(gate.shift)], shifted, f"{name}/Add")]
         return [
             *add,
             _node("QuantizeLinear", [shifted, *written], f"{name}/quantized", f"{name}/Q"),
             _node("DequantizeLinear", [f"{name}/quantized", *scaled], name, f"{name}/DQ"),
-            _node("Mul", [read[gate.factor], name], product, gate.name),
-            *last,
         ]
+
+    def _clipped_integers(self, gate: Gate, own: Shifted) -> list[onnx.NodeProto]:
+        """A Clip of the source's integers, read from another zero point and times the gain.
+
+        Without the Clip where it would change none of 0..255.
+        """
+        name, low = f"{gate.name}/gate", own.zero - own.steps
+        high, clip = low + round(gate.top / float(own.scale)), list[onnx.NodeProto]()
+        integers = f"{gate.source}/quantized"
+        if low > 0 or high < 255:
+            ends = {"low": low, "high": min(high, 255)}
+            inputs = [self.constant(f"{name}/{k}", np.array(v, np.uint8)) for k, v in ends.items()]
+            clip = [_node("Clip", [integers, *inputs], f"{name}/quantized", f"{name}/Clip")]
+            integers = f"{name}/quantized"
+        scaled = self._parameters(f"{name}/read", float(own.scale) * gate.gain, low)
+        return [*clip, _node("DequantizeLinear", [integers, *scaled], name, f"{name}/DQ")]
 
     def _offset(
         self, gate: Gate, output: str, quantize: onnx.NodeProto, found: Scale
@@ -98,12 +122,11 @@ class Forms:
         """What a gate's Mul makes, and what adds the offset to it: nothing, or an int8 Add."""
         if not gate.offset:
             return output, []
-        _, zero, steps = with_offset(*found.on(UINT8), gate.offset)
+        of = with_offset(*found.on(UINT8), gate.offset)
         name = f"{gate.name}/product"
-        if steps:
-            quantize.input[2] = self.constant(
-                f"{name}/zero_point", np.array(zero + steps, np.uint8)
-            )
+        if of.steps:
+            zero = np.array(of.zero + of.steps, np.uint8)
+            quantize.input[2] = self.constant(f"{name}/zero_point", zero)
             return output, []
         own = affine_params(found.lo - gate.offset, found.hi - gate.offset)
         pair = self._parameters(name, float(own[0]), own[1])
@@ -118,25 +141,6 @@ class Forms:
             self.constant(f"{name}/scale", np.array(scale, np.float32)),
             self.constant(f"{name}/zero_point", np.array(zero, np.uint8)),
         ]
-
-
-def with_offset(scale: np.float32, zero: int, offset: float) -> tuple[np.float32, int, int]:
-    """uint8 parameters of y + offset by which y and y + offset differ in the zero point alone.
-
-    The scale is widened until the offset is a whole number of steps, by a third at the most.
-
-    Returns:
-        (scale, zero_point) of y + offset, and the steps between its zero_point and that of y; the
-        parameters as they were, and 0 steps, where no such number does.
-    """
-    steps = int(abs(offset) / float(scale))
-    if steps >= _LEAST_STEPS:
-        wide = np.float32(abs(offset) / steps)
-        moved = int(np.rint(zero * float(scale) / float(wide)))
-        signed_steps = steps if offset > 0 else -steps
-        if 0 <= moved + signed_steps <= 255:
-            return wide, moved, signed_steps
-    return scale, zero, 0
 
 
 def _node(op_type: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:

@@ -37,7 +37,8 @@ from deploy.graph.edit import copied_without, drop_dead, rebuild
 from deploy.graph.gates import Gate
 from deploy.graph.index import users
 from deploy.graph.plan import Pair, Plan, WeightTarget
-from deploy.targets.forms import Forms, with_offset
+from deploy.targets.forms import Forms
+from deploy.targets.reread import Shifted, with_offset, with_shift
 
 _INT32 = 2**31 - 1
 # numpy's little-endian types -> ONNX's, of which a tensor's bytes are the array's
@@ -164,16 +165,24 @@ class _Writer:
         self.instead: dict[str, list[onnx.NodeProto]] = {}  # by the node whose place they take
         self.forms = Forms(self.constant, self.before)
         self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
+        self.clipped = _clipped(plan) if opset_of(model) >= TARGET_OPSET else {}
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
     def params(self, tensor: str) -> tuple[np.float32, int]:
         """(scale, zero_point) of a tensor, that of its owner where it shares one."""
-        scale, zero = self.scales[self.plan.owners.get(tensor, tensor)].on(self.plan.placement.grid)
+        own = self.shifted_params(tensor)
+        return own.scale, own.zero
+
+    def shifted_params(self, tensor: str) -> Shifted:
+        """The same, and the steps to where a gate writes or reads it shifted."""
+        owner = self.plan.owners.get(tensor, tensor)
+        scale, zero = self.scales[owner].on(self.plan.placement.grid)
         scale = self.storable(np.asarray(scale, np.float32).reshape(1))[0]
         if not (np.isfinite(scale) and scale > 0):
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
-        offset = self.offsets.get(self.plan.owners.get(tensor, tensor), 0.0)
-        return with_offset(scale, zero, offset)[:2]
+        if owner in self.offsets:
+            return with_offset(scale, zero, self.offsets[owner])
+        return with_shift(scale, zero, self.clipped.get(owner, 0.0))
 
     def constant(self, name: str, array: NDArray[np.generic], grid: Grid | None = None) -> str:
         """Add an initializer once, and give its name; stored values come with their grid."""
@@ -314,7 +323,17 @@ class _Writer:
         found = self.scales[gate.output]
         self.instead |= {name: [] for name in gate.nodes}
         made = self._made_shifted(gate) if gate in self.plan.shifts.values() else ""
-        self.instead[gate.name] = self.forms.gate(gate, nodes, pair[0], found, made)
+        own = None if made else self._clipped_source(gate)
+        new = self.forms.gate(gate, nodes, pair[0], found, shifted=made, own=own)
+        self.instead[gate.name] = new
+
+    def _clipped_source(self, gate: Gate) -> Shifted | None:
+        """Parameters of a gate's source, where its integers are to be clipped themselves."""
+        owner = self.plan.owners.get(gate.source, gate.source)
+        if owner in self.offsets or self.clipped.get(owner) != gate.shift:
+            return None
+        own = self.shifted_params(gate.source)
+        return own if own.steps else None
 
     def _made_shifted(self, gate: Gate) -> str:
         """The name of a gate's source with its shift, without the pair of the source alone."""
@@ -357,6 +376,13 @@ class _Writer:
         rebuild(self.graph, ordered)
         if self.plan.pads:  # what only a Pad read is not read in float any more
             drop_dead(self.graph)
+
+
+def _clipped(plan: Plan) -> dict[str, float]:
+    """Owner of a source whose integers a gate may clip themselves -> the gate's shift."""
+    alone = tuple(plan.shifts.values())
+    gates = [gate for gate in plan.gates if gate not in alone and gate.centred]
+    return {plan.owners.get(gate.source, gate.source): gate.shift for gate in gates}
 
 
 def _room_for_bias(
