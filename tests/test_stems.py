@@ -101,11 +101,20 @@ def test_others_stay_as_they_are(given, words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("outer", "stride", "in_float"), [(32, 1, False), (24, 1, False), (16, 1, True), (32, 2, True)]
+    ("inner", "outer", "stride", "in_float"),
+    [
+        (3, 32, 1, False),
+        (3, 24, 1, False),
+        (3, 16, 1, True),
+        (3, 24, 2, False),
+        (3, 16, 2, True),
+        (1, 32, 1, False),
+        (1, 32, 2, True),
+    ],
 )
-def test_a_first_conv_of_many_values_is_in_int8(outer, stride, in_float):
-    plan = analyse(net(3, outer, stride=stride), ONNXRUNTIME)
+def test_a_first_conv_of_many_values_is_in_int8(inner, outer, stride, in_float):
+    plan = analyse(net(inner, outer, stride=stride), ONNXRUNTIME)
     (stem,) = (one for one in plan.decisions if one.node == "stem")
-    assert ("only 27 products" in stem.reason) is in_float
-    every = analyse(net(3, outer, stride=stride), replace(ONNXRUNTIME, thin=0))
+    assert (f"only {9 * inner} products" in stem.reason) is in_float
+    every = analyse(net(inner, outer, stride=stride), replace(ONNXRUNTIME, thin=0))
     assert not any(one.reason for one in every.decisions)

@@ -53,6 +53,8 @@ def with_shift(scale: np.float32, zero: int, shift: float) -> Shifted:
         x            |0 ........... zero ........... 255|
         x + shift    |0 .. zero - steps ............ 255|     the same integers
 
+    What ends at 0 keeps its zero point of 0, which is the Relu that it ends by.
+
     Args:
         scale: of the range of x.
         zero: likewise.
@@ -64,7 +66,7 @@ def with_shift(scale: np.float32, zero: int, shift: float) -> Shifted:
     low, high = zero * float(scale), (255 - zero) * float(scale)
     least = (high + max(low, shift)) / 255
     steps = int(shift / least)
-    if steps < _LEAST_STEPS or shift / steps > float(scale) * _WIDEST:
+    if not zero or steps < _LEAST_STEPS or shift / steps > float(scale) * _WIDEST:
         return Shifted(scale, zero)
     wide = np.float32(shift / steps)
     return Shifted(wide, max(steps, int(np.rint(low / float(wide)))), steps)
