@@ -78,6 +78,24 @@ BETWEEN = {
         16,
     ),
     "softmax": ([("Softmax", "d", "e", {"axis": 1})], {}, 16),
+    "softmax of rows": ([("Softmax", "d", "e", {"axis": -1})], {}, 16),
+    "softmax of the transposed": (
+        [("Transpose", "d", "t", {"perm": [0, 1, 3, 2]}), ("Softmax", "t", "e", {"axis": -1})],
+        {},
+        16,
+    ),
+    "sum of two": (
+        [("MaxPool", "d", "g", {"kernel_shape": [3, 3], **SAME}), ("Add", "d g", "e", {})],
+        {},
+        16,
+    ),
+    "product of two": (
+        [("Sigmoid", "d", "g", {}), ("Mul", "d g", "f", {}), ("Mul", "d f", "e", {})],
+        {},
+        16,
+    ),
+    "matrices": ([("MatMul", "d d", "e", {})], {}, 16),
+    "where": ([("Where", "k d d", "e", {})], {"k": np.eye(16, dtype=bool)}, 16),
 }
 DENSE = {
     "one bias a column": (["b1", "b2"], []),
@@ -86,9 +104,9 @@ DENSE = {
 }
 
 
-def built(nodes, constants, shape, folder):
+def built(nodes, constants, shape, folder, *options):
     """The engine of a model, the first of its samples, and what the report says of it."""
-    held = {n: v if v.dtype == np.int64 else np.float32(v) for n, v in constants.items()}
+    held = {n: v if v.dtype in (np.int64, bool) else np.float32(v) for n, v in constants.items()}
     made = [
         helper.make_node(kind, read.split(), given.split(), name=f"n{number}", **attributes)
         for number, (kind, read, given, attributes) in enumerate(nodes)
@@ -105,7 +123,7 @@ def built(nodes, constants, shape, folder):
     x = np.random.default_rng(2).normal(size=(12, *shape)).astype(np.float32)
     np.save(folder / "x.npy", x)
     words = ["build", str(folder / "net.onnx"), "--images", str(folder / "x.npy"), "--accept"]
-    words += ["--out", str(folder / "out"), "--duration", "0", "--effort", "0"]
+    words += ["--out", str(folder / "out"), "--duration", "0", "--effort", "0", *options]
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 0, done.output
     report = json.loads((folder / "out/report.json").read_text())
@@ -130,8 +148,18 @@ def ran_in_float(engine, x, target, folder):
     return {kind for kind, read in kernels(engine, x, folder) if read == "float" and kind in said}
 
 
-@pytest.mark.parametrize("name", BETWEEN)
-def test_between_two_convs(name, tmp_path):
+def integer_kernels(engine, x, target, folder):
+    """Kernels on integers of operators that are said to be float."""
+    said = {d["op"] for d in target["nodes"] if d["precision"] == "uint8"}
+    found = {kind for kind, _ in kernels(engine, x, folder)}
+    ours = {f"QLinear{op}" for op in said} | (
+        {"QLinearAdd", "QLinearMul"} if "HardSwish" in said else set()
+    )
+    return {kind for kind in found if kind.startswith("QLinear")} - ours
+
+
+def between(name):
+    """The nodes of a model of `BETWEEN`, and its constants."""
     nodes, constants, channels = BETWEEN[name]
     rng = np.random.default_rng(1)
     weights = {
@@ -144,12 +172,33 @@ def test_between_two_convs(name, tmp_path):
         *nodes,
         ("Conv", "e v", "y", {}),
     ]
-    engine, x, target = built(around, {**weights, **constants}, (16, 16, 16), tmp_path)
+    return around, {**weights, **constants}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_two_convs(name, tmp_path):
+    engine, x, target = built(*between(name), (16, 16, 16), tmp_path)
     assert not ran_in_float(engine, x, target, tmp_path)
+    assert not integer_kernels(engine, x, target, tmp_path)
     plain = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
     own = ort.InferenceSession(str(engine), providers=["CPUExecutionProvider"])
     wanted, found = (session.run(None, {"x": x})[0] for session in (plain, own))
     assert np.square(wanted).sum() > 10**2.5 * np.square(found - wanted).sum()
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_is_kept_float_between_two_convs(name, tmp_path):
+    """ONNX Runtime would make integer kernels of some of these by itself."""
+    nodes, constants = between(name)
+    keep = [word for at in range(2, len(nodes) - 1) for word in ("--keep-float", f"n{at}")]
+    engine, x, target = built(nodes, constants, (16, 16, 16), tmp_path, *keep)
+    assert all(
+        d["precision"] != "uint8" for d in target["nodes"] if d["op"] not in ("Conv", "Relu")
+    )
+    assert not integer_kernels(engine, x, target, tmp_path)
+    assert not {"MatMulInteger", "MatMulIntegerToFloat"} & {
+        k for k, _ in kernels(engine, x, tmp_path)
+    }
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -82,7 +82,7 @@ ONNXRUNTIME = Placement(
     glue=MOVES
     | CUTS
     | POOLS
-    | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", GATE},
+    | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", "ReduceMean", GATE},
     keeps_scale=MOVES | CUTS | {"MaxPool", "Resize", "Split"},
     outputs=True,
     bias=True,

@@ -285,8 +285,10 @@ class _Paired:
         """The same model, what ONNX Runtime has no fast kernel for as what it has one for."""
         from deploy.frontends.checks import opset_of
         from deploy.frontends.lift import TARGET_OPSET
+        from deploy.targets.apart import keep_apart
         from deploy.targets.averages import write_averages
         from deploy.targets.fused_gates import fuse_gates
+        from deploy.targets.means import write_means
         from deploy.targets.softmax import write_softmax
         from deploy.targets.stems import write_stems
         from deploy.targets.tiles import with_tiles
@@ -294,6 +296,9 @@ class _Paired:
         from deploy.targets.wide import write_wide
 
         read, plan = self.read, self.plan
+        if plan is not None:
+            write_means(self.model, read.graph)
+            keep_apart(self.model, {d.node for d in self.decisions if not d.quantized})
         if plan is not None and opset_of(self.like) >= TARGET_OPSET:
             left = [gate for gate in read.gates if gate not in plan.gates]
             fuse_gates(self.model, left, read.graph)
