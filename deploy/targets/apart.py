@@ -62,8 +62,9 @@ def _fused(
     return node.op_type == "MatMul" or _written(node.output[0], readers)
 
 
-def _data(node: onnx.NodeProto) -> Sequence[str]:
-    return node.input[1:] if node.op_type == "Where" else node.input
+def _data(node: onnx.NodeProto) -> list[str]:
+    """What a node reads, without a condition."""
+    return list(node.input)[node.op_type == "Where" :]
 
 
 def _read(tensor: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
