@@ -287,6 +287,7 @@ class _Paired:
         from deploy.frontends.lift import TARGET_OPSET
         from deploy.targets.apart import keep_apart
         from deploy.targets.averages import write_averages
+        from deploy.targets.broadcasts import write_broadcasts
         from deploy.targets.fused_gates import fuse_gates
         from deploy.targets.means import write_means
         from deploy.targets.softmax import write_softmax
@@ -307,4 +308,5 @@ class _Paired:
             write_upsampling(self.model, read.graph)
             write_wide(self.model, read.graph)
             write_stems(self.model, read.graph)
+            write_broadcasts(self.model, read.graph, plan.gates)
         return with_tiles(self.model, read.graph)
