@@ -14,6 +14,7 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.presets import preset
+from deploy.feed.share import names_digest, share_of
 from deploy.feed.stream import Stream
 from deploy.tensors import TensorSpec
 
@@ -186,6 +187,17 @@ def test_broken_images_are_told_by_name_or_skipped_and_stderr_stays_quiet(photos
     captured = capfd.readouterr()
     assert captured.err == ""
     assert captured.out == ""
+
+
+def test_what_was_skipped_is_told_in_the_order_of_the_images(photos):
+    feed = open_feed(photos, [IMAGE], skip_bad=True)
+    names = names_digest(feed.names)
+    for number in (2, 1):  # as two machines found it, the second one first
+        share = share_of((number, 2), 5, names)
+        digests = [f"{place:064x}" for place in share.places]
+        bad = share.places[0]
+        feed.seen_elsewhere(share, digests, {bad: f"bad {bad}"})
+    assert feed.notes[-1] == "2 skipped: bad 0; bad 1"
 
 
 def test_labels_follow_the_images_that_were_not_skipped(photos):

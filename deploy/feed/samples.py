@@ -153,7 +153,7 @@ class Feed:
     @property
     def notes(self) -> tuple[str, ...]:
         """How the feed was read, in sentences; complete after one pass."""
-        extra = (_left_out(list(self._chosen.skipped.values())), filled(self.count, self.batch))
+        extra = (_left_out(list(self.skipped)), filled(self.count, self.batch))
         return (*self._notes, *filter(None, extra))
 
     @property
