@@ -152,7 +152,7 @@ def ordered(
         loaded=loaded,
         given=given_as(model),
         reference=reference,
-        judged_by=judged_by,
+        judged_by=(*judged_by, *(known.notes if known is not None else ())),
         images=images,
         evaluation=evaluation,
         objects=known,

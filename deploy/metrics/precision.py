@@ -53,10 +53,12 @@ class GroundTruth:
     Attributes:
         objects: of every sample in order, in pixels of the input.
         categories: numbers of the categories in order.
+        notes: sentences on where the objects come to lie.
     """
 
     objects: Sequence[Objects]
     categories: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 class AveragePrecision:
