@@ -168,7 +168,7 @@ class Prober:
         self._known: dict[object, Noise | None] = {}
         wanted = [said for _, said in heard]
         self._form = form_of(wanted, inputs=[sample for sample, _ in heard])
-        self._usual = usual_powers(self._form, wanted)
+        self._usual = usual_powers(self._form, self._told(self._heard))
         self._kept: Kept | Calib8Error | None = None
         self._stopped = False
         self.tried = 0
@@ -197,7 +197,7 @@ class Prober:
 
     def _kept_for(self, int8: Sequence[Sequence[str]]) -> Kept | Calib8Error:
         """Values from which trials of few layers begin, or why there are none."""
-        chosen = loudest(self._form, [said for _, said in self._heard], self._few)
+        chosen = loudest(self._form, self._told(self._heard), self._few)
         self._ran(self._few)
         try:
             return Kept.of(self._request.model, int8, [self._heard[place] for place in chosen])
@@ -257,21 +257,26 @@ class Prober:
         )
         read = [spec.name for spec in session.inputs]
         figures = self._figures(session, heard[0][1]) if judged else None
-        powers = []
+        powers, told = [], self._form.told
         for sample, wanted in heard:
             if self._stopped:
                 break
             found = session.run({name: sample[name] for name in read})
             if figures is not None:
                 figures = self._counted(figures, sample, wanted, found)
-            powers.append(noise_powers(self._form, wanted, found, self._usual))
+            both = told(wanted, sample), told(found, sample)
+            powers.append(noise_powers(self._form, *both, self._usual))
         labels = [part.label for part in self._form.parts]
-        said = said_of(self._form, [wanted for _, wanted in heard], self._usual)
+        said = said_of(self._form, self._told(heard), self._usual)
         return Noise(
             dict(zip(labels, np.array(powers).T, strict=True)),
             dict(zip(labels, said, strict=True)),
             accuracy=figures.result() if figures is not None else None,
         )
+
+    def _told(self, heard: Sequence[Heard]) -> list[Mapping[str, Array]]:
+        """What the float model says in the samples, as parts are measured."""
+        return [self._form.told(wanted, sample) for sample, wanted in heard]
 
     def _figures(self, session: OrtSession, wanted: Mapping[str, Array]) -> Comparison:
         return Comparison(Said(wanted), session, form=self._form, metric=self._metric)
