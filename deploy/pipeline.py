@@ -343,8 +343,19 @@ def _measured(order: Order, calibration: Calibrated, results: list[Built]) -> Fi
             duration_s=order.duration_s,
             threads=order.threads,
         )
-    notes = (*order.judged_by, *figures.notes, *_seen_before(order, calibration))
+    fed = _read_otherwise(order, calibration)
+    notes = (*order.judged_by, *figures.notes, *fed, *_seen_before(order, calibration))
     return replace(figures, notes=notes)
+
+
+def _read_otherwise(order: Order, calibration: Calibrated) -> list[str]:
+    """How the evaluation images were read, where the calibration's own notes do not say it."""
+    if order.evaluation is None:
+        return []
+    known = calibration.feed.notes
+    return [
+        f"of the evaluation images: {one}" for one in order.evaluation.notes if one not in known
+    ]
 
 
 def _seen_before(order: Order, calibration: Calibrated) -> list[str]:
@@ -363,7 +374,7 @@ def _published(order: Order, calibration: Calibrated, settings: str | None, stag
     if settings is not None:
         atomic.write_text(stage.inside / manifest.SETTINGS, settings)
     replacing = None if order.policy.force else order.own_files
-    publish(made_from(calibration, order.targets), stage, replacing=replacing)
+    publish(made_from(calibration, order.targets, order.cache), stage, replacing=replacing)
 
 
 __all__ = ["CachePolicy", "Calibrated", "Tuning", "build", "calibrate", "merge"]
