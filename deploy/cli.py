@@ -217,6 +217,10 @@ def _end(sentence: str) -> NoReturn:
     sys.exit(1)
 
 
+_ONE_MORE = "Got unexpected extra argument"
+_INSTEAD = {"--against": "a second model goes", "--images": "images go"}
+
+
 def _forget_output() -> None:
     """Let Python not try again at its end to write what stdout did not take."""
     try:
@@ -229,7 +233,18 @@ def _sentence(error: click.ClickException) -> str:
     """What click says of a wrong command line, on one line, and where help is."""
     said = shortened(" ".join(error.format_message().split()).rstrip("."))
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"{said} (`{context.command_path} --help` tells more)" if context else said
+    if context is None:
+        return said
+    if said.startswith(_ONE_MORE):
+        said += _instead(context.command)
+    return f"{said} (`{context.command_path} --help` tells more)"
+
+
+def _instead(command: click.Command) -> str:
+    """Where the argument goes that a command has no place for."""
+    known = {flag for option in command.params for flag in option.opts}
+    found = next((flag for flag in _INSTEAD if flag in known), None)
+    return f"; {_INSTEAD[found]} behind {found}" if found else ""
 
 
 if __name__ == "__main__":
