@@ -177,6 +177,10 @@ def test_shapes_that_do_not_fit_are_told_in_the_same_words(agree, tmp_path, shap
 def test_other_refusals_in_the_same_words(agree, tmp_path):
     np.savez(tmp_path / "a.npz", image=batch(), y=np.array([1.0, 2, 3, 4]))
     assert "whole numbers from 0, got float64" in agree(tmp_path / "a.npz", IMAGE)["message"]
+    np.savez(
+        tmp_path / "b.npz", image=batch(), y=np.array([0, -3, 2, -1, 0], "<i2")[: len(batch())]
+    )
+    assert "whole numbers from 0, got -3" in agree(tmp_path / "b.npz", IMAGE)["message"]
     np.savez(tmp_path / "a.npz", image=batch(), y=np.array([1, 2]))
     assert "one label per sample" in agree(tmp_path / "a.npz", IMAGE)["message"]
     np.save(tmp_path / "a.npy", np.full((2, 2), "abc"))

@@ -34,28 +34,10 @@ SUFFIXES = frozenset(
     (".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp")
 )
 # Pictures that not every OpenCV reads.
-_OTHERS = frozenset(
-    [
-        ".arw",
-        ".avif",
-        ".cr2",
-        ".cr3",
-        ".dng",
-        ".gif",
-        ".heic",
-        ".heif",
-        ".hif",
-        ".j2k",
-        ".jp2",
-        ".jxl",
-        ".nef",
-        ".orf",
-        ".psd",
-        ".raf",
-        ".rw2",
-        ".tga",
-    ]
-)
+_OTHERS = frozenset((
+    ".arw", ".avif", ".cr2", ".cr3", ".dng", ".gif", ".heic", ".heif", ".hif", ".j2k", ".jp2",
+    ".jxl", ".nef", ".orf", ".psd", ".raf", ".rw2", ".tga",
+))  # fmt: skip
 LARGEST_FILE = 1 << 30  # bytes
 LARGEST_PICTURE = 1 << 28  # pixels, which take 768 MB when decoded
 _LARGEST_LIST = 256 << 20
