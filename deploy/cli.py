@@ -190,6 +190,11 @@ def main(argv: list[str] | None = None) -> None:
         where = f" {error.filename}" if error.filename else ""
         _end(f"the system refused{where}: {error.strerror or error}; see to it and run again")
     except Exception as error:
+        if (package := _lacking(error)) is not None:
+            _end(
+                f"calib8 needs the package {package}, which is not installed here; install calib8"
+                " with pip, or activate the environment that has it"
+            )
         if os.environ.get("CALIB8_TRACEBACK"):
             raise
         say(
@@ -198,6 +203,13 @@ def main(argv: list[str] | None = None) -> None:
             err=True,
         )
         sys.exit(70)
+
+
+def _lacking(error: Exception) -> str | None:
+    """The package of others that is not installed; None where that is not what was wrong."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    package = (name or "").partition(".")[0]
+    return package if package and package not in _OURS else None
 
 
 def _say_ended(how: str, stop: BaseException) -> None:
@@ -217,6 +229,7 @@ def _end(sentence: str) -> NoReturn:
     sys.exit(1)
 
 
+_OURS = ("calib8", "calibrators", "deploy")
 _ONE_MORE = "Got unexpected extra argument"
 _INSTEAD = {"--against": "a second model goes", "--images": "images go"}
 
