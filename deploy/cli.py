@@ -7,10 +7,11 @@ nothing heavy (onnx, onnxruntime, cv2, torch) is imported at the top of a comman
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import NoReturn
@@ -169,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        say(f"calib8: error: {_sentence(error)}", err=True)
+        say(f"calib8: error: {_sentence(error, sys.argv if argv is None else argv)}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as stop:
         _say_ended("interrupted", stop)
@@ -230,8 +231,7 @@ def _end(sentence: str) -> NoReturn:
 
 
 _OURS = ("calib8", "calibrators", "deploy")
-_ONE_MORE = "Got unexpected extra argument"
-_INSTEAD = {"--against": "a second model goes", "--images": "images go"}
+_ONE_MORE = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
 
 
 def _forget_output() -> None:
@@ -242,22 +242,32 @@ def _forget_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _sentence(error: click.ClickException) -> str:
+def _sentence(error: click.ClickException, asked: Sequence[str]) -> str:
     """What click says of a wrong command line, on one line, and where help is."""
     said = shortened(" ".join(error.format_message().split()).rstrip("."))
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         return said
-    if said.startswith(_ONE_MORE):
-        said += _instead(context.command)
+    if one_more := _ONE_MORE.match(said):
+        said += _instead(context.command, one_more[1], asked)
     return f"{said} (`{context.command_path} --help` tells more)"
 
 
-def _instead(command: click.Command) -> str:
-    """Where the argument goes that a command has no place for."""
+def _instead(command: click.Command, word: str, asked: Sequence[str]) -> str:
+    """Where the argument goes that a command has no place for; "" where nobody can tell."""
+    from deploy.targets import TARGETS
+
     known = {flag for option in command.params for flag in option.opts}
-    found = next((flag for flag in _INSTEAD if flag in known), None)
-    return f"; {_INSTEAD[found]} behind {found}" if found else ""
+    if word in TARGETS and "--target" in known:
+        return "; several targets are separated by commas"
+    if "--against" in known:
+        return "; a second model goes behind --against"
+    if "--images" not in known:
+        return ""
+    if "--images" not in asked:
+        return "; images go behind --images"
+    pattern = os.path.splitext(word)[1] and os.path.exists(word)
+    return "; a pattern of images is quoted: 'photos/*.jpg'" if pattern else ""
 
 
 if __name__ == "__main__":

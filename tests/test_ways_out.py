@@ -39,14 +39,22 @@ def test_a_folder_of_pictures_that_are_not_read_is_refused_by_their_kind(
 @pytest.mark.parametrize(
     ("words", "way"),
     [
-        (("build", "m.onnx", "photos/"), "images go behind --images"),
-        (("bench", "m.int8.onnx", "m.onnx"), "a second model goes behind --against"),
-        (("verify", "a", "b"), "(`calib8 verify --help` tells more)"),
+        (("build", "m.onnx", "photos/"), "(photos/); images go behind --images (`"),
+        (("bench", "m.int8.onnx", "m.onnx"), "(m.onnx); a second model goes behind --against (`"),
+        (("build", "m.onnx", "--images", "p", "--target", "onnxruntime", "tensorrt"),
+         "(tensorrt); several targets are separated by commas (`"),
+        (("build", "m.onnx", "--images", "p", "more"), "(more) (`calib8 build --help` tells more)"),
+        (("verify", "a", "b"), "(b) (`calib8 verify --help` tells more)"),
     ],
-)
+)  # fmt: skip
 def test_an_argument_too_many_is_told_where_it_goes(words, way, run):
     code, _, err = run(*words)
     assert code == 2 and "Got unexpected extra argument" in err and way in err
+
+
+def test_a_pattern_that_the_shell_has_expanded_is_told_to_be_quoted(pictures, run):
+    code, _, err = run("build", "m.onnx", "--images", *sorted(pictures.glob("*.png"))[:3])
+    assert code == 2 and "; a pattern of images is quoted: 'photos/*.jpg' (`calib8" in err
 
 
 def test_a_model_that_ascends_atc_alone_reads_is_told_what_runs_in_its_place(
