@@ -343,9 +343,19 @@ def _measured(order: Order, calibration: Calibrated, results: list[Built]) -> Fi
             duration_s=order.duration_s,
             threads=order.threads,
         )
-    fed = _read_otherwise(order, calibration)
+    fed = (*_chosen_otherwise(order), *_read_otherwise(order, calibration))
     notes = (*order.judged_by, *figures.notes, *fed, *_seen_before(order, calibration))
     return replace(figures, notes=notes)
+
+
+def _chosen_otherwise(order: Order) -> list[str]:
+    """That a search had to do without the user's figure, which judges what it chose."""
+    if order.metric is None or not order.labelled or not order.wish.effort or order.wish.plan:
+        return []
+    return [
+        f"the search went by the outputs' form, not by {order.metric.name}: its images, which"
+        " calibrate, have no labels"
+    ]
 
 
 def _read_otherwise(order: Order, calibration: Calibrated) -> list[str]:

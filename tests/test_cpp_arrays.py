@@ -84,6 +84,11 @@ def test_a_file_of_samples(agree, tmp_path):
     np.save(path, batch(shape=(5, 3, 4, 5)))
     filled = agree(path, TensorSpec("image", "float32", (2, 3, 4, 5)))
     assert filled["size"] == 3 and "filled" in filled["notes"][-1]
+    several = agree(path, TensorSpec("image", "float32", (12, 3, 4, 5)))
+    assert "with the 5 samples that there are again and again" in several["notes"][-1]
+    np.save(path, batch(shape=(1, 3, 4, 5)))
+    alone = agree(path, TensorSpec("image", "float32", (4, 3, 4, 5)))
+    assert "filled with the only sample again and again" in alone["notes"][-1]
     np.save(path, batch())
     path.write_bytes(path.read_bytes() + b"more")
     assert agree(path, IMAGE)["size"] == 4
