@@ -267,6 +267,15 @@ def test_a_task_or_a_limit_that_is_met_leaves_no_doubt_of_changes():
     assert judged(found, max_loss=0.1).level == UNUSABLE  # by the change's cosine
 
 
+def test_labels_decide_before_the_worst_part():
+    """Of numbers of classes it has no meaning, as of the places alone that TopK gives."""
+    found = accuracy(part(6.5))
+    assert judged(found).level == DOUBTFUL
+    named = replace(found, top1_reference=0.9, top1_candidate=0.9)
+    assert judged(named).level == GOOD
+    assert judged(replace(named, parts=(part(-1.0),))).level == DOUBTFUL
+
+
 def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
     found = compared(0.03, 0.003)
     assert found.worst.label == "y - x" and found.worst.sqnr_db == pytest.approx(20, abs=0.5)

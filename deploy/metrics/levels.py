@@ -93,7 +93,7 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
         yield from ((DOUBTFUL, doubt) for doubt in accuracy.doubts)
     worst = accuracy.worst
     if worst is not None:
-        judged = accuracy.task is not None
+        judged = accuracy.task is not None or accuracy.top1_reference is not None
         yield _of_part(worst, judged=judged or (worst.less != "" and max_loss is not None))
         if worst.less:
             (whole,) = (one for one in accuracy.outputs if one.name == worst.output)
