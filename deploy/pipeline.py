@@ -246,6 +246,7 @@ def build(
     )
     with numbered(*order.parts), staged(order.folder) as stage:
         calibration = _observed(order, stage)
+        _refuse_broken(order, calibration)
         plans, plan = _tuned(order, calibration, stage)
         results = _built(order, calibration, plans, stage)
         figures = _measured(order, calibration, results)
@@ -281,6 +282,22 @@ def _observed(order: Order, stage: Stage) -> Calibrated:
         repairs=order.repairs,
         stage=stage,
     )
+
+
+def _refuse_broken(order: Order, calibration: Calibrated) -> None:
+    """Refuse a figure of the user's that fails on the float model itself, before all is built."""
+    from deploy.metrics.accuracy import Comparison, Said
+    from deploy.metrics.rows import batch_length
+
+    if order.metric is None or order.loaded.trained is not None:
+        return
+    sample, said = next(iter(calibration.judges.heard(1)))
+    labels = None if order.evaluation is None else order.evaluation.labels
+    some = None if labels is None else labels[:1] * batch_length(sample)
+    itself = Said(said)
+    comparison = Comparison(itself, itself, metric=order.metric, labels=some)
+    comparison.add(sample, said, said)
+    comparison.result()
 
 
 def _tuned(
@@ -353,8 +370,8 @@ def _chosen_otherwise(order: Order) -> list[str]:
     if order.metric is None or not order.labelled or not order.wish.effort or order.wish.plan:
         return []
     return [
-        f"the search went by the outputs' form, not by {order.metric.name}: its images, which"
-        " calibrate, have no labels"
+        f"the search went by the outputs' form, not by {order.metric.name}: its images are some"
+        " that calibrate, of which no labels are used"
     ]
 
 

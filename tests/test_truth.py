@@ -236,7 +236,8 @@ def test_annotations_that_do_not_fit_are_refused(run, detector, small_cnn, pictu
     data["categories"].append({"id": 900, "name": "c"})
     path.write_text(json.dumps(data))
     code, _, error, _ = run(detector, *words)
-    assert code == 1 and "3 categories and 2 classes" in error
+    assert code == 1 and "3 categories and 2 classes (y: boxes by centre" in error
+    assert "list all that it learned as categories, or leave the labels out" in error
     for text in ("[1, 2", "[]", '{"images": [{}], "annotations": [], "categories": []}', "7"):
         path.write_text(text)
         code, _, error, _ = run(detector, *words)

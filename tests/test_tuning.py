@@ -693,7 +693,7 @@ def strict(fp32, int8, label):
     return float(all(np.array_equal(fp32[name], int8[name]) for name in fp32))
 
 def broken(fp32, int8, label):
-    raise ValueError("no such column")
+    raise ValueError(f"no such column in {fp32['y'].shape}")
 
 def delicate(fp32, int8, label):
     return 1.0 if all(np.array_equal(fp32[name], int8[name]) for name in fp32) else "bad"
@@ -721,9 +721,19 @@ def test_a_loss_that_may_be_is_held_by_the_figure_of_ones_own(build, tmp_path, o
     assert strict.code == 0 and strict.float_of("onnxruntime")
 
 
-def test_a_figure_of_ones_own_that_fails_is_told_before_anything_is_tried(build, tmp_path, own):
-    broken = build(sound(tmp_path), "--max-loss", 0.1, "--metric", own("broken"), out="broken")
-    assert broken.code == 1 and "no such column" in broken.error
+def test_a_figure_of_ones_own_that_fails_is_told_before_anything_is_tried(
+    build, tmp_path, own, feed, monkeypatch
+):
+    """With labels too, of which the search knows none, and for a model of a fixed batch."""
+    without_trials(monkeypatch)
+    (tmp_path / "labels.txt").write_text("1\n" * 8)
+    labelled = ("--eval-images", feed, "--labels", tmp_path / "labels.txt")
+    model = onnx.load(sound(tmp_path))
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 4
+    onnx.save(model, tmp_path / "four.onnx")
+    for words in ((), labelled, ("--max-loss", 0.1)):
+        broken = build(tmp_path / "four.onnx", *words, "--metric", own("broken"), out="broken")
+        assert broken.code == 1 and "no such column" in broken.error and "(1, " in broken.error
 
 
 def test_a_figure_of_ones_own_that_fails_beside_int8_does_not_pass_for_a_loss(build, tmp_path, own):

@@ -135,9 +135,6 @@ class Prober:
     for what is tried alone; `by_task` also compares the trials by the figures of the task, which a
     limit of loss needs, or by the user's `metric`; `ran` is called with the number of samples that
     are run.
-
-    Raises:
-        ConfigError: the metric cannot even compare the float model with itself.
     """
 
     def __init__(
@@ -174,8 +171,6 @@ class Prober:
         self.tried = 0
         self.errors: list[Calib8Error] = []
         self.unjudged: ConfigError | None = None
-        if metric is not None:
-            metric.tally(None).add(*heard[0], heard[0][1])
 
     def noises(self, trials: Iterable[Choices]) -> list[Noise | None]:
         """What several trials lose, run beside each other; None of one that could not be run."""
