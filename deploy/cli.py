@@ -7,10 +7,11 @@ nothing heavy (onnx, onnxruntime, cv2, torch) is imported at the top of a comman
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import NoReturn
@@ -169,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        say(f"calib8: error: {_sentence(error)}", err=True)
+        say(f"calib8: error: {_sentence(error, sys.argv if argv is None else argv)}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as stop:
         _say_ended("interrupted", stop)
@@ -190,6 +191,11 @@ def main(argv: list[str] | None = None) -> None:
         where = f" {error.filename}" if error.filename else ""
         _end(f"the system refused{where}: {error.strerror or error}; see to it and run again")
     except Exception as error:
+        if (package := _lacking(error)) is not None:
+            _end(
+                f"calib8 needs the package {package}, which is not installed here; install calib8"
+                " with pip, or activate the environment that has it"
+            )
         if os.environ.get("CALIB8_TRACEBACK"):
             raise
         say(
@@ -198,6 +204,13 @@ def main(argv: list[str] | None = None) -> None:
             err=True,
         )
         sys.exit(70)
+
+
+def _lacking(error: Exception) -> str | None:
+    """The package of others that is not installed; None where that is not what was wrong."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    package = (name or "").partition(".")[0]
+    return package if package and package not in _OURS else None
 
 
 def _say_ended(how: str, stop: BaseException) -> None:
@@ -217,6 +230,10 @@ def _end(sentence: str) -> NoReturn:
     sys.exit(1)
 
 
+_OURS = ("calib8", "calibrators", "deploy")
+_ONE_MORE = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
+
+
 def _forget_output() -> None:
     """Let Python not try again at its end to write what stdout did not take."""
     try:
@@ -225,11 +242,32 @@ def _forget_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _sentence(error: click.ClickException) -> str:
+def _sentence(error: click.ClickException, asked: Sequence[str]) -> str:
     """What click says of a wrong command line, on one line, and where help is."""
     said = shortened(" ".join(error.format_message().split()).rstrip("."))
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"{said} (`{context.command_path} --help` tells more)" if context else said
+    if context is None:
+        return said
+    if one_more := _ONE_MORE.match(said):
+        said += _instead(context.command, one_more[1], asked)
+    return f"{said} (`{context.command_path} --help` tells more)"
+
+
+def _instead(command: click.Command, word: str, asked: Sequence[str]) -> str:
+    """Where the argument goes that a command has no place for; "" where nobody can tell."""
+    from deploy.targets import TARGETS
+
+    known = {flag for option in command.params for flag in option.opts}
+    if word in TARGETS and "--target" in known:
+        return "; several targets are separated by commas"
+    if "--against" in known:
+        return "; a second model goes behind --against"
+    if "--images" not in known:
+        return ""
+    if "--images" not in asked:
+        return "; images go behind --images"
+    pattern = os.path.splitext(word)[1] and os.path.exists(word)
+    return "; a pattern of images is quoted: 'photos/*.jpg'" if pattern else ""
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ NAME = "manifest.json"
 SETTINGS = "calib8.toml"  # the options of a build
 PAGES = ("report.json", "report.md", "report.html")  # of a build
 SCHEMA = "calib8-manifest/1"
+_MISSING, _CHANGED = "is missing", "was changed after it was written"
 _OURS = "calib8-"  # begins the schema of a report and of a manifest
 
 
@@ -48,6 +49,19 @@ class Manifest:
             for name, dims in listed
             if isinstance(dims, list) and all(type(dim) is int and dim > 0 for dim in dims)
         }
+
+    @property
+    def cache(self) -> tuple[Path, str] | None:
+        """The calibration cache outside the folder, and its sha256; None where there is none."""
+        noted = self.made_from.get("cache")
+        told = (noted.get("path"), noted.get("sha256")) if isinstance(noted, dict) else (None, None)
+        path, digest = told
+        return (Path(path), digest) if isinstance(path, str) and isinstance(digest, str) else None
+
+
+def outside(cache: Path) -> dict[str, str]:
+    """A calibration cache that a build does not hold, as `made_from` tells of it."""
+    return {"path": str(cache.resolve()), "sha256": _digest(cache)}
 
 
 def write(inside: Path, folder: Path, names: list[str], made_from: Mapping[str, Any]) -> Path:
@@ -89,10 +103,15 @@ def changed(folder: Path, manifest: Manifest) -> dict[str, str]:
     for name, digest in manifest.files.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
-            found[name] = "is missing"
+            found[name] = _MISSING
         elif _digest(path) != digest:
-            found[name] = "was changed after it was written"
+            found[name] = _CHANGED
     return found
+
+
+def cache_changed(path: Path, digest: str) -> bool:
+    """Whether a cache outside the folder is another now; a folder that was moved has none."""
+    return path.is_file() and _digest(path) != digest
 
 
 def refuse_foreign(folder: Path, names: list[str]) -> None:

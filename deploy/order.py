@@ -17,7 +17,8 @@ from deploy.calibration.trained import reference_of, refuse_calibrating
 from deploy.errors import ConfigError
 from deploy.feed.annotated import BY_FOLDER, objects_of
 from deploy.feed.calibrator import CalibratorScript
-from deploy.feed.feed import Feed, FeedSource, open_feed
+from deploy.feed.feed import Feed, FeedSource, holds_arrays, open_feed
+from deploy.feed.preprocess import Asked
 from deploy.frontends import LoadedModel, load_either
 from deploy.machine import default_threads
 from deploy.metrics.coco import Annotations
@@ -89,6 +90,13 @@ class Order:
         return self.objects is not None or own is not None
 
     @property
+    def cache(self) -> Path | None:
+        """The calibration cache, where it is used and stands outside the folder."""
+        path = self.policy.path
+        inside = path is None or path.parent.resolve() == self.folder.resolve()
+        return None if inside or self.loaded.trained is not None else path
+
+    @property
     def own_files(self) -> tuple[str, ...]:
         """Names of the cache's files and of the plan, which say themselves that calib8 wrote."""
         assert self.policy.path is not None
@@ -135,12 +143,13 @@ def ordered(
     tried = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
     named = replace(policy, path=policy.path or folder / f"{loaded.name}.cache")
     _refuse_foreign(folder, targets, loaded, policy=named, settings=settings)
+    terms, of_pictures = _divided(images, eval_images, loaded, terms)
     evaluation = None
     if judged_on is not None:  # opened first: a wrong path is told before anything is run
         evaluation = open_feed(
             judged_on,
             loaded.inputs,
-            preprocess=terms.preprocess,
+            preprocess=of_pictures,
             carried=loaded.carried,
             skip_bad=terms.skip_bad,
             limit=terms.limit if eval_images is None else None,
@@ -152,7 +161,7 @@ def ordered(
         loaded=loaded,
         given=given_as(model),
         reference=reference,
-        judged_by=judged_by,
+        judged_by=(*judged_by, *(known.notes if known is not None else ())),
         images=images,
         evaluation=evaluation,
         objects=known,
@@ -182,6 +191,25 @@ def written_by(targets: Iterable[Target], name: str) -> list[str]:
     """Names of the files that a build of a model may write, but for its cache and plan."""
     endings = [ending for target in targets for ending in target.writes]
     return [manifest.NAME, *manifest.PAGES, *(f"{name}{ending}" for ending in endings)]
+
+
+def _divided(
+    images: FeedSource | None,
+    eval_images: FeedSource | None,
+    loaded: LoadedModel,
+    terms: Terms,
+) -> tuple[Terms, Asked]:
+    """Terms of the calibration, and how what judges becomes inputs.
+
+    Of two feeds, what is said of pictures is not said of the arrays of the other.
+    """
+    asked = terms.preprocess
+    if images is None or eval_images is None or asked is None:
+        return terms, asked
+    calibrates, judges = (holds_arrays(one, loaded.inputs) for one in (images, eval_images))
+    if calibrates and not judges:
+        return replace(terms, preprocess=None), asked
+    return terms, None if judges and not calibrates else asked
 
 
 def _plan_of(loaded: LoadedModel) -> str:

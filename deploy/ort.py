@@ -352,4 +352,7 @@ def _spec(node: onnxruntime.NodeArg) -> TensorSpec:
 def _sentence(error: Exception) -> str:
     """The runtime's message without its "[ONNXRuntimeError] : 7 : ..." prefix, on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+    said = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+    if "No Op registered for Ascend" in said:
+        return f"{said}; Ascend's atc alone reads it, so give its fake-quant model"
+    return said

@@ -246,6 +246,7 @@ def build(
     )
     with numbered(*order.parts), staged(order.folder) as stage:
         calibration = _observed(order, stage)
+        _refuse_broken(order, calibration)
         plans, plan = _tuned(order, calibration, stage)
         results = _built(order, calibration, plans, stage)
         figures = _measured(order, calibration, results)
@@ -281,6 +282,22 @@ def _observed(order: Order, stage: Stage) -> Calibrated:
         repairs=order.repairs,
         stage=stage,
     )
+
+
+def _refuse_broken(order: Order, calibration: Calibrated) -> None:
+    """Refuse a figure of the user's that fails on the float model itself, before all is built."""
+    from deploy.metrics.accuracy import Comparison, Said
+    from deploy.metrics.rows import batch_length
+
+    if order.metric is None or order.loaded.trained is not None:
+        return
+    sample, said = next(iter(calibration.judges.heard(1)))
+    labels = None if order.evaluation is None else order.evaluation.labels
+    some = None if labels is None else labels[:1] * batch_length(sample)
+    itself = Said(said)
+    comparison = Comparison(itself, itself, metric=order.metric, labels=some)
+    comparison.add(sample, said, said)
+    comparison.result()
 
 
 def _tuned(
@@ -343,8 +360,29 @@ def _measured(order: Order, calibration: Calibrated, results: list[Built]) -> Fi
             duration_s=order.duration_s,
             threads=order.threads,
         )
-    notes = (*order.judged_by, *figures.notes, *_seen_before(order, calibration))
+    fed = (*_chosen_otherwise(order), *_read_otherwise(order, calibration))
+    notes = (*order.judged_by, *figures.notes, *fed, *_seen_before(order, calibration))
     return replace(figures, notes=notes)
+
+
+def _chosen_otherwise(order: Order) -> list[str]:
+    """That a search had to do without the user's figure, which judges what it chose."""
+    if order.metric is None or not order.labelled or not order.wish.effort or order.wish.plan:
+        return []
+    return [
+        f"the search went by the outputs' form, not by {order.metric.name}: its images are some"
+        " that calibrate, of which no labels are used"
+    ]
+
+
+def _read_otherwise(order: Order, calibration: Calibrated) -> list[str]:
+    """How the evaluation images were read, where the calibration's own notes do not say it."""
+    if order.evaluation is None:
+        return []
+    known = calibration.feed.notes
+    return [
+        f"of the evaluation images: {one}" for one in order.evaluation.notes if one not in known
+    ]
 
 
 def _seen_before(order: Order, calibration: Calibrated) -> list[str]:
@@ -363,7 +401,7 @@ def _published(order: Order, calibration: Calibrated, settings: str | None, stag
     if settings is not None:
         atomic.write_text(stage.inside / manifest.SETTINGS, settings)
     replacing = None if order.policy.force else order.own_files
-    publish(made_from(calibration, order.targets), stage, replacing=replacing)
+    publish(made_from(calibration, order.targets, order.cache), stage, replacing=replacing)
 
 
 __all__ = ["CachePolicy", "Calibrated", "Tuning", "build", "calibrate", "merge"]

@@ -91,10 +91,20 @@ def write_pages(report: Report, stage: Stage) -> None:
         atomic.write_text(stage.inside / name, page)
 
 
-def made_from(calibrated: Calibrated, targets: Sequence[Target]) -> dict[str, Any]:
-    """What a build was made from, for its manifest."""
+def made_from(
+    calibrated: Calibrated, targets: Sequence[Target], cache: Path | None
+) -> dict[str, Any]:
+    """What a build was made from, for its manifest.
+
+    Args:
+        calibrated: the calibration.
+        targets: that were built for.
+        cache: of the calibration, where it stands outside the build's folder.
+    """
     fed = calibrated.feed.manifest()
+    there = cache is not None and cache.is_file()
     return {
+        **({"cache": manifest.outside(cache)} if cache is not None and there else {}),
         "versions": {"calib8": __version__, **of_feed(fed["kind"])},
         "model": {"name": calibrated.loaded.name, "sha256": calibrated.loaded.digest},
         "images": fed,

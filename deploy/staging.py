@@ -95,6 +95,10 @@ class Stage:
         paths = self.inside.iterdir()
         return sorted(p.name for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
 
+    def holds_calibration(self) -> bool:
+        """Whether there is a whole one, which outlives a run that does not end."""
+        return self._inside is not None and any(_calibrations(self._inside))
+
     def end(self) -> None:
         """Leave nothing behind but what was published, and a calibration that is whole."""
         if self._inside is None:
@@ -126,6 +130,12 @@ def staged(folder: Path) -> Iterator[Stage]:
     stage = Stage(folder)
     try:
         yield stage
+    except Exception:
+        raise
+    except BaseException as ended:  # of the user, who is told what need not be done again
+        if stage.holds_calibration():
+            ended.args = (*ended.args, f"the calibration is kept for the next build into {folder}")
+        raise
     finally:
         stage.end()
 
@@ -200,13 +210,19 @@ def _same(source: Path, goal: Path) -> bool:
 
 def _keep(stage: Path, folder: Path) -> None:
     """Move a calibration whose last file was written out of a stage that was not published."""
-    for last in stage.glob(f"*{_CACHE[-1]}"):
+    for names in _calibrations(stage):
+        (folder / _KEPT).mkdir(exist_ok=True)
+        for name in names:
+            (stage / name).replace(folder / _KEPT / name)
+
+
+def _calibrations(stage: Path) -> Iterator[list[str]]:
+    """Names of the files of each whole calibration in a stage."""
+    for last in list(stage.glob(f"*{_CACHE[-1]}")):
         stem = last.name.removesuffix(_CACHE[-1])
         names = [f"{stem}{ending}" for ending in (_CACHE[1:] if stem.endswith(_GPU) else _CACHE)]
         if all((stage / name).exists() for name in names):
-            (folder / _KEPT).mkdir(exist_ok=True)
-            for name in names:
-                (stage / name).replace(folder / _KEPT / name)
+            yield names
 
 
 def _forget_kept(folder: Path, names: Iterable[str]) -> None:

@@ -84,6 +84,11 @@ def test_a_file_of_samples(agree, tmp_path):
     np.save(path, batch(shape=(5, 3, 4, 5)))
     filled = agree(path, TensorSpec("image", "float32", (2, 3, 4, 5)))
     assert filled["size"] == 3 and "filled" in filled["notes"][-1]
+    several = agree(path, TensorSpec("image", "float32", (12, 3, 4, 5)))
+    assert "with the 5 samples that there are again and again" in several["notes"][-1]
+    np.save(path, batch(shape=(1, 3, 4, 5)))
+    alone = agree(path, TensorSpec("image", "float32", (4, 3, 4, 5)))
+    assert "filled with the only sample again and again" in alone["notes"][-1]
     np.save(path, batch())
     path.write_bytes(path.read_bytes() + b"more")
     assert agree(path, IMAGE)["size"] == 4
@@ -177,6 +182,10 @@ def test_shapes_that_do_not_fit_are_told_in_the_same_words(agree, tmp_path, shap
 def test_other_refusals_in_the_same_words(agree, tmp_path):
     np.savez(tmp_path / "a.npz", image=batch(), y=np.array([1.0, 2, 3, 4]))
     assert "whole numbers from 0, got float64" in agree(tmp_path / "a.npz", IMAGE)["message"]
+    np.savez(
+        tmp_path / "b.npz", image=batch(), y=np.array([0, -3, 2, -1, 0], "<i2")[: len(batch())]
+    )
+    assert "whole numbers from 0, got -3" in agree(tmp_path / "b.npz", IMAGE)["message"]
     np.savez(tmp_path / "a.npz", image=batch(), y=np.array([1, 2]))
     assert "one label per sample" in agree(tmp_path / "a.npz", IMAGE)["message"]
     np.save(tmp_path / "a.npy", np.full((2, 2), "abc"))

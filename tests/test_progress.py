@@ -308,6 +308,23 @@ def test_an_interrupt_is_one_sentence_behind_the_line(
     assert not tellers()
 
 
+def test_an_interrupt_behind_the_calibration_tells_that_it_is_kept(
+    small_cnn, pictures, tmp_path, monkeypatch, capfd
+):
+    def interrupted(*words, **more):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", out)
+    with monkeypatch.context() as patched:
+        patched.setattr("deploy.pipeline.built", interrupted)
+        assert ended(*words) == 130
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"left behind; the calibration is kept for the next build into {out}")
+    assert ended(*words) == 0
+    assert "cache reused: of a run that did not end" in capfd.readouterr().out
+
+
 @pytest.fixture
 def seen(monkeypatch):
     """The phases that were begun, with their numbers."""

@@ -686,6 +686,45 @@ def test_a_side_of_its_own_for_an_input_that_has_one(pictures):
         open_feed(pictures, [X], preprocess={"size": (16, None)})
 
 
+def opened(path):
+    """As docs/feeds.md opens the sides of a model that is convolutional throughout."""
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        for name, side in zip(("h", "w"), value.type.tensor_type.shape.dim[2:4], strict=True):
+            side.dim_param = name
+    del model.graph.value_info[:]
+    onnx.save(model, path)
+
+
+def test_another_size_than_declared_is_advised_a_way_that_works(sizes, wide, tmp_path, run):
+    model = onnx.load(wide)
+    for value in (*model.graph.input, *model.graph.output):
+        for side in value.type.tensor_type.shape.dim[2:4]:
+            side.dim_value = 24
+    onnx.save(model, path := tmp_path / "small.onnx")
+    words = ("build", path, "--images", sizes, "--out", tmp_path / "o", "--duration", 0)
+    words = (*words, "--effort", 0, "--accept", "--size", "32x40")
+    code, _, err = run(*words)
+    assert code == 1 and "which runs no other, got 32x40; leave the size away to take" in err
+    assert "declare the sides of its inputs and outputs open (dim_param)" in err
+    opened(path)
+    code, _, err = run(*words)
+    assert code == 0, err
+
+
+def test_nan_in_files_is_told_with_one_way_out(wide, tmp_path, run):
+    array = np.zeros((4, 3, 8, 16), np.float32)
+    array[2, 0, 0, 0] = np.nan
+    np.save(tmp_path / "x.npy", array)
+    words = ("calibrate", wide, "--images", tmp_path / "x.npy", "--out", tmp_path / "c.cache")
+    code, _, err = run(*words)
+    assert code == 1 and err.endswith(
+        "sample 2 of x.npy holds 1 NaN or Inf values for the input 'x'; 4 were to be fed: correct"
+        " or remove it, or skip bad ones (--skip-bad)\n"
+    )
+    assert run(*words, "--skip-bad")[0] == 0
+
+
 def test_arrays_of_different_sizes_in_files(tmp_path, wide, run):
     folder = tmp_path / "arrays"
     folder.mkdir()

@@ -220,6 +220,22 @@ def test_verify_tells_a_build_that_is_not_whole(way, made, capsys):
     assert stop.value.code == 1 and expected[way] in said.out + said.err
 
 
+def test_verify_looks_at_a_cache_elsewhere_too(small_cnn, pictures, tmp_path, run):
+    cache, out = tmp_path / "kept" / "x.cache", tmp_path / "out"
+    cache.parent.mkdir()
+    words = ("--size", "16x16", "--duration", 0, "--effort", 0, "--out", out, "--cache", cache)
+    assert run("build", small_cnn, "--images", pictures, *words)[0] == 0
+    code, said, _ = run("verify", out)
+    assert code == 0 and f"{cache}, the cache, is as the build left it" in said
+    moved = cache.read_text()
+    cache.write_text(moved + "y: 3c010a14\n")
+    code, said, _ = run("verify", out)
+    assert code == 1 and f"{cache}, the cache, was changed after it was written" in said
+    cache.unlink()
+    code, said, _ = run("verify", out)
+    assert code == 0 and f"{cache}, the cache, is not here" in said
+
+
 def test_a_model_of_an_earlier_build_that_stays_beside_the_new_one_is_told(
     made, small_cnn, pictures, capsys
 ):

@@ -1,6 +1,7 @@
 """What a user loses, through the command: parts, tasks, a metric of one's own, annotations."""
 
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -235,11 +236,74 @@ def test_annotations_that_do_not_fit_are_refused(run, detector, small_cnn, pictu
     data["categories"].append({"id": 900, "name": "c"})
     path.write_text(json.dumps(data))
     code, _, error, _ = run(detector, *words)
-    assert code == 1 and "3 categories and 2 classes" in error
+    assert code == 1 and "3 categories and 2 classes (y: boxes by centre" in error
+    assert "list all that it learned as categories, or leave the labels out" in error
     for text in ("[1, 2", "[]", '{"images": [{}], "annotations": [], "categories": []}', "7"):
         path.write_text(text)
         code, _, error, _ = run(detector, *words)
         assert code == 1 and "COCO json" in error and "Traceback" not in error
+
+
+def resaved(pictures, folder, change):
+    """The pictures, changed, under their own names."""
+    import cv2
+
+    folder.mkdir()
+    for file in pictures.iterdir():
+        cv2.imwrite(str(folder / file.name), change(cv2.imread(str(file))))
+    return folder
+
+
+def test_pictures_of_another_size_than_annotated_are_told_and_their_boxes_scaled(
+    run, detector, pictures, tmp_path
+):
+    """Three times as large they are the same for the model, which reads 32 x 32 of them."""
+    path = annotations(detector, pictures, tmp_path / "objects.json")
+    larger = resaved(pictures, tmp_path / "x3", lambda one: one.repeat(3, 0).repeat(3, 1))
+    words = ("--images", pictures, "--resize", "letterbox", "--labels", path)
+    found = []
+    for folder in (pictures, larger):
+        code, out, error, told = run(detector, *words, "--eval-images", folder)
+        assert code == 0, error
+        found.append(told["engines"][1]["accuracy"]["precision"]["reference_50"])
+        said = "20 of 20 evaluation images are larger or smaller than the COCO json says"
+        assert (said in " ".join(out.split())) == (folder == larger)
+    assert found[1] == pytest.approx(found[0], abs=0.1) and found[1] > 0.3
+
+
+def test_pictures_of_another_shape_than_annotated_are_refused(run, detector, pictures, tmp_path):
+    path = annotations(detector, pictures, tmp_path / "objects.json")
+    words = ("--images", pictures, "--labels", path, "--eval-images")
+    cut = resaved(pictures, tmp_path / "cut", lambda one: one[:, :9])
+    code, _, error, _ = run(detector, *words, cut)
+    assert code == 1 and "of 9x18 and 20x18 in the COCO json; give the images that were" in error
+    turned = resaved(pictures, tmp_path / "turned", lambda one: np.rot90(one))
+    code, _, error, _ = run(detector, *words, turned)
+    assert code == 1 and "of 18x20 and 20x18 in the COCO json; save it as it is to be" in error
+    data = json.loads(path.read_text())
+    data["images"][0]["width"] = 0
+    path.write_text(json.dumps(data))
+    code, _, error, _ = run(detector, *words, pictures)
+    assert code == 1 and "a width or height of '00.png' below 1" in error
+
+
+@pytest.mark.parametrize("order", [b"II", b"MM"])
+@pytest.mark.parametrize("turn", [1, 3, 6, 8])
+def test_a_picture_that_its_exif_turns_is_as_large_as_it_is_decoded(order, turn, tmp_path):
+    import cv2
+
+    from deploy.feed.listing import Picture
+    from deploy.feed.shown import shown_size
+
+    _, data = cv2.imencode(".jpg", np.zeros((18, 26, 3), np.uint8))
+    form = "<" if order == b"II" else ">"
+    tags = order + struct.pack(f"{form}HIHHHIHH", 42, 8, 1, 274, 3, 1, turn, 0) + bytes(4)
+    exif = b"Exif\0\0" + tags
+    whole = data.tobytes()
+    whole = whole[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + whole[2:]
+    (path := tmp_path / "a.jpg").write_bytes(whole)
+    decoded = cv2.imread(str(path)).shape[:2]
+    assert shown_size(Picture(path, "a.jpg")) == decoded == ((26, 18) if turn > 4 else (18, 26))
 
 
 @pytest.mark.parametrize("resize", ["stretch", "letterbox", "short-side", "fit-height"])

@@ -683,6 +683,70 @@ def test_the_search_keeps_more_in_float_where_less_may_be_lost(build, tmp_path):
     assert strict.float_of("onnxruntime") and strict.code == 0
 
 
+OWN = """
+import numpy as np
+
+def blind(fp32, int8, label):
+    return 1.0
+
+def strict(fp32, int8, label):
+    return float(all(np.array_equal(fp32[name], int8[name]) for name in fp32))
+
+def broken(fp32, int8, label):
+    raise ValueError(f"no such column in {fp32['y'].shape}")
+
+def delicate(fp32, int8, label):
+    return 1.0 if all(np.array_equal(fp32[name], int8[name]) for name in fp32) else "bad"
+
+def noisy(fp32, int8, label):
+    if np.square(fp32["y"] - int8["y"]).sum() > 0.1 * np.square(fp32["y"]).sum():
+        raise ValueError("no peak is left")
+    return 1.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Name of a function -> a figure of one's own."""
+    (tmp_path / "own.py").write_text(OWN)
+    return lambda name: f"{tmp_path / 'own.py'}:{name}"
+
+
+def test_a_loss_that_may_be_is_held_by_the_figure_of_ones_own(build, tmp_path, own):
+    """By the outputs' form this limit keeps layers in float, see the test before."""
+    words = (sound(tmp_path), "--max-loss", 0.0001, "--metric")
+    blind = build(*words, own("blind"), out="blind")
+    assert blind.code == 0 and not blind.float_of("onnxruntime")
+    strict = build(*words, own("strict"), out="strict")
+    assert strict.code == 0 and strict.float_of("onnxruntime")
+
+
+def test_a_figure_of_ones_own_that_fails_is_told_before_anything_is_tried(
+    build, tmp_path, own, feed, monkeypatch
+):
+    """With labels too, of which the search knows none, and for a model of a fixed batch."""
+    without_trials(monkeypatch)
+    (tmp_path / "labels.txt").write_text("1\n" * 8)
+    labelled = ("--eval-images", feed, "--labels", tmp_path / "labels.txt")
+    model = onnx.load(sound(tmp_path))
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 4
+    onnx.save(model, tmp_path / "four.onnx")
+    for words in ((), labelled, ("--max-loss", 0.1)):
+        broken = build(tmp_path / "four.onnx", *words, "--metric", own("broken"), out="broken")
+        assert broken.code == 1 and "no such column" in broken.error and "(1, " in broken.error
+
+
+def test_a_figure_of_ones_own_that_fails_beside_int8_does_not_pass_for_a_loss(build, tmp_path, own):
+    found = build(sound(tmp_path), "--max-loss", 0.1, "--metric", own("delicate"), out="o")
+    assert found.code == 1 and "a metric must return a finite number, got 'bad'" in found.error
+
+
+def test_a_figure_of_ones_own_that_fails_on_noise_alone_does_not_end_the_search(model, build, own):
+    found = build(model, "--max-loss", 0.1, "--metric", own("noisy"))
+    assert found.code == 0, found.error
+    assert "/bad/Conv" in found.float_of("onnxruntime")
+
+
 @pytest.fixture(scope="module")
 def fashion(tmp_path_factory):
     """A few of the demo's images: (lists to calibrate with and to be judged by)."""

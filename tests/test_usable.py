@@ -302,3 +302,6 @@ def test_where_images_have_labels_a_figure_judges_what_was_built_alone(
     words = ("--images", feed, "--eval-images", feed, "--duration", 0, "--metric", near)
     found = ran(narrow, *words, "--labels", labels, out=tmp_path / "o")
     assert found.code == 0 and near not in found.plan("onnxruntime").unusable
+    notes = json.loads((found.out / "report.json").read_text())["notes"]
+    (said,) = (one for one in notes if one.startswith("the search went by the outputs' form"))
+    assert said.endswith(f"{near}: its images are some that calibrate, of which no labels are used")

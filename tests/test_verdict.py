@@ -260,10 +260,33 @@ def test_an_engine_that_gives_its_input_back_is_not_good():
 
 
 def test_a_task_or_a_limit_that_is_met_leaves_no_doubt_of_changes():
-    found = compared(0.03, 0.03)
+    found = compared(0.03, 0.02)
     assert judged(found).level == DOUBTFUL
     assert judged(replace(found, task=task(1.0))).level == GOOD
-    assert judged(found, max_loss=0.1).level == GOOD
+    assert judged(found, max_loss=0.3).level == GOOD
+    assert judged(found, max_loss=0.1).level == UNUSABLE  # by the change's cosine
+
+
+def test_labels_decide_before_the_worst_part():
+    """Of numbers of classes it has no meaning, as of the places alone that TopK gives."""
+    found = accuracy(part(6.5))
+    assert judged(found).level == DOUBTFUL
+    named = replace(found, top1_reference=0.9, top1_candidate=0.9)
+    assert judged(named).level == GOOD
+    assert judged(replace(named, parts=(part(-1.0),))).level == DOUBTFUL
+
+
+def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
+    found = compared(0.03, 0.003)
+    assert found.worst.label == "y - x" and found.worst.sqnr_db == pytest.approx(20, abs=0.5)
+    words = judged(found).words
+    assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in words
+    assert compared(0.5, 0.03).worst.label == "y"
+    assert compared(1e-6, 0.03).worst.label == "y"  # rounding alone
+
+
+def test_an_output_that_is_lost_is_unusable_whatever_it_changes():
+    assert judged(compared(0.1, 0.9)).level == UNUSABLE
 
 
 def test_states_and_outputs_of_another_shape_are_no_changed_inputs():

@@ -170,20 +170,22 @@ std::int64_t whole_number(const npy::Header& header, const char* bytes) {
 std::vector<int> labels_in(const std::string& key, const StoredArray& array) {
   const npy::Header& header = array.header();
   std::vector<int> labels;
+  std::int64_t least = 0;
   bool fits = header.kind == 'i' || header.kind == 'u';
   if (fits) {
     const std::vector<char> bytes = array.whole();
     for (std::size_t at = 0; at + header.item <= bytes.size(); at += header.item) {
       const std::int64_t value = whole_number(header, bytes.data() + at);
       fits = fits && value >= 0 && value <= std::numeric_limits<int>::max();
+      least = std::min(least, value);
       labels.push_back(static_cast<int>(value));
     }
   }
   if (fits) return labels;
-  const std::string got = header.describe();
-  throw FeedError(text::repr(key) + " must be whole numbers from 0, got " +
-                  got.substr(0, got.rfind(" [")) +
-                  "; number the classes as the model's outputs are");
+  const std::string kind = header.describe();
+  const std::string got = least < 0 ? std::to_string(least) : kind.substr(0, kind.rfind(" ["));
+  throw FeedError(text::repr(key) + " must be whole numbers from 0, got " + got +
+                  "; number the classes as the model's outputs are, and leave out samples of none");
 }
 
 std::optional<std::vector<int>> take_labels(Arrays& arrays, const std::vector<TensorSpec>& specs) {

@@ -131,7 +131,7 @@ void check_finite(const Tensor& tensor, const std::string& where) {
   if (tensor.dtype == "float64") bad = not_finite<std::uint64_t>(tensor.bytes, 0x7FFULL << 52U);
   if (bad == 0) return;
   throw FeedError(where + " holds " + std::to_string(bad) + " NaN or Inf values for the input " +
-                  text::repr(tensor.name) + "; correct the data or skip bad samples");
+                  text::repr(tensor.name));
 }
 
 // A file of all inputs ("" -> file), or one file an input.

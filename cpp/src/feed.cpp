@@ -477,9 +477,13 @@ std::vector<std::string> Feed::notes() const {
                     std::to_string(count()) + " samples fill none and were left out");
   } else if (!whole_ && held > count()) {
     const std::size_t filler = held - count();
+    std::string some = filler > 1 ? "first " + std::to_string(filler) + " samples" : "first sample";
+    if (filler > count()) {
+      some = count() > 1 ? std::to_string(count()) + " samples that there are" : "only sample";
+    }
     notes.push_back("the model's batch is " + std::to_string(state_->batch) +
-                    ": the last one was filled with the first " + std::to_string(filler) +
-                    " sample" + (filler > 1 ? "s" : "") + " again");
+                    ": the last one was filled with the " + some + " again" +
+                    (filler > count() ? " and again" : ""));
   }
   return notes;
 }

@@ -37,8 +37,10 @@ Size resolve_size(const Preprocess& how, const Dim& height, const Dim& width,
   const bool fits = height.size.value_or(size.height) == size.height &&
                     width.size.value_or(size.width) == size.width;
   if (!fits) {
-    throw FeedError("the size must fit the input " + spec.describe() + ", got " + shown(size) +
-                    "; leave the size away to take the model's own");
+    throw FeedError("the size must fit the input " + spec.describe() +
+                    ", which runs no other, got " + shown(size) +
+                    "; leave the size away to take the model's own, or declare the sides of its" +
+                    " inputs and outputs open (dim_param) where all of it is convolutional");
   }
   return size;
 }

@@ -29,6 +29,7 @@ def read_labels(path: Path) -> tuple[int, ...] | Annotations | str:
     for number, word in words:
         if not word.isdecimal() or len(word) > _DIGITS:
             raise FeedError(
-                f"a label is a class number, line {number} of {path} ends in {word[:40]!r}"
+                f"a label is a class number, line {number} of {path} ends in {word[:40]!r}; number"
+                " the classes from 0, as the model's outputs are"
             )
     return tuple(int(word) for _, word in words)

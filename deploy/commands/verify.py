@@ -16,8 +16,9 @@ from deploy.terminal import say
 def verify(folder: Path) -> None:
     """Tell whether the files in FOLDER are those of one build, as it wrote them.
 
-    A build that was killed while its files appeared is finished first. Exit code 1 where a file
-    is missing or was changed.
+    A build that was killed while its files appeared is finished first. Its calibration cache is
+    looked at too where --cache named one elsewhere. Exit code 1 where a file is missing or was
+    changed.
 
     \b
     Example:
@@ -32,10 +33,17 @@ def verify(folder: Path) -> None:
         say(f"{name} {wrong.get(name, 'is as it was written')}")
     for name in found.earlier:
         say(f"{name} is of an earlier build")
+    other = found.cache is not None and manifest.cache_changed(*found.cache)
+    if found.cache is not None:
+        path = found.cache[0]
+        left = "was changed after it was written" if other else "is as the build left it"
+        say(
+            f"{path}, the cache, {left if path.is_file() else 'is not here: it was kept elsewhere'}"
+        )
     model = found.made_from.get("model", {})
     say(
         f"{folder}: {len(found.files) - len(wrong)} of {len(found.files)} files are as the build of"
         f" {model.get('name')} wrote them"
     )
-    if wrong:
+    if wrong or other:
         click.get_current_context().exit(1)

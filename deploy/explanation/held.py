@@ -148,10 +148,11 @@ class _Images:
 
     def _loss(self, fed: Outputs, left: Outputs, right: Outputs) -> tuple[float, ImageLoss]:
         parts: dict[str, float] = {}
+        own, others = (self.form.told(one, fed) for one in (left, right))
         for part in self.form.parts:
             if part.output in left and part.output in right:
                 error = RunningError(part.label)
-                error.add(part.of(left[part.output]), part.of(right[part.output]), 1)
+                error.add(part.of(own[part.output]), part.of(others[part.output]), 1)
                 parts[part.label] = error.result().sqnr_db
         label = min(parts, key=lambda name: worse(parts[name]), default="")
         decibels = parts.get(label, math.nan)

@@ -330,9 +330,10 @@ def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | No
         if found is not None and key not in inputs and found.ndim == 1:
             del arrays[key]
             if found.dtype.kind not in "iu" or (found.size and found.min() < 0):
+                got = found.min() if found.dtype.kind == "i" else found.dtype
                 raise FeedError(
-                    f"{key!r} must be whole numbers from 0, got {found.dtype}; number the classes"
-                    " as the model's outputs are"
+                    f"{key!r} must be whole numbers from 0, got {got}; number the classes as the"
+                    " model's outputs are, and leave out samples of none"
                 )
             return tuple(int(v) for v in found)
     return None

@@ -224,10 +224,8 @@ def _finite(sample: dict[str, Array], where: str) -> dict[str, Array]:
 def _check_finite(array: Array, name: str, where: str) -> None:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         bad = int((~np.isfinite(array)).sum())
-        raise FeedError(
-            f"{where} holds {bad} NaN or Inf values for the input {name!r}; correct the data or"
-            " skip bad samples"
-        )
+        # whoever reads it in a row tells the way out
+        raise FeedError(f"{where} holds {bad} NaN or Inf values for the input {name!r}")
 
 
 def _with_batch(array: Array, spec: TensorSpec) -> Array:

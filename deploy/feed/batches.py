@@ -40,9 +40,12 @@ def filled(count: int, batch: int) -> str:
     """What the user should know of the last batch; empty where so many samples fill it."""
     if not (filler := -count % batch):
         return ""
+    some = f"first {filler} samples" if filler > 1 else "first sample"
+    if filler > count:
+        some = f"{count} samples that there are" if count > 1 else "only sample"
     return (
-        f"the model's batch is {batch}: the last one was filled with the first"
-        f" {filler} sample{'s' if filler > 1 else ''} again"
+        f"the model's batch is {batch}: the last one was filled with the {some} again"
+        f"{' and again' if filler > count else ''}"
     )
 
 

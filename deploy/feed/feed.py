@@ -18,10 +18,11 @@ from typing import cast
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.arrays import fixed_batch
 from deploy.feed.batches import refuse_batches
+from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.carried import Carried
 from deploy.feed.choice import Limit, choice_of
 from deploy.feed.files import Files, files_of, labelled, listed
-from deploy.feed.loaders import called
+from deploy.feed.loaders import called, names_loader
 from deploy.feed.opening import FeedSource, Opened, Opening
 from deploy.feed.preprocess import Asked
 from deploy.feed.raw import RawFiles
@@ -79,6 +80,20 @@ def open_feed(
     return _fed(asked.of(source, files), asked)
 
 
+def holds_arrays(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
+    """Whether a source is of arrays in files or of a calibrator, which no preprocessing is for.
+
+    Raises:
+        FeedError: nothing is there, or it is of both kinds.
+    """
+    if isinstance(source, str | os.PathLike) and names_loader(str(source)):
+        return False  # what it gives may be pictures
+    files = _files(source)
+    if isinstance(source, RawFiles):
+        return not any(source.pictures(spec, asked=True) for spec in specs)
+    return isinstance(source, CalibratorScript) or (files is not None and files.arrays)
+
+
 def _files(source: FeedSource) -> Files | None:
     """The files that a path or a list of paths stands for; None where it is no such thing."""
     if isinstance(source, RawFiles):
@@ -113,4 +128,4 @@ def _fed(opened: Opened, asked: Opening) -> Feed:
     )
 
 
-__all__ = ["KEPT", "Feed", "FeedSource", "Sample", "open_feed"]
+__all__ = ["KEPT", "Feed", "FeedSource", "Sample", "holds_arrays", "open_feed"]

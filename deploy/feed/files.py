@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deploy.errors import FeedError
 from deploy.feed.array_files import is_arrays
-from deploy.feed.images import is_image, read_list, shown, summary, walked
+from deploy.feed.images import is_image, is_other, kinds, read_list, shown, summary, walked
 from deploy.feed.listing import Listing
 from deploy.feed.video import is_video
 from deploy.reading import read_json
@@ -65,6 +65,10 @@ def files_of(path: Path) -> Files:
         raise FeedError(f"{shown(str(path))} does not exist; give {_SOURCES}")
     if is_image(path) or is_arrays(path) or is_video(path):
         return Files(Listing(path.parent, [path.name]), shown(path.name))
+    if is_other(path):
+        raise FeedError(
+            f"{shown(path.name)} is a picture of a kind that is not read; save it as .jpg or .png"
+        )
     if path.suffix.lower() == ".json":
         return _in_coco(path)
     return Files(read_list(path), shown(str(path)))
@@ -103,21 +107,33 @@ def listed(paths: Sequence[object]) -> Files | None:
 
 
 def _in_folder(folder: Path) -> Files:
-    names = walked(folder, lambda name: is_image(name) or is_arrays(name))
+    names = walked(folder, lambda name: is_image(name) or is_arrays(name) or is_other(name))
+    others = [name for name in names if is_other(name)]
+    names = [name for name in names if not is_other(name)]
     if not names:
+        way = "give another folder or a list file"
         raise FeedError(
             f"{shown(str(folder))} must hold images (such as .jpg, .png) or arrays (.npy, .npz,"
-            " .bin, .raw), got none; give another folder or a list file"
+            f" .bin, .raw), got {_unread(others) if others else f'none; {way}'}"
         )
     pictures = [name for name in names if is_image(name)]
     left = len(names) - len(pictures)
     notes = [f"{left} files of arrays among the images of {shown(folder.name)} are not fed"]
+    notes = notes if pictures and left else []
+    if others:
+        notes.append(f"in {shown(folder.name)} are {_unread(others)}")
     return Files(
         Listing(folder, pictures or names),
         shown(folder.name or str(folder)),
         folder,
-        tuple(notes) if pictures and left else (),
+        tuple(notes),
     )
+
+
+def _unread(names: Sequence[str]) -> str:
+    """Pictures that are left out, and how to feed them."""
+    count = "1 picture" if len(names) == 1 else f"{len(names)} pictures"
+    return f"{count} of kinds that are not read ({kinds(names)}); save them as .jpg or .png"
 
 
 def _matching(pattern: Path) -> Files:

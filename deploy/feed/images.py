@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,11 @@ from deploy.tensors import Array
 SUFFIXES = frozenset(
     (".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp")
 )
+# Pictures that not every OpenCV reads.
+_OTHERS = frozenset((
+    ".arw", ".avif", ".cr2", ".cr3", ".dng", ".gif", ".heic", ".heif", ".hif", ".j2k", ".jp2",
+    ".jxl", ".nef", ".orf", ".psd", ".raf", ".rw2", ".tga",
+))  # fmt: skip
 LARGEST_FILE = 1 << 30  # bytes
 LARGEST_PICTURE = 1 << 28  # pixels, which take 768 MB when decoded
 _LARGEST_LIST = 256 << 20
@@ -53,6 +58,16 @@ def shown(name: str) -> str:
 def is_image(path: Path | str) -> bool:
     """Whether the suffix, in any case, is one that is read as a picture."""
     return os.path.splitext(path)[1].lower() in SUFFIXES
+
+
+def is_other(path: Path | str) -> bool:
+    """Whether the suffix, in any case, is of a picture that is not read."""
+    return os.path.splitext(path)[1].lower() in _OTHERS
+
+
+def kinds(names: Iterable[str]) -> str:
+    """The suffixes of some files, in words."""
+    return ", ".join(sorted({os.path.splitext(name)[1].lower() for name in names}))
 
 
 def walked(folder: Path, wanted: Callable[[str], bool]) -> list[str]:

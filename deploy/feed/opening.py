@@ -180,7 +180,7 @@ class Opening:
             raise FeedError(
                 f"images feed one input, the model has {len(self.specs)}:"
                 f" {', '.join(describe(s) for s in self.specs)}; give a folder of .npz files with"
-                " one array an input"
+                " one array an input, or one folder of .npy files an input"
             )
         found = settled(self.preprocess, self.carried, self.specs[0])
         check_dtype(self.specs[0], found.how)

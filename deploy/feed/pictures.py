@@ -11,7 +11,8 @@ from deploy.feed import images
 from deploy.feed.listing import Listing, Picture
 from deploy.feed.manifest import Raw, bytes_digest
 from deploy.feed.pixels import apply
-from deploy.feed.preprocess import Preprocess, describe, sized
+from deploy.feed.preprocess import Preprocess, Size, describe, sized
+from deploy.feed.shown import shown_size
 from deploy.tensors import Array, TensorSpec
 
 
@@ -34,6 +35,10 @@ class ImageSource:
     def sample_name(self, index: int) -> str:
         """The file's name."""
         return self.pictures.name(index)
+
+    def size(self, index: int) -> Size | None:
+        """(height, width) of the picture as it is decoded; None of one that cannot be."""
+        return shown_size(self.pictures[index])
 
     def told(self, index: int) -> str:
         """What the picture is called in a message."""

@@ -303,8 +303,9 @@ def _resolve_size(
     for got, wanted in zip(size, own, strict=True):
         if isinstance(wanted, int) and got != wanted:
             raise FeedError(
-                f"the size must fit the input {describe(spec)}, got {by(size)};"
-                " leave the size away to take the model's own"
+                f"the size must fit the input {describe(spec)}, which runs no other, got"
+                f" {by(size)}; leave the size away to take the model's own, or declare the sides of"
+                " its inputs and outputs open (dim_param) where all of it is convolutional"
             )
     return size
 

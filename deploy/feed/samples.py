@@ -15,8 +15,9 @@ from deploy.errors import FeedError
 from deploy.feed.batches import batches, filled, refuse_batches
 from deploy.feed.chosen import Chosen, evenly
 from deploy.feed.denormalise import picture_in
+from deploy.feed.pictures import ImageSource
 from deploy.feed.posted import Posted, posted
-from deploy.feed.preprocess import Preprocess
+from deploy.feed.preprocess import Preprocess, Size
 from deploy.feed.reader import Reader
 from deploy.feed.share import Share, names_digest, share_of
 from deploy.feed.source import Sample, Source
@@ -120,6 +121,12 @@ class Feed:
     def names(self) -> tuple[str, ...]:
         """One name per image or row, without the skipped ones."""
         return tuple(map(self._source.sample_name, self._chosen.good()))
+
+    def sizes(self) -> Iterator[tuple[str, Size | None]]:
+        """Name and (height, width) of each picture in a file; None of one that cannot be read."""
+        if isinstance(self._source, ImageSource):
+            for index in self._chosen.good():
+                yield self._source.sample_name(index), self._source.size(index)
 
     @property
     def skipped(self) -> tuple[str, ...]:

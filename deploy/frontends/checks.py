@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OLDEST_OPSET = 7
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_ASCENDS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
 _QUANTIZED_DOMAINS = ("onnx.brevitas", "qonnx.custom_op.general", "finn.custom_op.general")
@@ -57,6 +58,12 @@ def check_opset(model: onnx.ModelProto) -> None:
 def check_float(model: onnx.ModelProto) -> None:
     """Refuse models that hold int8 nodes already, by the first such node."""
     for node in all_nodes(model.graph):
+        if node.op_type in _ASCENDS:
+            raise ModelError(
+                "the model must be a float32 one, got one that Ascend's atc alone reads"
+                f" ({node.op_type} '{node.name}'); give the model it was made from, or its"
+                " fake-quant model"
+            )
         if _is_quantized(node.op_type) or node.domain in _QUANTIZED_DOMAINS:
             raise QuantizedError(
                 "the model must be a float32 one, got one that is quantized already "

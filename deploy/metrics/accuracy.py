@@ -6,12 +6,10 @@ Each output as a whole (`deploy.metrics.running` has the formulas), its parts, a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.width import of_own_channels
@@ -22,12 +20,9 @@ from deploy.metrics.rows import batch_length
 from deploy.metrics.running import OutputAccuracy, RunningError, cosine, output_json, sqnr_db
 from deploy.metrics.tasks import Metric, TaskFigure
 from deploy.metrics.tasks.examples import Example
+from deploy.metrics.top1 import Top1
 from deploy.metrics.truth import PartAccuracy, Truth, part_json, task_json
-from deploy.metrics.values import are_ranked, are_values
 from deploy.tensors import Array, Session, Speaking, TensorSpec
-
-_ENOUGH = 8  # samples to tell a regression's values, or ranked ones, from scores
-_OF_CLASSES = ("", "classes")  # tasks whose largest output may be a class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +38,8 @@ class Accuracy:
             than classes.
         problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
         doubts: outputs that are an input but for a change that is lost, in sentences.
-        classes: classes of the first output, where it holds a score for each.
+        classes: classes of the output that tells them, where it holds a score for each; of numbers
+            of classes beside labels, as many as were seen.
         favourite: share of the samples that the reference gives to its most frequent class.
         reading: how the outputs were read, or that their form does not tell.
         parts: one entry per part of an output, the worst (least SQNR) first.
@@ -146,7 +142,7 @@ class Comparison:
         self._errors = {name: RunningError(name) for name in self._names}
         objects = labels if isinstance(labels, GroundTruth) else None
         classes = None if isinstance(labels, GroundTruth) else labels
-        self._top1 = _Top1(classes if metric is None else None)
+        self._top1 = Top1(classes if metric is None else None)
         self._changes = Changes()
         self._truth = Truth(form, metric=metric, labels=classes, objects=objects)
 
@@ -173,7 +169,7 @@ class Comparison:
             batch = kept
         for name, error in self._errors.items():
             error.add(left[name], right[name], batch)
-        self._top1.add(left[self._names[0]], right[self._names[0]], batch)
+        self._top1.add(left, right, batch)
         self._changes.add(inputs, left, right)
         self._truth.add(inputs, left, right, batch)
 
@@ -195,14 +191,20 @@ class Comparison:
         if self._top1.samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
         outputs = tuple(error.result() for error in self._errors.values())
-        found = self._top1.result(outputs, kind=self._truth.kind)
-        return replace(
-            found,
+        found = self._top1.result(self._truth.kind)
+        return Accuracy(
+            samples=self._top1.samples,
+            outputs=outputs,
+            top1_reference=found.reference,
+            top1_candidate=found.candidate,
+            top1_agreement=found.agreement,
+            classes=found.classes,
+            favourite=found.favourite,
             parts=self._truth.parts(outputs),
             task=self._truth.task(),
             precision=self._truth.precision(),
             reading=self._truth.reading(),
-            problems=tuple(_problems(outputs, found.samples, self._truth.lists)),
+            problems=tuple(_problems(outputs, self._top1.samples, self._truth.lists)),
             doubts=tuple(self._changes.lost()),
         )
 
@@ -263,83 +265,6 @@ class TensorComparison:
         return tuple(error.result() for error in self._errors.values())
 
 
-class _Top1:
-    """Counts whose largest output is right, and where both agree."""
-
-    def __init__(self, labels: Sequence[int] | None) -> None:
-        self.labels = labels
-        self.samples = self.right_reference = self.right_candidate = self.agreed = 0
-        self.classes = True  # until an output turns out to hold no classes
-        self.count: int | None = None
-        self.given: Counter[int] = Counter()  # class -> samples the reference gives to it
-        self.values = True  # until a sample is no regression's
-        self.ranked = True  # until a sample's best is not its first
-
-    def add(self, reference: Array, candidate: Array, batch: int) -> None:
-        start, self.samples = self.samples, self.samples + batch
-        left, right = _classes(reference, batch), _classes(candidate, batch)
-        if left is None or right is None or reference.shape != candidate.shape:
-            self.classes = False
-            return
-        self.count = _class_count(reference, batch)
-        self.given.update(left.tolist())
-        self.values = self.values and are_values(reference, batch)
-        self.ranked = self.ranked and are_ranked(reference, batch)
-        # -1 marks a sample with NaN, which neither agrees with anything nor is right.
-        self.agreed += int(((left == right) & (left >= 0)).sum())
-        if self.labels is not None:
-            wanted = self._wanted(start, batch, _class_count(reference, batch))
-            self.right_reference += int((left == wanted).sum())
-            self.right_candidate += int((right == wanted).sum())
-
-    def _wanted(self, start: int, batch: int, classes: int | None) -> NDArray[np.int64]:
-        assert self.labels is not None
-        wanted = np.asarray(self.labels[start : start + batch], np.int64)
-        if len(wanted) != batch:
-            raise FeedError(
-                f"there must be one label a sample, got {len(self.labels)} labels"
-                f" for {start + batch} samples or more"
-            )
-        wrong = wanted[(wanted < 0) | (wanted >= (classes or np.iinfo(np.int64).max))]
-        if wrong.size:
-            raise FeedError(
-                f"labels must be 0 to {(classes or 0) - 1} for the model's {classes} classes,"
-                f" got {wrong[0]}; labels that start at 1 must be lowered by one"
-            )
-        return wanted
-
-    def result(self, outputs: tuple[OutputAccuracy, ...], *, kind: str) -> Accuracy:
-        labelled = self.labels is not None
-        if self.labels is not None:
-            self._check_labels(self.labels)
-        others = not kind and (self.values or self.ranked) and self.samples >= _ENOUGH
-        told = labelled or (kind in _OF_CLASSES and not others)
-        share = self.samples if self.classes and told else 0
-        # an embedding that points one way in all samples is as doubtful as one class in all
-        alike = share or (self.samples if self.classes and kind == "embeddings" else 0)
-        return Accuracy(
-            samples=self.samples,
-            outputs=outputs,
-            top1_reference=self.right_reference / share if labelled else None,
-            top1_candidate=self.right_candidate / share if labelled else None,
-            top1_agreement=self.agreed / share if share else None,
-            classes=self.count if alike else None,
-            favourite=self.given.most_common(1)[0][1] / alike if alike else None,
-        )
-
-    def _check_labels(self, labels: Sequence[int]) -> None:
-        if len(labels) != self.samples:
-            raise FeedError(
-                f"there must be one label a sample, got {len(labels)} labels"
-                f" for {self.samples} samples"
-            )
-        if not self.classes:
-            raise FeedError(
-                "labels need a first output of one score a class, [N, classes];"
-                " this model's has another shape, so leave the labels out"
-            )
-
-
 def _problems(
     outputs: Iterable[OutputAccuracy], samples: int, lists: frozenset[str]
 ) -> Iterator[str]:
@@ -375,27 +300,6 @@ def _first(outputs: Mapping[str, Array], rows: int, batch: int) -> dict[str, Arr
         name: value[:rows] if np.ndim(value) and value.shape[0] == batch else value
         for name, value in outputs.items()
     }
-
-
-def _class_count(output: Array, batch: int) -> int | None:
-    """Classes of a score output; None for an output that holds the class itself."""
-    return None if output.size == batch else output.size // batch
-
-
-def _classes(output: Array, batch: int) -> NDArray[np.int64] | None:
-    """[N, C] scores (trailing 1s allowed) or [N] integer classes -> [N]; None for other shapes."""
-    if output.ndim == 0 or output.shape[0] != batch:
-        return None
-    if output.size == batch and np.issubdtype(output.dtype, np.integer):
-        return np.asarray(output.reshape(batch), np.int64)
-    if output.ndim < 2 or output.shape[1] < 2 or output.size != batch * output.shape[1]:
-        return None
-    if output.dtype.kind not in "fiu" or (output.dtype.kind != "f" and output.dtype.itemsize > 1):
-        return None  # flags, places or numbers of classes; scores in integers have one byte
-    scores = output.reshape(batch, -1)
-    best = np.asarray(scores.argmax(axis=1), np.int64)
-    best[np.isnan(scores.astype(np.float64)).any(axis=1)] = -1
-    return best
 
 
 __all__ = [

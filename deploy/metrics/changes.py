@@ -9,7 +9,7 @@ the input back as it is would be good by the output's SQNR, though nothing of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,8 @@ from deploy.tensors import Array
 
 _PICTURE = 4  # dimensions at least: states of recurrent layers have fewer
 _GIVEN_BACK_DB = 15.0  # what the verdict calls good
-_LEFT_DB = 5.0  # less of the change is mostly noise
+_ROUNDING_DB = 60.0  # a change that is less is none
+LEFT_DB = 5.0  # less of the change is mostly noise
 
 
 @dataclass(slots=True)
@@ -56,11 +57,30 @@ class Changes:
             if (name, source) in self.apart or not np.isfinite(signal + change + noise):
                 continue
             given_back, left = sqnr_db(signal, change), sqnr_db(change, noise)
-            if change > 0 and given_back >= _GIVEN_BACK_DB and left < _LEFT_DB:
+            if change > 0 and given_back >= _GIVEN_BACK_DB and left < LEFT_DB:
                 yield (
                     f"{left:.1f} dB are left of what the model changes of {source} in {name}:"
                     f" {source} itself, given back as it is, would have {given_back:.1f} dB"
                 )
+
+
+def given_back(samples: Sequence[Array], fed: Sequence[Outputs]) -> str:
+    """The input that an output gives back but for a small change in all samples; "" for none."""
+    for name in fed[0] if fed else ():
+        pairs = [(one, inputs[name]) for one, inputs in zip(samples, fed, strict=False)]
+        if all(_alike(*pair) for pair in pairs):
+            signal, change = (
+                sum(float(np.square(one, dtype=np.float64).sum()) for one in values)
+                for values in ([one for one, _ in pairs], [less(*pair) for pair in pairs])
+            )
+            if change > 0 and _GIVEN_BACK_DB <= sqnr_db(signal, change) <= _ROUNDING_DB:
+                return name
+    return ""
+
+
+def less(value: Array, fed: Array) -> Array:
+    """What was changed of an input; a value of another shape as it is."""
+    return np.subtract(value, fed, dtype=np.float32) if value.shape == fed.shape else value
 
 
 def _alike(value: Array, fed: Array) -> bool:

@@ -111,8 +111,11 @@ def _objects(image: dict[str, object], annotations: list[dict[str, object]]) -> 
     if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
         raise ValueError(f"a bbox of {_name(image)!r} that is no x, y, width and height")
     boxes[:, 2:] += boxes[:, :2]  # COCO's are x y w h
+    size = _whole(image["height"]), _whole(image["width"])
+    if min(size) < 1:
+        raise ValueError(f"a width or height of {_name(image)!r} below 1")
     return Objects(
-        (_whole(image["height"]), _whole(image["width"])),
+        size,
         boxes,
         np.array([_whole(one["category_id"]) for one in annotations], np.int64),
         np.array([bool(one.get("iscrowd", 0)) for one in annotations], np.bool_),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deploy.metrics.changes import given_back, less
 from deploy.metrics.parts import SAMPLES, Part, parts_of
 from deploy.metrics.rows import Outputs, batch_length, split
 from deploy.metrics.tasks import Seen, Task, recognised
@@ -27,6 +28,14 @@ class Form:
 
     parts: tuple[Part, ...] = ()
     task: Task | None = None
+
+    def told(self, outputs: Outputs, inputs: Outputs) -> Outputs:
+        """Outputs as their parts are measured: those that are changes of an input, less that."""
+        changed = {part.output: part.less for part in self.parts if part.less}
+        if not changed:
+            return outputs
+        own = {name: less(outputs[name], inputs[fed]) for name, fed in changed.items()}
+        return {**outputs, **own}
 
 
 def form_of(reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] = ()) -> Form:
@@ -54,6 +63,9 @@ def _parts(name: str, seen: Seen) -> tuple[Part, ...]:
     if name not in seen.every:
         return (Part(output=name),)
     samples = seen.arrays(name)
+    fed = given_back(samples, seen.inputs)
+    if fed:
+        return (Part(output=name, less=fed),)
     if not np.issubdtype(samples[0].dtype, np.floating):  # numbers of classes, counts: no signal
         return ()
     return parts_of(name, samples)

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.accuracy import Accuracy, PartAccuracy
+from deploy.metrics.changes import LEFT_DB
 
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"
 LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
@@ -92,11 +93,21 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
         yield from ((DOUBTFUL, doubt) for doubt in accuracy.doubts)
     worst = accuracy.worst
     if worst is not None:
-        yield _of_part(worst.sqnr_db, worst.label, judged=accuracy.task is not None)
+        judged = accuracy.task is not None or accuracy.top1_reference is not None
+        yield _of_part(worst, judged=judged or (worst.less != "" and max_loss is not None))
+        if worst.less:
+            (whole,) = (one for one in accuracy.outputs if one.name == worst.output)
+            yield _of_db(whole.sqnr_db, f"{whole.sqnr_db:.1f} dB in {whole.name}", judged=judged)
 
 
-def _of_part(db: float, label: str, *, judged: bool) -> tuple[str, str]:
-    words = f"{db:.1f} dB in the worst part, {label}"
+def _of_part(part: PartAccuracy, *, judged: bool) -> tuple[str, str]:
+    words = f"{part.sqnr_db:.1f} dB in the worst part, {part.label}"
+    if part.less and not judged:
+        return (GOOD if part.sqnr_db >= LEFT_DB else DOUBTFUL), words
+    return _of_db(part.sqnr_db, words, judged=judged)
+
+
+def _of_db(db: float, words: str, *, judged: bool) -> tuple[str, str]:
     if judged:
         return (GOOD if db >= _LOST_DB else DOUBTFUL), words
     good, bad = _PART_DB

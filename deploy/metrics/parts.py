@@ -30,22 +30,26 @@ _TOLERANCE = 1e-3  # what rounding adds to a probability
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Some rows of an output, or all of it.
+    """Some rows of an output, or all of it, or all that it changes of an input.
 
     Attributes:
         output: its name.
         axis: 1 or -1, the dimension of the rows; None for the whole output.
         start, stop: the rows, half open.
+        less: input that the output gives back but for a small change, which is the part then.
     """
 
     output: str
     axis: int | None = None
     start: int = 0
     stop: int = 0
+    less: str = ""
 
     @property
     def label(self) -> str:
         """As in output0[4:22], or output0[..., 4:22] where the rows are the last dimension."""
+        if self.less:
+            return f"{self.output} - {self.less}"
         if self.axis is None:
             return self.output
         dots = "..., " if self.axis == -1 else ""

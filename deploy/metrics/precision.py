@@ -53,10 +53,12 @@ class GroundTruth:
     Attributes:
         objects: of every sample in order, in pixels of the input.
         categories: numbers of the categories in order.
+        notes: sentences on where the objects come to lie.
     """
 
     objects: Sequence[Objects]
     categories: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 class AveragePrecision:
@@ -175,7 +177,8 @@ class PrecisionTally:
             return categories - int(count == most)
         raise FeedError(
             f"the annotations must have the model's classes, got {len(self.truth.categories)}"
-            f" categories and {count} classes"
+            f" categories and {count} classes ({self.decoder.form}); list all that it learned as"
+            " categories, or leave the labels out"
         )
 
     def result(self) -> MeanPrecision | None:

@@ -31,6 +31,7 @@ class PartAccuracy:
         label: such as "scores" or "output0[4:22]".
         output: name of the output it is of.
         sqnr_db, cosine_mean, cosine_min, max_abs_error: as of an output.
+        less: input whose change it is; "" where it is no change.
     """
 
     label: str
@@ -39,6 +40,7 @@ class PartAccuracy:
     cosine_mean: float
     cosine_min: float
     max_abs_error: float
+    less: str = ""
 
 
 class Truth:
@@ -95,6 +97,7 @@ class Truth:
                 cosine_mean=known[part].cosine_mean,
                 cosine_min=known[part].cosine_min,
                 max_abs_error=known[part].max_abs_error,
+                less=part.less,
             )
             for part in form.parts
         ]
@@ -157,7 +160,7 @@ class Truth:
         return self._form
 
     def _begin(self, form: Form) -> None:
-        rows = [part for part in form.parts if part.axis is not None]
+        rows = [part for part in form.parts if part.axis is not None or part.less]
         self._errors = {part: RunningError(part.label) for part in rows}
         self._own = None if form.task is None else form.task.tally()
         self._tally = self._own if self._metric is None else self._metric
@@ -171,13 +174,14 @@ class Truth:
 
     def _count(self, inputs: Outputs, left: Outputs, right: Outputs, batch: int) -> None:
         assert self._form is not None
+        own, others = (self._form.told(one, inputs) for one in (left, right))
         for part, error in self._errors.items():
-            error.add(part.of(left[part.output]), part.of(right[part.output]), batch)
+            error.add(part.of(own[part.output]), part.of(others[part.output]), batch)
         counting = (self._metric, self._own, self._precision)
         tallies = [one for one in counting if one is not None]
         if tallies:
-            fed, own, others = split(inputs, batch), split(left, batch), split(right, batch)
-            for sample in zip(fed, own, others, strict=True):
+            rows = [split(one, batch) for one in (inputs, left, right)]
+            for sample in zip(*rows, strict=True):
                 for tally in tallies:
                     tally.add(*sample)
 

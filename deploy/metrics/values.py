@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from deploy.metrics.rows import Outputs
 from deploy.tensors import Array
 
 _SHARE = 1.01  # a share is not above 1, but for rounding
+_PLACE = 4  # bytes, at least, of a place
 _BETWEEN = 0.5  # share of values between 0.1 and 0.9, at least, of places in a picture
 
 
@@ -30,3 +32,33 @@ def are_ranked(scores: Array, batch: int) -> bool:
     """Whether each row of [N, C], three or more, falls from its first to its last, as TopK's do."""
     rows = scores.reshape(batch, -1)
     return bool(rows.shape[1] > 2 and (np.diff(rows, axis=1) <= 0).all())
+
+
+def are_places(numbers: Array, batch: int) -> bool:
+    """Whether each row of [N, k] whole numbers may be TopK's places: none below 0, none twice."""
+    if numbers.dtype.kind not in "iu" or numbers.dtype.itemsize < _PLACE or numbers.ndim < 2:
+        return False
+    if numbers.shape[0] != batch or not 0 < numbers.size == batch * numbers.shape[1]:
+        return False
+    rows = np.sort(numbers.reshape(batch, -1), axis=1)
+    return bool(rows.min() >= 0 and (np.diff(rows, axis=1) > 0).all())
+
+
+def places_of(outputs: Outputs, name: str, batch: int) -> str | None:
+    """The one of an output and another that holds the places of the other's values, as TopK's."""
+    for other, value in outputs.items():
+        for values, places in ((name, other), (other, name)):
+            if value.shape == outputs[name].shape and _pair(
+                outputs[values], outputs[places], batch
+            ):
+                return places
+    return None
+
+
+def _pair(values: Array, places: Array, batch: int) -> bool:
+    if values.dtype.kind != "f" or places.dtype.kind not in "iu" or 0 in (values.ndim, values.size):
+        return False
+    if values.size == batch == places.shape[0]:  # a maximum and its place
+        return places.dtype.itemsize >= _PLACE
+    falls = bool((np.diff(values.reshape(batch, -1), axis=1) <= 0).all())
+    return falls and are_places(places, batch)

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.calibration.choices import Choices
-from deploy.errors import Calib8Error
+from deploy.errors import Calib8Error, ConfigError
 from deploy.metrics.accuracy import Accuracy, Comparison, Said
 from deploy.metrics.form import form_of
 from deploy.ort import OrtSession
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.metrics.form import Form
+    from deploy.metrics.tasks import Metric
     from deploy.targets.base import BuildRequest
     from deploy.tensors import Array
 
@@ -127,10 +129,12 @@ class Prober:
     Attributes:
         tried: how many trial models were made.
         errors: of those that could not be run, in the order in which they were asked for.
+        unjudged: how the metric failed, where it did.
 
     `heard` are the samples, each with what the float model says of it; `few` of them are enough
     for what is tried alone; `by_task` also compares the trials by the figures of the task, which a
-    limit of loss needs; `ran` is called with the number of samples that are run.
+    limit of loss needs, or by the user's `metric`; `ran` is called with the number of samples that
+    are run.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class Prober:
         threads: int,
         few: int | None = None,
         by_task: bool = True,
+        metric: Metric | None = None,
         progress: Callable[[], None] = lambda: None,
         ran: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -155,14 +160,17 @@ class Prober:
         self._threads = threads
         self._few = len(self._heard) if few is None else few
         self._by_task = by_task
+        self._metric = metric
+        self._one_by_one = Lock()  # a user's function need not bear several threads
         self._known: dict[object, Noise | None] = {}
         wanted = [said for _, said in heard]
         self._form = form_of(wanted, inputs=[sample for sample, _ in heard])
-        self._usual = usual_powers(self._form, wanted)
+        self._usual = usual_powers(self._form, self._told(self._heard))
         self._kept: Kept | Calib8Error | None = None
         self._stopped = False
         self.tried = 0
         self.errors: list[Calib8Error] = []
+        self.unjudged: ConfigError | None = None
 
     def noises(self, trials: Iterable[Choices]) -> list[Noise | None]:
         """What several trials lose, run beside each other; None of one that could not be run."""
@@ -184,7 +192,7 @@ class Prober:
 
     def _kept_for(self, int8: Sequence[Sequence[str]]) -> Kept | Calib8Error:
         """Values from which trials of few layers begin, or why there are none."""
-        chosen = loudest(self._form, [said for _, said in self._heard], self._few)
+        chosen = loudest(self._form, self._told(self._heard), self._few)
         self._ran(self._few)
         try:
             return Kept.of(self._request.model, int8, [self._heard[place] for place in chosen])
@@ -243,22 +251,49 @@ class Prober:
             model, threads=1, spin=False, keep=True, int8_kernels=self._kernels
         )
         read = [spec.name for spec in session.inputs]
-        figures = Comparison(Said(heard[0][1]), session, form=self._form) if judged else None
-        powers = []
+        figures = self._figures(session, heard[0][1]) if judged else None
+        powers, told = [], self._form.told
         for sample, wanted in heard:
             if self._stopped:
                 break
             found = session.run({name: sample[name] for name in read})
             if figures is not None:
-                figures.add(sample, wanted, found)
-            powers.append(noise_powers(self._form, wanted, found, self._usual))
+                figures = self._counted(figures, sample, wanted, found)
+            both = told(wanted, sample), told(found, sample)
+            powers.append(noise_powers(self._form, *both, self._usual))
         labels = [part.label for part in self._form.parts]
-        said = said_of(self._form, [wanted for _, wanted in heard], self._usual)
+        said = said_of(self._form, self._told(heard), self._usual)
         return Noise(
             dict(zip(labels, np.array(powers).T, strict=True)),
             dict(zip(labels, said, strict=True)),
             accuracy=figures.result() if figures is not None else None,
         )
+
+    def _told(self, heard: Sequence[Heard]) -> list[Mapping[str, Array]]:
+        """What the float model says in the samples, as parts are measured."""
+        return [self._form.told(wanted, sample) for sample, wanted in heard]
+
+    def _figures(self, session: OrtSession, wanted: Mapping[str, Array]) -> Comparison:
+        return Comparison(Said(wanted), session, form=self._form, metric=self._metric)
+
+    def _counted(
+        self,
+        figures: Comparison,
+        sample: Mapping[str, Array],
+        wanted: Mapping[str, Array],
+        found: Mapping[str, Array],
+    ) -> Comparison | None:
+        """The figures with one more sample; None, all lost, where the metric fails on it."""
+        if self._metric is None:
+            figures.add(sample, wanted, found)
+            return figures
+        with self._one_by_one:
+            try:
+                figures.add(sample, wanted, found)
+            except ConfigError as error:
+                self.unjudged = self.unjudged or error
+                return None
+        return figures
 
 
 def loudest(form: Form, outputs: Sequence[Mapping[str, Array]], most: int) -> list[int]:

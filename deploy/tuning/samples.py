@@ -66,7 +66,7 @@ def _energies(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
     left = iter(heard)
     first = list(islice(left, SAMPLES))
     form = form_of([said for _, said in first], inputs=[sample for sample, _ in first])
-    outputs = (said for _, said in chain(first, left))
+    outputs = (form.told(said, sample) for sample, said in chain(first, left))
     return np.array(
         [[_energy(part.of(one[part.output])) for part in form.parts] for one in outputs]
     )

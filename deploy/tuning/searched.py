@@ -91,6 +91,7 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
         BackendError: no trial with all in int8 could be run.
+        ConfigError: the user's metric fails on the best trial.
     """
     decisions = asked.target.plan(asked.request.model, tuple(asked.request.float_nodes)).decisions
     units = units_of(asked.request.model, decisions)
@@ -111,7 +112,9 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
         weight=asked.wish.weight,
         rounded=asked.rounded,
     )
-    search.run()
+    best = search.run()
+    if prober.unjudged is not None and best.noise.accuracy is None:
+        raise prober.unjudged  # what fails on noise alone is one that loses all
     if asked.wish.max_loss is not None:
         search.hold(asked.wish.max_loss)
     return _plan(search, _chosen(asked, search, timed, allowance)), prober.tried
@@ -136,6 +139,7 @@ def _prober(asked: Asked, heard: Sequence[Heard], step: Step, allowance: Allowan
         threads=asked.request.threads,
         few=max(min(_LEAST_SAMPLES, few), few * effort.few // effort.samples),
         by_task=asked.wish.max_loss is not None,
+        metric=asked.wish.metric,
         progress=step,
         ran=allowance.spend,
     )

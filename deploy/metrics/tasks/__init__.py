@@ -13,6 +13,7 @@ from deploy.metrics.tasks import (
     labels,
     masks,
     pixels,
+    ranked,
     steps,
     text,
 )
@@ -28,6 +29,7 @@ TASKS: dict[str, Callable[[Seen], Task | None]] = {
     "heat maps": heatmaps.find,
     "key points": axes.find,
     "labels": labels.find,
+    "ranked classes": ranked.find,
     "classes": classes.find,
     "embeddings": embeddings.find,
     "steps": steps.find,

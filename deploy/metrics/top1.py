@@ -1,0 +1,184 @@
+"""Which class each sample gets, of both models, and whether a label says the same.
+
+Told by the first output: one score a class [N, C], or the class itself [N] as ArgMax gives it. Of
+TopK's pair, values that fall and the places they come from, the places tell, the best one first.
+With labels, an output behind the first may tell too, where it alone can.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.errors import FeedError
+from deploy.metrics.rows import Outputs
+from deploy.metrics.values import are_places, are_ranked, are_values, places_of
+from deploy.tensors import Array
+
+_ENOUGH = 8  # samples to tell a regression's values, or ranked ones, from scores
+_OF_CLASSES = ("", "classes")  # tasks whose largest output may be a class
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What was counted, as `deploy.metrics.accuracy.Accuracy` has it."""
+
+    reference: float | None
+    candidate: float | None
+    agreement: float | None
+    classes: int | None
+    favourite: float | None
+
+
+class Top1:
+    """Counts whose class is right, and where both agree."""
+
+    def __init__(self, labels: Sequence[int] | None) -> None:
+        self.labels = labels
+        self.samples = self.right_reference = self.right_candidate = self.agreed = 0
+        self.name: str | None = None  # of the output that tells the class
+        self.places = labels is not None  # whether rows of whole numbers may be TopK's places
+        self.classes = True  # until an output turns out to hold no classes
+        self.count: int | None = None
+        self.given: Counter[int] = Counter()  # class -> samples the reference gives to it
+        self.values = True  # until a sample is no regression's
+        self.ranked = True  # until a sample's best is not its first
+
+    def add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
+        """Add one batch.
+
+        Raises:
+            FeedError: labels that do not fit the samples or the classes.
+        """
+        start, self.samples = self.samples, self.samples + batch
+        if self.name is None:
+            self._choose(reference, batch)
+        assert self.name is not None
+        own, other = reference[self.name], candidate[self.name]
+        left, right = (_classes(one, batch, places=self.places) for one in (own, other))
+        if left is None or right is None or own.shape != other.shape:
+            self.classes = False
+            return
+        self.count = _class_count(own, batch)
+        self.given.update(left.tolist())
+        self.values = self.values and are_values(own, batch)
+        self.ranked = self.ranked and self.count is not None and are_ranked(own, batch)
+        # -1 marks a sample with NaN, which neither agrees with anything nor is right.
+        self.agreed += int(((left == right) & (left >= 0)).sum())
+        if self.labels is not None:
+            wanted = self._wanted(start, batch)
+            self.right_reference += int((left == wanted).sum())
+            self.right_candidate += int((right == wanted).sum())
+
+    def _choose(self, outputs: Outputs, batch: int) -> None:
+        """The output that tells the class; the first one, where none does."""
+        first = next(iter(outputs))
+        found = places_of(outputs, first, batch)
+        self.places |= found is not None
+        self.name = found or first
+        if found or self.labels is None or _classes(outputs[first], batch, places=True) is not None:
+            return
+        behind = [n for n, v in outputs.items() if _classes(v, batch, places=True) is not None]
+        self.name = behind[0] if len(behind) == 1 else first
+
+    def _wanted(self, start: int, batch: int) -> NDArray[np.int64]:
+        assert self.labels is not None
+        wanted = np.asarray(self.labels[start : start + batch], np.int64)
+        if len(wanted) != batch:
+            raise FeedError(
+                f"there must be one label a sample, got {len(self.labels)} labels"
+                f" for {start + batch} samples or more"
+            )
+        wrong = wanted[(wanted < 0) | (wanted >= (self.count or np.iinfo(np.int64).max))]
+        if wrong.size:
+            raise FeedError(self._beyond(int(wrong[0])))
+        return wanted
+
+    def _beyond(self, label: int) -> str:
+        """That a label is of no class."""
+        if label >= 0 and self.ranked:
+            return (
+                f"labels need to know which class a value is of, got {self.name!r} of"
+                f" {self.count} values in falling order, as TopK's, without their places; let the"
+                " model give TopK's second output too, or leave the labels out"
+            )
+        if self.count is None:
+            return f"labels must be 0 or more, got {label}; leave out samples that are of no class"
+        return (
+            f"labels must be 0 to {self.count - 1} for the model's {self.count} classes, got"
+            f" {label}; labels that start at 1 must be lowered by one"
+        )
+
+    def result(self, kind: str) -> Shares:
+        """The shares.
+
+        Args:
+            kind: what the outputs are for, in a word.
+
+        Raises:
+            FeedError: labels that do not fit.
+        """
+        labelled = self.labels is not None
+        if self.labels is not None:
+            self._check_labels(self.labels)
+        others = not kind and (self.values or self.ranked) and self.samples >= _ENOUGH
+        told = labelled or (kind in _OF_CLASSES and not others)
+        share = self.samples if self.classes and told else 0
+        # an embedding that points one way in all samples is as doubtful as one class in all
+        alike = share or (self.samples if self.classes and kind == "embeddings" else 0)
+        return Shares(
+            reference=self.right_reference / share if labelled else None,
+            candidate=self.right_candidate / share if labelled else None,
+            agreement=self.agreed / share if share else None,
+            classes=self._count_of_classes() if alike else None,
+            favourite=self.given.most_common(1)[0][1] / alike if alike else None,
+        )
+
+    def _count_of_classes(self) -> int | None:
+        """As many as there are scores; of numbers of classes, as many as were seen or wanted."""
+        if self.count is not None or self.labels is None:
+            return self.count
+        return 1 + max(*self.given, *self.labels, 1)
+
+    def _check_labels(self, labels: Sequence[int]) -> None:
+        if len(labels) != self.samples:
+            raise FeedError(
+                f"there must be one label a sample, got {len(labels)} labels"
+                f" for {self.samples} samples"
+            )
+        if not self.classes:
+            raise FeedError(
+                "labels need an output of one score a class, [N, classes], or of the number of the"
+                f" class, [N] or TopK's places; got {self.name!r} of another shape, so leave the"
+                " labels out, or give a metric of your own"
+            )
+
+
+def _class_count(output: Array, batch: int) -> int | None:
+    """Classes of a score output; None for an output that holds the class itself."""
+    return None if output.size == batch or are_places(output, batch) else output.size // batch
+
+
+def _classes(output: Array, batch: int, *, places: bool) -> NDArray[np.int64] | None:
+    """[N, C] scores (trailing 1s allowed) or [N] integer classes -> [N]; None for other shapes.
+
+    With `places` [N, k] integers may be classes too, the best one first.
+    """
+    if output.ndim == 0 or output.shape[0] != batch:
+        return None
+    if output.size == batch and np.issubdtype(output.dtype, np.integer):
+        return np.asarray(output.reshape(batch), np.int64)
+    if places and are_places(output, batch):
+        return np.asarray(output.reshape(batch, -1)[:, 0], np.int64)
+    if output.ndim < 2 or output.shape[1] < 2 or output.size != batch * output.shape[1]:
+        return None
+    if output.dtype.kind not in "fiu" or (output.dtype.kind != "f" and output.dtype.itemsize > 1):
+        return None  # flags or counts; scores in integers have one byte
+    scores = output.reshape(batch, -1)
+    best = np.asarray(scores.argmax(axis=1), np.int64)
+    best[np.isnan(scores.astype(np.float64)).any(axis=1)] = -1
+    return best
