@@ -283,6 +283,29 @@ def calib8_cache(cpp):
 
 
 @pytest.fixture
+def optimized(tmp_path):
+    """The nodes that ONNX Runtime really runs of a model, given as it is or by its file."""
+
+    def nodes(engine):
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+        given = engine if isinstance(engine, Path) else engine.SerializeToString()
+        ort.InferenceSession(given, options, ["CPUExecutionProvider"])
+        return list(onnx.load(tmp_path / "optimized.onnx").graph.node)
+
+    return nodes
+
+
+@pytest.fixture
+def kernels(optimized):
+    """Their types."""
+    return lambda engine: [node.op_type for node in optimized(engine)]
+
+
+@pytest.fixture
 def judged_build(run, tmp_path):
     """`calib8 build` of a model over an array, without a search: code, stdout, int8's accuracy."""
 

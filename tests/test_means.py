@@ -64,15 +64,6 @@ def built(model: onnx.ModelProto, folder: Path, *words: str) -> tuple[Path, dict
     return folder / "out/net.int8.onnx", mean
 
 
-def kernels(engine: Path, folder: Path) -> list[str]:
-    """Types of the nodes that ONNX Runtime really runs."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.optimized_model_filepath = str(folder / "optimized.onnx")
-    ort.InferenceSession(str(engine), options, providers=["CPUExecutionProvider"])
-    return [node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node]
-
-
 def sqnr(engine: Path, folder: Path) -> float:
     x = np.load(folder / "x.npy")
     want, got = (
@@ -93,10 +84,10 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_mean_over_a_picture_is_an_integer_pool(form, tmp_path):
+def test_a_mean_over_a_picture_is_an_integer_pool(form, tmp_path, kernels):
     engine, mean = built(net(**FORMS[form]), tmp_path)
     assert mean["precision"] == "uint8"
-    found = kernels(engine, tmp_path)
+    found = kernels(engine)
     assert found.count("QLinearGlobalAveragePool") == 1
     assert not {"ReduceMean", "GlobalAveragePool", "Conv", "Gemm"} & set(found)
     assert (found.count("QuantizeLinear"), found.count("DequantizeLinear")) == (
@@ -107,16 +98,16 @@ def test_a_mean_over_a_picture_is_an_integer_pool(form, tmp_path):
 
 
 @pytest.mark.parametrize("keepdims", [0, 1])
-def test_a_mean_that_stays_float_is_a_float_pool(keepdims, tmp_path):
+def test_a_mean_that_stays_float_is_a_float_pool(keepdims, tmp_path, kernels):
     engine, mean = built(net(keepdims=keepdims), tmp_path, "--keep-float", "mean")
     assert mean["reason"] == "kept float as asked"
-    found = kernels(engine, tmp_path)
+    found = kernels(engine)
     assert found.count("GlobalAveragePool") == 1 and "ReduceMean" not in found
     assert sqnr(engine, tmp_path) > 25
 
 
 @pytest.mark.parametrize("axes", [(1,), (1, 2, 3), (3,)])
-def test_a_mean_over_other_axes_is_no_pool(axes, tmp_path):
+def test_a_mean_over_other_axes_is_no_pool(axes, tmp_path, kernels):
     model = net(keepdims=1, axes=axes)
     graph = model.graph
     del graph.node[3:]
@@ -124,4 +115,4 @@ def test_a_mean_over_other_axes_is_no_pool(axes, tmp_path):
     graph.node.append(helper.make_node("Conv", ["p", "w"], ["y"], name="last", pads=[1] * 4))
     engine, mean = built(model, tmp_path)
     assert mean["reason"] == "it is the mean over other axes than a picture's"
-    assert "ReduceMean" in kernels(engine, tmp_path) and sqnr(engine, tmp_path) > 25
+    assert "ReduceMean" in kernels(engine) and sqnr(engine, tmp_path) > 25

@@ -100,14 +100,10 @@ def test_weights_are_int8_and_no_float_copy_is_left(calibrated):
     assert len(quantized.SerializeToString()) < len(model.SerializeToString()) / 2
 
 
-def test_onnxruntime_fuses_every_layer_into_its_int8_kernels(calibrated, tmp_path):
+def test_onnxruntime_fuses_every_layer_into_its_int8_kernels(calibrated, kernels):
     model, scales, _samples = calibrated
     quantized = write_qdq(model, analyse(model, ONNXRUNTIME), scales)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    ort.InferenceSession(quantized.SerializeToString(), options)
-    kinds = {n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node}
+    kinds = set(kernels(quantized))
     assert {"QLinearConv", "QLinearAdd", "QGemm"} <= kinds
     assert not kinds & {"Conv", "FusedConv", "Gemm", "Add", "Relu"}
 

@@ -96,15 +96,6 @@ def run(*words) -> str:
     return done.output
 
 
-def optimized(engine, folder) -> list[onnx.NodeProto]:
-    """What ONNX Runtime runs."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.optimized_model_filepath = str(folder / "optimized.onnx")
-    ort.InferenceSession(engine.SerializeToString(), options, ["CPUExecutionProvider"])
-    return list(onnx.load(folder / "optimized.onnx").graph.node)
-
-
 def counted(nodes, op) -> int:
     return [node.op_type for node in nodes].count(op)
 
@@ -116,10 +107,12 @@ def tensors(engine, names, folder):
 
 @pytest.mark.parametrize("sizes", [(6, 5), ("h", "w")], ids=["fixed", "open"])
 @pytest.mark.parametrize("kind", SIDE_BY_SIDE)
-def test_windows_side_by_side_are_an_int8_conv(kind, sizes, built, tmp_path, monkeypatch):
+def test_windows_side_by_side_are_an_int8_conv(
+    kind, sizes, built, tmp_path, monkeypatch, optimized
+):
     engine = built(*SIDE_BY_SIDE[kind], sizes=sizes)
     assert counted(engine.graph.node, "ConvTranspose") == 0
-    ran = optimized(engine, tmp_path)
+    ran = optimized(engine)
     assert counted(ran, "QLinearConv") == 3
     assert counted(ran, "QuantizeLinear") == counted(ran, "DequantizeLinear") == 1
     monkeypatch.setattr(tiles, "with_tiles", lambda model, like: model)
@@ -153,20 +146,20 @@ def test_a_conv_of_one_pixel_makes_what_the_float_layer_makes(kind, tmp_path):
 
 @pytest.mark.parametrize("how", [{"relu": False}, {"bias": False}, {"relu": False, "bias": False}])
 @pytest.mark.parametrize("end", ["Conv", "Sigmoid"])
-def test_with_and_without_activation_and_bias(how, end, built, tmp_path):
+def test_with_and_without_activation_and_bias(how, end, built, tmp_path, optimized):
     engine = built((16, 1, 2, 2), {"strides": [2, 2]}, end=end, **how)
-    assert counted(optimized(engine, tmp_path), "QLinearConv") == 2 + (end == "Conv")
+    assert counted(optimized(engine), "QLinearConv") == 2 + (end == "Conv")
     (want,) = tensors(onnx.load(tmp_path / "net.onnx"), ["out"], tmp_path)
     (found,) = tensors(engine, ["out"], tmp_path)
     assert np.linalg.norm(want - found) < 0.05 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("kind", OTHER)
-def test_other_windows_stay_in_float(kind, built, tmp_path):
+def test_other_windows_stay_in_float(kind, built, tmp_path, optimized):
     shape, given = OTHER[kind]
     engine = built(shape, given, sizes=(6, 5, 4)[: len(shape) - 2])
     assert counted(engine.graph.node, "ConvTranspose") == 1
-    assert counted(optimized(engine, tmp_path), "QLinearConv") == 2
+    assert counted(optimized(engine), "QLinearConv") == 2
     assert not any(t.name.startswith("w/") for t in engine.graph.initializer)
     said = run("inspect", tmp_path / "net.onnx", "--target", "onnxruntime")
     assert "ConvTranspose: it has no int8 kernel" in " ".join(said.split())
@@ -182,11 +175,11 @@ def test_a_layer_whose_bias_is_computed_stays_in_float(tmp_path):
     assert "ConvTranspose: its bias is not constant" in " ".join(said.split())
 
 
-def test_what_is_kept_in_float_is_the_layer_as_it_was(built, tmp_path):
+def test_what_is_kept_in_float_is_the_layer_as_it_was(built, tmp_path, optimized):
     engine = built(*SIDE_BY_SIDE["square"], "--keep-float", "up")
     (node,) = [node for node in engine.graph.node if node.name == "up"]
     assert node.op_type == "ConvTranspose" and list(node.input)[1:] == ["w", "b"]
-    assert counted(optimized(engine, tmp_path), "QLinearConv") == 2
+    assert counted(optimized(engine), "QLinearConv") == 2
 
 
 def test_other_targets_have_the_layer_as_it_was(built, tmp_path):
@@ -196,9 +189,9 @@ def test_other_targets_have_the_layer_as_it_was(built, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(6, 5), ("h", "w")], ids=["fixed", "open"])
-def test_every_kernel_of_tiles_is_priced_as_the_layer(sizes, built, tmp_path):
+def test_every_kernel_of_tiles_is_priced_as_the_layer(sizes, built, tmp_path, optimized):
     engine = built(*SIDE_BY_SIDE["square"], sizes=sizes)
-    ran = {node.name: 1.0 for node in optimized(engine, tmp_path)}
+    ran = {node.name: 1.0 for node in optimized(engine)}
     found = attributed(ran, onnx.load(tmp_path / "net.onnx"))
     own = [name for name in ran if name.startswith("up")]
     assert found.nodes["up"] == len(own) >= 4
@@ -242,7 +235,7 @@ def test_biases_behind_which_there_is_no_layer_are_corrected_alike(built, tmp_pa
     assert np.abs(found[0] - bias("b/up", plain)).max() < 0.02 * np.abs(found[0] - own).min()
 
 
-def test_a_model_with_pairs_is_kept_but_for_such_layers(built, tmp_path, monkeypatch):
+def test_a_model_with_pairs_is_kept_but_for_such_layers(built, tmp_path, monkeypatch, optimized):
     with monkeypatch.context() as patch:
         patch.setattr(tiles, "with_tiles", lambda model, like: model)
         plain = built(*SIDE_BY_SIDE["square"])
@@ -250,7 +243,7 @@ def test_a_model_with_pairs_is_kept_but_for_such_layers(built, tmp_path, monkeyp
     words = ("--duration", 0, "--accept", "--images", tmp_path / "x.npy", "--out", tmp_path / "o")
     run("build", tmp_path / "paired.onnx", *words)
     engine = onnx.load(tmp_path / "o/paired.int8.onnx")
-    assert counted(optimized(engine, tmp_path), "QLinearConv") == 3
+    assert counted(optimized(engine), "QLinearConv") == 3
     assert np.array_equal(*(tensors(one, ["t"], tmp_path)[0] for one in (plain, engine)))
 
 
