@@ -312,6 +312,16 @@ def test_the_screen_shows_what_changed():
     assert len(text.splitlines()) < 45
 
 
+def test_a_file_that_grew_is_larger():
+    """As of weights that a layer in float reads too."""
+    reference, *engines = full().engines
+    grown = (reference, *(dataclasses.replace(e, size_bytes=5000) for e in engines))
+    report = dataclasses.replace(full(), engines=grown)
+    assert "1.25x larger" in to_screen(report) and "smaller" not in to_screen(report)
+    page = to_html(report)
+    assert "<b>1.25x</b><span>larger on disk" in page and "smaller on disk" not in page
+
+
 def test_the_screen_tells_of_every_target():
     text = to_screen(of_three())
     assert "onnxruntime  5 of 6 nodes int8 (V 1, W 1, X 1, ...), by mse" in text

@@ -3,7 +3,9 @@
 [N, C] scores. Probabilities (each row sums to 1) are classes for sure; raw numbers are where the
 best stands out as no direction of an embedding does, or where they are few, beyond what a Tanh
 gives, and of a mean that hardly changes from sample to sample, as training moves one score up and
-others down. Other vectors (a place, angles, an embedding) are not.
+others down. Of several outputs that are few raw scores each, as of the characters of a plate, all
+have to be surer of their class than numbers of another kind are. Other vectors (a place, angles, an
+embedding) are not.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.embeddings import of_unit_length
 from deploy.metrics.tasks.examples import ClassExample, Foremost
-from deploy.metrics.tasks.shares import are_raw_tracks
+from deploy.metrics.tasks.shares import are_raw_tracks, best_share
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
 _FEW = 32  # numbers that no embedding makes do with
 _BOUND = 1.05  # of a Tanh, and what rounding adds
 _STEADY = 0.5  # what the mean of few raw scores varies by, of what they do
+_SURE = 0.5  # mean share of the best class, of few raw scores in several outputs
 _LEAST = 1e-12  # another class is a difference, even of two equal values
 
 
@@ -69,7 +72,7 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
     if all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
-        return alone and _about_zero(np.stack(rows))
+        return _about_zero(np.stack(rows)) and (alone or best_share(np.stack(rows)) > _SURE)
     return all(map(_stands_out, rows)) and not all(map(of_unit_length, rows))
 
 
