@@ -180,7 +180,20 @@ def any_scores(path):
     return scores(path, alike=True)
 
 
-@pytest.mark.parametrize("model", [scores, any_scores, places])
+def forecast(path):
+    """What a series goes on with: 40 numbers that lie about where it is, above 0 or below."""
+    made = np.random.default_rng(4)
+    nodes = [
+        *summed(),
+        node("Gemm", "f w2 b2", "y", transB=1),
+    ]
+    first, shape = made.normal(size=(8, FEATURES, 5)), 0.02 * made.normal(size=(40, 16))
+    twice = np.concatenate([first, np.roll(first, 1, axis=1)])
+    level = np.repeat([1.0, -1.0], 8)
+    return saved(path, nodes, [1, 40], w1=twice, w2=level + shape, b2=np.zeros(40))
+
+
+@pytest.mark.parametrize("model", [scores, any_scores, places, forecast])
 def test_a_regression_has_no_best_class(build, model):
     _, out, told = build(model)
     assert told["task"] is None and told["top1_agreement"] is None

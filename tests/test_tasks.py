@@ -957,6 +957,21 @@ def test_several_outputs_may_each_have_a_class_for_a_letter():
     assert same_task(vectors, letters) is None  # features, or a regression of each
 
 
+@pytest.mark.parametrize(
+    ("fed_shape", "task"),
+    [((1, 40), "steps"), ((1, 40, 80), "steps"), ((1, 3, 64, 64), "boxes")],
+)
+def test_scores_of_four_marks_and_of_two_cases_are_boxes_of_pictures_alone(fed_shape, task):
+    def output(number):
+        made = np.random.default_rng(number)
+        marks = framed(made.choice(4, 40, p=[0.7, 0.1, 0.1, 0.1]), 4, made, sure=3)
+        case = framed(np.where(np.arange(40) == number, 1, 0), 2, made)
+        return {"marks": marks[None].astype(np.float32), "case": case[None].astype(np.float32)}
+
+    outputs = [output(n) for n in range(4)]
+    assert same_task(outputs, [{"x": np.ones(fed_shape, np.float32)}] * 4) == task
+
+
 @pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (50,), (1, 12)])
 def test_raw_scores_of_steps_are_compared_by_their_sign(shape):
     sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4

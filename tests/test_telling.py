@@ -18,7 +18,9 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.metrics.form import form_of
 from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, said_of, usual_powers
+from deploy.tuning.reasons import NOT_FASTER, reasons
 from deploy.tuning.samples import CANDIDATES, alike, as_many, telling
+from deploy.tuning.sensitivity import Sensitivity
 
 
 def doubling():
@@ -135,6 +137,18 @@ def test_noises_add_up_by_part_and_the_worst_part_is_named():
     assert total.parts["a"] == pytest.approx([0.4, 0.4])
     assert total.parts["b"] == pytest.approx([0.2, 0.2])
     assert total.mean < total.worst
+
+
+@pytest.mark.parametrize("power, by_noise", [(1e-12, False), (1e-3, True)])
+def test_a_layer_that_loses_next_to_nothing_is_not_float_for_its_noise(power, by_noise):
+    """As of a policy whose moves, in the samples that were looked at, are at a Tanh's ends."""
+    found = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
+    units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
+    prices = SimpleNamespace(units={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
+    best = SimpleNamespace(in_float={"one", "other"})
+    said = reasons(best, units, prices, found, "int8", otherwise=NOT_FASTER)
+    expected = "alone in int8 it leaves 30.0 dB of a" if by_noise else NOT_FASTER
+    assert said == {"/one": expected, "/other": expected}
 
 
 class FakeRequest:

@@ -73,10 +73,10 @@ def ratio(value: float) -> str:
 
 
 def sized(smaller: float) -> tuple[str, str]:
-    """2.00x, "smaller"; or where a file grew, by how much it is larger."""
-    if smaller >= 1:
-        return ratio(smaller), "smaller"
-    return ratio(1 / smaller), "larger"
+    """2.00x, "smaller"; or where a file grew, by how much it is larger; nothing for the same."""
+    if ratio(smaller) == ratio(1):
+        return "", ""
+    return (ratio(smaller), "smaller") if smaller > 1 else (ratio(1 / smaller), "larger")
 
 
 def count(number: int, noun: str) -> str:

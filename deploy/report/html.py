@@ -109,7 +109,8 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
             )
         if smaller is not None:
             factor, how = figures.sized(smaller)
-            yield factor, f"{how} on disk, {engine.label}"
+            if factor:
+                yield factor, f"{how} on disk, {engine.label}"
         share = top1(report, engine)
         if share is not None:
             yield figures.percent(share), f"top-1, {engine.label}"

@@ -14,6 +14,7 @@ _STEPS = 4  # a sample, at least
 _LONG = 8  # steps of probabilities, at least: fewer are labels
 _FEW = 32  # numbers that no embedding makes do with
 _SURE = 0.8  # mean share of the best class, of few raw scores
+_RATHER = 0.6  # the same of several outputs whose mean hardly changes
 _STEADY = 0.25  # what the mean of a step's raw scores varies by, of what its scores do
 _HEADS = 0.5  # the same of several outputs, which all have to be such scores
 _CLEAR = 0.9  # share of steps that are as scores are
@@ -147,10 +148,17 @@ def _all_raw(samples: Sequence[Floats]) -> bool:
 
 
 def _all_sure(samples: Sequence[Floats]) -> bool:
-    """Whether they are raw scores as a Softmax takes them, most steps being sure of their class."""
+    """Whether they are raw scores as a Softmax takes them.
+
+    Their mean hardly changes, or steps are sure of their class and it changes little.
+    """
     steps = np.concatenate(samples)
     several = np.count_nonzero(np.bincount(steps.argmax(axis=1))) > 1
-    return bool(several and _about_zero(steps, _HEADS) and best_share(steps) > _SURE)
+    sure = best_share(steps)
+    steady = (sure > _SURE and _about_zero(steps, _HEADS)) or (
+        sure > _RATHER and _about_zero(steps)
+    )
+    return bool(several and steady)
 
 
 def best_share(steps: Floats) -> float:
