@@ -336,15 +336,28 @@ def _notes(
     """What the figures stand on."""
     if not accuracy:
         return ()
+    states = tuple(_states(next(iter(accuracy.values()))))
     count = next(iter(accuracy.values())).samples
     layers = f"that of inner tensors on {inside} of these" if inside else ""
     if evaluation is not None:
-        return (f"accuracy was measured on {count} evaluation images, {layers}",) if layers else ()
+        over = f"accuracy was measured on {count} evaluation images, {layers}"
+        return (over, *states) if layers else states
     said = f"accuracy was measured on {count} of the calibration images{layers and f', {layers}'}"
     found = [f"{said}; --eval-images gives others, which tell more"]
     if calibration.labelled:
         found.append("labels of images that calibrate are not used; --eval-images takes both")
-    return tuple(found)
+    return (*found, *states)
+
+
+def _states(accuracy: Accuracy) -> Iterator[str]:
+    """That what a state loses from call to call is not seen where each call is fed by itself."""
+    if accuracy.carried:
+        pairs = ", ".join(f"{name} like {source}" for name, source in accuracy.carried.items())
+        yield (
+            f"some outputs are what the next call is fed ({pairs}): here every call got what was"
+            " fed, so that what int8 loses from call to call is not in these figures; compare"
+            " whole sequences too"
+        )
 
 
 def _as_constants(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:

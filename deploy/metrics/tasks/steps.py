@@ -29,6 +29,7 @@ from deploy.metrics.tasks.shares import (
     laid_out,
     layout_of,
 )
+from deploy.metrics.tasks.states import carried
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
@@ -77,7 +78,8 @@ class Steps:
 def find(seen: Seen) -> Steps | None:
     """The task, where one output alone is such a sequence, or all of them are."""
     floating = [n for n in seen.names if all(map(_is_floating, seen.arrays(n)))]
-    said = [name for name in floating if not _is_carried(name, seen)]
+    states = carried(seen)
+    said = [name for name in floating if name not in states]
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
     if not pictures and are_decisions([seen.arrays(name) for name in floating]):
         return Steps(tuple(floating), (2,) * len(floating), None)
@@ -105,14 +107,6 @@ def _read(name: str, seen: Seen, *, alone: bool) -> Steps | None:
     tracks = alone and (flat or not pictures) and are_tracks(samples)  # others are maps of pictures
     raw = alone and not pictures and are_raw_tracks(samples)
     return Steps((name,), (2,), None, raw) if tracks or raw else None
-
-
-def _is_carried(name: str, seen: Seen) -> bool:
-    """Whether it is fed to the next call: several values, of a shape that was fed."""
-    return all(
-        one.size > 1 and any(one.shape == own.shape for own in fed.values())
-        for one, fed in zip(seen.arrays(name), seen.inputs, strict=True)
-    )
 
 
 def _has_beside(task: Steps, names: Sequence[str], seen: Seen) -> bool:
