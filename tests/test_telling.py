@@ -69,6 +69,20 @@ def test_the_loudest_samples_are_those_of_every_part_together():
     assert loudest(form, outputs, 9) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1)])
+def test_of_shares_the_samples_tell_most_that_are_least_sure(shape):
+    sure = np.array([1.0, 0, 0, 0])
+    shares = [(1 - k) * sure + k / 4 for k in (0.0, 0.9, 0.3, 0.01, 0.6)]
+    outputs = [{"y": one.reshape(shape).astype(np.float32)} for one in shares]
+    form = form_of(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
+    assert loudest(form, outputs, 2) == [1, 4]
+    assert loudest(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [0, 3]  # no shares
+    steps = [{"y": np.stack([one, sure])[None].astype(np.float32)} for one in shares]
+    assert loudest(form_of(steps), steps, 2) == [0, 3]  # of several steps a sample
+    broken = [*outputs[:4], {"y": outputs[4]["y"] * np.nan}]
+    assert 4 not in loudest(form, broken, 2)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 120), st.integers(1, 9))
 def test_no_more_are_taken_than_asked_and_each_once(count, most):
