@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -336,7 +337,7 @@ def _notes(
     """What the figures stand on."""
     if not accuracy:
         return ()
-    states = tuple(_states(next(iter(accuracy.values()))))
+    states = tuple(_states(accuracy.values()))
     count = next(iter(accuracy.values())).samples
     layers = f"that of inner tensors on {inside} of these" if inside else ""
     if evaluation is not None:
@@ -349,10 +350,16 @@ def _notes(
     return (*found, *states)
 
 
-def _states(accuracy: Accuracy) -> Iterator[str]:
+def _states(found: Iterable[Accuracy]) -> Iterator[str]:
     """That what a state loses from call to call is not seen where each call is fed by itself."""
-    if accuracy.carried:
-        pairs = ", ".join(f"{name} like {source}" for name, source in accuracy.carried.items())
+    lost = {
+        (output.name, one.carried[output.name])
+        for one in found
+        for output in one.outputs
+        if output.name in one.carried and output.sqnr_db != math.inf
+    }
+    if lost:
+        pairs = ", ".join(f"{name} like {source}" for name, source in sorted(lost))
         yield (
             f"some outputs are what the next call is fed ({pairs}): here every call got what was"
             " fed, so that what int8 loses from call to call is not in these figures; compare"

@@ -23,7 +23,7 @@ def recurrent(path):
     }
     nodes = [
         helper.make_node("Concat", ["x", "h"], ["both"], axis=1),
-        helper.make_node("MatMul", ["both", "w"], ["m"]),
+        helper.make_node("MatMul", ["both", "w"], ["m"], name="first"),
         helper.make_node("Tanh", ["m"], ["h_next"]),
         helper.make_node("MatMul", ["h_next", "v"], ["scores"]),
         helper.make_node("Softmax", ["scores"], ["y"], axis=1),
@@ -61,6 +61,22 @@ def test_a_state_is_no_reason_against_classes_and_is_told(held, tmp_path):
     report = json.loads((out / "report.json").read_text())
     (said,) = (note for note in report["notes"] if "the next call" in note)
     assert "(h_next like h)" in said and "compare whole sequences too" in said
+
+
+def test_of_a_state_that_is_made_in_float_nothing_adds_up(tmp_path):
+    made = np.random.default_rng(1)
+    rows = {"x": made.normal(size=(24, 1, FEATURES)), "h": made.uniform(-1, 1, (24, 1, STATE))}
+    for n in range(24):
+        (tmp_path / "calls").mkdir(exist_ok=True)
+        np.savez(
+            tmp_path / "calls" / f"{n:02}.npz", **{k: np.float32(v[n]) for k, v in rows.items()}
+        )
+    model, out = recurrent(tmp_path / "net.onnx"), tmp_path / "out"
+    asked = ["build", str(model), "--images", str(tmp_path / "calls"), "--out", str(out)]
+    float_too = ["--keep-float", "first", "--duration", "0", "--effort", "0"]
+    run = CliRunner().invoke(cli, [*asked, *float_too])
+    assert run.exit_code == 0, run.output
+    assert "the next call" not in (out / "report.json").read_text()
 
 
 def sampled(count=4, **shapes):
