@@ -1,6 +1,8 @@
 """Recurrent models, whose states the next call is fed: their task, and what is told of it."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -9,6 +11,7 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
+from deploy.measure import _states
 from deploy.metrics.form import form_of
 
 FEATURES, STATE, CLASSES = 8, 16, 5
@@ -63,20 +66,14 @@ def test_a_state_is_no_reason_against_classes_and_is_told(held, tmp_path):
     assert "(h_next like h)" in said and "compare whole sequences too" in said
 
 
-def test_of_a_state_that_is_made_in_float_nothing_adds_up(tmp_path):
-    made = np.random.default_rng(1)
-    rows = {"x": made.normal(size=(24, 1, FEATURES)), "h": made.uniform(-1, 1, (24, 1, STATE))}
-    for n in range(24):
-        (tmp_path / "calls").mkdir(exist_ok=True)
-        np.savez(
-            tmp_path / "calls" / f"{n:02}.npz", **{k: np.float32(v[n]) for k, v in rows.items()}
-        )
-    model, out = recurrent(tmp_path / "net.onnx"), tmp_path / "out"
-    asked = ["build", str(model), "--images", str(tmp_path / "calls"), "--out", str(out)]
-    float_too = ["--keep-float", "first", "--duration", "0", "--effort", "0"]
-    run = CliRunner().invoke(cli, [*asked, *float_too])
-    assert run.exit_code == 0, run.output
-    assert "the next call" not in (out / "report.json").read_text()
+@pytest.mark.parametrize(("decibel", "told"), [(50.0, 1), (math.nan, 1), (140.0, 0), (math.inf, 0)])
+def test_of_a_state_that_int8_does_not_touch_nothing_adds_up(decibel, told):
+    outputs = [
+        SimpleNamespace(name="h_next", sqnr_db=decibel),
+        SimpleNamespace(name="y", sqnr_db=9),
+    ]
+    found = SimpleNamespace(outputs=outputs, carried={"h_next": "h"})
+    assert len([*_states([found, found])]) == told
 
 
 def sampled(count=4, **shapes):
