@@ -230,9 +230,14 @@ def flags(path):
     return path
 
 
-@pytest.mark.parametrize("model", [best_few, flags])
-def test_what_is_ranked_or_a_flag_is_no_score_of_a_class(build, model):
-    """The first of the best is always the best: that is no model that gives one class."""
-    _, out, told = build(model)
+def test_flags_are_no_scores_of_a_class(build):
+    _, out, told = build(flags)
     assert told["task"] is None and told["top1_agreement"] is None
     assert "Top-1 agreement" not in out and "gives one class" not in out
+
+
+def test_what_is_ranked_is_told_by_its_places(build):
+    """The first of the best is always the best: that is no model that gives one class."""
+    _, out, told = build(best_few)
+    assert told["task"]["task"] == "classes" and "among the best 3" in told["task"]["words"]
+    assert told["top1_agreement"] == told["task"]["value"] and "gives one class" not in out
