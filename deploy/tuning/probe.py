@@ -9,6 +9,9 @@ for 0.3 is. What a part loses is the sum over the samples by what they say::
 
     says    1.0  0.1  0.9  0.1    2.2 samples' worth: two photos hold something
     loses   0.1  0    0.1  0      0.09, not 0.05: there is nothing to keep in the others
+
+Lists of detections whose length varies have no part that could be compared value by value. Of these
+the figure of the task tells what is lost, as one sample: the amplitude that loses as much.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ Powers = NDArray[np.float64]
 Heard = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]  # a sample, what the float model says
 _HALF = 0.25  # of the usual power: half its amplitude, from which on a sample counts whole
 _SILENT = 1e-12  # 120 dB: what is nearer than that is equal
+LISTED = "what is found"
+_MOST = 0.99  # lost of it: what is lost for sure would tell no layers apart
 _LOUD = 1e6  # -60 dB, all lost: NaN, another shape
 
 
@@ -252,7 +257,8 @@ class Prober:
             model, threads=1, spin=False, keep=True, int8_kernels=self._kernels
         )
         read = [spec.name for spec in session.inputs]
-        figures = self._figures(session, heard[0][1]) if judged else None
+        listed = not self._form.parts and self._form.task is not None
+        figures = self._figures(session, heard[0][1]) if judged or listed else None
         powers, told = [], self._form.told
         for sample, wanted in heard:
             if self._stopped:
@@ -262,12 +268,15 @@ class Prober:
                 figures = self._counted(figures, sample, wanted, found)
             both = told(wanted, sample), told(found, sample)
             powers.append(noise_powers(self._form, *both, self._usual))
+        accuracy = figures.result() if figures is not None else None
+        if listed:
+            return Noise({LISTED: _as_power(accuracy)}, accuracy=accuracy)
         labels = [part.label for part in self._form.parts]
         said = said_of(self._form, self._told(heard), self._usual)
         return Noise(
             dict(zip(labels, np.array(powers).T, strict=True)),
             dict(zip(labels, said, strict=True)),
-            accuracy=figures.result() if figures is not None else None,
+            accuracy=accuracy,
         )
 
     def _told(self, heard: Sequence[Heard]) -> list[Mapping[str, Array]]:
@@ -295,6 +304,14 @@ class Prober:
                 self.unjudged = self.unjudged or error
                 return None
         return figures
+
+
+def _as_power(accuracy: Accuracy | None) -> Powers:
+    """The power that loses as much as is lost of the task; most of it where the metric failed."""
+    lost = 1.0 if accuracy is None else 0.0
+    if accuracy is not None and accuracy.task is not None:
+        lost = max(accuracy.task.lost, 0.0)
+    return np.array([math.log1p(-min(lost, _MOST)) ** 2])
 
 
 def loudest(form: Form, outputs: Sequence[Mapping[str, Array]], most: int) -> list[int]:

@@ -23,7 +23,7 @@ from deploy.tuning.allowance import Allowance
 from deploy.tuning.judging import Judgement, Judging
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.prices import Prices, counted, measured
-from deploy.tuning.probe import Heard, Prober
+from deploy.tuning.probe import LISTED, Heard, Prober
 from deploy.tuning.reasons import BETWEEN, NOT_FASTER, NOT_USABLE, reasons
 from deploy.tuning.samples import alike, as_many, telling
 from deploy.tuning.search import EFFORTS, Effort, Search, Trial
@@ -200,7 +200,7 @@ def _chosen(
     another = asked.effort.samples + len(asked.judges.part)  # a trial, judged on all of them
 
     def judge(chosen: Trial) -> Judgement:
-        if not chosen.noise.parts:  # the float model
+        if chosen.in_float >= frozenset(search.units.members):  # the float model
             return Judgement()
         return judging.of(asked.trial(asked.request.adding(chosen.choices)))
 
@@ -249,6 +249,9 @@ def _failed(prober: Prober) -> str:
 def _words(best: Trial) -> str:
     if not best.noise.parts:
         return best.what
+    accuracy = best.noise.accuracy
+    if best.noise.part == LISTED and accuracy is not None and accuracy.task is not None:
+        return f"{best.what}: {accuracy.task.words}"
     where = f" in {best.noise.part}" if len(best.noise.parts) > 1 else ""
     return f"{best.what}: {best.noise.db:.1f} dB{where}"
 
