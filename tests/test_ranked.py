@@ -1,9 +1,14 @@
 """Models that rank their classes themselves, by TopK or ArgMax, judged by labels and without."""
 
+import json
+
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+
+from deploy.tuning.plan_file import read_plan
+from deploy.tuning.scores import ranked
 
 SAMPLES = 24
 
@@ -130,3 +135,83 @@ def test_numbers_of_something_else_are_no_classes(ranking, judged_build, small_c
     samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
     _, _, found = judged_build(path, samples)
     assert found["task"] is None and found["top1_agreement"] is None
+
+
+def spoiled(path, end):
+    """A classifier with a layer `bad` that int8 spoils, which ranks its classes itself."""
+    rng = np.random.default_rng(1)
+    size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
+    weights = {
+        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size,
+        "w2": rng.normal(0, 0.3, (8, 8, 1, 1)) / size, "w3": rng.normal(0, 0.3, (16, 8, 3, 3)),
+        "w4": rng.normal(0, 1.0, (1024, 10)),
+    }  # fmt: skip
+    weights["w2"][:, 0] = 0
+    ends = {
+        "ArgMax": [("ArgMax", "logits", "raw", {"axis": 1, "keepdims": 0}),
+                   ("Cast", "raw", "class", {"to": TensorProto.INT32})],
+        "TopK": [("TopK", "logits k", "values places", {})],
+    }[end]  # fmt: skip
+    nodes = [
+        ("Conv", "x w1", "a", {"pads": [1] * 4}), ("Tanh", "a", "t", {}),
+        ("Mul", "t size", "m", {}), ("Conv", "m w2", "bad", {}), ("Relu", "bad", "r", {}),
+        ("Conv", "r w3", "c", {"strides": [2, 2], "pads": [1] * 4}), ("Relu", "c", "q", {}),
+        ("Flatten", "q", "f", {}), ("MatMul", "f w4", "logits", {}), *ends,
+    ]  # fmt: skip
+    outputs = {"ArgMax": ["class"], "TopK": ["values", "places"]}[end]
+    kinds = {"class": TensorProto.INT32, "values": TensorProto.FLOAT, "places": TensorProto.INT64}
+    graph = helper.make_graph(
+        [
+            helper.make_node(op, i.split(), o.split(), name=o.split()[0], **a)
+            for op, i, o, a in nodes
+        ],
+        "spoiled",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 16, 16])],
+        [helper.make_tensor_value_info(name, kinds[name], None) for name in outputs],
+        [
+            *(numpy_helper.from_array(np.float32(v), k) for k, v in weights.items()),
+            numpy_helper.from_array(np.array([3], np.int64), "k"),
+        ],
+    )
+    imports = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize("end", ["ArgMax", "TopK"])
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
+def test_the_search_hears_the_scores_before_they_are_ranked(target, end, run, tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(3).normal(size=(48, 3, 16, 16)).astype("f4"))
+    model, alike = spoiled(tmp_path / "net.onnx", end), {}
+    words = ("--images", tmp_path / "x.npy", "--duration", 0, "--target", target, "--accept")
+    for effort in (0, 1):
+        out = tmp_path / str(effort)
+        code, said, err = run("build", model, *words, "--effort", effort, "--out", out)
+        assert code == 0, err or said
+        report = json.loads((out / "report.json").read_text())
+        alike[effort] = report["engines"][1]["accuracy"]["task"]["value"]
+    assert alike[0] < 0.9 < 0.93 < alike[1]
+    plan = read_plan(tmp_path / "1" / "net.plan.toml").targets[target]
+    assert plan.choices.float_nodes["bad"].endswith("dB of logits")
+
+
+def test_scores_are_heard_where_all_outputs_are_ranked_alone(tmp_path):
+    model = onnx.load(spoiled(tmp_path / "net.onnx", "ArgMax"))
+    assert ranked(model) == {"class": "logits"}
+    model.graph.output.append(helper.make_tensor_value_info("q", TensorProto.FLOAT, None))
+    assert ranked(model) == {}
+    assert ranked(onnx.load(spoiled(tmp_path / "net.onnx", "TopK"))) == {
+        "values": "logits", "places": "logits",
+    }  # fmt: skip
+
+
+def test_a_figure_of_ones_own_gets_what_the_model_ranked(run, tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(3).normal(size=(48, 3, 16, 16)).astype("f4"))
+    text = (
+        "def same(fp32, int8, label):\n    return float((fp32['class'] == int8['class']).all())\n"
+    )
+    (tmp_path / "own.py").write_text(text)
+    words = ("--images", tmp_path / "x.npy", "--duration", 0, "--out", tmp_path / "o")
+    words = (*words, "--metric", f"{tmp_path / 'own.py'}:same", "--max-loss", 0.03)
+    code, said, err = run("build", spoiled(tmp_path / "net.onnx", "ArgMax"), *words)
+    assert code == 0, err or said

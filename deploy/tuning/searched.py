@@ -26,6 +26,7 @@ from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import LISTED, Heard, Prober
 from deploy.tuning.reasons import BETWEEN, NOT_FASTER, NOT_USABLE, reasons
 from deploy.tuning.samples import alike, as_many, telling
+from deploy.tuning.scores import ranked, telling_scores, with_scores
 from deploy.tuning.search import EFFORTS, Effort, Search, Trial
 from deploy.tuning.timed import TELLING_US, by_the_clock
 from deploy.tuning.units import Units, units_of
@@ -130,9 +131,18 @@ def _heard(asked: Asked) -> Sequence[Heard]:
 
 def _prober(asked: Asked, heard: Sequence[Heard], step: Step, allowance: Allowance) -> Prober:
     """What tries choices on samples that its ranges have not seen."""
-    few, effort = len(heard), asked.effort
+    few, effort, model = len(heard), asked.effort, asked.request.model
+    trial, ends = asked.trial, ranked(model)
+    if ends:
+        allowance.spend(few)
+        every, threads = asked.wish.metric is not None, asked.request.threads
+        heard = with_scores(model, heard, every=every, threads=threads)
+
+        def trial(request: BuildRequest) -> onnx.ModelProto:
+            return telling_scores(asked.trial(request), ends)
+
     return Prober(
-        asked.trial,
+        trial,
         unseen(asked.target, asked.request, [sample for sample, _ in heard], allowance.spend),
         heard,
         runs_here=asked.target.runs_here,
