@@ -407,7 +407,7 @@ def test_an_edit_that_cannot_be_obeyed_is_refused_in_one_sentence(
     ("old", "new", "said"),
     [
         ("\n[tensorrt.float]", 'method = "minmax"\n[tensorrt.float]', "minmax"),
-        ("[tensorrt.methods]", '[tensorrt.methods]\nr2 = "minmax"', "mse (minmax for 1 tensors)"),
+        ("[tensorrt.methods]", '[tensorrt.methods]\nr2 = "minmax"', "mse (minmax for 1 tensor)"),
     ],
 )
 def test_methods_of_the_plan_find_the_ranges(old, new, said, default, model, build, tmp_path):
