@@ -216,6 +216,18 @@ def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
     assert same_task([{"y": row[None]} for row in turned]) == "classes"
 
 
+def test_angles_with_usual_values_are_seldom_taken_for_classes():
+    """Three raw scores may be classes as well: what each usually is tells nothing of either."""
+    made = rng()
+    poses = made.normal([[[3, -18, 1]]], [[[20, 10, 8]]], (100, 4, 3)).astype(np.float32)
+    taken = [same_task([{"y": one[None]} for one in own]) for own in poses]
+    assert taken.count(None) >= 75 and set(taken) <= {None, "classes"}
+    scores = made.normal(0, 6, (100, 4, 3))
+    scores -= scores.mean(axis=2, keepdims=True)
+    taken = [same_task([{"y": one[None].astype(np.float32)} for one in own]) for own in scores]
+    assert taken == ["classes"] * 100
+
+
 def test_embeddings_keep_their_neighbours():
     made = rng()
     centres = made.standard_normal((4, 64))

@@ -47,6 +47,7 @@ class Top1:
         self.given: Counter[int] = Counter()  # class -> samples the reference gives to it
         self.values = True  # until a sample is no regression's
         self.ranked = True  # until a sample's best is not its first
+        self.several = False  # outputs, of which another may be what the model is for
 
     def add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
         """Add one batch.
@@ -77,6 +78,7 @@ class Top1:
     def _choose(self, outputs: Outputs, batch: int) -> None:
         """The output that tells the class; the first one, where none does."""
         first = next(iter(outputs))
+        self.several = len(outputs) > 1
         found = places_of(outputs, first, batch)
         self.places |= found is not None
         self.name = found or first
@@ -126,6 +128,7 @@ class Top1:
         if self.labels is not None:
             self._check_labels(self.labels)
         others = not kind and (self.values or self.ranked) and self.samples >= _ENOUGH
+        others = others or (not kind and self.several)
         told = labelled or (kind in _OF_CLASSES and not others)
         share = self.samples if self.classes and told else 0
         # an embedding that points one way in all samples is as doubtful as one class in all

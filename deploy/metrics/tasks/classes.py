@@ -3,7 +3,8 @@
 [N, C] scores. Probabilities (each row sums to 1) are classes for sure; raw numbers are where the
 best stands out as no direction of an embedding does, or where they are few, beyond what a Tanh
 gives, and of a mean that hardly changes from sample to sample, as training moves one score up and
-others down. Other vectors (a place, angles, an embedding) are not.
+others down. The fewest may be angles, which have each a usual value, so what is usual counts for
+nothing there. Other vectors (a place, an embedding) are not.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from deploy.tensors import Array
 _FEW = 32  # numbers that no embedding makes do with
 _BOUND = 1.05  # of a Tanh, and what rounding adds
 _STEADY = 0.5  # what the mean of few raw scores varies by, of what they do
+_ANGLES = 6  # numbers of a pose: angles, a rotation, a direction
+_TOGETHER = 0.5  # variance of the mean of so few, of what it would be if each varied by itself
 _LEAST = 1e-12  # another class is a difference, even of two equal values
 
 
@@ -77,7 +80,15 @@ def _about_zero(rows: NDArray[np.float64]) -> bool:
     """Whether few raw scores differ in themselves, not in their mean, and leave [-1, 1]."""
     spread = float(rows.std(axis=1).mean())
     wide = rows.min() < 0 < rows.max() and np.abs(rows).max() > _BOUND
-    return bool(wide and rows.mean(axis=1).std() < _STEADY * spread)
+    steady = rows.mean(axis=1).std() < _STEADY * spread
+    return bool(wide and steady and (rows.shape[1] > _ANGLES or _move_against(rows)))
+
+
+def _move_against(rows: NDArray[np.float64]) -> bool:
+    """Whether some of the numbers fall where others rise, over the samples."""
+    moved = rows - rows.mean(axis=0)
+    alone = float(moved.var(axis=1).mean()) / (rows.shape[1] - 1)
+    return bool(moved.mean(axis=1).var() < _TOGETHER * alone)
 
 
 def _is_vector(value: Array) -> bool:
