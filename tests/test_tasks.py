@@ -460,6 +460,46 @@ def test_key_points_of_a_box_are_kept_with_it(length):
     assert "key points" not in figure(others, others)[0].task.form
 
 
+def masked(number, *, maps=3, split=0.0, stride=4, turned=False):
+    """YOLO with masks: what is left of a line through a box, of boxes 20 pixels wide."""
+    value = v8(number, classes=1)["output0"][0]
+    value[2:4] = 20
+    weights = np.stack([-np.ones_like(value[0]), (value[0] + split) / 8, -value[1] / 1e4])[:maps]
+    columns = np.arange(SIZE[1] // stride) * stride / 8
+    ones = np.ones(tuple(side // stride for side in SIZE))
+    held = np.stack([ones * columns, ones, ones])[:maps]
+    rows = np.concatenate([value, weights])
+    return {
+        "output0": (rows.T if turned else rows)[None].astype(np.float32),
+        "output1": held[None].astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+@pytest.mark.parametrize("turned", [False, True])
+def test_masks_of_a_box_are_kept_with_it(turned, stride):
+    how = {"turned": turned, "stride": stride}
+    references = [masked(n, **how) for n in range(8)]
+    form, same = figure(references, references)
+    assert "1 classes, a mask an anchor" in form.task.form and same.value == 1
+    near = [masked(n, split=0.1, **how) for n in range(8)]
+    assert figure(references, near)[1].value > 0.9
+    far = [masked(n, split=7.0, **how) for n in range(8)]
+    assert figure(references, far)[1].value < 0.1
+    lost = [{**one, "output1": -one["output1"]} for one in references]
+    assert figure(references, lost)[1].value == 0
+    nothing = [{**one, "output1": one["output1"] * np.nan} for one in references]
+    assert figure(references, nothing)[1].value == 0
+    cut = [{**one, "output1": one["output1"][:, :2]} for one in references]
+    assert figure(references, cut)[1].value == 0
+
+
+def test_maps_that_are_no_masks_leave_boxes_alone():
+    others = [{**masked(n), "output1": np.zeros((1, 3, 5, 5), np.float32)} for n in range(8)]
+    form, same = figure(others, others)
+    assert "a mask" not in form.task.form and same.value == 1
+
+
 def split_yolo(number, boxes="rows", scores="rows"):
     """YOLO's boxes and scores in outputs of their own, either turned."""
     value = v8(number)["output0"]
