@@ -494,6 +494,26 @@ def test_masks_of_a_box_are_kept_with_it(turned, stride):
     assert figure(references, cut)[1].value == 0
 
 
+def turned(number, by=0.0):
+    """YOLO with an angle of each box, which is longer than it is high."""
+    value = v8(number, classes=2)["output0"][0]
+    value[2:4] = [[60], [15]]
+    angles = np.random.default_rng(number).uniform(-0.7, 2.2, (1, value.shape[1]))
+    return {"output0": np.concatenate([value, angles + by])[None].astype(np.float32)}
+
+
+def test_a_turned_box_is_kept_where_its_corners_are():
+    references = [turned(n) for n in range(8)]
+    form, same = figure(references, references)
+    assert "2 classes, an angle an anchor" in form.task.form and same.value == 1
+    for by, value in ((0.03, 1), (0.2, 0)):  # 10 % of its size is 3 pixels, 0.1 of a radian
+        assert figure(references, [turned(n, by) for n in range(8)])[1].value == value
+    long = [{"output0": one["output0"].copy()} for one in references]
+    for one in long:
+        one["output0"][:, -1] *= 40
+    assert "angle" not in figure(long, long)[0].task.form
+
+
 def test_maps_that_are_no_masks_leave_boxes_alone():
     others = [{**masked(n), "output1": np.zeros((1, 3, 5, 5), np.float32)} for n in range(8)]
     form, same = figure(others, others)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.metrics.tasks.outlines import Masks
+
 LOWEST = 0.05  # scores below it are never looked at
 _OFF = 0.1  # of a box's size, that its key points may lie elsewhere in the mean
 _COVERED = 0.75  # IoU that the masks of one box have in both models, at least
@@ -16,32 +18,6 @@ IOU = 0.5  # above it two boxes are one, for suppression and for matching
 _MOST = 1000  # boxes of an image before suppression, the best by score
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Masks:
-    """Masks of an image's boxes: above 0 in sums of maps that all boxes share.
-
-    Attributes:
-        weights: [n, m] of the maps, a row a box.
-        maps: [m, h, w].
-        stride: length of their cells in the boxes' unit.
-    """
-
-    weights: Floats
-    maps: NDArray[np.floating]
-    stride: float
-
-    def at(self, keep: NDArray[np.bool_] | NDArray[np.int64] | list[int]) -> Masks:
-        """Of some of the boxes."""
-        return Masks(self.weights[keep], self.maps, self.stride)
-
-    def first(self, box: Floats) -> NDArray[np.bool_]:
-        """The first box's mask [h, w], which ends where the box does."""
-        rows, columns = ((np.arange(side) + 0.5) * self.stride for side in self.maps.shape[1:])
-        wide = (columns > box[0]) & (columns < box[2])
-        high = (rows > box[1]) & (rows < box[3])
-        return np.asarray((np.tensordot(self.weights[0], self.maps, 1) > 0) & wide & high[:, None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@
 A tensor counts as such only where its anchors are as many as the cells of the input's picture, and
 where the boxes lie at their anchors. Rows after the classes are key points where they lie there as
 well, x and y or x, y and how visible. They are the weights of masks where there is an output of as
-many maps, [N, m, H / s, W / s], of which each mask is a sum (YOLACT, Bolya et al. 2019); others
-(angles) are let be.
+many maps, [N, m, H / s, W / s], of which each mask is a sum (YOLACT, Bolya et al. 2019). One row
+alone of numbers that an angle may have turns the box about its centre; others are let be.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import numpy as np
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.detections import LOWEST, Detections, Floats, Masks, by_score
+from deploy.metrics.tasks.detections import LOWEST, Detections, Floats, by_score
 from deploy.metrics.tasks.grid import Grid, grids
+from deploy.metrics.tasks.outlines import are_angles, masks_of, turned
 from deploy.metrics.tasks.task import Seen
 from deploy.tensors import Array
 
@@ -33,7 +34,6 @@ _NEARLY_ALL = 0.99
 _AT_ANCHORS = 0.8  # correlation of a box's place with its anchor's
 _IDLE = 0.1  # mean best class of all anchors: above it, something else tells boxes from nothing
 _QUIET = 0.02
-_STRIDES = (2, 4, 8)  # pixels of a mask's cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,7 @@ class Dense:
         grid: where the anchors are.
         point: rows of a key point, 2 or 3, all of which come last; 0 without.
         maps: the output whose maps make masks; "" without.
+        turned: whether the last row is an angle.
     """
 
     output: str
@@ -61,6 +62,7 @@ class Dense:
     grid: Grid
     point: int = 0
     maps: str = ""
+    turned: bool = False
 
     @property
     def placed(self) -> bool:
@@ -79,6 +81,7 @@ class Dense:
         seen = ", objectness" if self.objectness else ""
         points = (self.rows - 4 - self.scores) // self.point if self.point else 0
         own = f", {points} key points" if points else ", a mask" if self.maps else ""
+        own = ", an angle" if self.turned else own
         return (
             f"{self.output}: {words[self.coding]}{seen} and {self.classes} classes{own} an anchor"
         )
@@ -109,10 +112,12 @@ class Dense:
             if size is None or self.grid.count(size) != rows.shape[1]:
                 return None
             places = _out_of_cells(places, *(one[seen] for one in self.grid.cells(size)))
-        places = places if self.coding == "corners" else corners(places)
         rest = rows[4 + self.scores :, seen]
+        if self.turned:
+            return by_score(corners(places), scores, turned(places, rest[0].astype(np.float64)))
+        places = places if self.coding == "corners" else corners(places)
         if self.maps:
-            masks = _masks(rest.T, outputs.get(self.maps), image_size(inputs))
+            masks = masks_of(rest.T, outputs.get(self.maps), image_size(inputs))
             return None if masks is None else by_score(places, scores, masks=masks)
         if not self.point:
             return by_score(places, scores)
@@ -134,20 +139,9 @@ def _are_maps(name: str, count: int, seen: Seen) -> bool:
     """Whether an output is so many maps of a picture's cells, in every sample."""
     rows = np.zeros((1, count))
     return all(
-        value.shape[1:2] == (count,) and _masks(rows, value, image_size(fed)) is not None
+        value.shape[1:2] == (count,) and masks_of(rows, value, image_size(fed)) is not None
         for value, fed in zip(seen.arrays(name), seen.inputs, strict=True)
     )
-
-
-def _masks(weights: Array, maps: Array | None, size: tuple[int, int] | None) -> Masks | None:
-    """Masks of boxes in pixels; None where the maps are not of the picture's cells."""
-    if maps is None or size is None or maps.ndim != 4 or maps.shape[:2] != (1, weights.shape[1]):
-        return None
-    stride = next((s for s in _STRIDES if maps.shape[2:] == (size[0] // s, size[1] // s)), None)
-    floating = np.issubdtype(maps.dtype, np.floating)
-    if stride is None or not floating:
-        return None
-    return Masks(weights.astype(np.float64), maps[0], float(stride))
 
 
 def corners(boxes: Floats) -> Floats:
@@ -205,6 +199,7 @@ def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
                 rows=len(rows[0]),
                 grid=grid,
                 point=0 if coding == "cell" else _point(rest, sizes, grid),
+                turned=coding == "centre" and len(rest) == 1 and are_angles(rest),
             )
     return None
 
