@@ -87,6 +87,8 @@ def test_what_else_is_told_of_a_sample_must_be_told_alike():
     assert figure(references, candidates)[1].count == "72 of 96"
     alone = [flagged(n, p) for n, p in enumerate([0.9, 0.1, 0.9, 0.1])]
     assert figure(alone, alone)[1].count == "48 of 48"  # nothing is where FP32 sees nothing
+    form = form_of(alone, inputs=[fed()] * 4)
+    assert [part.label for part in form.parts] == ["y"]  # 1e-3 of 1e-6 is no noise
     seen = [*alone[:3], flagged(3, 0.6)]
     assert figure(alone, seen)[1].count == "48 of 72"
 

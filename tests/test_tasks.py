@@ -494,6 +494,27 @@ def test_masks_of_a_box_are_kept_with_it(turned, stride):
     assert figure(references, cut)[1].value == 0
 
 
+def blaze(number, *, columns=16, lost=0, floor=-4.0):
+    """Offsets of boxes and key points from anchors, beside a raw score of each."""
+    made = np.random.default_rng(number)
+    scores = made.normal(floor, 0.5, (1, 896, 1))
+    seen = made.choice(896, 6, replace=False)
+    scores[0, seen[lost:]] = 3
+    offsets = made.normal(0, 20, (1, 896, columns))
+    return {"regressors": np.float32(offsets), "classificators": np.float32(scores)}
+
+
+def test_boxes_with_key_points_are_matched_by_anchor():
+    references = [blaze(n) for n in range(8)]
+    form, same = figure(references, references)
+    assert "sigmoid of anchors, boxes matched by anchor" in form.task.form and same.value == 1
+    _, found = figure(references, [blaze(n, lost=2) for n in range(8)])
+    assert found.words.startswith("32 of 48 boxes of FP32 kept, 0 new")
+    other = {"columns": 17}, {"floor": 0.0}  # no pairs of places; scores that are sure of much
+    for how in other:
+        assert same_task([blaze(n, **how) for n in range(8)]) != "boxes"
+
+
 def turned(number, by=0.0):
     """YOLO with an angle of each box, which is longer than it is high."""
     value = v8(number, classes=2)["output0"][0]

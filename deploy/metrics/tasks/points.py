@@ -5,7 +5,8 @@ pixels or in shares of its sides, and up to three numbers more: a depth, or how 
 flat output points are told from other numbers by their order: each lies near the one before it.
 
 Other outputs of one probability say whether there is anything, or which hand it is: where int8
-says another, a sample's points are lost. Of one alone, points of samples below 0.5 do not count.
+says another, a sample's points are lost, and values near 0 are not compared beyond that. Of one
+alone, points of samples below 0.5 do not count.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def find(seen: Seen) -> Points | None:
     scored = frozenset(name for name in found if _has_scores(seen.arrays(name), found[name]))
     flags = tuple(name for name in seen.names if all(map(_is_share, seen.arrays(name))))
     count = sum(seen.arrays(name)[0].size // numbers for name, numbers in found.items())
-    return Points(found, scored, flags, count)
+    return Points(found, scored, flags, count, dict.fromkeys(flags, ()))
 
 
 def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]]) -> int | None:
