@@ -56,9 +56,9 @@ def test_points_near_those_of_fp32_are_kept(more, flat, unit):
     assert task.form == "y: 24 key points" and same.value == 1
     near = [output(n, moved=0.003 * unit, **how) for n in range(5)]
     assert figure(references, near)[1].value == 1
-    far = [output(n, moved=0.03 * unit, among=6, **how) for n in range(5)]
+    far = [output(n, moved=0.04 * unit, among=6, **how) for n in range(5)]
     _, found = figure(references, far)
-    assert found.words == "90 of 120 key points of FP32 within 2 % of their extent"
+    assert found.words == "90 of 120 key points of FP32 within 3 % of their extent"
     nothing = [{"y": one["y"] * np.nan} for one in references]
     assert figure(references, nothing)[1].value == 0
     cut = [{"y": one["y"][..., 1:]} for one in references]
@@ -155,7 +155,7 @@ def screen(model: onnx.ModelProto, folder: Path) -> str:
 
 def test_the_screen_tells_key_points_and_no_classes(tmp_path):
     said = screen(mesh(), tmp_path)
-    assert "576 of 576 key points of FP32 within 2 %" in said and "Top-1" not in said
+    assert "576 of 576 key points of FP32 within 3 %" in said and "Top-1" not in said
     (told,) = json.loads((tmp_path / "out" / "report.json").read_text())["engines"][1:]
     assert told["accuracy"]["task"]["task"] == "key points"
 

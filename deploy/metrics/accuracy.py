@@ -191,7 +191,9 @@ class Comparison:
         if self._top1.samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
         outputs = tuple(error.result() for error in self._errors.values())
-        found = self._top1.result(self._truth.kind)
+        task = self._truth.task()
+        kind = "beside others" if task is not None and task.beside else self._truth.kind
+        found = self._top1.result(kind)
         return Accuracy(
             samples=self._top1.samples,
             outputs=outputs,
@@ -201,7 +203,7 @@ class Comparison:
             classes=found.classes,
             favourite=found.favourite,
             parts=self._truth.parts(outputs),
-            task=self._truth.task(),
+            task=task,
             precision=self._truth.precision(),
             reading=self._truth.reading(),
             problems=tuple(_problems(outputs, self._top1.samples, self._truth.lists)),

@@ -5,6 +5,9 @@ best stands out as no direction of an embedding does, or where they are few, bey
 gives, and of a mean that hardly changes from sample to sample, as training moves one score up and
 others down. The fewest may be angles, which have each a usual value, so what is usual counts for
 nothing there. Other vectors (a place, an embedding) are not.
+
+Beside probabilities there may be such, as a face's box or its age: the figure is of the classes
+alone, and what it does not tell is judged as where there is no task.
 """
 
 from __future__ import annotations
@@ -34,17 +37,26 @@ _LEAST = 1e-12  # another class is a difference, even of two equal values
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """One score a class, in one output or in several heads."""
+    """One score a class, in one output or in several heads.
+
+    Attributes:
+        outputs: their names.
+        counts: of the classes of each.
+        beside: other outputs, of numbers.
+        parts: as of a task.
+    """
 
     outputs: tuple[str, ...]
-    count: int
+    counts: tuple[int, ...]
+    beside: tuple[str, ...] = ()
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     name: str = "classes"
 
     @property
     def form(self) -> str:
         """How the outputs are read."""
-        return f"{', '.join(self.outputs)}: {self.count} classes"
+        counts = [str(count) for count in dict.fromkeys(self.counts)]
+        return f"{', '.join(self.outputs)}: {' and '.join(counts)} classes"
 
     def tally(self) -> ClassTally:
         """A new comparison."""
@@ -52,24 +64,45 @@ class Classes:
 
 
 def find(seen: Seen) -> Classes | None:
-    """The task, where every output is one vector of scores a sample."""
+    """The task, where every output is one vector of scores a sample, or some are of shares."""
     vectors = {name: seen.arrays(name) for name in seen.names}
-    alone = len(vectors) == 1
-    if not vectors or not all(_scores(values, alone=alone) for values in vectors.values()):
+    found = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
+    if len(found) < len(vectors):
+        found = [name for name in found if _are_shares(_rows(vectors[name]))]
+    beside = tuple(name for name in vectors if name not in found)
+    if not found or not all(_are_numbers(vectors[name]) for name in beside):
         return None
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures and any(map(are_raw_tracks, vectors.values())):  # of steps, as likely
+    if not pictures and (beside or any(map(are_raw_tracks, vectors.values()))):  # steps, as likely
         return None
-    return Classes(tuple(vectors), next(iter(vectors.values()))[0].size)
+    return Classes(tuple(found), tuple(vectors[name][0].size for name in found), beside)
+
+
+def _are_numbers(samples: Sequence[Array]) -> bool:
+    """Whether each sample has one vector of finite numbers, if only of one."""
+    return all(
+        np.issubdtype(one.dtype, np.floating)
+        and one.size == max(one.shape, default=1)
+        and np.isfinite(one).all()
+        for one in samples
+    )
+
+
+def _rows(samples: Sequence[Array]) -> list[NDArray[np.float64]]:
+    return [np.asarray(one, np.float64).reshape(-1) for one in samples if _is_vector(one)]
+
+
+def _are_shares(rows: Sequence[NDArray[np.float64]]) -> bool:
+    return all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows)
 
 
 def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
-    rows = [np.asarray(one, np.float64).reshape(-1) for one in samples if _is_vector(one)]
+    rows = _rows(samples)
     if not rows or len(rows) != len(samples) or not all(np.isfinite(r).all() for r in rows):
         return False
     if any(len(row) != len(rows[0]) for row in rows):
         return False
-    if all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows):
+    if _are_shares(rows):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
         return alone and _about_zero(np.stack(rows))
@@ -157,7 +190,7 @@ class ClassTally:
         if not self.compared:
             return None
         words = f"{self.first} of {self.compared} best classes as FP32's"
-        if self.task.count > 10:
+        if max(self.task.counts) > 10:
             words += f", {self.five} among the best five"
         return TaskFigure(
             task="classes",
@@ -167,4 +200,5 @@ class ClassTally:
             words=words,
             samples=self.samples,
             form=self.task.form,
+            beside=self.task.beside,
         )

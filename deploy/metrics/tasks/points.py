@@ -29,11 +29,11 @@ _IN_ORDER = 0.6  # correlation of places with those of the points before
 _ALIKE = 0.1  # correlation less, of fewer numbers a point
 _INSIDE = 0.15, 0.85  # share of the picture's side that points lie at in the mean
 _AROUND = 0.5  # shares beyond the sides that some may lie at
-_SPREAD = 0.02, 0.5  # deviation of one sample's places, in shares
+_SPREAD = 0.01, 0.5  # deviation of one sample's places, in shares
 _SHARES = 1.5  # no place is above it in shares of a side
 _ENDS = 0.02  # shares so near 0 or 1 are probabilities
 _SURE = 0.2  # of a point that is there
-_NEAR = 0.02  # of the extent of a sample's points
+_NEAR = 0.03  # of the extent of a sample's points
 
 Floats = NDArray[np.float64]
 
