@@ -319,6 +319,27 @@ def test_three_outputs_of_boxes_scores_and_classes():
     assert [part.label for part in form.parts] == ["scores"]
 
 
+@pytest.mark.parametrize("batch", [True, False])
+def test_boxes_with_their_scores_beside_classes(batch):
+    """As MMDetection's exports give them."""
+
+    def outputs(number, lost=0):
+        rows = ended(number)
+        rows[:lost, 4] = 0
+        rows = rows[None] if batch else rows
+        return {"dets": rows[..., :5], "labels": rows[..., 5].astype(np.int64)}
+
+    references = [outputs(n) for n in range(4)]
+    form, found = figure(references, references)
+    assert "a list of boxes" in form.task.form and found.value == 1
+    assert [part.label for part in form.parts] == (["dets[..., 4:5]"] if batch else [])
+    assert figure(references, [outputs(n, lost=2) for n in range(4)])[1].value < 1
+    turned = [{**one, "labels": one["labels"] + 1} for one in references]
+    assert figure(references, turned)[1].value == 0
+    cut = [{**one, "dets": one["dets"][..., :4]} for one in references]
+    assert figure(references, cut)[1].value == 0
+
+
 def ssd(number, classes=4):
     """Offsets from anchors that nobody told, and probabilities with a background."""
     made = np.random.default_rng(number)
