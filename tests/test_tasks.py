@@ -797,6 +797,11 @@ def test_masks_are_judged_by_iou(last):
     assert found.words == "IoU 0.333 of the pixels above 0.5"
     depth = [{"m": rng().uniform(0, 1, (1, 1, 64, 64))}] * 4
     assert same_task(depth, inputs) is None
+    stages = [{**mask(10), "s": mask(20)["m"]}] * 4  # each stage has one, which all are judged
+    form, found = figure(stages, [{**mask(10), "s": mask(30)["m"]}] * 4, inputs)
+    assert form.task.form == "m, s: maps of 0 to 1" and found.value == pytest.approx(6 / 10)
+    halved = [{**one, "s": one["s"][:, :, ::2, ::2]} for one in stages]
+    assert same_task(halved, inputs) is None
 
 
 def test_peaks_of_heat_maps_within_a_pixel():
