@@ -257,6 +257,9 @@ def test_wrong_sources_are_told(tmp_path, photos):
     two = [IMAGE, TensorSpec("state", "float32", (1, 4))]
     with pytest.raises(FeedError, match=r"images feed one input, the model has 2.*\.npz"):
         open_feed(photos, two)
+    many = [IMAGE, *(TensorSpec(f"w{n}", "float32", (n, 4)) for n in range(29))]
+    with pytest.raises(FeedError, match=r"the model has 30: .*'w3' .* and 25 more; give"):
+        open_feed(photos, many)
     with pytest.raises(FeedError, match="must have an input"):
         open_feed(photos, [])
     with pytest.raises(ConfigError, match="limit must be 1 or more"):
