@@ -221,11 +221,13 @@ def test_angles_with_usual_values_are_seldom_taken_for_classes():
     made = rng()
     poses = made.normal([[[3, -18, 1]]], [[[20, 10, 8]]], (100, 4, 3)).astype(np.float32)
     taken = [same_task([{"y": one[None]} for one in own]) for own in poses]
-    assert taken.count(None) >= 75 and set(taken) <= {None, "classes"}
+    assert taken.count(None) >= 65 and set(taken) <= {None, "classes"}
     scores = made.normal(0, 6, (100, 4, 3))
     scores -= scores.mean(axis=2, keepdims=True)
     taken = [same_task([{"y": one[None].astype(np.float32)} for one in own]) for own in scores]
     assert taken == ["classes"] * 100
+    sure = np.float32([[9, -1, -2], [7.5, 0, -1], [8, -1, -0.5], [10, -2, -1.5]])  # of one class
+    assert same_task([{"y": one[None]} for one in sure]) == "classes"
 
 
 def test_embeddings_keep_their_neighbours():

@@ -3,8 +3,8 @@
 [N, C] scores. Probabilities (each row sums to 1) are classes for sure; raw numbers are where the
 best stands out as no direction of an embedding does, or where they are few, beyond what a Tanh
 gives, and of a mean that hardly changes from sample to sample, as training moves one score up and
-others down. The fewest may be angles, which have each a usual value, so what is usual counts for
-nothing there. Other vectors (a place, an embedding) are not.
+others down. The fewest may be angles, which have each a usual value: there one must stand off from
+the rest, or what is usual counts for nothing. Other vectors (a place, an embedding) are not.
 
 Beside probabilities there may be such, as a face's box or its age: the figure is of the classes
 alone, and what it does not tell is judged as where there is no task.
@@ -32,6 +32,7 @@ _BOUND = 1.05  # of a Tanh, and what rounding adds
 _STEADY = 0.5  # what the mean of few raw scores varies by, of what they do
 _ANGLES = 6  # numbers of a pose: angles, a rotation, a direction
 _TOGETHER = 0.5  # variance of the mean of so few, of what it would be if each varied by itself
+_OFF = 1.5  # times as far as the others are apart
 _LEAST = 1e-12  # another class is a difference, even of two equal values
 
 
@@ -114,7 +115,8 @@ def _about_zero(rows: NDArray[np.float64]) -> bool:
     spread = float(rows.std(axis=1).mean())
     wide = rows.min() < 0 < rows.max() and np.abs(rows).max() > _BOUND
     steady = rows.mean(axis=1).std() < _STEADY * spread
-    return bool(wide and steady and (rows.shape[1] > _ANGLES or _move_against(rows)))
+    sure = rows.shape[1] > _ANGLES or _move_against(rows) or _one_wins(rows)
+    return bool(wide and steady and sure)
 
 
 def _move_against(rows: NDArray[np.float64]) -> bool:
@@ -122,6 +124,14 @@ def _move_against(rows: NDArray[np.float64]) -> bool:
     moved = rows - rows.mean(axis=0)
     alone = float(moved.var(axis=1).mean()) / (rows.shape[1] - 1)
     return bool(moved.mean(axis=1).var() < _TOGETHER * alone)
+
+
+def _one_wins(rows: NDArray[np.float64]) -> bool:
+    """Whether one number stands off and the rest are alike, as of a sure class, in the mean."""
+    if rows.shape[1] < 3:
+        return False
+    ranked = np.sort(rows, axis=1).mean(axis=0)
+    return bool(ranked[-1] - ranked[-2] > _OFF * (ranked[-2] - ranked[0]))
 
 
 def _is_vector(value: Array) -> bool:
