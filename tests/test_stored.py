@@ -20,11 +20,12 @@ def stored(how: str) -> onnx.ModelProto:
     nodes, held = [], {}
     for place in "ab":
         integers = rng.integers(-127, 128, (16, 16, 3, 3)).astype(np.int8)
-        shape = {"tensor": (), "channel": (16,), "block": (16, 4, 3, 3)}[how]
+        shape = {"channel": (16,), "block": (16, 4, 3, 3)}.get(how, ())
         scale = rng.uniform(0.5e-3, 2e-3, shape).astype(np.float32)
         held |= {f"{place}_q": integers, f"{place}_s": scale}
         held[f"{place}_z"] = np.full(shape, 3 if how == "tensor" else 0, np.int8)
-        given = {"channel": {"axis": 0}, "block": {"axis": 1, "block_size": 4}}.get(how, {})
+        blocks = {"axis": 1, "block_size": 4}  # one scale is no block to ONNX Runtime
+        given = {"channel": {"axis": 0}, "block": blocks, "scalar blocks": blocks}.get(how, {})
         names = [f"{place}_q", f"{place}_s", f"{place}_z"]
         nodes.append(helper.make_node("DequantizeLinear", names, [f"{place}_w"], place, **given))
     pads = {"pads": [1, 1, 1, 1]}
@@ -40,7 +41,7 @@ def stored(how: str) -> onnx.ModelProto:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(value, name) for name, value in held.items()],
     )
-    opset = [helper.make_opsetid("", 21 if how == "block" else 13)]
+    opset = [helper.make_opsetid("", 21 if "block" in how else 13)]
     return helper.make_model(graph, opset_imports=opset, ir_version=10)
 
 
@@ -60,8 +61,9 @@ def test_integers_become_the_float_weights_that_they_stand_for(how):
     assert ran(loaded.model).tobytes() == ran(stored(how)).tobytes()
 
 
-def test_such_a_model_is_calibrated_and_built_in_int8(tmp_path):
-    onnx.save(stored("channel"), tmp_path / "net.onnx")
+@pytest.mark.parametrize("how", ["channel", "scalar blocks"])
+def test_such_a_model_is_calibrated_and_built_in_int8(how, tmp_path):
+    onnx.save(stored(how), tmp_path / "net.onnx")
     np.save(tmp_path / "x.npy", X)
     words = ["build", str(tmp_path / "net.onnx"), "--images", str(tmp_path / "x.npy"), "--accept"]
     words += ["--out", str(tmp_path / "out"), "--duration", "0", "--effort", "0"]

@@ -79,6 +79,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         stamp,
         behind,
         carried,
+        restored=stored is not None,
     )
 
 
