@@ -61,6 +61,14 @@ def test_integers_become_the_float_weights_that_they_stand_for(how):
     assert ran(loaded.model).tobytes() == ran(stored(how)).tobytes()
 
 
+def test_float_weights_that_were_left_as_inputs_are_none():
+    model = stored("channel")
+    for place in "ab":
+        left = helper.make_tensor_value_info(f"{place}_float", TensorProto.FLOAT, [16, 16, 3, 3])
+        model.graph.input.append(left)
+    assert [spec.name for spec in load(model).inputs] == ["x"]
+
+
 @pytest.mark.parametrize("how", ["channel", "scalar blocks"])
 def test_such_a_model_is_calibrated_and_built_in_int8(how, tmp_path):
     onnx.save(stored(how), tmp_path / "net.onnx")

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploy.frontends.checks import is_quantized_node, to_array
-from deploy.graph.edit import free_inputs, rebuild
-from deploy.graph.index import Graph, all_nodes, attributes
+from deploy.graph.edit import free_inputs, rebuild, replace
+from deploy.graph.index import Graph, all_nodes, all_read, attributes
 
 if TYPE_CHECKING:
     import onnx
@@ -49,6 +49,8 @@ def restore(model: onnx.ModelProto) -> str | None:
         made.append(numpy_helper.from_array(values, node.output[0]))
     model.graph.initializer.extend(made)
     rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])
+    read = all_read(model.graph)  # a weight may still be an input, of which nothing was left
+    replace(model.graph.input, [value for value in model.graph.input if value.name in read])
     count = f"{len(made)} weight{'s' * (len(made) > 1)}"
     return f"Took {count} that {'are' if len(made) > 1 else 'is'} stored as integers as float ones."
 
