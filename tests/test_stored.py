@@ -78,6 +78,8 @@ def test_such_a_model_is_calibrated_and_built_in_int8(how, tmp_path):
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 0, done.output
     assert "calibrated anew" in done.output and "quantized already" not in done.output
+    told = " ".join(done.output.split())
+    assert "FP32 is the float model that net stands for" in told
     built = onnx.load(tmp_path / "out" / "net.int8.onnx")
     convs = [node for node in built.graph.node if node.op_type == "Conv"]
     made = {name: node for node in built.graph.node for name in node.output}
