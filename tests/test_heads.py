@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from deploy.metrics.accuracy import Accuracy
+from deploy.errors import FeedError
+from deploy.metrics.accuracy import Accuracy, compare
 from deploy.metrics.form import form_of
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, of_accuracy
 from deploy.metrics.tasks.task import TaskFigure
 from deploy.metrics.truth import PartAccuracy
+from deploy.tensors import TensorSpec
 
 FED = {"x": np.zeros((1, 3, 24, 24), np.float32)}
 
@@ -57,6 +59,30 @@ def test_others_are_no_classes(what):
             one["face"] = one["face"] * 9
     fed = {"x": np.zeros((1, 40), np.float32)} if what == "no picture" else FED
     assert task_of(outputs, fed) is None
+
+
+class Heads:
+    """A session of a box and of shares of two classes, by the mean of the picture."""
+
+    inputs = (TensorSpec("x", "float32", ("n", 3, 24, 24)),)
+    outputs = (TensorSpec("box", "float32", ("n", 4)), TensorSpec("face", "float32", ("n", 2)))
+
+    def run(self, feed):
+        mean = feed["x"].mean(axis=(1, 2, 3))
+        box = np.stack([mean, mean * 0, -mean, mean + 3], axis=1)
+        yes = 1 / (1 + np.exp(-9 * mean))
+        return {"box": np.float32(box), "face": np.float32(np.stack([1 - yes, yes], axis=1))}
+
+
+def test_labels_are_of_the_output_that_tells_classes():
+    means = np.random.default_rng(2).choice([-1.0, 1.0], 30)
+    x = np.broadcast_to(means[:, None, None, None], (30, 3, 24, 24)).astype(np.float32)
+    labels = (means > 0).astype(int).tolist()
+    found = compare(Heads(), Heads(), [{"x": one[None]} for one in x], labels=labels)
+    assert found.classes == 2 and found.top1_reference == found.top1_candidate == 1
+    wrong = [label + 2 for label in labels]
+    with pytest.raises(FeedError, match="0 to 1 for the model's 2 classes"):
+        compare(Heads(), Heads(), [{"x": one[None]} for one in x], labels=wrong)
 
 
 def part(output, db):

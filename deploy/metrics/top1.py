@@ -37,10 +37,17 @@ class Shares:
 class Top1:
     """Counts whose class is right, and where both agree."""
 
-    def __init__(self, labels: Sequence[int] | None) -> None:
+    def __init__(self, labels: Sequence[int] | None, name: str | None = None) -> None:
+        """What is counted.
+
+        Args:
+            labels: the class of each sample.
+            name: of the output that tells the class; None finds it from the first batch.
+        """
         self.labels = labels
+        self.trouble: FeedError | None = None  # kept where another output may have the labels
         self.samples = self.right_reference = self.right_candidate = self.agreed = 0
-        self.name: str | None = None  # of the output that tells the class
+        self.name = name
         self.places = labels is not None  # whether rows of whole numbers may be TopK's places
         self.classes = True  # until an output turns out to hold no classes
         self.count: int | None = None
@@ -49,12 +56,20 @@ class Top1:
         self.ranked = True  # until a sample's best is not its first
         self.several = False  # outputs, of which another may be what the model is for
 
-    def add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
-        """Add one batch.
+    def add(self, reference: Outputs, candidate: Outputs, batch: int, *, at_once: bool) -> None:
+        """Add one batch; without `at_once` it is the result that tells of labels that do not fit.
 
         Raises:
             FeedError: labels that do not fit the samples or the classes.
         """
+        try:
+            self._add(reference, candidate, batch)
+        except FeedError as error:
+            if at_once:
+                raise
+            self.trouble = self.trouble or error
+
+    def _add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
         start, self.samples = self.samples, self.samples + batch
         if self.name is None:
             self._choose(reference, batch)
@@ -125,6 +140,8 @@ class Top1:
             FeedError: labels that do not fit.
         """
         labelled = self.labels is not None
+        if self.trouble is not None:
+            raise self.trouble
         if self.labels is not None:
             self._check_labels(self.labels)
         others = not kind and (self.values or self.ranked) and self.samples >= _ENOUGH
