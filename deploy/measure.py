@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from deploy.frontends import LoadedModel
 
 _FEEDS = 8  # different inputs that the latency runs use in turn
+_SAME_DB = 100.0  # of a state: what ONNX Runtime computes in another order is no loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,15 +337,34 @@ def _notes(
     """What the figures stand on."""
     if not accuracy:
         return ()
+    states = tuple(_states(accuracy.values()))
     count = next(iter(accuracy.values())).samples
     layers = f"that of inner tensors on {inside} of these" if inside else ""
     if evaluation is not None:
-        return (f"accuracy was measured on {count} evaluation images, {layers}",) if layers else ()
+        over = f"accuracy was measured on {count} evaluation images, {layers}"
+        return (over, *states) if layers else states
     said = f"accuracy was measured on {count} of the calibration images{layers and f', {layers}'}"
     found = [f"{said}; --eval-images gives others, which tell more"]
     if calibration.labelled:
         found.append("labels of images that calibrate are not used; --eval-images takes both")
-    return tuple(found)
+    return (*found, *states)
+
+
+def _states(found: Iterable[Accuracy]) -> Iterator[str]:
+    """That what a state loses from call to call is not seen where each call is fed by itself."""
+    lost = {
+        (output.name, one.carried[output.name])
+        for one in found
+        for output in one.outputs
+        if output.name in one.carried and not output.sqnr_db >= _SAME_DB
+    }
+    if lost:
+        pairs = ", ".join(f"{name} like {source}" for name, source in sorted(lost))
+        yield (
+            f"some outputs are what the next call is fed ({pairs}): here every call got what was"
+            " fed, so that what int8 loses from call to call is not in these figures; compare"
+            " whole sequences too"
+        )
 
 
 def _as_constants(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:

@@ -86,6 +86,59 @@ def test_the_search_hears_the_noise_beside_the_change(target, tmp_path):
     assert "/bad/Conv" in (tmp_path / "1" / "net.plan.toml").read_text()
 
 
+def enlarging(path, change, last):
+    """x at twice the size by its nearest pixels, plus so much of what two Convs make of it."""
+    rng = np.random.default_rng(2)
+
+    def weight(name, values):
+        return numpy_helper.from_array(np.asarray(values, np.float32), name)
+
+    weights = [
+        weight("w1", 0.3 * rng.normal(size=(8, 3, 3, 3))),
+        weight("w2", change * rng.normal(size=(3, 8, 3, 3))),
+        weight("w3", np.eye(3)[:, :, None, None]),
+        weight("twice", [1, 1, 2, 2]),
+    ]
+    sizes = [[1, 3, 32, 32], [1, 3, 64, 64]]
+    first, end = ("t", "s3") if last else ("x", "y")
+    nodes = [
+        helper.make_node("Resize", [first, "", "twice"], ["l"], mode="linear"),
+        helper.make_node("Conv", ["l", "w1"], ["a"], pads=[1] * 4),
+        helper.make_node("Relu", ["a"], ["r"]),
+        helper.make_node("Conv", ["r", "w2"], ["c"], pads=[1] * 4),
+        helper.make_node("Add", ["l", "c"], ["s"]),
+        helper.make_node("Conv", ["s", "w3"], [end]),
+    ]
+    if last:
+        nodes.insert(0, helper.make_node("Transpose", ["x"], ["t"], perm=[0, 3, 1, 2]))
+        nodes.append(helper.make_node("Transpose", ["s3"], ["y"], perm=[0, 2, 3, 1]))
+        sizes = [[1, *size[2:], 3] for size in sizes]
+    x, y = map(helper.make_tensor_value_info, "xy", [TensorProto.FLOAT] * 2, sizes)
+    graph = helper.make_graph(nodes, "enlarging", [x], [y], weights)
+    imports = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("change", "level"), [(0.0004, "doubtful"), (0.05, "good")])
+def test_what_super_resolution_adds_must_be_left(change, level, last, tmp_path):
+    turn = np.arange(32) / 8
+    rng = np.random.default_rng(1)
+    smooth = [np.outer(np.sin(turn + rng.uniform(0, 6)), np.cos(turn)) for _ in range(72)]
+    samples = np.stack(smooth).reshape(24, 3, 32, 32).astype(np.float32)
+    np.save(tmp_path / "x.npy", np.moveaxis(samples, 1, 3) if last else samples)
+    model, out = enlarging(tmp_path / "net.onnx", change, last), tmp_path / "out"
+    asked = ["--images", str(tmp_path / "x.npy"), "--out", str(out), "--effort", "0"]
+    run = CliRunner().invoke(cli, ["build", str(model), *asked, "--duration", "0"])
+    assert run.exit_code == 0, run.output
+    (said,) = (
+        one["verdict"] for one in json.loads((out / "report.json").read_text())["engines"][1:]
+    )
+    assert said["level"] == level
+    assert ("x itself, resized, would have" in str(said)) == (level == "doubtful")
+
+
 @pytest.mark.parametrize(("change", "level"), [(0.0004, "doubtful"), (0.01, "good")])
 def test_a_change_that_int8_is_too_coarse_for_is_doubtful(change, level, tmp_path):
     samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 32, 32)).astype(np.float32)

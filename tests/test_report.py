@@ -312,6 +312,20 @@ def test_the_screen_shows_what_changed():
     assert len(text.splitlines()) < 45
 
 
+@pytest.mark.parametrize(
+    ("size", "said"), [(5000, "1.25x larger"), (4001, ""), (2000, "2.00x smaller")]
+)
+def test_a_file_that_grew_is_larger(size, said):
+    """As of weights that a layer in float reads too."""
+    reference, *engines = full().engines
+    grown = (reference, *(dataclasses.replace(e, size_bytes=size) for e in engines))
+    report = dataclasses.replace(full(), engines=grown)
+    screen, page = to_screen(report), to_html(report)
+    assert said in screen and said[6:] in page
+    others = {"larger", "smaller"} - {said[6:]}
+    assert not any(word in screen or f"{word} on disk" in page for word in others)
+
+
 def test_the_screen_tells_of_every_target():
     text = to_screen(of_three())
     assert "onnxruntime  5 of 6 nodes int8 (V 1, W 1, X 1, ...), by mse" in text

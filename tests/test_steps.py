@@ -180,7 +180,20 @@ def any_scores(path):
     return scores(path, alike=True)
 
 
-@pytest.mark.parametrize("model", [scores, any_scores, places])
+def forecast(path):
+    """What a series goes on with: 40 numbers that lie about where it is, above 0 or below."""
+    made = np.random.default_rng(4)
+    nodes = [
+        *summed(),
+        node("Gemm", "f w2 b2", "y", transB=1),
+    ]
+    first, shape = made.normal(size=(8, FEATURES, 5)), 0.02 * made.normal(size=(40, 16))
+    twice = np.concatenate([first, np.roll(first, 1, axis=1)])
+    level = np.repeat([1.0, -1.0], 8)
+    return saved(path, nodes, [1, 40], w1=twice, w2=level + shape, b2=np.zeros(40))
+
+
+@pytest.mark.parametrize("model", [scores, any_scores, places, forecast])
 def test_a_regression_has_no_best_class(build, model):
     _, out, told = build(model)
     assert told["task"] is None and told["top1_agreement"] is None
@@ -217,9 +230,14 @@ def flags(path):
     return path
 
 
-@pytest.mark.parametrize("model", [best_few, flags])
-def test_what_is_ranked_or_a_flag_is_no_score_of_a_class(build, model):
-    """The first of the best is always the best: that is no model that gives one class."""
-    _, out, told = build(model)
+def test_flags_are_no_scores_of_a_class(build):
+    _, out, told = build(flags)
     assert told["task"] is None and told["top1_agreement"] is None
     assert "Top-1 agreement" not in out and "gives one class" not in out
+
+
+def test_what_is_ranked_is_told_by_its_places(build):
+    """The first of the best is always the best: that is no model that gives one class."""
+    _, out, told = build(best_few)
+    assert told["task"]["task"] == "classes" and "among the best 3" in told["task"]["words"]
+    assert told["top1_agreement"] == told["task"]["value"] and "gives one class" not in out

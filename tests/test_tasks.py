@@ -199,6 +199,26 @@ def test_logits_are_classes_and_other_vectors_are_not():
     assert same_task(outputs(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
 
 
+def test_few_raw_scores_in_several_outputs_are_classes_where_all_are_sure():
+    made = rng()
+
+    def plates(heads=5, sure=8.0, **others):
+        def head():
+            scores = made.standard_normal((1, 26)) + sure * np.eye(26)[[made.integers(26)]]
+            return (scores - scores.mean()).astype(np.float32)
+
+        return {**{f"c{n}": head() for n in range(heads)}, **others}
+
+    references = [plates() for _ in range(8)]
+    form, same = figure(references, references)
+    assert form.task.name == "classes" and same.value == 1 and same.count == "40 of 40"
+    other = {**references[0], "c3": np.roll(references[0]["c3"], 1)}
+    assert figure(references, [other, *references[1:]])[1].count == "39 of 40"
+    assert same_task([plates(sure=0) for _ in range(4)]) is None  # shapes of a body, maybe
+    places = [plates(place=made.uniform(0, 1, (1, 4))) for _ in range(4)]
+    assert same_task(places) is None  # of what has these classes
+
+
 def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
     made = rng()
 
@@ -1022,6 +1042,55 @@ def test_notes_and_their_beginnings_are_decisions_of_steps():
     assert same_task(shorter, sound) is None
     assert same_task(references) is None  # of pictures: maps
     assert same_task([{k: v + 0.2 for k, v in one.items()} for one in references], sound) is None
+
+
+def test_several_outputs_may_each_have_a_class_for_a_letter():
+    """The vowel, the dot and the accent of each letter, by a model that adds them to a text."""
+    kinds = {"vowel": 16, "dot": 3, "accent": 4}
+
+    def output(number, lost=0):
+        made = np.random.default_rng(number)
+        best = {name: made.integers(0, count, 30) for name, count in kinds.items()}
+        best["dot"] = np.where(made.uniform(size=30) < 0.9, 1, 2)
+        other = {name: np.where(np.arange(30) < lost, 0, own) for name, own in best.items()}
+        return {
+            name: framed(own, kinds[name], made)[None].astype(np.float32)
+            for name, own in other.items()
+        }
+
+    letters = [{"letters": np.ones((1, 30), np.float32)}] * 4
+    references = [output(n) for n in range(4)]
+    form, same = figure(references, references, letters)
+    assert form.task.form == "vowel, dot, accent: 16, 3, 4 classes a step" and same.value == 1
+    lost = [{**references[0], "dot": output(0, lost=6)["dot"]}, *references[1:]]
+    _, found = figure(references, lost, letters)
+    assert found.count == "354 of 360"
+    assert found.words == "354 of 360 steps of FP32's class, 93.3 % in the worst sample"
+    rare = [{**one, "vowel": one["dot"], "accent": one["dot"]} for one in references]
+    _, few = figure(rare, rare, letters)
+    assert few.figure == "steps alike but the usual" and few.value == 1
+    broken = [{**one, "dot": one["dot"] * np.nan} for one in references]
+    assert figure(references, broken, letters)[1].count == "240 of 360"
+    assert same_task([{**one, "size": one["dot"][..., :1]} for one in references], letters) is None
+    shorter = [{**one, "dot": one["dot"][:, :20]} for one in references]
+    assert same_task(shorter, letters) is None  # not of the same letters
+    vectors = [{**one, "size": rng().standard_normal((1, 30, 8))} for one in references]
+    assert same_task(vectors, letters) is None  # features, or a regression of each
+
+
+@pytest.mark.parametrize(
+    ("fed_shape", "task"),
+    [((1, 40), "steps"), ((1, 40, 80), "steps"), ((1, 3, 64, 64), "boxes")],
+)
+def test_scores_of_four_marks_and_of_two_cases_are_boxes_of_pictures_alone(fed_shape, task):
+    def output(number):
+        made = np.random.default_rng(number)
+        marks = framed(made.choice(4, 40, p=[0.7, 0.1, 0.1, 0.1]), 4, made, sure=3)
+        case = framed(np.where(np.arange(40) == number, 1, 0), 2, made)
+        return {"marks": marks[None].astype(np.float32), "case": case[None].astype(np.float32)}
+
+    outputs = [output(n) for n in range(4)]
+    assert same_task(outputs, [{"x": np.ones(fed_shape, np.float32)}] * 4) == task
 
 
 @pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (50,), (1, 12)])

@@ -18,7 +18,9 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.metrics.form import form_of
 from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, said_of, usual_powers
+from deploy.tuning.reasons import NOT_FASTER, reasons
 from deploy.tuning.samples import CANDIDATES, alike, as_many, telling
+from deploy.tuning.sensitivity import Sensitivity
 
 
 def doubling():
@@ -65,6 +67,20 @@ def test_the_loudest_samples_are_those_of_every_part_together():
     form = form_of([outputs[0]], inputs=[{"x": np.ones((1, 4), np.float32)}])
     assert loudest(form, outputs, 2) == [1, 4]
     assert loudest(form, outputs, 9) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1)])
+def test_of_shares_the_samples_tell_most_that_are_least_sure(shape):
+    sure = np.array([1.0, 0, 0, 0])
+    shares = [(1 - k) * sure + k / 4 for k in (0.0, 0.9, 0.3, 0.01, 0.6)]
+    outputs = [{"y": one.reshape(shape).astype(np.float32)} for one in shares]
+    form = form_of(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
+    assert loudest(form, outputs, 2) == [1, 4]
+    assert loudest(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [0, 3]  # no shares
+    steps = [{"y": np.stack([one, sure])[None].astype(np.float32)} for one in shares]
+    assert loudest(form_of(steps), steps, 2) == [0, 3]  # of several steps a sample
+    broken = [*outputs[:4], {"y": outputs[4]["y"] * np.nan}]
+    assert 4 not in loudest(form, broken, 2)
 
 
 @settings(max_examples=25, deadline=None)
@@ -135,6 +151,18 @@ def test_noises_add_up_by_part_and_the_worst_part_is_named():
     assert total.parts["a"] == pytest.approx([0.4, 0.4])
     assert total.parts["b"] == pytest.approx([0.2, 0.2])
     assert total.mean < total.worst
+
+
+@pytest.mark.parametrize("power, by_noise", [(1e-12, False), (1e-3, True)])
+def test_a_layer_that_loses_next_to_nothing_is_not_float_for_its_noise(power, by_noise):
+    """As of a policy whose moves, in the samples that were looked at, are at a Tanh's ends."""
+    found = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
+    units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
+    prices = SimpleNamespace(units={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
+    best = SimpleNamespace(in_float={"one", "other"})
+    said = reasons(best, units, prices, found, "int8", otherwise=NOT_FASTER)
+    expected = "alone in int8 it leaves 30.0 dB of a" if by_noise else NOT_FASTER
+    assert said == {"/one": expected, "/other": expected}
 
 
 class FakeRequest:

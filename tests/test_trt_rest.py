@@ -127,6 +127,27 @@ def test_what_grows_too_large_for_float16_stays_in_float32():
     assert not typed(model, "bf16", {"x": 20000.0})[1]  # which holds all that float32 holds
 
 
+@pytest.mark.parametrize(("least", "expected"), [(1e-9, ["max", "div"]), (1e-3, [])])
+def test_what_float16_would_round_to_0_keeps_a_logarithm_finite(least, expected):
+    nodes = [
+        node("MatMul", "x w", "a"),
+        node("Relu", "a", "r"),
+        node("Max", "r least", "g"),
+        node("Log", "g", "l"),
+        node("Div", "x g", "d"),
+        node("Mul", "l d", "y"),
+    ]
+    model = net(nodes, {"w": np.eye(4), "least": least}, ["y"])
+    made, kept = typed(model, "fp16", {})
+    assert list(kept) == expected and kinds(made)["relu"] != FLOAT
+    assert all(
+        "least, 1e-09, which may keep a value above 0, is 0" in said for said in kept.values()
+    )
+    found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
+    assert np.isfinite(found["y"]).all()
+    assert not typed(model, "bf16", {})[1]
+
+
 def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
     body = helper.make_graph(
         [node("Identity", "r", "inner")], "then", [],

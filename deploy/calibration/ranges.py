@@ -63,7 +63,8 @@ class Ranges:
         if not others:
             return self.method.label
         names = " or ".join(sorted(set(others.values())))
-        return f"{self.method.label} ({names} for {len(others)} tensors)"
+        some = "1 tensor" if len(others) == 1 else f"{len(others)} tensors"
+        return f"{self.method.label} ({names} for {some})"
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What a target makes of the observations, made once however many builds are tried."""

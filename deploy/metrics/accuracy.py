@@ -7,7 +7,7 @@ Each output as a whole (`deploy.metrics.running` has the formulas), its parts, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class Accuracy:
             of classes beside labels, as many as were seen.
         favourite: share of the samples that the reference gives to its most frequent class.
         reading: how the outputs were read, or that their form does not tell.
+        carried: outputs that the next call is fed -> the inputs that take them.
         parts: one entry per part of an output, the worst (least SQNR) first.
         precision: mean average precision of both, where annotated objects were given.
         task: how much of what the reference says the candidate says; None where the outputs'
@@ -61,6 +62,7 @@ class Accuracy:
     task: TaskFigure | None = None
     precision: MeanPrecision | None = None
     reading: str = ""
+    carried: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def worst(self) -> PartAccuracy | None:
@@ -211,6 +213,7 @@ class Comparison:
             task=task,
             precision=self._truth.precision(),
             reading=self._truth.reading(),
+            carried=self._truth.carried,
             problems=tuple(_problems(outputs, self._top1.samples, self._truth.lists)),
             doubts=tuple(self._changes.lost()),
         )

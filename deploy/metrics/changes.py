@@ -1,6 +1,7 @@
 """What a model changes of its input, where what it gives is that input but for a little.
 
-A watermark, a denoised or a sharpened picture is the picture itself plus what was changed. To give
+A watermark, a denoised or a sharpened picture is the picture itself plus what was changed, and one
+of super resolution is what any program makes of it at that size, plus what was added. To give
 the input back as it is would be good by the output's SQNR, though nothing of the model is left::
 
     input given back, dB     10 log10(sum r^2 / sum (r - x)^2)          where it is good, then
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from deploy.metrics.resized import resized
 from deploy.metrics.rows import Outputs
 from deploy.metrics.running import sqnr_db
 from deploy.tensors import Array
@@ -26,22 +28,27 @@ LEFT_DB = 5.0  # less of the change is mostly noise
 
 @dataclass(slots=True)
 class Changes:
-    """Running sums of every output that has the shape of an input.
+    """Running sums of every output that has the shape of an input, or several times its size.
 
     Attributes:
         sums: (output, input) -> squares of the output, of the change and of the noise.
         apart: pairs of which a sample had other shapes.
+        larger: pairs whose output is larger than the input.
     """
 
     sums: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     apart: set[tuple[str, str]] = field(default_factory=set)
+    larger: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one batch."""
         for name, left in reference.items():
             for source, fed in inputs.items():
-                if _alike(left, fed) and candidate[name].shape == left.shape:
-                    self._count((name, source), fed, left, candidate[name])
+                shown = fed if _alike(left, fed) else resized(left, fed)
+                if shown is not None and candidate[name].shape == left.shape:
+                    self._count((name, source), shown, left, candidate[name])
+                    if shown is not fed:
+                        self.larger.add((name, source))
                 else:
                     self.apart.add((name, source))
 
@@ -58,9 +65,10 @@ class Changes:
                 continue
             given_back, left = sqnr_db(signal, change), sqnr_db(change, noise)
             if change > 0 and given_back >= _GIVEN_BACK_DB and left < LEFT_DB:
+                how = "resized" if (name, source) in self.larger else "given back as it is"
                 yield (
                     f"{left:.1f} dB are left of what the model changes of {source} in {name}:"
-                    f" {source} itself, given back as it is, would have {given_back:.1f} dB"
+                    f" {source} itself, {how}, would have {given_back:.1f} dB"
                 )
 
 

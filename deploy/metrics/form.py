@@ -7,7 +7,7 @@ is compared must not depend on what the candidate says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from deploy.metrics.changes import given_back, less
 from deploy.metrics.parts import SAMPLES, Part, parts_of
 from deploy.metrics.rows import Outputs, batch_length, split
 from deploy.metrics.tasks import Seen, Task, recognised
+from deploy.metrics.tasks.states import carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,12 @@ class Form:
     Attributes:
         parts: parts of all outputs, in the outputs' order.
         task: what they are for; None where their form does not tell.
+        carried: outputs that the next call is fed -> the inputs that take them.
     """
 
     parts: tuple[Part, ...] = ()
     task: Task | None = None
+    carried: Mapping[str, str] = field(default_factory=dict)
 
     def told(self, outputs: Outputs, inputs: Outputs) -> Outputs:
         """Outputs as their parts are measured: those that are changes of an input, less that."""
@@ -56,7 +59,7 @@ def form_of(reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] =
     parts = tuple(part for name in names for part in found[name])
     if not parts and task is None:
         parts = tuple(Part(output=name) for name in names)
-    return Form(parts, task)
+    return Form(parts, task, carried(seen))
 
 
 def _parts(name: str, seen: Seen) -> tuple[Part, ...]:

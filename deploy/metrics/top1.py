@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import FeedError
+from deploy.metrics.means import Means
 from deploy.metrics.rows import Outputs
 from deploy.metrics.values import are_places, are_ranked, are_values, places_of
 from deploy.tensors import Array
@@ -55,6 +56,7 @@ class Top1:
         self.values = True  # until a sample is no regression's
         self.ranked = True  # until a sample's best is not its first
         self.several = False  # outputs, of which another may be what the model is for
+        self.means = Means()
 
     def add(self, reference: Outputs, candidate: Outputs, batch: int, *, at_once: bool) -> None:
         """Add one batch; without `at_once` it is the result that tells of labels that do not fit.
@@ -83,6 +85,8 @@ class Top1:
         self.given.update(left.tolist())
         self.values = self.values and are_values(own, batch)
         self.ranked = self.ranked and self.count is not None and are_ranked(own, batch)
+        if self.count is not None:
+            self.means.add(own, batch)
         # -1 marks a sample with NaN, which neither agrees with anything nor is right.
         self.agreed += int(((left == right) & (left >= 0)).sum())
         if self.labels is not None:
@@ -144,7 +148,8 @@ class Top1:
             raise self.trouble
         if self.labels is not None:
             self._check_labels(self.labels)
-        others = not kind and (self.values or self.ranked) and self.samples >= _ENOUGH
+        values = self.values or self.ranked or self.means.wander
+        others = not kind and values and self.samples >= _ENOUGH
         others = others or (not kind and self.several)
         told = labelled or (kind in _OF_CLASSES and not others)
         share = self.samples if self.classes and told else 0

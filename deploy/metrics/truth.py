@@ -8,7 +8,7 @@ four samples have been seen; until then they wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from deploy.errors import FeedError
@@ -113,6 +113,11 @@ class Truth:
             if task is None
             else frozenset(n for n, own in task.parts.items() if not own)
         )
+
+    @property
+    def carried(self) -> Mapping[str, str]:
+        """Outputs that the next call is fed -> the inputs that take them."""
+        return self._settle().carried
 
     @property
     def kind(self) -> str:

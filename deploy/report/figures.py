@@ -72,6 +72,13 @@ def ratio(value: float) -> str:
     return f"{value:.2f}x"
 
 
+def sized(smaller: float) -> tuple[str, str]:
+    """2.00x, "smaller"; or where a file grew, by how much it is larger; nothing for the same."""
+    if ratio(smaller) == ratio(1):
+        return "", ""
+    return (ratio(smaller), "smaller") if smaller > 1 else (ratio(1 / smaller), "larger")
+
+
 def count(number: int, noun: str) -> str:
     """1 node, 2 nodes."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -108,7 +108,9 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
                 f"speed of {against}, {engine.label}",
             )
         if smaller is not None:
-            yield figures.ratio(smaller), f"smaller on disk, {engine.label}"
+            factor, how = figures.sized(smaller)
+            if factor:
+                yield factor, f"{how} on disk, {engine.label}"
         share = top1(report, engine)
         if share is not None:
             yield figures.percent(share), f"top-1, {engine.label}"

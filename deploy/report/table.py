@@ -91,7 +91,7 @@ def _size(report: Findings) -> Iterator[Line]:
     yield Line(
         "Size",
         tuple(_size_or_failure(report, engine) for engine in report.engines),
-        _change(factor, lambda f: f"{figures.ratio(f)} smaller"),
+        _change(factor, lambda f: " ".join(figures.sized(f)).strip()),
     )
     yield Line("Load", tuple(figures.milliseconds(engine.load_ms) for engine in report.engines))
 

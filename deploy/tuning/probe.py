@@ -30,6 +30,7 @@ from deploy.metrics.accuracy import Accuracy, Comparison, Said
 from deploy.metrics.form import form_of
 from deploy.ort import OrtSession
 from deploy.tuning.behind import Kept, behind
+from deploy.tuning.energy import energies, energy
 
 if TYPE_CHECKING:
     import onnx
@@ -298,17 +299,10 @@ class Prober:
 
 def loudest(form: Form, outputs: Sequence[Mapping[str, Array]], most: int) -> list[int]:
     """Places of the samples with the greatest signal, each part by its own measure, in order."""
-    energies = np.array(
-        [[_energy(part.of(one[part.output])) for part in form.parts] for one in outputs]
-    )
-    largest = energies.max(axis=0)
-    signal = (energies / np.where(largest > 0, largest, 1.0)).sum(axis=1)
+    found = energies(form, outputs)
+    largest = found.max(axis=0)
+    signal = (found / np.where(largest > 0, largest, 1.0)).sum(axis=1)
     return sorted(map(int, np.argsort(-signal, kind="stable")[:most]))
-
-
-def _energy(values: Array) -> float:
-    total = _square(values)
-    return total if math.isfinite(total) else 0.0
 
 
 def usual_powers(form: Form, outputs: Sequence[Mapping[str, Array]]) -> list[float]:
@@ -331,7 +325,7 @@ def said_of(
     """
     found = []
     for part, power in zip(form.parts, usual, strict=True):
-        sizes = [_energy(part.of(one[part.output])) for one in outputs]
+        sizes = [energy(part.of(one[part.output])) for one in outputs]
         shares = [min(size / (_HALF * power), 1.0) if power else 1.0 for size in sizes]
         found.append(sum(shares) / max(len(shares), 1) or 1.0)
     return found

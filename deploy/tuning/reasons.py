@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from deploy.tuning.units import Units
 
 _SHARE = 0.02  # of all noise: less is not why a layer is float
+_NOTHING_DB = 60.0  # nor is what leaves more, whatever its share
 
 # why a node is float
 NOISE, TIME, CONSEQUENCE, WHOLE, RULE = "noise", "time", "consequence", "whole", "rule"
@@ -81,7 +82,7 @@ def _noise(unit: str, found: Sensitivity | None, word: str) -> str:
         return ""
     total = sum(noise.worst for noise in found.groups.values())
     for group, noise in found.groups.items():
-        if unit in group and noise.worst > _SHARE * total:
+        if unit in group and noise.worst > _SHARE * total and noise.db < _NOTHING_DB:
             whose = "it" if len(group) == 1 else f"its group of {len(group)} layers"
             left = round(noise.db, 1) + 0.0  # never -0.0
             return f"{_NOISY}{word} {whose} leaves {left:.1f} dB of {noise.part}"

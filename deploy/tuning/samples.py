@@ -2,7 +2,8 @@
 
 Of a detector's photos most hold nothing, and noise on nothing is what a search over them would
 mend. So half of the samples are those with the greatest signal in the parts of the outputs; the
-other half are spread over the feed.
+other half are spread over the feed. What a Softmax gives says most where it is least sure
+(`deploy.tuning.energy`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from deploy.metrics.form import form_of
 from deploy.metrics.parts import SAMPLES
+from deploy.tuning.energy import energies
 
 if TYPE_CHECKING:
     from deploy.calibration.outputs import Judges
@@ -41,8 +43,7 @@ def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:
 
     The candidates are read twice, so that only the chosen ones are in memory.
     """
-    energies = _energies(judges.heard(CANDIDATES))
-    chosen = _places(energies, most)
+    chosen = _places(_energies(judges.heard(CANDIDATES)), most)
     return [heard for place, heard in enumerate(judges.heard(CANDIDATES)) if place in chosen]
 
 
@@ -62,20 +63,11 @@ def _size(sample: Sample) -> int:
 
 
 def _energies(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
-    """[samples, parts]: sum of squares of every part; 0 where it is not finite."""
+    """[samples, parts]: what every part says, by its own measure."""
     left = iter(heard)
     first = list(islice(left, SAMPLES))
     form = form_of([said for _, said in first], inputs=[sample for sample, _ in first])
-    outputs = (form.told(said, sample) for sample, said in chain(first, left))
-    return np.array(
-        [[_energy(part.of(one[part.output])) for part in form.parts] for one in outputs]
-    )
-
-
-def _energy(values: Array) -> float:
-    flat = np.asarray(values, np.float64).reshape(-1)
-    total = float(np.einsum("i,i->", flat, flat))
-    return total if np.isfinite(total) else 0.0
+    return energies(form, (form.told(said, sample) for sample, said in chain(first, left)))
 
 
 def _places(energies: NDArray[np.float64], most: int) -> frozenset[int]:

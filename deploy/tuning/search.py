@@ -431,7 +431,8 @@ class Search:
         """What finds the ranges, where there is a choice."""
         if len(self.methods) == 1:
             return ""
-        own = f", another for {len(choices.methods)} tensors" if choices.methods else ""
+        others = len(choices.methods)
+        own = f", another for {others} tensor{'s' * (others > 1)}" if others else ""
         return f", {self._called(choices.method or self.methods[0])}{own}"
 
     def _floating(self, choices: Choices, units: Iterable[str]) -> Choices:

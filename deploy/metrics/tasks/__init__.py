@@ -15,6 +15,7 @@ from deploy.metrics.tasks import (
     pixels,
     points,
     ranked,
+    states,
     steps,
     text,
 )
@@ -39,9 +40,19 @@ TASKS: dict[str, Callable[[Seen], Task | None]] = {
 
 
 def recognised(seen: Seen) -> Task | None:
-    """What the outputs are for; None where no form fits for sure."""
+    """What the outputs are for; None where no form fits for sure.
+
+    Where it does not of all of them, it may of those that are not just fed to the next call.
+    """
     if not seen.outputs:
         return None
+    found = _recognised(seen)
+    return (
+        found if found is not None or not states.carried(seen) else _recognised(states.said(seen))
+    )
+
+
+def _recognised(seen: Seen) -> Task | None:
     return next((task for find in TASKS.values() if (task := find(seen)) is not None), None)
 
 

@@ -27,6 +27,7 @@ from deploy.metrics.tasks.detections import NOTHING, Detections, in_pixels, matc
 from deploy.metrics.tasks.examples import BoxExample, Foremost
 from deploy.metrics.tasks.task import Seen, TaskFigure, kept_figure
 
+_PICTURE = 4  # dimensions of pictures, and of maps of them
 _ENOUGH = ((0.25, 20), (0.15, 5), (0.05, 5))  # threshold, boxes of FP32 that it takes
 
 
@@ -92,7 +93,13 @@ class Boxes:
 
 
 def find(seen: Seen) -> Boxes | None:
-    """The task, where the outputs are boxes in a form that is known."""
+    """The task, where the outputs are boxes in a form that is known.
+
+    Of text or sound they are not: a token's or a frame's scores may well be four numbers, too.
+    """
+    fed = [value for one in seen.inputs for value in one.values()]
+    if fed and max(value.ndim for value in fed) < _PICTURE:
+        return None
     for decoder in DECODERS:
         found = decoder(seen)
         if found is not None:

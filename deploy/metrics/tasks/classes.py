@@ -4,7 +4,9 @@
 best stands out as no direction of an embedding does, or where they are few, beyond what a Tanh
 gives, and of a mean that hardly changes from sample to sample, as training moves one score up and
 others down. The fewest may be angles, which have each a usual value: there one must stand off from
-the rest, or what is usual counts for nothing. Other vectors (a place, an embedding) are not.
+the rest, or what is usual counts for nothing. Of several outputs that are few raw scores each, as
+of the characters of a plate, all have to be surer of their class than numbers of another kind are.
+Other vectors (a place, an embedding) are not.
 
 Beside probabilities there may be such, as a face's box or its age: the figure is of the classes
 alone, and what it does not tell is judged as where there is no task.
@@ -23,7 +25,7 @@ from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.embeddings import of_unit_length
 from deploy.metrics.tasks.examples import ClassExample, Foremost
-from deploy.metrics.tasks.shares import are_raw_tracks
+from deploy.metrics.tasks.shares import are_raw_tracks, best_share
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
@@ -33,6 +35,7 @@ _STEADY = 0.5  # what the mean of few raw scores varies by, of what they do
 _ANGLES = 6  # numbers of a pose: angles, a rotation, a direction
 _TOGETHER = 0.5  # variance of the mean of so few, of what it would be if each varied by itself
 _OFF = 1.5  # times as far as the others are apart
+_SURE = 0.5  # mean share of the best class, of few raw scores in several outputs
 _LEAST = 1e-12  # another class is a difference, even of two equal values
 
 
@@ -68,8 +71,9 @@ def find(seen: Seen) -> Classes | None:
     """The task, where every output is one vector of scores a sample, or some are of shares."""
     vectors = {name: seen.arrays(name) for name in seen.names}
     found = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
-    if len(found) < len(vectors):
-        found = [name for name in found if _are_shares(_rows(vectors[name]))]
+    shares = [name for name in found if _are_shares(_rows(vectors[name]))]
+    if shares or len(found) < len(vectors):  # beside shares raw scores are numbers as likely
+        found = shares
     beside = tuple(name for name in vectors if name not in found)
     if not found or not all(_are_numbers(vectors[name]) for name in beside):
         return None
@@ -106,7 +110,7 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
     if _are_shares(rows):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
-        return alone and _about_zero(np.stack(rows))
+        return _about_zero(np.stack(rows)) and (alone or best_share(np.stack(rows)) > _SURE)
     return all(map(_stands_out, rows)) and not all(map(of_unit_length, rows))
 
 

@@ -14,7 +14,9 @@ _STEPS = 4  # a sample, at least
 _LONG = 8  # steps of probabilities, at least: fewer are labels
 _FEW = 32  # numbers that no embedding makes do with
 _SURE = 0.8  # mean share of the best class, of few raw scores
+_RATHER = 0.6  # the same of several outputs whose mean hardly changes
 _STEADY = 0.25  # what the mean of a step's raw scores varies by, of what its scores do
+_HEADS = 0.5  # the same of several outputs, which all have to be such scores
 _CLEAR = 0.9  # share of steps that are as scores are
 _USUAL = 0.75  # of steps in one class: a dimension of a feature that is always large, maybe
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
@@ -39,6 +41,19 @@ def layout_of(samples: Sequence[Array], *, raw: bool) -> int | None:
         if axes:
             return axes[0] if len(axes) == 1 else None
     return None
+
+
+def are_heads(outputs: Sequence[Sequence[Array]]) -> bool:
+    """Whether several outputs are [1, T, C] scores of classes of the same steps.
+
+    As of marks that a letter may bear, one kind an output. Shares or raw: since each of them has to
+    be sure of its best class, the mean of raw scores may vary more than that of one output alone.
+    """
+    if len(outputs) < 2 or any(one.ndim != 3 or len(one) != 1 for own in outputs for one in own):
+        return False
+    if any(len({one.shape[1] for one in same}) != 1 for same in zip(*outputs, strict=True)):
+        return False
+    return all(_fits(own, 2, _all_shares) or _fits(own, 2, _all_sure) for own in outputs)
 
 
 def laid_out(value: Array, axis: int) -> Array | None:
@@ -127,20 +142,39 @@ def _all_raw(samples: Sequence[Floats]) -> bool:
     if np.count_nonzero(counts) < 2 or not _about_zero(steps):
         return False
     if steps.shape[1] < _FEW:
-        power = np.exp(steps - steps.max(axis=1, keepdims=True))
-        return float(np.mean(1 / power.sum(axis=1))) > _SURE
+        return best_share(steps) > _SURE
     clear = float(np.mean(_stand_out(steps)))
     return bool(clear > _CLEAR and counts.max() < _USUAL * counts.sum())
 
 
-def _about_zero(steps: Floats) -> bool:
+def _all_sure(samples: Sequence[Floats]) -> bool:
+    """Whether they are raw scores as a Softmax takes them.
+
+    Their mean hardly changes, or steps are sure of their class and it changes little.
+    """
+    steps = np.concatenate(samples)
+    several = np.count_nonzero(np.bincount(steps.argmax(axis=1))) > 1
+    sure = best_share(steps)
+    steady = (sure > _SURE and _about_zero(steps, _HEADS)) or (
+        sure > _RATHER and _about_zero(steps)
+    )
+    return bool(several and steady)
+
+
+def best_share(steps: Floats) -> float:
+    """Mean share of the best class of each row of raw scores, behind a Softmax."""
+    power = np.exp(steps - steps.max(axis=1, keepdims=True))
+    return float(np.mean(1 / power.sum(axis=1)))
+
+
+def _about_zero(steps: Floats, steady: float = _STEADY) -> bool:
     """Whether steps differ in their scores, not in their mean: training moves one up, others down.
 
     The values of a spectrum all rise with its loudness, and coordinates with the place.
     """
     signs = (steps.min(axis=1) < 0) & (steps.max(axis=1) > 0)
     spread = float(np.mean(steps.std(axis=1)))
-    return bool(signs.mean() > _CLEAR and steps.mean(axis=1).std() < _STEADY * spread)
+    return bool(signs.mean() > _CLEAR and steps.mean(axis=1).std() < steady * spread)
 
 
 def _stand_out(steps: Floats) -> NDArray[np.bool_]:

@@ -7,10 +7,11 @@ gives it, so that a Q/DQ model whose rest is float32 is slower than one without 
                                         '------- float16 --------'      '---- float32 ----'
 
 The operators in `_NARROW` compute in the narrow type, unless what they read or make grows too
-large for it; all others stay in float32. A Quantize reads the type that it finds, a Dequantize
-gives the one that is wanted, so that no Cast stands beside them; a tensor is cast at most once for
-all its readers. Inputs and outputs of the model keep their type. The scales are rounded to what
-the narrow type holds, before anything is quantized with them (`storable`).
+large for it, or a constant that keeps values above 0 is 0 in it; all others stay in float32. A
+Quantize reads the type that it finds, a Dequantize gives the one that is wanted, so that no Cast
+stands beside them; a tensor is cast at most once for all its readers. Inputs and outputs of the
+model keep their type. The scales are rounded to what the narrow type holds, before anything is
+quantized with them (`storable`).
 
 Source: ONNX operators, QuantizeLinear-19 and DequantizeLinear-19 (type of the scale); TensorRT
 developer guide, "Strongly typed networks".
@@ -41,6 +42,8 @@ FP8_OPSET = 19  # the first whose pairs may be of fp8
 _FLOAT = 1  # onnx.TensorProto
 _TYPES = {FP16: 10, BF16: 16}  # onnx.TensorProto
 _LARGEST = 65504 / 8  # what float16 holds, with room for what calibration has not seen
+_VANISHES = 2.0**-25  # float16 rounds this to 0, and what is less
+_GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # with such a constant, of a Log or a Div behind
 _PAIR = frozenset({"QuantizeLinear", "DequantizeLinear"})
 # They move values: they compute in the type that they find.
 _MOVES = MOVES | {"Gather", "Identity", "Slice", "Split", "Tile"}
@@ -218,6 +221,19 @@ class _Typing:
                 size = float(np.abs(_array(self.index.initializers[name])).max(initial=0.0))
             if not size <= _LARGEST:
                 return f"|{_plain(name)}| reaches {size:.3g}, which is too near float16's 65504"
+        return self._vanishes(node)
+
+    def _vanishes(self, node: onnx.NodeProto) -> str:
+        """The constant of the node, or of what makes its divisor, that float16 rounds to 0."""
+        if node.op_type == "Div":
+            made_by = self.index.producer.get(node.input[1])
+            return "" if made_by is None else self._vanishes(made_by)
+        for name in node.input if node.op_type in _GUARDS else ():
+            if name in self.index.initializers and self.types[name] == _FLOAT:
+                size = float(np.abs(_array(self.index.initializers[name])).max(initial=0.0))
+                if 0 < size <= _VANISHES:
+                    said = f"{_plain(name)}, {size:.3g}, which may keep a value above 0"
+                    return f"{said}, is 0 in float16"
         return ""
 
     def _pair(self, node: onnx.NodeProto) -> None:
