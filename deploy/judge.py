@@ -335,12 +335,13 @@ def float_model(loaded: LoadedModel) -> bytes:
 
     Not a float16 file: the CPU casts around its nodes, and int8 would look better than it is. Nor
     one with nodes that ONNX Runtime does not know: the part before them stands for it. Of a Q/DQ
-    model it is the float model that was taken out of it.
+    model, or of one whose weights are stored as integers, it is the float model that was taken out.
 
     Raises:
         ModelError: the file changed since.
     """
-    if loaded.widened or loaded.behind is not None or loaded.trained is not None:
+    taken = loaded.trained is not None or loaded.restored
+    if loaded.widened or loaded.behind is not None or taken:
         return bytes(loaded.model.SerializeToString())
     data = file_of(loaded)
     if not loaded.renamed and not loaded.listed:

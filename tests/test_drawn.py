@@ -94,7 +94,7 @@ def test_boxes_in_shares_of_the_picture_become_pixels():
 
 
 def test_classes_that_change_are_kept_the_surest_first():
-    tally = Classes(("logits",), 3).tally()
+    tally = Classes(("logits",), (3,)).tally()
     for own, other in ((5.0, 6.0), (9.0, 2.0), (3.0, 8.0)):
         tally.add({}, {"logits": np.array([[own, 1, 0]])}, {"logits": np.array([[1, other, 0]])})
     tally.add({}, {"logits": np.array([[5.0, 1, 0]])}, {"logits": np.array([[5.0, 1, 0]])})

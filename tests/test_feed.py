@@ -143,11 +143,21 @@ def test_exif_orientation_is_applied(tmp_path):
 
 
 def test_uint8_and_float16_inputs(photos):
-    spec = TensorSpec("image", "uint8", (1, 3, 16, 20))
-    samples = collect(open_feed(photos, [spec], preprocess=preset("raw")))
-    assert samples[0]["image"].dtype == np.uint8
-    with pytest.raises(FeedError, match="use the preset 'raw'"):
-        open_feed(photos, [spec])
+    (raw, *_) = collect(
+        open_feed(
+            photos, [TensorSpec("image", "float32", (1, 3, 16, 20))], preprocess=preset("raw")
+        )
+    )
+    for dtype in ("uint8", "int32"):  # pixels as they are, whatever else is asked
+        spec = TensorSpec("image", dtype, (1, 3, 16, 20))
+        for asked in (None, preset("raw"), {"interpolation": "linear"}):
+            feed = open_feed(photos, [spec], preprocess=asked)
+            (found, *_) = collect(feed)
+            assert found["image"].dtype == dtype and (found["image"] == raw["image"]).all()
+            told = f"pixels as they are, for {dtype} (preset 'raw')"
+            assert any(told in note for note in feed.notes) == (asked is None)
+        with pytest.raises(FeedError, match="use the preset 'raw'"):
+            open_feed(photos, [spec], preprocess=preset("imagenet"))
     half = TensorSpec("image", "float16", (1, 3, 16, 20))
     assert collect(open_feed(photos, [half]))[0]["image"].dtype == np.float16
     with pytest.raises(FeedError, match="int64"):
@@ -247,6 +257,9 @@ def test_wrong_sources_are_told(tmp_path, photos):
     two = [IMAGE, TensorSpec("state", "float32", (1, 4))]
     with pytest.raises(FeedError, match=r"images feed one input, the model has 2.*\.npz"):
         open_feed(photos, two)
+    many = [IMAGE, *(TensorSpec(f"w{n}", "float32", (n, 4)) for n in range(29))]
+    with pytest.raises(FeedError, match=r"the model has 30: .*'w3' .* and 25 more; give"):
+        open_feed(photos, many)
     with pytest.raises(FeedError, match="must have an input"):
         open_feed(photos, [])
     with pytest.raises(ConfigError, match="limit must be 1 or more"):

@@ -100,6 +100,31 @@ def test_others_stay_as_they_are(given, words, tmp_path):
     assert seen(found) == given["inner"] and "Pad" not in [n.op_type for n in found.graph.node]
 
 
+def test_a_layer_may_be_called_as_what_it_makes(tmp_path):
+    """As tf2onnx calls them: the picture's new channels and the layer's own have two names."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (24, 3, 3, 3), "d": (24, 1, 3, 3), "v": (8, 24, 1, 1)}
+    own = {"pads": [1, 1, 1, 1]}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["stem"], name="stem", **own),
+        helper.make_node("Clip", ["stem", "least", "most"], ["six"], name="six"),
+        helper.make_node("Conv", ["six", "d"], ["deep"], name="deep", group=24, **own),
+        helper.make_node("Conv", ["deep", "v"], ["y"], name="y"),
+    ]
+    weights = {name: rng.normal(0, 0.2, shape) for name, shape in shapes.items()}
+    weights |= {"least": np.array(0.0), "most": np.array(6.0)}
+    graph = helper.make_graph(
+        nodes,
+        "stem",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, SIDE, SIDE])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.float32(v), n) for n, v in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    found = built(model, tmp_path / "net")
+    assert seen(found) == 4 and "stem/wide" in [name for n in found.graph.node for name in n.output]
+
+
 @pytest.mark.parametrize(
     ("inner", "outer", "stride", "in_float"),
     [

@@ -236,6 +236,20 @@ def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
     assert same_task([{"y": row[None]} for row in turned]) == "classes"
 
 
+def test_angles_with_usual_values_are_seldom_taken_for_classes():
+    """Three raw scores may be classes as well: what each usually is tells nothing of either."""
+    made = rng()
+    poses = made.normal([[[3, -18, 1]]], [[[20, 10, 8]]], (100, 4, 3)).astype(np.float32)
+    taken = [same_task([{"y": one[None]} for one in own]) for own in poses]
+    assert taken.count(None) >= 65 and set(taken) <= {None, "classes"}
+    scores = made.normal(0, 6, (100, 4, 3))
+    scores -= scores.mean(axis=2, keepdims=True)
+    taken = [same_task([{"y": one[None].astype(np.float32)} for one in own]) for own in scores]
+    assert taken == ["classes"] * 100
+    sure = np.float32([[9, 1, 0.5], [5.5, 0.5, -0.2], [12, 1.2, 1], [7, 1, 0]])  # of one class
+    assert same_task([{"y": one[None]} for one in sure]) == "classes"
+
+
 def test_embeddings_keep_their_neighbours():
     made = rng()
     centres = made.standard_normal((4, 64))
@@ -325,6 +339,27 @@ def test_three_outputs_of_boxes_scores_and_classes():
     form, found = figure([outputs(n) for n in range(4)], [outputs(n) for n in range(4)])
     assert found.task == "boxes" and found.value == 1
     assert [part.label for part in form.parts] == ["scores"]
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_boxes_with_their_scores_beside_classes(batch):
+    """As MMDetection's exports give them."""
+
+    def outputs(number, lost=0):
+        rows = ended(number)
+        rows[:lost, 4] = 0
+        rows = rows[None] if batch else rows
+        return {"dets": rows[..., :5], "labels": rows[..., 5].astype(np.int64)}
+
+    references = [outputs(n) for n in range(4)]
+    form, found = figure(references, references)
+    assert "a list of boxes" in form.task.form and found.value == 1
+    assert [part.label for part in form.parts] == (["dets[..., 4:5]"] if batch else [])
+    assert figure(references, [outputs(n, lost=2) for n in range(4)])[1].value < 1
+    turned = [{**one, "labels": one["labels"] + 1} for one in references]
+    assert figure(references, turned)[1].value == 0
+    cut = [{**one, "dets": one["dets"][..., :4]} for one in references]
+    assert figure(references, cut)[1].value == 0
 
 
 def ssd(number, classes=4):
@@ -466,6 +501,87 @@ def test_key_points_of_a_box_are_kept_with_it(length):
     assert figure(references, hidden)[1].value == (1 if length == 3 else 0)
     others = [{"output0": v8(n, classes=1)["output0"]} for n in range(8)]
     assert "key points" not in figure(others, others)[0].task.form
+
+
+def masked(number, *, maps=3, split=0.0, stride=4, turned=False):
+    """YOLO with masks: what is left of a line through a box, of boxes 20 pixels wide."""
+    value = v8(number, classes=1)["output0"][0]
+    value[2:4] = 20
+    weights = np.stack([-np.ones_like(value[0]), (value[0] + split) / 8, -value[1] / 1e4])[:maps]
+    columns = np.arange(SIZE[1] // stride) * stride / 8
+    ones = np.ones(tuple(side // stride for side in SIZE))
+    held = np.stack([ones * columns, ones, ones])[:maps]
+    rows = np.concatenate([value, weights])
+    return {
+        "output0": (rows.T if turned else rows)[None].astype(np.float32),
+        "output1": held[None].astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+@pytest.mark.parametrize("turned", [False, True])
+def test_masks_of_a_box_are_kept_with_it(turned, stride):
+    how = {"turned": turned, "stride": stride}
+    references = [masked(n, **how) for n in range(8)]
+    form, same = figure(references, references)
+    assert "1 classes, a mask an anchor" in form.task.form and same.value == 1
+    near = [masked(n, split=0.1, **how) for n in range(8)]
+    assert figure(references, near)[1].value > 0.9
+    far = [masked(n, split=7.0, **how) for n in range(8)]
+    assert figure(references, far)[1].value < 0.1
+    lost = [{**one, "output1": -one["output1"]} for one in references]
+    assert figure(references, lost)[1].value == 0
+    nothing = [{**one, "output1": one["output1"] * np.nan} for one in references]
+    assert figure(references, nothing)[1].value == 0
+    cut = [{**one, "output1": one["output1"][:, :2]} for one in references]
+    assert figure(references, cut)[1].value == 0
+
+
+def blaze(number, *, columns=16, lost=0, floor=-4.0):
+    """Offsets of boxes and key points from anchors, beside a raw score of each."""
+    made = np.random.default_rng(number)
+    scores = made.normal(floor, 0.5, (1, 896, 1))
+    seen = made.choice(896, 6, replace=False)
+    scores[0, seen[lost:]] = 3
+    offsets = made.normal(0, 20, (1, 896, columns))
+    return {"regressors": np.float32(offsets), "classificators": np.float32(scores)}
+
+
+def test_boxes_with_key_points_are_matched_by_anchor():
+    references = [blaze(n) for n in range(8)]
+    form, same = figure(references, references)
+    assert "sigmoid of anchors, boxes matched by anchor" in form.task.form and same.value == 1
+    _, found = figure(references, [blaze(n, lost=2) for n in range(8)])
+    assert found.words.startswith("32 of 48 boxes of FP32 kept, 0 new")
+    other = {"columns": 17}, {"floor": 0.0}  # no pairs of places; scores that are sure of much
+    for how in other:
+        assert same_task([blaze(n, **how) for n in range(8)]) != "boxes"
+
+
+def turned(number, by=0.0):
+    """YOLO with an angle of each box, which is longer than it is high."""
+    value = v8(number, classes=2)["output0"][0]
+    value[2:4] = [[60], [15]]
+    angles = np.random.default_rng(number).uniform(-0.7, 2.2, (1, value.shape[1]))
+    return {"output0": np.concatenate([value, angles + by])[None].astype(np.float32)}
+
+
+def test_a_turned_box_is_kept_where_its_corners_are():
+    references = [turned(n) for n in range(8)]
+    form, same = figure(references, references)
+    assert "2 classes, an angle an anchor" in form.task.form and same.value == 1
+    for by, value in ((0.03, 1), (0.2, 0)):  # 10 % of its size is 3 pixels, 0.1 of a radian
+        assert figure(references, [turned(n, by) for n in range(8)])[1].value == value
+    long = [{"output0": one["output0"].copy()} for one in references]
+    for one in long:
+        one["output0"][:, -1] *= 40
+    assert "angle" not in figure(long, long)[0].task.form
+
+
+def test_maps_that_are_no_masks_leave_boxes_alone():
+    others = [{**masked(n), "output1": np.zeros((1, 3, 5, 5), np.float32)} for n in range(8)]
+    form, same = figure(others, others)
+    assert "a mask" not in form.task.form and same.value == 1
 
 
 def split_yolo(number, boxes="rows", scores="rows"):
@@ -703,6 +819,11 @@ def test_masks_are_judged_by_iou(last):
     assert found.words == "IoU 0.333 of the pixels above 0.5"
     depth = [{"m": rng().uniform(0, 1, (1, 1, 64, 64))}] * 4
     assert same_task(depth, inputs) is None
+    stages = [{**mask(10), "s": mask(20)["m"]}] * 4  # each stage has one, which all are judged
+    form, found = figure(stages, [{**mask(10), "s": mask(30)["m"]}] * 4, inputs)
+    assert form.task.form == "m, s: maps of 0 to 1" and found.value == pytest.approx(6 / 10)
+    halved = [{**one, "s": one["s"][:, :, ::2, ::2]} for one in stages]
+    assert same_task(halved, inputs) is None
 
 
 def test_peaks_of_heat_maps_within_a_pixel():

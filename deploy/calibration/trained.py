@@ -43,6 +43,10 @@ _TAKEN_OUT = (
     "FP32 is the float model that was taken out of {}, whose weights are multiples of their scales;"
     " --float names the one that it was made from."
 )
+_STORED = (
+    "FP32 is the float model that {} stands for, whose weights alone are stored as integers; speed"
+    " and size are told beside it."
+)
 
 
 class TrainedRanges(Ranges):
@@ -151,7 +155,7 @@ def reference_of(
                 f"--float is what a Q/DQ model is judged beside, got it for {loaded.name}, which is"
                 " a float model itself; leave it away"
             )
-        return loaded, ()
+        return loaded, (_STORED.format(loaded.name),) if loaded.restored else ()
     if images is None:
         if other is not None:
             raise ConfigError(

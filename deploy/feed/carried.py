@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.preprocess import Asked, Preprocess, by, resolve, with_options
+from deploy.feed.preprocess import Asked, Preprocess, by, resolve, usual, with_options
 from deploy.feed.presets import preset
 from deploy.tensors import TensorSpec
 
@@ -60,7 +60,7 @@ def settled(asked: Asked, carried: Carried | None, spec: TensorSpec) -> Settled:
         return Settled(how, notes=(*_differing(how, theirs, carried), *said))
     options = {name: value for name, value in _named(asked) if value is not None}
     if theirs is None or carried is None:
-        how, said = resolve(with_options(Preprocess(), options) if options else None, spec)
+        how, said = resolve(with_options(usual(spec), options) if options else None, spec)
         return Settled(how, notes=(*notes, *said))
     how, _ = resolve(with_options(_without(theirs, options), options), spec)
     but = f", but for {enumerated(list(options))}" if options else ""

@@ -22,7 +22,7 @@ from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.carried import Carried, Settled, settled
 from deploy.feed.choice import Choice
 from deploy.feed.files import Files
-from deploy.feed.images import shown
+from deploy.feed.images import shown, summary
 from deploy.feed.loaders import items_of, pictured
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
 from deploy.feed.preprocess import Asked, Preprocess, describe
@@ -179,8 +179,8 @@ class Opening:
         if len(self.specs) != 1:
             raise FeedError(
                 f"images feed one input, the model has {len(self.specs)}:"
-                f" {', '.join(describe(s) for s in self.specs)}; give a folder of .npz files with"
-                " one array an input, or one folder of .npy files an input"
+                f" {summary([describe(spec) for spec in self.specs])}; give a folder of .npz files"
+                " with one array an input, or one folder of .npy files an input"
             )
         found = settled(self.preprocess, self.carried, self.specs[0])
         check_dtype(self.specs[0], found.how)

@@ -11,7 +11,7 @@ from deploy.feed import images
 from deploy.feed.listing import Listing, Picture
 from deploy.feed.manifest import Raw, bytes_digest
 from deploy.feed.pixels import apply
-from deploy.feed.preprocess import Preprocess, Size, describe, sized
+from deploy.feed.preprocess import WHOLE, Preprocess, Size, describe, sized
 from deploy.feed.shown import shown_size
 from deploy.tensors import Array, TensorSpec
 
@@ -94,15 +94,15 @@ def check_dtype(spec: TensorSpec, how: Preprocess) -> None:
     """Refuse an input of numbers that pictures do not become.
 
     Raises:
-        FeedError: it is neither float32 nor float16, nor uint8 with pixels as they are.
+        FeedError: it is neither float32 nor float16, nor of integers with pixels as they are.
     """
     whole = how.scale == 1 and set(how.mean) == {0.0} and set(how.std) == {1.0}
     pads_whole = all(0 <= p <= 255 and float(p).is_integer() for p in how.pad)
-    if spec.dtype in ("float32", "float16") or (spec.dtype == "uint8" and whole and pads_whole):
+    if spec.dtype in ("float32", "float16") or (spec.dtype in WHOLE and whole and pads_whole):
         return
     remedy = (
         "use the preset 'raw' (scale 1, no mean, std 1)"
-        if spec.dtype == "uint8"
+        if spec.dtype in WHOLE
         else "feed it arrays from an .npy file"
     )
     raise FeedError(f"images become float32 or float16, the input is {describe(spec)}; {remedy}")

@@ -22,6 +22,8 @@ COLORS = {"rgb": 3, "bgr": 3, "grey": 1}
 LAYOUTS = ("nchw", "nhwc")
 ANCHORS = ("centre", "top-left")
 LARGEST_SIDE = 16384
+WHOLE = ("uint8", "int32")  # inputs of integers that pictures may become
+_UNIT = "pixels / 255 (preset 'unit')"
 
 Size = tuple[int, int]
 Sides = tuple[int | None, int | None]
@@ -159,6 +161,11 @@ def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
     return dataclasses.replace(base, **given)
 
 
+def usual(spec: TensorSpec) -> Preprocess:
+    """What is done where nothing is asked: an input of integers gets the pixels as they are."""
+    return Preprocess(scale=1.0) if spec.dtype in WHOLE else Preprocess()
+
+
 def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tuple[str, ...]]:
     """What was asked, completed from the model's input: size, color and layout all set.
 
@@ -166,7 +173,7 @@ def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tup
         FeedError: the input is no picture, or contradicts what was asked.
         ConfigError: a size of each picture's own, resized in a way that has none.
     """
-    chosen = asked if asked is not None else Preprocess()
+    chosen = asked if asked is not None else usual(spec)
     if len(spec.shape) != 4:
         raise FeedError(
             f"images need an input of 4 dimensions, got {describe(spec)};"
@@ -191,9 +198,10 @@ def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tup
     _check_mean(resolved)
     if asked is not None:
         return resolved, ()
+    whole = spec.dtype in WHOLE
+    values = f"pixels as they are, for {spec.dtype} (preset 'raw')" if whole else _UNIT
     return resolved, (
-        f"no preprocessing was given: {color} images stretched to {by(size)},"
-        " pixels / 255 (preset 'unit')",
+        f"no preprocessing was given: {color} images stretched to {by(size)}, {values}",
     )
 
 

@@ -59,9 +59,12 @@ def is_quantized(path: Path) -> bool:
     """Whether a file is an ONNX model that is quantized already, as far as it can be read."""
     from deploy.frontends.checks import check_float
     from deploy.frontends.reader import model_bytes, parse_model
+    from deploy.frontends.stored import restore
 
     try:
-        check_float(parse_model(model_bytes(path), str(path)))
+        model = parse_model(model_bytes(path), str(path))
+        restore(model)
+        check_float(model)
     except QuantizedError:
         return True
     except ModelError:

@@ -43,6 +43,7 @@ class LoadedModel:
         carried: what the file, or one beside it, says of how pictures become its input.
         trained: what the pairs of a Q/DQ model say, which were taken out of `model`; None for a
             float model.
+        restored: whether the original stores weights as integers that `model` has as float ones.
     """
 
     model: onnx.ModelProto
@@ -59,6 +60,7 @@ class LoadedModel:
     behind: Behind | None = None
     carried: Carried | None = None
     trained: Trained | None = None
+    restored: bool = False
 
     @property
     def identities(self) -> dict[str, str]:

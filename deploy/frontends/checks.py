@@ -64,7 +64,7 @@ def check_float(model: onnx.ModelProto) -> None:
                 f" ({node.op_type} '{node.name}'); give the model it was made from, or its"
                 " fake-quant model"
             )
-        if _is_quantized(node.op_type) or node.domain in _QUANTIZED_DOMAINS:
+        if is_quantized_node(node):
             raise QuantizedError(
                 "the model must be a float32 one, got one that is quantized already "
                 f"({node.op_type} '{node.name}'); give the model it was made from, or a Q/DQ model"
@@ -72,9 +72,12 @@ def check_float(model: onnx.ModelProto) -> None:
             )
 
 
-def _is_quantized(op_type: str) -> bool:
+def is_quantized_node(node: onnx.NodeProto) -> bool:
+    """Whether it computes in integers, or goes to or from them."""
+    op_type = node.op_type
     return (
-        op_type in _QUANTIZED
+        node.domain in _QUANTIZED_DOMAINS
+        or op_type in _QUANTIZED
         or op_type.startswith(_QUANTIZED_STARTS)
         or op_type.endswith(_QUANTIZED_ENDS)
     )

@@ -17,6 +17,7 @@ from deploy.frontends.lift import lift
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.plugins import Behind, cut
 from deploy.frontends.reader import Stamp, read_stamped, refuse_external
+from deploy.frontends.stored import restore
 from deploy.graph.edit import (
     copied,
     copied_without,
@@ -50,14 +51,16 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     try:
         path, model, stamp = _read(source)
         checks.check_names(model)
+        digest, carried = model_digest(model), carried_of(model, path)
+        stored = restore(model)
         _check(model)
-        digest = model_digest(model)
-        carried = carried_of(model, path)
         shared, listed = _shared_names(model.graph), _listed(model)
         model, notes, widened, behind = _clean(model, fold_batchnorm)
         _check_cleaned(model)
     except ModelError as error:  # a name in a broken model may hold line breaks and worse
         raise type(error)(_printable(str(error))) from error.__cause__
+    if stored:
+        notes.insert(0, stored)
     name = path.stem if path else model.graph.name or "model"
     inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
     if shared:
@@ -76,6 +79,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         stamp,
         behind,
         carried,
+        restored=stored is not None,
     )
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 WIDE = "/wide"  # behind the name of a tensor: the same, with more channels, which are zero
 
 
-def wide_constant(name: str, node: str) -> str:
-    """What a constant is called that got wider for one node."""
+def wide_for(name: str, node: str) -> str:
+    """What a tensor is called that got wider for one node alone."""
     return f"{name}/{node}{WIDE}"
 
 

@@ -144,7 +144,10 @@ class Comparison:
         self._errors = {name: RunningError(name) for name in self._names}
         objects = labels if isinstance(labels, GroundTruth) else None
         classes = None if isinstance(labels, GroundTruth) else labels
-        self._top1 = Top1(classes if metric is None else None)
+        given = classes if metric is None else None
+        self._top1 = Top1(given)
+        several = len(self._names) > 1 and given is not None
+        self._heads = {name: Top1(given, name) for name in self._names if several}
         self._changes = Changes()
         self._truth = Truth(form, metric=metric, labels=classes, objects=objects)
 
@@ -171,7 +174,9 @@ class Comparison:
             batch = kept
         for name, error in self._errors.items():
             error.add(left[name], right[name], batch)
-        self._top1.add(left, right, batch)
+        self._top1.add(left, right, batch, at_once=not self._heads)
+        for head in self._heads.values():
+            head.add(left, right, batch, at_once=False)
         self._changes.add(inputs, left, right)
         self._truth.add(inputs, left, right, batch)
 
@@ -193,7 +198,9 @@ class Comparison:
         if self._top1.samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
         outputs = tuple(error.result() for error in self._errors.values())
-        found = self._top1.result(self._truth.kind)
+        task = self._truth.task()
+        kind = "beside others" if task is not None and task.beside else self._truth.kind
+        found = self._heads.get(self._truth.classes, self._top1).result(kind)
         return Accuracy(
             samples=self._top1.samples,
             outputs=outputs,
@@ -203,7 +210,7 @@ class Comparison:
             classes=found.classes,
             favourite=found.favourite,
             parts=self._truth.parts(outputs),
-            task=self._truth.task(),
+            task=task,
             precision=self._truth.precision(),
             reading=self._truth.reading(),
             carried=self._truth.carried,

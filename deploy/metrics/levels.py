@@ -91,13 +91,21 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
         yield lost.level, lost.words
     else:
         yield from ((DOUBTFUL, doubt) for doubt in accuracy.doubts)
-    worst = accuracy.worst
-    if worst is not None:
+    worst, beside = accuracy.worst, _beside(accuracy)
+    if beside is not None:
+        yield _of_part(beside, judged=False)
+    if worst is not None and worst is not beside:
         judged = accuracy.task is not None or accuracy.top1_reference is not None
         yield _of_part(worst, judged=judged or (worst.less != "" and max_loss is not None))
         if worst.less:
             (whole,) = (one for one in accuracy.outputs if one.name == worst.output)
             yield _of_db(whole.sqnr_db, f"{whole.sqnr_db:.1f} dB in {whole.name}", judged=judged)
+
+
+def _beside(accuracy: Accuracy) -> PartAccuracy | None:
+    """The worst part of the outputs that the task tells nothing of."""
+    names = () if accuracy.task is None else accuracy.task.beside
+    return next((part for part in accuracy.parts if part.output in names), None)
 
 
 def _of_part(part: PartAccuracy, *, judged: bool) -> tuple[str, str]:

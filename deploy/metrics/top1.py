@@ -38,24 +38,40 @@ class Shares:
 class Top1:
     """Counts whose class is right, and where both agree."""
 
-    def __init__(self, labels: Sequence[int] | None) -> None:
+    def __init__(self, labels: Sequence[int] | None, name: str | None = None) -> None:
+        """What is counted.
+
+        Args:
+            labels: the class of each sample.
+            name: of the output that tells the class; None finds it from the first batch.
+        """
         self.labels = labels
+        self.trouble: FeedError | None = None  # kept where another output may have the labels
         self.samples = self.right_reference = self.right_candidate = self.agreed = 0
-        self.name: str | None = None  # of the output that tells the class
+        self.name = name
         self.places = labels is not None  # whether rows of whole numbers may be TopK's places
         self.classes = True  # until an output turns out to hold no classes
         self.count: int | None = None
         self.given: Counter[int] = Counter()  # class -> samples the reference gives to it
         self.values = True  # until a sample is no regression's
         self.ranked = True  # until a sample's best is not its first
+        self.several = False  # outputs, of which another may be what the model is for
         self.means = Means()
 
-    def add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
-        """Add one batch.
+    def add(self, reference: Outputs, candidate: Outputs, batch: int, *, at_once: bool) -> None:
+        """Add one batch; without `at_once` it is the result that tells of labels that do not fit.
 
         Raises:
             FeedError: labels that do not fit the samples or the classes.
         """
+        try:
+            self._add(reference, candidate, batch)
+        except FeedError as error:
+            if at_once:
+                raise
+            self.trouble = self.trouble or error
+
+    def _add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
         start, self.samples = self.samples, self.samples + batch
         if self.name is None:
             self._choose(reference, batch)
@@ -81,6 +97,7 @@ class Top1:
     def _choose(self, outputs: Outputs, batch: int) -> None:
         """The output that tells the class; the first one, where none does."""
         first = next(iter(outputs))
+        self.several = len(outputs) > 1
         found = places_of(outputs, first, batch)
         self.places |= found is not None
         self.name = found or first
@@ -127,10 +144,13 @@ class Top1:
             FeedError: labels that do not fit.
         """
         labelled = self.labels is not None
+        if self.trouble is not None:
+            raise self.trouble
         if self.labels is not None:
             self._check_labels(self.labels)
         values = self.values or self.ranked or self.means.wander
         others = not kind and values and self.samples >= _ENOUGH
+        others = others or (not kind and self.several)
         told = labelled or (kind in _OF_CLASSES and not others)
         share = self.samples if self.classes and told else 0
         # an embedding that points one way in all samples is as doubtful as one class in all

@@ -19,6 +19,7 @@ from deploy.metrics.rows import Outputs, split
 from deploy.metrics.running import OutputAccuracy, RunningError, number
 from deploy.metrics.tasks import Metric, Tally, TaskFigure
 from deploy.metrics.tasks.boxes import Boxes
+from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.examples import Example
 from deploy.metrics.tasks.task import Showing
 
@@ -123,6 +124,12 @@ class Truth:
         """What the outputs are for, in a word; "" where their form does not tell."""
         task = self._settle().task
         return "" if task is None else task.name
+
+    @property
+    def classes(self) -> str:
+        """The output that tells a class, the first of several; "" where none is known to."""
+        task = self._settle().task
+        return task.outputs[0] if isinstance(task, Classes) else ""
 
     def reading(self) -> str:
         """How the outputs were read, in words."""

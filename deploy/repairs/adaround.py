@@ -31,7 +31,7 @@ from calibrators.grids import INT8, Grid, rounded
 from calibrators.rounding import gram, products_of, rounded_by_output
 from deploy.calibration.choices import NO_CHOICES
 from deploy.graph.edit import update
-from deploy.graph.width import wide_constant, with_zeros
+from deploy.graph.width import wide_for, with_zeros
 from deploy.repairs.base import Making, with_model
 from deploy.repairs.layers import FloatArray, Layer, layers_of, with_constants
 from deploy.repairs.patches import inputs_of
@@ -123,7 +123,7 @@ def _give_back(
 
 def _held_as(layer: Layer, there: Collection[str]) -> str | None:
     """What a layer's float weight is called in a model that has some constants."""
-    names = (layer.weight, wide_constant(layer.weight, layer.name))
+    names = (layer.weight, wide_for(layer.weight, layer.name))
     return next((name for name in names if name in there), None)
 
 

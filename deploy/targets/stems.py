@@ -22,7 +22,7 @@ from onnx import helper, numpy_helper
 
 from deploy.graph.edit import drop_dead, replace_nodes
 from deploy.graph.index import Graph, attributes
-from deploy.graph.width import WIDE
+from deploy.graph.width import wide_for
 from deploy.targets.wide import integers_of, wider
 
 _AT_ONCE = 4
@@ -77,7 +77,8 @@ def _padded(
     model: onnx.ModelProto, node: onnx.NodeProto, pair: onnx.NodeProto, rank: int, more: int
 ) -> list[onnx.NodeProto]:
     """What stands before a Conv, which is told to read it."""
-    source, name = pair.input[0], f"{node.name}{WIDE}"
+    source = pair.input[0]
+    name = wide_for(source, node.name)  # a node may be called as a tensor that gets wider
     ends = np.zeros(2 * rank, np.int64)
     ends[rank + 1] = more
     model.graph.initializer.append(numpy_helper.from_array(ends, f"{name}/pads"))

@@ -28,7 +28,7 @@ from onnx import numpy_helper
 
 from deploy.graph.edit import drop_unread, rename_reads
 from deploy.graph.index import Graph, attributes
-from deploy.graph.width import WIDE, wide_constant
+from deploy.graph.width import WIDE, wide_for
 
 _AT_ONCE = 16
 _SLOW = {0: 1.0, 8: 1.0}  # what a product costs more than in a kernel of 16 channels, by the rest
@@ -246,7 +246,7 @@ def wider(
     def added(name: str, along: Sequence[int], mode: Literal["constant", "edge"]) -> str:
         values: NDArray[Any] = numpy_helper.to_array(graph.initializers[name])
         ends = [(0, by if axis in along else 0) for axis in range(values.ndim)]
-        tensor = numpy_helper.from_array(np.pad(values, ends, mode), wide_constant(name, node.name))
+        tensor = numpy_helper.from_array(np.pad(values, ends, mode), wide_for(name, node.name))
         model.graph.initializer.append(tensor)
         graph.initializers[tensor.name] = tensor
         return tensor.name

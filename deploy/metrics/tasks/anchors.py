@@ -13,6 +13,8 @@ boxes [A, 4]            corners; centre and size, at their anchors or of a few q
 boxes [A, 4 (m + 1)]    distributions of the four distances from an anchor's cell, in strides
                         (Li et al. 2020, Generalized Focal Loss): PicoDet, NanoDet, and the heads of
                         YOLO v6 and v8 before they are joined, where both may be maps [C, H, W]
+boxes [A, 4 + 2 K]      offsets of boxes and of their key points from anchors that the outputs do
+                        not tell (Bazarevsky et al. 2019, BlazeFace), beside one raw score
 ======================  ========================================================================
 
 Where boxes cannot be told, an anchor counts as kept where the same one finds the same class.
@@ -101,7 +103,11 @@ class Anchors:
         scores = [table(outputs[pair.scores]) for pair in self.levels]
         boxes = [table(outputs[pair.boxes]) for pair in self.levels]
         columns = self.classes + (self.background is not None)
-        known = [(a, b) for a, b in zip(scores, boxes, strict=True) if _paired(a, b, columns)]
+        known = [
+            (a, b)
+            for a, b in zip(scores, boxes, strict=True)
+            if _paired(a, b, columns, bins=bool(self.coding))
+        ]
         if len(known) != len(self.levels):
             return None
         shares = _shares(np.concatenate([a for a, _ in known if a is not None]), self)
@@ -172,10 +178,10 @@ def _stacked(name: str, seen: Seen) -> Floats:
     return np.concatenate([one for one in tables if one is not None])
 
 
-def _paired(scores: Floats | None, boxes: Floats | None, columns: int) -> bool:
+def _paired(scores: Floats | None, boxes: Floats | None, columns: int, *, bins: bool) -> bool:
     if scores is None or boxes is None:
         return False
-    four = boxes.shape[1] > 0 and boxes.shape[1] % 4 == 0
+    four = boxes.shape[1] > 0 and (boxes.shape[1] % 4 == 0 or not bins)
     return four and len(scores) == len(boxes) and scores.shape[1] == columns
 
 
@@ -194,7 +200,7 @@ def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
         grid = next((one for one in found if one.anchors == 1), None)
         boxes = [name for name in boxes if not _is_share(_stacked(name, seen))]
         if grid is None:
-            return None
+            boxes = _with_points(names, seen)
     if len(boxes) != 1:
         return None
     others = [name for name in names if name != boxes[0]]
@@ -206,6 +212,17 @@ def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
         kinds = [name for name in scores if name not in gates]
         return Pair(kinds[0], boxes[0], grid, gates[0]) if gates else None
     return Pair(scores[0], boxes[0], grid) if len(scores) == 1 else None
+
+
+def _with_points(names: Sequence[str], seen: Seen) -> list[str]:
+    """The output of boxes and key points in one, beside one raw score of every anchor."""
+    wide = [n for n in names if (size := seen.outputs[0][n].shape[-1]) > 4 and not size % 2]
+    others = [name for name in names if name not in wide]
+    pictures = all(image_size(fed) is not None for fed in seen.inputs)
+    if not pictures or len(wide) != 1 or len(others) != 1 or len(names) != len(seen.names):
+        return []
+    scores = _stacked(others[0], seen)
+    return wide if scores.shape[1] == 1 and scores.min() < 0 and _sees_little(scores) else []
 
 
 def _is_share(rows: Floats) -> bool:
@@ -247,8 +264,10 @@ def _coding(levels: list[Floats], pairs: Sequence[Pair], seen: Seen) -> str | No
     if any(pair.grid is not None for pair in pairs):
         return "distribution" if all(pair.grid is not None for pair in pairs) else None
     rows = np.concatenate(levels)
-    if rows.shape[1] != 4 or not np.isfinite(rows).all():
+    if not np.isfinite(rows).all():
         return None
+    if rows.shape[1] != 4:  # boxes and key points
+        return ""
     if np.mean(np.all(rows[:, 2:] >= rows[:, :2], axis=1)) > 0.99:
         return "corners"
     inside = rows.min() >= -0.05 and rows.max() <= 1.05

@@ -3,9 +3,13 @@
 [N, C] scores. Probabilities (each row sums to 1) are classes for sure; raw numbers are where the
 best stands out as no direction of an embedding does, or where they are few, beyond what a Tanh
 gives, and of a mean that hardly changes from sample to sample, as training moves one score up and
-others down. Of several outputs that are few raw scores each, as of the characters of a plate, all
-have to be surer of their class than numbers of another kind are. Other vectors (a place, angles, an
-embedding) are not.
+others down. The fewest may be angles, which have each a usual value: there one must stand off from
+the rest, or what is usual counts for nothing. Of several outputs that are few raw scores each, as
+of the characters of a plate, all have to be surer of their class than numbers of another kind are.
+Other vectors (a place, an embedding) are not.
+
+Beside probabilities there may be such, as a face's box or its age: the figure is of the classes
+alone, and what it does not tell is judged as where there is no task.
 """
 
 from __future__ import annotations
@@ -28,23 +32,35 @@ from deploy.tensors import Array
 _FEW = 32  # numbers that no embedding makes do with
 _BOUND = 1.05  # of a Tanh, and what rounding adds
 _STEADY = 0.5  # what the mean of few raw scores varies by, of what they do
+_ANGLES = 6  # numbers of a pose: angles, a rotation, a direction
+_TOGETHER = 0.5  # variance of the mean of so few, of what it would be if each varied by itself
+_OFF = 1.5  # times as far as the others are apart
 _SURE = 0.5  # mean share of the best class, of few raw scores in several outputs
 _LEAST = 1e-12  # another class is a difference, even of two equal values
 
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """One score a class, in one output or in several heads."""
+    """One score a class, in one output or in several heads.
+
+    Attributes:
+        outputs: their names.
+        counts: of the classes of each.
+        beside: other outputs, of numbers.
+        parts: as of a task.
+    """
 
     outputs: tuple[str, ...]
-    count: int
+    counts: tuple[int, ...]
+    beside: tuple[str, ...] = ()
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     name: str = "classes"
 
     @property
     def form(self) -> str:
         """How the outputs are read."""
-        return f"{', '.join(self.outputs)}: {self.count} classes"
+        counts = [str(count) for count in dict.fromkeys(self.counts)]
+        return f"{', '.join(self.outputs)}: {' and '.join(counts)} classes"
 
     def tally(self) -> ClassTally:
         """A new comparison."""
@@ -52,24 +68,46 @@ class Classes:
 
 
 def find(seen: Seen) -> Classes | None:
-    """The task, where every output is one vector of scores a sample."""
+    """The task, where every output is one vector of scores a sample, or some are of shares."""
     vectors = {name: seen.arrays(name) for name in seen.names}
-    alone = len(vectors) == 1
-    if not vectors or not all(_scores(values, alone=alone) for values in vectors.values()):
+    found = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
+    shares = [name for name in found if _are_shares(_rows(vectors[name]))]
+    if shares or len(found) < len(vectors):  # beside shares raw scores are numbers as likely
+        found = shares
+    beside = tuple(name for name in vectors if name not in found)
+    if not found or not all(_are_numbers(vectors[name]) for name in beside):
         return None
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures and any(map(are_raw_tracks, vectors.values())):  # of steps, as likely
+    if not pictures and (beside or any(map(are_raw_tracks, vectors.values()))):  # steps, as likely
         return None
-    return Classes(tuple(vectors), next(iter(vectors.values()))[0].size)
+    return Classes(tuple(found), tuple(vectors[name][0].size for name in found), beside)
+
+
+def _are_numbers(samples: Sequence[Array]) -> bool:
+    """Whether each sample has one vector of finite numbers, if only of one."""
+    return all(
+        np.issubdtype(one.dtype, np.floating)
+        and one.size == max(one.shape, default=1)
+        and np.isfinite(one).all()
+        for one in samples
+    )
+
+
+def _rows(samples: Sequence[Array]) -> list[NDArray[np.float64]]:
+    return [np.asarray(one, np.float64).reshape(-1) for one in samples if _is_vector(one)]
+
+
+def _are_shares(rows: Sequence[NDArray[np.float64]]) -> bool:
+    return all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows)
 
 
 def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
-    rows = [np.asarray(one, np.float64).reshape(-1) for one in samples if _is_vector(one)]
+    rows = _rows(samples)
     if not rows or len(rows) != len(samples) or not all(np.isfinite(r).all() for r in rows):
         return False
     if any(len(row) != len(rows[0]) for row in rows):
         return False
-    if all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows):
+    if _are_shares(rows):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
         return _about_zero(np.stack(rows)) and (alone or best_share(np.stack(rows)) > _SURE)
@@ -80,7 +118,24 @@ def _about_zero(rows: NDArray[np.float64]) -> bool:
     """Whether few raw scores differ in themselves, not in their mean, and leave [-1, 1]."""
     spread = float(rows.std(axis=1).mean())
     wide = rows.min() < 0 < rows.max() and np.abs(rows).max() > _BOUND
-    return bool(wide and rows.mean(axis=1).std() < _STEADY * spread)
+    steady = rows.mean(axis=1).std() < _STEADY * spread
+    sure = rows.shape[1] > _ANGLES or _move_against(rows) or _one_wins(rows)
+    return bool(wide and steady and sure)
+
+
+def _move_against(rows: NDArray[np.float64]) -> bool:
+    """Whether some of the numbers fall where others rise, over the samples."""
+    moved = rows - rows.mean(axis=0)
+    alone = float(moved.var(axis=1).mean()) / (rows.shape[1] - 1)
+    return bool(moved.mean(axis=1).var() < _TOGETHER * alone)
+
+
+def _one_wins(rows: NDArray[np.float64]) -> bool:
+    """Whether one number stands off and the rest are alike, as of a sure class, in the mean."""
+    if rows.shape[1] < 3:
+        return False
+    ranked = np.sort(rows, axis=1).mean(axis=0)
+    return bool(ranked[-1] - ranked[-2] > _OFF * (ranked[-2] - ranked[0]))
 
 
 def _is_vector(value: Array) -> bool:
@@ -149,7 +204,7 @@ class ClassTally:
         if not self.compared:
             return None
         words = f"{self.first} of {self.compared} best classes as FP32's"
-        if self.task.count > 10:
+        if max(self.task.counts) > 10:
             words += f", {self.five} among the best five"
         return TaskFigure(
             task="classes",
@@ -159,4 +214,5 @@ class ClassTally:
             words=words,
             samples=self.samples,
             form=self.task.form,
+            beside=self.task.beside,
         )

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.metrics.tasks.outlines import Masks
+
 LOWEST = 0.05  # scores below it are never looked at
 _OFF = 0.1  # of a box's size, that its key points may lie elsewhere in the mean
+_COVERED = 0.75  # IoU that the masks of one box have in both models, at least
 _VISIBLE = 0.5  # of a key point that tells whether it is seen
 IOU = 0.5  # above it two boxes are one, for suppression and for matching
 _MOST = 1000  # boxes of an image before suppression, the best by score
@@ -27,12 +30,14 @@ class Detections:
         classes: [n] class numbers.
         points: [n, K, 2] places of key points in the same unit, or [n, K, 3] with how visible each
             is; None without.
+        masks: of each box; None without.
     """
 
     boxes: Floats
     scores: Floats
     classes: NDArray[np.int64]
     points: Floats | None = None
+    masks: Masks | None = None
 
     @classmethod
     def of(
@@ -41,11 +46,12 @@ class Detections:
         scores: Floats,
         classes: NDArray[np.int64],
         points: Floats | None = None,
+        masks: Masks | None = None,
     ) -> Detections:
         """The best by score, above `LOWEST`; what holds NaN or Inf is no detection."""
         good = np.flatnonzero((scores > LOWEST) & np.isfinite(boxes).all(axis=1))
         best = good[np.argsort(-scores[good], kind="stable")][:_MOST]
-        return cls(boxes, scores, classes, points).at(best)
+        return cls(boxes, scores, classes, points, masks).at(best)
 
     def above(self, threshold: float) -> Detections:
         """Those of a greater score."""
@@ -54,18 +60,21 @@ class Detections:
     def at(self, keep: NDArray[np.bool_] | NDArray[np.int64] | list[int]) -> Detections:
         """Some of them."""
         points = None if self.points is None else self.points[keep]
-        return Detections(self.boxes[keep], self.scores[keep], self.classes[keep], points)
+        masks = None if self.masks is None else self.masks.at(keep)
+        return Detections(self.boxes[keep], self.scores[keep], self.classes[keep], points, masks)
 
 
 NOTHING = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
 
 
-def by_score(boxes: Floats, scores: Floats, points: Floats | None = None) -> Detections:
+def by_score(
+    boxes: Floats, scores: Floats, points: Floats | None = None, masks: Masks | None = None
+) -> Detections:
     """Boxes [A, 4] and scores [A, C] of which each box's best class counts."""
     with np.errstate(invalid="ignore"):
         classes = np.asarray(np.nan_to_num(scores, nan=-1.0).argmax(axis=1), np.int64)
     best = np.take_along_axis(scores, classes[:, None], axis=1)[:, 0]
-    return Detections.of(boxes, best, classes, points)
+    return Detections.of(boxes, best, classes, points, masks)
 
 
 def by_place(scores: Floats) -> Detections:
@@ -106,14 +115,15 @@ def matched(
     """Which of the reference's boxes the candidate has too, at each threshold of the score.
 
     The numbers of both, counted among those above the threshold. Boxes match by class, IoU above
-    `IOU` and key points, where both have such; each of the candidate stands for one, and the
-    reference's best scores choose first.
+    `IOU`, key points and masks, where both have such; each of the candidate stands for one, and
+    the reference's best scores choose first.
     """
     iou = overlaps(reference.boxes, candidate.boxes)
     iou[reference.classes[:, None] != candidate.classes[None, :]] = 0
-    pairs = np.argwhere(iou > IOU) if reference.points is not None else ()
-    for row, column in pairs:
-        iou[row, column] *= _same_points(reference.at([row]), candidate.at([column]))
+    more = reference.points is not None or reference.masks is not None
+    for row, column in np.argwhere(iou > IOU) if more else ():
+        one, other = reference.at([row]), candidate.at([column])
+        iou[row, column] *= _same_points(one, other) and _same_mask(one, other)
     return [
         _pairs(iou[np.ix_(reference.scores > low, candidate.scores > low)]) for low in thresholds
     ]
@@ -140,6 +150,15 @@ def _same_points(one: Detections, other: Detections) -> bool:
         far = far[one.points[0, :, 2] > _VISIBLE]
     size = float(np.sqrt(np.clip(one.boxes[0, 2:] - one.boxes[0, :2], 0, None).prod()))
     return not far.size or bool(far.mean() <= _OFF * size)
+
+
+def _same_mask(one: Detections, other: Detections) -> bool:
+    """Whether one box's mask covers what another's does; so where either has none."""
+    if one.masks is None or other.masks is None:
+        return True
+    left, right = one.masks.first(one.boxes[0]), other.masks.first(other.boxes[0])
+    either = int((left | right).sum())
+    return not either or int((left & right).sum()) > _COVERED * either
 
 
 def _pairs(iou: Floats) -> list[tuple[int, int]]:

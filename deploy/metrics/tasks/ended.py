@@ -1,6 +1,7 @@
 """Boxes after the model's own suppression: a list of corners, score and class.
 
-YOLO v10 and others end to end, TensorRT's NMS behind a detector, Paddle's, DetectionOutput of SSD.
+YOLO v10 and others end to end, TensorRT's NMS behind a detector, Paddle's, DetectionOutput of SSD,
+and the corners and score of MMDetection's exports beside classes.
 
 Lists are in order of score, so a row of one model is no row of the other: values are compared in
 the column of scores alone, and not at all where the length of the list varies.
@@ -30,10 +31,10 @@ _LAYOUTS: Mapping[int, tuple[tuple[int, int, int], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One list of rows, or three outputs: boxes, scores, classes.
+    """One list of rows, three outputs: boxes, scores, classes; or two: boxes with scores, classes.
 
     Attributes:
-        outputs: one name, or three.
+        outputs: one name, two or three.
         columns: as in `_LAYOUTS`, of one output.
         parts: as of a task.
     """
@@ -69,12 +70,23 @@ class Ended:
 
 
 def find(seen: Seen) -> Ended | None:
-    """The list, in one output or in three."""
+    """The list, in one output, in two or in three."""
     for name in seen.every:
         columns = _columns([_joined([value]) for value in seen.arrays(name)])
         if columns is not None:
             return Ended((name,), columns, {name: _scores(name, columns[1], seen)})
-    return _three(seen)
+    return _two(seen) or _three(seen)
+
+
+def _two(seen: Seen) -> Ended | None:
+    """Outputs of corners and score [.., K, 5] and classes [.., K]."""
+    first = seen.outputs[0]
+    for rows in (name for name in seen.every if first[name].shape[-1:] == (5,)):
+        for kind in (name for name in seen.every if name != rows):
+            samples = [_joined([one[rows], one[kind]]) for one in seen.outputs]
+            if _fits(samples, (0, 4, 5)):
+                return Ended((rows, kind), (0, 4, 5), {rows: _scores(rows, 4, seen), kind: ()})
+    return None
 
 
 def _three(seen: Seen) -> Ended | None:
@@ -102,13 +114,18 @@ def _scores(name: str, column: int, seen: Seen) -> tuple[Part, ...]:
 
 
 def _joined(values: list[Array]) -> Floats | None:
-    """[1, K, n] or [K, n] -> [K, n]; of three outputs boxes [K, 4], scores and classes beside."""
+    """[1, K, n] or [K, n] -> [K, n]; of several outputs boxes [K, 4], scores and classes beside."""
     if len(values) == 1:
         value = values[0]
         alone = value.ndim >= 2 and value.shape[-1] in _LAYOUTS
         if not alone or value.size != int(np.prod(value.shape[-2:])):
             return None
         return value.reshape(-1, value.shape[-1]).astype(np.float64)
+    if len(values) == 2:
+        rows, kinds = values
+        if rows.ndim < 2 or rows.shape[-1] != 5:
+            return None
+        values = [rows[..., :4], rows[..., 4], kinds]
     boxes, scores, kinds = (value.astype(np.float64) for value in values)
     if boxes.shape[-1:] != (4,) or not scores.size == kinds.size == boxes.size // 4:
         return None

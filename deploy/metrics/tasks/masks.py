@@ -2,11 +2,11 @@
 
 [N, 1, H, W], [N, H, W, 1] or a few channels of either, most of whose values are near 0 or 1 (a
 picture or a depth map has them in between), and some are no share of nothing. What is like the
-picture that was fed is a picture, as of a page that was made sharper. The figure is the IoU of what
-lies above a threshold.
-=======
-picture or a depth map has them in between). Channels [N, C, H, W] that sum to 1 are classes, and
-another task's. The figure is the IoU of what lies above a threshold.
+picture that was fed is a picture, as of a page that was made sharper. Channels [N, C, H, W] that
+sum to 1 are classes, and another task's.
+
+Several outputs of one shape are masks together, as where each stage of a network has one that it
+was trained by (U2-Net, Qin et al. 2020). The figure is the IoU of what lies above a threshold.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ _THRESHOLDS = ((0.5, 2e-3), (0.3, 1e-3), (0.1, 5e-4))  # and the share of pixels
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """One or a few masks."""
+    """One or a few masks, in one output or several."""
 
-    output: str
+    outputs: tuple[str, ...]
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     name: str = "masks"
 
     @property
     def form(self) -> str:
-        """How the output is read."""
-        return f"{self.output}: a map of 0 to 1"
+        """How the outputs are read."""
+        several = len(self.outputs) > 1
+        return f"{', '.join(self.outputs)}: {'maps' if several else 'a map'} of 0 to 1"
 
     def tally(self) -> MaskTally:
         """A new comparison."""
@@ -50,7 +51,7 @@ class Masks:
 
 
 def find(seen: Seen) -> Masks | None:
-    """The one output that is such a map."""
+    """The outputs that are such maps, all of one shape."""
     sizes = [image_size(inputs) for inputs in seen.inputs]
     found = []
     for name in seen.names:
@@ -61,7 +62,8 @@ def find(seen: Seen) -> Masks | None:
             pictures = all(map(_is_picture, samples, seen.inputs))
             if np.mean(between) < _BETWEEN and high and not pictures:
                 found.append(name)
-    return Masks(found[0]) if len(found) == 1 else None
+    shapes = {seen.outputs[0][name].shape for name in found}
+    return Masks(tuple(found)) if len(shapes) == 1 else None
 
 
 def _is_map(value: Array, size: tuple[int, int] | None) -> bool:
@@ -108,7 +110,10 @@ class MaskTally:
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample; a candidate of another shape has no pixel in common."""
         self.samples += 1
-        left, right = reference[self.task.output], candidate[self.task.output]
+        for name in self.task.outputs:
+            self._count(reference[name], candidate[name])
+
+    def _count(self, left: Array, right: Array) -> None:
         self.pixels += left.size
         for threshold, count in self.counts.items():
             one, other = left > threshold, right > threshold

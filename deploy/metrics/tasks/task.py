@@ -27,6 +27,7 @@ class TaskFigure:
         words: the counts, as a person would say them.
         samples: samples it was counted over.
         form: how the outputs were read, in words.
+        beside: outputs that it tells nothing of.
     """
 
     task: str
@@ -37,6 +38,7 @@ class TaskFigure:
     samples: int
     reference: float = 1.0
     form: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def lost(self) -> float:

@@ -9,14 +9,16 @@
 
 A tensor counts as such only where its anchors are as many as the cells of the input's picture, and
 where the boxes lie at their anchors. Rows after the classes are key points where they lie there as
-well, x and y or x, y and how visible; others (masks, angles) are let be.
+well, x and y or x, y and how visible. They are the weights of masks where there is an output of as
+many maps, [N, m, H / s, W / s], of which each mask is a sum (YOLACT, Bolya et al. 2019). One row
+alone of numbers that an angle may have turns the box about its centre; others are let be.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.detections import LOWEST, Detections, Floats, by_score
 from deploy.metrics.tasks.grid import Grid, grids
+from deploy.metrics.tasks.outlines import are_angles, masks_of, turned
 from deploy.metrics.tasks.task import Seen
 from deploy.tensors import Array
 
@@ -46,6 +49,8 @@ class Dense:
         rows: all rows.
         grid: where the anchors are.
         point: rows of a key point, 2 or 3, all of which come last; 0 without.
+        maps: the output whose maps make masks; "" without.
+        turned: whether the last row is an angle.
     """
 
     output: str
@@ -56,6 +61,8 @@ class Dense:
     rows: int
     grid: Grid
     point: int = 0
+    maps: str = ""
+    turned: bool = False
 
     @property
     def placed(self) -> bool:
@@ -73,7 +80,8 @@ class Dense:
         words = {"centre": "boxes by centre", "corners": "boxes by corners", "cell": "raw boxes"}
         seen = ", objectness" if self.objectness else ""
         points = (self.rows - 4 - self.scores) // self.point if self.point else 0
-        own = f", {points} key points" if points else ""
+        own = f", {points} key points" if points else ", a mask" if self.maps else ""
+        own = ", an angle" if self.turned else own
         return (
             f"{self.output}: {words[self.coding]}{seen} and {self.classes} classes{own} an anchor"
         )
@@ -104,10 +112,15 @@ class Dense:
             if size is None or self.grid.count(size) != rows.shape[1]:
                 return None
             places = _out_of_cells(places, *(one[seen] for one in self.grid.cells(size)))
+        rest = rows[4 + self.scores :, seen]
+        if self.turned:
+            return by_score(corners(places), scores, turned(places, rest[0].astype(np.float64)))
         places = places if self.coding == "corners" else corners(places)
+        if self.maps:
+            masks = masks_of(rest.T, outputs.get(self.maps), image_size(inputs))
+            return None if masks is None else by_score(places, scores, masks=masks)
         if not self.point:
             return by_score(places, scores)
-        rest = rows[4 + self.scores :, seen]
         points = rest.T.reshape(len(seen), len(rest) // self.point, self.point)
         return by_score(places, scores, points.astype(np.float64))
 
@@ -115,7 +128,20 @@ class Dense:
 def find(seen: Seen) -> Dense | None:
     """The one output that is such a tensor."""
     found = [dense for name in seen.names if (dense := _dense(name, seen)) is not None]
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    rest = 0 if found[0].point else found[0].rows - 4 - found[0].scores
+    maps = [name for name in seen.names if rest and _are_maps(name, rest, seen)]
+    return replace(found[0], maps=maps[0]) if len(maps) == 1 else found[0]
+
+
+def _are_maps(name: str, count: int, seen: Seen) -> bool:
+    """Whether an output is so many maps of a picture's cells, in every sample."""
+    rows = np.zeros((1, count))
+    return all(
+        value.shape[1:2] == (count,) and masks_of(rows, value, image_size(fed)) is not None
+        for value, fed in zip(seen.arrays(name), seen.inputs, strict=True)
+    )
 
 
 def corners(boxes: Floats) -> Floats:
@@ -173,6 +199,7 @@ def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
                 rows=len(rows[0]),
                 grid=grid,
                 point=0 if coding == "cell" else _point(rest, sizes, grid),
+                turned=coding == "centre" and len(rest) == 1 and are_angles(rest),
             )
     return None
 
