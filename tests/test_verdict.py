@@ -95,9 +95,12 @@ def test_a_loss_that_is_no_number_is_more_than_is_allowed():
     [
         (0.0875, 10, 400, UNUSABLE),  # chance is 10 % and its spread 1.5 points
         (0.145, 10, 400, UNUSABLE),  # three spreads are not surely better than chance
-        (0.146, 10, 400, GOOD),
+        (0.146, 10, 400, DOUBTFUL),  # no guess, and still wrong in six of seven
+        (0.24, 10, 400, DOUBTFUL),
+        (0.25, 10, 400, GOOD),
         (0.0875, 10, 19, GOOD),  # too few to tell
-        (0.02, 1000, 400, GOOD),
+        (0.02, 1000, 400, DOUBTFUL),
+        (0.05, 1000, 20, DOUBTFUL),  # an ImageNet model with the wrong scale
         (0.0, 1000, 20, UNUSABLE),
         (0.5, 2, 36, UNUSABLE),  # guessing reaches 75 % once in a thousand times
         (0.8, 2, 20, GOOD),  # and 83 % of so few, which tell nothing
@@ -108,9 +111,8 @@ def test_a_float_model_that_guesses_was_fed_something_else(right, classes, sampl
         accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)
     )
     assert found.level == level
-    assert ("chance is" in found.words and "check --preprocess" in found.words) == (
-        level == UNUSABLE
-    )
+    assert ("chance is" in found.words) == (level == UNUSABLE)
+    assert ("check --preprocess" in found.words) == (level != GOOD)
 
 
 def precision(own, other, *, own_50=0.5):

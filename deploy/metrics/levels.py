@@ -23,6 +23,7 @@ _LOST_DB = 0.0  # a part that is more noise than signal is never good
 _ROUNDING = 1e-9  # 1 - 0.99 is more than 0.01, to a computer
 _ENOUGH = 20  # samples to tell accuracy from chance
 _ALIKE = 0.95  # of the samples in one class, by the float model's own word
+_SELDOM = 0.25  # of labelled images: a float model that is right in fewer is weak, or fed wrongly
 _FINDS = 0.01  # mean average precision of boxes: with less, next to nothing is found
 
 
@@ -156,6 +157,12 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
             f"the float model itself is wrong on its own images: top-1 {100 * right:.2f} % of"
             f" {classes} classes, chance is {100 * chance:.3g} %; check --preprocess, --mean,"
             " --std, --color and the labels",
+        )
+    elif right < _SELDOM and chance < _SELDOM / 2:
+        yield (
+            DOUBTFUL,
+            f"the float model itself is seldom right on its own images: top-1 {100 * right:.2f} %"
+            f" of {classes} classes; check --preprocess, --mean, --std, --color and the labels",
         )
 
 
