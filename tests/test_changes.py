@@ -11,18 +11,23 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.cli import cli
 
 
-def retouching(path, change):
-    """x plus so much of what two Convs make of it, through a Conv that leaves it as it is."""
+def weight(name, values):
+    return numpy_helper.from_array(np.asarray(values, np.float32), name)
+
+
+def two_convs(change):
+    """Weights of two Convs that change a picture so much, and of one that leaves it as it is."""
     rng = np.random.default_rng(2)
-
-    def weight(name, values):
-        return numpy_helper.from_array(np.asarray(values, np.float32), name)
-
-    weights = [
+    return [
         weight("w1", 0.3 * rng.normal(size=(8, 3, 3, 3))),
         weight("w2", change * rng.normal(size=(3, 8, 3, 3))),
         weight("w3", np.eye(3)[:, :, None, None]),
     ]
+
+
+def retouching(path, change):
+    """x plus so much of what two Convs make of it, through a Conv that leaves it as it is."""
+    weights = two_convs(change)
     nodes = [
         helper.make_node("Conv", ["x", "w1"], ["a"], pads=[1] * 4),
         helper.make_node("Relu", ["a"], ["r"]),
@@ -88,17 +93,7 @@ def test_the_search_hears_the_noise_beside_the_change(target, tmp_path):
 
 def enlarging(path, change, last):
     """x at twice the size by its nearest pixels, plus so much of what two Convs make of it."""
-    rng = np.random.default_rng(2)
-
-    def weight(name, values):
-        return numpy_helper.from_array(np.asarray(values, np.float32), name)
-
-    weights = [
-        weight("w1", 0.3 * rng.normal(size=(8, 3, 3, 3))),
-        weight("w2", change * rng.normal(size=(3, 8, 3, 3))),
-        weight("w3", np.eye(3)[:, :, None, None]),
-        weight("twice", [1, 1, 2, 2]),
-    ]
+    weights = [*two_convs(change), weight("twice", [1, 1, 2, 2])]
     sizes = [[1, 3, 32, 32], [1, 3, 64, 64]]
     first, end = ("t", "s3") if last else ("x", "y")
     nodes = [
