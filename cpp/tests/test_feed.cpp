@@ -76,7 +76,7 @@ TEST_CASE("a fixed batch is filled with the first samples") {
   CHECK(samples[1].front().shape.front() == 2);
   const std::size_t half = samples[1].front().bytes.size() / sizeof(float) / 2;
   CHECK(samples[1].front().floats()[half] == samples[0].front().floats()[0]);
-  CHECK(feed.notes().back().find("first 1 sample again") != std::string::npos);
+  CHECK(feed.notes().back().find("filled with the first sample again") != std::string::npos);
   FeedOptions options;
   options.batch = 3;
   CHECK(all(Feed(folder.path(), kSpec, options)).size() == 1);
