@@ -24,6 +24,9 @@ from deploy.inputs import guarded
 from deploy.terminal import say
 from deploy.version import __version__
 
+_OURS = ("calib8", "calibrators", "deploy")  # whose modules are never a package that is missing
+_ONE_MORE = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
+
 # name: (module:attribute, one line for `calib8 --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
     "build": (
@@ -228,10 +231,6 @@ def _end(sentence: str) -> NoReturn:
         say(f"calib8: error: {sentence}", err=True)
     _forget_output()
     sys.exit(1)
-
-
-_OURS = ("calib8", "calibrators", "deploy")
-_ONE_MORE = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
 
 
 def _forget_output() -> None:

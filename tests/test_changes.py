@@ -115,6 +115,18 @@ def enlarging(path, change, last):
     return path
 
 
+def verdict_on(model):
+    """What the command says of a model, fed what stands beside it."""
+    images, out = model.parent / "x.npy", model.parent / "out"
+    asked = ["--images", str(images), "--out", str(out), "--effort", "0", "--duration", "0"]
+    run = CliRunner().invoke(cli, ["build", str(model), *asked])
+    assert run.exit_code == 0, run.output
+    (said,) = (
+        one["verdict"] for one in json.loads((out / "report.json").read_text())["engines"][1:]
+    )
+    return said
+
+
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("change", "level"), [(0.0004, "doubtful"), (0.05, "good")])
 def test_what_super_resolution_adds_must_be_left(change, level, last, tmp_path):
@@ -123,13 +135,7 @@ def test_what_super_resolution_adds_must_be_left(change, level, last, tmp_path):
     smooth = [np.outer(np.sin(turn + rng.uniform(0, 6)), np.cos(turn)) for _ in range(72)]
     samples = np.stack(smooth).reshape(24, 3, 32, 32).astype(np.float32)
     np.save(tmp_path / "x.npy", np.moveaxis(samples, 1, 3) if last else samples)
-    model, out = enlarging(tmp_path / "net.onnx", change, last), tmp_path / "out"
-    asked = ["--images", str(tmp_path / "x.npy"), "--out", str(out), "--effort", "0"]
-    run = CliRunner().invoke(cli, ["build", str(model), *asked, "--duration", "0"])
-    assert run.exit_code == 0, run.output
-    (said,) = (
-        one["verdict"] for one in json.loads((out / "report.json").read_text())["engines"][1:]
-    )
+    said = verdict_on(enlarging(tmp_path / "net.onnx", change, last))
     assert said["level"] == level
     assert ("x itself, resized, would have" in str(said)) == (level == "doubtful")
 
@@ -138,12 +144,6 @@ def test_what_super_resolution_adds_must_be_left(change, level, last, tmp_path):
 def test_a_change_that_int8_is_too_coarse_for_is_doubtful(change, level, tmp_path):
     samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 32, 32)).astype(np.float32)
     np.save(tmp_path / "x.npy", samples)
-    model, out = retouching(tmp_path / "net.onnx", change), tmp_path / "out"
-    asked = ["--images", str(tmp_path / "x.npy"), "--out", str(out), "--effort", "0"]
-    run = CliRunner().invoke(cli, ["build", str(model), *asked, "--duration", "0"])
-    assert run.exit_code == 0, run.output
-    (said,) = (
-        one["verdict"] for one in json.loads((out / "report.json").read_text())["engines"][1:]
-    )
+    said = verdict_on(retouching(tmp_path / "net.onnx", change))
     assert said["level"] == level
     assert ("what the model changes of x in y" in str(said)) == (level == "doubtful")

@@ -28,6 +28,11 @@ def are_values(scores: Array, batch: int) -> bool:
     return bool(rows.min() >= 0 and rows.max() <= _SHARE and between and not whole)
 
 
+def is_floating(value: Array) -> bool:
+    """Whether it holds finite numbers of a float type."""
+    return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
+
+
 def are_ranked(scores: Array, batch: int) -> bool:
     """Whether each row of [N, C], three or more, falls from its first to its last, as TopK's do."""
     rows = scores.reshape(batch, -1)

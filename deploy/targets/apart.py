@@ -14,16 +14,19 @@ Source: onnxruntime 1.32, qdq_selector_action_transformer.cc and qdq_propagation
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 
 import onnx
 from onnx import helper
 
 from deploy.graph.edit import replace_nodes
+from deploy.graph.index import Graph
 
 # Operators with an integer kernel that ONNX Runtime puts in by itself
-_FUSED = frozenset({"Add", "Mul", "Concat", "Where", "Sigmoid", "LeakyRelu", "Softmax", "MatMul"})
-_POOLS = frozenset({"AveragePool", "GlobalAveragePool"})
+_FUSED = frozenset(
+    {"Add", "Mul", "Concat", "Where", "Sigmoid", "LeakyRelu", "Softmax", "MatMul"}
+    | {"AveragePool", "GlobalAveragePool"}
+)
 # Operators past which it moves a pair
 _PASSED = frozenset(
     {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Gather", "MaxPool"}
@@ -37,29 +40,23 @@ def keep_apart(model: onnx.ModelProto, float_nodes: Collection[str]) -> None:
         model: with pairs.
         float_nodes: names of the nodes that were left in float.
     """
-    makers = {name: node for node in model.graph.node for name in node.output}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    if not any(node.op_type in _FUSED and node.name in float_nodes for node in model.graph.node):
+        return
+    graph = Graph(model)
     nodes: list[onnx.NodeProto] = []
-    for node in model.graph.node:
-        if node.name in float_nodes and _fused(node, makers, readers):
+    for node in graph.nodes:
+        if node.name in float_nodes and _fused(graph, node):
             nodes.append(_copy(node))
         nodes.append(node)
-    if len(nodes) > len(model.graph.node):
+    if len(nodes) > len(graph.nodes):
         replace_nodes(model.graph, nodes)
 
 
-def _fused(
-    node: onnx.NodeProto,
-    makers: Mapping[str, onnx.NodeProto],
-    readers: Mapping[str, Sequence[onnx.NodeProto]],
-) -> bool:
+def _fused(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether ONNX Runtime would run a node on integers."""
-    if node.op_type not in _FUSED | _POOLS or not all(_read(t, makers) for t in _data(node)):
+    if node.op_type not in _FUSED or not all(_read(graph, tensor) for tensor in _data(node)):
         return False
-    return node.op_type == "MatMul" or _written(node.output[0], readers)
+    return node.op_type == "MatMul" or _written(graph, node.output[0])
 
 
 def _data(node: onnx.NodeProto) -> list[str]:
@@ -67,20 +64,20 @@ def _data(node: onnx.NodeProto) -> list[str]:
     return list(node.input)[node.op_type == "Where" :]
 
 
-def _read(tensor: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
+def _read(graph: Graph, tensor: str) -> bool:
     """Whether a tensor comes from a DequantizeLinear."""
-    maker = makers.get(tensor)
+    maker = graph.producer.get(tensor)
     while maker is not None and maker.op_type in _PASSED:
-        maker = makers.get(maker.input[0])
+        maker = graph.producer.get(maker.input[0])
     return maker is not None and maker.op_type == "DequantizeLinear"
 
 
-def _written(tensor: str, readers: Mapping[str, Sequence[onnx.NodeProto]]) -> bool:
+def _written(graph: Graph, tensor: str) -> bool:
     """Whether a tensor goes to a QuantizeLinear."""
     return any(
         node.op_type == "QuantizeLinear"
-        or (node.op_type in _PASSED and _written(node.output[0], readers))
-        for node in readers.get(tensor, ())
+        or (node.op_type in _PASSED and _written(graph, node.output[0]))
+        for node in graph.readers.get(tensor, ())
     )
 
 

@@ -34,9 +34,11 @@ def write_broadcasts(model: onnx.ModelProto, like: Graph, gates: Iterable[Gate])
         gates: those in int8, of which no more than the last node is left, a Mul by the factor.
     """
     widths = _widths(like, gates)
-    graph = Graph(model) if widths else like
+    if not widths:
+        return
+    graph = Graph(model)
     before: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.nodes if widths else ():
+    for node in graph.nodes:
         place, width = widths.get(node.name, (0, 0))
         if width and node.op_type == "Mul" and _is_int8(graph, node):
             before[node.name] = _repeated(model, graph.producer[node.input[place]], node, width)

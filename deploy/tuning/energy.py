@@ -33,9 +33,14 @@ def energies(form: Form, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.f
 
 def energy(values: Array) -> float:
     """Sum of squares; 0 where it is not finite."""
-    flat = np.asarray(values, np.float64).reshape(-1)
-    total = float(np.einsum("i,i->", flat, flat))
+    total = square(values)
     return total if np.isfinite(total) else 0.0
+
+
+def square(values: Array) -> float:
+    """Sum of squares, whatever they are."""
+    flat = np.asarray(values, np.float64).reshape(-1)
+    return float(np.einsum("i,i->", flat, flat))
 
 
 def _both(values: Array) -> tuple[float, float]:

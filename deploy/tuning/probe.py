@@ -33,7 +33,7 @@ from deploy.metrics.accuracy import Accuracy, Comparison, Said
 from deploy.metrics.form import form_of
 from deploy.ort import OrtSession
 from deploy.tuning.behind import Kept, behind
-from deploy.tuning.energy import energies, energy
+from deploy.tuning.energy import energies, energy, square
 
 if TYPE_CHECKING:
     import onnx
@@ -326,7 +326,7 @@ def usual_powers(form: Form, outputs: Sequence[Mapping[str, Array]]) -> list[flo
     """Every part's power in a usual sample: of the mean amplitude; 0 where that is not finite."""
     found = []
     for part in form.parts:
-        sizes = [math.sqrt(_square(part.of(one[part.output]))) for one in outputs]
+        sizes = [math.sqrt(square(part.of(one[part.output]))) for one in outputs]
         mean = sum(sizes) / max(len(sizes), 1)
         found.append(mean * mean if math.isfinite(mean) else 0.0)
     return found
@@ -362,17 +362,12 @@ def _power(wanted: Array, found: Array, usual: float) -> float:
     if wanted.shape != found.shape:
         return _LOUD
     signal = np.asarray(wanted, np.float64)
-    power, noise = _square(signal), _square(signal - np.asarray(found, np.float64))
+    power, noise = square(signal), square(signal - np.asarray(found, np.float64))
     if not (math.isfinite(power) and math.isfinite(noise)):
         return _LOUD
     if power == usual == 0:
         return 0.0 if noise == 0 else _LOUD
     return min(noise / max(power, usual), _LOUD)
-
-
-def _square(values: Array) -> float:
-    flat = np.asarray(values, np.float64).reshape(-1)
-    return float(np.einsum("i,i->", flat, flat))
 
 
 def _key(choices: Choices) -> object:

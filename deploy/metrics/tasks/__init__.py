@@ -47,9 +47,9 @@ def recognised(seen: Seen) -> Task | None:
     if not seen.outputs:
         return None
     found = _recognised(seen)
-    return (
-        found if found is not None or not states.carried(seen) else _recognised(states.said(seen))
-    )
+    if found is None and (fed := states.carried(seen)):
+        return _recognised(states.without(seen, fed))
+    return found
 
 
 def _recognised(seen: Seen) -> Task | None:

@@ -26,7 +26,7 @@ from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.embeddings import of_unit_length
 from deploy.metrics.tasks.examples import ClassExample, Foremost
 from deploy.metrics.tasks.shares import are_raw_tracks, best_share
-from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.tasks.task import Seen, TaskFigure, classes_figure
 from deploy.tensors import Array
 
 _FEW = 32  # numbers that no embedding makes do with
@@ -203,16 +203,12 @@ class ClassTally:
         """Top-1 agreement; top-5 in words where there are classes enough to tell."""
         if not self.compared:
             return None
-        words = f"{self.first} of {self.compared} best classes as FP32's"
-        if max(self.task.counts) > 10:
-            words += f", {self.five} among the best five"
-        return TaskFigure(
-            task="classes",
-            figure="top-1 agreement",
-            value=self.first / self.compared,
-            count=f"{self.first} of {self.compared}",
-            words=words,
-            samples=self.samples,
+        among = f"{self.five} among the best five" if max(self.task.counts) > 10 else ""
+        return classes_figure(
+            self.first,
+            self.samples,
+            among,
+            compared=self.compared,
             form=self.task.form,
             beside=self.task.beside,
         )

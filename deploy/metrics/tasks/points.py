@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.values import is_floating
 from deploy.tensors import Array
 
 _FEWEST, _MOST = 4, 600  # points
@@ -86,7 +87,7 @@ def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]]) -> int 
     """How many numbers of each point there are; None of an output that is no points."""
     first = samples[0]
     long = [side for side in first.shape if side != 1]
-    if any(one.shape != first.shape or not _is_floating(one) for one in samples):
+    if any(one.shape != first.shape or not is_floating(one) for one in samples):
         return None
     if first.ndim < 2 or first.shape[0] != 1 or len({*sizes}) != 1:
         return None
@@ -149,13 +150,9 @@ def _has_scores(samples: Sequence[Array], numbers: int) -> bool:
     return bool(third.min() >= 0 and 0 < third.max() <= 1)
 
 
-def _is_floating(value: Array) -> bool:
-    return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
-
-
 def _is_share(value: Array) -> bool:
     """Whether it is one probability."""
-    return value.size == 1 and _is_floating(value) and 0 <= float(value.reshape(())) <= 1
+    return value.size == 1 and is_floating(value) and 0 <= float(value.reshape(())) <= 1
 
 
 @dataclass(slots=True)

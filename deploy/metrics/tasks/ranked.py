@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.tasks.task import Seen, TaskFigure, classes_figure
 from deploy.metrics.values import places_of
 from deploy.tensors import Array
 
@@ -97,17 +97,10 @@ class RankedTally:
         """Top-1 agreement."""
         if not self.samples:
             return None
-        words = f"{self.first} of {self.samples} best classes as FP32's"
-        if self.task.count > 1:
-            words += f", {self.among} among the best {self.task.count}"
-        return TaskFigure(
-            task="classes",
-            figure="top-1 agreement",
-            value=self.first / self.samples,
-            count=f"{self.first} of {self.samples}",
-            words=words,
-            samples=self.samples,
-            form=self.task.form,
+        few = self.task.count
+        among = f"{self.among} among the best {few}" if few > 1 else ""
+        return classes_figure(
+            self.first, self.samples, among, compared=self.samples, form=self.task.form
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -25,9 +25,8 @@ def carried(seen: Seen) -> dict[str, str]:
     return {} if alone else found
 
 
-def said(seen: Seen) -> Seen:
+def without(seen: Seen, states: Collection[str]) -> Seen:
     """The same without these outputs."""
-    states = carried(seen)
     rows = [{name: one[name] for name in one if name not in states} for one in seen.outputs]
     return Seen(seen.inputs, rows)
 

@@ -31,6 +31,7 @@ from deploy.metrics.tasks.shares import (
 )
 from deploy.metrics.tasks.states import carried
 from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.values import is_floating
 from deploy.tensors import Array
 
 _USUAL = 0.75  # of FP32's steps in one class: the others alone are counted
@@ -77,7 +78,7 @@ class Steps:
 
 def find(seen: Seen) -> Steps | None:
     """The task, where one output alone is such a sequence, or all of them are."""
-    floating = [n for n in seen.names if all(map(_is_floating, seen.arrays(n)))]
+    floating = [n for n in seen.names if all(map(is_floating, seen.arrays(n)))]
     states = carried(seen)
     said = [name for name in floating if name not in states]
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
@@ -91,10 +92,6 @@ def find(seen: Seen) -> Steps | None:
     if len(found) != 1 or _has_beside(found[0], floating, seen):
         return None
     return found[0]
-
-
-def _is_floating(value: Array) -> bool:
-    return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
 def _read(name: str, seen: Seen, *, alone: bool) -> Steps | None:

@@ -70,6 +70,31 @@ def kept_figure(
     )
 
 
+def classes_figure(
+    same: int, samples: int, among: str, *, compared: int, form: str, beside: tuple[str, ...] = ()
+) -> TaskFigure:
+    """The share of best classes that stayed.
+
+    Args:
+        same: how many did.
+        samples: samples they were counted over.
+        among: how many are among the best few, in words; "" where there are not more.
+        compared: how many classes of FP32 there were.
+        form: how the outputs were read, in words.
+        beside: as of `TaskFigure`.
+    """
+    return TaskFigure(
+        task="classes",
+        figure="top-1 agreement",
+        value=same / compared,
+        count=f"{same} of {compared}",
+        words=f"{same} of {compared} best classes as FP32's{among and f', {among}'}",
+        samples=samples,
+        form=form,
+        beside=beside,
+    )
+
+
 class Tally(Protocol):
     """A running comparison in flat memory."""
 
