@@ -66,12 +66,13 @@ def _values(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
         return None
     given = attributes(node)
     axis, block = int(given.get("axis", 1)), int(given.get("block_size", 0))
-    grid = [_spread(one, codes.shape, axis, block) for one in held[1:]]
-    if any(one is None for one in grid):
+    spread = (_spread(one, codes.shape, axis, block) for one in held[1:])
+    grid = [one for one in spread if one is not None]
+    if len(grid) < len(held) - 1:
         return None
-    zero = 0 if len(grid) == 1 else grid[1].astype(np.int64)  # type: ignore[union-attr]
+    zero = grid[1].astype(np.int64) if len(grid) > 1 else 0
     own = (codes.astype(np.int64) - zero).astype(np.float32)
-    return np.asarray(own * grid[0].astype(np.float32), scale.dtype)  # type: ignore[union-attr]
+    return np.asarray(own * grid[0].astype(np.float32), scale.dtype)
 
 
 def _spread(
