@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
+from calibrators.tails import with_room
 
 FORMAT = 2  # of the recorders' arrays; part of every fingerprint
 
@@ -250,11 +251,20 @@ def troubles(histograms: Mapping[str, Histogram]) -> dict[str, str]:
 def searched(
     histogram: Histogram,
     search: Any,
-    bounds: tuple[float, float] | None = None,
+    reach: tuple[float, float, float] | None = None,
 ) -> Scale:
-    """The clip range of one sound tensor; with bounds, as if its values were clamped to them."""
-    if bounds is None:
+    """The clip range of one sound tensor.
+
+    Args:
+        histogram: its statistics.
+        search: histogram -> range.
+        reach: (floor, ceiling, followed) in real units: as if the values were clamped to the first
+            two, and with room for rare large ones up to the third (`calibrators.tails`).
+    """
+    if reach is None:
         found: Scale = search(histogram)
         return found
-    scale: Scale = search(histogram.clamped(*bounds))
-    return replace(scale, observed_min=histogram.minimum, observed_max=histogram.maximum)
+    floor, ceiling, followed = reach
+    scale: Scale = search(histogram.clamped(floor, ceiling))
+    scale = replace(scale, observed_min=histogram.minimum, observed_max=histogram.maximum)
+    return with_room(scale, histogram, followed)

@@ -367,7 +367,7 @@ def _watch(
         refuse(feed, listed, searched, trusted=trusted)
         feed.scatter()
     alone = searched if feed.share is None else ()  # half of a part tells nothing of the whole
-    return Watch(alone, lambda found: Ranges(found, subject.method, subject.bounds), until)
+    return Watch(alone, lambda found: Ranges(found, subject.method, subject.reaches), until)
 
 
 def _builds_here(targets: Iterable[Target]) -> str | None:

@@ -78,7 +78,7 @@ def trusted(task: Task) -> Found:
     reason = f"{path} is trusted as it is, without a fingerprint"
     return Found(
         verdict=Verdict(reason=reason, observed=Observed({}), missing=()),
-        ranges=Ranges(Observed({}), subject.method, subject.bounds, trusted=found),
+        ranges=Ranges(Observed({}), subject.method, subject.reaches, trusted=found),
         judges=task.judges,
     )
 
@@ -105,7 +105,7 @@ def found_in(
         feed.keep(_reached(verdict, feed, watch))
         feed.remember(0, judging, SHOWN)
         judges = judges_of(feed, subject.model, judging)
-    ranges = Ranges(seen.observed, subject.method, subject.bounds)
+    ranges = Ranges(seen.observed, subject.method, subject.reaches)
     agreement = watch.end(len(feed)) if verdict.missing else None
     alone = [t for t in targets if t.name in task.wanted and feed.share is None]
     own = _own_text(alone, subject, ranges)  # of a shard, it is that of the whole

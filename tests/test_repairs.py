@@ -615,7 +615,7 @@ def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
 
     def fresh():
         """A request that nothing was kept of."""
-        ranges = Ranges(loaded.ranges.observed, loaded.ranges.method, loaded.ranges.bounds)
+        ranges = Ranges(loaded.ranges.observed, loaded.ranges.method, loaded.ranges.reaches)
         return BuildRequest(
             subject=loaded.subject,
             folder=tmp_path,

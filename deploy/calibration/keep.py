@@ -69,7 +69,7 @@ def keep(
         others = [k for k in stored.keys if not moved or k[2] == HistogramOf().key]
         carried = stored.carried(_carried(others, known))
         calibration = replace(calibration, observed=known)
-        ranges = Ranges(known, ranges.method, ranges.bounds)
+        ranges = Ranges(known, ranges.method, ranges.reaches)
     words = text if text is not None else _plain_text(subject, ranges)
     _written(path, stage, lambda place: store.save(calibration, place, text=words, carried=carried))
 

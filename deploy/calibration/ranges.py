@@ -13,7 +13,7 @@ from deploy.calibration.choices import Choices
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.calibration.store import Found, Trouble
 from deploy.calibration.subject import FOLDED
-from deploy.graph.saturation import Bounds
+from deploy.graph.reach import Reach
 from deploy.method import Method
 from deploy.progress import phase
 
@@ -26,7 +26,7 @@ class Ranges:
     Attributes:
         observed: the statistics.
         method: the search, with its parameters.
-        bounds: tensor of the cleaned model -> beyond what its readers see no difference.
+        reaches: tensor of the cleaned model -> how far its readers tell values apart.
         trusted: ranges of a foreign cache, which stand for all.
     """
 
@@ -34,13 +34,13 @@ class Ranges:
         self,
         observed: Observed,
         method: Method,
-        bounds: Mapping[str, Bounds],
+        reaches: Mapping[str, Reach],
         *,
         trusted: Found | None = None,
     ) -> None:
         self.observed = observed
         self.method = method
-        self.bounds = bounds
+        self.reaches = reaches
         self.trusted = trusted
         self._own: Mapping[str, Method] = {}
         self._found: dict[tuple[Key, str, Grid | None], Scale] = {}
@@ -49,7 +49,7 @@ class Ranges:
     def choosing(self, choices: Choices) -> Ranges:
         """The same observations, searched as was chosen; what is found is kept for all."""
         chosen = Ranges(
-            self.observed, choices.method or self.method, self.bounds, trusted=self.trusted
+            self.observed, choices.method or self.method, self.reaches, trusted=self.trusted
         )
         chosen._own, chosen._found = choices.methods, self._found
         return chosen
@@ -113,6 +113,6 @@ class Ranges:
         key = observation.key, method.label, symmetric
         if key not in self._found:
             folded = observation.variant.key == FOLDED
-            limits = self.bounds.get(observation.tensor) if folded else None
-            self._found[key] = searched(histogram, method.search(symmetric), limits)
+            reach = self.reaches.get(observation.tensor) if folded else None
+            self._found[key] = searched(histogram, method.search(symmetric), reach)
         return self._found[key]

@@ -12,7 +12,7 @@ from calibrators.statistics import HistogramOf
 from deploy.calibration.batches import whole
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.errors import ConfigError
-from deploy.graph.saturation import Bounds, bounds
+from deploy.graph.reach import Reach, reaches
 from deploy.method import Method
 
 if TYPE_CHECKING:
@@ -121,9 +121,9 @@ class Subject:
         return replace(wanted, first=first, most=seen if seen < self.samples else 0)
 
     @cached_property
-    def bounds(self) -> dict[str, Bounds]:
-        """Tensor -> beyond what its readers see no difference."""
-        return bounds(self.model)
+    def reaches(self) -> dict[str, Reach]:
+        """Tensor -> how far its readers tell its values apart."""
+        return reaches(self.model)
 
     def histograms(self, tensors: Iterable[str]) -> tuple[Observation, ...]:
         """The method's statistic of tensors of the cleaned model."""

@@ -54,7 +54,7 @@ class TrainedRanges(Ranges):
 
     def __init__(self, trained: Trained, subject: Subject) -> None:
         known = Found(scales=trained.scales, troubles={})
-        super().__init__(Observed({}), subject.method, subject.bounds, trusted=known)
+        super().__init__(Observed({}), subject.method, subject.reaches, trusted=known)
         self.trained = trained
 
     def choosing(self, choices: Choices) -> Ranges:

@@ -66,7 +66,7 @@ def _range(quant: FakeQuant, recorders: Recorders, search: Search) -> OnGrid:
     for source in quant.watches or [quant]:
         if source not in recorders:
             raise no_data(quant.name)
-        found.append(search.on(recorders[source], quant.grid, source.bounds))
+        found.append(search.on(recorders[source], quant.grid, source.reach))
     return widest(found, quant.grid)
 
 

@@ -23,7 +23,7 @@ from calibrators.grids import UINT8, Grid
 from deploy.errors import CalibrationError
 from deploy.fx.lsq import rounded
 from deploy.fx.search import on_grid
-from deploy.graph.saturation import Bounds
+from deploy.graph.reach import Reach
 
 
 def no_data(name: str) -> CalibrationError:
@@ -42,8 +42,8 @@ class FakeQuant(nn.Module):
         name: the tensor's name, for messages.
         momentum: weight of a new batch in the moving average of min and max that `observe` follows;
             1 keeps the extremes of all batches instead.
-        bounds: beyond which no reader tells values apart (`deploy.graph.saturation`), so that no
-            range reaches further; None for none.
+        reach: how far its readers tell values apart (`deploy.graph.reach`), so that no range goes
+            further; None for no end.
     """
 
     lo: torch.Tensor
@@ -53,13 +53,13 @@ class FakeQuant(nn.Module):
     seen: torch.Tensor
 
     def __init__(
-        self, grid: Grid, name: str, *, momentum: float = 0.05, bounds: Bounds | None = None
+        self, grid: Grid, name: str, *, momentum: float = 0.05, reach: Reach | None = None
     ):
         super().__init__()
         self.grid = grid
         self.name = name
         self.momentum = momentum
-        self.bounds = bounds
+        self.reach = reach
         self.watches: list[nn.Module] = []  # whose values give the range; none for what goes in
         self.observe = False
         self.enabled = False
@@ -118,8 +118,8 @@ class FakeQuant(nn.Module):
             raise CalibrationError(
                 f"calibration needs finite values, got NaN or Inf in {self.name}"
             )
-        if self.bounds is not None:
-            lo, hi = (end.clamp(*self.bounds) for end in (lo, hi))
+        if self.reach is not None:
+            lo, hi = (end.clamp(self.reach.floor, self.reach.ceiling) for end in (lo, hi))
         if self.pending is not None:
             lo, hi = torch.minimum(lo, self.pending[0]), torch.maximum(hi, self.pending[1])
         self.pending = (lo, hi)

@@ -26,7 +26,7 @@ from deploy.fx.named import BEFORE, Named, is_float, named
 from deploy.fx.watched import Sources
 from deploy.graph.index import Graph
 from deploy.graph.plan import AS_ASKED
-from deploy.graph.saturation import bounds
+from deploy.graph.reach import reaches
 
 if TYPE_CHECKING:
     import onnx
@@ -67,8 +67,8 @@ class Placed:
     Attributes:
         grid: of the activations.
         sites: its tensors, in the graph's order.
-        sources: group -> the tensors whose ranges its scale holds, each with the bounds beyond
-            which its readers see no difference.
+        sources: group -> the tensors whose ranges its scale holds, each with how far its readers
+            tell values apart.
         weights: qualified name of a layer -> whether its weight has a scale a channel.
         reasons: qualified name of a layer in float -> why.
     """
@@ -194,14 +194,14 @@ def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[st
 
 
 def _sources(found: Named, plan: Plan, groups: Mapping[str, str]) -> dict[str, Sources]:
-    """Group -> the nodes that give it its range, and their bounds, as `build` has them."""
-    limits = bounds(found.model)
+    """Group -> the nodes that give it its range, and their reaches, as `build` has them."""
+    known = reaches(found.model)
     names_of: dict[str, dict[str, None]] = {}
     for tensor, group in groups.items():
         owner = plan.owners.get(tensor, tensor)
         names_of.setdefault(group, {}).update(dict.fromkeys(plan.sources.get(owner, (owner,))))
     return {
-        group: [(node, limits.get(name)) for name in names for node in found.nodes_of(name)[:1]]
+        group: [(node, known.get(name)) for name in names for node in found.nodes_of(name)[:1]]
         for group, names in names_of.items()
     }
 

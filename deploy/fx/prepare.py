@@ -265,7 +265,7 @@ def _give_sources(
         members.setdefault(site.group, []).append(site.tensor)
     for group, tensors in members.items():
         quant, sources = observers[tensors[0]], placed.sources[group]
-        quant.bounds = loosest(bounds for _, bounds in sources)
+        quant.reach = loosest(reach for _, reach in sources)
         if sources and [node for node, _ in sources] != tensors:
             watch(graph_module, quant, sources)
 

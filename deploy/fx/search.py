@@ -25,7 +25,7 @@ from calibrators.grids import Grid, affine_params, symmetric_scale
 from calibrators.histogram import Histogram
 from calibrators.statistics import Recorder, Statistic, searched
 from deploy.errors import ConfigError
-from deploy.graph.saturation import Bounds
+from deploy.graph.reach import Reach
 from deploy.method import Method
 from deploy.targets import Target, named
 from deploy.targets.tensorrt.as_parsed import AS_PARSED
@@ -55,8 +55,8 @@ class Search(Protocol):
         """Refuse a grid that it is not defined for."""
         ...
 
-    def on(self, recorder: Recorder, grid: Grid, bounds: Bounds | None = None) -> OnGrid:
-        """(scale, zero_point) of a tensor that was observed, within bounds as a build has them."""
+    def on(self, recorder: Recorder, grid: Grid, reach: Reach | None = None) -> OnGrid:
+        """(scale, zero_point) of a tensor that was observed, within its reach as a build has it."""
         ...
 
 
@@ -85,7 +85,7 @@ class ByMethod:
 
     Attributes:
         method: the row, with its parameters.
-        bounded: whether a range ends where no reader tells values apart.
+        bounded: whether a range keeps to what its readers tell apart.
     """
 
     method: Method
@@ -118,14 +118,14 @@ class ByMethod:
                 " lp, percentile or minmax"
             )
 
-    def on(self, recorder: Recorder, grid: Grid, bounds: Bounds | None = None) -> OnGrid:
+    def on(self, recorder: Recorder, grid: Grid, reach: Reach | None = None) -> OnGrid:
         """(scale, zero_point); of a tensor that was always 0, scale 1."""
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
             return on_grid(0.0, 0.0, grid)
         kinds = {"symmetric": grid} if grid.symmetric else {"affine": grid}
         search = self.method.search(**kinds)
-        found = searched(recorder, search, bounds if self.bounded else None)
+        found = searched(recorder, search, reach if self.bounded else None)
         ends = (-found.amax, found.amax) if grid.symmetric else (found.lo, found.hi)
         return on_grid(*ends, grid)
 
@@ -155,10 +155,10 @@ class Ifmr:
     def check(self, grid: Grid) -> None:
         """It takes any grid."""
 
-    def on(self, recorder: Recorder, grid: Grid, bounds: Bounds | None = None) -> OnGrid:
+    def on(self, recorder: Recorder, grid: Grid, reach: Reach | None = None) -> OnGrid:
         """(scale, zero_point); of a tensor that is next to 0 throughout, scale 1.
 
-        AMCT knows no bounds.
+        AMCT knows no reach.
         """
         assert isinstance(recorder, IfmrHistogram)
         params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)

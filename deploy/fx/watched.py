@@ -17,9 +17,9 @@ from torch import fx, nn
 
 from deploy.fx.fakequant import FakeQuant
 from deploy.fx.fuse import called_module
-from deploy.graph.saturation import Bounds
+from deploy.graph.reach import Reach
 
-Sources = Sequence[tuple[fx.Node, Bounds | None]]
+Sources = Sequence[tuple[fx.Node, Reach | None]]
 
 
 class Watch(nn.Module):
@@ -27,13 +27,13 @@ class Watch(nn.Module):
 
     Attributes:
         name: the tensor's, for messages.
-        bounds: beyond which no reader tells its values apart; None for none.
+        reach: how far its readers tell values apart; None for no end.
     """
 
-    def __init__(self, name: str, bounds: Bounds | None):
+    def __init__(self, name: str, reach: Reach | None):
         super().__init__()
         self.name = name
-        self.bounds = bounds
+        self.reach = reach
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X."""
@@ -43,8 +43,8 @@ class Watch(nn.Module):
 def watch(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sources) -> None:
     """Let a quantizer have the range of tensors other than its own."""
     quant.watches = []
-    for number, (node, bounds) in enumerate(sources):
-        one = Watch(node.name, bounds)
+    for number, (node, reach) in enumerate(sources):
+        one = Watch(node.name, reach)
         name = f"watch_{quant.name}_{number}"
         graph_module.add_submodule(name, one)
         place = node
@@ -55,13 +55,14 @@ def watch(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sources) -> N
         quant.watches.append(one)
 
 
-def loosest(bounds: Iterable[Bounds | None]) -> Bounds | None:
-    """The bounds beyond all of several; None where one tensor has none."""
-    known = list(bounds)
+def loosest(reaches: Iterable[Reach | None]) -> Reach | None:
+    """The reach that holds all of several; None where one tensor has none."""
+    known = list(reaches)
     held = [one for one in known if one is not None]
     if not held or len(held) < len(known):
         return None
-    return min(low for low, _ in held), max(high for _, high in held)
+    floors, ceilings, followed = zip(*held, strict=True)
+    return Reach(min(floors), max(ceilings), max(followed))
 
 
 def unwatch(graph_module: fx.GraphModule) -> None:

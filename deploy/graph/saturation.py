@@ -45,10 +45,11 @@ Bounds = tuple[float, float]
 
 _FREE: Bounds = (-math.inf, math.inf)
 _UNREAD: Bounds = (math.inf, -math.inf)  # what nobody looks at: looser than it is anything
-_SMOOTH: dict[str, Bounds] = {"Sigmoid": (-8.0, 8.0), "Tanh": (-4.0, 4.0), "Erf": (-3.0, 3.0)}
+SIGMOID: Bounds = (-8.0, 8.0)
+_SMOOTH: dict[str, Bounds] = {"Sigmoid": SIGMOID, "Tanh": (-4.0, 4.0), "Erf": (-3.0, 3.0)}
 _GATED = {"HardSwish": -3.0, "Gelu": -4.0}
 _AMPLIFIES = frozenset({"Log", "Reciprocal", "Sqrt"})
-_MOVES = frozenset(
+MOVED = frozenset(
     {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Gather", "Split"}
     | {"Identity", "Expand", "Tile", "MaxPool", "DepthToSpace", "SpaceToDepth"}
 )
@@ -103,7 +104,7 @@ class _Readers:
 
     def _need(self, tensor: str, node: onnx.NodeProto) -> Bounds:
         """What one reader of `tensor` can tell apart."""
-        if node.op_type == "Concat" or (node.op_type in _MOVES and node.input[0] == tensor):
+        if node.op_type == "Concat" or (node.op_type in MOVED and node.input[0] == tensor):
             return self._made(node)
         if node.op_type in ("Add", "Sub", "Mul", "Div"):
             undone = self._undone(tensor, node)
@@ -157,7 +158,7 @@ class _Readers:
             for reader in self.graph.readers.get(name, []):
                 if self._amplifies(reader, name):
                     return True
-                if reader.op_type in _MOVES or reader.op_type == "Concat":
+                if reader.op_type in MOVED or reader.op_type == "Concat":
                     names += [made for made in reader.output if made not in seen]
                     seen.update(reader.output)
         return False

@@ -326,7 +326,7 @@ class _Field:
         return BuildRequest(
             subject=subject,
             folder=self._folder,
-            ranges=Ranges(observed, subject.method, subject.bounds),
+            ranges=Ranges(observed, subject.method, subject.reaches),
             feed=self._feed,
             manifest={},
             threads=self._threads,

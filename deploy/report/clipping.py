@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from calibrators.grids import FP8, GRIDS, Grid
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 from deploy.calibration.choices import Choices
-from deploy.graph.saturation import Bounds
+from deploy.graph.reach import EVERYWHERE, Reach
 from deploy.method import Method, comparable
 from deploy.report.bars import histogram_part
 from deploy.report.parts import RangeRow, TensorRow, tensor_rows
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 WORST = 24  # tensors of a target that are drawn
 _QUICK = ("minmax", "percentile", "entropy")  # 10 ms a tensor or less; mse and lp take 50
-_EVERYWHERE: Bounds = (-math.inf, math.inf)
 
 
 def clip_rows(
@@ -40,9 +38,9 @@ def clip_rows(
     has neither a share nor a histogram.
     """
     seen = dict(_seen(calibrated, built))
-    bounds = calibrated.subject.bounds
+    reaches = calibrated.subject.reaches
     clipped = {
-        name: clipped_share(recorder, built.ranges[name], bounds.get(name, _EVERYWHERE))
+        name: clipped_share(recorder, built.ranges[name], reaches.get(name, EVERYWHERE))
         for name, (_, recorder) in seen.items()
         if isinstance(recorder, Histogram)
     }
@@ -55,7 +53,7 @@ def clip_rows(
     )
 
 
-def clipped_share(histogram: Histogram, scale: Scale, seen: Bounds = _EVERYWHERE) -> float:
+def clipped_share(histogram: Histogram, scale: Scale, seen: Reach = EVERYWHERE) -> float:
     """Share of the values in bins that lie wholly outside [lo, hi]; 0 to 1.
 
     Args:
@@ -65,7 +63,7 @@ def clipped_share(histogram: Histogram, scale: Scale, seen: Bounds = _EVERYWHERE
     """
     edges, counts = histogram.edges(), histogram.signed()
     outside = (edges[1:] <= scale.lo) | (edges[:-1] >= scale.hi)
-    outside &= (edges[1:] > seen[0]) & (edges[:-1] < seen[1])
+    outside &= (edges[1:] > seen.floor) & (edges[:-1] < seen.ceiling)
     outside &= (edges[1:] < min(scale.lo, 0)) | (edges[:-1] > max(scale.hi, 0))
     return float(np.sum(counts[outside])) / max(histogram.total, 1)
 

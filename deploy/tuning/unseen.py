@@ -77,7 +77,7 @@ def unseen(
         raise
     except Calib8Error:  # a configuration that wants all samples, a tensor of these alone
         return request
-    found = Ranges(seen[0], ranges.method, ranges.bounds)
+    found = Ranges(seen[0], ranges.method, ranges.reaches)
     return replace(request, subject=subject, ranges=found)
 
 
