@@ -14,7 +14,6 @@ Not so where the Sigmoid is a gate, or any layer with weights reads on from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import onnx
@@ -66,7 +65,7 @@ def _logits(graph: Graph) -> set[str]:
         name = waiting.pop()
         if name not in found:
             found.add(name)
-            waiting += _moved_by(graph.producer.get(name))
+            waiting += _handed_on(graph.producer.get(name))
     return found
 
 
@@ -84,7 +83,7 @@ def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
     names = [str(sigmoid.output[0])]
     for name in names:  # grows while it is walked
         for reader in graph.readers.get(name, []):
-            if name in _moved_by(reader):
+            if name in _handed_on(reader):
                 names += reader.output
             elif reader.op_type == "Mul" and not all(
                 other in graph.constants or other == name or _made_by_sigmoid(graph, other)
@@ -96,20 +95,15 @@ def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
 
 def _made_by_sigmoid(graph: Graph, name: str) -> bool:
     node = graph.producer.get(name)
-    while node is not None and node.op_type != "Sigmoid" and len(_moved_by(node)) == 1:
-        node = graph.producer.get(_moved_by(node)[0])
+    while node is not None and node.op_type != "Sigmoid" and len(_handed_on(node)) == 1:
+        node = graph.producer.get(_handed_on(node)[0])
     return node is not None and node.op_type == "Sigmoid"
 
 
-def _moved_by(node: onnx.NodeProto | None) -> list[str]:
+def _handed_on(node: onnx.NodeProto | None) -> list[str]:
     """The inputs whose values a node hands on as they are."""
     if node is None:
         return []
-    return list(_handed_on(node))
-
-
-def _handed_on(node: onnx.NodeProto) -> Iterator[str]:
     if node.op_type == "Concat":
-        yield from map(str, node.input)
-    elif node.op_type in MOVED:
-        yield str(node.input[0])
+        return list(map(str, node.input))
+    return [str(node.input[0])] if node.op_type in MOVED else []
