@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from deploy.metrics.rows import Outputs
+from deploy.metrics.whole import add_up
 from deploy.tensors import Array
 
 _SHARE = 1.01  # a share is not above 1, but for rounding
@@ -24,7 +25,7 @@ def are_values(scores: Array, batch: int) -> bool:
     if rows.min() > 0 and rows.max(axis=1).min() > _SHARE:
         return True
     between = np.mean((rows > 0.1) & (rows < 0.9), axis=1).min() >= _BETWEEN
-    whole = np.abs(rows.sum(axis=1, dtype=np.float64) - 1).min() < 1e-2
+    whole = add_up(rows).any()
     return bool(rows.min() >= 0 and rows.max() <= _SHARE and between and not whole)
 
 

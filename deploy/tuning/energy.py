@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.metrics.form import Form
+from deploy.metrics.whole import are_shares
 from deploy.tensors import Array
-
-_TOLERANCE = 1e-2
 
 
 def energies(form: Form, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.float64]:
@@ -46,15 +45,15 @@ def square(values: Array) -> float:
 def _both(values: Array) -> tuple[float, float]:
     """The sum of squares, and what shares leave open; NaN of what are none."""
     own = energy(values)
-    if not _are_shares(values):
+    if not _is_row_of_shares(values):
         return own, np.nan
     return own, max(float(np.sum(values, dtype=np.float64)) - own, 0.0)
 
 
-def _are_shares(values: Array) -> bool:
+def _is_row_of_shares(values: Array) -> bool:
     """Whether a sample is one row of shares, [1, C], that sum to 1."""
     if values.ndim < 2 or values.size != values.shape[1] or values.size < 2:
         return False
     if not np.issubdtype(values.dtype, np.floating) or not np.isfinite(values).all():
         return False
-    return bool(values.min() >= -1e-6 and abs(values.sum(dtype=np.float64) - 1) < _TOLERANCE)
+    return are_shares(values)

@@ -35,6 +35,7 @@ from deploy.metrics.tasks.grid import Grid, grids
 from deploy.metrics.tasks.tables import are_cells, laid, table, turned_of
 from deploy.metrics.tasks.task import Seen
 from deploy.metrics.tasks.yolo import at_anchors, corners
+from deploy.metrics.whole import add_up
 
 _ANCHORS = 10  # of all levels, at least
 _MAPS = 4  # outputs of two levels: fewer are no heads of a detector
@@ -188,7 +189,9 @@ def _paired(scores: Floats | None, boxes: Floats | None, columns: int, *, bins: 
 def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
     """The one output of boxes and the one of scores, of those with equally many anchors."""
     shapes = {name: seen.outputs[0][name].shape for name in names}
-    boxes = [name for name in names if shapes[name][-1] == 4 and not _adds_up(name, seen)]
+    boxes = [
+        name for name in names if shapes[name][-1] == 4 and not add_up(_stacked(name, seen)).all()
+    ]
     grid = None
     if len(boxes) > 1:  # one is the scores of four classes
         boxes = [name for name in boxes if not _sees_little(_stacked(name, seen))]
@@ -237,10 +240,6 @@ def _sees_little(rows: Floats) -> bool:
     )
 
 
-def _adds_up(name: str, seen: Seen) -> bool:
-    return bool(np.abs(_stacked(name, seen).sum(axis=1) - 1).max() < 1e-2)
-
-
 def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
     """How scores become probabilities, and the background's class; None where nothing tells."""
     if len({rows.shape[1] for rows in levels}) != 1:
@@ -253,7 +252,7 @@ def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
     ground = int(wins.argmax()) if wins.max() >= _WINS * wins.sum() and last else None
     ground = ground if ground in (0, last) else None
     if _is_share(rows):
-        whole = last > 0 and np.abs(rows.sum(axis=1) - 1).max() < 1e-2
+        whole = last > 0 and add_up(rows).all()
         return ("", None) if not whole else None if ground is None else ("", ground)
     if np.mean(rows.max(axis=1) < 0) >= _BELOW:
         return "sigmoid", None

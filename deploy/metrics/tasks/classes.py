@@ -27,6 +27,7 @@ from deploy.metrics.tasks.embeddings import of_unit_length
 from deploy.metrics.tasks.examples import ClassExample, Foremost
 from deploy.metrics.tasks.shares import are_raw_tracks, best_share
 from deploy.metrics.tasks.task import Seen, TaskFigure, classes_figure
+from deploy.metrics.whole import are_shares
 from deploy.tensors import Array
 
 _FEW = 32  # numbers that no embedding makes do with
@@ -71,7 +72,7 @@ def find(seen: Seen) -> Classes | None:
     """The task, where every output is one vector of scores a sample, or some are of shares."""
     vectors = {name: seen.arrays(name) for name in seen.names}
     found = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
-    shares = [name for name in found if _are_shares(_rows(vectors[name]))]
+    shares = [name for name in found if all(map(are_shares, _rows(vectors[name])))]
     if shares or len(found) < len(vectors):  # beside shares raw scores are numbers as likely
         found = shares
     beside = tuple(name for name in vectors if name not in found)
@@ -97,17 +98,13 @@ def _rows(samples: Sequence[Array]) -> list[NDArray[np.float64]]:
     return [np.asarray(one, np.float64).reshape(-1) for one in samples if _is_vector(one)]
 
 
-def _are_shares(rows: Sequence[NDArray[np.float64]]) -> bool:
-    return all(row.min() >= -1e-6 and abs(row.sum() - 1) < 1e-2 for row in rows)
-
-
 def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
     rows = _rows(samples)
     if not rows or len(rows) != len(samples) or not all(np.isfinite(r).all() for r in rows):
         return False
     if any(len(row) != len(rows[0]) for row in rows):
         return False
-    if _are_shares(rows):
+    if all(map(are_shares, rows)):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
         return _about_zero(np.stack(rows)) and (alone or best_share(np.stack(rows)) > _SURE)

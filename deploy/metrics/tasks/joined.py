@@ -23,6 +23,7 @@ from deploy.metrics.tasks.grid import Grid, grids
 from deploy.metrics.tasks.tables import table
 from deploy.metrics.tasks.task import Seen
 from deploy.metrics.tasks.yolo import corners
+from deploy.metrics.whole import add_up
 
 _QUERIES = (100, 1000)  # of a DETR, at least and at most
 _BINS = 4  # of a distribution, at least
@@ -95,7 +96,7 @@ def _queries(name: str, samples: list[Floats]) -> Joined | None:
     rows = np.concatenate(samples)
     if rows.min() < -1e-3 or rows.max() > 1 + 1e-3 or not _see_little(rows[:, 4:]):
         return None
-    if np.abs(rows.sum(axis=1) - 1).max() < 1e-2:  # classes of steps
+    if add_up(rows).all():  # classes of steps
         return None
     places = corners(rows[:, :4])
     inside = (places > -_OUTSIDE).all(axis=1) & (places < 1 + _OUTSIDE).all(axis=1)

@@ -17,6 +17,7 @@ from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.shares import are_raw_tracks, are_tracks
 from deploy.metrics.tasks.task import Seen, TaskFigure, kept_figure
+from deploy.metrics.whole import add_up
 from deploy.tensors import Array
 
 _FEWEST = 4  # labels that a model knows
@@ -85,7 +86,7 @@ def _are_labels(rows: Sequence[Floats], *, raw: bool) -> bool:
     shares = [_shares(row, raw=raw) for row in rows]
     if max(float(share.max()) for share in shares) > 1 + 1e-6:
         return False
-    if not raw and all(abs(float(share.sum()) - 1) < 1e-2 for share in shares):
+    if not raw and all(map(add_up, shares)):
         return False
     if raw and max(float(row.mean() / max(row.std(), 1e-30)) for row in rows) > -_BELOW:
         return False

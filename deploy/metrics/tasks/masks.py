@@ -19,6 +19,7 @@ import numpy as np
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.whole import add_up
 from deploy.tensors import Array
 
 _SIDE = 16
@@ -74,7 +75,7 @@ def _is_map(value: Array, size: tuple[int, int] | None) -> bool:
         return False
     sides = value.shape[2:] if first else value.shape[1:3]
     fits = (s <= whole <= _SMALLER * s for s, whole in zip(sides, size, strict=True))
-    if first and _shares(value):
+    if first and value.shape[1] > 1 and add_up(value, 1).all():
         return False
     low, high = float(value.min()), float(value.max())
     return min(sides) >= _SIDE and all(fits) and low >= -_BEYOND and high <= 1 + _BEYOND
@@ -88,12 +89,6 @@ def _is_picture(value: Array, fed: Outputs) -> bool:
             if float(along[0, 1]) > _ALIKE:
                 return True
     return False
-
-
-def _shares(value: Array) -> bool:
-    """Whether the channels of each pixel sum to 1."""
-    total = value.sum(axis=1, dtype=np.float64)
-    return value.shape[1] > 1 and bool(np.abs(total - 1).max() < 1e-2)
 
 
 @dataclass(slots=True)

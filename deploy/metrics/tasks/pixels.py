@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.whole import are_shares
 from deploy.tensors import Array
 
 _SIDE = 16  # pixels that a picture has at least
@@ -82,7 +83,7 @@ def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
     """Whether they are scores of classes, raw or not."""
     if not all(map(_is_scores, samples)) or len({one.shape[1] for one in samples}) != 1:
         return False
-    return all(map(_adds_up, samples)) or _raw(samples, inputs)
+    return all(are_shares(one, 1) for one in samples) or _raw(samples, inputs)
 
 
 def _is_numbers(value: Array) -> bool:
@@ -101,11 +102,6 @@ def _is_scores(value: Array) -> bool:
         and min(value.shape[2:]) >= _SIDE
         and np.isfinite(value).all()
     )
-
-
-def _adds_up(value: Array) -> bool:
-    total = value.sum(axis=1, dtype=np.float64)
-    return bool(value.min() >= -1e-4 and np.abs(total - 1).max() < 1e-2)
 
 
 def _several(samples: Sequence[Array]) -> bool:

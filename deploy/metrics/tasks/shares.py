@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.metrics.whole import are_shares_or_logarithms
 from deploy.tensors import Array
 
 _STEPS = 4  # a sample, at least
@@ -24,7 +25,6 @@ _UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in sev
 _ON = 0.25  # share of them above 0.5, at most
 _APART = 5.0  # distance of the two sides of raw scores, in their own deviations
 _RAW = 40.0  # beyond it raw scores are another unit
-_TOLERANCE = 1e-2
 
 Floats = NDArray[np.float64]
 
@@ -126,13 +126,7 @@ def _fits(samples: Sequence[Array], axis: int, fits: Callable[[Sequence[Floats]]
 
 
 def _all_shares(samples: Sequence[Floats]) -> bool:
-    return all(map(are_shares, samples))
-
-
-def are_shares(steps: Floats) -> bool:
-    """Whether each step's are probabilities, or their logarithms."""
-    shares = steps if steps.min() >= -1e-6 else np.exp(np.minimum(steps, 1))
-    return bool(np.abs(shares.sum(axis=1) - 1).max() < _TOLERANCE)
+    return all(map(are_shares_or_logarithms, samples))
 
 
 def _all_raw(samples: Sequence[Floats]) -> bool:

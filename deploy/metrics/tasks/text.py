@@ -18,6 +18,7 @@ import numpy as np
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs
 from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.whole import are_shares_or_logarithms
 from deploy.tensors import Array
 
 _STEPS = 4
@@ -66,7 +67,7 @@ def find(seen: Seen) -> Text | None:
     known = [one for one in steps if one is not None]
     if len(known) != len(steps) or len({one.shape[1] for one in known}) != 1:
         return None
-    if not all(_normalised(one) for one in known) and not all(_raw(one) for one in known):
+    if not all(map(are_shares_or_logarithms, known)) and not all(_raw(one) for one in known):
         return None
     counts = np.bincount(np.concatenate([one.argmax(axis=1) for one in known]))
     blank, symbols = int(counts.argmax()), known[0].shape[1]
@@ -91,13 +92,6 @@ def _steps(value: Array) -> Array | None:
     steps = value.reshape(-1, value.shape[2])
     fits = len(steps) >= _STEPS and steps.shape[1] >= _SYMBOLS and np.isfinite(steps).all()
     return steps if fits else None
-
-
-def _normalised(steps: Array) -> bool:
-    """Whether each step's are probabilities, or their logarithms."""
-    rows = steps.astype(np.float64)
-    shares = rows if rows.min() >= -1e-6 else np.exp(np.minimum(rows, 1))
-    return bool(np.abs(shares.sum(axis=1) - 1).max() < 1e-2)
 
 
 def _raw(steps: Array) -> bool:
