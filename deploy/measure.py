@@ -139,28 +139,13 @@ def measured(
         if one.session is not None and name not in failed and not one.judges
     }
     latency = _latencies(sessions, calibration, duration_s)
-    limits = bounds(loaded.model)
-    clamped = {result.target: _clamped(limits, result.ranges) for result in sound}
-    layers = {
-        name: tuple(layer for layer in found if layer.name not in clamped[name])
-        for name, found in inside.layers.items()
-        if name not in failed
-    }
-    devices = devices_of(sessions)
-    first = EngineRow(
-        label="FP32 on the CPU" if devices else "FP32",
-        reference=True,
-        path=str(loaded.source) if loaded.source else None,
-        size_bytes=len(original),
-        load_ms=timed["FP32"].load_ms,
-        threads=threads,
-        latency=latency.get("FP32"),
-    )
     seen = _Seen(timed, sessions, latency, judged.accuracy, failed, threads)
+    devices = devices_of(sessions)
+    first = _first_row(loaded, seen, size=len(original), devices=bool(devices))
     rows = [row for result in built for row in _rows(result, seen, alone=len(built) == 1)]
     return Figures(
         engines=(first, *rows),
-        layers=layers,
+        layers=_telling(inside, loaded, [one for one in sound if one.target not in failed]),
         failed=failed,
         notes=(
             *_notes(judged.accuracy, evaluation, calibration, inside.samples),
@@ -210,6 +195,19 @@ class _Seen:
     accuracy: Mapping[str, Accuracy]
     failed: Mapping[str, str]
     threads: int | None
+
+
+def _first_row(loaded: LoadedModel, seen: _Seen, *, size: int, devices: bool) -> EngineRow:
+    """The float model's, which runs on the CPU whatever device runs others."""
+    return EngineRow(
+        label="FP32 on the CPU" if devices else "FP32",
+        reference=True,
+        path=str(loaded.source) if loaded.source else None,
+        size_bytes=size,
+        load_ms=seen.timed["FP32"].load_ms,
+        threads=seen.threads,
+        latency=seen.latency.get("FP32"),
+    )
 
 
 def _rows(built: Built, seen: _Seen, *, alone: bool) -> Iterator[EngineRow]:
@@ -265,6 +263,19 @@ def _timed(make: Callable[[], Session]) -> _Timed:
     session = make()
     taken = (time.perf_counter() - start) * 1e3
     return _Timed(session, taken, not isinstance(session, OrtSession))
+
+
+def _telling(
+    inside: Inside, loaded: LoadedModel, built: Sequence[Built]
+) -> dict[str, tuple[OutputAccuracy, ...]]:
+    """Target -> the inner tensors whose figures tell of a loss."""
+    limits, found = bounds(loaded.model), inside.layers
+    clamped = {one.target: _clamped(limits, one.ranges) for one in built}
+    return {
+        name: tuple(layer for layer in found[name] if layer.name not in beyond)
+        for name, beyond in clamped.items()
+        if name in found
+    }
 
 
 def _clamped(limits: Mapping[str, Bounds], ranges: Mapping[str, Scale]) -> set[str]:
