@@ -261,6 +261,30 @@ def test_evaluation_images_that_calibrated_too_are_told(pictures, tmp_path, run,
     assert code == 0 and "calibrated too" not in said(out), err
 
 
+def test_copies_of_images_are_told(pictures, tmp_path, run, small_cnn):
+    words = "build", small_cnn, "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
+    train, val = shutil.copytree(pictures, tmp_path / "train"), tmp_path / "val"
+    words += ("--images", train, "--eval-images", val)
+    val.mkdir()
+    for number, path in enumerate(sorted(train.iterdir())[:5]):
+        shutil.copy(path, val / f"{number}.png")
+    code, out, err = run(*words)
+    assert code == 0 and "once more" not in said(out), err
+    first, *others = sorted(train.iterdir())
+    shutil.copy(first, train / "again.png")
+    code, out, err = run(*words)
+    assert code == 0, err
+    assert "1 of the 21 images is a copy of another and counts once more" in said(out)
+    for number, path in enumerate(others[:2]):
+        shutil.copy(path, train / f"again{number}.png")
+        shutil.copy(path, val / f"again{number}.png")
+    code, out, err = run(*words)
+    assert code == 0, err
+    assert "3 of the 23 images are copies of others and count once more" in said(out)
+    assert "of the evaluation images: 2 of the 7 images are copies of others" in said(out)
+    assert "7 of the 7 evaluation images calibrated too" in said(out)  # and not 5
+
+
 def said(out):
     return " ".join(out.split())
 

@@ -77,6 +77,11 @@ class Seen:
         assert self._known[index]
         return bytes(self._digests[index * _BYTES : (index + 1) * _BYTES])
 
+    def copies(self, indices: Iterable[int]) -> int:
+        """How many of the samples that were read are others once more, byte for byte."""
+        known = [self.of(index) for index in indices if index in self]
+        return len(known) - len(set(known))
+
     def hex(self, indices: Iterable[int]) -> Iterator[str]:
         """The same of several, in letters, one at a time."""
         return (self.of(index).hex() for index in indices)

@@ -152,16 +152,24 @@ class Feed:
     def shared(self, other: Feed) -> int:
         """How many images or rows were read here and of another feed too, by their bytes."""
         ours, theirs = (
-            {feed._reader.seen.of(i) for i in feed._chosen.indices if i in feed._reader.seen}
+            [feed._reader.seen.of(i) for i in feed._chosen.indices if i in feed._reader.seen]
             for feed in (self, other)
         )
-        return len(ours & theirs)
+        known = set(theirs)
+        return sum(one in known for one in ours)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """How the feed was read, in sentences; complete after one pass."""
-        extra = (_left_out(list(self.skipped)), filled(self.count, self.batch))
+        extra = (_left_out(list(self.skipped)), self._repeated(), filled(self.count, self.batch))
         return (*self._notes, *filter(None, extra))
+
+    def _repeated(self) -> str:
+        """That pictures are there more than once; of rows and frames some often are."""
+        pictures = isinstance(self._source, ImageSource)
+        copies = self._reader.seen.copies(self._chosen.good()) if pictures else 0
+        are = "is a copy of another and counts" if copies == 1 else "are copies of others and count"
+        return f"{copies} of the {self.count} images {are} once more" if copies else ""
 
     @property
     def by_turns(self) -> bool:
