@@ -345,12 +345,16 @@ def _paths(engine: Path, against: Path | None) -> dict[str, Path]:
 
 def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
     """The inputs that all sessions have, as the first one describes them."""
-    wanted = {label: {spec.name: spec.dtype for spec in s.inputs} for label, s in sessions.items()}
-    first, last = next(iter(wanted)), next(reversed(wanted))
-    if wanted[first] != wanted[last]:
+    labels = list(sessions)
+    first, last = labels[0], labels[-1]
+    ours, theirs = (
+        ", ".join(sorted(f"{spec.name} ({spec.dtype})" for spec in sessions[label].inputs))
+        for label in (first, last)
+    )
+    if ours != theirs:
         raise ConfigError(
-            f"models measured side by side must have the same inputs,"
-            f" got {wanted[first]} and {wanted[last]}"
+            f"models measured side by side must have the same inputs, got {ours} of {first} and"
+            f" {theirs} of {last}; measure each by itself, without --against"
         )
     return sessions[first].inputs
 

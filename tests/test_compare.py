@@ -152,7 +152,15 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path, images):
     (tmp_path / "no.onnx").write_text("text")
     assert "two models or two runtimes" in refused(a, "--images", images)
     assert "tensors of the same names" in refused(a, other, "--images", images)
-    assert "the same inputs, got x and w" in refused(a, fed, "--images", images)
+    said = refused(a, fed, "--images", images)
+    assert "the same inputs, got x (float32) and w (float32); compare a model with what was" in said
+    doubled = onnx.load(a)
+    doubled.graph.input[0].type.tensor_type.elem_type = TensorProto.DOUBLE
+    doubled.graph.output[0].type.tensor_type.elem_type = TensorProto.DOUBLE
+    doubled.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.float64(1), "one"))
+    onnx.save(doubled, tmp_path / "d.onnx")
+    said = refused(a, tmp_path / "d.onnx", "--images", images)
+    assert "got x (float32) and x (float64)" in said
     assert "must be an ONNX" in refused(a, tmp_path / "no.onnx", "--images", images)
     assert "must be an ONNX" in refused(tmp_path / "gone.onnx", a, "--images", images)
     assert "goes with --runtime openvino" in refused(a, a, "--images", images, "--every")

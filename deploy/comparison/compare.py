@@ -14,6 +14,7 @@ from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Asked
 from deploy.feed.told import as_read
+from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.reader import read_model
 from deploy.graph.edit import with_outputs
@@ -167,11 +168,15 @@ def _refuse_other_inputs(first: ModelProto, second: ModelProto) -> None:
     if ours != theirs:
         raise ConfigError(
             f"models that are compared must have the same inputs, got {', '.join(ours)} and"
-            f" {', '.join(theirs)}"
+            f" {', '.join(theirs)}; compare a model with what was built from it"
         )
 
 
 def _inputs(model: ModelProto) -> set[str]:
-    """Names of what must be fed: old models list their weights among the inputs."""
+    """Name and type of what must be fed: old models list their weights among the inputs."""
     weights = {tensor.name for tensor in model.graph.initializer}
-    return {value.name for value in model.graph.input} - weights
+    return {
+        f"{value.name} ({type_name(value.type.tensor_type.elem_type)})"
+        for value in model.graph.input
+        if value.name not in weights
+    }
