@@ -56,4 +56,4 @@ def _is_row_of_shares(values: Array) -> bool:
         return False
     if not np.issubdtype(values.dtype, np.floating) or not np.isfinite(values).all():
         return False
-    return are_shares(values)
+    return are_shares(values.reshape(-1))
