@@ -230,6 +230,18 @@ def test_the_command_chooses_the_type(capsys, small_cnn, pictures, tmp_path):
     assert "TensorRT 10 from 10.15 on" in text  # bfloat16 is of opset 22
 
 
+def test_no_line_asks_for_int8_of_a_model_without_pairs(capsys, small_cnn, pictures, tmp_path):
+    """For which trtexec would make ranges up."""
+    names = [node.name for node in onnx.load(small_cnn).graph.node]
+    kept = [word for name in names for word in ("--keep-float", name)]
+    found, _ = lines(capsys, small_cnn, pictures, tmp_path, *kept)
+    pairs = "small_cnn.tensorrt.qdq.onnx"
+    assert "QuantizeLinear" not in {n.op_type for n in onnx.load(tmp_path / pairs).graph.node}
+    (line,) = (words for words in found if words[0] == f"--onnx={pairs}")
+    assert "--fp16" in line and "--int8" not in line
+    assert all(any("--calib" in word for word in words) for words in found if "--int8" in words)
+
+
 def test_the_script_runs_each_line_from_any_folder(capsys, small_cnn, pictures, tmp_path):
     """A stand-in program named trtexec, which finds the files where it is called."""
     tool = tmp_path / "bin" / "trtexec"

@@ -111,7 +111,9 @@ def _weak(
     if since is None or version_label(since) >= version_label(_LAST):
         return ()
     oldest = max(since, _OLDEST[rest], key=version_label)
-    words = _line(request, files[QDQ], ["--int8", *_float_types(rest)])
+    pairs = "QuantizeLinear" in needs.operators  # without one trtexec makes ranges up for --int8
+    int8 = ["--int8"] if pairs else []
+    words = _line(request, files[QDQ], [*int8, *_float_types(rest)])
     return (Way("qdq", _until_10(oldest), words),)
 
 
