@@ -354,7 +354,9 @@ def test_atc_command():
     assert command[0] == "atc" and "--soc_version=Ascend310P3" in command
     assert "--input_shape=x:1,3,8,8" in command and "--insert_op_conf=a.cfg" in command
     assert "--enable_small_channel=1" in command and command[-1] == "--log=error"
-    assert f"--soc_version={CHIP}" in atc_command(Path("m"), Path("m"), {}, AtcOptions())
+    command = atc_command(Path("m"), Path("m"), {"least": ()}, AtcOptions())
+    assert f"--soc_version={CHIP}" in command
+    assert not [word for word in command if word.startswith("--input_shape")]
 
 
 @pytest.mark.parametrize(

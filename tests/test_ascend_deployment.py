@@ -369,6 +369,21 @@ def test_open_shapes_are_given_by_name(ended, done, tmp_path):
     assert "leave one of them away" in ended(*words, "--shape", "x:1x3x5x7", *feed)
 
 
+def test_atc_is_told_no_shape_of_a_scalar(done, tmp_path):
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="c", kernel_shape=[1, 1]),
+        helper.make_node("Max", ["c", "least"], ["y"], name="m"),
+    ]
+    weights = {"w": np.ones((2, 3, 1, 1), np.float32)}
+    path = saved(model(nodes, weights, {"least": [], "x": [1, 3, 5, 7]}), tmp_path / "net.onnx")
+    record = tmp_path / "r.txt"
+    value = "scale_d: 0.1 offset_d: 3 scale_w: 0.1 offset_w: 0"
+    record.write_text(f'record {{ key: "c" value {{ {value} }} }}')
+    done("deploy", path, record, "-o", tmp_path / "o")
+    words = (tmp_path / "o" / "net_atc.sh").read_text().split()
+    assert "--input_shape=x:1,3,5,7" in words
+
+
 def test_nothing_foreign_and_no_input_is_written_over(small_cnn, built, ended, done, tmp_path):
     record = tmp_path / f"{small_cnn.stem}_record.txt"
     shutil.copyfile(built / record.name, record)

@@ -127,14 +127,15 @@ def atc_command(
                 f"a quantized model takes fixed shapes, got {list(shape)} for {name!r}"
             )
     layout = "ND" if any(len(shape) != 4 for shape in shapes.values()) else "NCHW"
-    words = ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
+    # every CANN lets scalars be left out; a name without sizes is documented from 8.0 on
+    words = ";".join(f"{n}:{','.join(map(str, shape))}" for n, shape in shapes.items() if shape)
     command = [
         "atc",
         "--framework=5",
         f"--model={model}",
         f"--output={output}",
         f"--soc_version={options.soc or CHIP}",
-        f"--input_shape={words}",
+        *([f"--input_shape={words}"] if words else []),
         f"--input_format={layout}",
     ]
     if aipp is not None:
