@@ -236,6 +236,36 @@ def test_samples_of_one_value_are_told(how):
     assert oddities([*flat, *fed(HALF)], how, network(norm=False)) == []
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_state_at_its_start_is_no_picture_without_content(run, tmp_path, silent):
+    nodes = [
+        helper.make_node("Concat", ["cache", "sound"], ["both"], name="j", axis=2),
+        helper.make_node("Conv", ["both", "w"], ["y"], name="c"),
+    ]
+    forms = {"cache": [1, 4, 3, 1], "sound": [1, 4, 9, 1], "y": [1, 2, 11, 1]}
+    values = {n: helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in forms.items()}
+    weight = np.random.default_rng(0).normal(size=(2, 4, 2, 1)).astype(np.float32)
+    graph = helper.make_graph(
+        nodes, "net", [values["cache"], values["sound"]], [values["y"]],
+        [numpy_helper.from_array(weight, "w")],
+    )  # fmt: skip
+    opset = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "m.onnx")
+    (tmp_path / "fed").mkdir()
+    for number in range(4):
+        sound = np.random.default_rng(number).normal(size=forms["sound"]) * (not silent)
+        fed = {"cache": np.zeros(forms["cache"]), "sound": sound}
+        np.savez(
+            tmp_path / "fed" / f"{number}.npz",
+            **{name: value.astype(np.float32) for name, value in fed.items()},
+        )
+    code, out, error = run(
+        "calibrate", tmp_path / "m.onnx", "--images", tmp_path / "fed", "-o", tmp_path / "c"
+    )
+    assert code == 0, error
+    assert ("holds one value alone, such as 0;" in " ".join((out + error).split())) == silent
+
+
 def test_pictures_of_nearly_one_colour_are_told():
     dark = [one // 24 for one in pictures()]  # as 12 bits in the upper byte of 16
     (said,) = oddities(fed(HALF, dark), HALF, network())

@@ -110,7 +110,21 @@ def _picture_input(samples: Sequence[Mapping[str, Array]]) -> str | None:
     """Name of the first input that is a picture, of 1 or 3 channels."""
     first = samples[0] if samples else {}
     known = (name for name, array in first.items() if layout_of(array) is not None)
-    return next((name for name in known if all(one[name].size for one in samples)), None)
+    full = (name for name in known if all(one[name].size for one in samples))
+    return next((name for name in full if not _idle(samples, name)), None)
+
+
+def _idle(samples: Sequence[Mapping[str, Array]], name: str) -> bool:
+    """Whether an input holds one value where a larger one holds several: a state at its start."""
+    size = samples[0][name].size
+    larger = [each for each, array in samples[0].items() if array.size > size]
+    return _even(samples, name) and not all(_even(samples, each) for each in larger)
+
+
+def _even(samples: Sequence[Mapping[str, Array]], name: str) -> bool:
+    """Whether an input holds one value in each sample."""
+    rows = (np.ravel(sample[name]) for sample in samples)
+    return all(bool((row == row[:1]).all()) for row in rows)
 
 
 def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
