@@ -133,6 +133,15 @@ def test_the_report_and_the_plan_say_what_was_unusable(target, default):
     assert f"the split of least cost would be unusable, {why}; so" in " ".join(row["notes"])
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_was_tried_is_told_once(target, default, surer):
+    for built in (default, surer):
+        for row in (one for one in built.report["targets"] if one["name"] == target):
+            tried = [one["what"] for one in row["search"]["tried"]]
+            assert len(tried) == len(set(tried)) > 2
+            assert not [what for what in tried if what.startswith("0 of")]  # all in int8
+
+
 def test_a_second_build_obeys_the_plan_judges_nothing_and_says_the_same(
     default, model, feed, monkeypatch
 ):
@@ -214,6 +223,35 @@ def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, 
     built = ran(tmp_path / "guessing.onnx", *words, out=tmp_path / "o")
     assert built.code == 3 and "NaN" in built.said
     assert not built.plan("onnxruntime").unusable
+
+
+@pytest.fixture(scope="module")
+def hopeless(tmp_path_factory, feed):
+    """A layer alone, whose first channel holds nearly all of its input's range."""
+    folder = tmp_path_factory.mktemp("hopeless")
+    weight = np.random.default_rng(3).normal(size=(4, 3, 3, 3))
+    weight[:, 0] /= 100
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["y"], name="/y/Conv")],
+        "hopeless",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 12, 12])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.float32(weight), "w")],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(made, folder / "guessing.onnx")
+    np.save(folder / "feed.npy", np.load(feed) * np.float32([[[100]], [[1]], [[1]]]))
+    words = ("--images", folder / "feed.npy", "--target", GRIDS, "--duration", 0, "--accept")
+    return ran(folder / "guessing.onnx", *words, out=folder / "o")
+
+
+def test_float_that_costs_least_is_called_so_and_needs_no_method(hopeless):
+    assert hopeless.level("tensorrt") == "stay in float"
+    assert "tensorrt: all in float: " in hopeless.said
+    assert "tensorrt 0 of 1 node int8 ascend" in hopeless.said  # and no method's name
+    (row,) = (one for one in hopeless.report["targets"] if one["name"] == "tensorrt")
+    tried = [one["what"] for one in row["search"]["tried"] if "all in int8" not in one["what"]]
+    assert tried == ["all in float"] and row["search"]["tried"][-1]["taken"]
 
 
 @pytest.fixture(scope="module")

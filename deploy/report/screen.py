@@ -142,8 +142,8 @@ def _coverage(report: Findings) -> Iterator[str]:
         operators = quantized_operators(target, None if alone else _MOST_OPERATORS)
         words = coverage(target) + (f" ({operators})" if operators else "")
         if not alone:
-            by = f", by {target.method}" if target.method and not common_method(report) else ""
-            words = f"{target.name:<{width}}  {words}{by}"
+            told = operators and target.method and not common_method(report)
+            words = f"{target.name:<{width}}  {words}" + (f", by {target.method}" if told else "")
         yield from entry("" if number else "Coverage", words)
 
 

@@ -203,6 +203,10 @@ class Search:
     def _shares(self) -> dict[str, float]:
         return self.sensitivity.shares if self.sensitivity is not None else {}
 
+    def is_float(self, in_float: frozenset[str]) -> bool:
+        """Whether a split is the float model."""
+        return in_float >= frozenset(self.units.members)
+
     def hold(self, loss: float) -> Trial:
         """Make noise cost more until the best trial loses no more than this of the task."""
         if self.sensitivity is None and self.best.loss > loss:
@@ -377,6 +381,7 @@ class Search:
         """A split with a trial's methods; None where it could not be run."""
         layers = sum(unit in in_float for unit in self.units.layers)
         what = f"{layers} of {len(self.units.layers)} layers in float{self._by(base.choices)}"
+        what = "all in float" if self.is_float(in_float) else what
         (trial,) = self._try([what], [in_float], [self._floating(base.choices, in_float)])
         return trial
 
@@ -412,7 +417,9 @@ class Search:
             self._try([what], [base.in_float], [choices])
 
     def _others(self, base: Trial) -> list[Method | None]:
-        """The methods but the trial's own that lose least with all in int8."""
+        """The methods but the trial's own that lose least with all in int8; of float none."""
+        if self.is_float(base.in_float):
+            return []
         own = self._called(base.choices.method or self.methods[0])
         lost: dict[str, float] = {}
         for trial in self.trials:
@@ -444,14 +451,22 @@ class Search:
     ) -> list[Trial | None]:
         """Try these whole, and remember those that could be run; None of the others."""
         noises = self.prober.noises(choices)
-        tried = [
-            None
-            if n is None
-            else Trial(what=w, in_float=f, choices=c, noise=n, time=self.time_of(f))
+        return [
+            None if n is None else self._remembered(w, f, c, n)
             for w, f, c, n in zip(what, in_float, choices, noises, strict=True)
         ]
-        self.trials += [trial for trial in tried if trial is not None]
-        return tried
+
+    def _remembered(
+        self, what: str, in_float: frozenset[str], choices: Choices, noise: Noise
+    ) -> Trial:
+        """The trial; the one before where the same was tried, whatever it was called."""
+        for trial in self.trials:
+            if trial.in_float == in_float and trial.choices == choices:
+                return trial
+        time = self.time_of(in_float)
+        trial = Trial(what=what, in_float=in_float, choices=choices, noise=noise, time=time)
+        self.trials.append(trial)
+        return trial
 
     def time_of(self, in_float: frozenset[str]) -> float:
         """What a split promises to take, as a share of the float model's time."""

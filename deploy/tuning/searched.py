@@ -210,7 +210,7 @@ def _chosen(
     another = asked.effort.samples + len(asked.judges.part)  # a trial, judged on all of them
 
     def judge(chosen: Trial) -> Judgement:
-        if chosen.in_float >= frozenset(search.units.members):  # the float model
+        if search.is_float(chosen.in_float):
             return Judgement()
         return judging.of(asked.trial(asked.request.adding(chosen.choices)))
 
