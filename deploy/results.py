@@ -63,6 +63,7 @@ _DOUBTFUL = (
     "the split of least cost would be doubtful, {}; so one of less noise was taken, which wins more"
     " of the task than it costs in time"
 )
+_WORTHLESS = "int8 wins nothing here that is worth its loss; {}"
 
 
 @phase("report")
@@ -376,6 +377,8 @@ def _of_search(plan: Tuned | None) -> Iterator[str]:
         yield _UNUSABLE.format(plan.plan.unusable)
     if plan is not None and plan.plan.doubtful:
         yield _DOUBTFUL.format(plan.plan.doubtful)
+    if plan is not None and plan.plan.worthless:
+        yield _WORTHLESS.format(plan.plan.worthless)
     if plan is not None and plan.plan.failed:
         yield _FAILED.format(plan.plan.failed)
 

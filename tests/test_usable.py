@@ -254,6 +254,19 @@ def test_float_that_costs_least_is_called_so_and_needs_no_method(hopeless):
     assert tried == ["all in float"] and row["search"]["tried"][-1]["taken"]
 
 
+def test_ascend_which_must_leave_a_layer_in_int8_is_told_where_float_costs_least(
+    hopeless, default, feed
+):
+    said = "ascend: int8 wins nothing here that is worth its loss; build the float model with atc"
+    (folder,) = {path.parent for path in hopeless.out.parent.glob("*.npy")}
+    words = ("--images", folder / "feed.npy", "--target", GRIDS, "--duration", 0, "--accept")
+    for one in (hopeless, ran(folder / "guessing.onnx", *words, out=hopeless.out)):
+        notes = (one.out / "report.md").read_text()
+        assert said in notes and "could not be run" not in notes
+    assert hopeless.report["targets"][1]["search"]["reused"]
+    assert said not in (default.out / "report.md").read_text()
+
+
 @pytest.fixture(scope="module")
 def surer(narrow, feed, tmp_path_factory):
     out = tmp_path_factory.mktemp("surer") / "o"

@@ -194,12 +194,15 @@ class Target(Protocol):
             time can be measured and decide.
         own_method: in words, what finds this target's ranges whatever method is asked for; empty
             where the method does.
+        float_way: in words, how to build the float model where a build for this target must leave
+            a layer in int8; empty where it need not.
     """
 
     engines: ClassVar[tuple[str, ...]]
     writes: ClassVar[tuple[str, ...]]
     runs_here: ClassVar[bool]
     own_method: ClassVar[str]
+    float_way: ClassVar[str]
 
     @property
     def alternatives(self) -> tuple[str, ...]:

@@ -35,8 +35,8 @@ SCHEMA = "calib8-plan/1"
 _SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # as `tuned` writes it
 TIMED = "timed: "  # before the words of what was timed beside the float model
 _KEYS = (
-    *("made_from", "precision", "settled", "unusable", "doubtful", "failed", "method", "rounded"),
-    *("float", "methods", "tried"),
+    *("made_from", "precision", "settled", "unusable", "doubtful", "worthless", "failed"),
+    *("method", "rounded", "float", "methods", "tried"),
 )
 _ROUNDED = 0.06  # dB between a figure of one decimal and the same of two
 
@@ -52,6 +52,8 @@ class TargetPlan:
         settled: what came of it, in words.
         unusable: why what costs least was not built, in words; "" where it was.
         doubtful: why what costs least was not built though usable, in words; "" where it was.
+        worthless: how to build the float model, in words, where that would have been built if it
+            could be; "" where not.
         failed: how many trials could not be run and why the first, in words; "" where all could.
         tried: what was tried, in words and figures.
     """
@@ -62,6 +64,7 @@ class TargetPlan:
     settled: str = ""
     unusable: str = ""
     doubtful: str = ""
+    worthless: str = ""
     failed: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
 
@@ -115,6 +118,8 @@ def _lines(plan: PlanFile) -> Iterator[str]:
             yield f"unusable = {toml.word(target.unusable)}"
         if target.doubtful:
             yield f"doubtful = {toml.word(target.doubtful)}"
+        if target.worthless:
+            yield f"worthless = {toml.word(target.worthless)}"
         if target.failed:
             yield f"failed = {toml.word(target.failed)}"
         if target.choices.method is not None:
@@ -177,6 +182,7 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
         settled=_text(path, held, "settled"),
         unusable=_text(path, held, "unusable"),
         doubtful=_text(path, held, "doubtful"),
+        worthless=_text(path, held, "worthless"),
         failed=_text(path, held, "failed"),
         tried=tuple(_rows(path, held)),
     )

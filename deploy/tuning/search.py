@@ -156,6 +156,7 @@ class Search:
         effort: how much is tried.
         weight: what noise costs beside time; 2.5 by default.
         rounded: whether the weights of its trials are rounded; None where nobody asks for it.
+        or_float: whether a split may be the float model.
         trials: what was tried whole and could be run, in order.
         sensitivity: noise of the groups, once it was looked for.
         refused: layers that stay float since they cannot be run otherwise.
@@ -170,6 +171,7 @@ class Search:
     effort: Effort
     weight: float = COMMON_WEIGHT
     rounded: bool | None = None
+    or_float: bool = True
     trials: list[Trial] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
     refused: frozenset[str] = frozenset()
@@ -367,8 +369,8 @@ class Search:
         dear = whole * self.weight / COMMON_WEIGHT
         weights = [0.0, *(weight * dear for weight in _WEIGHTS)] if noise else [0.0]
         cut = partial(cheapest, self.prices, self.units, noise, pinned=self.refused)
-        found = (cut(weight=weight) for weight in weights)
-        return list(dict.fromkeys(found))
+        found = dict.fromkeys(cut(weight=weight) for weight in weights)
+        return [split for split in found if self.or_float or not self.is_float(split)]
 
     def _promised(self, in_float: frozenset[str]) -> float:
         noise = self.sensitivity.without(in_float) if self.sensitivity else Noise({})

@@ -112,13 +112,15 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
         effort=asked.effort,
         weight=asked.wish.weight,
         rounded=asked.rounded,
+        or_float=not asked.target.float_way,
     )
     best = search.run()
     if prober.unjudged is not None and best.noise.accuracy is None:
         raise prober.unjudged  # what fails on noise alone is one that loses all
     if asked.wish.max_loss is not None:
         search.hold(asked.wish.max_loss)
-    return _plan(search, _chosen(asked, search, timed, allowance)), prober.tried
+    chosen = _chosen(asked, search, timed, allowance)
+    return _plan(search, chosen, asked.target.float_way), prober.tried
 
 
 def _heard(asked: Asked) -> Sequence[Heard]:
@@ -218,7 +220,7 @@ def _chosen(
     return settled(search, way, or_float=asked.clock)
 
 
-def _plan(search: Search, found: Settled) -> TargetPlan:
+def _plan(search: Search, found: Settled, float_way: str) -> TargetPlan:
     """The plan of what is built."""
     units, word, best = search.units, search.word, found.trial
     why = reasons(
@@ -237,6 +239,7 @@ def _plan(search: Search, found: Settled) -> TargetPlan:
         tried=(*_tried(search.trials), *found.told),
         unusable=found.unusable,
         doubtful=found.doubtful,
+        worthless=float_way if best.cost(search.weight) > 0 else "",  # the float model costs 0
         failed=_failed(search.prober),
     )
 

@@ -134,6 +134,7 @@ class Ascend:
     )
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = "AMCT's own algorithms, which --ascend-config chooses"
+    float_way: ClassVar[str] = "build the float model with atc"
 
     @property
     def alternatives(self) -> tuple[str, ...]:
@@ -253,8 +254,8 @@ class Ascend:
         records = {name: one for name, one in found.records.items() if name not in back}
         if not records:
             raise ConfigError(
-                "an Ascend build must leave a layer in int8, got all of them kept in float; build"
-                " the float model with atc"
+                "an Ascend build must leave a layer in int8, got all of them kept in float;"
+                f" {self.float_way}"
             )
         layers = quantize_layers(plan.model, plan.graph, records)
         config = without(config, tuple(back))

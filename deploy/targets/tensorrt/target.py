@@ -80,6 +80,7 @@ class TensorRT(Asked):
     )
     runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = ""
+    float_way: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
