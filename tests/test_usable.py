@@ -225,27 +225,33 @@ def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, 
     assert not built.plan("onnxruntime").unusable
 
 
-@pytest.fixture(scope="module")
-def hopeless(tmp_path_factory, feed):
-    """A layer alone, whose first channel holds nearly all of its input's range."""
-    folder = tmp_path_factory.mktemp("hopeless")
+def alone(folder, feed, share):
+    """Words for a layer alone, whose first channel holds nearly all of its input's range."""
     weight = np.random.default_rng(3).normal(size=(4, 3, 3, 3))
-    weight[:, 0] /= 100
+    weight[:, 0] /= share
     graph = helper.make_graph(
         [helper.make_node("Conv", ["x", "w"], ["y"], name="/y/Conv")],
-        "hopeless",
+        "alone",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 12, 12])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(np.float32(weight), "w")],
     )
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.save(made, folder / "guessing.onnx")
-    np.save(folder / "feed.npy", np.load(feed) * np.float32([[[100]], [[1]], [[1]]]))
-    words = ("--images", folder / "feed.npy", "--target", GRIDS, "--duration", 0, "--accept")
-    return ran(folder / "guessing.onnx", *words, out=folder / "o")
+    np.save(folder / "feed.npy", np.float32(feed * np.array([share, 1, 1]).reshape(3, 1, 1)))
+    model, images = folder / "guessing.onnx", folder / "feed.npy"
+    return (model, "--images", images, "--target", GRIDS, "--duration", 0, "--accept")
+
+
+@pytest.fixture(scope="module")
+def hopeless(tmp_path_factory, feed):
+    folder = tmp_path_factory.mktemp("hopeless")
+    words = alone(folder, np.load(feed), 100)
+    return ran(*words, out=folder / "o"), words
 
 
 def test_float_that_costs_least_is_called_so_and_needs_no_method(hopeless):
+    hopeless, _ = hopeless
     assert hopeless.level("tensorrt") == "stay in float"
     assert "tensorrt: all in float: " in hopeless.said
     assert "tensorrt 0 of 1 node int8 ascend" in hopeless.said  # and no method's name
@@ -254,16 +260,23 @@ def test_float_that_costs_least_is_called_so_and_needs_no_method(hopeless):
     assert tried == ["all in float"] and row["search"]["tried"][-1]["taken"]
 
 
-def test_ascend_which_must_leave_a_layer_in_int8_is_told_where_float_costs_least(
-    hopeless, default, feed
-):
+@pytest.mark.parametrize(("share", "best"), [(10, "all in int8"), (11, "all in float")])
+def test_what_clips_is_held_against_float_that_clips_nothing(share, best, tmp_path):
+    """Of values with few far out, where a percentile leaves 18.3 and 17.3 dB."""
+    values = np.random.default_rng(0).standard_t(4, size=(100, 3, 12, 12))
+    built = ran(*alone(tmp_path, values, share), out=tmp_path / "o")
+    (search,) = (o["search"] for o in built.report["targets"] if o["name"] == "tensorrt")
+    tried = [one["what"] for one in search["tried"]]
+    assert search["settled"].startswith(best) and len(tried) == len(set(tried))
+
+
+def test_ascend_which_must_leave_a_layer_in_int8_is_told_where_float_costs_least(hopeless, default):
     said = "ascend: int8 wins nothing here that is worth its loss; build the float model with atc"
-    (folder,) = {path.parent for path in hopeless.out.parent.glob("*.npy")}
-    words = ("--images", folder / "feed.npy", "--target", GRIDS, "--duration", 0, "--accept")
-    for one in (hopeless, ran(folder / "guessing.onnx", *words, out=hopeless.out)):
+    first, words = hopeless
+    for one in (first, ran(*words, out=first.out)):
         notes = (one.out / "report.md").read_text()
         assert said in notes and "could not be run" not in notes
-    assert hopeless.report["targets"][1]["search"]["reused"]
+    assert first.report["targets"][1]["search"]["reused"]
     assert said not in (default.out / "report.md").read_text()
 
 

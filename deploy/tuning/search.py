@@ -107,6 +107,7 @@ class Trial:
         choices: what it was built with.
         noise: what it lost.
         time: predicted, as a share of the float model's.
+        clips: whether what int8 it has clips much.
     """
 
     what: str
@@ -114,6 +115,7 @@ class Trial:
     choices: Choices
     noise: Noise
     time: float
+    clips: bool = False
 
     @property
     def loss(self) -> float:
@@ -128,8 +130,7 @@ class Trial:
     @property
     def _caution(self) -> float:
         """What is lost beside what the samples show."""
-        method = self.choices.method.label if self.choices.method else DEFAULT_METHOD
-        return 0.0 if method in _KEEPING else _UNSEEN
+        return _UNSEEN if self.clips else 0.0
 
     @property
     def mean(self) -> float:
@@ -390,7 +391,8 @@ class Search:
     def _try_methods(self, base: Trial) -> None:
         """The same split with every other method."""
         others = self._others(base)
-        choices = [replace(base.choices, method=method, methods={}) for method in others]
+        asked = [None if method is self.methods[0] else method for method in others]
+        choices = [replace(base.choices, method=method, methods={}) for method in asked]
         names = [base.what.partition(",")[0] + self._by(one) for one in choices]
         self._try(names, [base.in_float] * len(others), choices)
 
@@ -465,8 +467,15 @@ class Search:
         for trial in self.trials:
             if trial.in_float == in_float and trial.choices == choices:
                 return trial
-        time = self.time_of(in_float)
-        trial = Trial(what=what, in_float=in_float, choices=choices, noise=noise, time=time)
+        method = choices.method.label if choices.method else DEFAULT_METHOD
+        trial = Trial(
+            what=what,
+            in_float=in_float,
+            choices=choices,
+            noise=noise,
+            time=self.time_of(in_float),
+            clips=not self.is_float(in_float) and method not in _KEEPING,
+        )
         self.trials.append(trial)
         return trial
 
