@@ -255,6 +255,9 @@ def test_float_that_costs_least_is_called_so_and_needs_no_method(hopeless):
     assert hopeless.level("tensorrt") == "stay in float"
     assert "tensorrt: all in float: " in hopeless.said
     assert "tensorrt 0 of 1 node int8 ascend" in hopeless.said  # and no method's name
+    for target, model in (("tensorrt", "float"), ("ascend", "int8")):
+        said = f"{target}: not run on its device; its accuracy is that of its {model} model in"
+        assert said in (hopeless.out / "report.md").read_text()
     (row,) = (one for one in hopeless.report["targets"] if one["name"] == "tensorrt")
     tried = [one["what"] for one in row["search"]["tried"] if "all in int8" not in one["what"]]
     assert tried == ["all in float"] and row["search"]["tried"][-1]["taken"]

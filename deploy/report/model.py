@@ -128,9 +128,16 @@ def _stand_in(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
     """What to say of an engine that was judged without having been built."""
     if engine.reference or engine.path is not None or engine.accuracy is None:
         return ()
-    fp8 = target is not None and any(node.precision == "fp8" for node in target.nodes)
-    model = f"its {'fp8' if fp8 else 'int8'} model"
+    model = f"its {_grid(target)} model"
     return (f"not run on its device; its accuracy is that of {model} in ONNX Runtime",)
+
+
+def _grid(target: TargetPart | None) -> str:
+    """int8 or fp8; float where the nodes are known and none of them left it."""
+    nodes = target.nodes if target is not None else ()
+    if any(node.precision == "fp8" for node in nodes):
+        return "fp8"
+    return "int8" if not nodes or any(node.quantized for node in nodes) else "float"
 
 
 _WORDS = frozenset({str, int, bool, type(None)})  # as JSON holds them
