@@ -120,7 +120,8 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
     if asked.wish.max_loss is not None:
         search.hold(asked.wish.max_loss)
     chosen = _chosen(asked, search, timed, allowance)
-    return _plan(search, chosen, asked.target.float_way), prober.tried
+    float_wins = chosen.trial.cost(asked.wish.weight) > 0  # which is what the float model costs
+    return _plan(search, chosen, asked.target.float_way if float_wins else ""), prober.tried
 
 
 def _heard(asked: Asked) -> Sequence[Heard]:
@@ -220,7 +221,7 @@ def _chosen(
     return settled(search, way, or_float=asked.clock)
 
 
-def _plan(search: Search, found: Settled, float_way: str) -> TargetPlan:
+def _plan(search: Search, found: Settled, worthless: str) -> TargetPlan:
     """The plan of what is built."""
     units, word, best = search.units, search.word, found.trial
     why = reasons(
@@ -239,7 +240,7 @@ def _plan(search: Search, found: Settled, float_way: str) -> TargetPlan:
         tried=(*_tried(search.trials), *found.told),
         unusable=found.unusable,
         doubtful=found.doubtful,
-        worthless=float_way if best.cost(search.weight) > 0 else "",  # the float model costs 0
+        worthless=worthless,
         failed=_failed(search.prober),
     )
 
