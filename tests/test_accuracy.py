@@ -3,9 +3,11 @@ import math
 import tracemalloc
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ConfigError, FeedError
 from deploy.metrics.accuracy import TensorComparison, compare, cosine, sqnr_db
@@ -48,6 +50,40 @@ def test_sqnr_cosine_and_error_are_their_formulas(size):
     assert found.cosine_mean == pytest.approx(cosine.mean())
     assert found.cosine_min == pytest.approx(cosine.min())
     assert found.max_abs_error == pytest.approx(np.abs(x - y).max())
+
+
+@pytest.mark.parametrize("size", [1, 7, 30])
+@pytest.mark.parametrize("form", [(-1, 1), (-1,)])
+def test_the_cosine_of_one_value_a_sample_is_that_of_all_samples(size, form):
+    def noisy(x):
+        return (x[:, :1] + x[:, 1:2]).reshape(form)
+
+    first, second = Scored(lambda x: x[:, :1].reshape(form)), Scored(noisy)
+    (found,) = compare(first, second, batches(X, size)).outputs
+    x, y = X[:, 0].astype(np.float64), noisy(X).reshape(-1).astype(np.float64)
+    cosine = x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+    assert found.cosine_mean == pytest.approx(cosine) == found.cosine_min and cosine < 0.9
+    (same,) = compare(first, first, batches(X, size)).outputs
+    assert same.cosine_mean == pytest.approx(1)
+
+
+def test_the_largest_loss_holds_for_one_value_a_sample(judged_build, tmp_path):
+    """Of each sample alone its cosine would be 1 as long as the sign is kept."""
+    weights = np.random.default_rng(3).normal(0, 0.3, (1, 32)).astype(np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)],
+        "age",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 32])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 1])],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    onnx.save(model, tmp_path / "age.onnx")
+    samples = np.random.default_rng(4).normal(0, 1, (40, 32)).astype(np.float32)
+    code, out, found = judged_build(tmp_path / "age.onnx", samples, "--max-loss", 1e-9)
+    assert code == 3 and "1 - cosine is" in out
+    assert found["parts"][0]["cosine_mean"] == found["parts"][0]["cosine_min"] < 1 - 1e-8
+    assert judged_build(tmp_path / "age.onnx", samples, "--max-loss", 0.05)[0] == 0
 
 
 def test_equal_outputs_are_exact():

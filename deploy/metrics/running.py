@@ -4,6 +4,8 @@ Over all samples of an output, with r the reference and c the candidate, in floa
 
     SQNR dB = 10 log10(sum r^2 / sum (r - c)^2)       cosine = <r, c> / (|r| |c|), per sample
 
+A single value has no direction but its sign: of an output of one value a sample the cosine is that
+of all samples' values together.
 NaN and Inf are never averaged away: an output that holds one, or whose shape differs, has no
 SQNR, cosine or error (NaN).
 """
@@ -26,7 +28,8 @@ class OutputAccuracy:
 
     Attributes:
         sqnr_db: signal to quantization noise; inf where both are equal, NaN where not finite.
-        cosine_mean, cosine_min: cosine of each sample's values, over the samples.
+        cosine_mean, cosine_min: cosine of each sample's values, over the samples; both that of all
+            samples' values where each has one.
         max_abs_error: largest absolute difference of any element, in the tensor's own unit.
         not_finite: samples with NaN or Inf in the reference, in the candidate.
         other_shape: samples whose shapes differ (e.g. another number of detections).
@@ -49,7 +52,10 @@ class RunningError:
 
     name: str
     signal: float = 0.0
+    other: float = 0.0
+    product: float = 0.0
     noise: float = 0.0
+    longest: int = 0
     cosine_sum: float = 0.0
     cosine_min: float = math.inf
     samples: int = 0
@@ -76,6 +82,9 @@ class RunningError:
             if not (np.isfinite(left).all() and np.isfinite(right).all()):
                 return
         self.signal += sums.left
+        self.other += sums.right
+        self.product += sums.product
+        self.longest = max(self.longest, left.size)
         self.noise += sums.difference
         self.max_abs = max(self.max_abs, sums.largest)
         self.cosine_sum += sums.cosine
@@ -85,16 +94,24 @@ class RunningError:
     def result(self) -> OutputAccuracy:
         """The figures so far."""
         broken = any(self.not_finite) or self.other_shape > 0 or self.samples == 0
+        mean, least = (math.nan, math.nan) if broken else self._cosines()
         return OutputAccuracy(
             name=self.name,
             sqnr_db=math.nan if broken else sqnr_db(self.signal, self.noise),
-            cosine_mean=math.nan if broken else self.cosine_sum / self.samples,
-            cosine_min=math.nan if broken else self.cosine_min,
+            cosine_mean=mean,
+            cosine_min=least,
             max_abs_error=math.nan if broken else self.max_abs,
             not_finite=(self.not_finite[0], self.not_finite[1]),
             other_shape=self.other_shape,
             zeros=not broken and self.signal == self.noise == 0,
         )
+
+    def _cosines(self) -> tuple[float, float]:
+        """Their mean and the least; a single value's would be 1, however wrong it is."""
+        if self.longest > 1:
+            return self.cosine_sum / self.samples, self.cosine_min
+        together = _cosine(self.signal, self.other, self.product)
+        return together, together
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -140,11 +157,16 @@ class _Sums:
 
     @property
     def cosine(self) -> float:
-        """1 if both are zero, 0 if only one is."""
-        norms = math.sqrt(self.left) * math.sqrt(self.right)
-        if norms == 0:
-            return float(self.left == self.right)
-        return min(max(self.product / norms, -1.0), 1.0)
+        """Of these rows."""
+        return _cosine(self.left, self.right, self.product)
+
+
+def _cosine(left: float, right: float, product: float) -> float:
+    """From the sums of squares and products; 1 if both are zero, 0 if only one is."""
+    norms = math.sqrt(left) * math.sqrt(right)
+    if norms == 0:
+        return float(left == right)
+    return min(max(product / norms, -1.0), 1.0)
 
 
 def _rows(value: Array, batch: int) -> Array:
