@@ -199,6 +199,23 @@ def test_logits_are_classes_and_other_vectors_are_not():
     assert same_task(outputs(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
 
 
+@pytest.mark.parametrize(("form", "on", "task"), [
+    ((1, 100, 1), 1, "steps"), ((1, 100, 1), 3, "steps"), ((1, 100), 3, "steps"),
+    ((1, 100), 1, "classes"),
+])  # fmt: skip
+def test_steps_of_a_film_that_are_near_1_are_no_classes(form, on, task):
+    """Of a vector a single one may be the class."""
+    made = rng()
+
+    def cuts():
+        shares = made.uniform(0, 0.01, 100)
+        shares[made.choice(100, on, replace=False)] = 0.97
+        return {"cuts": shares.reshape(form).astype(np.float32)}
+
+    film = [{"frames": np.zeros((1, 100, 27, 48, 3), np.uint8)}] * 4
+    assert same_task([cuts() for _ in range(4)], film) == task
+
+
 def test_few_raw_scores_in_several_outputs_are_classes_where_all_are_sure():
     made = rng()
 
@@ -275,8 +292,25 @@ def skewed(number, *, positive=False):
 @pytest.mark.parametrize("positive", [False, True])
 def test_vectors_of_length_one_are_embeddings_whatever_stands_out_in_them(positive):
     outputs = [{"e": skewed(n, positive=positive)} for n in range(4)]
-    assert same_task([{"e": 7 * one["e"]} for one in outputs]) == "classes"  # each else like scores
-    assert same_task(outputs) == "embeddings"
+    sound = [{"x": np.zeros((1, 64), np.float32)}] * 4
+    longer = [{"e": 7 * one["e"]} for one in outputs]
+    assert same_task(longer, sound) == "classes"  # each else like scores
+    assert same_task(outputs) == same_task(outputs, sound) == "embeddings"
+
+
+@pytest.mark.parametrize("least", [0.0, -0.25])
+def test_features_of_a_picture_are_embeddings_and_scores_of_a_thousand_are_classes(least):
+    """The mean of each channel behind a ReLU or a SiLU: some stand out, none is far below zero."""
+    features = [{"f": 7 * skewed(n, positive=True) + np.float32(least)} for n in range(12)]
+    form, same = figure(features, features)
+    assert form.task.form == "f: embeddings of 512 numbers" and same.value == 1
+    assert same_task([{"f": one["f"] - 1} for one in features]) == "classes"
+    squeezed = [{"f": np.concatenate([one["f"], one["f"][:, :488]], axis=1)} for one in features]
+    assert squeezed[0]["f"].shape == (1, 1000) and same_task(squeezed) == "classes"
+    assert (
+        same_task([{"f": one["f"] / 100 - np.float32(least / 100)} for one in features])
+        != "embeddings"
+    )
 
 
 def test_sure_classes_are_no_vectors_of_length_one():

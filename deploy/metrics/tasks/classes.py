@@ -6,7 +6,8 @@ gives, and of a mean that hardly changes from sample to sample, as training move
 others down. The fewest may be angles, which have each a usual value: there one must stand off from
 the rest, or what is usual counts for nothing. Of several outputs that are few raw scores each, as
 of the characters of a plate, all have to be surer of their class than numbers of another kind are.
-Other vectors (a place, an embedding) are not.
+Other vectors (a place, an embedding, the features of a picture) are not, nor are probabilities of
+steps, of which several are near 1 at once, or [N, T, 1].
 
 Beside probabilities there may be such, as a face's box or its age: the figure is of the classes
 alone, and what it does not tell is judged as where there is no task.
@@ -23,9 +24,9 @@ from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.embeddings import of_unit_length
+from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.examples import ClassExample, Foremost
-from deploy.metrics.tasks.shares import are_raw_tracks, best_share
+from deploy.metrics.tasks.shares import are_raw_tracks, are_tracks, best_share
 from deploy.metrics.tasks.task import Seen, TaskFigure, classes_figure
 from deploy.metrics.whole import are_shares
 from deploy.tensors import Array
@@ -79,9 +80,17 @@ def find(seen: Seen) -> Classes | None:
     if not found or not all(_are_numbers(vectors[name]) for name in beside):
         return None
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures and (beside or any(map(are_raw_tracks, vectors.values()))):  # steps, as likely
+    if not pictures and (beside or any(map(_are_steps, vectors.values()))):
+        return None
+    if pictures and any(are_features(vectors[name]) for name in found):
         return None
     return Classes(tuple(found), tuple(vectors[name][0].size for name in found), beside)
+
+
+def _are_steps(samples: Sequence[Array]) -> bool:
+    """Whether they are steps, as likely: raw scores, or probabilities that are not one class's."""
+    several = any(one.ndim == 3 or np.count_nonzero(one > 0.5) > 1 for one in samples)
+    return are_raw_tracks(samples) or (several and are_tracks(samples))
 
 
 def _are_numbers(samples: Sequence[Array]) -> bool:

@@ -1,8 +1,10 @@
 """Embeddings: one vector a sample, whose neighbours matter.
 
 [N, D] of unit length in each sample, which the scores of no classifier have, or of numbers that lie
-about zero alike on both sides, none of which stands out as the best class does. The vectors of the
-first 64 samples are kept; each one's nearest neighbour among them should be the float model's.
+about zero alike on both sides, none of which stands out as the best class does. Or a picture's
+features, the mean of each channel behind an activation: hardly below zero, and as many as channels
+are, which come in sixteens. The vectors of the first 64 samples are kept; each one's nearest
+neighbour among them should be the float model's.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
-from deploy.metrics.rows import Outputs
+from deploy.metrics.rows import Outputs, image_size
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
 _LONG = 32  # numbers of an embedding, at least
+_CHANNELS = 16  # that a network's width is a multiple of, and the 1000 of ImageNet are not
+_BELOW = -0.375  # the least that an activation gives: HardSwish's
+_SHARE = 1.01  # what no probability is above
 _ALIKE = 1e-2  # lengths that normalising made alike
 _SPREAD = 2  # absolute sum of a vector of length 1: of less it is a few classes' shares
 _POINTS = 3  # numbers that a point has, at most
@@ -63,9 +68,21 @@ def find(seen: Seen) -> Embeddings | None:
     vectors = [one.astype(np.float64).reshape(-1) for one in samples]
     if _are_points(vectors):
         return None
-    if all(map(of_unit_length, vectors)) or all(map(_about_zero, vectors)):
+    pictures = any(image_size(fed) is not None for fed in seen.inputs)
+    features = pictures and are_features(samples)
+    if features or all(map(of_unit_length, vectors)) or all(map(_about_zero, vectors)):
         return Embeddings(name, samples[0].size)
     return None
+
+
+def are_features(samples: Sequence[Array]) -> bool:
+    """Whether they are means of channels behind an activation; a classifier's raw scores go below.
+
+    Those behind a ReLU, as SqueezeNet's, do not, but there are as many as classes.
+    """
+    values = np.stack([one.reshape(-1) for one in samples]).astype(np.float64)
+    wide = values.shape[1] >= _LONG and values.shape[1] % _CHANNELS == 0
+    return bool(wide and values.min() >= _BELOW and values.max(axis=1).min() > _SHARE)
 
 
 def of_unit_length(vector: NDArray[np.float64]) -> bool:

@@ -109,6 +109,8 @@ def are_raw_tracks(samples: Sequence[Array]) -> bool:
         return False
     values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
     on, off = values[values > 0], values[values <= 0]
+    if values.min() >= 0:  # a Sigmoid's, which is 0 to the runtime where it is next to it
+        return False
     if min(on.size, off.size) < 2 * len(samples) or np.abs(values).max() > _RAW:
         return False
     inner = math.sqrt((on.size * on.var() + off.size * off.var()) / values.size)
