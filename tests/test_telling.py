@@ -1,5 +1,6 @@
 """The few samples that a search looks at, and what a trial on them is worth."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.method import Method
 from deploy.metrics.form import form_of
+from deploy.tuning.plan_file import read_plan
 from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, said_of, usual_powers
 from deploy.tuning.reasons import NOT_FASTER, reasons
 from deploy.tuning.samples import CANDIDATES, alike, as_many, telling
@@ -81,6 +83,16 @@ def test_of_shares_the_samples_tell_most_that_are_least_sure(shape):
     assert loudest(form_of(steps), steps, 2) == [0, 3]  # of several steps a sample
     broken = [*outputs[:4], {"y": outputs[4]["y"] * np.nan}]
     assert 4 not in loudest(form, broken, 2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1,), (1, 1, 1, 1)])
+def test_of_one_probability_the_samples_tell_most_that_are_least_sure(shape):
+    outputs = [{"y": np.full(shape, p, np.float32)} for p in (1.0, 0.55, 0.0, 0.99, 0.3)]
+    form = form_of(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
+    assert loudest(form, outputs, 2) == [1, 4]
+    assert loudest(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [0, 3]  # an age, maybe
+    beside = [{**one, "z": np.float32([[2, -3, 1]])} for one in outputs]  # of a face that is there
+    assert loudest(form_of(beside), beside, 2) == [0, 3]
 
 
 @settings(max_examples=25, deadline=None)
@@ -230,3 +242,36 @@ def test_what_is_timed_is_of_one_shape_that_of_the_middle_size():
     assert [one["x"].shape for one in alike(samples)] == [(1, 40), (1, 40)]
     same = [{"x": np.zeros((1, 8)) + step} for step in range(4)]
     assert alike(same) == same
+
+
+def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(run, tmp_path):
+    """Five in six lie where it is flat: there, nothing of what int8 changes before it is heard."""
+    made = np.random.default_rng(8)
+    first, second = made.normal(0, 0.3, (32, 64)), np.abs(made.normal(0, 0.2, (64, 1)))
+    graph = helper.make_graph(
+        [
+            helper.make_node("Gemm", ["x", "first"], ["a"]),
+            helper.make_node("Relu", ["a"], ["r"]),
+            helper.make_node("Gemm", ["r", "second", "less"], ["s"]),
+            helper.make_node("Sigmoid", ["s"], ["y"]),
+        ],
+        "quality",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 32])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 1])],
+        [
+            numpy_helper.from_array(np.asarray(value, np.float32), name)
+            for name, value in (("first", first), ("second", second), ("less", [-8.0]))
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "net.onnx")
+    loud = np.where(np.arange(48) % 6 == 1, 1.0, 20.0)[:, None]
+    np.save(tmp_path / "x.npy", (loud * made.normal(0, 1, (48, 32))).astype(np.float32))
+    words = ("--images", tmp_path / "x.npy", "--duration", 0, "--out", tmp_path / "o")
+    code, _, error = run("build", tmp_path / "net.onnx", *words)
+    assert code == 0, error
+    plan = read_plan(tmp_path / "o" / "net.plan.toml").targets["onnxruntime"]
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    (part,) = report["engines"][1]["accuracy"]["parts"]
+    tried = [one["sqnr_db"] for one in plan.tried if one["what"].startswith("all in int8")]
+    assert tried and max(tried) < part["sqnr_db"] + 6 < 60

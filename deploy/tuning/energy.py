@@ -2,7 +2,8 @@
 
 The sum of squares; but of one class a sample, behind a Softmax, most is held by what is sure, and
 there int8 may change what it likes before the Softmax and loses nothing: a search over such samples
-took four layers of eight for 109 dB that left 22. Of these, what is left open counts::
+took four layers of eight for 109 dB that left 22. Of these, and of one probability a sample where
+nothing else is said, behind a Sigmoid, what is left open counts::
 
     sum p (1 - p)            0 where the class is sure
 
@@ -23,7 +24,10 @@ from deploy.tensors import Array
 
 def energies(form: Form, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.float64]:
     """[samples, parts]; 0 where a part is not finite."""
-    found = np.array([[_both(part.of(one[part.output])) for part in form.parts] for one in outputs])
+    least = 1 if len(form.parts) == 1 else 2  # one beside others says whether these mean anything
+    found = np.array(
+        [[_both(part.of(one[part.output]), least) for part in form.parts] for one in outputs]
+    )
     if not found.size:
         return np.zeros(found.shape[:2])
     shares = np.isfinite(found[..., 1]).all(axis=0)
@@ -42,18 +46,20 @@ def square(values: Array) -> float:
     return float(np.einsum("i,i->", flat, flat))
 
 
-def _both(values: Array) -> tuple[float, float]:
-    """The sum of squares, and what shares leave open; NaN of what are none."""
+def _both(values: Array, least: int) -> tuple[float, float]:
+    """The sum of squares, and what so many shares or more leave open; NaN of what are none."""
     own = energy(values)
-    if not _is_row_of_shares(values):
+    if values.size < least or not _is_row_of_shares(values):
         return own, np.nan
     return own, max(float(np.sum(values, dtype=np.float64)) - own, 0.0)
 
 
 def _is_row_of_shares(values: Array) -> bool:
-    """Whether a sample is one row of shares, [1, C], that sum to 1."""
-    if values.ndim < 2 or values.size != values.shape[1] or values.size < 2:
-        return False
+    """Whether a sample is one row of shares, [1, C], that sum to 1, or one share alone."""
     if not np.issubdtype(values.dtype, np.floating) or not np.isfinite(values).all():
+        return False
+    if values.size == 1:  # a wake word, the quality of a signal
+        return bool(values.min() >= 0 and values.max() <= 1)
+    if values.ndim < 2 or values.size != values.shape[1]:
         return False
     return are_shares(values.reshape(-1))

@@ -28,7 +28,7 @@ _ANEW = (
     " --plan obeys a plan as it is"
 )
 _SILENT = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
-_VERSION = 15  # raised when the same input would be searched otherwise
+_VERSION = 16  # raised when the same input would be searched otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
