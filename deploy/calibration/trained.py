@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,10 @@ _TAKEN_OUT = (
 _STORED = (
     "FP32 is the float model that {} stands for, whose weights alone are stored as integers; speed"
     " and size are told beside it."
+)
+_WIDENED = (
+    "FP32 is the float32 model that {} stands for, which computes in float16; speed and size are"
+    " told beside it."
 )
 
 
@@ -155,7 +159,7 @@ def reference_of(
                 f"--float is what a Q/DQ model is judged beside, got it for {loaded.name}, which is"
                 " a float model itself; leave it away"
             )
-        return loaded, (_STORED.format(loaded.name),) if loaded.restored else ()
+        return loaded, tuple(_otherwise(loaded))
     if images is None:
         if other is not None:
             raise ConfigError(
@@ -177,6 +181,14 @@ def reference_of(
                 f" {found.source or found.name}; name the model that it was made from"
             )
     return found, (f"FP32 is {found.source or found.name}.",)
+
+
+def _otherwise(loaded: LoadedModel) -> Iterator[str]:
+    """What FP32 is, where it is not what the file holds."""
+    if loaded.restored:
+        yield _STORED.format(loaded.name)
+    if loaded.widened:
+        yield _WIDENED.format(loaded.name)
 
 
 def refuse_calibrating(trained: Trained, asked: Sequence[str]) -> None:
