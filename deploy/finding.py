@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from deploy.calibration import afford, store
+from deploy.calibration import afford
 from deploy.calibration.checkpoint import Checkpoint
+from deploy.calibration.found import of_foreign
 from deploy.calibration.keep import keep
 from deploy.calibration.observation import Observed, each_once
 from deploy.calibration.outputs import Judges, judges_of
@@ -74,7 +75,7 @@ def trusted(task: Task) -> Found:
                 " with this method makes nothing; leave --trust-cache away for it"
             )
     tensors = tuple(o.tensor for o in each_once(task.wanted))
-    found = store.trusted(path, tensors, never_negative(subject.model))
+    found = of_foreign(path, tensors, never_negative(subject.model))
     reason = f"{path} is trusted as it is, without a fingerprint"
     return Found(
         verdict=Verdict(reason=reason, observed=Observed({}), missing=()),

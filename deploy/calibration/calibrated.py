@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from deploy.calibration.found import Found
 from deploy.calibration.observation import Observation, each_once
 from deploy.calibration.outputs import Judges
 from deploy.calibration.peaks import Peaks
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.store import Found
 from deploy.calibration.subject import Subject
 from deploy.calibration.until import Agreement
 from deploy.feed.feed import Feed

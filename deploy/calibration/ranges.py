@@ -10,8 +10,8 @@ from calibrators.histogram import Histogram
 from calibrators.scales import Scale, Scales
 from calibrators.statistics import searched, trouble
 from deploy.calibration.choices import Choices
+from deploy.calibration.found import Found, Trouble
 from deploy.calibration.observation import Key, Observation, Observed
-from deploy.calibration.store import Found, Trouble
 from deploy.calibration.subject import FOLDED
 from deploy.graph.reach import Reach
 from deploy.method import Method

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from calibrators.grids import Grid
 from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import Choices
+from deploy.calibration.found import Found, Trouble
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.outputs import Judges
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.store import Found, Trouble
 from deploy.calibration.subject import Subject
 from deploy.errors import ConfigError
 from deploy.graph.placement import WEIGHTED

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from calibrators.grids import Grid
     from calibrators.scales import Scale
+    from deploy.calibration.found import Found
     from deploy.calibration.observation import Observation
     from deploy.calibration.outputs import Judges
     from deploy.calibration.ranges import Ranges
-    from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
     from deploy.graph.plan import Decision, FloatNodes, Plan

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import onnx
 
     from calibrators.scales import Scale
-    from deploy.calibration.store import Found
+    from deploy.calibration.found import Found
 
 
 def cache_of(model: onnx.ModelProto, found: Found, version: str) -> trt_cache.CalibrationCache:

@@ -37,7 +37,7 @@ from deploy.targets.tensorrt.naming import (
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.calibration.store import Found
+    from deploy.calibration.found import Found
 
 # Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator; it
 # takes their scales under the name of the one that `trtexec --calib` reads.

@@ -39,7 +39,7 @@ from deploy.targets.tensorrt.written import written
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.calibration.store import Found
+    from deploy.calibration.found import Found
 
 
 def engine_of(

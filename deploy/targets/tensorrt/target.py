@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration import trt_cache
+    from deploy.calibration.found import Found
     from deploy.calibration.observation import Observation
     from deploy.calibration.ranges import Ranges
-    from deploy.calibration.store import Found
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
     from deploy.graph.plan import FloatNodes, Plan
