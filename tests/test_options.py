@@ -57,7 +57,7 @@ def run(capsys, *words):
 
 
 def test_the_help_names_every_preset_and_shows_numbers_by_a_letter(capsys):
-    from deploy.commands.options import PRESET_NAMES
+    from deploy.commands.preprocessing import PRESET_NAMES
     from deploy.feed.presets import PRESETS
 
     assert re.split(", | or ", PRESET_NAMES) == list(PRESETS)

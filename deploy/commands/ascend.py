@@ -9,16 +9,15 @@ import click
 
 from deploy.commands import given, sections
 from deploy.commands.deployed import Where, where_options
+from deploy.commands.images import ImageOptions, image_options
 from deploy.commands.numbers import Real
-from deploy.commands.options import (
-    ImageOptions,
-    image_options,
+from deploy.commands.output import json_option, put_json, quietable, told, verbose_option
+from deploy.commands.ranges import (
     keep_float_option,
     refresh_option,
     refuse_both_ways,
     require_cache_option,
 )
-from deploy.commands.output import json_option, put_json, quietable, told, verbose_option
 from deploy.terminal import say, say_lines, textless
 
 if TYPE_CHECKING:

@@ -13,17 +13,11 @@ from deploy.commands.cluster import cluster_options
 from deploy.commands.completion import among_those_of
 from deploy.commands.config import ConfiguredCommand, config_option, settings
 from deploy.commands.feeding import fed
+from deploy.commands.images import ImageOptions, build_options, refuse_unfed
 from deploy.commands.model import model_from, model_options
 from deploy.commands.numbers import Real
-from deploy.commands.options import (
-    CalibrationOptions,
-    ImageOptions,
-    build_options,
-    calibration_options,
-    refuse_unfed,
-    resume_option,
-)
 from deploy.commands.output import json_option, put_json, quietable
+from deploy.commands.ranges import CalibrationOptions, calibration_options, resume_option
 from deploy.commands.targets import target_options
 from deploy.commands.tuning import TuningOptions, tuning_options
 from deploy.terminal import say, say_lines, textless

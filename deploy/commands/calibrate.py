@@ -11,16 +11,11 @@ import click
 from deploy.commands import sections
 from deploy.commands.cluster import cluster_options
 from deploy.commands.feeding import compared, fed
+from deploy.commands.images import ImageOptions, feed_options
 from deploy.commands.model import model_from, model_options
 from deploy.commands.observed import end, tell
-from deploy.commands.options import (
-    CalibrationOptions,
-    ImageOptions,
-    calibration_options,
-    feed_options,
-    resume_option,
-)
 from deploy.commands.output import json_option, put_json, quietable
+from deploy.commands.ranges import CalibrationOptions, calibration_options, resume_option
 from deploy.commands.targets import target_options
 from deploy.errors import ConfigError
 from deploy.terminal import say

@@ -57,9 +57,7 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
             given.refuse_without("--scheduler", given.typed(*asked))
         command(scheduler=None if scheduler is None else _cluster(scheduler, asked), **words)
 
-    for option in reversed(_OPTIONS):
-        gathered = option(gathered)
-    return gathered
+    return sections.added(gathered, _OPTIONS)
 
 
 def _cluster(address: str, asked: dict[str, Any]) -> Cluster:

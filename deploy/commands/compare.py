@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.images import ImageOptions, image_options
 from deploy.commands.numbers import Real
-from deploy.commands.options import ImageOptions, image_options
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.terminal import say_lines
 

@@ -69,9 +69,7 @@ def where_options(command: Callable[..., None]) -> Callable[..., None]:
         command(where=where, **words)
 
     wrapped: Callable[..., None] = gathered
-    for option in reversed(_OPTIONS):
-        wrapped = option(wrapped)
-    return wrapped
+    return sections.added(wrapped, _OPTIONS)
 
 
 _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import given, sections
+from deploy.commands.choosing import raw_options
 from deploy.commands.methods import method_options
 from deploy.commands.model import torch_inputs, torch_model, torch_options
-from deploy.commands.options import preprocess_options, raw_options
 from deploy.commands.output import quietable
+from deploy.commands.preprocessing import preprocess_options
 from deploy.commands.targets import one_target
 from deploy.targets import TARGETS, Target
 from deploy.terminal import say, say_lines
@@ -127,7 +128,8 @@ def export(
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
     from deploy.atomic import write_bytes
-    from deploy.commands.options import preprocess_from, raw_from
+    from deploy.commands.choosing import raw_from
+    from deploy.commands.preprocessing import preprocess_from
     from deploy.errors import ConfigError
     from deploy.fx import export as exports
     from deploy.fx.coverage import coverage, refuse_float

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.commands.options import CalibrationOptions, ImageOptions
+from deploy.commands.images import ImageOptions
+from deploy.commands.ranges import CalibrationOptions
 
 if TYPE_CHECKING:
     from deploy.feed.calibrator import CalibratorScript

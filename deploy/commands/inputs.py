@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.commands import given, sections
-from deploy.commands.options import (
-    PREPROCESS,
-    SOURCES,
-    limit_from,
-    limit_options,
-    preprocess_from,
-    preprocess_options,
-    raw_from,
-    raw_options,
-    skip_bad_option,
-)
+from deploy.commands.choosing import limit_from, limit_options, raw_from, raw_options
+from deploy.commands.images import SOURCES, skip_bad_option
+from deploy.commands.preprocessing import PREPROCESS, preprocess_from, preprocess_options
 
 if TYPE_CHECKING:
     from deploy.feed.choice import Limit
@@ -91,9 +83,7 @@ def input_options(purpose: str) -> Callable[[Command], Command]:
             command(inputs=inputs, **words)
 
         wrapped: Command = gathered
-        for option in reversed(_options(purpose)):
-            wrapped = option(wrapped)
-        return wrapped
+        return sections.added(wrapped, _options(purpose))
 
     return added
 

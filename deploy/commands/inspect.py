@@ -9,8 +9,8 @@ import click
 
 from deploy.commands import given, sections
 from deploy.commands.model import model_from, model_options
-from deploy.commands.options import keep_float_option
 from deploy.commands.output import json_option, put_json, quietable
+from deploy.commands.ranges import keep_float_option
 from deploy.commands.targets import target_options
 from deploy.errors import ConfigError
 from deploy.reading import opened

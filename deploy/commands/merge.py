@@ -11,8 +11,8 @@ import click
 from deploy.commands import sections
 from deploy.commands.model import model_from, model_options
 from deploy.commands.observed import end, tell
-from deploy.commands.options import CalibrationOptions, calibration_options
 from deploy.commands.output import json_option, put_json, quietable
+from deploy.commands.ranges import CalibrationOptions, calibration_options
 from deploy.commands.targets import target_options
 from deploy.errors import ConfigError
 

@@ -115,9 +115,7 @@ def torch_options(command: Command) -> Command:
             help="Where the model computes: cpu, cuda, cuda:1; meta computes nothing.",
         ),
     )
-    for option in reversed(added):
-        command = option(command)
-    return command
+    return sections.added(command, added)
 
 
 def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:

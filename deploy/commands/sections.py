@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -16,6 +16,7 @@ SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General
 _FIRST = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS)
 _LAST = (MEASURING, GENERAL)
 
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> how a value is shown
 
@@ -31,6 +32,13 @@ class SectionOption(click.Option):
 
 
 option = partial(click.option, cls=SectionOption)
+
+
+def added(command: Command, options: Sequence[Callable[..., Any]]) -> Command:
+    """A command with these options, in their order."""
+    for one in reversed(options):
+        command = one(command)
+    return command
 
 
 class SectionedCommand(click.Command):

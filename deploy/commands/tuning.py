@@ -59,9 +59,7 @@ def tuning_options(command: Command) -> Command:
         command(tuning=TuningOptions(wish=wish, gates=gates), **words)
 
     wrapped: Command = gathered
-    for option in reversed(_options()):
-        wrapped = option(wrapped)
-    return wrapped
+    return sections.added(wrapped, _options())
 
 
 def _options() -> list[Callable[[Command], Command]]:
