@@ -25,7 +25,7 @@ from deploy.fx.grids import at_bits  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402
 from deploy.fx.search import Ifmr, on_grid, search_for  # noqa: E402
 from deploy.targets import TARGETS  # noqa: E402
-from deploy.targets.ascend.calibrate import params_of  # noqa: E402
+from deploy.targets.ascend.activations import params_of  # noqa: E402
 from deploy.targets.ascend.config_types import Activation, LayerConfig  # noqa: E402
 
 torch.set_num_threads(1)

@@ -24,22 +24,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.ada_statistics import Rounded
-from calibrators.amct.arq import arq, arq_fake_quantize
+from calibrators.amct.arq import arq
 from calibrators.amct.dmq import balance_factors, channel_max, weight_channel_max
-from calibrators.amct.grid import ascend_clip_range, ascend_half
-from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
-from calibrators.amct.ifmr import AscendScale, IfmrParams
-from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming
+from calibrators.amct.grid import ascend_half
+from calibrators.amct.ifmr import AscendScale
 from calibrators.amct.statistics import ChannelMax, ChannelMaxOf, Exact, ExactOf, HfmgOf, IfmrOf
 from calibrators.errors import CalibrationError
 from calibrators.scales import Scale
-from calibrators.statistics import Recorder, Statistic
+from calibrators.statistics import Statistic
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.observe import observe
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.parallel import Sample
 from deploy.graph.edit import cut
 from deploy.graph.index import Graph
+from deploy.targets.ascend.activations import dead, faint, params_of, range_of, searched
 from deploy.targets.ascend.adaround import (
     MOST_SAMPLES,
     AdaStep,
@@ -51,6 +50,7 @@ from deploy.targets.ascend.adaround import (
 from deploy.targets.ascend.adaround_search import left, settle
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.prepared import prepared_model
 from deploy.targets.ascend.record import LayerRecord
 
 if TYPE_CHECKING:
@@ -225,68 +225,75 @@ class RecordPlan:
         Raises:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
         """
-        factors = self.factors(observed)
-        weights, rounded = self.weights(observed), self.rounded(observed)
-        forced = self.config.fakequant_precision_mode is not None
-        found: dict[object, AscendScale] = {}
-        records: dict[str, LayerRecord] = {}
-        for name in sorted(
-            self.activations, key=lambda name: name not in factors
-        ):  # AMCT's, stable
-            first = self._scale(name, self.activations[name], observed, found)
-            entry = self._entries[name]
-            records[name] = LayerRecord(
-                scale_d=ascend_half(first.scale) if forced else first.scale,
-                offset_d=first.offset,
-                scale_w=weights[name][0],
-                factors=factors.get(name, _NONE),
-                weighted=bool(self.layers[name].weight),
-                rounded=rounded[name].integers if name in rounded else None,
-                tensor=self.layers[name].at is not None,
-                act_bits=entry.activation.num_bits,
-                weight_bits=entry.weight.num_bits if self.layers[name].weight else 8,
-                force_fp16=forced,
-            )
-        inputs = [(name, records[name], self.activations[name]) for name in records]
-        for name, observation in self.seconds.items():
-            scale = self._scale(name, observation, observed, found).scale
-            scale = ascend_half(scale) if forced else scale
-            inputs.append((name, replace(records[name], scale_d=scale), observation))
-            records[name] = replace(records[name], scale_w=np.array([scale]), weighted=True)
-        recorders = {o.key: observed.of(o) for _, _, o in inputs}
-        kept = sum(r.nbytes for r in recorders.values() if isinstance(r, Exact))
-        dead = tuple(dict.fromkeys(name for name, _, o in inputs if _dead(observed.of(o))))
-        faint = tuple(
-            dict.fromkeys(
-                name for name, one, o in inputs if name not in dead and _faint(one, observed.of(o))
-            )
-        )
-        ranges = {
-            o.tensor: _range(one, observed.of(o), self._entries[name]) for name, one, o in inputs
+        factors, rounded = self.factors(observed), self.rounded(observed)
+        order = sorted(self.activations, key=lambda name: name not in factors)  # AMCT's, stable
+        firsts = [(name, self.activations[name]) for name in order]
+        scales = self._scales([*firsts, *self.seconds.items()], observed)
+        weights = self.weights(observed)
+        records = {
+            name: self._record(name, scale, weights[name][0], factors, rounded)
+            for name, scale in zip(order, scales, strict=False)
         }
+        inputs = [(name, records[name], observation) for name, observation in firsts]
+        others = zip(self.seconds.items(), scales[len(order) :], strict=True)
+        for (name, observation), second in others:
+            inputs.append((name, replace(records[name], scale_d=second.scale), observation))
+            records[name] = replace(records[name], scale_w=np.array([second.scale]), weighted=True)
+        seen = [(name, one, observed.of(observation)) for name, one, observation in inputs]
+        lost = tuple(dict.fromkeys(name for name, _, recorder in seen if dead(recorder)))
+        zeros = dict.fromkeys(name for name, one, recorder in seen if faint(one, recorder))
+        different = {observation.key: observed.of(observation) for _, _, observation in inputs}
         return Recorded(
             records=records,
-            ranges=ranges,
-            kept_bytes=kept,
+            ranges={
+                observation.tensor: range_of(one, observed.of(observation), self._entries[name])
+                for name, one, observation in inputs
+            },
+            kept_bytes=sum(r.nbytes for r in different.values() if isinstance(r, Exact)),
             adaround=left(rounded.values()),
-            dead=dead,
-            faint=faint,
+            dead=lost,
+            faint=tuple(name for name in zeros if name not in lost),
         )
 
-    def _scale(
+    def _scales(
+        self, wanted: Iterable[tuple[str, Observation]], observed: Observed
+    ) -> list[AscendScale]:
+        """Of layers' inputs; searched once for those that agree on tensor and parameters."""
+        found: dict[object, AscendScale] = {}
+        scales = []
+        for name, observation in wanted:
+            params = params_of(self._entries[name])
+            key = (observation, params)
+            if key not in found:
+                with _in_layer(name):
+                    found[key] = searched(observed.of(observation), params)
+            scales.append(found[key])
+        if self.config.fakequant_precision_mode is None:
+            return scales
+        return [replace(one, scale=ascend_half(one.scale)) for one in scales]
+
+    def _record(
         self,
         name: str,
-        observation: Observation,
-        observed: Observed,
-        found: dict[object, AscendScale],
-    ) -> AscendScale:
-        """Search for a layer, once for those that agree on tensor and parameters."""
-        params = params_of(self._entries[name])
-        key = (observation, params)
-        if key not in found:
-            with _in_layer(name):
-                found[key] = _searched(observed.of(observation), params)
-        return found[key]
+        first: AscendScale,
+        scale_w: NDArray[np.float32],
+        factors: Factors,
+        rounded: Mapping[str, Rounded],
+    ) -> LayerRecord:
+        """Of a layer's first input, and of its weight where it has one."""
+        layer, entry = self.layers[name], self._entries[name]
+        return LayerRecord(
+            scale_d=first.scale,
+            offset_d=first.offset,
+            scale_w=scale_w,
+            factors=factors.get(name, _NONE),
+            weighted=bool(layer.weight),
+            rounded=rounded[name].integers if name in rounded else None,
+            tensor=layer.at is not None,
+            act_bits=entry.activation.num_bits,
+            weight_bits=entry.weight.num_bits if layer.weight else 8,
+            force_fp16=self.config.fakequant_precision_mode is not None,
+        )
 
     def factors(self, observed: Observed) -> Factors:
         """DMQ factors of the layers that are balanced, from the first batch."""
@@ -421,97 +428,9 @@ def calibrate(
     return plan.record(observe(plan.observations, listed, runs=Counter()))
 
 
-def params_of(entry: LayerConfig) -> IfmrParams | HfmgParams:
-    """Parameters of a layer's activation search."""
-    act = entry.activation
-    affine = bool(act.asymmetric)
-    if act.act_algo == "hfmg":
-        return HfmgParams(nbins=act.num_of_bins, bits=act.num_bits, with_offset=affine)
-    return IfmrParams(
-        bits=act.num_bits,
-        max_percentile=act.max_percentile,
-        min_percentile=act.min_percentile,
-        search_range=act.search_range,
-        search_step=act.search_step,
-        with_offset=affine,
-    )
-
-
-def prepared_model(
-    model: onnx.ModelProto,
-    layers: Mapping[str, Layer],
-    config: QuantConfig,
-    weights: Mapping[str, tuple[NDArray[np.float32], NDArray[np.int32]]],
-    factors: Mapping[str, NDArray[np.float32]],
-    rounded: Mapping[str, NDArray[np.int8]] | None = None,
-) -> onnx.ModelProto:
-    """The float model to observe: weights fake-quantized, inputs divided by DMQ factors.
-
-    Of AdaRound's layers those that are `rounded` are so, the others stay as they are.
-    """
-    from onnx import numpy_helper
-
-    from deploy.targets.ascend.quant_layer import array_of, balanced_weight, from_rows, rows_of
-    from deploy.targets.ascend.rewrite import rewrite_inputs
-
-    index, integers = Graph(model), rounded or {}
-    arrays = {}
-    for name, layer in layers.items():
-        if not layer.weight:
-            continue
-        weight = balanced_weight(array_of(index, layer.weight), layer, factors.get(name, _NONE))
-        rows = rows_of(weight, layer)
-        if name in integers:
-            shape = (-1,) + (1,) * (rows.ndim - 1)
-            rows = integers[name].reshape(rows.shape) * weights[name][0].reshape(shape)
-        elif layer.kind != "ConvTranspose" and not adaptive(config, name):  # AMCT leaves it
-            bits = config.layers[name].weight.num_bits
-            rows = np.asarray(arq_fake_quantize(rows, *weights[name], bits=bits), np.float32)
-        arrays[layer.weight] = numpy_helper.from_array(from_rows(rows, layer), layer.weight)
-    inverse = {n: np.float32(1) / f for n, f in factors.items() if n in layers}
-    return rewrite_inputs(model, layers, arrays, inverse)
-
-
 def _weights_of(rounded: Rounded) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """(scale, offset) of a layer that AdaRound rounded."""
     return rounded.scale, np.zeros(rounded.scale.size, np.int32)
-
-
-def _searched(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:
-    if isinstance(recorder, HfmgHistogram) and isinstance(params, HfmgParams):
-        return hfmg(recorder, params)
-    if isinstance(recorder, Exact) and isinstance(params, IfmrParams):
-        return recorder.search(params)
-    assert isinstance(recorder, IfmrHistogram) and isinstance(params, IfmrParams)
-    return ifmr_streaming(recorder, params)
-
-
-def _dead(recorder: Recorder) -> bool:
-    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
-    return recorder.dead
-
-
-def _faint(record: LayerRecord, recorder: Recorder) -> bool:
-    """Whether every value that was seen is rounded to zero."""
-    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
-    assert record.scale_d is not None
-    return max(map(abs, recorder.extremes)) < 0.5 * float(record.scale_d)
-
-
-def _range(record: LayerRecord, recorder: Recorder, entry: LayerConfig) -> Scale:
-    """The clip range that a record's activation scale stands for."""
-    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
-    assert record.scale_d is not None
-    lo, hi = ascend_clip_range(record.scale_d, record.offset_d, record.act_bits)
-    least, most = recorder.extremes
-    return Scale(
-        lo=lo,
-        hi=hi,
-        amax=max(-lo, hi),
-        observed_min=least,
-        observed_max=most,
-        method=entry.activation.act_algo,
-    )
 
 
 @contextmanager
