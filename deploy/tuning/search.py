@@ -107,7 +107,7 @@ class Trial:
         choices: what it was built with.
         noise: what it lost.
         time: predicted, as a share of the float model's.
-        clips: whether what int8 it has clips much.
+        is_float: whether it is the float model, which clips nothing.
     """
 
     what: str
@@ -115,7 +115,7 @@ class Trial:
     choices: Choices
     noise: Noise
     time: float
-    clips: bool = False
+    is_float: bool = False
 
     @property
     def loss(self) -> float:
@@ -130,7 +130,8 @@ class Trial:
     @property
     def _caution(self) -> float:
         """What is lost beside what the samples show."""
-        return _UNSEEN if self.clips else 0.0
+        method = self.choices.method.label if self.choices.method else DEFAULT_METHOD
+        return 0.0 if self.is_float or method in _KEEPING else _UNSEEN
 
     @property
     def mean(self) -> float:
@@ -467,14 +468,13 @@ class Search:
         for trial in self.trials:
             if trial.in_float == in_float and trial.choices == choices:
                 return trial
-        method = choices.method.label if choices.method else DEFAULT_METHOD
         trial = Trial(
             what=what,
             in_float=in_float,
             choices=choices,
             noise=noise,
             time=self.time_of(in_float),
-            clips=not self.is_float(in_float) and method not in _KEEPING,
+            is_float=self.is_float(in_float),
         )
         self.trials.append(trial)
         return trial
