@@ -214,6 +214,8 @@ def test_steps_of_a_film_that_are_near_1_are_no_classes(form, on, task):
 
     film = [{"frames": np.zeros((1, 100, 27, 48, 3), np.uint8)}] * 4
     assert same_task([cuts() for _ in range(4)], film) == task
+    one = [{"word": np.eye(100)[[n]].reshape(form).astype(np.float32)} for n in range(4)]
+    assert same_task(one, film) == "classes"  # behind a Softmax
 
 
 def test_few_raw_scores_in_several_outputs_are_classes_where_all_are_sure():

@@ -89,6 +89,8 @@ def find(seen: Seen) -> Classes | None:
 
 def _are_steps(samples: Sequence[Array]) -> bool:
     """Whether they are steps, as likely: raw scores, or probabilities that are not one class's."""
+    if all(map(are_shares, _rows(samples))):
+        return False
     several = any(one.ndim == 3 or np.count_nonzero(one > 0.5) > 1 for one in samples)
     return are_raw_tracks(samples) or (several and are_tracks(samples))
 
