@@ -241,6 +241,23 @@ def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(
     assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].typed
 
 
+def test_what_float16_does_not_hold_is_bound_in_engines_whose_types_tensorrt_chooses(
+    gpu: list[Any], model: Path, tmp_path: Path
+) -> None:
+    held = onnx.load(model)
+    output = held.graph.output[0].name
+    held.graph.initializer.append(numpy_helper.from_array(np.float32(1e5), "much"))
+    held.graph.node.append(helper.make_node("Mul", [output, "much"], ["large"], "/mul"))
+    held.graph.output[0].name = "large"
+    onnx.save(held, model)
+    built_on(model, tmp_path / "cache")
+    assert not gpu[-1][1].typed and gpu[-1][1].wide_layers == {"/mul": "large"}
+    built_on(model, tmp_path / "typed", TensorRT(form="qdq"))
+    assert gpu[-1][1].typed and not gpu[-1][1].wide_layers
+    built_on(model, tmp_path / "wide", TensorRT(rest="fp32"))
+    assert not gpu[-1][1].wide_layers
+
+
 def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
     gpu: list[Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,9 +295,11 @@ def test_another_tactic_source_or_precision_is_another_engine() -> None:
 
 def layer(name: str, tensor: str) -> Any:
     output = types.SimpleNamespace(name=tensor)
+    made: dict[int, str] = {}
     return types.SimpleNamespace(
-        name=name, num_outputs=1, get_output=lambda _: output, precision=None
-    )
+        name=name, num_outputs=1, get_output=lambda _: output, precision=None,
+        made=made, set_output_type=made.__setitem__,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("fp16", "precision"), [(True, "half"), (False, "float")])
@@ -308,6 +310,15 @@ def test_float_layers_are_bound_by_name_or_by_what_they_give(
     kept = Settings(float_layers={"/a": "a", "/c": "c"}, fp16=fp16)
     build_engine(MODEL, kept, calibrator=fed(known=CACHE))
     assert [one.precision for one in fake.layers] == [precision, None, precision]
+    assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS in fake.config.flags
+
+
+def test_wide_layers_are_bound_to_float32_with_what_they_give(fake: Fake) -> None:
+    fake.layers = [layer("/a", "a"), layer("/b", "b"), layer("(Unnamed Layer* 2) [Add]", "c")]
+    wide = {"/a": "a", "/c": "c", "/gone": "d"}
+    build_engine(MODEL, Settings(float_layers={"/a": "a"}, wide_layers=wide))
+    assert [one.precision for one in fake.layers] == ["float", None, "float"]
+    assert [one.made for one in fake.layers] == [{0: "float"}, {}, {0: "float"}]
     assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS in fake.config.flags
 
 

@@ -209,7 +209,8 @@ def test_the_accuracy_told_is_that_of_the_model_the_version_runs(tmp_path, small
 
 
 def lines(capsys, small_cnn, pictures, out, *words):
-    main(["build", str(small_cnn), "--images", str(pictures), "--size", "16x16", "--duration", "0",
+    size = [] if pictures.suffix else ["--size", "16x16"]
+    main(["build", str(small_cnn), "--images", str(pictures), *size, "--duration", "0",
           "--effort", "0", "--target", "tensorrt", "--out", str(out), *words])  # fmt: skip
     capsys.readouterr()
     text = (out / "report.md").read_text()
@@ -240,6 +241,51 @@ def test_no_line_asks_for_int8_of_a_model_without_pairs(capsys, small_cnn, pictu
     (line,) = (words for words in found if words[0] == f"--onnx={pairs}")
     assert "--fp16" in line and "--int8" not in line
     assert all(any("--calib" in word for word in words) for words in found if "--int8" in words)
+
+
+@pytest.fixture
+def growing(tmp_path):
+    """A Conv, and behind it what float16 makes infinite or 0; arrays to calibrate."""
+    nodes = [
+        node("Conv", "x w", "c"),
+        node("Relu", "c", "r"),
+        node("Pow", "r two", "p"),
+        node("Mul", "p much", "m"),
+        node("Sqrt", "m", "s"),
+        node("Add", "r least", "g"),
+        node("Log", "g", "l"),
+        node("Sub", "s l", "y"),
+    ]
+    held = {"w": np.ones((2, 3, 1, 1)), "two": 2.0, "much": 5000.0, "least": 1e-9}
+    model = net(nodes, held, ["y"])
+    for value in (*model.graph.input, *model.graph.output):
+        shape = [1, 3 if value.name == "x" else 2, 4, 4]
+        value.CopyFrom(helper.make_tensor_value_info(value.name, FLOAT, shape))
+    onnx.save(model, tmp_path / "small_cnn.onnx")
+    values = np.random.default_rng(0).normal(size=(8, 3, 4, 4))
+    np.save(tmp_path / "x.npy", values.astype(np.float32))
+    return tmp_path / "small_cnn.onnx", tmp_path / "x.npy"
+
+
+WIDE = ("mul", "sqrt", "add", "log")
+KEPT = ("--keep-float", "mul", "--keep-float", "relu")
+
+
+@pytest.mark.parametrize(("words", "kept"), [((), {}), (KEPT, {"relu": "fp16"})])
+def test_where_tensorrt_chooses_types_what_float16_does_not_hold_is_bound_to_float32(
+    capsys, growing, tmp_path, words, kept
+):
+    found, _ = lines(capsys, *growing, tmp_path / "o", *words)
+    cache, pairs, *strong = found
+    outputs = "--layerOutputTypes=" + ",".join(f"{name}:fp32" for name in WIDE)
+    for line, types in ((cache, kept), (pairs, {})):
+        given = next(word for word in line if word.startswith("--layerPrecisions="))
+        listed = dict(one.split(":") for one in given.partition("=")[2].split(","))
+        assert listed == {**types, **dict.fromkeys(WIDE, "fp32")}
+        assert outputs in line and "--precisionConstraints=obey" in line
+    assert not [word for line in strong for word in line if "layer" in word]
+    found, _ = lines(capsys, *growing, tmp_path / "wide", "--rest", "fp32")
+    assert not [word for line in found for word in line if "layer" in word]
 
 
 def test_the_script_runs_each_line_from_any_folder(capsys, small_cnn, pictures, tmp_path):

@@ -10,7 +10,7 @@ Sources: NVIDIA/TensorRT python/src/infer at 8.5.3, 10.16 and 11.0; migration gu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -56,6 +56,8 @@ class Settings:
         tf32: allow TensorFloat-32, which rounds the factors of float products to 10 bits.
         float_layers: layers that must not run in int8, each with a tensor that it gives: TensorRT
             calls most layers as their node and some otherwise.
+        wide_layers: likewise those that must compute in float32 and give it; one that TensorRT has
+            not is passed over.
         workspace_mib: scratch memory in MiB; None leaves TensorRT's own limit.
         profiles: dynamic input -> its shapes.
         values: input of whole numbers -> those it has, should shapes depend on them.
@@ -71,6 +73,7 @@ class Settings:
     typed: bool = False
     tf32: bool = True
     float_layers: Mapping[str, str] = field(default_factory=dict)
+    wide_layers: Mapping[str, str] = field(default_factory=dict)
     workspace_mib: int | None = None
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -138,7 +141,7 @@ def calibrate(
     Raises:
         As `build_engine`.
     """
-    exact = replace(settings, fp16=False, bf16=False, tf32=False, float_layers={})
+    exact = replace(settings, fp16=False, bf16=False, tf32=False, float_layers={}, wide_layers={})
     build_engine(model, exact, calibrator=calibrator, cuda=cuda)
     return calibrator.check()
 
@@ -267,6 +270,8 @@ def _config(
     _configure(config, settings)
     if settings.float_layers:
         _keep_float(config, network, settings)
+    if settings.wide_layers:
+        _keep_wide(config, network, settings.wide_layers)
     _leave_out(config, stand_ins())
     profile = _profile(builder, network, settings)
     if profile is not None:
@@ -309,20 +314,41 @@ def _keep_float(
     narrow = trt.bfloat16 if settings.bf16 else trt.float32
     precision = trt.float16 if settings.fp16 else narrow
     bound: set[str] = set()
-    nodes = {tensor: node for node, tensor in settings.float_layers.items()}
-    for layer in (network.get_layer(index) for index in range(network.num_layers)):
-        made = {layer.get_output(place).name for place in range(layer.num_outputs)}
-        meant = {nodes[tensor] for tensor in made & nodes.keys()}
-        meant |= {layer.name} & settings.float_layers.keys()
-        if meant:
-            layer.precision = precision
-            bound |= meant
+    for layer, meant in _meant(network, settings.float_layers):
+        layer.precision = precision
+        bound |= meant
     lost = sorted(set(settings.float_layers) - bound)
     if lost:
         raise BackendError(
             f"a node to keep in float must be a layer of TensorRT's network, {lost[0]!r} is none;"
             " build from the Q/DQ model (--engine-from qdq), or leave it away"
         )
+
+
+def _keep_wide(
+    config: trt.IBuilderConfig, network: trt.INetworkDefinition, nodes: Mapping[str, str]
+) -> None:
+    """Bind layers and what they give to float32, also those bound to another float before."""
+    import tensorrt as trt
+
+    config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+    for layer, _ in _meant(network, nodes):
+        layer.precision = trt.float32
+        for place in range(layer.num_outputs):
+            layer.set_output_type(place, trt.float32)
+
+
+def _meant(
+    network: trt.INetworkDefinition, nodes: Mapping[str, str]
+) -> Iterator[tuple[trt.ILayer, set[str]]]:
+    """The layers that nodes became, by their name or by the tensor that they give."""
+    by_tensor = {tensor: node for node, tensor in nodes.items()}
+    for layer in (network.get_layer(index) for index in range(network.num_layers)):
+        made = {layer.get_output(place).name for place in range(layer.num_outputs)}
+        meant = {by_tensor[tensor] for tensor in made & by_tensor.keys()}
+        meant |= {layer.name} & nodes.keys()
+        if meant:
+            yield layer, meant
 
 
 def _leave_out(config: trt.IBuilderConfig, sources: Sequence[str]) -> None:

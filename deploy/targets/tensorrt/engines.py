@@ -47,8 +47,12 @@ def engine_of(
     request: BuildRequest,
     files: Mapping[str, Path],
     cache: trt_cache.CalibrationCache,
+    wide: Mapping[str, str],
 ) -> tuple[Path, tuple[str, ...]]:
-    """(engine, notes): built here, or built before from the same files on the same GPU."""
+    """(engine, notes): built here, or built before from the same files on the same GPU.
+
+    `wide` is node -> tensor, what must compute in float32 where TensorRT chooses the types.
+    """
     here = sdk.find(asked.device)
     if asked.precision == FP8 and not row(here.release).fp8:
         raise SdkMissingError(
@@ -68,6 +72,8 @@ def engine_of(
     known = trt_cache.dump(trt_cache.relabel(cache, version=here.release))
     from_data = asked.calibrator is not None
     settings = replace(settings_of(asked, request), typed=typed)
+    if not typed:
+        settings = replace(settings, wide_layers=wide)
     if implicit:  # in the Q/DQ model they have no pair
         settings = replace(settings, float_layers=float_layers(request))
     key = builder.engine_key(

@@ -206,35 +206,10 @@ class _Typing:
             return True
         if node.op_type in _MOVES and main not in self.index.initializers:
             return bool(self.types[main] == _FLOAT)
-        large = self._too_large(node)
+        large = too_wide(self.index, node, self.rest, self.largest)
         if large:
             self.kept[node.name] = large
         return bool(large)
-
-    def _too_large(self, node: onnx.NodeProto) -> str:
-        """What float16 does not hold of what a node reads or makes; bfloat16 holds it all."""
-        if self.rest != FP16:
-            return ""
-        for name in (*node.input, *node.output):
-            size = self.largest.get(_plain(name), 0.0)
-            if name in self.index.initializers and self.types[name] == _FLOAT:
-                size = float(np.abs(_array(self.index.initializers[name])).max(initial=0.0))
-            if not size <= _LARGEST:
-                return f"|{_plain(name)}| reaches {size:.3g}, which is too near float16's 65504"
-        return self._vanishes(node)
-
-    def _vanishes(self, node: onnx.NodeProto) -> str:
-        """The constant of the node, or of what makes its divisor, that float16 rounds to 0."""
-        if node.op_type == "Div":
-            made_by = self.index.producer.get(node.input[1])
-            return "" if made_by is None else self._vanishes(made_by)
-        for name in node.input if node.op_type in _GUARDS else ():
-            if name in self.index.initializers and self.types[name] == _FLOAT:
-                size = float(np.abs(_array(self.index.initializers[name])).max(initial=0.0))
-                if 0 < size <= _VANISHES:
-                    said = f"{_plain(name)}, {size:.3g}, which may keep a value above 0"
-                    return f"{said}, is 0 in float16"
-        return ""
 
     def _pair(self, node: onnx.NodeProto) -> None:
         """Give the scale the type of what is read, or of what is wanted."""
@@ -251,7 +226,7 @@ class _Typing:
         if name in self.index.outputs or name in self.index.captured:
             return False
         narrow = (node for node in self.index.readers.get(name, []) if node.op_type in _NARROW)
-        return any(not self._too_large(node) for node in narrow)
+        return any(not too_wide(self.index, node, self.rest, self.largest) for node in narrow)
 
     def _as(self, name: str, wanted: int) -> str:
         """The tensor in the type that is wanted: a constant of its own, or one Cast for all."""
@@ -279,6 +254,38 @@ class _Typing:
         values = _array(self.index.initializers[name]).astype(kind)
         self.model.graph.initializer.append(numpy_helper.from_array(values, other))
         self.types[other] = self.narrow
+
+
+def too_wide(graph: Graph, node: onnx.NodeProto, rest: str, largest: Mapping[str, float]) -> str:
+    """What float16 does not hold of what a node reads or makes; bfloat16 holds it all."""
+    if rest != FP16:
+        return ""
+    for name in (*node.input, *node.output):
+        size = _largest_of(graph, name) or largest.get(_plain(name), 0.0)
+        if not size <= _LARGEST:
+            return f"|{_plain(name)}| reaches {size:.3g}, which is too near float16's 65504"
+    return _vanishes(graph, node)
+
+
+def _vanishes(graph: Graph, node: onnx.NodeProto) -> str:
+    """The constant of the node, or of what makes its divisor, that float16 rounds to 0."""
+    if node.op_type == "Div":
+        made_by = graph.producer.get(node.input[1])
+        return "" if made_by is None else _vanishes(graph, made_by)
+    for name in node.input if node.op_type in _GUARDS else ():
+        size = _largest_of(graph, name)
+        if 0 < size <= _VANISHES:
+            said = f"{_plain(name)}, {size:.3g}, which may keep a value above 0"
+            return f"{said}, is 0 in float16"
+    return ""
+
+
+def _largest_of(graph: Graph, name: str) -> float:
+    """The largest |x| of a float constant; 0 of all else."""
+    constant = graph.initializers.get(name)
+    if constant is None or constant.data_type != _FLOAT:
+        return 0.0
+    return float(np.abs(_array(constant)).max(initial=0.0))
 
 
 def _typed_inputs(node: onnx.NodeProto) -> list[int]:

@@ -211,6 +211,8 @@ class TensorRT(Asked):
         models[QDQ], about = self._quantized(request, matched)
         weights = stored_in(models[QDQ])  # of the cache TensorRT makes the same ones by itself
         narrow, said = self._typed(request, matched, found, models[QDQ])
+        wide, why = self._wide(request, matched, found)
+        said = said if narrow is not None else (*said, *why)
         if narrow is not None:
             models[TYPED] = narrow
         judged = self._judged(models, version)
@@ -233,7 +235,15 @@ class TensorRT(Asked):
         notes = (*about, *said, *lowered)
         needs = {role: Needs.of(model) for role, model in models.items()}
         found_ways = on_machine(
-            ways(request, files, needs, version, rest=self.rest, precision=self.precision),
+            ways(
+                request,
+                files,
+                needs,
+                version,
+                rest=self.rest,
+                precision=self.precision,
+                wide=wide,
+            ),
             device=self.device,
             plugins=self.plugins,
         )
@@ -242,7 +252,7 @@ class TensorRT(Asked):
         engine = None
         beside = Baselines()
         try:
-            engine, said = engine_of(self, request, files, cache)
+            engine, said = engine_of(self, request, files, cache, wide)
             files["TensorRT engine"] = engine
             beside = beside_it(self, request, files, found, version)
             notes += (*said, *beside.notes)
@@ -327,6 +337,17 @@ class TensorRT(Asked):
         said = [] if trained is None else [own.NARROW]
         said += [f"{name} stays in float32: {why}" for name, why in kept.items()]
         return model, tuple(said)
+
+    def _wide(
+        self, request: BuildRequest, matched: Match, found: Found
+    ) -> tuple[dict[str, str], list[str]]:
+        """(node that TensorRT must run in float32 -> the tensor that it gives, notes)."""
+        from deploy.targets.tensorrt.as_cache import sizes
+        from deploy.targets.tensorrt.wide import wide_layers
+
+        int8 = {one.node for one in matched.plan.decisions if one.quantized}
+        bound, why = wide_layers(request.model, sizes(found), rest=self.rest, but=int8)
+        return bound, [f"{name} stays in float32: {reason}" for name, reason in why.items()]
 
 
 def _match_notes(matched: Match) -> tuple[str, ...]:

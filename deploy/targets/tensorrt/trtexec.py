@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +48,7 @@ def ways(
     *,
     rest: str = FP16,
     precision: str = INT8,
+    wide: Collection[str] = (),
 ) -> tuple[Way, ...]:
     """How the engine is built on a GPU machine with these files.
 
@@ -60,12 +61,13 @@ def ways(
         version: TensorRT that the cache is for, "X.Y.Z".
         rest: type of what is not int8.
         precision: int8 or fp8.
+        wide: nodes that must compute in float32, where TensorRT chooses the types.
     """
     strong = _strong(request, files, needs, precision)
     if precision == FP8 or not row(version).calibrators:
         return strong
-    weak = _weak(request, files, needs[QDQ], rest)
-    return (_implicit(request, files, needs[FLOAT], version, rest), *weak, *strong)
+    weak = _weak(request, files, needs[QDQ], rest, wide)
+    return (_implicit(request, files, needs[FLOAT], version, rest, wide), *weak, *strong)
 
 
 def on_machine(
@@ -92,19 +94,29 @@ def script(found: Sequence[Way]) -> str:
 
 
 def _implicit(
-    request: BuildRequest, files: Mapping[str, Path], needs: Needs, version: str, rest: str
+    request: BuildRequest,
+    files: Mapping[str, Path],
+    needs: Needs,
+    version: str,
+    rest: str,
+    wide: Collection[str],
 ) -> Way:
     """From the float model and the cache."""
     unmet = needs.unmet(version)
     if unmet:
         return Way("cache", f"TensorRT {version} cannot read {files[FLOAT].name}: {unmet}")
     types = ["--int8", *_float_types(rest), f"--calib={files[CACHE].name}"]
-    words = _line(request, files[FLOAT], [*types, *_precision_words(request, rest)])
+    kept = dict.fromkeys(float_layers(request), rest)
+    words = _line(request, files[FLOAT], [*types, *_precision_words(kept, wide)])
     return Way("cache", f"on a GPU machine with TensorRT {version}", words)
 
 
 def _weak(
-    request: BuildRequest, files: Mapping[str, Path], needs: Needs, rest: str
+    request: BuildRequest,
+    files: Mapping[str, Path],
+    needs: Needs,
+    rest: str,
+    wide: Collection[str],
 ) -> tuple[Way, ...]:
     """From the Q/DQ model, in the types that TensorRT chooses."""
     since = needs.first_reading()
@@ -113,7 +125,8 @@ def _weak(
     oldest = max(since, _OLDEST[rest], key=version_label)
     pairs = "QuantizeLinear" in needs.operators  # without one trtexec makes ranges up for --int8
     int8 = ["--int8"] if pairs else []
-    words = _line(request, files[QDQ], [*int8, *_float_types(rest)])
+    types = [*int8, *_float_types(rest), *_precision_words({}, wide)]
+    words = _line(request, files[QDQ], types)
     return (Way("qdq", _until_10(oldest), words),)
 
 
@@ -168,13 +181,18 @@ def float_layers(request: BuildRequest) -> dict[str, str]:
     }
 
 
-def _precision_words(request: BuildRequest, precision: str) -> list[str]:
-    """`--layerPrecisions=...` for the nodes to keep in float; none where there are none."""
-    names = float_layers(request)
-    if not names:
+def _precision_words(kept: Mapping[str, str], wide: Collection[str]) -> list[str]:
+    """Types of nodes: those kept in float, and of what must be float32 that of its outputs too."""
+    types = {**kept, **dict.fromkeys(wide, FP32)}
+    if not types:
         return []
-    words = ",".join(f"{name}:{precision}" for name in names)
-    return [f"--layerPrecisions={words}", "--precisionConstraints=obey"]
+    words = [f"--layerPrecisions={_listed(types)}", "--precisionConstraints=obey"]
+    outputs = [f"--layerOutputTypes={_listed(dict.fromkeys(wide, FP32))}"] if wide else []
+    return [*words, *outputs]
+
+
+def _listed(types: Mapping[str, str]) -> str:
+    return ",".join(f"{name}:{kind}" for name, kind in types.items())
 
 
 def _shape_words(request: BuildRequest) -> list[str]:
