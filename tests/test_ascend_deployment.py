@@ -369,6 +369,35 @@ def test_open_shapes_are_given_by_name(ended, done, tmp_path):
     assert "leave one of them away" in ended(*words, "--shape", "x:1x3x5x7", *feed)
 
 
+@pytest.mark.parametrize(
+    ("flags", "least", "told"),
+    [
+        ((), 1e-9, True),
+        ((), 1e-3, False),
+        (("--atc-flag=--keep_dtype=wide.cfg",), 1e-9, False),
+    ],
+)
+def test_what_float16_makes_0_in_an_om_is_told(flags, least, told, run, tmp_path):
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="c", kernel_shape=[1, 1]),
+        helper.make_node("Relu", ["c"], ["r"], name="r"),
+        helper.make_node("Add", ["r", "least"], ["g"], name="guard"),
+        helper.make_node("Log", ["g"], ["y"], name="log"),
+    ]
+    weights = {"w": np.ones((2, 3, 1, 1), np.float32), "least": np.float32(least)}
+    path = saved(model(nodes, weights, {"x": [1, 3, 5, 7]}), tmp_path / "net.onnx")
+    np.save(tmp_path / "x.npy", DATA[:4, :, :5, :7])
+    words = ("--images", tmp_path / "x.npy", "--effort", 0, "--duration", 0, "--accept")
+    code, _, error = run(
+        "build", path, *words, "--target", "ascend", *flags, "--out", tmp_path / "o"
+    )
+    assert code == 0, error
+    notes = (tmp_path / "o" / "report.md").read_text().replace("\\_", "_")
+    said = "in float16 what is not int8, which is too narrow for guard, log: least, 1e-09, which"
+    assert (said in notes) == told
+    assert ("give --atc-flag=--keep_dtype=FILE" in notes) == told
+
+
 def test_atc_is_told_no_shape_of_a_scalar(done, tmp_path):
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"], name="c", kernel_shape=[1, 1]),

@@ -333,7 +333,8 @@ class Ascend:
             halves=halves,
         )
         of_widths = (*told.widths(recipe.records), *told.halves(recipe.layers, halves))
-        notes = [*recipe.notes, *chips(recipe.layers), *of_widths]
+        narrow = told.narrow(recipe, self.atc_flags)
+        notes = [*recipe.notes, *chips(recipe.layers), *of_widths, *narrow]
         notes.append(tried(recipe.model, recipe.layers, request))
         host: list[str] = []
         if self.aipp or self.first_layer_int8:

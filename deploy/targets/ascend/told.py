@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from deploy.graph.half import wide_nodes
+from deploy.graph.index import Graph
 from deploy.targets.ascend.bits import named
 
 if TYPE_CHECKING:
     from deploy.targets.ascend.quant_layer import QuantLayer
+    from deploy.targets.ascend.recipe import Recipe
     from deploy.targets.ascend.record import LayerRecord
 
 # hicann/ge: SetM1OfQuant packs DT_INT16 for Ascend035 alone; its page on quantizable layers speaks
@@ -19,6 +22,10 @@ _FOUR = "for which chips without AscendQuant to int4 have no .om (Ascend910B has
 _PACKED = (
     "two to a byte along the input channels: AMCT's own layout, which the open parts of atc do not"
     " read"
+)
+_TYPING = (
+    *("--precision_mode", "--precision_mode_v2", "--keep_dtype", "--modify_mixlist"),
+    "--customize_dtypes",
 )
 _FORCED = (
     "scale_d is held in float16, and scale_w * scale_d is cut to the 10 bits of mantissa that Nano"
@@ -39,6 +46,25 @@ def widths(records: Mapping[str, LayerRecord]) -> Iterator[str]:
         yield f"Weights of {named(names)} are of 4 bits, {_PACKED}."
     if any(one.force_fp16 for one in records.values()):
         yield f"FORCE_FP16_QUANT: {_FORCED}."
+
+
+def narrow(recipe: Recipe, flags: Collection[str]) -> Iterator[str]:
+    """A sentence on nodes that the .om computes in float16, which is too narrow for them.
+
+    Args:
+        recipe: what is built.
+        flags: of atc; one that says in what it computes settles it.
+    """
+    if any(flag.partition("=")[0] in _TYPING for flag in flags):
+        return
+    known = {n: max(-one.observed_min, one.observed_max) for n, one in recipe.ranges.items()}
+    why = wide_nodes(Graph(recipe.model), known, but=recipe.layers.keys())
+    if why:
+        yield (
+            "atc computes in float16 what is not int8, which is too narrow for"
+            f" {', '.join(why)}: {next(iter(why.values()))}; write these names to a file, a line"
+            " each, and give --atc-flag=--keep_dtype=FILE"
+        )
 
 
 def halves(layers: Mapping[str, QuantLayer], names: Collection[str]) -> Iterator[str]:

@@ -31,6 +31,7 @@ from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import why_not_converted
 from deploy.graph.edit import rebuild
 from deploy.graph.flow import MOVES
+from deploy.graph.half import too_wide
 from deploy.graph.index import Graph
 from deploy.targets.tensorrt.words import BF16, FP16, FP32
 
@@ -41,9 +42,6 @@ OPSETS = {FP16: 19, BF16: 22}  # the first in which scales, and convolutions, ma
 FP8_OPSET = 19  # the first whose pairs may be of fp8
 _FLOAT = 1  # onnx.TensorProto
 _TYPES = {FP16: 10, BF16: 16}  # onnx.TensorProto
-_LARGEST = 65504 / 8  # what float16 holds, with room for what calibration has not seen
-_VANISHES = 2.0**-25  # float16 rounds this to 0, and what is less
-_GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # with such a constant, of a Log or a Div behind
 _PAIR = frozenset({"QuantizeLinear", "DequantizeLinear"})
 # They move values: they compute in the type that they find.
 _MOVES = MOVES | {"Gather", "Identity", "Slice", "Split", "Tile"}
@@ -206,7 +204,7 @@ class _Typing:
             return True
         if node.op_type in _MOVES and main not in self.index.initializers:
             return bool(self.types[main] == _FLOAT)
-        large = too_wide(self.index, node, self.rest, self.largest)
+        large = self._too_wide(node)
         if large:
             self.kept[node.name] = large
         return bool(large)
@@ -226,7 +224,11 @@ class _Typing:
         if name in self.index.outputs or name in self.index.captured:
             return False
         narrow = (node for node in self.index.readers.get(name, []) if node.op_type in _NARROW)
-        return any(not too_wide(self.index, node, self.rest, self.largest) for node in narrow)
+        return any(not self._too_wide(node) for node in narrow)
+
+    def _too_wide(self, node: onnx.NodeProto) -> str:
+        """Why float16 is too narrow for a node; bfloat16 is for none."""
+        return too_wide(self.index, node, self.largest) if self.rest == FP16 else ""
 
     def _as(self, name: str, wanted: int) -> str:
         """The tensor in the type that is wanted: a constant of its own, or one Cast for all."""
@@ -256,38 +258,6 @@ class _Typing:
         self.types[other] = self.narrow
 
 
-def too_wide(graph: Graph, node: onnx.NodeProto, rest: str, largest: Mapping[str, float]) -> str:
-    """What float16 does not hold of what a node reads or makes; bfloat16 holds it all."""
-    if rest != FP16:
-        return ""
-    for name in (*node.input, *node.output):
-        size = _largest_of(graph, name) or largest.get(_plain(name), 0.0)
-        if not size <= _LARGEST:
-            return f"|{_plain(name)}| reaches {size:.3g}, which is too near float16's 65504"
-    return _vanishes(graph, node)
-
-
-def _vanishes(graph: Graph, node: onnx.NodeProto) -> str:
-    """The constant of the node, or of what makes its divisor, that float16 rounds to 0."""
-    if node.op_type == "Div":
-        made_by = graph.producer.get(node.input[1])
-        return "" if made_by is None else _vanishes(graph, made_by)
-    for name in node.input if node.op_type in _GUARDS else ():
-        size = _largest_of(graph, name)
-        if 0 < size <= _VANISHES:
-            said = f"{_plain(name)}, {size:.3g}, which may keep a value above 0"
-            return f"{said}, is 0 in float16"
-    return ""
-
-
-def _largest_of(graph: Graph, name: str) -> float:
-    """The largest |x| of a float constant; 0 of all else."""
-    constant = graph.initializers.get(name)
-    if constant is None or constant.data_type != _FLOAT:
-        return 0.0
-    return float(np.abs(_array(constant)).max(initial=0.0))
-
-
 def _typed_inputs(node: onnx.NodeProto) -> list[int]:
     """Positions of the inputs whose type is the one that the node computes in."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in _NARROW:
@@ -315,11 +285,6 @@ def _formal(node: onnx.NodeProto) -> onnx.defs.OpSchema:
     from onnx import defs
 
     return defs.get_schema(node.op_type, OPSETS[BF16])
-
-
-def _plain(name: str) -> str:
-    """The tensor of the float model behind one beside a pair."""
-    return name.removesuffix("/dequantized").removesuffix("/float")
 
 
 def _array(tensor: onnx.TensorProto) -> NDArray[np.generic]:
