@@ -148,6 +148,21 @@ def test_what_float16_would_round_to_0_keeps_a_logarithm_finite(least, expected)
     assert not typed(model, "bf16", {})[1]
 
 
+def test_a_divisor_that_is_moved_keeps_what_keeps_it_above_0():
+    nodes = [
+        node("MatMul", "x w", "a"),
+        node("Clip", "a least", "g"),
+        node("Expand", "g shape", "e"),
+        node("Div", "x e", "y"),
+    ]
+    model = net(nodes, {"w": np.zeros((4, 4)), "least": 1e-12}, ["y"])
+    model.graph.initializer.append(numpy_helper.from_array(np.array([2, 4]), "shape"))
+    made, kept = typed(model, "fp16", {})
+    assert list(kept) == ["clip", "expand", "div"] and kinds(made)["matmul"] != FLOAT
+    found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
+    assert (found["y"] == 0).all()
+
+
 def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
     body = helper.make_graph(
         [node("Identity", "r", "inner")], "then", [],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deploy.graph.flow import MOVES
 from deploy.graph.index import Graph
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _FLOAT = 1  # onnx.TensorProto
 _LARGEST = 65504 / 8  # what float16 holds, with room for what calibration has not seen
 _VANISHES = 2.0**-25  # float16 rounds this to 0, and what is less
 _GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # with such a constant, of a Log or a Div behind
+_PASSES = MOVES | {"Expand", "Identity", "Tile"}  # give what they read
 _ZERO = ", is 0 in float16"  # ends what is said of a constant
 
 
@@ -45,7 +47,7 @@ def wide_nodes(
 
 def _with_readers(graph: Graph, node: onnx.NodeProto, said: str) -> Iterator[onnx.NodeProto]:
     yield node
-    if said.endswith(_ZERO):
+    if said.endswith(_ZERO) and node.op_type != "Div":
         yield from graph.readers.get(node.output[0], ())
 
 
@@ -65,10 +67,12 @@ def too_wide(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -
 
 
 def _vanishes(graph: Graph, node: onnx.NodeProto) -> str:
-    """The constant of the node, or of what makes its divisor, that float16 rounds to 0."""
-    if node.op_type == "Div":
-        made_by = graph.producer.get(node.input[1])
-        return "" if made_by is None else _vanishes(graph, made_by)
+    """The constant of the node, or of what makes its divisor or what it moves, that is 0 in it."""
+    while node.op_type == "Div" or node.op_type in _PASSES:
+        made_by = graph.producer.get(node.input[node.op_type == "Div"])
+        if made_by is None:
+            return ""
+        node = made_by
     for name in node.input if node.op_type in _GUARDS else ():
         size = _largest_of(graph, name)
         if 0 < size <= _VANISHES:
