@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from deploy.tuning.plan_file import TargetPlan
     from deploy.tuning.tune import Tuned
 
+_NAMED = 3  # tensors of one reason
 _FAILED = "the search was made without some of its trials: {}"
 _UNUSABLE = (
     "the split of least cost would be unusable, {}; so the fastest usable one was looked for among"
@@ -431,9 +432,19 @@ def _cache_now(calibrated: Calibrated, stage: Stage) -> Path | None:
 
 
 def _troubles(calibrated: Calibrated) -> list[str]:
-    """Tensors without a scale; their nodes stay float."""
-    found = calibrated.found.reasons
-    return [f"no scale for {name}: it {why}; its nodes stay float" for name, why in found.items()]
+    """Tensors without a scale, those of one reason together; their nodes stay float."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in calibrated.found.reasons.items():
+        by_reason.setdefault(why, []).append(name)
+    return [_without_scale(names, why) for why, names in by_reason.items()]
+
+
+def _without_scale(names: Sequence[str], why: str) -> str:
+    if len(names) == 1:
+        return f"no scale for {names[0]}: it {why}; its nodes stay float"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    listed = ", ".join(names[:_NAMED]) + more
+    return f"no scale for {listed}: each {why}; their nodes stay float"
 
 
 def _words(spec: TensorSpec) -> str:

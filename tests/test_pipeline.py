@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.searches import SEARCHES
 from deploy import manifest
@@ -200,6 +200,33 @@ def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp
     assert any("no scale for r1" in note for note in report.notes)
     entries = trt_cache.parse((tmp_path / "dead.cache").read_bytes(), origin="cache").scales()
     assert entries["r1"] == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "no scale for r0: it was 0 in every sample; its nodes"),
+        (2, "no scale for r0, r1: each was 0 in every sample; their nodes"),
+        (5, "no scale for r0, r1, r2 and 2 more: each was 0 in every sample; their nodes"),
+    ],
+)
+def test_dead_tensors_are_told_together(run, tmp_path, count, said):
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], "c")]
+    nodes += [helper.make_node("Relu", ["c"], [f"r{place}"], f"r{place}") for place in range(count)]
+    nodes.append(helper.make_node("Sum", ["x", *(f"r{place}" for place in range(count))], ["y"]))
+    weight = numpy_helper.from_array(-np.ones((1, 1, 1, 1), np.float32), "w")
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 1, 4, 4]) for name in "xy"]
+    graph = helper.make_graph(nodes, "dead", ends[:1], ends[1:], [weight])
+    opset = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "m.onnx")
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).uniform(1, 2, (4, 1, 4, 4)).astype("f4"))
+    words = ("--target", "tensorrt", "--effort", 0, "--duration", 0, "--accept")
+    code, _, error = run(
+        "build", tmp_path / "m.onnx", "--images", tmp_path / "x.npy", *words, "--out", tmp_path
+    )
+    assert code == 0, error
+    notes = json.loads((tmp_path / "report.json").read_text())["notes"]
+    assert [note for note in notes if "no scale" in note] == [f"{said} stay float"]
 
 
 def test_targets_built_in_turn_share_one_cache(small_cnn, pictures, tmp_path):
