@@ -1,6 +1,7 @@
 """What a search makes of inputs that it has not seen: ranges without its own samples, caution."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -123,6 +124,8 @@ def test_what_clips_must_win_more_than_what_does_not():
     assert trial(None, less).cost(2.0) == trial("mse", less).cost(2.0)
     assert trial("minmax", little).cost(2.0) == trial("lp", little).cost(2.0)
     assert trial("mse", 0.01).cost(2.0) < trial("lp", 0.02).cost(2.0)  # 20 and 17 dB
+    as_float = replace(trial("mse", less), is_float=True)  # where no range clips
+    assert as_float.cost(2.0) == trial("minmax", less).cost(2.0)
 
 
 def build(model, x, out, *words):

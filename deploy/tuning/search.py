@@ -280,7 +280,14 @@ class Search:
         """The float model itself."""
         every = frozenset(self.units.members)
         choices = self._floating(NO_CHOICES, every)
-        return Trial(what="float", in_float=every, choices=choices, noise=Noise({}), time=1.0)
+        return Trial(
+            what="float",
+            in_float=every,
+            choices=choices,
+            noise=Noise({}),
+            time=1.0,
+            is_float=True,
+        )
 
     def _whole_in_int8(self) -> None:
         if self._try_whole(f"all in {self.word}"):
