@@ -192,16 +192,36 @@ def test_files_that_torch_save_did_not_write_are_named(tmp_path, recwarn):
     model = nn.Linear(2, 2)
     torch.jit.script(model).save(tmp_path / "s.pt")
     (tmp_path / "t.pt").write_text("hello")
-    (tmp_path / "w.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     recwarn.clear()  # torch's own, of scripting
     for name, said in (
         ("s.pt", "got TorchScript, which torch.jit.load reads; save"),
         ("t.pt", "got what torch.save did not write; save"),
-        ("w.safetensors", "got a file of safetensors, which safetensors.torch.load_file reads"),
     ):
         with pytest.raises(ModelError, match=said):
             load_weights(model, tmp_path / name)
     assert not recwarn.list
+
+
+def test_weights_of_safetensors(nets, tmp_path, monkeypatch):
+    save_file = pytest.importorskip("safetensors.torch", reason="calib8[torch] has it").save_file
+    spec, state = f"{nets}:conv", load_module(f"{nets}:conv").state_dict()
+    state["0.weight"] = torch.full_like(state["0.weight"], 0.25)
+    path = tmp_path / "w.safetensors"
+    save_file({f"module.{name}": value for name, value in state.items()}, path)
+    shown = run("export", spec, "--input", "1x3x8x8", "--weights", path, "-o", tmp_path / "n.onnx")
+    weights = [
+        onnx.numpy_helper.to_array(w) for w in onnx.load(tmp_path / "n.onnx").graph.initializer
+    ]
+    (kernel,) = [w for w in weights if w.ndim == 4]
+    assert np.allclose(kernel, 0.25, rtol=1e-4), shown
+    whole = path.read_bytes()
+    for broken, said in ((whole[:-5], "got: "), (b"\x02" + bytes(7) + b"{}", "a state dict")):
+        path.write_bytes(broken)
+        with pytest.raises(ModelError, match=said):
+            load_weights(load_module(spec), path)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(SdkMissingError, match="pip install safetensors"):
+        load_weights(load_module(spec), path)
 
 
 FAKE = {

@@ -1,6 +1,7 @@
 """`file.py:factory` -> `nn.Module`: the user's own code is run, and nothing is unpickled.
 
-Weights come from a file only where one is named, through `torch.load(weights_only=True)`.
+Weights come from a file only where one is named, through `torch.load(weights_only=True)` or the
+package safetensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 import deploy.usercode as usercode
 from deploy.archives import check_archive
-from deploy.errors import Calib8Error, ModelError
+from deploy.errors import Calib8Error, ModelError, SdkMissingError
 from deploy.fx.copied import unwrapped
 from deploy.fx.states import fitted, found_state
 from deploy.fx.zoo import make_named
@@ -62,7 +63,7 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
     Raises:
         ConfigError, ModelError: as `load_factory`; or not a module, TorchScript, or weights that do
             not fit.
-        SdkMissingError: the package of a named model is not installed.
+        SdkMissingError: the package of a named model, or safetensors, is not installed.
     """
     model = make_named(spec) if is_named(spec) else call_factory(spec)
     if not isinstance(model, nn.Module):
@@ -83,8 +84,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
     Raises:
         ModelError: not a file of plain tensors, or names or shapes that are not the model's.
+        SdkMissingError: a file of safetensors, without the package.
     """
-    state = fitted(found_state(read_tensors(path), path), model)
+    read = read_safetensors if path.suffix == ".safetensors" else read_tensors
+    state = fitted(found_state(read(path), path), model)
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -114,15 +117,36 @@ def read_tensors(path: Path, *, own: bool = False) -> Any:
     except Exception as error:  # torch raises half a dozen kinds for a broken or unsafe file
         raise ModelError(
             f"{path} must be a file of tensors that torch.load(weights_only=True) accepts,"
-            f" got {_told(error, path)}; save model.state_dict()"
+            f" got {_told(error)}; save model.state_dict()"
         ) from error
 
 
-def _told(error: Exception, path: Path) -> str:
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors by name, of a file that holds nothing else.
+
+    Raises:
+        ModelError: the file is missing or broken.
+        SdkMissingError: the package is not installed.
+    """
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise SdkMissingError(
+            f"{path} needs the package safetensors, which is not installed: pip install safetensors"
+        ) from error
+    what = "a file of safetensors"
+    with opened(path, what=what, error=ModelError, most=MOST_BYTES):
+        try:
+            found: dict[str, torch.Tensor] = load_file(path)
+            return found
+        except Exception as error:  # its own error, and whatever torch says of a type
+            said = " ".join(str(error).split())[:200]
+            raise ModelError(f"{path} must be {what}, got: {said}; save it again") from error
+
+
+def _told(error: Exception) -> str:
     """What torch's message comes down to; it is about its own options."""
     said = str(error)
-    if path.suffix == ".safetensors":
-        return "a file of safetensors, which safetensors.torch.load_file reads"
     if "TorchScript" in said:
         return "TorchScript, which torch.jit.load reads"
     if held := _HELD.search(said):
