@@ -15,7 +15,7 @@ import deploy
 import deploy.errors
 from deploy.errors import SdkMissingError
 from deploy.targets import TARGETS
-from deploy.tuning.search import EFFORTS
+from deploy.tuning.effort import EFFORTS
 from deploy.tuning.tune import DEFAULT_EFFORT
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.ort import OrtSession
 from deploy.tuning import behind, judging, probe, unseen
 from deploy.tuning.allowance import Allowance
-from deploy.tuning.search import EFFORTS
+from deploy.tuning.effort import EFFORTS
 from tests.test_tuning import SAME, ran, saved
 
 IMAGES = 100

@@ -18,7 +18,7 @@ from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime import OnnxRuntime
 from deploy.tuning.probe import Noise
-from deploy.tuning.search import Trial
+from deploy.tuning.trial import Trial
 from deploy.tuning.unseen import MANY, unseen
 
 SAME = {"pads": [1, 1, 1, 1]}

@@ -10,9 +10,7 @@
     other methods, whole and in the noisiest groups -> ranges
     float, plain int8 and likely splits, timed -> what is built
 
-Cost weighs both: the logarithm of the time, and 2.5 times what the worst part of the outputs loses
-to noise. A tenth lost is worth a quarter of the time; a part that is all noise costs nearly 2.5,
-more than any int8 wins.
+What a split costs, by time and noise together: `deploy.tuning.trial`.
 """
 
 from __future__ import annotations
@@ -23,124 +21,25 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.errors import BackendError
 from deploy.method import Method
+from deploy.tuning.effort import Effort
 from deploy.tuning.prices import Prices, cheapest
 from deploy.tuning.probe import Noise, Prober
 from deploy.tuning.sensitivity import Group, Sensitivity, groups_of, halves, sensitivity
+from deploy.tuning.trial import COMMON_WEIGHT, Trial
 from deploy.tuning.units import Units
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NEAR = 0.03  # lost of the worst part, about 30 dB: layers in float have no more to win
-COMMON_WEIGHT = 2.5  # weight of noise that is usual
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise beside which time means nothing
 _BETTER = 0.8  # of a group's noise: another method must leave less than this
-_KEEPING = ("lp 3", "minmax")  # searches that clip little
-_UNSEEN = 0.02  # more is lost by others: what they clip is more in inputs that did not calibrate
 
 _TRIED = "tried in float"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How much is tried.
-
-    Attributes:
-        samples: that every trial runs.
-        few: of them, those that say most, which a group alone runs.
-        groups: of layers, to begin with.
-        alone: groups to try alone in int8, at most.
-        whole: splits to try whole, at most.
-        again: splits to try whole once more, where other methods were found, at most.
-        others: methods that are tried again on the best split, those that lose least whole.
-        swaps: noisy groups for which these methods are tried.
-        rounds: how often the search begins again from what it found, while that finds something.
-        calibrations: that all of it may cost, in samples run.
-    """
-
-    samples: int
-    few: int
-    groups: int
-    alone: int
-    whole: int
-    again: int
-    others: int
-    swaps: int
-    rounds: int
-    calibrations: float
-
-    @property
-    def most(self) -> int:
-        """Trials of one round, about."""
-        splits = self.whole + self.again
-        return self.alone + splits + self.others * (1 + self.swaps) + len(COMPARABLE)
-
-
-EFFORTS: dict[int, Effort] = {
-    1: Effort(
-        samples=8, few=2, groups=8, alone=24, whole=4, again=2, others=2, swaps=2, rounds=1,
-        calibrations=5,
-    ),
-    2: Effort(
-        samples=8, few=4, groups=16, alone=80, whole=8, again=8, others=4, swaps=8, rounds=2,
-        calibrations=25,
-    ),
-    3: Effort(
-        samples=8, few=8, groups=64, alone=400, whole=16, again=16, others=4, swaps=32, rounds=8,
-        calibrations=math.inf,
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One thing that was tried whole.
-
-    Attributes:
-        what: in words.
-        in_float: units in float.
-        choices: what it was built with.
-        noise: what it lost.
-        time: predicted, as a share of the float model's.
-        is_float: whether it is the float model, which clips nothing.
-    """
-
-    what: str
-    in_float: frozenset[str]
-    choices: Choices
-    noise: Noise
-    time: float
-    is_float: bool = False
-
-    @property
-    def loss(self) -> float:
-        """Of the task, where the outputs' form tells it; else of the worst part's cosine."""
-        accuracy = self.noise.accuracy
-        if accuracy is None or accuracy.worst is None:
-            return 1.0
-        if accuracy.task is not None:
-            return accuracy.task.lost
-        return 1 - accuracy.worst.cosine_mean
-
-    @property
-    def _caution(self) -> float:
-        """What is lost beside what the samples show."""
-        method = self.choices.method.label if self.choices.method else DEFAULT_METHOD
-        return 0.0 if self.is_float or method in _KEEPING else _UNSEEN
-
-    @property
-    def mean(self) -> float:
-        """What the parts lose in the mean, with caution."""
-        return self.noise.mean + self._caution
-
-    def cost(self, weight: float) -> float:
-        """What the search makes least."""
-        return math.log(max(self.time, 1e-6)) + weight * (self.noise.worst + self._caution)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -498,4 +397,4 @@ def _methods(trial: Trial) -> tuple[str, dict[str, str]]:
     return trial.choices.method.label if trial.choices.method else "", own
 
 
-__all__ = ["COMMON_WEIGHT", "EFFORTS", "Effort", "Search", "Trial"]
+__all__ = ["Search"]

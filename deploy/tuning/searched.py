@@ -20,6 +20,7 @@ from deploy.graph.plan import word_of
 from deploy.method import Method, comparable
 from deploy.progress import Step, phase
 from deploy.tuning.allowance import Allowance
+from deploy.tuning.effort import EFFORTS, Effort
 from deploy.tuning.judging import Judgement, Judging
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.prices import Prices, counted, measured
@@ -27,8 +28,9 @@ from deploy.tuning.probe import LISTED, Heard, Prober
 from deploy.tuning.reasons import BETWEEN, NOT_FASTER, NOT_USABLE, reasons
 from deploy.tuning.samples import alike, as_many, telling
 from deploy.tuning.scores import ranked, telling_scores, with_scores
-from deploy.tuning.search import EFFORTS, Effort, Search, Trial
+from deploy.tuning.search import Search
 from deploy.tuning.timed import TELLING_US, by_the_clock
+from deploy.tuning.trial import Trial
 from deploy.tuning.units import Units, units_of
 from deploy.tuning.unseen import unseen
 from deploy.tuning.usable import Settled, Told, Way, settled

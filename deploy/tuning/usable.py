@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deploy.tuning.judging import Judgement
-    from deploy.tuning.search import Search, Trial
+    from deploy.tuning.search import Search
+    from deploy.tuning.trial import Trial
 
 _TIMED = 3  # splits that are timed
 _KEPT = 1 / 3  # of what int8 wins, as a logarithm, at least, where it is usable but doubtful
