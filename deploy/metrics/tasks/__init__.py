@@ -8,6 +8,7 @@ from deploy.metrics.tasks import (
     axes,
     boxes,
     classes,
+    echoes,
     embeddings,
     heatmaps,
     labels,
@@ -42,14 +43,24 @@ TASKS: dict[str, Callable[[Seen], Task | None]] = {
 def recognised(seen: Seen) -> Task | None:
     """What the outputs are for; None where no form fits for sure.
 
-    Where it does not of all of them, it may of those that are not just fed to the next call.
+    An output that says again what another says is left out. Where no form fits all that is left,
+    one may fit those that are not just fed to the next call.
     """
     if not seen.outputs:
         return None
-    found = _recognised(seen)
+    once = states.without(seen, echoes.unrolled(seen))
+    found = _said_twice(once)
     if found is None and (fed := states.carried(seen)):
-        return _recognised(states.without(seen, fed))
+        return _said_twice(states.without(once, fed))
     return found
+
+
+def _said_twice(seen: Seen) -> Task | None:
+    """The task of scores without their best class, which tell more, or of it without them."""
+    best = echoes.best_of(seen)
+    ways = (best, (), set(best.values())) if best else ((),)
+    found = (_recognised(states.without(seen, left)) for left in ways)
+    return next((task for task in found if task is not None), None)
 
 
 def _recognised(seen: Seen) -> Task | None:

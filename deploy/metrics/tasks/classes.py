@@ -1,13 +1,13 @@
 """Classes: how often the candidate's best class is the float model's.
 
-[N, C] scores. Probabilities (each row sums to 1) are classes for sure; raw numbers are where the
-best stands out as no direction of an embedding does, or where they are few, beyond what a Tanh
-gives, and of a mean that hardly changes from sample to sample, as training moves one score up and
-others down. The fewest may be angles, which have each a usual value: there one must stand off from
-the rest, or what is usual counts for nothing. Of several outputs that are few raw scores each, as
-of the characters of a plate, all have to be surer of their class than numbers of another kind are.
-Other vectors (a place, an embedding, the features of a picture) are not, nor are probabilities of
-steps, of which several are near 1 at once, or [N, T, 1].
+[N, C] scores. Probabilities (each row sums to 1) are classes for sure, as are their logarithms; raw
+numbers are where the best stands out as no direction of an embedding does, or where they are few,
+beyond what a Tanh gives, and of a mean that hardly changes from sample to sample, as training moves
+one score up and others down. The fewest may be angles, which have each a usual value: there one
+must stand off from the rest, or what is usual counts for nothing. Of several outputs that are few
+raw scores each, as of the characters of a plate, all have to be surer of their class than numbers
+of another kind are. Other vectors (a place, an embedding, the features of a picture) are not, nor
+are probabilities of steps, of which several are near 1 at once, or [N, T, 1].
 
 Beside probabilities there may be such, as a face's box or its age: the figure is of the classes
 alone, and what it does not tell is judged as where there is no task.
@@ -28,7 +28,7 @@ from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.examples import ClassExample, Foremost
 from deploy.metrics.tasks.shares import are_raw_tracks, are_tracks, best_share
 from deploy.metrics.tasks.task import Seen, TaskFigure, classes_figure
-from deploy.metrics.whole import are_shares
+from deploy.metrics.whole import are_shares_or_logarithms
 from deploy.tensors import Array
 
 _FEW = 32  # numbers that no embedding makes do with
@@ -73,7 +73,7 @@ def find(seen: Seen) -> Classes | None:
     """The task, where every output is one vector of scores a sample, or some are of shares."""
     vectors = {name: seen.arrays(name) for name in seen.names}
     found = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
-    shares = [name for name in found if all(map(are_shares, _rows(vectors[name])))]
+    shares = [name for name in found if all(map(are_shares_or_logarithms, _rows(vectors[name])))]
     if shares or len(found) < len(vectors):  # beside shares raw scores are numbers as likely
         found = shares
     beside = tuple(name for name in vectors if name not in found)
@@ -89,7 +89,7 @@ def find(seen: Seen) -> Classes | None:
 
 def _are_steps(samples: Sequence[Array]) -> bool:
     """Whether they are steps, as likely: raw scores, or probabilities that are not one class's."""
-    if all(map(are_shares, _rows(samples))):
+    if all(map(are_shares_or_logarithms, _rows(samples))):
         return False
     several = any(one.ndim == 3 or np.count_nonzero(one > 0.5) > 1 for one in samples)
     return are_raw_tracks(samples) or (several and are_tracks(samples))
@@ -115,7 +115,7 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
         return False
     if any(len(row) != len(rows[0]) for row in rows):
         return False
-    if all(map(are_shares, rows)):
+    if all(map(are_shares_or_logarithms, rows)):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
         return _about_zero(np.stack(rows)) and (alone or best_share(np.stack(rows)) > _SURE)
