@@ -84,6 +84,11 @@ class Samples(Protocol):
         """How many images or rows were read to be run, so far."""
         ...
 
+    @property
+    def one_size(self) -> bool:
+        """Whether all samples have one shape, as is known before they are read."""
+        ...
+
     def samples(self) -> Any:
         """An iterator over samples."""
         ...

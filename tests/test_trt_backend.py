@@ -21,6 +21,7 @@ from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import CachePolicy, Tuning, build
+from deploy.targets.spans import Span
 from deploy.targets.tensorrt import builder, engines, live, sdk, session
 from deploy.targets.tensorrt.builder import (
     Engine,
@@ -296,6 +297,16 @@ def test_profiles_open_the_batch_and_fix_the_rest() -> None:
     assert profiles == {
         "x": Profile((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
         "m": Profile((2, 7), (2, 7), (2, 7)),
+    }
+    span = Span(
+        least={"x": (2, 3, 4, 8), "m": (2, 7)},
+        usual=fed,
+        most={"x": (3, 3, 9, 8), "m": (2, 11)},
+        largest=fed,
+    )
+    assert profiles_for(shapes, fed, most_batch=2, span=span) == {
+        "x": Profile((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
+        "m": Profile((2, 7), (2, 7), (2, 11)),
     }
     with pytest.raises(ConfigError, match="must fit"):
         profiles_for({"x": (1, 3)}, {"x": (1, 4)}, most_batch=1)

@@ -331,3 +331,35 @@ def test_an_input_that_shapes_depend_on_is_tuned_for_its_values(tensorrt, run, t
     assert code == 0, err
     assert trt.STORY.configs[0].profile.values == {"size": ((3, 5),) * 3}
     assert trt.STORY.networks[0].inputs[1].is_shape_tensor
+
+
+def test_an_engine_takes_every_length_that_samples_had(tensorrt, run, tmp_path):
+    trt = tensorrt(TEN)
+    rng = np.random.default_rng(4)
+    weights = {
+        "table": rng.standard_normal((9, 6)).astype(np.float32),
+        "w": rng.standard_normal((6, 5)).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["e"], name="look"),
+        helper.make_node("MatMul", ["e", "w"], ["y"], name="product"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "words",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", "length"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", "length", 5])],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    opset = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "m.onnx")
+    (tmp_path / "rows").mkdir()
+    for number, length in enumerate((3, 11, 4, 5)):
+        np.save(tmp_path / "rows" / f"{number}.npy", rng.integers(0, 9, (1, length)))
+    words = ["build", tmp_path / "m.onnx", "--images", tmp_path / "rows"]
+    code, _, err = run(*words, "--target", "tensorrt", "--out", tmp_path / "out", *QUICK)
+    assert code == 0, err
+    profile = trt.STORY.configs[0].profile.shapes
+    assert profile == {"ids": ((1, 3), (1, 4), (2, 11))}
+    lines = (tmp_path / "out" / "m_trtexec.sh").read_text()
+    assert "--minShapes=ids:1x3 --optShapes=ids:1x4 --maxShapes=ids:1x11 " in lines

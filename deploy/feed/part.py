@@ -58,6 +58,11 @@ class Part:
         """How many images of the whole feed were read, so far."""
         return self._feed.decodes
 
+    @property
+    def one_size(self) -> bool:
+        """As of the whole feed."""
+        return self._feed.one_size
+
     def samples(self) -> Stream[Sample]:
         """A stream of them, in the feed's order."""
         return Stream(self._walk)

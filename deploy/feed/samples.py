@@ -90,6 +90,12 @@ class Feed:
         return self._reader.decodes
 
     @property
+    def one_size(self) -> bool:
+        """Whether all samples have one shape, as is known before they are read: pictures'."""
+        sides = None if self.preprocess is None else self.preprocess.size
+        return sides is not None and None not in sides
+
+    @property
     def share(self) -> Share | None:
         """What part of a whole it is; None for all of it."""
         return self._chosen.share

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deploy import atomic
 from deploy.errors import BackendError
@@ -15,6 +15,7 @@ from deploy.progress import phase
 from deploy.targets.ascend.atc import atc_command, outside, shell, whole_path
 from deploy.targets.ascend.readme import readme
 from deploy.targets.script import write_script
+from deploy.targets.spans import Span, span_of
 
 if TYPE_CHECKING:
     from deploy.targets.ascend.atc import AtcOptions
@@ -32,11 +33,12 @@ def write_om(
     Raises:
         BackendError: atc is here and failed.
     """
+    span = span_of(request)
     names = {role: Path(path.name) for role, path in files.items()}  # the folder may move
     command = atc_command(
         names["deploy model"],
         Path(request.name),
-        _shapes(request),
+        dict(span.largest),
         replace(options, extra=tuple(map(whole_path, options.extra))),
         aipp=names.get("AIPP configuration"),
         compression=names.get("compression options"),
@@ -44,12 +46,16 @@ def write_om(
     path = request.folder / f"{request.name}_atc.sh"
     files["atc command"] = write_script(path, f"exec {shell(command)}")
     if options.soc is None:
-        return None, [f"No .om: name the chip with --soc. The command: {shell(command)}"]
-    if which("atc") is None:
-        return None, [f"No .om: {NO_ATC}. The command: {shell(command)}"]
+        why = "name the chip with --soc"
+    elif which("atc") is None:
+        why = NO_ATC
+    else:
+        why = ""
+    if why:
+        return None, [*_one_size(span), f"No .om: {why}. The command: {shell(command)}"]
     engine = run_atc(command, request.folder / f"{request.name}.om")
     files["int8 engine"] = engine
-    return engine, []
+    return engine, _one_size(span)
 
 
 def write_readme(
@@ -94,7 +100,21 @@ def run_atc(command: list[str], engine: Path) -> Path:
     return engine
 
 
-def _shapes(request: BuildRequest) -> dict[str, Any]:
-    """Fixed input shapes: those of a sample."""
-    (first,) = request.feed.first(1)
-    return {name: tuple(array.shape) for name, array in first.items()}
+def _one_size(span: Span) -> list[str]:
+    """That the .om takes one size, where samples had several."""
+    if not span.varies:
+        return []
+    said = ", ".join(
+        f"{name} of {_by(span.least[name])} to {_by(span.most[name])}"
+        for name in span.least
+        if span.least[name] != span.most[name]
+    )
+    return [
+        f"samples had {said}, and an int8 .om takes one shape: that of the largest sample is in"
+        " the command; pad smaller ones as the model was trained with, or make one .om a shape"
+        " with another --input_shape"
+    ]
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))

@@ -22,6 +22,7 @@ from deploy import atomic, stamped
 from deploy.errors import BackendError, ConfigError
 from deploy.progress import phase
 from deploy.reading import read_bytes
+from deploy.targets.spans import Shape, Span
 from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.libraries import stand_ins
 from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
@@ -31,8 +32,6 @@ from deploy.targets.tensorrt.tensor_types import dims, dtype_of
 
 if TYPE_CHECKING:
     import tensorrt as trt
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +179,22 @@ def keep_engine(path: Path, plan: bytes, key: Mapping[str, Any]) -> Path:
 
 
 def profiles_for(
-    shapes: Mapping[str, Sequence[int | str | None]], fed: Mapping[str, Shape], *, most_batch: int
+    shapes: Mapping[str, Sequence[int | str | None]],
+    fed: Mapping[str, Shape],
+    *,
+    most_batch: int,
+    span: Span | None = None,
 ) -> dict[str, Profile]:
     """Input shapes of a model and of what is fed -> a profile for each dynamic input.
 
-    Open dimensions take the fed size; an open first one (the batch) goes from 1 to `most_batch`.
+    Open dimensions take every size of the samples; an open first one (the batch) goes from 1 to
+    `most_batch`.
+
+    Args:
+        shapes: the model's own.
+        fed: what the engine is tuned for.
+        most_batch: as above.
+        span: of all samples; None where all are as `fed`.
 
     Raises:
         ConfigError: what is fed does not fit a fixed dimension.
@@ -201,9 +211,9 @@ def profiles_for(
             )
         if all(fixed):
             continue
-        batch = not fixed[0]
-        least = (1, *got[1:]) if batch else got
-        most = (max(most_batch, got[0]), *got[1:]) if batch else got
+        least, most = (got, got) if span is None else (span.least[name], span.most[name])
+        if not fixed[0]:
+            least, most = (1, *least[1:]), (max(most_batch, got[0], most[0]), *most[1:])
         profiles[name] = Profile(least, got, most)
     return profiles
 

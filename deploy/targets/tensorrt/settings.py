@@ -7,6 +7,7 @@ from typing import Any
 
 from deploy.graph.index import dims, fed_inputs
 from deploy.targets.base import BuildRequest
+from deploy.targets.spans import span_of
 from deploy.targets.tensorrt.asked import Asked
 from deploy.targets.tensorrt.builder import Settings, profiles_for
 from deploy.targets.tensorrt.words import BF16, FP16
@@ -16,10 +17,16 @@ _MOST_VALUES = 64  # of an input that shapes may depend on: far more than one ha
 
 
 def settings_of(asked: Asked, request: BuildRequest) -> Settings:
-    """Settings tuned for the fed batch, or for the largest where TensorRT calibrates in it."""
+    """Settings tuned for the fed batch, or for the largest where TensorRT calibrates in it.
+
+    An engine takes every size that samples had; it is tuned for the usual one, or for that which
+    TensorRT calibrates with.
+    """
     shapes = {i.name: dims(i) or () for i in fed_inputs(request.model.graph)}
-    fed = {name: array.shape for name, array in first_sample(request).items()}
+    span = span_of(request)
+    fed = span.usual
     if asked.calibrator is not None:
+        fed = {name: array.shape for name, array in first_sample(request).items()}
         fed = {
             n: s if isinstance(shapes[n][0], int) else (asked.max_batch, *s[1:])
             for n, s in fed.items()
@@ -28,7 +35,7 @@ def settings_of(asked: Asked, request: BuildRequest) -> Settings:
         fp16=asked.rest == FP16,
         bf16=asked.rest == BF16,
         workspace_mib=asked.workspace_mib,
-        profiles=profiles_for(shapes, fed, most_batch=asked.max_batch),
+        profiles=profiles_for(shapes, fed, most_batch=asked.max_batch, span=span),
         values=_values(first_sample(request)),
         plugins=asked.plugins,
         timing_cache=request.folder / _TIMING,

@@ -196,8 +196,9 @@ def _listed(types: Mapping[str, str]) -> str:
 
 
 def _shape_words(request: BuildRequest) -> list[str]:
-    """`--shapes=...` where an input is dynamic; none where none is."""
+    """`--shapes=...` where an input is dynamic; every size of the samples where these vary."""
     from deploy.graph.index import dims, fed_inputs
+    from deploy.targets.spans import span_of
 
     dynamic = [
         value.name
@@ -206,6 +207,12 @@ def _shape_words(request: BuildRequest) -> list[str]:
     ]
     if not dynamic:
         return []
-    (sample,) = request.feed.first(1)
-    words = (f"{name}:{'x'.join(map(str, sample[name].shape))}" for name in dynamic)
-    return [f"--shapes={','.join(words)}"]
+    span = span_of(request)
+    if not span.varies:
+        return [f"--shapes={_shaped(dynamic, span.usual)}"]
+    sides = {"min": span.least, "opt": span.usual, "max": span.most}
+    return [f"--{side}Shapes={_shaped(dynamic, shapes)}" for side, shapes in sides.items()]
+
+
+def _shaped(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ",".join(f"{name}:{'x'.join(map(str, shapes[name]))}" for name in names)

@@ -1,0 +1,72 @@
+"""Shapes of what is fed, over all samples.
+
+A network of text or sound takes any length; its engine takes those that it was built for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from deploy.graph.index import dims, fed_inputs
+from deploy.progress import phase
+from deploy.targets.base import BuildRequest
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Shapes of the inputs.
+
+    Attributes:
+        least: the smallest size of every dimension.
+        usual: those of the sample that half of all are no larger than.
+        most: the largest size of every dimension.
+        largest: those of the largest sample.
+    """
+
+    least: Shapes
+    usual: Shapes
+    most: Shapes
+    largest: Shapes
+
+    @property
+    def varies(self) -> bool:
+        """Whether samples are of several shapes."""
+        return self.least != self.most
+
+
+def span_of(request: BuildRequest) -> Span:
+    """Of the samples that calibrate, which are read once more where they may differ in size."""
+    key = "span", id(request.feed)  # kept with the feed of this id
+    return request.ranges.once(key, lambda: (request.feed, _span([*_shapes(request)])))[1]
+
+
+def _shapes(request: BuildRequest) -> Iterator[Shapes]:
+    """Of each sample; of the first alone where all are known to be alike."""
+    inputs = (dims(value) or () for value in fed_inputs(request.model.graph))
+    fixed = all(isinstance(size, int) and size > 0 for shape in inputs for size in shape[1:])
+    feed = request.feed
+    samples = feed.first(1) if fixed or feed.one_size else feed.samples()
+    with phase("sizes of the samples", len(feed), "samples") as step:
+        for sample in samples:
+            yield {name: tuple(map(int, array.shape)) for name, array in sample.items()}
+            step()
+
+
+def _span(shapes: list[Shapes]) -> Span:
+    ranked = sorted(shapes, key=_numbers)
+    every = {name: [*zip(*(one[name] for one in shapes), strict=True)] for name in shapes[0]}
+    return Span(
+        least={name: tuple(map(min, sizes)) for name, sizes in every.items()},
+        usual=ranked[(len(ranked) - 1) // 2],
+        most={name: tuple(map(max, sizes)) for name, sizes in every.items()},
+        largest=ranked[-1],
+    )
+
+
+def _numbers(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
