@@ -32,6 +32,11 @@ _ANEW = (
     "ONNX Runtime's are uint8: the same codes 128 higher, and where a tensor of zero point 0 is"
     " never negative, all 255 steps over the same real range"
 )
+_LARGER = 1.25  # times the given file that what cleaning stores, as tables, may make of it
+_GIVEN = (
+    "the float engine is the file that was given: cleaned, with what it computes from constants"
+    " stored, it would be {times:.1f} times as large"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +209,12 @@ class OnnxRuntime:
         decisions, weights = paired.decisions, stored_in(paired.model)
         notes = (*self._notes(decisions), *self._of_trained(request, paired.model, decisions))
         model = paired.engine()
+        data = model.SerializeToString(deterministic=True)
         kind = "int8" if any(d.quantized for d in decisions) else "float"
+        if kind == "float" and (given := _smaller(request, len(data))) is not None:
+            data, notes = given, (*notes, _GIVEN.format(times=len(data) / len(given)))
         path = request.folder / f"{request.name}.{kind}.onnx"
-        atomic.write_bytes(path, model.SerializeToString(deterministic=True))
+        atomic.write_bytes(path, data)
         return Built(
             target=self.name,
             engine=path,
@@ -260,6 +268,21 @@ class OnnxRuntime:
         from deploy.ort import OrtSession
 
         return OrtSession.open(engine, threads=threads)
+
+
+def _smaller(request: BuildRequest, size: int) -> bytes | None:
+    """The file as it was given, where it is much smaller than its cleaned form and as fast.
+
+    None where ONNX Runtime does less for it, computes it in another type, or not at all.
+    """
+    from deploy.frontends.again import file_of
+
+    loaded = request.subject.loaded
+    other = loaded.widened or loaded.restored or loaded.renamed or loaded.listed
+    if other or loaded.source is None or loaded.stamp is None or request.trained is not None:
+        return None
+    given = file_of(loaded)
+    return given if len(given) * _LARGER < size else None
 
 
 @dataclass(frozen=True, slots=True)
