@@ -44,6 +44,17 @@ def frames(path):
     return saved(path, nodes, [1, STEPS, CLASSES], w1=first, w2=second, b2=bias)
 
 
+def silence(path):
+    """The same, far from sure of any class but the first: nothing but that one is fed."""
+    model = onnx.load(frames(path))
+    (bias,) = (one for one in model.graph.initializer if one.name == "b2")
+    values = numpy_helper.to_array(bias).copy()
+    values[0] += 100
+    bias.CopyFrom(numpy_helper.from_array(values, "b2"))
+    onnx.save(model, path)
+    return path
+
+
 def notes(path):
     """How loud each of seven features is, and how much louder than that again."""
     weight = np.zeros((FEATURES - 1, FEATURES, 5))
@@ -145,6 +156,13 @@ def test_steps_that_change_their_class_decide_the_verdict(build):
     code, out, told = build(frames, large=100.0)
     assert told["task"]["value"] < 0.75 and code == 3
     assert f"unusable: {told['task']['count']} steps of FP32's class" in out
+
+
+def test_samples_in_which_nothing_is_found_prove_nothing(build):
+    code, out, told = build(silence)
+    assert told["task"] is None and told["reading"].endswith("next to nothing on these samples")
+    said = "doubtful: the float model finds nothing, or the same everywhere, in all 24 samples"
+    assert code == 0 and said in " ".join(out.split())
 
 
 @pytest.mark.parametrize("large", [1.0, 100.0])

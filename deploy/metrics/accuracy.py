@@ -47,6 +47,7 @@ class Accuracy:
         precision: mean average precision of both, where annotated objects were given.
         task: how much of what the reference says the candidate says; None where the outputs'
             form does not tell what they are for, or the reference said next to nothing.
+        silent: whether the form tells what they are for, and the reference said next to nothing.
     """
 
     samples: int
@@ -62,6 +63,7 @@ class Accuracy:
     task: TaskFigure | None = None
     precision: MeanPrecision | None = None
     reading: str = ""
+    silent: bool = False
     carried: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -213,6 +215,7 @@ class Comparison:
             task=task,
             precision=self._truth.precision(),
             reading=self._truth.reading(),
+            silent=self._truth.silent,
             carried=self._truth.carried,
             problems=tuple(_problems(outputs, self._top1.samples, self._truth.lists)),
             doubts=tuple(self._changes.lost()),

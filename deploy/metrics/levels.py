@@ -92,6 +92,7 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
         yield lost.level, lost.words
     else:
         yield from ((DOUBTFUL, doubt) for doubt in accuracy.doubts)
+        yield from _silent(accuracy)
     worst, beside = accuracy.worst, _beside(accuracy)
     if beside is not None:
         yield _of_part(beside, judged=False)
@@ -163,6 +164,18 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
             DOUBTFUL,
             f"the float model itself is seldom right on its own images: top-1 {100 * right:.2f} %"
             f" of {classes} classes; check --preprocess, --mean, --std, --color and the labels",
+        )
+
+
+def _silent(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
+    """A detector that finds nothing, or a tagger that gives one class to all, shows no loss."""
+    exact = all(output.sqnr_db == math.inf for output in accuracy.outputs)
+    if accuracy.silent and not exact:
+        yield (
+            DOUBTFUL,
+            f"the float model finds nothing, or the same everywhere, in all {accuracy.samples}"
+            " samples, so that what int8 loses of it is not seen; check what is fed, or judge on"
+            " samples that hold what it finds",
         )
 
 

@@ -136,8 +136,14 @@ class Truth:
         task = self._settle().task
         if task is None:
             return "the form of the outputs does not tell what they are for"
-        found = self._metric is not None or self.task() is not None
-        return task.form if found else f"{task.form}; FP32 finds next to nothing on these samples"
+        nothing = "; FP32 finds next to nothing on these samples" if self.silent else ""
+        return task.form + nothing
+
+    @property
+    def silent(self) -> bool:
+        """Whether the form tells what the outputs are for, and FP32 said next to nothing."""
+        known = self._settle().task is not None
+        return known and self._metric is None and self.task() is None
 
     def task(self) -> TaskFigure | None:
         """The task's figure."""
