@@ -103,6 +103,16 @@ def scores(path, *, alike=False):
     return saved(path, nodes, [1, 3], w1=first, w2=second, b2=least)
 
 
+def level(path):
+    """One number a sample, about 100, which hardly varies beside that: an age, a temperature."""
+    made = np.random.default_rng(4)
+    first = made.normal(size=(16, FEATURES, 5))
+    first[:, 0] = 0
+    nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
+    usual = 100 - means_of(first).sum(keepdims=True)
+    return saved(path, nodes, [1, 1], w1=first, w2=np.full((1, 16), 1.0), b2=usual)
+
+
 def switch(path):
     """Whether the features are louder than usual: one probability, hardly ever in between."""
     made = np.random.default_rng(4)
@@ -173,6 +183,17 @@ def test_decisions_of_several_outputs_decide_the_verdict(build, large):
     assert task["figure"] == "steps alike but the usual" and "Steps alike but the usual" in out
     assert (task["value"] > 0.9, code) == ((True, 0) if large == 1 else (False, 3))
     assert "probabilities on FP32's side of 0.5" in out
+
+
+def test_of_numbers_that_hardly_vary_what_varies_is_judged(build):
+    code, out, told = build(level)
+    (part,) = told["parts"]
+    assert code == 0 and part["label"] == "y - its mean" and part["less"] == "its mean"
+    assert 5 < part["sqnr_db"] < told["outputs"][0]["sqnr_db"] - 15
+    assert "good:" in out and "in the worst part, y - its mean" in " ".join(out.split())
+    code, out, told = build(level, large=100.0)
+    assert told["outputs"][0]["sqnr_db"] > 15 > 5 > told["parts"][0]["sqnr_db"]
+    assert code == 0 and "doubtful:" in out
 
 
 def test_one_probability_is_counted_sample_by_sample(build):

@@ -21,8 +21,8 @@ from deploy.metrics.running import sqnr_db
 from deploy.tensors import Array
 
 _PICTURE = 4  # dimensions at least: states of recurrent layers have fewer
-_GIVEN_BACK_DB = 15.0  # what the verdict calls good
-_ROUNDING_DB = 60.0  # a change that is less is none
+GIVEN_BACK_DB = 15.0  # what the verdict calls good
+ROUNDING_DB = 60.0  # a change that is less is none
 LEFT_DB = 5.0  # less of the change is mostly noise
 
 
@@ -64,7 +64,7 @@ class Changes:
             if (name, source) in self.apart or not np.isfinite(signal + change + noise):
                 continue
             given_back, left = sqnr_db(signal, change), sqnr_db(change, noise)
-            if change > 0 and given_back >= _GIVEN_BACK_DB and left < LEFT_DB:
+            if change > 0 and given_back >= GIVEN_BACK_DB and left < LEFT_DB:
                 how = "resized" if (name, source) in self.larger else "given back as it is"
                 yield (
                     f"{left:.1f} dB are left of what the model changes of {source} in {name}:"
@@ -81,7 +81,7 @@ def given_back(samples: Sequence[Array], fed: Sequence[Outputs]) -> str:
                 sum(float(np.square(one, dtype=np.float64).sum()) for one in values)
                 for values in ([one for one, _ in pairs], [less(*pair) for pair in pairs])
             )
-            if change > 0 and _GIVEN_BACK_DB <= sqnr_db(signal, change) <= _ROUNDING_DB:
+            if change > 0 and GIVEN_BACK_DB <= sqnr_db(signal, change) <= ROUNDING_DB:
                 return name
     return ""
 

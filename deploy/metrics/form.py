@@ -6,7 +6,7 @@ is compared must not depend on what the candidate says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,8 @@ from deploy.metrics.parts import SAMPLES, Part, parts_of
 from deploy.metrics.rows import Outputs, batch_length, split
 from deploy.metrics.tasks import Seen, Task, recognised
 from deploy.metrics.tasks.states import carried
+from deploy.metrics.usual import USUAL, less_usual, usual_of
+from deploy.tensors import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +28,25 @@ class Form:
         parts: parts of all outputs, in the outputs' order.
         task: what they are for; None where their form does not tell.
         carried: outputs that the next call is fed -> the inputs that take them.
+        usual: outputs that hardly vary beside what they usually are -> that.
     """
 
     parts: tuple[Part, ...] = ()
     task: Task | None = None
     carried: Mapping[str, str] = field(default_factory=dict)
+    usual: Mapping[str, Array] = field(default_factory=dict)
 
     def told(self, outputs: Outputs, inputs: Outputs) -> Outputs:
-        """Outputs as their parts are measured: those that are changes of an input, less that."""
+        """Outputs as their parts are measured: changes of an input, or of a mean, less that."""
         changed = {part.output: part.less for part in self.parts if part.less}
         if not changed:
             return outputs
-        own = {name: less(outputs[name], inputs[fed]) for name, fed in changed.items()}
+        own = {
+            name: less_usual(outputs[name], self.usual[name])
+            if name in self.usual
+            else less(outputs[name], inputs[fed])
+            for name, fed in changed.items()
+        }
         return {**outputs, **own}
 
 
@@ -49,17 +58,38 @@ def form_of(reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] =
         inputs: what was fed for each of them; without it, each mapping is one sample, and forms
             that need the picture's size are not recognised.
     """
-    seen = _seen(reference_outputs, inputs)
+    every = _seen(reference_outputs, inputs)
+    seen = Seen(every.inputs[:SAMPLES], every.outputs[:SAMPLES])
     if not seen.outputs:
         return Form()
     task = recognised(seen)
     known: Mapping[str, tuple[Part, ...]] = {} if task is None else task.parts
     names = list(reference_outputs[0])
-    found = {name: known[name] if name in known else _parts(name, seen) for name in names}
+    usual = dict(_usual(every, task))
+    found = {
+        name: (Part(output=name, less=USUAL),)
+        if name in usual
+        else known[name]
+        if name in known
+        else _parts(name, seen)
+        for name in names
+    }
     parts = tuple(part for name in names for part in found[name])
     if not parts and task is None:
         parts = tuple(Part(output=name) for name in names)
-    return Form(parts, task, carried(seen))
+    return Form(parts, task, carried(seen), usual)
+
+
+def _usual(seen: Seen, task: Task | None) -> Iterator[tuple[str, Array]]:
+    """Outputs that no task tells of, and that hardly vary in any sample -> what they usually are.
+
+    In all samples that are there: a search looks at those that say most, which are alike in that.
+    """
+    for name in seen.names:
+        told = task is not None and name not in getattr(task, "beside", ())
+        mean = None if told else usual_of(seen.arrays(name))
+        if mean is not None:
+            yield name, mean
 
 
 def _parts(name: str, seen: Seen) -> tuple[Part, ...]:
@@ -75,12 +105,12 @@ def _parts(name: str, seen: Seen) -> tuple[Part, ...]:
 
 
 def _seen(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> Seen:
-    """The first samples, one by one."""
+    """The samples, one by one."""
     fed = list(inputs) or [{} for _ in outputs]
     batches = [batch_length(one) for one in fed[: len(outputs)]]
     rows = [row for one, n in zip(outputs, batches, strict=False) for row in split(one, n)]
     own = [row for one, n in zip(fed, batches, strict=False) for row in split(one, n)]
-    return Seen(own[:SAMPLES], rows[:SAMPLES])
+    return Seen(own, rows)
 
 
 __all__ = ["Form", "form_of"]

@@ -36,7 +36,8 @@ class Part:
         output: its name.
         axis: 1 or -1, the dimension of the rows; None for the whole output.
         start, stop: the rows, half open.
-        less: input that the output gives back but for a small change, which is the part then.
+        less: input that the output gives back but for a small change, which is the part then; or
+            that it is the mean which it hardly leaves.
     """
 
     output: str

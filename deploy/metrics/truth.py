@@ -32,7 +32,7 @@ class PartAccuracy:
         label: such as "scores" or "output0[4:22]".
         output: name of the output it is of.
         sqnr_db, cosine_mean, cosine_min, max_abs_error: as of an output.
-        less: input whose change it is; "" where it is no change.
+        less: input whose change it is, or that it is that of its mean; "" where it is no change.
     """
 
     label: str
