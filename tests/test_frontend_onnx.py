@@ -220,6 +220,72 @@ def test_what_another_node_reads_too_is_not_folded_through_a_move():
     assert types(loaded.model) == ["Conv", "Transpose", "Add", "Mul"]
 
 
+def joined(kinds, *, axis=1, behind="bn", turned=False):
+    """Convs (or what `kinds` says) of x side by side, and an affine node behind their Concat."""
+    nodes, weights, ends = [], [], []
+    for number, kind in enumerate(kinds):
+        weights += [floats(f"w{number}", *((4, 3) if kind == "Conv" else (3, 4)), 1, 1)]
+        reads = ["x"] if kind == "MaxPool" else ["x", f"w{number}"]
+        given = {"kernel_shape": [1, 1]} if kind == "MaxPool" else {}
+        nodes.append(helper.make_node(kind, reads, [f"c{number}"], name=f"n{number}", **given))
+        ends.append(f"c{number}")
+        if turned:
+            ends[-1] = f"t{number}"
+            order = [0, 2, 3, 1]
+            nodes.append(helper.make_node("Transpose", [f"c{number}"], [ends[-1]], perm=order))
+    nodes.append(helper.make_node("Concat", ends, ["joined"], name="concat", axis=axis))
+    channels = sum(3 if kind == "MaxPool" else 4 for kind in kinds) if axis == 1 else 4
+    if behind == "bn":
+        bn, parameters = norm("bn", "joined", "a", channels)
+        bn.name = "bn"
+        nodes, weights = [*nodes, bn], [*weights, *parameters]
+    else:
+        nodes.append(helper.make_node("Mul", ["joined", "k"], ["a"]))
+        weights.append(floats("k", *((4 * len(kinds),) if turned else (channels, 1, 1))))
+    return model_of([*nodes, helper.make_node("Relu", ["a"], ["y"])], weights)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "given", "folds"),
+    [
+        (["Conv", "Conv"], {}, True),  # YOLOv5's BottleneckCSP, MixNet
+        (["Conv", "ConvTranspose", "Conv"], {}, True),
+        (["Conv", "Conv"], {"behind": "Mul"}, True),
+        (["Conv", "Conv"], {"behind": "Mul", "turned": True, "axis": -1}, True),
+        (["Conv", "MaxPool"], {}, False),  # the half that has no weights would stay as it was
+        (["Conv", "Conv"], {"axis": 2}, False),  # one below the other: both have all channels
+    ],
+)
+def test_what_stands_behind_layers_side_by_side_is_folded_into_each(kinds, given, folds):
+    model = joined(kinds, **given)
+    loaded = load(model)
+    left = set(types(loaded.model)) & {"BatchNormalization", "Mul"}
+    assert bool(left) is not folds
+    x = sample(2, 3, 8, 8)
+    np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
+    made = {name for node in loaded.model.graph.node for name in node.output}
+    assert "a" in made
+    old = {"c0", "t0", "joined"} & made  # no old name for what is other than it was
+    assert bool(old) is not folds
+
+
+def test_layers_side_by_side_of_which_one_is_read_elsewhere_keep_what_stands_behind():
+    model = joined(["Conv", "Conv"])
+    model.graph.output.append(float_output("c1"))
+    assert "BatchNormalization" in types(load(model).model)
+
+
+def test_two_nodes_behind_layers_side_by_side_are_both_folded():
+    model = joined(["Conv", "Conv"])
+    del model.graph.node[-1]
+    model.graph.node.append(helper.make_node("Add", ["a", "k"], ["y"]))
+    model.graph.initializer.append(floats("k", 8, 1, 1))
+    loaded = load(model)
+    assert types(loaded.model) == ["Conv", "Conv", "Concat"]
+    x = sample(2, 3, 8, 8)
+    np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_a_node_kept_apart_is_not_folded_and_its_neighbours_are():
     nodes, weights = [], [floats("w", 4, 3, 1, 1), floats("v", 4, 3, 1, 1)]
     for word, weight in (("one", "w"), ("two", "v")):

@@ -69,6 +69,31 @@ def test_what_amct_is_to_find_apart_from_its_layer_stays_apart_behind_a_move(bar
     assert [node.op_type for node in found.graph.node].count("Add") == left
 
 
+@pytest.mark.parametrize("kept", [{"bare": ("other",)}, {"skipped": ("conv",)}, {}])
+def test_what_amct_is_to_find_apart_stays_apart_behind_layers_side_by_side(kept):
+    """Also where the configuration names but one of them."""
+    nodes = [
+        CONV,
+        helper.make_node("Conv", ["x", "w"], ["d"], name="other"),
+        helper.make_node("Concat", ["c", "d"], ["cd"], name="concat", axis=1),
+        helper.make_node("BatchNormalization", ["cd", *["k"] * 4], ["y"], name="norm"),
+    ]
+    held = {"w": np.ones((4, 3, 1, 1)), "k": np.ones(8)}
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 4, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 8, 4, 4])],
+        [numpy_helper.from_array(np.float32(value), name) for name, value in held.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    subject = SimpleNamespace(unfolded=SimpleNamespace(model=model))
+    config = SimpleNamespace(do_fusion=True, skip_fusion_layers=kept.get("skipped", ()))
+    found, _ = unfused(subject, config, bare=kept.get("bare", ()))
+    left = [node.op_type for node in found.graph.node].count("BatchNormalization")
+    assert left == (1 if kept else 0)
+
+
 def test_a_build_runs_a_conv1d_of_keras_in_int8_from_one_layer_to_the_next(run, tmp_path):
     """Conv, Squeeze, Add, Relu, Unsqueeze, Conv: the Add between them was float, and the Relu."""
     rng = np.random.default_rng(0)

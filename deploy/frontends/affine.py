@@ -8,7 +8,7 @@ exports leave after Conv, ConvTranspose and Gemm:
 
 The layer then gives the tensor that the folded node gave, under its name. Where nodes that only
 move values stand between the two, the last of them gives it, and what is before it, which is other
-than it was, gets names of its own.
+than it was, gets names of its own. Behind layers side by side each takes in its own channels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploy.frontends.checks import to_array
-from deploy.frontends.moved import Moved, layer_behind
+from deploy.frontends.moved import Joined, layers_behind
 from deploy.graph.edit import replace_nodes, unused
 from deploy.graph.index import attributes, users
 
@@ -38,8 +38,8 @@ NORM = "BatchNormalization"
 def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Counter[str]:
     """Fold what can be folded exactly, in place; counts the folded nodes by their type.
 
-    A node stays where its input is not that of a layer with constant weights, or where
-    something else needs that input too.
+    A node stays where its input is not that of a layer with constant weights, or of such layers
+    side by side, or where something else needs that input too.
 
     Args:
         graph: whose nodes have names of their own, where some are to stay.
@@ -53,13 +53,13 @@ def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Count
     taken, fresh = {*weights, *counts, *makers}, set[str]()
     for node in graph.node:
         source = "" if node.name in apart else _varying_input(node, weights)
-        moved = layer_behind(source, makers, counts, _INTO)
-        if moved is None or not _fold(graph, weights, counts, moved, node):
+        joined = layers_behind(source, makers, counts, _INTO)
+        if joined is None or not _fold(graph, weights, counts, joined, node):
             kept.append(node)
             continue
         folded[node.op_type] += 1
-        _rename(moved, node.output[0], counts, taken, fresh)
-        makers |= {name: one for one in (moved.layer, *moved.moves) for name in one.output}
+        _rename(joined, node.output[0], counts, taken, fresh)
+        makers |= {name: one for one in joined.nodes for name in one.output}
     if folded:
         replace_nodes(graph, kept)
     return folded
@@ -83,55 +83,73 @@ def _fold(
     graph: onnx.GraphProto,
     weights: dict[str, onnx.TensorProto],
     counts: dict[str, int],
-    moved: Moved,
+    joined: Joined,
     node: onnx.NodeProto,
 ) -> bool:
-    """Fold one pair where that is exact; says whether it did."""
-    layer = moved.layer
-    weight = _constant(weights, layer.input[1])
-    bias = _constant(weights, layer.input[2]) if _has_bias(layer) else None
-    if weight is None or (bias is None and _has_bias(layer)):
+    """Fold a node into one layer, or into several, where that is exact; says whether it did."""
+    layers = [part.layer for part in joined.parts]
+    held = [_constant(weights, layer.input[1]) for layer in layers]
+    arrays = [array for array in held if array is not None]
+    biases = [_constant(weights, one.input[2]) if _has_bias(one) else None for one in layers]
+    known = [
+        bias is not None or not _has_bias(one) for one, bias in zip(layers, biases, strict=True)
+    ]
+    if len(arrays) < len(layers) or not all(known):
         return False
-    # A negative variance or a huge gamma gives NaN or Inf: then the layer is left as it was.
+    # A negative variance or a huge gamma gives NaN or Inf: then the layers are left as they were.
     with np.errstate(all="ignore"):
-        place = moved.axis(weight.ndim, weights)
-        affine = place and _affine(node, weights, _channels(layer, weight), *place)
+        place = joined.axis([array.ndim for array in arrays], weights)
+        wide = [_channels(*one) for one in zip(layers, arrays, strict=True)]
+        affine = place and _affine(node, weights, sum(wide), *place)
         if not affine:
             return False
-        wide = (_scaled_weight(layer, weight, affine[0]), _moved_bias(layer, bias, *affine))
-        fresh = [a.astype(weight.dtype) for a in wide if a is not None]
-    if len(fresh) < 2 or not all(np.isfinite(a).all() for a in fresh):
+        own = zip(*(np.split(values, np.cumsum(wide)[:-1]) for values in affine), strict=True)
+        made = [_taken_in(*one) for one in zip(layers, arrays, biases, own, strict=True)]
+    fresh = [pair for pair in made if pair is not None]
+    if len(fresh) < len(layers):
         return False
-    _set(graph, weights, counts, layer, 1, fresh[0], layer.input[1])
-    bias_name = layer.input[2] if _has_bias(layer) else f"{node.output[0]}_bias"
-    _set(graph, weights, counts, layer, 2, fresh[1], bias_name)
-    for attribute in layer.attribute:
-        if attribute.name == "beta":  # of a Gemm: it is in the new bias
-            attribute.f = 1.0
+    for layer, (weight, bias) in zip(layers, fresh, strict=True):
+        _set(graph, weights, counts, layer, 1, weight, layer.input[1])
+        of_its_own = unused(f"{node.output[0]}_bias", weights)
+        bias_name = layer.input[2] if _has_bias(layer) else of_its_own
+        _set(graph, weights, counts, layer, 2, bias, bias_name)
+        for attribute in layer.attribute:
+            if attribute.name == "beta":  # of a Gemm: it is in the new bias
+                attribute.f = 1.0
     return True
 
 
+def _taken_in(
+    layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any] | None, affine: Affine
+) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    """The layer's weight and bias behind what its channels were multiplied by and moved by."""
+    scaled, moved = _scaled_weight(layer, weight, affine[0]), _moved_bias(layer, bias, *affine)
+    if scaled is None or moved is None:
+        return None
+    fresh = scaled.astype(weight.dtype), moved.astype(weight.dtype)
+    return fresh if all(np.isfinite(array).all() for array in fresh) else None
+
+
 def _rename(
-    moved: Moved, last: str, counts: dict[str, int], taken: set[str], fresh: set[str]
+    joined: Joined, last: str, counts: dict[str, int], taken: set[str], fresh: set[str]
 ) -> None:
     """Let the last node give a tensor of that name, and those before it what nothing else gives.
 
     Args:
-        moved: a layer into which a node was folded.
+        joined: layers into which a node was folded.
         last: what that node gave.
         counts: tensor -> its readers, to which new names are added.
         taken: names of all tensors, to which new ones are added.
         fresh: names that were given here, which stay.
     """
-    chain = [moved.layer, *moved.moves]
-    for node, after in zip(chain, moved.moves, strict=False):
+    for node, after, place in joined.links():
         if node.output[0] not in fresh:
             name = unused(f"{node.output[0]}_folded", taken)
             counts[name] = 1
             taken.add(name)
             fresh.add(name)
-            node.output[0] = after.input[0] = name
-    chain[-1].output[0] = last
+            node.output[0] = after.input[place] = name
+    joined.nodes[-1].output[0] = last
 
 
 def _affine(

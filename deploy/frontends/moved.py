@@ -1,14 +1,15 @@
-"""Where a layer's channels are behind nodes that only move values.
+"""Where a layer's channels are behind nodes that only move values, or lay them side by side.
 
 ::
 
     Conv [N, C, 1, T] -- Squeeze(2) [N, C, T] -- Add [C, 1]             Conv1D of Keras
     Conv [N, C, H, W] -- Transpose(0, 2, 3, 1) [N, H, W, C] -- Add [C]  a model of NHWC
+    Conv, Conv -- Concat [N, C + D, H, W] -- BatchNormalization         YOLOv5's CSP, MixNet
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,67 @@ class Moved:
         return (axes.index(1), len(axes)) if 1 in axes else None
 
 
-def layer_behind(
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A layer, or those whose channels a Concat lays side by side, and what moves them.
+
+    Attributes:
+        parts: in the order of their channels.
+        concat: None behind one layer.
+    """
+
+    parts: tuple[Moved, ...]
+    concat: onnx.NodeProto | None = None
+
+    @property
+    def nodes(self) -> tuple[onnx.NodeProto, ...]:
+        """All of them; the last one makes the tensor behind."""
+        own = (node for part in self.parts for node in (part.layer, *part.moves))
+        return (*own, *(() if self.concat is None else (self.concat,)))
+
+    def links(self) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto, int]]:
+        """Each of them but the last, the one that reads it, and at which input."""
+        for number, part in enumerate(self.parts):
+            chain = (part.layer, *part.moves)
+            yield from ((node, after, 0) for node, after in zip(chain, part.moves, strict=False))
+            if self.concat is not None:
+                yield chain[-1], self.concat, number
+
+    def axis(
+        self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
+    ) -> tuple[int, int] | None:
+        """As `Moved.axis`; None too where the Concat is along another axis.
+
+        Args:
+            ranks: of what each layer makes.
+            constants: that give Squeeze and Unsqueeze their axes.
+        """
+        places = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
+        place = places.pop()
+        if places or place is None or self.concat is None:
+            return None if places else place
+        axis, rank = place
+        return place if attributes(self.concat).get("axis") in (axis, axis - rank) else None
+
+
+def layers_behind(
+    tensor: str,
+    makers: Mapping[str, onnx.NodeProto],
+    readers: Mapping[str, int],
+    layers: Sequence[str],
+) -> Joined | None:
+    """The layers of these types that make a tensor: one, or all that a Concat reads."""
+    made = makers.get(tensor)
+    concat = made if made is not None and made.op_type == "Concat" else None
+    if concat is not None and readers[tensor] != 1:
+        return None
+    ends = (tensor,) if concat is None else concat.input
+    found = [_layer_behind(end, makers, readers, layers) for end in ends]
+    parts = tuple(part for part in found if part is not None)
+    return Joined(parts, concat) if len(parts) == len(ends) > 0 else None
+
+
+def _layer_behind(
     tensor: str,
     makers: Mapping[str, onnx.NodeProto],
     readers: Mapping[str, int],

@@ -42,15 +42,16 @@ def unfused(
     if not config.do_fusion:
         return model, graph
     names = {*config.skip_fusion_layers, *bare}
-    ends = {n.output[0]: n.name for n in model.graph.node if n.name in names}
+    ends = {n.output[0]: n.name in bare for n in model.graph.node if n.name in names}
     for n in model.graph.node:  # a node is folded through what only moves values, too
-        if n.op_type in MOVES and n.input[0] in ends:
-            ends[n.output[0]] = ends[n.input[0]]
+        found = [ends[tensor] for tensor in n.input if tensor in ends]
+        if found and (n.op_type in MOVES or n.op_type == "Concat"):
+            ends[n.output[0]] = any(found)
     apart = {
         n.name
         for n in model.graph.node
         for end in n.input
-        if end in ends and (n.op_type == NORM or ends[end] in bare)
+        if end in ends and (n.op_type == NORM or ends[end])
     }
     fold_affine(model.graph, apart=apart)
     return prepared(model)
