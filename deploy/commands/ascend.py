@@ -332,7 +332,6 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where, json_path: Pat
 
 def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:
     from deploy.frontends import load
-    from deploy.targets.ascend.layers import find_layers, name_nodes
+    from deploy.targets.ascend.settled import prepared
 
-    model = name_nodes(load(path).model)
-    return model, find_layers(model)
+    return prepared(load(path).model)

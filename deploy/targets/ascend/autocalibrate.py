@@ -21,6 +21,7 @@ from deploy.targets.ascend.losses import Budget, Losses
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.rounder import Rounder
+from deploy.targets.ascend.shared import own_of
 from deploy.targets.ascend.variants import (
     CONFIGURED,
     balanced_over,
@@ -156,5 +157,6 @@ def _write(result: Searched, plan: RecordPlan, folder: Path, subject: Subject) -
         folder,
         subject,
         halves=halves_of(subject),
+        shared=own_of(plan.graph.layers.values(), plan.graph),
     )
     return [*written, *models.values()]

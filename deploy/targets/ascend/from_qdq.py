@@ -72,6 +72,7 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
     """
     from deploy.frontends import load
     from deploy.frontends.metadata import carried_of
+    from deploy.targets.ascend.settled import prepared
 
     carried = carried_of(quantized, path)
     model = named(quantized)
@@ -79,8 +80,9 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
     while True:
         plain = without_pairs(model, taken, keep_rounding=keep_rounding)
         loaded = load(plain.model, fold_batchnorm=False)
-        loaded = replace(loaded, name=path.stem, carried=carried)
-        graph, layers, changed, unfit = _quantized(loaded.model, taken)
+        own, graph = prepared(loaded.model)
+        loaded = replace(loaded, model=own, name=path.stem, carried=carried)
+        layers, changed, unfit = _quantized(own, graph, taken)
         if len(layers) == len(taken):
             break
         why |= {n: unfit[n] for n in taken if n in unfit}
@@ -109,13 +111,11 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
 
 
 def _quantized(
-    model: onnx.ModelProto, taken: Mapping[str, Taken]
-) -> tuple[LayerGraph, dict[str, QuantLayer], dict[str, str], dict[str, str]]:
-    """Layers, integers of those taken that fit, what became of these, why others do not fit."""
-    from deploy.targets.ascend.layers import find_layers
+    model: onnx.ModelProto, graph: LayerGraph, taken: Mapping[str, Taken]
+) -> tuple[dict[str, QuantLayer], dict[str, str], dict[str, str]]:
+    """Integers of those taken that fit, what became of these, why others do not fit."""
     from deploy.targets.ascend.quant_layer import quantize_fitting
 
-    graph = find_layers(model)
     index = Graph(model)
     records, changed, unfit = {}, {}, {}
     for name, layer in graph.layers.items():
@@ -127,7 +127,7 @@ def _quantized(
             continue
         records[name], changed[name] = _record(one, layer.name, graph, index)
     layers, outside = quantize_fitting(model, graph, records)
-    return graph, layers, {name: changed[name] for name in layers}, unfit | outside
+    return layers, {name: changed[name] for name in layers}, unfit | outside
 
 
 def _record(one: Taken, name: str, graph: LayerGraph, index: Graph) -> tuple[LayerRecord, str]:

@@ -45,6 +45,7 @@ ALIASES = {
     "AvgPool2d": ("AveragePool",),
 }
 POINTS = {"Add": 2, "MaxPool": 1}  # whose inputs tensor_quantize takes, and how many there are
+SHARED = "its weight is shared with another node"
 _TWO = "neither factor is a constant: int8 only where a configuration names it"
 AMCT_OPS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
 
@@ -146,6 +147,7 @@ class LayerGraph:
         ops: node name -> op type, of all nodes.
         offered: layers and inputs that must be asked for by name.
         unfit: inputs of Add and MaxPool that cannot be asked for -> reason.
+        shared: weight that a layer was given of its own -> the one that it shared.
     """
 
     layers: dict[str, Layer]
@@ -153,6 +155,7 @@ class LayerGraph:
     ops: dict[str, str] = field(default_factory=dict)
     offered: dict[str, Layer] = field(default_factory=dict)
     unfit: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
 
     @property
     def known(self) -> dict[str, Layer]:
@@ -303,7 +306,7 @@ def _refuse_weight(
     if weight.data_type != 1:
         return "its weight must be float32"
     if len(index.readers[node.input[1]]) > 1:
-        return "its weight is shared with another node"
+        return SHARED
     if node.op_type == "Conv" and rank not in (3, 4, 5):
         return f"a Conv weight must be 3-D to 5-D, got {rank}-D"
     if node.op_type == "ConvTranspose" and rank != 4:

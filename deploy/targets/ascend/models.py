@@ -30,6 +30,7 @@ def write_models(
     *,
     cann: str = DEFAULT,
     halves: Collection[str] = (),
+    shared: Collection[str] = (),
 ) -> dict[str, Path]:
     """Config, record, mapping and the models; all is made before anything is written.
 
@@ -43,6 +44,7 @@ def write_models(
             does not know for the models that it does not run.
         cann: whose parser reads the models that ONNX Runtime does not run.
         halves: tensors that stay in float16, from `deploy.targets.ascend.half.halves_of`.
+        shared: layers that share their weights in the model as it was given.
 
     Returns:
         Role -> path.
@@ -50,7 +52,7 @@ def write_models(
     Raises:
         ExportError: a file cannot be written, or a node not for this CANN.
     """
-    made = list(_contents(model, layers, config, records, subject, cann, halves))
+    made = list(_contents(model, layers, config, records, subject, cann, halves, shared))
     return {
         role: atomic.write_bytes(folder / f"{subject.loaded.name}_{ending}", data)
         for role, ending, data in made
@@ -65,6 +67,7 @@ def _contents(
     subject: Subject,
     cann: str,
     halves: Collection[str],
+    shared: Collection[str],
 ) -> Iterator[tuple[str, str, bytes]]:
     from deploy.targets.ascend.amct_qdq import amct_qdq_model
     from deploy.targets.ascend.deploy_model import deploy_model
@@ -94,7 +97,7 @@ def _contents(
         ("Q/DQ model", "amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
     ):
         yield role, ending, stripped(made).SerializeToString(deterministic=True)
-    if any(record.rounded is not None for record in records.values()):
+    if shared or any(record.rounded is not None for record in records.values()):
         modified = stripped(loaded.whole(modified_model(model, layers)))
         yield (
             "modified model",

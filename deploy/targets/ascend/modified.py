@@ -1,7 +1,8 @@
 """<prefix>_modified_model.onnx: the float model with the weights that AdaRound rounded.
 
 As in AMCT, whose quantize_model leaves such a model beside the record: a record holds scales alone,
-and only with these weights do they give the codes again.
+and only with these weights do they give the codes again. It is left too where layers shared their
+weights, which AMCT refuses: here each has its own.
 """
 
 from __future__ import annotations

@@ -18,11 +18,17 @@ _MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
 
 
 def prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
-    """The model, each node with a name of its own, and its layers."""
-    from deploy.targets.ascend.layers import find_layers, name_nodes
+    """The model, each node with a name and each layer with a weight of its own, and its layers."""
+    from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
+    from deploy.targets.ascend.shared import with_own_weights
 
     named = name_nodes(model)
-    return named, find_layers(named)
+    graph = find_layers(named)
+    shared = {name for name, reason in graph.refused.items() if reason == SHARED}
+    if not shared:
+        return named, graph
+    own = with_own_weights(named, shared)
+    return named, replace(find_layers(named), shared=own)
 
 
 def unfused(
@@ -71,10 +77,11 @@ def planned(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
     """What AMCT quantizes by default, as a plan; its pairs stand on the inputs of layers."""
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import Pair, Plan, reasons
+    from deploy.targets.ascend.shared import as_given
 
     kept = reasons(float_nodes)
     named, graph = prepared(model)
-    chosen = {name: layer for name, layer in graph.layers.items() if name not in kept}
+    chosen = {name: layer for name, layer in as_given(graph).items() if name not in kept}
     readers: dict[str, tuple[str, ...]] = {}
     for layer in chosen.values():
         readers[layer.input] = (*readers.get(layer.input, ()), layer.node)

@@ -319,9 +319,11 @@ class Ascend:
         from deploy.targets.ascend.half import halves_of
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import stored_of
+        from deploy.targets.ascend.shared import own_of
         from deploy.targets.ascend.verify import tried
 
         halves = halves_of(request.subject)
+        shared = own_of((one.layer for one in recipe.layers.values()), recipe.graph)
         files = write_models(
             recipe.model,
             recipe.layers,
@@ -331,10 +333,12 @@ class Ascend:
             request.subject,
             cann=self.cann,
             halves=halves,
+            shared=shared,
         )
         of_widths = (*told.widths(recipe.records), *told.halves(recipe.layers, halves))
         narrow = told.narrow(recipe, self.atc_flags)
         notes = [*recipe.notes, *chips(recipe.layers), *of_widths, *narrow]
+        notes += told.shared(shared, request.name)
         notes.append(tried(recipe.model, recipe.layers, request))
         host: list[str] = []
         if self.aipp or self.first_layer_int8:

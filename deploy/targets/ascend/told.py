@@ -67,6 +67,21 @@ def narrow(recipe: Recipe, flags: Collection[str]) -> Iterator[str]:
         )
 
 
+def shared(names: Collection[str], model: str) -> Iterator[str]:
+    """A sentence on layers that share weights, and what AMCT is to be given.
+
+    Args:
+        names: of the layers.
+        model: name of the files.
+    """
+    if names:
+        yield (
+            f"{named(names)} share weights with other nodes, and have their own in the files."
+            " AMCT itself refuses such layers: with this config or record give it"
+            f" {model}_modified_model.onnx."
+        )
+
+
 def halves(layers: Mapping[str, QuantLayer], names: Collection[str]) -> Iterator[str]:
     """A sentence on layers between float16 tensors, whose names are given."""
     found = [name for name, one in layers.items() if one.layer.output in names]
