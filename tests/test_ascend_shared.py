@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.ort import OrtSession
-from deploy.targets.ascend.layers import find_layers, name_nodes
+from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
 from deploy.targets.ascend.settled import planned, prepared
 
 
@@ -135,6 +135,14 @@ def test_a_plan_speaks_of_the_weights_of_the_model_that_it_is_of():
     assert len({layer.weight for layer in graph.layers.values()}) == 4
     assert {one.name for one in planned(model).weights} == {"w", "v"} < held
     assert len(own.graph.initializer) == len(model.graph.initializer) + 2  # one keeps what there is
+
+
+def test_copies_that_would_fill_the_file_are_not_made(monkeypatch):
+    """All layers of one weight stay as they are then, and say why."""
+    monkeypatch.setattr("deploy.targets.ascend.shared._MOST", 4 * 2 * 8 * 6)
+    _, graph = prepared(name_nodes(two_pictures()))
+    assert graph.layers.keys() == {"left/gemm", "right/gemm"}
+    assert {graph.refused[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
 
 
 def test_a_trained_model_of_pairs_keeps_its_layers_of_one_weight_in_int8(run, tmp_path):

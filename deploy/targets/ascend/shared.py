@@ -12,7 +12,9 @@ cells that are written out step by step would stay in float, whole models of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,9 +26,14 @@ if TYPE_CHECKING:
 
     from deploy.targets.ascend.layers import Layer, LayerGraph
 
+_MOST = 1 << 29  # bytes of copies in float32: a file holds 2 GiB
+
 
 def with_own_weights(model: onnx.ModelProto, nodes: Collection[str]) -> dict[str, str]:
     """Give each of these nodes a weight that it alone reads, in place.
+
+    All that share a weight get one, or none where the copies would be too large: a cell that is
+    written out for hundreds of steps.
 
     Args:
         model: every node has a name of its own.
@@ -36,19 +43,32 @@ def with_own_weights(model: onnx.ModelProto, nodes: Collection[str]) -> dict[str
         Name of a new weight -> the one that it is a copy of.
     """
     index, readers = Graph(model), users(model.graph)
+    sharing = [node for node in model.graph.node if node.name in nodes]
+    few = _affordable(Counter(node.input[1] for node in sharing), index.constants)
     taken = {*readers, *index.constants, *index.producer}
     made: dict[str, str] = {}
-    for node in model.graph.node:
-        if node.name not in nodes or readers[node.input[1]] < 2:
+    for node in sharing:
+        shared = node.input[1]
+        if shared not in few or readers[shared] < 2:
             continue
-        shared, own = node.input[1], unused(f"{node.name}.weight", taken)
         tensor = copied(index.constants[shared])
-        tensor.name = own
+        tensor.name = unused(f"{node.name}.weight", taken)
         model.graph.initializer.append(tensor)
-        taken.add(own)
+        taken.add(tensor.name)
         readers[shared] -= 1
-        node.input[1], made[own] = own, shared
+        node.input[1], made[tensor.name] = tensor.name, shared
     return made
+
+
+def _affordable(wanted: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]) -> set[str]:
+    """Weights of which there may be so many, those first that add least."""
+    bytes_of = {name: 4 * math.prod(constants[name].dims) * wanted[name] for name in wanted}
+    found, total = set(), 0
+    for name in sorted(bytes_of, key=bytes_of.__getitem__):
+        total += bytes_of[name]
+        if total <= _MOST:
+            found.add(name)
+    return found
 
 
 def own_of(layers: Iterable[Layer], graph: LayerGraph) -> list[str]:
