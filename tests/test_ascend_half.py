@@ -159,6 +159,23 @@ def test_a_mixed_model_is_built(files, tmp_path):
     assert a.dtype == b.dtype == np.float16 and np.abs(a - b).max() <= 2e-3
 
 
+def test_a_cast_at_the_end_may_be_named_after_what_it_reads(files, tmp_path):
+    """As onnxconverter_common names it with keep_io_types: the fake-quant model did not load."""
+    model = onnx.load(HALF)
+    (end,) = model.graph.output
+    for node in model.graph.node:
+        node.output[:] = ["end" if name == end.name else name for name in node.output]
+        node.input[:] = ["end" if name == end.name else name for name in node.input]
+    model.graph.node.append(helper.make_node("Cast", ["end"], [end.name], name="end", to=F32))
+    end.type.tensor_type.elem_type = F32
+    onnx.save(model, tmp_path / "cast.onnx")
+    _, deploy, fake = files(("build",), tmp_path / "cast.onnx", *BUILD)
+    for path in (deploy, fake):
+        names = [node.name for node in onnx.load(path).graph.node]
+        assert len(names) == len(set(names)) and "end" in names
+    assert OrtSession.open(fake).run({"x": X[:1]})[end.name].dtype == np.float32
+
+
 def test_an_input_that_is_moved_in_int8_is_float16_again(files, tmp_path):
     """AscendAntiQuant gives what AscendQuant read: dtype 1, and no Cast in front of the Add."""
     config = tmp_path / "my.cfg"

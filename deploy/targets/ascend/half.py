@@ -85,6 +85,7 @@ class _Narrowing:
         self.twins: dict[tuple[str, int], str] = {}  # (tensor, type) -> the same in that type
         self.constants: dict[str, onnx.TensorProto] = {}
         self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}
+        self.nodes = {node.name for node in model.graph.node}
 
     def run(self) -> None:
         """Type every node's tensors, then drop casts and constants that nothing reads."""
@@ -145,7 +146,7 @@ class _Narrowing:
             self.half.add(name)
             if kind not in half:
                 node.output[place] = self.own(f"{name}.float32")
-                after.append(_cast(node.output[place], name, _HALF))
+                after.append(self.to(node.output[place], name, _HALF))
         yield node
         yield from after
 
@@ -167,7 +168,7 @@ class _Narrowing:
             made = self.own(f"{name}.float{16 if dtype == _HALF else 32}")
             self.twins[key] = made
             if constant is None:
-                yield _cast(name, made, dtype)
+                yield self.to(name, made, dtype)
             else:
                 self.constants[made] = _narrow(constant, made)
         node.input[place] = self.twins[key]
@@ -197,6 +198,12 @@ class _Narrowing:
             self.constants[name] = self.constants.pop(made)
             self.constants[name].name = name
 
+    def to(self, start: str, end: str, dtype: int) -> onnx.NodeProto:
+        """A Cast, named after what it gives; a converter's may be named after what it reads."""
+        name = unused(end, self.nodes)
+        self.nodes.add(name)
+        return helper.make_node("Cast", [start], [end], name=name, to=dtype)
+
     def own(self, wanted: str) -> str:
         """A name that no tensor has."""
         name = unused(wanted, self.names)
@@ -219,10 +226,6 @@ def _set_dtype(node: onnx.NodeProto) -> None:
 
 def _is_cast(node: onnx.NodeProto, dtype: int) -> bool:
     return node.op_type == "Cast" and attributes(node)["to"] == dtype
-
-
-def _cast(start: str, end: str, dtype: int) -> onnx.NodeProto:
-    return helper.make_node("Cast", [start], [end], name=end, to=dtype)
 
 
 def _narrow(constant: onnx.TensorProto, name: str) -> onnx.TensorProto:
