@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _NOTHING_DB = 60.0  # nor is what leaves more, whatever its share
 # why a node is float
 NOISE, TIME, CONSEQUENCE, WHOLE, RULE = "noise", "time", "consequence", "whole", "rule"
 _NOISY, _SLOWER = "alone in ", "slower in int8"
+NO_SUMS: Mapping[str, str] = MappingProxyType({})
 BETWEEN = "to and fro would cost more than it wins"
 NOT_FASTER = "int8 as a whole is not faster, or not by enough"
 NOT_USABLE = "no split of the model in int8 is usable"
@@ -33,6 +35,7 @@ def reasons(
     word: str,
     refused: Collection[str] = (),
     *,
+    sums: Mapping[str, str] = NO_SUMS,
     otherwise: str = BETWEEN,
 ) -> dict[str, str]:
     """Node in float -> why, in the model's order.
@@ -44,12 +47,13 @@ def reasons(
         found: what groups lose alone.
         word: what a node would run in else.
         refused: units that cannot.
+        sums: Adds that stay float for what they lose in all -> that in words.
         otherwise: what is said of units that are in float for the sake of others.
     """
     said = {
         unit: f"it cannot be run in {word}"
         if unit in refused
-        else _noise(unit, found, word) or _time(unit, prices) or otherwise
+        else sums.get(unit) or _noise(unit, found, word) or _time(unit, prices) or otherwise
         for unit in units.members
         if unit in best.in_float
     }

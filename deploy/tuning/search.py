@@ -3,6 +3,7 @@
 ::
 
     every method, all in int8            -> the best one
+    Adds in float, the layers in int8    -> whether they stay so, where time is not measured
     groups alone in int8, halved         -> noise of each layer
     kernels of both models, or products  -> price of each unit
     least price + weight * noise         -> one split a weight, from "fastest" to "all in float"
@@ -38,6 +39,7 @@ _NEAR = 0.03  # lost of the worst part, about 30 dB: layers in float have no mor
 _WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
 _DEAREST = 100.0  # weight of noise beside which time means nothing
 _BETTER = 0.8  # of a group's noise: another method must leave less than this
+_WON = 0.1  # of the worst part, by Adds in float: what is worth a quarter of the time
 
 _TRIED = "tried in float"
 
@@ -58,9 +60,11 @@ class Search:
         weight: what noise costs beside time; 2.5 by default.
         rounded: whether the weights of its trials are rounded; None where nobody asks for it.
         or_float: whether a split may be the float model.
+        sums: units of Adds that hold no weights: the stream of a residual network.
         trials: what was tried whole and could be run, in order.
         sensitivity: noise of the groups, once it was looked for.
         refused: layers that stay float since they cannot be run otherwise.
+        kept_sums: `sums`, where they stay float for what they lose in all, and why.
     """
 
     units: Units
@@ -73,9 +77,11 @@ class Search:
     weight: float = COMMON_WEIGHT
     rounded: bool | None = None
     or_float: bool = True
+    sums: frozenset[str] = frozenset()
     trials: list[Trial] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
     refused: frozenset[str] = frozenset()
+    kept_sums: Mapping[str, str] = field(default_factory=dict)
 
     def run(self) -> Trial:
         """The best trial.
@@ -89,6 +95,7 @@ class Search:
         if base.noise.worst < _NEAR:
             self._try_splits(base, {})
             return self.best
+        base = self._without_sums(base)
         for _ in range(self.effort.rounds):
             before = self.best
             self._look_inside(base)
@@ -221,9 +228,25 @@ class Search:
             groups = [] if last else [half for group in failed for half in halves(group)]
         return frozenset(found)
 
+    def _without_sums(self, base: Trial) -> Trial:
+        """The trial with Adds in float, where that alone wins much; then they stay so.
+
+        What loses is the tensor that they add up, which every layer beside it would be blamed for:
+        a few tokens or channels of it are many times larger than all others.
+        """
+        if self.prices.measured or not self.sums:
+            return base
+        trial = self._try_split(base, base.in_float | self.sums)
+        if trial is None or base.noise.worst - trial.noise.worst < _WON:
+            return base
+        lifted = f"from {base.noise.db:.1f} to {trial.noise.db:.1f} dB"
+        why = f"alone in float all Adds lift {base.noise.part} {lifted}"
+        self.kept_sums = dict.fromkeys(sorted(self.sums), why)
+        return trial
+
     def _alone(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
         """Noise of each of some groups with nothing else in int8."""
-        every = set(self.units.layers)
+        every = {*self.units.layers, *self.kept_sums}
         return self.prober.alone(
             [self._floating(choices, every - set(group)) for group in groups],
             [self.units.nodes(group) for group in groups],
@@ -276,7 +299,8 @@ class Search:
         whole = self.prices.total(self.units, frozenset(self.units.members))
         dear = whole * self.weight / COMMON_WEIGHT
         weights = [0.0, *(weight * dear for weight in _WEIGHTS)] if noise else [0.0]
-        cut = partial(cheapest, self.prices, self.units, noise, pinned=self.refused)
+        pinned = self.refused | self.kept_sums.keys()
+        cut = partial(cheapest, self.prices, self.units, noise, pinned=pinned)
         found = dict.fromkeys(cut(weight=weight) for weight in weights)
         return [split for split in found if self.or_float or not self.is_float(split)]
 
@@ -311,7 +335,7 @@ class Search:
         worst = sorted(kept, key=lambda group: -kept[group].worst)[: self.effort.swaps]
         swapped: dict[str, Method] = dict(base.choices.methods)
         for group in worst if others else ():
-            other = set(self.units.layers) - set(group)
+            other = {*self.units.layers, *self.kept_sums} - set(group)
             alone = self._floating(replace(base.choices, methods={}), other)
             tensors = self.units.around(group)
             trials = [alone] + [

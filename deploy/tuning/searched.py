@@ -31,7 +31,7 @@ from deploy.tuning.scores import ranked, telling_scores, with_scores
 from deploy.tuning.search import Search
 from deploy.tuning.timed import TELLING_US, by_the_clock
 from deploy.tuning.trial import Trial
-from deploy.tuning.units import Units, units_of
+from deploy.tuning.units import Units, sums_of, units_of
 from deploy.tuning.unseen import unseen
 from deploy.tuning.usable import Settled, Told, Way, settled
 from deploy.tuning.wish import Tuning
@@ -115,6 +115,7 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
         weight=asked.wish.weight,
         rounded=asked.rounded,
         or_float=not asked.target.float_way,
+        sums=sums_of(asked.request.model, units),
     )
     best = search.run()
     if prober.unjudged is not None and best.noise.accuracy is None:
@@ -233,6 +234,7 @@ def _plan(search: Search, found: Settled, worthless: str) -> TargetPlan:
         search.sensitivity,
         word,
         search.refused,
+        sums=search.kept_sums,
         otherwise=_otherwise(found),
     )
     return TargetPlan(

@@ -88,6 +88,13 @@ def units_of(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
     )
 
 
+def sums_of(model: onnx.ModelProto, units: Units) -> frozenset[str]:
+    """Units of Adds that hold no weights."""
+    adds = {node.name for node in model.graph.node if node.op_type == "Add"}
+    glue = units.members.keys() - set(units.layers)
+    return frozenset(unit for unit in glue if adds & set(units.members[unit]))
+
+
 class _Sets:
     """Disjoint sets of names, each called by its first name."""
 
