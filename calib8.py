@@ -26,3 +26,11 @@ if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
 
 def __dir__() -> list[str]:
     return sorted({*(name for name in globals() if name.startswith("__")), *deploy.__all__})
+
+
+if (
+    __name__ == "__main__"
+):  # `python -m calib8`, which would else say nothing and seem to have built
+    from deploy.cli import main
+
+    main()

@@ -96,9 +96,10 @@ def test_a_full_screen_is_one_sentence():
     assert "No space left on device" in done.stderr
 
 
-def test_python_dash_m_deploy_is_calib8():
+@pytest.mark.parametrize("module", ["deploy", "calib8"])
+def test_python_dash_m_is_calib8(module):
     done = subprocess.run(
-        [sys.executable, "-m", "deploy", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith(f"calib8, version {__version__}\ncounting: ")
 

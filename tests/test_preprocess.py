@@ -256,3 +256,24 @@ def test_the_command_says_in_which_unit_a_mean_is(small_cnn, pictures, tmp_path)
     assert run.exit_code == 1 and "give scale 1" in str(run.exception)
     said = ["--effort", "0", "--duration", "0", "--mean", "127.5", "--std", "127.5", "--scale", "1"]
     assert CliRunner().invoke(cli, [*asked, *said]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--short-side 16", "short_side is for resize short-side, got it with resize stretch"),
+        ("--resize letterbox --short-side 16", "got it with resize letterbox; give resize short-"),
+        ("--pad 114", "pad is for resize letterbox and fit-height, got it with resize stretch"),
+        ("--preprocess imagenet --pad 114", "got it with resize short-side; give resize letterbox"),
+        ("--preprocess imagenet --short-side 16", None),
+        ("--resize short-side --short-side 16", None),
+        ("--resize letterbox --pad 114", None),
+    ],
+)
+def test_an_option_of_another_way_to_the_size_is_refused(
+    words, message, small_cnn, pictures, tmp_path
+):
+    asked = ["calibrate", str(small_cnn), "--images", str(pictures)]
+    run = CliRunner().invoke(cli, [*asked, "--out", str(tmp_path / "c.cache"), *words.split()])
+    assert run.exit_code == (1 if message else 0), run.output
+    assert message is None or message in str(run.exception)

@@ -70,7 +70,7 @@ def preprocess_from(words: dict[str, str | None]) -> Asked:
     """
     if not any(words.values()):
         return None
-    from deploy.feed.preprocess import Preprocess, with_options
+    from deploy.feed.preprocess import Preprocess, asked_of, with_options
     from deploy.feed.presets import preset
 
     given: dict[str, object] = {
@@ -87,7 +87,7 @@ def preprocess_from(words: dict[str, str | None]) -> Asked:
         if text := words[key]:
             given[key] = tuple(_number(f"--{key}", part) for part in text.split(","))
     if words["preset"]:
-        return with_options(preset(words["preset"]), given)
+        return asked_of(preset(words["preset"]), given)
     with_options(Preprocess(), given)  # what breaks a rule is told before a model is read
     return given
 

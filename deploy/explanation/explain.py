@@ -13,7 +13,7 @@ from deploy.explanation.values import Explanation, Held, TargetWhy
 from deploy.explanation.written import beside, is_file, of_build, read_build
 from deploy.feed.choice import Limit
 from deploy.feed.feed import FeedSource, open_feed
-from deploy.feed.preprocess import Asked, Preprocess, with_options
+from deploy.feed.preprocess import Asked, Preprocess, asked_of
 from deploy.feed.raw import RawFiles
 from deploy.frontends import LoadedModel, load_either
 from deploy.machine import default_threads
@@ -133,7 +133,7 @@ def _asked(preprocess: Asked, known: Preprocess | None) -> Asked:
     """What is asked, on what is known of the build."""
     if known is None or not isinstance(preprocess, Mapping | None):
         return preprocess
-    return with_options(known, preprocess or {})
+    return asked_of(known, preprocess or {})
 
 
 def _preprocess(found: Explanation, images: FeedSource) -> Preprocess | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.preprocess import Asked, Preprocess, by, resolve, usual, with_options
+from deploy.feed.preprocess import Asked, Preprocess, asked_of, by, resolve, usual
 from deploy.feed.presets import preset
 from deploy.tensors import TensorSpec
 
@@ -50,7 +50,7 @@ def settled(asked: Asked, carried: Carried | None, spec: TensorSpec) -> Settled:
     """What was asked, on what the model carries, completed from its input.
 
     Raises:
-        ConfigError, FeedError: as `with_options` and `resolve`.
+        ConfigError, FeedError: as `asked_of` and `resolve`.
     """
     theirs, notes = _understood(carried, spec)
     if isinstance(asked, str):
@@ -60,9 +60,9 @@ def settled(asked: Asked, carried: Carried | None, spec: TensorSpec) -> Settled:
         return Settled(how, notes=(*_differing(how, theirs, carried), *said))
     options = {name: value for name, value in _named(asked) if value is not None}
     if theirs is None or carried is None:
-        how, said = resolve(with_options(usual(spec), options) if options else None, spec)
+        how, said = resolve(asked_of(usual(spec), options) if options else None, spec)
         return Settled(how, notes=(*notes, *said))
-    how, _ = resolve(with_options(_without(theirs, options), options), spec)
+    how, _ = resolve(asked_of(_without(theirs, options), options), spec)
     but = f", but for {enumerated(list(options))}" if options else ""
     return Settled(how, origin=f"{carried.source}{but}", notes=notes)
 

@@ -17,6 +17,7 @@ from deploy.errors import ConfigError, FeedError, did_you_mean
 from deploy.tensors import TensorSpec
 
 RESIZES = ("stretch", "letterbox", "short-side", "fit-height")
+_OF_WAYS = {"short_side": ("short-side",), "pad": ("letterbox", "fit-height")}  # option -> resizes
 INTERPOLATIONS = ("nearest", "linear", "cubic", "area", "lanczos")
 COLORS = {"rgb": 3, "bgr": 3, "grey": 1}
 LAYOUTS = ("nchw", "nhwc")
@@ -159,6 +160,22 @@ def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
             )
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     return dataclasses.replace(base, **given)
+
+
+def asked_of(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
+    """As `with_options`, with what a user asks for, none of which may be left unheard.
+
+    Raises:
+        ConfigError: as `with_options`; or an option of another way to the size than is gone.
+    """
+    how = with_options(base, options)
+    for name, ways in _OF_WAYS.items():
+        if options.get(name) is not None and how.resize not in ways:
+            raise ConfigError(
+                f"{name} is for resize {' and '.join(ways)}, got it with resize {how.resize}; give"
+                f" resize {' or '.join(ways)}, or leave {name} away"
+            )
+    return how
 
 
 def usual(spec: TensorSpec) -> Preprocess:
