@@ -54,6 +54,18 @@ def kinds(model):
     return {node.name: known[node.output[0]] for node in model.graph.node}
 
 
+def test_an_output_that_the_file_calls_another_shape_is_no_hindrance(tmp_path, small_cnn, pictures):
+    model = onnx.load(small_cnn)
+    said = model.graph.output[0].type.tensor_type
+    said.shape.dim.add().dim_param = "steps"
+    model.graph.ClearField("value_info")
+    onnx.save(model, tmp_path / "small_cnn.onnx")
+    _, path = quantized(tmp_path / "out", tmp_path / "small_cnn.onnx", pictures)
+    _, right = quantized(tmp_path / "right", small_cnn, pictures)
+    nodes = [[n.SerializeToString() for n in onnx.load(one).graph.node] for one in (path, right)]
+    assert nodes[0] == nodes[1]
+
+
 def test_layers_are_narrow_and_the_ends_as_they_were(tmp_path, small_cnn, pictures):
     report, path = quantized(tmp_path, small_cnn, pictures)
     model = onnx.load(path)

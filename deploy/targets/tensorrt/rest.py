@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from deploy.errors import ExportError, first_line
 from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import why_not_converted
-from deploy.graph.edit import rebuild
+from deploy.graph.edit import copied, rebuild
 from deploy.graph.flow import MOVES
 from deploy.graph.half import too_wide
 from deploy.graph.index import Graph
@@ -118,16 +118,30 @@ def at_opset(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
 
 def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
     """A copy at this opset or a newer one, the types of its tensors in it."""
-    from onnx import shape_inference
-
     model = at_opset(model, wanted)
     try:
-        lifted: onnx.ModelProto = shape_inference.infer_shapes(model, strict_mode=True)
-    except Exception as error:  # C++ behind a binding: no error class of its own
-        said = f"onnx says: {first_line(error)}"
-        raise _unliftable(opset_of(model), wanted, said) from error
+        lifted = _inferred(model)
+    except Exception:  # C++ behind a binding: no error class of its own
+        try:  # runtimes go by the nodes, whatever shape the file says an output has
+            lifted = _inferred(_without_output_shapes(model))
+        except Exception as error:
+            said = f"onnx says: {first_line(error)}"
+            raise _unliftable(opset_of(model), wanted, said) from error
     lifted.ir_version = max(lifted.ir_version, 9 if wanted < 21 else 10)
     return lifted
+
+
+def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    from onnx import shape_inference
+
+    return shape_inference.infer_shapes(model, strict_mode=True)
+
+
+def _without_output_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    bare = copied(model)
+    for value in bare.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    return bare
 
 
 def _unliftable(opset: int, wanted: int, reason: str) -> ExportError:
