@@ -5,7 +5,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.metrics.accuracy import Comparison, Said
 from deploy.metrics.form import form_of
+from deploy.metrics.parts import Part, at_objects
 
 SIZE, STRIDE = (96, 128), 4  # height, width of the picture; pixels of a cell
 CELLS = (SIZE[0] // STRIDE, SIZE[1] // STRIDE)
@@ -100,6 +102,34 @@ def test_sizes_larger_than_the_map_are_pixels():
     assert 30 < (boxes[:, 2:] - boxes[:, :2]).max() < 50
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_what_stands_beside_is_read_where_objects_are(raw):
+    references = [outputs(n, raw=raw) for n in range(8)]
+    form = form_of(references, inputs=[fed()] * 8)
+    whole = Part(output="hm")
+    assert form.parts == (whole, *(Part(output=n, at="hm", raw=raw) for n in ("wh", "reg")))
+    assert [one.label for one in form.parts[1:]] == ["wh where hm is high", "reg where hm is high"]
+
+    def decibels(far):
+        """Of sizes that are wrong away from the objects, or at them."""
+        figures = Comparison(Said(references[0]), Said(references[0]))
+        for number, reference in enumerate(references):
+            heat = outputs(number)["hm"].max(axis=1, keepdims=True)
+            noise = np.float32(4) * ((heat < 0.01) if far else (heat > 0.5))
+            figures.add(fed(), reference, {**reference, "wh": reference["wh"] + noise})
+        found = {part.output: part.sqnr_db for part in figures.result().parts}
+        assert found["reg"] == np.inf
+        return found["wh"]
+
+    assert decibels(far=True) > 30 > 15 > decibels(far=False)
+
+
+def test_maps_of_other_cells_than_the_scores_are_taken_as_they_are():
+    value, scores = np.ones((1, 2, 4, 4), np.float32), np.full((1, 3, 8, 8), 0.5, np.float32)
+    assert at_objects(value, scores, raw=False) is value
+    assert (at_objects(value, scores[..., :4, :4], raw=False) == 0.5).all()
+
+
 def test_other_maps_are_no_centres():
     def task(change, inputs=None):
         rows = [change(outputs(n)) for n in range(4)]
@@ -174,3 +204,5 @@ def test_a_build_counts_the_objects(judged_build, tmp_path, glare):
     assert task["form"] == "hm: centres of 2 classes, sizes in wh"
     assert (task["value"] == 1) == (glare == 1)
     assert "boxes of FP32 kept" in out
+    labels = {one["label"] for one in told["parts"]}
+    assert labels == {"hm", "wh where hm is high", "reg where hm is high"}

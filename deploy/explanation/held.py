@@ -148,7 +148,7 @@ class _Images:
 
     def _loss(self, fed: Outputs, left: Outputs, right: Outputs) -> tuple[float, ImageLoss]:
         parts: dict[str, float] = {}
-        own, others = (self.form.told(one, fed) for one in (left, right))
+        own, others = (self.form.told(one, fed, left) for one in (left, right))
         for part in self.form.parts:
             if part.output in left and part.output in right:
                 error = RunningError(part.label)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deploy.metrics.changes import given_back, less
-from deploy.metrics.parts import SAMPLES, Part, parts_of
+from deploy.metrics.parts import SAMPLES, Part, at_objects, parts_of
 from deploy.metrics.rows import Outputs, batch_length, split
 from deploy.metrics.tasks import Seen, Task, recognised
 from deploy.metrics.tasks.states import carried
@@ -36,18 +36,27 @@ class Form:
     carried: Mapping[str, str] = field(default_factory=dict)
     usual: Mapping[str, Array] = field(default_factory=dict)
 
-    def told(self, outputs: Outputs, inputs: Outputs) -> Outputs:
-        """Outputs as their parts are measured: changes of an input, or of a mean, less that."""
-        changed = {part.output: part.less for part in self.parts if part.less}
-        if not changed:
-            return outputs
+    def told(self, outputs: Outputs, inputs: Outputs, said: Outputs) -> Outputs:
+        """Outputs as their parts are measured: what moves an input or a mean, where objects are.
+
+        Args:
+            outputs: of either model.
+            inputs: that were fed.
+            said: what the float model gives for them.
+        """
         own = {
-            name: less_usual(outputs[name], self.usual[name])
-            if name in self.usual
-            else less(outputs[name], inputs[fed])
-            for name, fed in changed.items()
+            part.output: self._of_part(part, outputs[part.output], inputs, said)
+            for part in self.parts
+            if part.less or part.at
         }
-        return {**outputs, **own}
+        return {**outputs, **own} if own else outputs
+
+    def _of_part(self, part: Part, value: Array, inputs: Outputs, said: Outputs) -> Array:
+        if part.at:
+            return at_objects(value, said[part.at], raw=part.raw)
+        if part.output in self.usual:
+            return less_usual(value, self.usual[part.output])
+        return less(value, inputs[part.less])
 
 
 def form_of(reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] = ()) -> Form:

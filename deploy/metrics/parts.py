@@ -38,6 +38,9 @@ class Part:
         start, stop: the rows, half open.
         less: input that the output gives back but for a small change, which is the part then; or
             that it is the mean which it hardly leaves.
+        at: output of scores on the same cells, that says where objects are: each cell counts by its
+            best score, since nobody reads what else stands for an object that is not there.
+        raw: whether a Sigmoid of these scores is still to come.
     """
 
     output: str
@@ -45,12 +48,16 @@ class Part:
     start: int = 0
     stop: int = 0
     less: str = ""
+    at: str = ""
+    raw: bool = False
 
     @property
     def label(self) -> str:
         """As in output0[4:22], or output0[..., 4:22] where the rows are the last dimension."""
         if self.less:
             return f"{self.output} - {self.less}"
+        if self.at:
+            return f"{self.output} where {self.at} is high"
         if self.axis is None:
             return self.output
         dots = "..., " if self.axis == -1 else ""
@@ -62,6 +69,21 @@ class Part:
             return value
         rows = slice(self.start, self.stop)
         return value[..., rows] if self.axis == -1 else value[:, rows]
+
+
+def at_objects(value: Array, scores: Array, *, raw: bool) -> Array:
+    """Values of cells, [N, C, H, W], each times the best of its cell's scores, [N, K, H, W].
+
+    Args:
+        value: as it is where its cells are others.
+        scores: of the float model, whichever model the values are of.
+        raw: whether a Sigmoid of the scores is still to come.
+    """
+    best = scores.max(axis=1, keepdims=True)
+    if value.shape[:1] + value.shape[2:] != best.shape[:1] + best.shape[2:]:
+        return value
+    with np.errstate(over="ignore"):
+        return np.asarray(value * (1 / (1 + np.exp(-best)) if raw else best))
 
 
 def parts_of(output: str, samples: Sequence[Array]) -> tuple[Part, ...]:

@@ -178,7 +178,7 @@ class Truth:
         return self._form
 
     def _begin(self, form: Form) -> None:
-        rows = [part for part in form.parts if part.axis is not None or part.less]
+        rows = [part for part in form.parts if part != Part(output=part.output)]
         self._errors = {part: RunningError(part.label) for part in rows}
         self._own = None if form.task is None else form.task.tally()
         self._tally = self._own if self._metric is None else self._metric
@@ -192,7 +192,7 @@ class Truth:
 
     def _count(self, inputs: Outputs, left: Outputs, right: Outputs, batch: int) -> None:
         assert self._form is not None
-        own, others = (self._form.told(one, inputs) for one in (left, right))
+        own, others = (self._form.told(one, inputs, left) for one in (left, right))
         for part, error in self._errors.items():
             error.add(part.of(own[part.output]), part.of(others[part.output]), batch)
         counting = (self._metric, self._own, self._precision)

@@ -10,7 +10,7 @@ PART_HEADS = ("part", "SQNR", "cosine", "worst cosine", "max abs error")
 
 def parted(accuracy: Accuracy) -> bool:
     """Whether its parts say more than its outputs do."""
-    return len(accuracy.parts) > len(accuracy.outputs) or any(one.less for one in accuracy.parts)
+    return any(one.label != one.output for one in accuracy.parts)
 
 
 def sqnr(accuracy: Accuracy) -> float | None:
@@ -43,7 +43,7 @@ def cosine_min(accuracy: Accuracy) -> float | None:
 def worst_label(accuracy: Accuracy) -> str:
     """Which part the worst figures are of; "" where there is one output that is one part."""
     worst = accuracy.worst
-    return worst.label if worst and (len(accuracy.parts) > 1 or worst.less) else ""
+    return worst.label if worst and (len(accuracy.parts) > 1 or parted(accuracy)) else ""
 
 
 def task_label(accuracy: Accuracy) -> str:

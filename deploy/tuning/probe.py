@@ -266,7 +266,7 @@ class Prober:
             found = session.run({name: sample[name] for name in read})
             if figures is not None:
                 figures = self._counted(figures, sample, wanted, found)
-            both = told(wanted, sample), told(found, sample)
+            both = told(wanted, sample, wanted), told(found, sample, wanted)
             powers.append(noise_powers(self._form, *both, self._usual))
         accuracy = figures.result() if figures is not None else None
         if listed:
@@ -281,7 +281,7 @@ class Prober:
 
     def _told(self, heard: Sequence[Heard]) -> list[Mapping[str, Array]]:
         """What the float model says in the samples, as parts are measured."""
-        return [self._form.told(wanted, sample) for sample, wanted in heard]
+        return [self._form.told(wanted, sample, wanted) for sample, wanted in heard]
 
     def _figures(self, session: OrtSession, wanted: Mapping[str, Array]) -> Comparison:
         return Comparison(Said(wanted), session, form=self._form, metric=self._metric)

@@ -67,7 +67,7 @@ def _energies(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
     left = iter(heard)
     first = list(islice(left, SAMPLES))
     form = form_of([said for _, said in first], inputs=[sample for sample, _ in first])
-    return energies(form, (form.told(said, sample) for sample, said in chain(first, left)))
+    return energies(form, (form.told(said, sample, said) for sample, said in chain(first, left)))
 
 
 def _places(energies: NDArray[np.float64], most: int) -> frozenset[int]:

@@ -43,7 +43,7 @@ class Centres:
         raw: whether a Sigmoid is still to come.
         sizes: the map of widths and heights; "" where none is that for sure.
         unit: of the sizes: cells that one of them is long.
-        parts: as of a task.
+        parts: as of a task; what stands beside the centres is read where there are any.
     """
 
     heat: str
@@ -99,7 +99,10 @@ def find(seen: Seen) -> Centres | None:
     if not any(len(known[name][0]) == 2 for name in beside) or _are_classes(beside, seen):
         return None
     sizes, unit = _sizes({n: known[n] for n in beside}, known[heat], seen, raw=raw)
-    return Centres(heat, beside, len(known[heat][0]), raw, sizes, unit)
+    parts = {heat: (Part(output=heat),)} | {
+        name: (Part(output=name, at=heat, raw=raw),) for name in beside
+    }
+    return Centres(heat, beside, len(known[heat][0]), raw, sizes, unit, parts)
 
 
 def peaks(
