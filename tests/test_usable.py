@@ -20,7 +20,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import main
+from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, Timing
+from deploy.metrics.tasks import TaskFigure
 from deploy.tuning import clock as clocks
 from deploy.tuning import judging, prices
 from deploy.tuning.kernels import PAIRS, KernelTimes
@@ -372,3 +374,29 @@ def test_where_images_have_labels_a_figure_judges_what_was_built_alone(
     notes = json.loads((found.out / "report.json").read_text())["notes"]
     (said,) = (one for one in notes if one.startswith("the search went by the outputs' form"))
     assert said.endswith(f"{near}: its images are some that calibrate, of which no labels are used")
+
+
+@pytest.mark.parametrize(
+    ("few", "asked"),
+    [(0.0, 1), (0.02, 1), (0.04, 2), (0.1, 2), (0.3, 2), (0.6, 1)],
+)
+def test_samples_are_asked_until_more_of_them_would_hardly_say_anything_else(
+    few, asked, monkeypatch
+):
+    given = []
+
+    def judged(self, model):
+        for share in (few, 0.1):
+            words = f"{share:.2f} lost"
+            figure = TaskFigure(
+                task="text", figure="", value=1 - share, count="", words=words, samples=9, form=""
+            )
+            given.append(words)
+            yield Accuracy(samples=9, outputs=(), task=figure)
+
+    monkeypatch.setattr(judging.Judging, "_judged", judged)
+    judge = judging.Judging(
+        None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
+    )
+    found = judge.of(None)
+    assert len(given) == asked and found.lost.words == given[-1]

@@ -35,11 +35,14 @@ class Lost:
         share: 0 is nothing, 1 is everything; or of what `max_loss` is held against.
         level: GOOD, DOUBTFUL or UNUSABLE.
         words: the counts, as a person would say them.
+        sure: whether more samples would hardly change the level: one that is good would be with
+            twice the loss, and one that is unusable with half of it.
     """
 
     share: float
     level: str
     words: str
+    sure: bool = True
 
 
 def lost_of(accuracy: Accuracy, max_loss: float | None) -> Lost | None:
@@ -52,20 +55,26 @@ def lost_of(accuracy: Accuracy, max_loss: float | None) -> Lost | None:
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         share = accuracy.top1_reference - accuracy.top1_candidate
         words = f"{100 * share:.2f} points of top-1 lost"
-        return Lost(share, _level(share, max_loss, _LABELLED), words)
+        return _lost(share, max_loss, _LABELLED, words)
     own = accuracy.task is not None and accuracy.task.task == "metric"
     if accuracy.precision is not None and finds(accuracy) and not own:
         share = accuracy.precision.reference - accuracy.precision.candidate
         words = f"{100 * share:.2f} points of mAP .50:.95 lost"
-        return Lost(share, _level(share, max_loss, _LABELLED), words)
+        return _lost(share, max_loss, _LABELLED, words)
     if accuracy.task is not None:
-        share = accuracy.task.lost
-        return Lost(share, _level(share, max_loss, _TASK), accuracy.task.words)
+        return _lost(accuracy.task.lost, max_loss, _TASK, accuracy.task.words)
     if max_loss is None:
         return None
     share = 1 - min((part.cosine_mean for part in accuracy.parts), default=math.nan)
     words = f"1 - cosine is {share:.4f} in the worst part"
-    return Lost(share, _level(share, max_loss, _TASK), words)
+    return _lost(share, max_loss, _TASK, words)
+
+
+def _lost(share: float, max_loss: float | None, limits: tuple[float, float], words: str) -> Lost:
+    level = _level(share, max_loss, limits)
+    nearer = {GOOD: 2 * share, UNUSABLE: share / 2}.get(level)
+    sure = nearer is not None and _level(nearer, max_loss, limits) == level
+    return Lost(share, level, words, sure)
 
 
 def finds(accuracy: Accuracy) -> bool:

@@ -1,6 +1,7 @@
 """Judges trial models by the verdict's own limits, as their engines will be.
 
-Most are good on the first few of the samples that judge, and no others are run then.
+Most are good on the first few of the samples that judge, and no others are run then. All are where
+twice the loss would not be good, or half of what is unusable would be usable.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Judging:
                     return Judgement()  # FP32's own: no split helps
                 levels = dict(reversed([*of_accuracy(found, self._max_loss)]))
                 lost = lost_of(found, self._max_loss)
-                if UNUSABLE in levels or set(levels) <= {GOOD}:
+                if _settled(levels, found, lost):
                     break
         except BackendError:  # it is told when it is built
             return Judgement()
@@ -96,6 +97,13 @@ class Judging:
                 yield found.on(most, threads=self._threads)
             finally:
                 self._ran(len(found.keys) - before)
+
+
+def _settled(levels: Mapping[str, str], found: Accuracy, lost: Lost | None) -> bool:
+    """Whether more samples would hardly say anything else."""
+    if found.problems:
+        return True
+    return (UNUSABLE in levels or set(levels) <= {GOOD}) and (lost is None or lost.sure)
 
 
 class Judged:

@@ -9,8 +9,8 @@ is judged as its engine will be, on the samples that judge::
                -> doubtful? -> of the quieter splits that keep some of what int8 wins, the one whose
                                time and loss of the task cost least; if less than before -> built
 
-Most choices are good on the first few of these samples, and no others are asked then. Where the
-search has cost as many calibrations as it may, the best split so far is taken.
+Most choices are clearly good on the first few of these samples, and no others are asked then. Where
+the search has cost as many calibrations as it may, the best split so far is taken.
 """
 
 from __future__ import annotations
