@@ -28,9 +28,8 @@ def __dir__() -> list[str]:
     return sorted({*(name for name in globals() if name.startswith("__")), *deploy.__all__})
 
 
-if (
-    __name__ == "__main__"
-):  # `python -m calib8`, which would else say nothing and seem to have built
+# `python -m calib8` would else say nothing, and seem to have built
+if __name__ == "__main__":
     from deploy.cli import main
 
     main()
