@@ -1,6 +1,7 @@
 """Sequence models through the command: a class for each step decides, where dB alone did before."""
 
 import json
+from functools import partial
 
 import numpy as np
 import onnx
@@ -103,14 +104,15 @@ def scores(path, *, alike=False):
     return saved(path, nodes, [1, 3], w1=first, w2=second, b2=least)
 
 
-def level(path):
-    """One number a sample, about 100, which hardly varies beside that: an age, a temperature."""
+def level(path, *, numbers=1):
+    """Numbers of about 100, which hardly vary beside that; of one number: an age, a temperature."""
     made = np.random.default_rng(4)
     first = made.normal(size=(16, FEATURES, 5))
     first[:, 0] = 0
     nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
     usual = 100 - means_of(first).sum(keepdims=True)
-    return saved(path, nodes, [1, 1], w1=first, w2=np.full((1, 16), 1.0), b2=usual)
+    b2 = np.repeat(usual, numbers)
+    return saved(path, nodes, [1, numbers], w1=first, w2=np.full((numbers, 16), 1.0), b2=b2)
 
 
 def switch(path):
@@ -194,6 +196,13 @@ def test_of_numbers_that_hardly_vary_what_varies_is_judged(build):
     code, out, told = build(level, large=100.0)
     assert told["outputs"][0]["sqnr_db"] > 15 > 5 > told["parts"][0]["sqnr_db"]
     assert code == 0 and "doubtful:" in out
+
+
+def test_of_many_numbers_that_hardly_vary_the_whole_is_judged(build):
+    """As those of a network with random weights are."""
+    for numbers, label in ((32, "y - its mean"), (33, "y")):
+        _, _, told = build(partial(level, numbers=numbers))
+        assert [part["label"] for part in told["parts"]] == [label]
 
 
 def test_one_probability_is_counted_sample_by_sample(build):

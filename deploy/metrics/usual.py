@@ -6,6 +6,9 @@ model is left::
 
     said always, dB          10 log10(sum r^2 / sum (r - mean)^2)        where it is good, then
     left of what varies, dB  10 log10(sum (r - mean)^2 / sum (r - c)^2)
+
+So it is of a few numbers, each of which is read. Many stand for something together; scores of
+classes, or features, that hardly vary are those of a network that is not trained.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ from deploy.metrics.running import sqnr_db
 from deploy.tensors import Array
 
 USUAL = "its mean"
+_FEW = 32  # numbers that are read one by one
 
 
 def usual_of(samples: Sequence[Array]) -> Array | None:
-    """The mean of one vector a sample that varies little beside it; None of other outputs."""
+    """The mean of a few numbers a sample that vary little beside it; None of other outputs."""
     first = samples[0]
-    if len(samples) < 2 or not first.size or first.size != max(first.shape, default=0):
+    if len(samples) < 2 or not 0 < first.size <= _FEW or first.size != max(first.shape, default=0):
         return None
     if any(one.shape != first.shape or not _is_numbers(one) for one in samples):
         return None
