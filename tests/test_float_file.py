@@ -10,16 +10,24 @@ from deploy.tuning import clock
 LONG = 256
 
 
-def spectrum(path):
-    """Sound -> a spectrum by a table of cosines, which the model makes of two vectors."""
+def spectrum(path, *behind):
+    """Sound -> a spectrum by a table of cosines, which the model makes of two vectors.
+
+    Args:
+        path: of the file.
+        behind: nodes that make y of same, in place of a Relu.
+    """
     nodes = [
         helper.make_node("Mul", ["times", "tones"], ["angles"], name="angles"),
         helper.make_node("Cos", ["angles"], ["table"], name="table"),
         helper.make_node("MatMul", ["x", "table"], ["s"], name="product"),
         helper.make_node("Identity", ["s"], ["same"], name="same"),
-        helper.make_node("Relu", ["same"], ["y"], name="relu"),
+        *(behind or (helper.make_node("Relu", ["same"], ["y"], name="relu"),)),
     ]
     weights = {
+        "three": np.float32(3),
+        "zero": np.float32(0),
+        "six": np.float32(6),
         "times": np.arange(LONG, dtype=np.float32)[:, None],
         "tones": np.linspace(0, 0.1, LONG, dtype=np.float32)[None],
     }
@@ -61,6 +69,18 @@ def test_a_model_that_computes_its_tables_stays_as_small_as_it_is(build, tmp_pat
     written, said = build(model)
     assert written.read_bytes() == model.read_bytes()
     assert "float engine is the file that was given" in said
+
+
+def test_one_whose_gates_are_made_one_kernel_is_written_with_them(build, tmp_path):
+    gate = (
+        helper.make_node("Add", ["same", "three"], ["moved"], name="moved"),
+        helper.make_node("Clip", ["moved", "zero", "six"], ["cut"], name="cut"),
+        helper.make_node("Mul", ["same", "cut"], ["gated"], name="gated"),
+        helper.make_node("Div", ["gated", "six"], ["y"], name="sixth"),
+    )
+    written, said = build(spectrum(tmp_path / "spectrum.onnx", *gate))
+    assert "Clip" not in {node.op_type for node in onnx.load(written).graph.node}
+    assert "file that was given" not in said
 
 
 def test_one_that_cleaning_makes_no_larger_is_cleaned(build, tmp_path):

@@ -208,10 +208,13 @@ class OnnxRuntime:
         paired = self._paired(request)
         decisions, weights = paired.decisions, stored_in(paired.model)
         notes = (*self._notes(decisions), *self._of_trained(request, paired.model, decisions))
+        kind = "int8" if any(d.quantized for d in decisions) else "float"
+        plain = paired.model.SerializeToString(deterministic=True) if kind == "float" else b""
         model = paired.engine()
         data = model.SerializeToString(deterministic=True)
-        kind = "int8" if any(d.quantized for d in decisions) else "float"
-        if kind == "float" and (given := _smaller(request, len(data))) is not None:
+        # what was written for faster kernels is worth its size
+        given = _smaller(request, len(data)) if data == plain else None
+        if given is not None:
             data, notes = given, (*notes, _GIVEN.format(times=len(data) / len(given)))
         path = request.folder / f"{request.name}.{kind}.onnx"
         atomic.write_bytes(path, data)
