@@ -52,8 +52,8 @@ def _itself() -> Iterator[Finding]:
     int8 = ", ".join(machine.int8)
     words = f"{machine.cpu}, {machine.cores} cores"
     lacking = (
-        f"{words}; no int8 dot products (of {', '.join(INT8_FLAGS)}): int8 gains little here, and"
-        " on x86 it saturates without --weight-bits 7"
+        f"{words}; no int8 dot products (of {', '.join(INT8_FLAGS)}): int8 gains less here, and on"
+        " x86 models of other tools may saturate"
     )
     yield Finding("CPU", bool(int8), f"{words}; int8 by {int8}" if int8 else lacking)
 

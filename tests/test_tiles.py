@@ -64,8 +64,8 @@ def network(shape, given, *, relu=True, bias=True, end="Conv", sizes=(6, 5), lop
         "b": rng.normal(size=channels), "u": rng.normal(size=(8, channels, *[1] * rank)),
     }  # fmt: skip
     if lopsided:
-        held["w"] = (rng.integers(-20, 21, shape) + 0.45) / 127
-        held["w"][0] = 1
+        held["w"] = (rng.integers(-20, 21, shape) + 0.45) / 126  # the steps of a pair
+        held["w"][0], held["w"][1] = 1, 0
     made = "c" if relu else "y"
     turned = ["t", "w", *["b"] * bias]
     nodes = [

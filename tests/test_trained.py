@@ -343,7 +343,8 @@ class Writer:
 
 
 def per_channel(weight):
-    return (np.abs(weight).reshape(len(weight), -1).max(1) / 127).astype(np.float32)
+    """Of seven bits, whose products no CPU saturates."""
+    return (np.abs(weight).reshape(len(weight), -1).max(1) / 63).astype(np.float32)
 
 
 def modelopt():

@@ -74,7 +74,7 @@ def test_lenet_is_reproduced_entry_for_entry(tmp_path: Path) -> None:
     assert indices(made, made.cache) == [2040, 704, 704, 962, 962, 1153, 1155, 1289, 1081]
     assert indices(made, real) == indices(made, made.cache)
     for ours, theirs in zip(made.cache.entries, real.entries, strict=True):
-        assert abs(ours.bits - theirs.bits) <= 5, ours.name
+        assert abs(ours.bits - theirs.bits) <= 8, ours.name  # each CPU sums in its own order
 
 
 @NEEDS_LENET

@@ -100,7 +100,7 @@ def test_lenet_from_the_command_line(tmp_path: Path) -> None:
     real = parse((SHARED / "lenet" / "table.cache").read_bytes(), origin="real")
     assert made.header == real.header
     assert [e.name for e in made.entries] == [e.name for e in real.entries]
-    assert max(abs(a.bits - b.bits) for a, b in zip(made.entries, real.entries, strict=True)) <= 5
+    assert max(abs(a.bits - b.bits) for a, b in zip(made.entries, real.entries, strict=True)) <= 8
 
 
 def test_a_fitting_cache_is_reused_and_a_stale_one_is_not(

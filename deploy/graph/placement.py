@@ -41,6 +41,8 @@ class Placement:
         most_window: a Conv whose window has more places than this stays float; 0 for no limit.
         groups: whether a Conv may have groups.
         tiles: a ConvTranspose that does more than make a tile of each pixel stays float.
+        fits_pairs: weights are stored so that no CPU saturates the products of two beside each
+            other (`calibrators.pair_sums`).
     """
 
     name: str
@@ -63,6 +65,7 @@ class Placement:
     most_window: int = 0
     groups: bool = True
     tiles: bool = False
+    fits_pairs: bool = False
 
     @property
     def heavy_or_glue(self) -> frozenset[str]:
@@ -94,6 +97,7 @@ ONNXRUNTIME = Placement(
     # 2.07x either way in ONNX Runtime 1.32)
     thin=32,
     tiles=True,
+    fits_pairs=True,
 )
 TENSORRT = Placement(
     name="tensorrt",

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.grids import INT8, Grid, rounded
+from calibrators.pair_sums import in_tight_pairs
 from calibrators.rounding import gram, products_of, rounded_by_output
 from deploy.calibration.choices import NO_CHOICES
 from deploy.graph.edit import update
@@ -139,7 +140,7 @@ def rounded_weights(request: BuildRequest, making: Making) -> Mapping[str, Round
 
 def _rounded(request: BuildRequest, making: Making) -> dict[str, Rounded]:
     written = all_written(making.target.trial(request), _owned(request.model))
-    count = len(making.samples)
+    count, fits = len(making.samples), making.target.plan(request.model).placement.fits_pairs
     found = {}
     for layer, parts in inputs_of(
         making.reference,
@@ -150,7 +151,9 @@ def _rounded(request: BuildRequest, making: Making) -> dict[str, Rounded]:
     ):
         how, own = written[layer.name][1], np.concatenate(parts[:count], axis=2)
         apart = np.concatenate(parts[count:], axis=2) if parts[count:] else None
-        found[layer.weight] = rounded_weight(layer, how.weight, own, how.grid, apart=apart)
+        found[layer.weight] = rounded_weight(
+            layer, how.weight, own, how.grid, apart=apart, fits_pairs=fits
+        )
         making.progress()
     return found
 
@@ -167,6 +170,7 @@ def rounded_weight(
     grid: Grid = INT8,
     *,
     apart: FloatArray | None = None,
+    fits_pairs: bool = False,
 ) -> Rounded:
     """The layer's weight with some values moved onto the stored value on their other side.
 
@@ -176,6 +180,7 @@ def rounded_weight(
         inputs: patches [groups, K, P].
         grid: that stores the weight.
         apart: other patches, by which a channel that errs no less on them stays as it was.
+        fits_pairs: whether pairs of the stored weight fit 16 bits, and are to go on fitting.
     """
     weight = layer.array.astype(np.float64)
     own = _rows(layer, np.broadcast_to(scales, weight.shape))
@@ -183,6 +188,8 @@ def rounded_weight(
     fixed = np.abs(steps) >= np.abs(steps).max(axis=2, keepdims=True)
     if scales.size == 1:
         fixed = np.abs(steps) >= np.abs(steps).max()
+    if fits_pairs:
+        fixed |= _tight(layer, steps)
     nearest = rounded(steps, grid)
     integers = nearest.copy()
     for start in range(0, steps.shape[2], _WIDEST):
@@ -203,6 +210,14 @@ def rounded_weight(
     plain = _rows(layer, weight)
     moved = np.where(integers != nearest, np.clip(integers * own, *_ends(plain)), plain)
     return Rounded(layer.from_channels(moved.reshape(layer.by_channel.shape)), left)
+
+
+def _tight(layer: Layer, steps: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Weights that keep their nearest, so that pairs fit and the scale stays: as `steps`."""
+    groups, out, into, places = layer.by_channel.shape
+    if out == into == 1 and groups > 1:  # depthwise
+        return np.zeros(steps.shape, np.bool_)
+    return in_tight_pairs(steps.reshape(groups * out, into, places)).reshape(steps.shape)
 
 
 def _judged(

@@ -20,10 +20,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from calibrators.grids import Grid, quantize_weight, weight_scales
+from calibrators.grids import Grid, quantize_weight
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph
 from deploy.targets.stored import StoredWeight, stored_weight
+from deploy.targets.weights import largest_pairs, scales_of
 
 _FLOAT = onnx.TensorProto.FLOAT
 
@@ -45,13 +46,16 @@ def _fits(graph: Graph, node: onnx.NodeProto) -> bool:
     return weight.data_type == _FLOAT and len(weight.dims) == 2 and graph.is_float(node.input[0])
 
 
-def write_dynamic(model: onnx.ModelProto, names: Iterable[str], grid: Grid) -> onnx.ModelProto:
+def write_dynamic(
+    model: onnx.ModelProto, names: Iterable[str], grid: Grid, *, fits_pairs: bool = True
+) -> onnx.ModelProto:
     """Put integer MatMuls in place of those named; `model` is left as it is.
 
     Args:
         model: with pairs or without, opset 11 or later.
         names: of `dynamic_matmuls` for the model without pairs.
         grid: integers of the weights.
+        fits_pairs: whether no CPU is to saturate their products.
 
     Raises:
         CalibrationError: a weight holds NaN or Inf.
@@ -67,7 +71,8 @@ def write_dynamic(model: onnx.ModelProto, names: Iterable[str], grid: Grid) -> o
             continue
         source, weight = str(node.input[0]), str(node.input[1])
         if weight not in done:
-            out.graph.initializer.extend(_stored(held[weight], grid))
+            fits = node if fits_pairs else None
+            out.graph.initializer.extend(_stored(held[weight], grid, fits))
         if source not in done:
             nodes.append(_quantized(source))
         done |= {source, weight}
@@ -84,14 +89,16 @@ def dynamic_weights(model: onnx.ModelProto) -> Iterator[StoredWeight]:
         if node.op_type == "MatMulInteger" and node.input[1] in held and scale in held:
             array, scales = (numpy_helper.to_array(held[name]) for name in (node.input[1], scale))
             name = node.name.removesuffix("/dynamic/Product")
-            yield stored_weight(name, "MatMul", array.T, scales)
+            pairs = largest_pairs(array, node)
+            yield stored_weight(name, "MatMul", array.T, scales, pairs=pairs)
 
 
-def _stored(weight: onnx.TensorProto, grid: Grid) -> list[onnx.TensorProto]:
+def _stored(
+    weight: onnx.TensorProto, grid: Grid, fits: onnx.NodeProto | None
+) -> list[onnx.TensorProto]:
     """[K, N] float32 -> integers of that shape, and float32 scales [N]."""
-    array = numpy_helper.to_array(weight)
-    scales = weight_scales(array, 1, grid=grid)
-    integers = quantize_weight(array, scales, 1, grid=grid)
+    scales = scales_of(weight, 1, grid, fits=fits)
+    integers = quantize_weight(numpy_helper.to_array(weight), scales, 1, grid=grid)
     return [
         numpy_helper.from_array(np.ascontiguousarray(values), f"{weight.name}/dynamic/{end}")
         for values, end in ((integers, "quantized"), (scales, "scale"))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from deploy.frontends.trained import Trained
     from deploy.graph.placement import Placement
     from deploy.graph.plan import Decision, FloatNodes, Plan, Read
+    from deploy.targets.stored import StoredWeight
     from deploy.tensors import Session
 
 
@@ -38,6 +39,13 @@ _GIVEN = (
     " stored, it would be {times:.1f} times as large"
 )
 
+_SATURATES = (
+    "x86 CPUs without VNNI{here} add two products in 16 bits and can saturate in {count} layer{s}"
+    " of the int8 model, since {why}"
+)
+_ASKED = "--full-weights lets weights take all of int8"
+_TRAINED = "weights are kept as the given model has them"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxRuntime:
@@ -45,7 +53,8 @@ class OnnxRuntime:
 
     Attributes:
         int8_stem: run the first Conv in int8 even where float is faster.
-        weight_bits: 8, or 7 for x86 CPUs without VNNI, whose int8 kernels saturate.
+        weight_bits: 8, or 7.
+        full_weights: weights of all of int8, whose products saturate on x86 CPUs without VNNI.
         dynamic_matmul: find the scale of what a MatMul with constant weights multiplies anew for
             each input.
     """
@@ -58,9 +67,14 @@ class OnnxRuntime:
     )
     weight_bits: int = option(
         8,
-        help="Bits of weights; 7 for x86 CPUs without VNNI, whose int8 kernels can saturate.",
+        help="Bits of weights; 7 where a runtime other than ONNX Runtime saturates.",
         least=7,
         most=8,
+    )
+    full_weights: bool = option(
+        False,
+        help="Let weights take all of int8: a little nearer on CPUs with VNNI and on Arm, wrong on"
+        " x86 CPUs without, which saturate.",
     )
     dynamic_matmul: bool = option(
         False,
@@ -84,7 +98,8 @@ class OnnxRuntime:
         """Where this target wants its pairs."""
         from deploy.graph.placement import ONNXRUNTIME
 
-        return replace(ONNXRUNTIME, thin=0) if self.int8_stem else ONNXRUNTIME
+        own = replace(ONNXRUNTIME, fits_pairs=not self.full_weights)
+        return replace(own, thin=0) if self.int8_stem else own
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Tensors that need a scale: what int8 nodes read and make."""
@@ -145,6 +160,7 @@ class OnnxRuntime:
         given = {
             "--int8-stem": self.int8_stem,
             "--weight-bits": self.weight_bits != 8,
+            "--full-weights": self.full_weights,
             "--dynamic-matmul": self.dynamic_matmul,
         }
         refuse_options(trained, self.name, given)
@@ -194,7 +210,8 @@ class OnnxRuntime:
         )
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
-            model = write_dynamic(model, dynamic, signed(self.weight_bits))
+            fits = self.placement.fits_pairs
+            model = write_dynamic(model, dynamic, signed(self.weight_bits), fits_pairs=fits)
         clipped = {gate.source for gate in plan.shifts.values()}
         ranges = {name: found.scales[name] for name in plan.activations if name not in clipped}
         decisions = self._with_dynamic(plan.decisions, dynamic)
@@ -206,11 +223,15 @@ class OnnxRuntime:
         from deploy.targets.stored import stored_in
 
         paired = self._paired(request)
-        decisions, weights = paired.decisions, stored_in(paired.model)
-        notes = (*self._notes(decisions), *self._of_trained(request, paired.model, decisions))
+        decisions, weights = paired.decisions, stored_in(paired.model, on_cpus=True)
         kind = "int8" if any(d.quantized for d in decisions) else "float"
         plain = paired.model.SerializeToString(deterministic=True) if kind == "float" else b""
         model = paired.engine()
+        weights = (*weights, *dynamic_weights(model))
+        notes = (
+            *self._notes(decisions, weights),
+            *self._of_trained(request, paired.model, decisions),
+        )
         data = model.SerializeToString(deterministic=True)
         # what was written for faster kernels is worth its size
         given = _smaller(request, len(data)) if data == plain else None
@@ -226,7 +247,7 @@ class OnnxRuntime:
             decisions=decisions,
             method=request.chosen.chosen_by,
             ranges=paired.ranges,
-            weights=(*weights, *dynamic_weights(model)),
+            weights=weights,
             notes=notes,
         )
 
@@ -247,17 +268,19 @@ class OnnxRuntime:
             return (kept_note(request.trained),)
         return tuple(anew_notes(request.trained, written, decisions, self.name, _ANEW))
 
-    def _notes(self, decisions: tuple[Decision, ...]) -> tuple[str, ...]:
+    def _notes(
+        self, decisions: tuple[Decision, ...], weights: tuple[StoredWeight, ...]
+    ) -> tuple[str, ...]:
         from deploy.machine import this_machine
 
         int8 = any(d.quantized for d in decisions)
         notes = [] if int8 else ["all of it stays in float; the nodes say why"]
-        machine = this_machine()
-        if self.weight_bits == 8 and "x86" in machine.os and not machine.int8:
-            notes.append(
-                "this CPU has no VNNI: its int8 kernels add pairs in 16 bits and can saturate;"
-                " compare with --weight-bits 7"
-            )
+        count = sum(one.saturates for one in weights)
+        if count:
+            machine = this_machine()
+            here = ", of which this is one," if "x86" in machine.os and not machine.int8 else ""
+            why = _ASKED if self.full_weights else _TRAINED
+            notes.append(_SATURATES.format(here=here, count=count, s="s" * (count > 1), why=why))
         return tuple(notes)
 
     def at_hand(self) -> str:

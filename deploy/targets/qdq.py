@@ -28,7 +28,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.grids import FP8, Grid, codes, quantize, quantize_weight, signed, weight_scales
+from calibrators.grids import FP8, Grid, codes, quantize, quantize_weight, signed
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends.checks import opset_of
@@ -39,6 +39,7 @@ from deploy.graph.index import users
 from deploy.graph.plan import Pair, Plan, WeightTarget
 from deploy.targets.forms import Forms
 from deploy.targets.reread import Shifted, with_offset, with_shift
+from deploy.targets.weights import scales_of
 
 _INT32 = 2**31 - 1
 # numpy's little-endian types -> ONNX's, of which a tensor's bytes are the array's
@@ -258,9 +259,10 @@ class _Writer:
         tensor, grid = self.initializers[target.name], self.weight_grid
         own = known_scales(self.known.get(target.node), tuple(tensor.dims), target.axis)
         if own is None:
+            fits = self.plan.placement.fits_pairs
             own = self.stored.of(
-                (target.name, target.axis, grid),
-                lambda: weight_scales(numpy_helper.to_array(tensor), target.axis, grid=grid),
+                (target.name, target.axis, grid, fits),
+                lambda: scales_of(tensor, target.axis, grid, fits=node if fits else None),
             )
         scales = self.storable(own)
         if self.plan.placement.bias and target.bias in self.initializers:

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from calibrators.amct.arq import channels_first
-from deploy.graph.index import Graph, attributes
+from calibrators.pair_sums import FIT, ROUNDED
+from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED
+from deploy.targets.weights import channel_rows, largest_pairs
 
 if TYPE_CHECKING:
     import onnx
@@ -38,23 +39,39 @@ class StoredWeight:
         amax: largest |w| of each output channel, float64 [C], in real units; 0 where a channel is
             stored as zeros.
         scales: float64 [C], or [1] for all channels: the real value of a stored 1.
+        pairs: steps of each channel's largest pair, float64 [C], where kernels of CPUs add these in
+            16 bits (`calibrators.pair_sums`); None elsewhere.
     """
 
     node: str
     op: str
     amax: Float64Array
     scales: Float64Array
+    pairs: Float64Array | None = None
 
     @property
     def used(self) -> Float64Array:
-        """Share of the grid that each channel uses, 0 to 1: [C]."""
+        """Share of the grid that each channel uses, by its largest weight or pair: 0 to 1, [C]."""
         steps = self.amax / self.scales
         share = steps / max(float(steps.max(initial=0.0)), np.finfo(np.float64).tiny)
+        if self.pairs is not None:
+            share = np.maximum(share, self.pairs / (FIT - ROUNDED))
         return np.where(share > _WHOLE, 1.0, share)
+
+    @property
+    def saturates(self) -> bool:
+        """Whether an x86 CPU without VNNI may lose what is multiplied by it."""
+        return self.pairs is not None and bool((self.pairs > FIT).any())
 
 
 def stored_weight(
-    node: str, op: str, rows: NDArray[Any], scales: NDArray[Any], *, real: bool = False
+    node: str,
+    op: str,
+    rows: NDArray[Any],
+    scales: NDArray[Any],
+    *,
+    real: bool = False,
+    pairs: Float64Array | None = None,
 ) -> StoredWeight:
     """A weight from what is stored of it.
 
@@ -64,6 +81,7 @@ def stored_weight(
         rows: [C, ...] stored values, output channels first.
         scales: [C], or [1].
         real: the values are not stored but real ones, on their way to the grid.
+        pairs: as `StoredWeight` has them.
     """
     if rows.dtype.kind not in "iuf":  # fp8, which numpy itself cannot compare
         rows = rows.astype(np.float32)
@@ -72,15 +90,20 @@ def stored_weight(
     least = rows.min(axis=inside).astype(np.float64)
     held = np.asarray(scales, np.float64).reshape(-1)
     amax = np.maximum(largest, -least) * (1.0 if real else held)
-    return StoredWeight(node=node, op=op, amax=amax, scales=held)
+    return StoredWeight(node=node, op=op, amax=amax, scales=held, pairs=pairs)
 
 
-def stored_in(model: onnx.ModelProto) -> tuple[StoredWeight, ...]:
-    """The weights of a Q/DQ model that stand behind a DequantizeLinear, in its order."""
-    return tuple(_read(Graph(model)))
+def stored_in(model: onnx.ModelProto, *, on_cpus: bool = False) -> tuple[StoredWeight, ...]:
+    """The weights of a Q/DQ model that stand behind a DequantizeLinear, in its order.
+
+    Args:
+        model: with pairs.
+        on_cpus: whether kernels of CPUs compute it.
+    """
+    return tuple(_read(Graph(model), on_cpus))
 
 
-def _read(graph: Graph) -> Iterator[StoredWeight]:
+def _read(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
     for node in graph.nodes:
         pair = graph.producer.get(node.input[1]) if node.op_type in WEIGHTED else None
         if pair is None or pair.op_type != "DequantizeLinear":
@@ -88,17 +111,8 @@ def _read(graph: Graph) -> Iterator[StoredWeight]:
         before = graph.producer.get(pair.input[0])  # of weights that are quantized on their way
         name = pair.input[0] if before is None else before.input[0]
         if name in graph.constants:
-            rows = _rows(numpy_helper.to_array(graph.constants[name]), node)
+            array = numpy_helper.to_array(graph.constants[name])
+            rows, real = channel_rows(array, node), before is not None
             scales = numpy_helper.to_array(graph.constants[pair.input[1]])
-            yield stored_weight(node.name, node.op_type, rows, scales, real=before is not None)
-
-
-def _rows(weight: NDArray[Any], node: onnx.NodeProto) -> NDArray[Any]:
-    """A weight as it stands in a node -> its output channels first."""
-    given = attributes(node)
-    if node.op_type == "ConvTranspose":
-        return channels_first(weight, int(given.get("group", 1)))
-    if weight.ndim == 1:  # a MatMul with a vector has one channel
-        return weight[None]
-    turned = node.op_type == "MatMul" or (node.op_type == "Gemm" and not given.get("transB", 0))
-    return np.moveaxis(weight, -1, 0) if turned else weight
+            pairs = largest_pairs(array, node) if on_cpus and not real else None
+            yield stored_weight(node.name, node.op_type, rows, scales, real=real, pairs=pairs)
