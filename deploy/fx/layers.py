@@ -7,6 +7,8 @@ trained with the weights where that is asked for (`deploy.fx.learned`).
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from deploy.errors import CalibrationError
 from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
 from deploy.fx.hooks import refuse_hooks
 from deploy.fx.lsq import rounded
+from deploy.fx.pair_sums import least_scales
 
 _BIAS = 2**30  # codes of a bias at most: near 2^31 runtimes that divide in float32 run over
 WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
@@ -63,10 +66,17 @@ class WeightQuant(nn.Module):
     Args:
         axis: channel axis, or None for one scale.
         bits: 2 to 8; integers are +-(2^(bits-1) - 1).
+        least: weight -> scales [C_out] that its own are not to fall below, or None.
     """
 
-    def __init__(self, axis: int | None, bits: int = 8):
+    def __init__(
+        self,
+        axis: int | None,
+        bits: int = 8,
+        least: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+    ):
         super().__init__()
+        self.least = least
         self.axis = axis
         self.limit = 2 ** (bits - 1) - 1
         self.enabled = False
@@ -81,18 +91,25 @@ class WeightQuant(nn.Module):
     def scales(self, weight: torch.Tensor) -> torch.Tensor:
         """[C] or [1] float32; 1 where all of a channel is zero."""
         if self.scale is not None:
-            return self.scale.detach().clone()
+            return self._raised(self.scale, weight).detach().clone()
         kept = () if self.axis is None else (self.axis,)
         others = [i for i in range(weight.dim()) if i not in kept]
         amax = weight.detach().double().abs().amax(others).reshape(-1) / self.limit
-        return torch.where(amax > 0, amax, 1.0).float()
+        return self._raised(torch.where(amax > 0, amax, 1.0).float(), weight)
+
+    def _raised(self, scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Scales of the weight that are at least what they must be."""
+        least = None if self.least is None else self.least(weight)
+        if least is None:
+            return scales
+        return torch.maximum(scales, least if self.axis is not None else least.amax(0, True))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight, or its rounding once enabled."""
         if not self.enabled:
             return weight
         if self.scale is not None:
-            return self._learned(weight, self.scale)
+            return self._learned(weight, self._raised(self.scale, weight))
         scales = self.scales(weight)
         zeros = torch.zeros_like(scales, dtype=torch.int32)
         if self.axis is None:
@@ -103,13 +120,31 @@ class WeightQuant(nn.Module):
             weight, scales, zeros, self.axis, -self.limit, self.limit
         )
 
-    def _learned(self, weight: torch.Tensor, scale: nn.Parameter) -> torch.Tensor:
+    def _learned(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Each step shared by the weights of its channel."""
         shape = [-1 if i == self.axis else 1 for i in range(weight.dim())]
         zero = torch.zeros((), dtype=torch.int32, device=weight.device)
         shared = weight.numel() // scale.numel()
         ends = -self.limit, self.limit
         return rounded(weight, scale.reshape(shape), zero, ends, shared=shared)
+
+
+def quant_of(layer: nn.Module, axis: int | None, bits: int, *, fits_pairs: bool) -> WeightQuant:
+    """Fake quantization of a layer's weight.
+
+    Args:
+        layer: Conv, ConvTranspose or Linear.
+        axis: channel axis, or None for one scale.
+        bits: 2 to 8.
+        fits_pairs: whether no CPU is to saturate what is multiplied by it; of fewer bits none does.
+    """
+    turned, groups = isinstance(layer, TRANSPOSED), int(getattr(layer, "groups", 1))
+    least = (
+        partial(least_scales, transposed=turned, groups=groups)
+        if fits_pairs and bits == 8
+        else None
+    )
+    return WeightQuant(axis, bits, least)
 
 
 class QatLayer(nn.Module):

@@ -71,6 +71,7 @@ class Placed:
             tell values apart.
         weights: qualified name of a layer -> whether its weight has a scale a channel.
         reasons: qualified name of a layer in float -> why.
+        fits_pairs: whether weights are stored so that no CPU saturates their products.
     """
 
     grid: Grid
@@ -78,6 +79,7 @@ class Placed:
     sources: Mapping[str, Sources]
     weights: Mapping[str, bool]
     reasons: Mapping[str, str] = field(default_factory=dict)
+    fits_pairs: bool = False
 
 
 def place(
@@ -120,6 +122,7 @@ def place(
         sources=_sources(found, plan, groups),
         weights=dict(_weights(graph_module, found, plan)),
         reasons=dict(_reasons(graph_module, found, plan)),
+        fits_pairs=plan.placement.fits_pairs,
     )
 
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from deploy.fx.fuse import (
     layers_to_modules,
 )
 from deploy.fx.grids import at_bits
-from deploy.fx.layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis
+from deploy.fx.layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis, quant_of
 from deploy.fx.lift import is_layer
 from deploy.fx.norms import FrozenNorm, is_norm
 from deploy.fx.opened import open_calls
@@ -124,7 +125,9 @@ def prepare(
         _swap_custom(graph_module, custom, grid, bits, momentum, observers)
     elif mode == "dynamic":
         _insert_dynamic(graph_module, placed.weights)
-    _wrap_weights(graph_module, placed.weights, bits, linear_only=mode == "dynamic")
+    if mode == "weight-only":  # what multiplies them is float
+        placed = replace(placed, fits_pairs=False)
+    _wrap_weights(graph_module, placed, bits, linear_only=mode == "dynamic")
     graph_module.meta[REASONS] = dict(placed.reasons)
     graph_module.delete_all_unused_submodules()
     graph_module.graph.lint()
@@ -322,19 +325,22 @@ def _swap_custom(
 
 
 def _wrap_weights(
-    graph_module: fx.GraphModule, weights: Mapping[str, bool], bits: int, *, linear_only: bool
+    graph_module: fx.GraphModule, placed: Placed, bits: int, *, linear_only: bool
 ) -> None:
     """Fake-quantize the weights; layers trained with their norm that stay float lose theirs."""
+    weights, fits = placed.weights, placed.fits_pairs
     called = (str(n.target) for n in graph_module.graph.nodes if n.op == "call_module")
     for name in dict.fromkeys(called):
         module = graph_module.get_submodule(name)
         plain = isinstance(module, (nn.Linear,) if linear_only else WEIGHTED)
         if isinstance(module, QatLayer) and name in weights:
-            module.weight_quant = WeightQuant(channel_axis(module.layer, weights[name]), bits)
+            axis = channel_axis(module.layer, weights[name])
+            module.weight_quant = quant_of(module.layer, axis, bits, fits_pairs=fits)
         elif isinstance(module, QatLayer):
             module.weight_quant = nn.Identity()
         elif plain and name in weights:
-            quant = WeightQuant(channel_axis(module, weights[name]), bits)
+            axis = channel_axis(module, weights[name])
+            quant = quant_of(module, axis, bits, fits_pairs=fits)
             replace_submodule(graph_module, name, QatLayer(module, quant))
 
 
