@@ -51,7 +51,7 @@ def odd(pictures, tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("odd") / "pictures"
     shutil.copytree(pictures, made)
     for path in made.iterdir():
-        cv2.imwrite(str(path), cv2.imread(str(path)) // 16)
+        cv2.imwrite(str(path), cv2.imread(str(path)) // 12)
     cv2.imwrite(str(made / "05.png"), np.full((18, 20, 3), 255, np.uint8))
     return made
 

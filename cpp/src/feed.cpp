@@ -18,6 +18,7 @@
 #include "machine.hpp"
 #include "seen.hpp"
 #include "source.hpp"
+#include "strewn.hpp"
 
 namespace calib8 {
 namespace {
@@ -110,9 +111,7 @@ std::vector<std::size_t> choose(std::size_t count, const std::optional<std::size
     notes.push_back(std::to_string(most) + " of " + std::to_string(count) +
                     " samples are used, spread evenly over all");
   }
-  std::vector<std::size_t> chosen;
-  for (std::size_t k = 0; k < most; ++k) chosen.push_back(k * count / most);
-  return chosen;
+  return some(count, most);
 }
 
 // The batch that the inputs fix, else the one that is asked for.

@@ -143,8 +143,9 @@ class _Pass:
         self._readings = [[line.reading() for line in self.lines] for _ in range(threads)]
         self._own = [None if peaks is None else Peaks() for _ in range(threads)]
         # a sample is begun when those `threads` before it are done, so no two are in one part at a
-        # time; of an even number of parts, every other one holds the samples of odd numbers
-        self._width = threads + (split and threads % 2)
+        # time; of an even number of parts, one more for the turns, every other one holds a half
+        self._split = split
+        self._width = threads + 1 + (threads + 1) % 2 if split else threads
         # what is looked at is left as it is
         self._seen = [self._empty(self._free)] if split or looked else []
         self._anew()
@@ -167,7 +168,8 @@ class _Pass:
 
     def work(self, worker: int, number: int, sample: Sample, keep: Keep | None) -> list[Waiting]:
         """Run a sample, record what any order gives, and give what waits for its turn."""
-        held, own = self._held[number % self._width], self._own[worker]
+        place = in_turns(number) if self._split else number
+        held, own = self._held[place % self._width], self._own[worker]
         return [
             waiting
             for line, reading, part in zip(self.lines, self._readings[worker], held, strict=True)
@@ -211,7 +213,7 @@ class _Pass:
                     raise told(error, observation, f"tensor {observation.tensor}") from error
 
     def halves(self) -> list[Observed]:
-        """What the samples of odd numbers gave, and what the others gave, which any order gives."""
+        """What one half of the samples gave, and what the other gave, which any order gives."""
         self._parts = [_joined(self._parts[1::2]), _joined(self._parts[::2])]
         return [_by_key(part) for part in self._parts]
 
@@ -228,6 +230,15 @@ class _Pass:
             if self._peaks is not None and own is not None:
                 self._peaks.merge(own)
                 self._own[place] = Peaks()
+
+
+def in_turns(number: int) -> int:
+    """The same, or its neighbour: odd of one half of all numbers, even of the other.
+
+    Which of two neighbours is odd changes as Thue and Morse have it, 0 1 1 0 1 0 0 1 ..., in step
+    with nothing: with a feed whose classes take turns, both halves have both.
+    """
+    return number ^ ((number >> 1).bit_count() & 1)
 
 
 def _rest(keeper: Keeper, state: _Pass) -> Rest:

@@ -7,11 +7,12 @@ give together lies between, so that more samples would move it by about half as 
     one half      |--------------------|
     the other     |-----------------------|       3 / 24 of the range apart
 
-The halves are every second sample and the others, so that a feed in the order of its classes or of
-time is seen whole by both. `--until-stable` looks at halves as it goes: samples come spread evenly
-over all, and at 16, 32, 64 ... of them (`deploy.feed.doubling`) the first half is held against the
-second. Where all ranges but a twentieth agreed twice in a row, they are enough. The points are
-counted in samples, and what is searched are the statistics of just so many, whatever the threads.
+The halves are one of every two samples and the other, so that a feed in the order of its classes
+or of time is seen whole by both; which of the two changes (`in_turns`), so that one whose classes
+take turns is as well. `--until-stable` looks at halves as it goes: samples come spread over all
+(`deploy.feed.strewn`), and at 16, 32, 64 ... of them the first half is held against the second.
+Where all ranges but a twentieth agreed twice in a row, they are enough. The points are counted in
+samples, and what is searched are the statistics of just so many, whatever the threads.
 """
 
 from __future__ import annotations

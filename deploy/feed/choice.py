@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError
+from deploy.feed.strewn import some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class Choice:
         notes = [f"every {_nth(every)} of {count} samples is looked at"] if every > 1 else []
         if self.most is not None and self.most < len(left):
             notes.append(f"{self.most} of {len(left)} samples are used, spread evenly over all")
-            left = [left[place * len(left) // self.most] for place in range(self.most)]
+            left = some(left, self.most)
         if self.sample is not None and self.sample < len(left):
             notes.append(
                 f"{self.sample} of {len(left)} samples are used, drawn by lot (seed {self.seed})"

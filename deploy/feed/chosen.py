@@ -15,8 +15,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from deploy.feed.doubling import scattered
 from deploy.feed.share import Share
+from deploy.feed.strewn import strewn
 
 
 class Chosen:
@@ -99,8 +99,8 @@ class Chosen:
         return islice(good, first, stop)
 
     def scatter(self) -> None:
-        """Be in an order in which the first 8, 16, 32 ... are each spread evenly over all."""
-        self.indices = self._given = _held(scattered(self.indices))
+        """Be in an order in which the first so many are from all over."""
+        self.indices = self._given = _held(strewn(self.indices))
 
     def keep(self, count: int) -> None:
         """Be the first so many alone, in the order of their source."""
@@ -109,15 +109,9 @@ class Chosen:
         self.skipped = {index: why for index, why in self.skipped.items() if index in left}
 
 
-def evenly(indices: Sequence[int], most: int) -> list[int]:
-    """At most so many, spread evenly over all."""
-    count = min(most, len(indices))
-    return [indices[place * len(indices) // count] for place in range(count)]
-
-
 def _held(indices: Iterable[int]) -> Sequence[int]:
     """Indices in as little memory as they take."""
     return indices if isinstance(indices, range) else array("q", indices)
 
 
-__all__ = ["Chosen", "evenly"]
+__all__ = ["Chosen"]

@@ -3,7 +3,7 @@
 ::
 
     feed    0 1 2 3 4 5 6 7 8 9 ...     each with a key
-    part    0   2   4   6   8   ...     the same keys, whichever others turn out to be bad
+    part    0   2 3   5 6   8   ...     the same keys, whichever others turn out to be bad
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from deploy.feed.feed import Feed, Sample
 from deploy.feed.stream import Stream
+from deploy.feed.strewn import some
 from deploy.tensors import Array
 
 
@@ -75,9 +76,7 @@ class Part:
         self, most: int, *, without: Collection[int] = ()
     ) -> Iterator[tuple[int, Sample]]:
         """(key, sample) of at most so many, from all over it; those without are not read."""
-        keys = self.keys
-        count = min(most, len(keys))
-        chosen = [keys[at * len(keys) // count] for at in range(count)]
+        chosen = some(self.keys, most)
         return self._feed.keyed([key for key in chosen if key not in without])
 
     def first(self, most: int) -> Sequence[Sample]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.errors import FeedError
 from deploy.feed.batches import batches, filled, refuse_batches
-from deploy.feed.chosen import Chosen, evenly
+from deploy.feed.chosen import Chosen
 from deploy.feed.denormalise import picture_in
 from deploy.feed.pictures import ImageSource
 from deploy.feed.posted import Posted, posted
@@ -22,6 +22,7 @@ from deploy.feed.reader import Reader
 from deploy.feed.share import Share, names_digest, share_of
 from deploy.feed.source import Sample, Source
 from deploy.feed.stream import Stream
+from deploy.feed.strewn import some
 from deploy.feed.video import VideoSource
 from deploy.feed.views import View, Views
 from deploy.progress import phase
@@ -310,12 +311,12 @@ class Feed:
         if self.batch > 1:  # `spread` gives the first of them
             first, spread = max(first, spread), 0
         indices = self._chosen.indices
-        early, seen = indices[: first * self.batch], evenly(indices, shown)
-        on_disk = (*early, *evenly(indices, spread), *seen)
+        early, seen = indices[: first * self.batch], some(indices, shown)
+        on_disk = (*early, *some(indices, spread), *seen)
         self._reader.remember(on_disk, Views(self.preprocess, seen))
 
     def scatter(self) -> None:
-        """Give the samples so that the first 8, 16, 32 ... are each spread evenly over all."""
+        """Give the samples so that the first so many are from all over the feed."""
         self._chosen.scatter()
         self._names = ""
 
@@ -384,7 +385,7 @@ class Feed:
         """Keys of the samples that `spread` gives, as far as it is known which are bad."""
         if self.batch > 1:
             return tuple(range(min(most, len(self))))
-        return tuple(evenly(list(self._chosen.good()), most))
+        return tuple(some(list(self._chosen.good()), most))
 
     def keyed(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
         """(key, sample) of those that are named, in the feed's order, without bad ones.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.feed.strewn import order
 from deploy.metrics.form import form_of
 from deploy.metrics.parts import SAMPLES
 from deploy.tuning.energy import energies
@@ -71,7 +72,7 @@ def _energies(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
 
 
 def _places(energies: NDArray[np.float64], most: int) -> frozenset[int]:
-    """Half of them where the parts, each by its own measure, hold most; the rest spread evenly."""
+    """Half of them where the parts, each by its own measure, hold most; the rest from all over."""
     count = len(energies)
     if count <= most:
         return frozenset(range(count))
@@ -79,8 +80,7 @@ def _places(energies: NDArray[np.float64], most: int) -> frozenset[int]:
     signal = (energies / np.where(largest > 0, largest, 1.0)).sum(axis=1)
     strongest = np.argsort(-signal, kind="stable")
     chosen = {int(place) for place in strongest[: _EVERY * (most // 2) : _EVERY]}
-    evenly = [place * count // most for place in range(most)]
-    for place in (*evenly[::2], *evenly[1::2], *map(int, strongest)):
+    for place in map(int, order(count)):
         if len(chosen) < most:
             chosen.add(place)
     return frozenset(chosen)
