@@ -14,12 +14,14 @@ from deploy.feed.feed import open_feed
 from deploy.feed.pixels import apply, fit
 from deploy.feed.preprocess import COLORS, Preprocess
 from deploy.feed.presets import PRESETS
+from deploy.feed.strewn import some
 from deploy.report import FeedPart, Report, to_html, to_json, to_markdown
 from deploy.report.raster import raster
 from deploy.report.shown import pictures_part
 from deploy.tensors import TensorSpec
 
 SPEC = (TensorSpec("x", "float32", ("n", 3, 16, 16)),)
+SHOWN = [f"{place:02}.png" for place in some(range(20), 4)]
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\".png"
 
 
@@ -117,9 +119,9 @@ def test_views_are_taken_as_samples_go_by_and_nothing_is_decoded_for_them(pictur
     assert feed.decodes == 20
     views = feed.views()
     assert feed.decodes == 20
-    assert [view.name for view in views] == ["00.png", "05.png", "10.png", "15.png"]
+    assert [view.name for view in views] == SHOWN
     assert all(view.given.shape == (18, 20, 3) and view.size == (16, 16) for view in views)
-    first = cv2.imread(str(pictures / "00.png"))[:, :, ::-1]
+    first = cv2.imread(str(pictures / SHOWN[0]))[:, :, ::-1]
     np.testing.assert_array_equal(views[0].given, first)
     late = open_feed(str(pictures), SPEC, preprocess=how)
     late.remember(0, shown=4)
@@ -153,7 +155,7 @@ def test_a_build_shows_the_feed_and_the_same_pictures_with_any_threads(
     assert "What the model sees" in pages[0] and "18x20 fed as 16x16" in pages[0]
     assert sum(map(len, uris[0])) < 150_000
     told = json.loads((tmp_path / "1" / "report.json").read_text())["feed"]["pictures"]
-    assert told["samples"] == ["00.png", "05.png", "10.png", "15.png"]
+    assert told["samples"] == SHOWN
     assert "scale, mean, std" in told["how"]
     for name in ("report.json", "report.md"):
         assert "data:image" not in (tmp_path / "1" / name).read_text()

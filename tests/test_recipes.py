@@ -42,7 +42,7 @@ def built(tree) -> Path:
     """The demo, built for the toy target with the toy search."""
     calib8(
         tree, "build", DATA / "fashion.onnx", "--images", DATA / "calib.txt", "--limit", 20,
-        "--mean", 0.5, "--std", 0.5, "--duration", 0, "--out", "out",
+        "--mean", 0.5, "--std", 0.5, "--effort", 0, "--duration", 0, "--out", "out",
         "--target", "toy", "--toy-label", "greeting", "--method", "ksigma", "--sigma", 4,
     )  # fmt: skip
     return tree / "out"
