@@ -200,6 +200,12 @@ def test_full_weights_are_asked_for_and_told(built):
     assert (steps.reshape(16, -1).max(axis=1) == 127).all()
 
 
+def test_all_of_int8_or_fewer_bits(run, tmp_path):
+    words = ("build", tmp_path / "net.onnx", "--images", tmp_path, "--out", tmp_path / "o")
+    code, _, err = run(*words, "--full-weights", "--weight-bits", "7")
+    assert code == 1 and "leave one of them away" in err and not (tmp_path / "o").exists()
+
+
 def test_a_depthwise_conv_takes_all_of_int8(built):
     """Its kernels sum in 32 bits: see `test_this_cpus_kernels_lose_nothing`."""
     int8, _ = built(network(group=16, channels=16))

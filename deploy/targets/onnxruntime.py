@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy import atomic
-from deploy.errors import ExportError
+from deploy.errors import ConfigError, ExportError
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 
@@ -92,6 +92,11 @@ class OnnxRuntime:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.full_weights and self.weight_bits < 8:
+            raise ConfigError(
+                "weights take all of int8 or fewer bits, got --full-weights and --weight-bits"
+                f" {self.weight_bits}; leave one of them away"
+            )
 
     @property
     def placement(self) -> Placement:
