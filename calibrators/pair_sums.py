@@ -57,10 +57,15 @@ def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
     Args:
         rows: [C_out, C_in of a group, ...], in real units or in steps.
     """
-    left, right = _pairs(rows)
-    one_sign = (left > 0) == (right > 0)
-    left, right = np.abs(left, out=left), np.abs(right, out=right)
-    return np.where(one_sign, left + right, np.maximum(left, right))
+    wide = np.pad(_flat(rows), ((0, 0), (0, 2))).astype(np.float32)  # none beside it: 0
+    first = slice(0, wide.shape[1] - 2, _step(rows))
+    second = slice(1, wide.shape[1] - 1, _step(rows))
+    one_sign = (wide[:, first] > 0) == (wide[:, second] > 0)
+    np.abs(wide, out=wide)
+    left, right = wide[:, first], wide[:, second]
+    with np.errstate(over="ignore"):  # of weights of 1e38 there is no larger sum
+        both = np.minimum(left + right, np.finfo(np.float32).max)
+    return np.where(one_sign, both, np.maximum(left, right))
 
 
 def in_tight_pairs(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
@@ -73,21 +78,12 @@ def in_tight_pairs(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
         As `steps`; with these at their nearest, the largest pair of a channel stays the largest.
     """
     tight = pair_sums(steps) > FIT - 2 * ROUNDED
-    width = len(_flat(steps)[0])
-    held = np.zeros((len(steps), width + width % 2 + 2), np.bool_)
-    starts = _starts(steps, width)
-    held[:, starts] = tight
-    held[:, starts + 1] |= tight
+    width, step = _flat(steps).shape[1], _step(steps)
+    held = np.zeros((len(steps), width + 2), np.bool_)
+    held[:, 0:width:step] = tight
+    held[:, 1 : width + 1 : step] |= tight
     flat = held[:, :width].reshape(len(steps), *steps.shape[2:], steps.shape[1])
     return np.ascontiguousarray(np.moveaxis(flat, -1, 1))
-
-
-def _pairs(rows: NDArray[np.generic]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The first and the second weight of each pair, [C_out, pairs]; what has no neighbour has 0."""
-    flat = _flat(rows)
-    starts = _starts(rows, flat.shape[1])
-    wide = np.pad(flat, ((0, 0), (0, 2))).astype(np.float32)
-    return wide[:, starts], wide[:, starts + 1]
 
 
 def _flat(rows: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -95,6 +91,6 @@ def _flat(rows: NDArray[np.generic]) -> NDArray[np.generic]:
     return np.moveaxis(rows, 1, -1).reshape(len(rows), -1)
 
 
-def _starts(rows: NDArray[np.generic], width: int) -> NDArray[np.int64]:
-    """Where pairs begin in a row of `_flat`."""
-    return np.arange(0, width, 1 if rows.shape[1] % 2 and rows.ndim > 2 else 2)
+def _step(rows: NDArray[np.generic]) -> int:
+    """From where a pair begins in a row of `_flat` to where the next does."""
+    return 1 if rows.shape[1] % 2 and rows.ndim > 2 else 2

@@ -97,6 +97,12 @@ def test_one_scale_for_all_is_that_of_the_largest_pair():
     assert pair_scales(weight, weight_scales(weight, None)) == pytest.approx(4 / 126)
 
 
+def test_the_largest_weights_have_a_scale():
+    weight = np.full((1, 4), np.finfo(np.float32).max, np.float32)
+    scales = pair_scales(weight, weight_scales(weight, 0))
+    assert np.isfinite(scales).all() and (scales > 0).all()
+
+
 def test_what_sums_in_16_bits_would_lose():
     """The arithmetic that all this is about: 127 + 127 times 255 ends at 32767."""
     stored, patches = np.array([[127, 127]], np.int8), np.array([[255, 255]], np.uint8)

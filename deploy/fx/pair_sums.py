@@ -33,5 +33,6 @@ def least_scales(
     left, right = wide[:, 0:-2:step], wide[:, 1:-1:step]
     one_sign = (left > 0) == (right > 0)
     left, right = left.abs(), right.abs()
-    sums = torch.where(one_sign, left + right, torch.maximum(left, right))
+    both = (left + right).clamp(max=torch.finfo(torch.float32).max)
+    sums = torch.where(one_sign, both, torch.maximum(left, right))
     return sums.amax(1) / (FIT - ROUNDED)
