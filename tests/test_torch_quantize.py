@@ -16,6 +16,7 @@ from torch import nn  # noqa: E402
 from calibrators.affine import quantize_per_tensor  # noqa: E402
 from calibrators.errors import CalibrationError  # noqa: E402
 from calibrators.grids import UINT8, quantize_weight, weight_scales  # noqa: E402
+from calibrators.pair_sums import pair_scales  # noqa: E402
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError  # noqa: E402
 from deploy.fx.calibrate import calibrate, freeze_norms, observers_of, set_phase  # noqa: E402
 from deploy.fx.convert import convert, scale_table  # noqa: E402
@@ -208,8 +209,8 @@ def test_weights_are_the_calibrators_own(resnet, batches):
     layer = converted.get_submodule("layer1.0.conv1")
     assert isinstance(layer, IntLayer) and layer.weight_int.dtype == torch.int8
     weight = prepared.get_submodule("layer1.0.conv1").layer.weight.detach().numpy()
-    scales = weight_scales(weight, 0)
-    assert np.array_equal(layer.weight_scale.numpy(), scales)
+    scales = pair_scales(weight, weight_scales(weight, 0))
+    assert np.allclose(layer.weight_scale.numpy(), scales, rtol=1e-7)
     expected = quantize_weight(weight, scales, 0)
     assert np.abs(layer.weight_int.numpy().astype(int) - expected).max() <= 1
     assert (layer.weight_int.numpy() == expected).mean() > 0.999
@@ -223,7 +224,7 @@ def test_the_exported_model_is_the_converted_one_within_one_code(made, batches, 
     mixed = [*batches, (batches[0][0][:1],), (torch.cat([b[0] for b in batches])[:7],)]
     exact = compare(exported, converted, mixed, optimized=False)
     assert exact.argmax == 1.0 and exact.codes <= 1.0
-    used = compare(exported, converted, mixed)
+    used = compare(exported, converted, mixed, kernels=target == "onnxruntime")
     assert used.argmax == 1.0 and used.codes <= 1.0
     assert "steps of the last scale" in str(used)
 

@@ -139,6 +139,7 @@ def export(
     from deploy.fx.layers import weighted
     from deploy.fx.lift import argument_names
     from deploy.fx.modes import compare_modes, measure, quantized, report, scales_report
+    from deploy.fx.prepare import target_of
     from deploy.fx.samples import in_float32
     from deploy.fx.search import search_for
     from deploy.fx.trace import submodule
@@ -185,7 +186,8 @@ def export(
         say(str(covered))
         if mode == "static":
             say(f"ranges by {search.label}")
-        say(str(exports.compare(exported, converted, batches)))
+        kernels = target_of(target).runs_here
+        say(str(exports.compare(exported, converted, batches, kernels=kernels)))
         if left := norms_in_float(converted):
             say(left)
         results = (

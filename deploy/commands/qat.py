@@ -94,6 +94,7 @@ def qat(
     from deploy.fx.fuse import norms_in_float
     from deploy.fx.keywords import as_dict
     from deploy.fx.modes import measure, report, scales_report
+    from deploy.fx.prepare import target_of
     from deploy.fx.qat import Task, first_batches, train
     from deploy.fx.source import call_factory, load_module, users_errors
 
@@ -135,7 +136,8 @@ def qat(
     if trained.end is not None:
         say(f"after training ({bits} bits): {trained.end:.4f}")
     exported = exports.to_onnx(trained.converted, moved(list(task.inputs), CPU))
-    say(str(exports.compare(exported, trained.converted, batches)))
+    kernels = target_of(target).runs_here
+    say(str(exports.compare(exported, trained.converted, batches, kernels=kernels)))
     if left := norms_in_float(trained.converted):
         say(left)
     result = measure("qat", float_form(trained.prepared), trained.converted, batches)

@@ -135,6 +135,7 @@ def compare(
     batches: Sequence[Sequence[torch.Tensor]],
     *,
     optimized: bool = True,
+    kernels: bool = True,
 ) -> Agreement:
     """Run batches through onnxruntime and through torch.
 
@@ -142,10 +143,11 @@ def compare(
         exported: what `to_onnx` gave for `model`.
         model: the float or converted model.
         batches: each the inputs of one run, batch first.
-        optimized: let onnxruntime fuse into int8 kernels, as in use; without, each operator runs
-            as ONNX defines it.
+        optimized: let onnxruntime fuse operators, as in use; without, each runs as ONNX defines it.
+        kernels: let it fuse into int8 kernels; not of a model for another runtime, whose weights
+            they may saturate.
     """
-    session = OrtSession.open(exported, threads=1, optimize=optimized)
+    session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
     names = [spec.name for spec in session.inputs]
     worst = largest = 0.0
     same = samples = rows = outputs = 0
