@@ -25,6 +25,8 @@ Source: MLAS of ONNX Runtime, GemmU8S8KernelAvx2; its documentation, "Quantize O
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,6 +34,17 @@ from calibrators.grids import INT16, UINT8
 
 FIT = INT16.qmax // UINT8.qmax  # steps of a pair: 128
 ROUNDED = 2  # steps that two weights may gain together, each rounded up
+
+
+def is_depthwise(groups: int, outputs: int, inputs: int) -> bool:
+    """Whether a Conv's kernels sum in 32 bits, so that no pairs of it need to fit.
+
+    Args:
+        groups: of the Conv, several where it is depthwise.
+        outputs: channels that it makes, one a group.
+        inputs: channels of a group that it reads, one.
+    """
+    return groups > 1 and outputs == groups and inputs == 1
 
 
 def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -58,14 +71,22 @@ def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
         rows: [C_out, C_in of a group, ...], in real units or in steps.
     """
     wide = np.pad(_flat(rows), ((0, 0), (0, 2))).astype(np.float32)  # none beside it: 0
-    first = slice(0, wide.shape[1] - 2, _step(rows))
-    second = slice(1, wide.shape[1] - 1, _step(rows))
+    step = step_of(rows.shape)
+    first, second = slice(0, wide.shape[1] - 2, step), slice(1, wide.shape[1] - 1, step)
     one_sign = (wide[:, first] > 0) == (wide[:, second] > 0)
     np.abs(wide, out=wide)
     left, right = wide[:, first], wide[:, second]
     with np.errstate(over="ignore"):  # of weights of 1e38 there is no larger sum
         both = np.minimum(left + right, np.finfo(np.float32).max)
     return np.where(one_sign, both, np.maximum(left, right))
+
+
+def step_of(shape: Sequence[int]) -> int:
+    """From where a pair of a weight [C_out, C_in of a group, ...] begins to where the next does.
+
+    Along a patch, place by place, channel by channel.
+    """
+    return 1 if shape[1] % 2 and len(shape) > 2 else 2
 
 
 def in_tight_pairs(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
@@ -78,7 +99,7 @@ def in_tight_pairs(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
         As `steps`; with these at their nearest, the largest pair of a channel stays the largest.
     """
     tight = pair_sums(steps) > FIT - 2 * ROUNDED
-    width, step = _flat(steps).shape[1], _step(steps)
+    width, step = _flat(steps).shape[1], step_of(steps.shape)
     held = np.zeros((len(steps), width + 2), np.bool_)
     held[:, 0:width:step] = tight
     held[:, 1 : width + 1 : step] |= tight
@@ -89,8 +110,3 @@ def in_tight_pairs(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
 def _flat(rows: NDArray[np.generic]) -> NDArray[np.generic]:
     """[C_out, C_in, ...] -> [C_out, values], place by place, channel by channel."""
     return np.moveaxis(rows, 1, -1).reshape(len(rows), -1)
-
-
-def _step(rows: NDArray[np.generic]) -> int:
-    """From where a pair begins in a row of `_flat` to where the next does."""
-    return 1 if rows.shape[1] % 2 and rows.ndim > 2 else 2

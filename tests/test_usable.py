@@ -11,7 +11,6 @@ four for another: doubtful, and the layer in float costs less than that is worth
 import contextlib
 import io
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -303,10 +302,10 @@ def test_a_doubtful_engine_gives_way_to_a_good_one_that_costs_less_than_what_it_
     assert "/wide/Conv" in surer.plan(target).choices.float_nodes
 
 
-@pytest.mark.parametrize("target", GRIDS.split(","))
-def test_the_report_and_the_plan_say_what_was_doubtful(target, surer):
-    why = surer.plan(target).doubtful
-    assert re.fullmatch(r"3[0-7] of 40 best classes as FP32's", why)
+@pytest.mark.parametrize(("target", "kept"), [("tensorrt", 33), ("ascend", 31)])
+def test_the_report_and_the_plan_say_what_was_doubtful(target, kept, surer):
+    why = f"{kept} of 40 best classes as FP32's"
+    assert surer.plan(target).doubtful == why
     (row,) = [one for one in surer.report["targets"] if one["name"] == target]
     assert f"would be doubtful, {why}; so" in " ".join(row["notes"])
 

@@ -145,7 +145,7 @@ class _Pass:
         # a sample is begun when those `threads` before it are done, so no two are in one part at a
         # time; of an even number of parts, one more for the turns, every other one holds a half
         self._split = split
-        self._width = threads + 1 + (threads + 1) % 2 if split else threads
+        self._width = threads + 2 - threads % 2 if split else threads
         # what is looked at is left as it is
         self._seen = [self._empty(self._free)] if split or looked else []
         self._anew()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from calibrators.pair_sums import FIT, ROUNDED
+from calibrators.pair_sums import FIT, ROUNDED, is_depthwise, step_of
 
 
 def least_scales(
@@ -24,10 +24,10 @@ def least_scales(
     Returns:
         float32 [C_out].
     """
-    if groups > 1 and (transposed or weight.shape[:2] == (groups, 1)):
-        return None  # stays in float, or is depthwise: sums of 32 bits
+    if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
+        return None  # the latter stays in float
     rows = weight.transpose(0, 1) if transposed else weight
-    step = 1 if rows.shape[1] % 2 and rows.dim() > 2 else 2
+    step = step_of(rows.shape)
     flat = rows.detach().float().movedim(1, -1).flatten(1)
     wide = functional.pad(flat, (0, 2))
     left, right = wide[:, 0:-2:step], wide[:, 1:-1:step]

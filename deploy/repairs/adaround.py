@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.grids import INT8, Grid, rounded
-from calibrators.pair_sums import in_tight_pairs
+from calibrators.pair_sums import in_tight_pairs, is_depthwise
 from calibrators.rounding import gram, products_of, rounded_by_output
 from deploy.calibration.choices import NO_CHOICES
 from deploy.graph.edit import update
@@ -215,7 +215,7 @@ def rounded_weight(
 def _tight(layer: Layer, steps: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Weights that keep their nearest, so that pairs fit and the scale stays: as `steps`."""
     groups, out, into, places = layer.by_channel.shape
-    if out == into == 1 and groups > 1:  # depthwise
+    if is_depthwise(groups, groups * out, into):
         return np.zeros(steps.shape, np.bool_)
     return in_tight_pairs(steps.reshape(groups * out, into, places)).reshape(steps.shape)
 

@@ -10,7 +10,7 @@ from onnx import numpy_helper
 
 from calibrators.amct.arq import channels_first
 from calibrators.grids import Grid, weight_scales
-from calibrators.pair_sums import pair_scales, pair_sums
+from calibrators.pair_sums import is_depthwise, pair_scales, pair_sums
 from deploy.graph.index import attributes
 
 if TYPE_CHECKING:
@@ -58,6 +58,6 @@ def channel_rows(weight: NDArray[Any], node: onnx.NodeProto) -> NDArray[Any]:
 
 
 def _depthwise(weight: NDArray[Any], node: onnx.NodeProto) -> bool:
-    """Whether each of several groups has one channel in and out: kernels that sum in 32 bits."""
-    group = int(attributes(node).get("group", 1))
-    return group > 1 and weight.ndim > 2 and weight.shape[0] == group and weight.shape[1] == 1
+    """Whether it is that of a depthwise Conv; of a vector or matrix there are no groups."""
+    groups = int(attributes(node).get("group", 1))
+    return weight.ndim > 2 and is_depthwise(groups, *weight.shape[:2])
