@@ -14,6 +14,7 @@ import deploy
 from deploy.cli import cli
 
 ROOT = Path(__file__).parent.parent
+FLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FLOW = ROOT / ".github" / "workflows" / "release.yml"
 PAGE = ROOT / "PYPI.md"
 
@@ -174,17 +175,18 @@ def test_the_workflow_is_yaml_of_known_jobs():
 
 
 def test_the_workflow_calls_what_there_is():
-    text = FLOW.read_text("utf-8")
-    called = re.findall(r"scripts/[\w.]+", text)
-    assert {"scripts/check", "scripts/release", "scripts/release_check"} <= set(called)
+    text = "".join(flow.read_text("utf-8") for flow in FLOWS)
+    called = re.findall(r"(?:scripts|\.ci)/[\w.]+", text)
+    assert {".ci/run", "scripts/release", "scripts/release_check"} <= set(called)
     for name in called:
         path = ROOT / name
         assert path.is_file() and (path.suffix == ".py" or os.access(path, os.X_OK)), name
 
 
 def test_every_action_is_pinned_to_a_major_version():
-    used = re.findall(r"uses: (\S+)", FLOW.read_text("utf-8"))
-    assert used and all(re.search(r"@(release/)?v\d+$", action) for action in used)
+    for flow in FLOWS:
+        used = re.findall(r"uses: (\S+)", flow.read_text("utf-8"))
+        assert used and all(re.search(r"@(release/)?v\d+$", action) for action in used), flow
 
 
 def test_a_job_may_do_what_it_needs_and_no_more():
