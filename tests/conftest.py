@@ -23,6 +23,12 @@ def interruptible():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A test's own generator: what other tests have drawn changes nothing."""
+    return np.random.default_rng(3)
+
+
 @pytest.fixture(scope="session")
 def small_cnn(tmp_path_factory) -> Path:
     """A residual CNN of random weights: x [batch, 3, 16, 16] -> logits [batch, 10]."""

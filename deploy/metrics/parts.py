@@ -109,16 +109,24 @@ def parts_of(output: str, samples: Sequence[Array]) -> tuple[Part, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What is known of each row: its largest magnitude; is it a share, always within [0, 1]?"""
+    """Of each row: its largest magnitude; is it a share, always within [0, 1]; or whole numbers?"""
 
     peak: NDArray[np.float64]
     share: NDArray[np.bool_]
+    number: NDArray[np.bool_]
+
+    def top(self, rows: slice) -> float:
+        """Largest magnitude of these rows, class numbers left out where others reach any unit."""
+        peaks = self.peak[rows]
+        others = float(peaks[~self.number[rows]].max(initial=0.0))
+        return others if others >= _SILENT else float(peaks.max())
 
 
 def _rows(samples: Sequence[Array], axis: int) -> _Rows | None:
     """Peaks and units along an axis; None where it has no rows that could be told apart."""
     peaks: list[NDArray[np.float64]] = []
     shares: list[NDArray[np.bool_]] = []
+    numbers: list[NDArray[np.bool_]] = []
     values = 0
     for sample in samples:
         if sample.ndim < 2 or not np.issubdtype(sample.dtype, np.floating) or sample.size == 0:
@@ -132,9 +140,11 @@ def _rows(samples: Sequence[Array], axis: int) -> _Rows | None:
         values += rows.shape[1]
         peaks.append(np.maximum(np.abs(low), np.abs(high)))
         shares.append((low >= -_TOLERANCE) & (high <= 1 + _TOLERANCE))
+        numbers.append((rows == np.rint(rows)).all(axis=1))
     if not peaks or values < _VALUES:
         return None
-    return _Rows(np.max(peaks, axis=0), np.all(shares, axis=0))
+    share = np.all(shares, axis=0)
+    return _Rows(np.max(peaks, axis=0), share, np.all(numbers, axis=0) & ~share)
 
 
 def _spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -154,13 +164,12 @@ def _gap(rows: _Rows, start: int, at: int, stop: int) -> float:
 
     Every row of the larger side must leave [0, 1]. The smaller side must be shares that are seen
     to be more than silence; or, of another unit than shares, both sides must have two rows or
-    more, since a single channel of a feature map may well stand out.
+    more, since a single channel of a feature map may well stand out. Class numbers on the smaller
+    side have no say in its size: boxes of 0..320 may stand beside a score and 0..79.
     """
     left, right = slice(start, at), slice(at, stop)
-    large, small = (
-        (left, right) if rows.peak[left].min() > rows.peak[right].max() else (right, left)
-    )
-    top = float(rows.peak[small].max())
+    large, small = (left, right) if rows.peak[left].min() > rows.top(right) else (right, left)
+    top = rows.top(small)
     if top < _SILENT or bool(rows.share[large].any()):
         return 0.0
     alone = min(at - start, stop - at) < 2
