@@ -11,10 +11,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import onnx
 import pytest
+from hypothesis.internal.conjecture import providers
 from onnx import TensorProto, helper, numpy_helper
+
+# Property tests have no limit of time and draw the same values in every run;
+# HYPOTHESIS_PROFILE=random draws others in each.
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fixed")
+if _PROFILE == "fixed":  # constants of the modules loaded so far are drawn too: not here
+    providers.is_local_module_file = lambda path: False
+for _name, _fixed in (("fixed", True), ("random", False)):
+    hypothesis.settings.register_profile(
+        _name,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        derandomize=_fixed,
+        database=None,
+        print_blob=True,
+    )
+hypothesis.settings.load_profile(_PROFILE)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -197,7 +197,7 @@ def test_executor_grouped_conv_transpose_and_matmul_bias():
     np.testing.assert_allclose(floats, reference, atol=0.05 * np.abs(reference).max())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_executor_on_random_layers(data):
     """Any convolution, matrix product or pool: integers equal floats with the NPU's rounding."""
@@ -636,7 +636,7 @@ def test_check_of_broken_files(content, tmp_path, capsys):
         assert code == 1 and "Traceback" not in err and err.count("\n") == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_broken_deploy_model_breaks_check(data):
     made = onnx.load(CASES / "small_default" / "res_deploy_model.onnx")

@@ -256,7 +256,7 @@ def test_broken_record(name):
     one_sentence(error)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda b: b.decode("latin-1")))
 def test_no_text_breaks_a_reader(text):
     for read in (read_config, lambda t: read_simple_config(t, GRAPH), read_record):
@@ -279,7 +279,7 @@ ANY_JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), ANY_JSON)
 def test_no_value_breaks_the_json_reader(data, value):
     tree = json.loads((CASES / "small_mixed" / "config.json").read_text())
@@ -296,7 +296,7 @@ def test_no_value_breaks_the_json_reader(data, value):
         write_simple_config(config)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.floats(2**-14, 1e4, width=32),
     st.integers(-128, 127),

@@ -305,7 +305,7 @@ def test_4_dimensions_are_refused_in_words(tmp_path, run):
     assert code == 0 and "a MatMul weight must be 2-D or 3-D, got 4-D" in out
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.integers(1, 5), st.booleans(),
     st.integers(0, 2**31),

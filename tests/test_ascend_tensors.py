@@ -377,7 +377,7 @@ def test_constants_integers_and_biases_are_told(tmp_path, run):
         assert code == 1 and said in " ".join(err.split()), err
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.sampled_from(["Add", "MaxPool"]), st.booleans(), st.booleans(), st.booleans(),
     st.integers(0, 2**31),

@@ -34,7 +34,7 @@ def splits(prices, follows):
             yield frozenset(chosen)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_no_split_is_cheaper_and_of_equals_it_is_the_one_with_least_in_float(problem):
     prices, between, follows = problem

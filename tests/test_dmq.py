@@ -15,7 +15,7 @@ def test_known_factor():
     np.testing.assert_allclose(factor, [2.0, 6.0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(FLOAT, FLOAT), min_size=1, max_size=16))
 def test_half_strength_levels_activation_and_weight(pairs):
     act, weight = np.array(pairs, np.float32).T

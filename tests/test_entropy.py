@@ -27,7 +27,7 @@ histograms = hnp.arrays(
 
 
 @given(histograms)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_search_by_prefix_sums_finds_the_last_minimum_of_the_definition(histogram):
     h = histogram.astype(np.float64)
     h[0] = 0

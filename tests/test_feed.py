@@ -483,9 +483,7 @@ def test_arrays_that_hold_objects_or_do_not_agree_are_told(tmp_path):
         open_feed(tmp_path / "m.npz", specs)
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damaged_array_files_end_in_a_feed_error_or_in_samples(tmp_path, data):
     source = tmp_path / data.draw(st.sampled_from(["a.npy", "b.npz", "c.npz"]))

@@ -28,7 +28,7 @@ def test_fast_losses_match_bin_by_bin(seed, bits):
     np.testing.assert_allclose(result.losses, direct, rtol=1e-3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 2000), min_size=64, max_size=64))
 def test_cuts_shrink_from_the_outside(counts):
     runs = cuts(np.array(counts, np.int32))
@@ -37,7 +37,7 @@ def test_cuts_shrink_from_the_outside(counts):
     assert (np.diff(runs[:, 1]) <= 0).all() and widths[-1] <= 16
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(0, 10_000), min_size=32, max_size=32),
     st.floats(0, 10, width=32),

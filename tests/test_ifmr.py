@@ -71,7 +71,7 @@ def test_default_ratios_end_at_the_end():
     assert r.size == 61 and r[0] == np.float32(0.7) and r[-1] == pytest.approx(1.3, abs=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=200), st.booleans())
 def test_the_grid_always_holds_zero(numbers, with_offset):
     result = ifmr(np.array(numbers, np.float32), IfmrParams(with_offset=with_offset))
@@ -113,7 +113,7 @@ def test_few_data_stream_exactly():
     assert (exact.scale, exact.offset) == (streamed.scale, streamed.offset)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 9), st.integers(0, 99))
 def test_batches_leave_no_trace(parts, seed):
     x = np.random.default_rng(seed).normal(size=KEPT + 5000).astype(np.float32) * (seed + 1)

@@ -146,7 +146,7 @@ def test_any_form_of_array_is_counted_alike(ways):
 
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=60), st.integers(0, 60),
        st.sampled_from([None, 0.75, 2.0**-90, 1e30]))  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_values_are_counted_alike(library, values, cut, base):
     x = np.asarray(values, np.float32)
     agree(kernel.load(library), [x[:cut], x[cut:], np.repeat(x, 70)], base)
@@ -254,7 +254,7 @@ def test_what_is_written_here_is_what_the_header_has():
 @given(
     st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 9), st.integers(1, 70), st.booleans()
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_kernel_rounds_weights_as_numpy_does(ways, seed, groups, rows, columns, turned):
     rng = np.random.default_rng(seed)
     steps = rng.normal(0, 20, (groups, rows, columns))

@@ -187,7 +187,7 @@ def test_what_cannot_be_written_is_one_sentence(what):
     assert str(told.value).count("\n") == 0 and model.SerializeToString() == before
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     axes=st.sets(st.integers(-4, 3), max_size=3).filter(
         lambda s: len({a % 4 for a in s}) == len(s)
@@ -199,7 +199,7 @@ def test_a_reduction_over_any_axes(axes, keep):
     same(model, 17, tolerance=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(size=st.integers(2, 9), count=st.integers(1, 4))
 def test_any_number_of_parts(size, count):
     if -(-size // count) * (count - 1) < size:  # else the last part would be empty
@@ -208,7 +208,7 @@ def test_any_number_of_parts(size, count):
         same(model, 17)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     pads=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     axes=st.permutations(range(-4, 0)).map(lambda order: order[:2]),

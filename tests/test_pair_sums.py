@@ -65,7 +65,7 @@ weights = st.integers(0, 2**32 - 1).map(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(weights)
 def test_no_input_saturates_however_weights_are_rounded(weight):
     """Given: any weight. Each rounded away from 0, all inputs that add up at their largest."""
@@ -81,7 +81,7 @@ def test_no_input_saturates_however_weights_are_rounded(weight):
             assert np.array_equal(got, patches.astype(int) @ one.astype(int))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(weights)
 def test_a_channel_loses_no_more_than_its_pairs_ask_for(weight):
     own = weight_scales(weight, 0)

@@ -30,7 +30,7 @@ def test_results_are_taken_in_order_and_one_at_a_time(threads):
     assert taken == [(n + 1, n) for n in range(len(SAMPLES))]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.floats(-1e6, 1e6), max_size=40), st.integers(1, 4))
 def test_a_sum_of_floats_does_not_depend_on_the_threads(values, threads):
     def summed(workers):

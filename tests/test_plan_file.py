@@ -59,7 +59,7 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("plan") / "net.plan.toml"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(plan=PLAN)
 def test_what_is_written_is_read_again(path, plan):
     write_plan(path, plan)
@@ -128,7 +128,7 @@ def test_what_is_no_plan_is_refused_in_one_sentence(path, text, words):
     assert said is not None and words in said and "\n" not in said
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, len(GOOD)), st.integers(0, 12), st.binary(max_size=6) | NAME.map(str.encode))
 def test_a_damaged_plan_is_taken_or_refused_in_one_sentence(path, at, gone, put):
     whole = GOOD.encode()

@@ -123,7 +123,7 @@ def test_short_side_has_its_length_and_the_other_is_not_shorter(height, width, s
 sizes = st.tuples(st.integers(1, 64), st.integers(1, 64))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes,
     sizes,

@@ -46,7 +46,7 @@ def by_bins(h: Histogram, symmetric: Grid, affine: Grid) -> tuple[float, float, 
 
 
 @given(seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_quick_look_finds_what_every_bin_of_every_range_gives(seed):
     x = values(seed)
     if not x.any():
@@ -58,7 +58,7 @@ def test_the_quick_look_finds_what_every_bin_of_every_range_gives(seed):
 
 
 @given(seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_ramps_are_the_errors_of_the_nearest_levels(seed):
     rng = np.random.default_rng(seed)
     above, below = rng.integers(0, 9, (2, 64)) * rng.integers(0, 2, (2, 1))

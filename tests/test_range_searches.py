@@ -34,7 +34,7 @@ def sample(seed: int) -> np.ndarray:
 
 
 @given(seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_search_gives_a_range_inside_the_data(seed):
     h = observed(sample(seed))
     for name in SEARCHES:
@@ -45,7 +45,7 @@ def test_every_search_gives_a_range_inside_the_data(seed):
 
 
 @given(seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_percentiles_are_those_of_the_values_within_a_bin(seed):
     x = sample(seed).astype(np.float32)
     h = observed(x)
@@ -75,7 +75,7 @@ def test_a_percentile_out_of_range_is_refused(percent):
 
 
 @given(seeds)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_mse_is_no_worse_than_any_other_search(seed):
     x = sample(seed).astype(np.float32)
     h = observed(x)
@@ -102,7 +102,7 @@ def test_values_of_one_bin_have_a_range_by_every_search(values):
 
 
 @given(seeds)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_higher_power_clips_less_and_the_second_is_mse(seed):
     h = observed(sample(seed))
     squared = mse(h)
@@ -121,7 +121,7 @@ def test_a_power_out_of_range_is_refused(power):
 
 
 @given(seeds, st.sampled_from([1.0, 2.4, 3.0, 6.0, 16.0]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_quick_look_in_float32_finds_what_adding_up_all_ranges_finds(seed, power):
     x = sample(seed)
     h = observed(x if seed % 2 else x / (1 + np.exp(-np.clip(x, -50, 50))))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -405,9 +405,7 @@ def test_only_what_lets_a_factor_through_links_two_layers(tmp_path):
 
 
 positive = st.floats(1e-3, 1e3)
-calm = settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
-)  # a loaded machine draws slowly
+calm = settings(max_examples=30)
 
 
 @calm

@@ -45,7 +45,7 @@ def test_groups_that_matter_little_are_not_halved():
     assert len(tried) == 8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 40),
     st.integers(1, 12),

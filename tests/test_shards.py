@@ -325,7 +325,7 @@ def test_what_is_no_shard_is_a_sentence(run, small_cnn, pictures, tmp_path):
         assert code == 1 and str(path) in err
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.binary(max_size=400), place=st.integers(0, 10**6))
 def test_no_change_of_a_shard_passes(data, place, changed_shard):
     changed_shard(data, place)

@@ -52,7 +52,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.key)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batches=BATCHES)
 def test_every_statistic_comes_back_as_it_was(statistic, batches):
     recorder = recorded(statistic, batches)

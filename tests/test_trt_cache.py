@@ -87,7 +87,7 @@ def test_onnxruntime_writes_each_of_its_tables_and_all_are_told_apart(
             parse((tmp_path / name).read_bytes(), origin="x")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(names, scale_bits, min_size=1, max_size=8),
     st.sampled_from(["5.1.0", "7.2.2", "8.5.3", "10.3.0", "10.14.1"]),
@@ -102,7 +102,7 @@ def test_scales_survive_the_text(entries: dict[str, int], version: str, algorith
     assert again.header.version == (None if algorithm == LEGACY else version)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(names, st.integers(0, 2**32 - 1)), min_size=1, max_size=6),
     st.sampled_from(["\n", "\r\n"]),
@@ -120,7 +120,7 @@ def test_odd_but_readable_text_round_trips(
     assert [(entry.name, entry.bits) for entry in cache.entries] == entries
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda tail: SMALL + tail))
 def test_any_bytes_are_read_exactly_or_refused(data: bytes) -> None:
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -50,7 +50,6 @@ def test_every_code_is_written_as_onnx_reads_it():
 
 
 @given(st.lists(st.floats(-600, 600, width=32), min_size=1))
-@settings(deadline=None)
 def test_neighbours_on_the_grid_hold_the_value_and_the_nearest_is_one_of_them(values):
     x = np.array(values, np.float32).clip(-448, 448)
     below, above = rounded(x, FP8, np.floor), rounded(x, FP8, np.ceil)

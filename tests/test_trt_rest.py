@@ -26,7 +26,7 @@ UNIT = Preprocess(size=(16, 16))
 
 
 @given(st.lists(st.floats(2**-24, 60000, width=32), min_size=1, max_size=20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_scale_is_rounded_up_to_what_the_type_holds(values):
     scales = np.array(values, np.float32)
     half = storable(scales, "fp16")
