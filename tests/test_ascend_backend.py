@@ -57,8 +57,7 @@ from deploy.targets.ascend.source import Source
 from deploy.targets.ascend.verify import verify
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
-RNG = np.random.default_rng(11)
-DATA = RNG.normal(size=(6, 3, 16, 16)).astype(np.float32)
+DATA = np.random.default_rng(11).normal(size=(6, 3, 16, 16)).astype(np.float32)
 
 
 def run(model, feed):
@@ -159,12 +158,12 @@ def test_executor_convolution_is_exact_integer_arithmetic():
     np.testing.assert_array_equal(got.reshape(-1), wanted)
 
 
-def test_executor_grouped_conv_transpose_and_matmul_bias():
+def test_executor_grouped_conv_transpose_and_matmul_bias(rng):
     weights = {
-        "w": RNG.normal(size=(4, 2, 3, 3)).astype("f4"),
-        "b": RNG.normal(size=4).astype("f4"),
-        "m": RNG.normal(size=(5, 7)).astype("f4"),
-        "c": RNG.normal(size=7).astype("f4"),
+        "w": rng.normal(size=(4, 2, 3, 3)).astype("f4"),
+        "b": rng.normal(size=4).astype("f4"),
+        "m": rng.normal(size=(5, 7)).astype("f4"),
+        "c": rng.normal(size=7).astype("f4"),
     }
     nodes = [
         helper.make_node(
@@ -182,7 +181,7 @@ def test_executor_grouped_conv_transpose_and_matmul_bias():
         [numpy_helper.from_array(v, k) for k, v in weights.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    feed = {"x": RNG.normal(size=(1, 4, 2, 2)).astype("f4")}
+    feed = {"x": rng.normal(size=(1, 4, 2, 2)).astype("f4")}
     layers = find_layers(model)
     records = calibrate(model, layers, [feed], default_config(layers)).records
     assert records["up"].scale_w.size == 4 and records["mm"].scale_w.size == 1
@@ -303,7 +302,7 @@ def aipp_of(how, pixels, **options):
 
 
 @pytest.mark.parametrize("color", ["rgb", "bgr"])
-def test_aipp_computes_the_preprocessing(color):
+def test_aipp_computes_the_preprocessing(rng, color):
     how = Preprocess(
         size=(8, 8),
         color=color,
@@ -311,7 +310,7 @@ def test_aipp_computes_the_preprocessing(color):
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
     )
-    pixels = RNG.integers(0, 256, (8, 8, 3)).astype(np.float32)
+    pixels = rng.integers(0, 256, (8, 8, 3)).astype(np.float32)
     channels = (pixels if color == "rgb" else pixels[..., ::-1]).transpose(2, 0, 1)
     mean, std = (np.array(v).reshape(3, 1, 1) for v in (how.mean, how.std))
     np.testing.assert_allclose(aipp_of(how, pixels), (channels / 255 - mean) / std, atol=3e-3)
@@ -557,15 +556,15 @@ def test_options_are_judged_before_anything_runs():
         Ascend(atc_flags=("--dynamic_dims=1",))
 
 
-def test_fusion_follows_the_config(tmp_path):
+def test_fusion_follows_the_config(rng, tmp_path):
     """A Conv + BatchNormalization stays apart where the config says so."""
     value = helper.make_tensor_value_info
     weights = {
-        "w": RNG.normal(size=(4, 3, 1, 1)),
-        "s": RNG.uniform(0.5, 2, 4),
-        "b": RNG.normal(size=4),
-        "m": RNG.normal(size=4),
-        "v": RNG.uniform(0.5, 2, 4),
+        "w": rng.normal(size=(4, 3, 1, 1)),
+        "s": rng.uniform(0.5, 2, 4),
+        "b": rng.normal(size=4),
+        "m": rng.normal(size=4),
+        "v": rng.uniform(0.5, 2, 4),
     }
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"], name="conv", kernel_shape=[1, 1]),
@@ -582,7 +581,7 @@ def test_fusion_follows_the_config(tmp_path):
     onnx.save(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path
     )
-    samples = [{"x": RNG.normal(size=(1, 3, 4, 4)).astype("f4")}]
+    samples = [{"x": rng.normal(size=(1, 3, 4, 4)).astype("f4")}]
     for text, expected in (
         ("", 0),
         ("do_fusion: false", 1),

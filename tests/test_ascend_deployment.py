@@ -23,8 +23,7 @@ TESTS = Path(__file__).parent
 CASES = TESTS / "golden" / "amct" / "cases"
 FASHION = TESTS.parent / "datasets" / "fashion"
 NAMES = ["small_default", "small_dmq", "small_hfmg_sym", "small_ifmr_asym", "small_mixed"]
-RNG = np.random.default_rng(5)
-DATA = RNG.normal(size=(6, 3, 16, 16)).astype(np.float32)
+DATA = np.random.default_rng(5).normal(size=(6, 3, 16, 16)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +182,9 @@ def test_a_builds_record_gives_its_files_again(small_cnn, built, done, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["do_fusion: false", 'skip_fusion_layers: "conv"'])
-def test_a_record_without_fusion_gives_its_files_again(text, run, tmp_path):
-    weights = {"w": RNG.normal(size=(4, 3, 1, 1)), "s": RNG.uniform(2, 3, 4)}
-    weights |= {"b": RNG.normal(size=4), "m": RNG.normal(size=4), "v": RNG.uniform(4, 9, 4)}
+def test_a_record_without_fusion_gives_its_files_again(text, run, rng, tmp_path):
+    weights = {"w": rng.normal(size=(4, 3, 1, 1)), "s": rng.uniform(2, 3, 4)}
+    weights |= {"b": rng.normal(size=4), "m": rng.normal(size=4), "v": rng.uniform(4, 9, 4)}
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"], name="conv", kernel_shape=[1, 1]),
         helper.make_node("BatchNormalization", ["c", "s", "b", "m", "v"], ["y"], name="bn"),
@@ -193,7 +192,7 @@ def test_a_record_without_fusion_gives_its_files_again(text, run, tmp_path):
     floats = {k: v.astype(np.float32) for k, v in weights.items()}
     path = saved(model(nodes, floats, {"x": [1, 3, 4, 4]}), tmp_path / "bn.onnx")
     (tmp_path / "c.cfg").write_text(text)
-    np.save(tmp_path / "x.npy", RNG.normal(size=(2, 3, 4, 4)).astype(np.float32))
+    np.save(tmp_path / "x.npy", rng.normal(size=(2, 3, 4, 4)).astype(np.float32))
     words = ("--images", tmp_path / "x.npy", "--target", "ascend", "--effort", 0, "--duration", 0)
     code, _, error = run(
         "build", path, *words, "--ascend-config", tmp_path / "c.cfg", "--out", tmp_path / "b"
@@ -562,7 +561,7 @@ def int8_weight(nodes, weights, integers, name, *, scale=0.02, zero=None, axis=N
     return name
 
 
-INTEGERS = RNG.integers(-127, 128, (4, 3, 3, 3)).astype(np.int8)
+INTEGERS = np.random.default_rng(5).integers(-127, 128, (4, 3, 3, 3)).astype(np.int8)
 FLOATS = (INTEGERS * np.float32(0.02)).astype(np.float32)
 
 
@@ -678,11 +677,11 @@ def test_what_cannot_be_taken_over_stays_float_and_is_told(made, reason, done, t
     assert near(path, tmp_path / "o") < (0.01 if "scale" not in made else 2)
 
 
-def test_matrices_get_one_scale(done, tmp_path):
+def test_matrices_get_one_scale(done, rng, tmp_path):
     """Equal scales stay; others are rounded again to one, and it is told; a Transpose is undone."""
     nodes, weights = [], {}
     x = pair(nodes, weights, "x", "xd")
-    square = RNG.integers(-127, 128, (4, 4)).astype(np.int8)
+    square = rng.integers(-127, 128, (4, 4)).astype(np.int8)
     zeros = np.zeros(4, np.int8)
     int8_weight(nodes, weights, square, "a", scale=[0.01] * 4, zero=zeros, axis=0)
     nodes.append(helper.make_node("Gemm", [x, "a"], ["g"], name="equal", transB=1))
@@ -719,10 +718,10 @@ def test_a_bias_at_the_end_of_int32_leaves_room_for_the_sums(done, tmp_path):
     assert near(path, tmp_path / "o") < 1e-5
 
 
-def test_a_grouped_transposed_convolution(done, tmp_path):
+def test_a_grouped_transposed_convolution(done, rng, tmp_path):
     nodes, weights = [], {}
     x = pair(nodes, weights, "x", "xd")
-    integers = RNG.integers(-127, 128, (4, 2, 3, 3)).astype(np.int8)
+    integers = rng.integers(-127, 128, (4, 2, 3, 3)).astype(np.int8)
     int8_weight(
         nodes, weights, integers, "w", scale=[0.01, 0.05], zero=np.zeros(2, np.int8), axis=1
     )
@@ -759,13 +758,13 @@ def ran_types(made):
     return [node.op_type for node in made.graph.node]
 
 
-def test_pairs_before_a_pool_and_on_the_output_leave_no_trace(done, tmp_path):
+def test_pairs_before_a_pool_and_on_the_output_leave_no_trace(done, rng, tmp_path):
     """MaxPool and Flatten hand codes on; the output keeps its name without an Identity."""
     nodes, weights = [], {}
     x = pair(nodes, weights, "x", "xd", zero=np.uint8(128))
     nodes.append(helper.make_node("MaxPool", [x], ["p"], name="pool", kernel_shape=[2, 2]))
     nodes.append(helper.make_node("Flatten", ["p"], ["f"], name="flat"))
-    matrix = RNG.integers(-127, 128, (24, 4)).astype(np.int8)
+    matrix = rng.integers(-127, 128, (24, 4)).astype(np.int8)
     int8_weight(nodes, weights, matrix, "w", zero=np.int8(0))
     nodes.append(helper.make_node("MatMul", ["f", "w"], ["h"], name="mm"))
     pair(nodes, weights, "h", "y", scale=0.5)

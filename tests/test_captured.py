@@ -14,7 +14,6 @@ from deploy.frontends import load
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
 
-RNG = np.random.default_rng(0)
 FLOATS = TensorProto.FLOAT
 
 
@@ -35,8 +34,9 @@ def choice(condition, reads, makes):
 
 def model_of(*between, ends="r2"):
     """Conv, Relu, Conv, Relu, `between`, and an If that reads what `ends` names; `c` chooses."""
+    rng = np.random.default_rng(0)
     weights = [
-        numpy_helper.from_array(RNG.normal(size=(8, 8, 3, 3)).astype(np.float32), name)
+        numpy_helper.from_array(rng.normal(size=(8, 8, 3, 3)).astype(np.float32), name)
         for name in ("w1", "w2")
     ]
     read, layers = "x", []
@@ -79,9 +79,9 @@ def test_what_is_moved_before_a_body_reads_it_has_no_pair(model, float_, tmp_pat
 
 
 @pytest.mark.parametrize("model", [MOVED, CHOSEN, PLAIN], ids=["moved", "chosen", "plain"])
-def test_a_build_of_a_model_with_bodies_leaves_an_engine_that_runs(model, tmp_path):
+def test_a_build_of_a_model_with_bodies_leaves_an_engine_that_runs(model, rng, tmp_path):
     onnx.save(model, tmp_path / "net.onnx")
-    x = RNG.normal(size=(4, 1, 8, 8, 8)).astype(np.float32)
+    x = rng.normal(size=(4, 1, 8, 8, 8)).astype(np.float32)
     for number, sample in enumerate(x):
         np.savez(tmp_path / f"{number}.npz", x=sample, c=np.array(number % 2 == 0))
     (tmp_path / "list.txt").write_text("".join(f"{tmp_path / str(n)}.npz\n" for n in range(4)))

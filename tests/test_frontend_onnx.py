@@ -17,11 +17,11 @@ from deploy.frontends.onnx import _without_values, with_shapes
 from deploy.graph.index import all_nodes
 
 F32 = TensorProto.FLOAT
-RNG = np.random.default_rng(7)
 
 
 def floats(name, *shape):
-    return numpy_helper.from_array(RNG.normal(size=shape).astype(np.float32), name)
+    rng = np.random.default_rng(list(name.encode()))
+    return numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name)
 
 
 def ints(name, *values):
@@ -42,7 +42,7 @@ def model_of(nodes, weights=(), *, inputs=None, outputs=None, opset=13, ir=8, ex
 
 def norm(name, source, target, channels, **attributes):
     """A BatchNormalization node and its four parameters."""
-    variance = RNG.uniform(0.2, 2, channels).astype(np.float32)
+    variance = np.random.default_rng(7).uniform(0.2, 2, channels).astype(np.float32)
     weights = [floats(f"{name}_{p}", channels) for p in ("gamma", "beta", "mean")]
     weights.append(numpy_helper.from_array(variance, f"{name}_var"))
     names = [source, *(w.name for w in weights)]
@@ -120,8 +120,8 @@ def test_a_weight_shared_by_two_convs_is_not_scaled_for_both():
     np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
 
 
-PER_CHANNEL = RNG.uniform(0.5, 2, (1, 4, 1, 1)).astype(np.float32)
-PER_COLUMN = RNG.uniform(0.5, 2, 8).astype(np.float32)
+PER_CHANNEL = np.random.default_rng(7).uniform(0.5, 2, (1, 4, 1, 1)).astype(np.float32)
+PER_COLUMN = np.random.default_rng(8).uniform(0.5, 2, 8).astype(np.float32)
 
 
 @pytest.mark.parametrize("layer", ["Conv", "ConvTranspose"])

@@ -50,7 +50,8 @@ def same(model, opset, *, without=(), tolerance=1e-5):
 
 I64 = np.int64
 F = np.float32
-RNG = np.random.default_rng(5)
+KERNEL = np.random.default_rng(5).normal(size=(3, 4, 3, 3)).astype(F)
+GRID = np.random.default_rng(6).uniform(-1, 1, (1, 3, 3, 2)).astype(F)
 CASES = {
     **{
         f"Reduce{kind}": (net(f"Reduce{kind}", I64([2, 3]), opset=18), 17, [f"Reduce{kind}"])
@@ -84,7 +85,7 @@ CASES = {
         net("AveragePool", opset=22, given={"kernel_shape": [2, 2], "dilations": [1, 1]}), 17,
         ["AveragePool"],
     ),
-    "Conv": (net("Conv", RNG.normal(size=(3, 4, 3, 3)).astype(F), opset=22), 13, ["Conv"]),
+    "Conv": (net("Conv", KERNEL, opset=22), 13, ["Conv"]),
     "BatchNormalization": (
         net("BatchNormalization", *[F([1, 2, 3, 4])] * 4, opset=15), 13, ["BatchNormalization"]
     ),
@@ -95,8 +96,7 @@ CASES = {
         net("Reshape", I64([1, -1]), opset=14, given={"allowzero": 1}), 13, ["Reshape"]
     ),
     "GridSample": (
-        net("GridSample", RNG.uniform(-1, 1, (1, 3, 3, 2)).astype(F), opset=20,
-            given={"mode": "cubic"}), 16, ["GridSample"],
+        net("GridSample", GRID, opset=20, given={"mode": "cubic"}), 16, ["GridSample"],
     ),
     "HardSwish": (net("HardSwish", opset=14), 13, ["HardSigmoid", "Mul"]),
     "Mish": (net("Mish", opset=18), 17, ["Softplus", "Tanh", "Mul"]),
@@ -119,9 +119,9 @@ def test_an_operator_computes_in_an_older_opset_what_it_computed(what):
 
 @pytest.mark.parametrize("axis", [-1, -2, 3, 1])
 @pytest.mark.parametrize("op", ["LayerNormalization", "RMSNormalization"])
-def test_norms_over_the_last_axes(op, axis):
+def test_norms_over_the_last_axes(rng, op, axis):
     shape = IMAGE[axis:]
-    constants = [RNG.normal(size=shape).astype(F) for _ in range(2 if op[0] == "L" else 1)]
+    constants = [rng.normal(size=shape).astype(F) for _ in range(2 if op[0] == "L" else 1)]
     model = net(op, *constants, opset=24, given={"axis": axis, "epsilon": 1e-3})
     made = same(model, 17 if op[0] == "R" else 13, tolerance=1e-4)
     assert "ReduceMean" in made and op not in made
@@ -136,8 +136,8 @@ def test_a_norm_that_the_parser_does_not_read_although_the_opset_has_it():
         assert "Pow" in same(own, opset, without={"LayerNormalization"}, tolerance=1e-4)
 
 
-def test_groups_with_a_scale_for_each_channel():
-    scale, bias = RNG.normal(size=(2, 4)).astype(F)
+def test_groups_with_a_scale_for_each_channel(rng):
+    scale, bias = rng.normal(size=(2, 4)).astype(F)
     model = net("GroupNormalization", scale, bias, opset=21, given={"num_groups": 2})
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y0", F32, IMAGE))
     for opset in (17, 20):  # in 20 the same node would mean a scale for each group

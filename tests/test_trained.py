@@ -11,7 +11,6 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.frontends import load_either
 from deploy.ort import OrtSession
 
-RNG = np.random.default_rng(8)
 BUILD = ("--duration", 0)
 ALL = ("--target", "onnxruntime,tensorrt,ascend")
 
@@ -298,10 +297,11 @@ def test_a_float_model_still_needs_images(refused, small_cnn):
 
 # --- spellings --------------------------------------------------------------------------------
 
-W1 = RNG.normal(size=(8, 3, 3, 3)).astype(np.float32) * 0.2
-W2 = RNG.normal(size=(4, 8, 3, 3)).astype(np.float32) * 0.2
-B1, B2 = (RNG.normal(size=n).astype(np.float32) * 0.1 for n in (8, 4))
-M = RNG.integers(-127, 128, (5, 8)).astype(np.int8)
+_RNG = np.random.default_rng(8)  # of these alone
+W1 = _RNG.normal(size=(8, 3, 3, 3)).astype(np.float32) * 0.2
+W2 = _RNG.normal(size=(4, 8, 3, 3)).astype(np.float32) * 0.2
+B1, B2 = (_RNG.normal(size=n).astype(np.float32) * 0.1 for n in (8, 4))
+M = _RNG.integers(-127, 128, (5, 8)).astype(np.int8)
 M[0, 0] = -128  # a code that calib8's own weights leave out
 
 

@@ -38,16 +38,16 @@ from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.targets.tensorrt.to_qdq import scale_nodes
 
-RNG = np.random.default_rng(4)
 HERE = Sdk(version="8.5.3.1", calibrators=True, gpu="Some GPU sm_90")
 
 
 def residual() -> onnx.ModelProto:
+    rng = np.random.default_rng(4)
     weights = {
-        "a.w": RNG.standard_normal((4, 3, 3, 3)).astype(np.float32),
-        "b.w": RNG.standard_normal((4, 4, 1, 1)).astype(np.float32),
-        "fc": RNG.standard_normal((4, 5)).astype(np.float32),
-        "fb": RNG.standard_normal(5).astype(np.float32),
+        "a.w": rng.standard_normal((4, 3, 3, 3)).astype(np.float32),
+        "b.w": rng.standard_normal((4, 4, 1, 1)).astype(np.float32),
+        "fc": rng.standard_normal((4, 5)).astype(np.float32),
+        "fb": rng.standard_normal(5).astype(np.float32),
     }
     nodes = [
         helper.make_node("Conv", ["x", "a.w"], ["a"], "/a"),
@@ -84,7 +84,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def images() -> list[np.ndarray]:
-    return [RNG.standard_normal((1, 3, 8, 8)).astype(np.float32) for _ in range(4)]
+    rng = np.random.default_rng(5)
+    return [rng.standard_normal((1, 3, 8, 8)).astype(np.float32) for _ in range(4)]
 
 
 def no_engine(*args: object, **options: object) -> Sdk:

@@ -32,7 +32,6 @@ from deploy.targets.tensorrt.target import TensorRT
 from deploy.targets.tensorrt.versions import Needs
 
 FLOAT, FLOAT8 = TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN
-RNG = np.random.default_rng(8)
 BYTES = np.arange(256, dtype=np.uint8)
 VALUES = numpy_helper.to_array(
     helper.make_tensor("codes", FLOAT8, [256], BYTES.tobytes(), raw=True)
@@ -105,7 +104,7 @@ def test_onnx_runtime_rounds_as_the_grid_does_and_keeps_what_cuts_off(op, dtype,
 
 def histogram() -> Histogram:
     h = Histogram()
-    h.observe((RNG.standard_t(3, 20000) * 0.7).astype(np.float32))
+    h.observe((np.random.default_rng(8).standard_t(3, 20000) * 0.7).astype(np.float32))
     return h
 
 
@@ -131,7 +130,8 @@ def test_a_search_that_knows_no_grid_finds_the_same(name):
 
 
 def weight(name: str, *shape: int, spread: float = 0.2) -> onnx.TensorProto:
-    return numpy_helper.from_array(RNG.normal(scale=spread, size=shape).astype(np.float32), name)
+    rng = np.random.default_rng(list(name.encode()))
+    return numpy_helper.from_array(rng.normal(scale=spread, size=shape).astype(np.float32), name)
 
 
 def node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:

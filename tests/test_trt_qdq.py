@@ -23,25 +23,25 @@ from deploy.targets.tensorrt.match import match
 from deploy.targets.tensorrt.naming import trt_tensors
 from deploy.targets.tensorrt.to_qdq import scale_nodes
 
-RNG = np.random.default_rng(11)
-FEED = {"x": RNG.standard_normal((2, 3, 8, 8)).astype(np.float32)}
+FEED = {"x": np.random.default_rng(11).standard_normal((2, 3, 8, 8)).astype(np.float32)}
 
 
 def residual(*, batchnorm: bool = False) -> onnx.ModelProto:
     """stem -> (a -> b) + skip -> concat with a branch -> pool -> Gemm."""
+    rng = np.random.default_rng(12)
     weights: dict[str, np.ndarray] = {}
     nodes: list[onnx.NodeProto] = []
 
     def conv(name: str, source: str, shape: tuple[int, ...]) -> str:
-        weights[f"{name}.w"] = RNG.standard_normal(shape).astype(np.float32)
-        weights[f"{name}.b"] = RNG.standard_normal(shape[0]).astype(np.float32)
+        weights[f"{name}.w"] = rng.standard_normal(shape).astype(np.float32)
+        weights[f"{name}.b"] = rng.standard_normal(shape[0]).astype(np.float32)
         inputs = [source, f"{name}.w", f"{name}.b"]
         out = f"{name}_out"
         nodes.append(helper.make_node("Conv", inputs, [out], f"/{name}", pads=[1, 1, 1, 1]))
         if not batchnorm:
             return out
         for key in "sbmv":
-            weights[f"{name}.n{key}"] = RNG.random(shape[0]).astype(np.float32) + 0.5
+            weights[f"{name}.n{key}"] = rng.random(shape[0]).astype(np.float32) + 0.5
         norm = [out, *(f"{name}.n{key}" for key in "sbmv")]
         nodes.append(helper.make_node("BatchNormalization", norm, [f"{name}_bn"], f"/{name}/bn"))
         return f"{name}_bn"
@@ -58,8 +58,8 @@ def residual(*, batchnorm: bool = False) -> onnx.ModelProto:
     both = then("Concat", [body, side], "both", axis=1)
     last = then("Relu", [conv("last", both, (4, 8, 3, 3))], "last_relu")
     then("Flatten", [then("GlobalAveragePool", [last], "pooled")], "flat")
-    weights["fc.w"] = RNG.standard_normal((5, 4)).astype(np.float32)
-    weights["fc.b"] = RNG.standard_normal(5).astype(np.float32)
+    weights["fc.w"] = rng.standard_normal((5, 4)).astype(np.float32)
+    weights["fc.b"] = rng.standard_normal(5).astype(np.float32)
     nodes.append(helper.make_node("Gemm", ["flat", "fc.w", "fc.b"], ["y"], "/fc", transB=1))
     graph = helper.make_graph(
         nodes,
