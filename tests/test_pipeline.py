@@ -1,11 +1,5 @@
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +9,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.searches import SEARCHES
-from deploy import manifest
 from deploy.calibration import trt_cache
 from deploy.calibration.store import load as load_calibration
 from deploy.calibration.store import sidecars
@@ -23,7 +16,6 @@ from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
 from deploy.pipeline import CachePolicy, Tuning, build, calibrate
-from deploy.staging import recover
 
 UNIT = Preprocess(size=(16, 16))
 
@@ -324,66 +316,3 @@ def test_the_whole_line_finds_the_indices_that_tensorrt_found():
     )  # fmt: skip
     histograms = {o.tensor: found.ranges.histogram(o) for o in found.searched}
     assert {n: search(h.magnitudes(2048)) for n, h in histograms.items()} == INDICES
-
-
-def command(small_cnn: Path, pictures: Path, out: Path) -> list[str]:
-    words = ["--size", "16x16", "--duration", "0", "--method", "entropy", "--out"]
-    return [sys.executable, "-m", "deploy", "build", str(small_cnn), "--images", str(pictures),
-            *words, str(out)]  # fmt: skip
-
-
-def test_two_builds_at_once_leave_whole_files_that_the_next_build_judges(
-    small_cnn, pictures, tmp_path
-):
-    out = tmp_path / "out"
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    words = command(small_cnn, pictures, out)
-    for _ in range(2):
-        racing = [
-            subprocess.Popen(
-                [m if w == "entropy" else w for w in words],
-                env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )
-            for m in ("entropy", "minmax")
-        ]  # fmt: skip
-        assert [process.wait() for process in racing] == [0, 0]
-        assert not list(out.glob(".calib8-*"))
-        last = calibrate(
-            small_cnn, pictures, preprocess=UNIT, method="mse", cache=out / "small_cnn.cache"
-        )
-        assert {s.method for s in last.found.scales.values()} == {"mse"}
-
-
-def test_kill_9_at_any_moment_leaves_nothing_half_written(small_cnn, pictures, tmp_path):
-    out = tmp_path / "out"
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    start = time.perf_counter()
-    subprocess.run(
-        command(small_cnn, pictures, tmp_path / "whole"),
-        env=environment, check=True, capture_output=True,
-    )  # fmt: skip
-    whole = time.perf_counter() - start
-    told = {*manifest.PAGES, manifest.NAME}  # they hold the folder's name, and times
-    names = [p.name for p in (tmp_path / "whole").iterdir() if p.name not in told]
-    moments = random.Random(2)
-    for _ in range(20):
-        process = subprocess.Popen(
-            command(small_cnn, pictures, out),
-            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        time.sleep(moments.uniform(0.4, 1.0) * whole)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        for name in names:  # what is there is whole: the same bytes as of a run left alone
-            if (out / name).exists():
-                assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-        if (out / "report.json").exists():
-            json.loads((out / "report.json").read_text())
-        if (out / manifest.NAME).exists():  # what a process killed while publishing left is done
-            recover(out)
-            assert not manifest.changed(out, manifest.read(out))
-    done = subprocess.run(
-        command(small_cnn, pictures, out), env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert all((out / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)

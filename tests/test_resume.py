@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -477,30 +476,36 @@ def test_from_python(small_cnn, folder, state, tmp_path):
 
 
 _CHILD = """
-import sys
+import os, signal, sys
 from deploy.calibration import checkpoint
 from deploy.cli import main
-from deploy.errors import ConfigError, ExportError
+
 checkpoint.EVERY_S = checkpoint._SHARE = 0
-main(sys.argv[1:])
+left, plain = int(sys.argv[1]), os.fsync
+
+def counted(handle):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    plain(handle)
+
+os.fsync = counted
+main(sys.argv[2:])
 """
 
 
-def test_kill_9_at_any_moment(run, small_cnn, tmp_path):
+def test_kill_9_at_any_write(run, small_cnn, tmp_path):
     rng = np.random.default_rng(0)
-    np.save(tmp_path / "x.npy", rng.normal(size=(400, 3, 16, 16)).astype(np.float32))
+    np.save(tmp_path / "x.npy", rng.normal(size=(40, 3, 16, 16)).astype(np.float32))
     words = ("calibrate", small_cnn, "--images", tmp_path / "x.npy", "-q", "-o")
-    go_on = [sys.executable, "-c", _CHILD, *map(str, (*words, tmp_path / "m.cache")), "--resume"]
-    moments = random.Random(3)
-    for _ in range(2):
-        process = subprocess.Popen(go_on, cwd=Path(__file__).parent.parent)
-        begun = beside(tmp_path / "m.cache")
-        before = begun.stat().st_mtime_ns if begun.exists() else 0
-        while process.poll() is None and not (begun.exists() and begun.stat().st_mtime_ns > before):
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    go_on = [*map(str, (*words, tmp_path / "m.cache")), "--resume"]
+    for writes in (8, 9):  # a file is flushed, and then the names in its folder
+        ended = subprocess.run(
+            [sys.executable, "-c", _CHILD, str(writes), *go_on], cwd=Path(__file__).parent.parent
+        )
+        assert ended.returncode == -signal.SIGKILL
+        assert beside(tmp_path / "m.cache").exists()
     assert run(*words, tmp_path / "m.cache", "--resume")[0] == 0
     assert run(*words, tmp_path / "whole.cache")[0] == 0
     assert contents(tmp_path / "m.cache") == contents(tmp_path / "whole.cache")
