@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,10 +178,8 @@ def _reached(name: str, ends: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def figures(root: Path) -> str:
+def figures(known: Mapping[str, Path], drawn: Sequence[Arrow]) -> str:
     """Rooms, floors, arrows, those that climb, and circles; then each of the bad ones."""
-    known = modules(root)
-    drawn = arrows(known)
     rooms = {room(module) for module in known}
     between = {a.rooms for a in drawn if a.rooms[0] != a.rooms[1]}
     homeless = sorted(name for name in rooms if floor(name) is None)
@@ -200,12 +198,11 @@ def figures(root: Path) -> str:
     return "\n".join(lines)
 
 
-def dot(root: Path) -> str:
+def dot(known: Mapping[str, Path], drawn: Sequence[Arrow]) -> str:
     """The rooms by floors and the arrows between them, for Graphviz; climbing ones are red."""
-    known = modules(root)
     rooms = sorted({room(module) for module in known})
     weights: dict[tuple[str, str], int] = {}
-    for arrow in arrows(known):
+    for arrow in drawn:
         if arrow.rooms[0] != arrow.rooms[1]:
             weights[arrow.rooms] = weights.get(arrow.rooms, 0) + 1
     lines = ["digraph house {", "  node [shape=box];"]
@@ -224,7 +221,8 @@ def main() -> None:
     parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).parents[1])
     parser.add_argument("--dot", action="store_true", help="a drawing for Graphviz")
     asked = parser.parse_args()
-    print((dot if asked.dot else figures)(asked.checkout))
+    known = modules(asked.checkout)
+    print((dot if asked.dot else figures)(known, arrows(known)))
 
 
 if __name__ == "__main__":
