@@ -29,7 +29,8 @@ class Reader:
         open: a folder -> (path of the changed file -> what reads it). Words are a command line;
             a function is called where a command would run.
         mutate: gives a changed input.
-        cases: in the short form; the long one has a hundred times as many.
+        cases: of which the short form tries the first third; the long one has a hundred times
+            as many.
         limit_s: of a case, which takes milliseconds; the machine may do other things as well.
     """
 
@@ -46,7 +47,7 @@ class Reader:
         """As a part of the attack."""
         return Part(
             name=f"fuzz-{self.name}",
-            short=self.cases,
+            short=-(-self.cases // 3),
             long=100 * self.cases,
             start=self._start,
             limit_s=3 * self.limit_s,

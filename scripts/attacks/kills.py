@@ -83,4 +83,4 @@ def _wrong(sent: int, ended: Ended, seconds: float, most: float, out: Path) -> s
     return f"temporary files stay: {left}" if left else None
 
 
-PARTS = (Part(name="kills", short=40, long=5000, start=_start, chunk=10**6),)
+PARTS = (Part(name="kills", short=20, long=5000, start=_start, chunk=10**6),)
