@@ -14,39 +14,33 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_help_lists_every_command_without_importing_one():
-    code = (
-        "import sys; from deploy.cli import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "print([m for m in sys.modules if m.startswith('deploy.commands.')], file=sys.stderr)"
-    )
+    code = """
+import sys; from deploy.cli import main
+try: main(["--help"])
+except SystemExit: pass
+print([m for m in sys.modules if m.startswith("deploy.commands.")], file=sys.stderr)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for name, (_, summary) in COMMANDS.items():
         assert f"  {name} " in done.stdout and summary.split()[0] in done.stdout
     assert done.stderr.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_loads_nothing_heavy(name):
-    code = (
-        "import sys; from deploy.cli import main\n"
-        f"try: main([{name!r}, '--help'])\n"
-        "except SystemExit as stop: assert not stop.code\n"
-        "print(*sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"Usage: calib8 {name}")
-    loaded = set(done.stderr.split())
-    assert not loaded & {"numpy", "onnx", "onnxruntime", "cv2", "torch", "tensorrt"}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_says_what_it_does(name):
-    command = cli.get_command(click.Context(cli), name)
-    assert command is not None and command.help
-    for parameter in command.params:
-        if isinstance(parameter, click.Option) and parameter.name != "help":
-            assert parameter.help, f"{name} {parameter.opts} has no help text"
+def test_the_help_of_every_command_is_whole_and_loads_nothing_heavy():
+    code = """
+import sys; from deploy.cli import COMMANDS, main
+for name in COMMANDS:
+    try: main([name, "--help"])
+    except SystemExit as stop: assert not stop.code
+    loaded = {"numpy", "onnx", "onnxruntime", "cv2", "torch", "tensorrt"} & sys.modules.keys()
+    assert not loaded, (name, loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert f"Usage: calib8 {name} " in done.stdout
+        assert cli.get_command(click.Context(cli), name).help
+    assert "\\b" not in done.stdout and "\b" not in done.stdout  # click's mark for kept lines
 
 
 def test_the_version():
@@ -104,12 +98,6 @@ def test_python_dash_m_is_calib8(module):
     assert done.stdout.startswith(f"calib8, version {__version__}\ncounting: ")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_examples_in_a_help_text_keep_their_lines(name):
-    help_text = CliRunner().invoke(cli, [name, "--help"]).output
-    assert "\\b" not in help_text and "\b" not in help_text
-
-
 def documented() -> list[str]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text("utf-8").replace("\\\n", "") for page in pages)
@@ -117,22 +105,24 @@ def documented() -> list[str]:
     return [line.partition(" #")[0].strip() for line in lines if line.startswith("calib8 ")]
 
 
-@pytest.mark.parametrize("line", documented())
-def test_documented_commands_and_options_exist(line):
+def unknown(line: str) -> set[str]:
+    """Words of a command line that name no command or option."""
     words = line.split()[1:]
     command: click.Command | None = cli
     while isinstance(command, click.Group):
         context = click.Context(command)
-        assert words and words[0] in command.list_commands(context), line
+        if not words or words[0] not in command.list_commands(context):
+            return set(words[:1]) or {"no command"}
         command = command.get_command(context, words.pop(0))
     assert command is not None
     known = {option for parameter in command.params for option in parameter.opts}
-    used = {word.partition("=")[0] for word in words if word.startswith("-")}
-    assert used <= known | {"--help"}, line
+    return {word.partition("=")[0] for word in words if word[:1] == "-"} - known - {"--help"}
 
 
-def test_the_readme_shows_commands():
-    assert len(documented()) >= 5
+def test_documented_commands_and_options_exist():
+    lines = documented()
+    assert len(lines) > 100
+    assert not {line: words for line in lines if (words := unknown(line))}
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])

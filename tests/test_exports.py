@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -26,25 +25,17 @@ PACKAGES = sorted(
 )
 
 
-def imported(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except SdkMissingError as missing:
-        pytest.skip(str(missing))
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_every_exported_name_is_there_once(name):
-    package = imported(name)
-    exported = list(getattr(package, "__all__", []))
-    assert len(exported) == len(set(exported))
-    for item in exported:
-        assert getattr(package, item) is not None, item
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_every_package_says_what_it_is(name):
-    assert (imported(name).__doc__ or "").strip()
+def test_every_package_says_what_it_is_and_exports_names_that_are_there():
+    for name in PACKAGES:
+        try:
+            package = importlib.import_module(name)
+        except SdkMissingError:  # torch's half
+            continue
+        assert (package.__doc__ or "").strip(), name
+        exported = list(getattr(package, "__all__", []))
+        assert len(exported) == len(set(exported)), name
+        for item in exported:
+            assert getattr(package, item) is not None, f"{name}.{item}"
 
 
 def loaded_by(statement: str) -> set[str]:

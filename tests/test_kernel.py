@@ -73,7 +73,7 @@ def agree(ways, batches, base=None):
     for way in ways:
         found = after(way, batches, base)
         differ = [name for name in wanted if wanted[name] != found[name]]
-        assert not differ, f"{way.name}: {differ}"
+        assert not differ, f"{way.name}: {differ} of {batches}"
     return wanted
 
 
@@ -125,11 +125,10 @@ def hostile():
 
 
 @pytest.mark.parametrize("base", [None, 0.0, 1.0, 0.7, 0.1, 1e-30, 3e38], ids=str)
-@pytest.mark.parametrize("case", list(hostile()), ids=lambda case: case[0])
-def test_every_way_counts_what_numpy_counts(ways, case, base):
-    batches = [np.asarray(batch, np.float32) for batch in case[1]]
-    found = agree(ways, batches, base)
-    assert bool(found["refused"]) == ("nan" in case[0])
+def test_every_way_counts_what_numpy_counts(ways, base):
+    for name, arrays in hostile():
+        found = agree(ways, [np.asarray(batch, np.float32) for batch in arrays], base)
+        assert bool(found["refused"]) == ("nan" in name), name
 
 
 def test_any_form_of_array_is_counted_alike(ways):

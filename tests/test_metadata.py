@@ -296,13 +296,14 @@ def test_hostile_metadata_is_a_note(text, tmp_path):
 @pytest.mark.parametrize("key", ["size", "image_mean", "image_std", "resample", "crop_size",
                                  "rescale_factor", "do_resize", "crop_pct", "pretrained_cfg",
                                  "image_processor_type"])  # fmt: skip
-@pytest.mark.parametrize("value", [None, [], {}, "x", 10**400, -1, 1e300, [[1]], {"height": []},
-                                   {"shortest_edge": 0}, True, [None] * 3])  # fmt: skip
-def test_values_of_another_kind_are_a_note(key, value, tmp_path):
+def test_values_of_another_kind_are_a_note(key, tmp_path):
     good = IMAGENET | {"size": {"shortest_edge": 9}, "do_center_crop": True, "crop_size": 8}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(good | {key: value}))
     spec = TensorSpec("x", "float32", (1, 3, 8, 8))
-    assert settled(None, carried(path=tmp_path / "net.onnx"), spec).how.size == (8, 8)
+    for value in (None, [], {}, "x", 10**400, -1, 1e300, [[1]], {"height": []},
+                  {"shortest_edge": 0}, True, [None] * 3):  # fmt: skip
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(good | {key: value}))
+        how = settled(None, carried(path=tmp_path / "net.onnx"), spec).how
+        assert how.size == (8, 8), value
 
 
 def test_what_is_no_file_or_too_large_beside_the_model(tmp_path):

@@ -131,15 +131,16 @@ def test_any_bytes_are_read_exactly_or_refused(data: bytes) -> None:
         assert dump(cache) == data
 
 
-@pytest.mark.parametrize("cut", range(len(SMALL)))
-def test_every_truncation_is_refused_or_ends_at_a_whole_entry(cut: int) -> None:
-    try:
-        cache = parse(SMALL[:cut], origin="cut.cache")
-    except CacheError as error:
-        assert "cut.cache" in str(error)
-    else:
-        whole = parse(SMALL, origin="whole").entries[: len(cache.entries)]
-        assert [(e.name, e.bits) for e in cache.entries] == [(e.name, e.bits) for e in whole]
+def test_every_truncation_is_refused_or_ends_at_a_whole_entry() -> None:
+    whole = [(e.name, e.bits) for e in parse(SMALL, origin="whole").entries]
+    for cut in range(len(SMALL)):
+        try:
+            cache = parse(SMALL[:cut], origin="cut.cache")
+        except CacheError as error:
+            assert "cut.cache" in str(error)
+        else:
+            found = [(e.name, e.bits) for e in cache.entries]
+            assert found == whole[: len(found)], cut
 
 
 @pytest.mark.parametrize(
