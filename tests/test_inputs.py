@@ -213,8 +213,9 @@ def slow(tmp_path):
     return tmp_path / "slow.onnx", tmp_path / "x.npy"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "code", "threads"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]
+)
 def test_a_signal_ends_a_run_with_one_sentence_and_nothing_half_written(
     number, code, threads, slow, tmp_path
 ):

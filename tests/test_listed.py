@@ -64,7 +64,7 @@ def test_names_that_nodes_share_and_weights_that_are_inputs(listing):
 def notes(model, images, out):
     run = CliRunner().invoke(
         cli,
-        ["build", str(model), "--images", str(images), "--out", str(out), "--duration", "0.05",
+        ["build", str(model), "--images", str(images), "--out", str(out), "--duration", "0.001",
          "--effort", "0"],
     )  # fmt: skip
     assert run.exit_code == 0, run.output

@@ -82,7 +82,7 @@ def test_an_added_target_observes_only_its_own(run, tmp_path):
     out = tmp_path / "o"
     seen = {}
     for targets in ("onnxruntime", "onnxruntime,ascend", "tensorrt", ALL):
-        assert run("build", "--target", targets, "--out", out)[0] == 0
+        assert run("build", "--target", targets, "--out", out, "--effort", 0)[0] == 0
         seen[targets] = report(out)["work"].get("calibration_runs", {})
     assert seen["onnxruntime"] == {"folded": 20}
     (variant,) = seen["onnxruntime,ascend"]
@@ -94,7 +94,8 @@ def test_an_added_target_observes_only_its_own(run, tmp_path):
 def test_another_method_runs_the_model_only_where_it_wants_another_statistic(run, tmp_path):
     runs = {}
     for method in ("mse", "minmax", "entropy-tensorrt", "legacy", "mse"):
-        assert run("build", "--target", ALL, "--out", tmp_path, "--method", method)[0] == 0
+        words = ("--target", ALL, "--out", tmp_path, "--method", method, "--effort", 0)
+        assert run("build", *words)[0] == 0
         runs[method] = sum(report(tmp_path)["work"].get("calibration_runs", {}).values())
     # 20 of the cleaned model, 20 of the model as TensorRT reads it, one more each for the range
     assert runs == {"mse": 0, "minmax": 0, "entropy-tensorrt": 42, "legacy": 20}
@@ -108,7 +109,7 @@ def test_what_calibrate_keeps_is_what_build_requires(run, tmp_path, target, meth
     code, _, error = run("calibrate", *words, "-o", cache)
     assert code == 0, error
     kept = [path.read_bytes() for path in (cache, *sidecars(cache))]
-    built = ("--cache", cache, "--require-cache", "--out", tmp_path / "o")
+    built = ("--cache", cache, "--require-cache", "--out", tmp_path / "o", "--effort", 0)
     code, out, error = run("build", *words, *built)
     assert code == 0, error
     assert "cache reused" in " ".join(out.split())
@@ -134,7 +135,7 @@ def test_another_parameter_changes_every_file_that_depends_on_it(run, tmp_path, 
 
 
 def test_nodes_stay_float_on_every_target(run, tmp_path):
-    words = ("--target", ALL, "--keep-float", "op:Gemm", "--keep-float", "Conv_c3")
+    words = ("--target", ALL, "--keep-float", "op:Gemm", "--keep-float", "Conv_c3", "--effort", 0)
     code, _, error = run("build", *words, "--out", tmp_path)
     assert code == 0, error
     for target in report(tmp_path)["targets"]:
@@ -175,7 +176,8 @@ def test_a_target_that_fails_is_a_row_and_the_others_are_built(run, tmp_path):
 
 
 def test_the_report_says_of_each_target_what_was_used(run, tmp_path):
-    assert run("build", "--target", ALL, "--out", tmp_path, "--method", "minmax")[0] == 0
+    words = ("--target", ALL, "--out", tmp_path, "--method", "minmax", "--effort", 0)
+    assert run("build", *words)[0] == 0
     found = {target["name"]: target for target in report(tmp_path)["targets"]}
     assert {name: target["method"] for name, target in found.items()} == {
         "onnxruntime": "minmax",
@@ -206,16 +208,8 @@ def test_a_version_that_is_asked_for_is_written_on_reuse_too(run, tmp_path):
 
 
 def test_the_report_says_which_options_a_target_was_given(run, tmp_path):
-    words = (
-        "--target",
-        "onnxruntime,tensorrt",
-        "--int8-stem",
-        "--rest",
-        "fp32",
-        "--max-batch",
-        "4",
-    )
-    assert run("build", *words, "--out", tmp_path)[0] == 0
+    words = "--target onnxruntime,tensorrt --int8-stem --rest fp32 --max-batch 4 --effort 0"
+    assert run("build", *words.split(), "--out", tmp_path)[0] == 0
     found = {target["name"]: target.get("options") for target in report(tmp_path)["targets"]}
     assert found["onnxruntime"] == {"--int8-stem": ""}
     assert found["tensorrt"] == {"--rest": "fp32", "--max-batch": "4"}
@@ -225,8 +219,8 @@ def test_the_report_says_which_options_a_target_was_given(run, tmp_path):
 
 def test_a_cache_does_not_grow_with_every_configuration_that_is_tried(run, tmp_path):
     out, names = tmp_path / "o", ["Conv_c1", "Conv_c2", "Conv_c3", "Gemm_logits"]
-    words = ("--target", "onnxruntime,ascend", "--out", out)
-    for kept in [(), *[(n,) for n in names], *[(a, b) for a in names for b in names if a < b]]:
+    words = ("--target", "onnxruntime,ascend", "--out", out, "--effort", 0)
+    for kept in [(), *[(n,) for n in names], *[(names[0], n) for n in names[1:]]]:
         assert run("build", *words, *(w for n in kept for w in ("--keep-float", n)))[0] == 0
     keys = json.loads((out / "small_cnn.cache.json").read_text())["observations"]
     variants = {variant for variant, _, _ in keys}
@@ -249,7 +243,7 @@ def test_what_was_used_last_is_what_a_cache_carries(run, tmp_path):
 
 
 def test_trtexec_is_told_the_type_of_the_rest(run, tmp_path):
-    words = ("--target", "tensorrt", "--keep-float", "Conv_c2", "--out", tmp_path)
+    words = ("--target", "tensorrt", "--keep-float", "Conv_c2", "--out", tmp_path, "--effort", 0)
     code, out, _ = run("build", *words)
     assert code == 0 and "--int8 --fp16" in out and "Conv_c2:fp16" in out
     code, out, _ = run("build", *words, "--rest", "fp32")
@@ -268,7 +262,7 @@ def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run, tmp_path):
 
 
 def test_a_node_kept_float_has_one_reason_on_every_target(run, tmp_path):
-    words = ("--target", ALL, "--keep-float", "Conv_c2", "--out", tmp_path)
+    words = ("--target", ALL, "--keep-float", "Conv_c2", "--out", tmp_path, "--effort", 0)
     assert run("build", *words)[0] == 0
     reasons = {
         row["reason"]

@@ -360,7 +360,8 @@ def test_other_commands_tell_of_all_that_they_do(small_cnn, pictures, tmp_path, 
     assert {"onnxruntime", "tensorrt", "running images"} <= set(seen)
 
 
-def test_a_build_tells_of_all_that_it_does(small_cnn, pictures, tmp_path, seen, capfd):
+def test_a_build_tells_of_all_that_it_does(small_cnn, pictures, tmp_path, seen, monkeypatch, capfd):
+    monkeypatch.setattr("deploy.tuning.clock._SECONDS", 0)
     words = ("--size", "16x16", "--limit", 6, "--duration", 0.001, "--out", tmp_path / "out")
     targets = ("--target", "onnxruntime,ascend")
     assert ended("build", small_cnn, "--images", pictures, *words, *targets, "--accept") == 0

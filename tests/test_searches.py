@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from dataclasses import MISSING, fields
-from pathlib import Path
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 import numpy as np
 import pytest
 
 from calibrators import SEARCHES, Histogram
 from calibrators.errors import CalibrationError
+from calibrators.minmax import minmax
 from calibrators.percentile import percentile
-from calibrators.searches import DEFAULT_METHOD, EntropyTensorrtParams, PercentileParams
+from calibrators.searches import (
+    DEFAULT_METHOD,
+    EntropyTensorrtParams,
+    Params,
+    PercentileParams,
+    Search,
+)
 from deploy.cli import main
 from deploy.errors import ConfigError
 from deploy.method import Method
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", SEARCHES)
@@ -102,51 +104,36 @@ def test_an_option_of_another_method_is_refused_by_the_command(small_cnn, pictur
     assert "--percent belongs to --method percentile, got --method mse" in capsys.readouterr().err
 
 
-TOY = """
-import sys
-from dataclasses import dataclass, field, replace
-
-from calibrators.minmax import minmax
-from calibrators.searches import SEARCHES, Params, Search
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareParams(Params):
     share: float = field(default=0.5, metadata={"help": "Share of the range to keep."})
 
 
-def share(histogram, params):
+def shared(histogram, params):
     found = minmax(histogram)
     return replace(found, lo=found.lo * params.share, hi=found.hi * params.share, method="share")
 
 
-SEARCHES["share"] = Search(share, ShareParams, "keeps a share of the range")
+def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
+    small_cnn, pictures, tmp_path, monkeypatch, run
+):
+    row = Search(shared, ShareParams, "keeps a share of the range")
+    monkeypatch.setitem(SEARCHES, "share", row)
+    for name in ("build", "calibrate"):  # made anew from the table
+        monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
 
-from deploy.cli import main
+    def said(*words):
+        code, out, error = run(*words)
+        assert code == 0, error
+        return " ".join(out.split())
 
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(small_cnn, pictures, tmp_path):
-    program = tmp_path / "toy.py"
-    program.write_text(TOY)
-
-    def run(*words: object) -> str:
-        done = subprocess.run(
-            [sys.executable, program, *map(str, words)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "For --method share. [default: 0.5]" in " ".join(run("build", "--help").split())
+    assert "For --method share. [default: 0.5]" in said("build", "--help")
     out, images = tmp_path / "out", ("--images", pictures, "--preprocess", "unit")
-    run("build", small_cnn, *images, "--method", "share", "--share", 0.25, "--out", out,
-        "--duration", 0)  # fmt: skip
+    said("build", small_cnn, *images, "--method", "share", "--share", 0.25, "--out", out,
+         "--duration", 0, "--effort", 0)  # fmt: skip
     written = json.loads((out / "report.json").read_text())
     assert written["calibration"]["method"] == "share 0.25"
     cache = tmp_path / "share.cache"
     given = ("calibrate", small_cnn, *images, "--method", "share", "-o", cache)
-    assert "share 0.5" in run(*given)
-    assert "only the method changed (share 0.5 -> share 0.75)" in run(*given, "--share", 0.75)
+    assert "share 0.5" in said(*given)
+    assert "only the method changed (share 0.5 -> share 0.75)" in said(*given, "--share", 0.75)
