@@ -387,16 +387,6 @@ def test_all_workers_lost_is_a_sentence(fake):
     assert run.lost == ["tcp://a"]
 
 
-@pytest.mark.parametrize(
-    "address", ["", "nonsense", "http://host:80", "tcp://host", "host:port", "a b:1", "ucx://a:1"]
-)
-def test_an_address_that_is_none_is_refused(address, run, small_cnn, pictures, tmp_path):
-    code, _, err = run(
-        "calibrate", small_cnn, "--images", pictures, "-o", tmp_path / "x", "--scheduler", address
-    )
-    assert code == 1 and "a scheduler's address is host:port" in err
-
-
 @pytest.mark.parametrize("address", ["host:8786", "tls://10.0.0.1:1", "tcp://[::1]:8786"])
 def test_an_address_is_taken(address):
     from deploy.cluster.options import cluster_of
@@ -412,46 +402,34 @@ def test_options_are_checked(given):
         Cluster(address=ELSEWHERE, **given)
 
 
-@pytest.mark.parametrize("words", [("--send", "all"), ("--pieces", 3), ("--retries", 1)])
-def test_what_is_of_a_scheduler_goes_with_one(words, run, small_cnn, pictures, tmp_path):
-    for command, to in (("calibrate", "-o"), ("build", "--out")):
-        code, _, err = run(command, small_cnn, "--images", pictures, to, tmp_path / "x", *words)
-        assert code == 1 and f"{words[0]} goes with --scheduler" in err
+NOWHERE = ("--scheduler", ELSEWHERE)
 
 
-@pytest.mark.parametrize("words", [("--shard", "1/2"), ("--require-cache",), ("--trust-cache",)])
-def test_what_observes_nothing_there_is_refused(words, run, small_cnn, pictures, tmp_path):
-    code, _, err = run(
-        "calibrate", small_cnn, "--images", pictures, "-o", tmp_path / "x", *words,
-        "--scheduler", ELSEWHERE,
-    )  # fmt: skip
-    assert code == 1 and f"got {words[0]}" in err
-
-
-def test_what_goes_by_the_order_is_refused_before_anybody_is_asked(
-    run, small_cnn, pictures, tmp_path
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *((("--scheduler", address), "a scheduler's address is host:port") for address in (
+            "", "nonsense", "http://host:80", "tcp://host", "host:port", "a b:1", "ucx://a:1")),
+        (("--send", "all"), "--send goes with --scheduler"),
+        (("--pieces", 3), "--pieces goes with --scheduler"),
+        (("--retries", 1), "--retries goes with --scheduler"),
+        (("--shard", "1/2", *NOWHERE), "got --shard"),
+        (("--require-cache", *NOWHERE), "got --require-cache"),
+        (("--trust-cache", *NOWHERE), "got --trust-cache"),
+        (("--target", "ascend", *NOWHERE), "got --scheduler"),
+        (("--until-stable", *NOWHERE), "--until-stable"),
+        (("--resume", *NOWHERE), "--resume goes on"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused_before_anybody_is_asked(
+    words, said, run, small_cnn, pictures, tmp_path
 ):
-    code, _, err = run(
-        "calibrate", small_cnn, "--images", pictures, "-o", tmp_path / "x", "--target", "ascend",
-        "--scheduler", ELSEWHERE,
-    )  # fmt: skip
-    assert code == 1 and "got --scheduler" in err and "in one run" in err
-
-
-def test_stopping_early_and_sharing_out_exclude_each_other(run, small_cnn, pictures, tmp_path):
-    code, _, err = run(
-        "calibrate", small_cnn, "--images", pictures, "-o", tmp_path / "x", "--until-stable",
-        "--scheduler", ELSEWHERE,
-    )  # fmt: skip
-    assert code == 1 and "--until-stable" in err and "got --scheduler" in err
-
-
-def test_going_on_with_a_run_is_of_this_machine(run, small_cnn, pictures, tmp_path):
-    code, _, err = run(
-        "calibrate", small_cnn, "--images", pictures, "-o", tmp_path / "x", "--resume",
-        "--scheduler", ELSEWHERE,
-    )  # fmt: skip
-    assert code == 1 and "--resume goes on" in err and "got --scheduler" in err
+    feed = ("--images", pictures, *words)
+    code, _, err = run("calibrate", small_cnn, *feed, "-o", tmp_path / "x")
+    assert code == 1 and said in err
+    if "goes with" in said:
+        code, _, err = run("build", small_cnn, *feed, "--out", tmp_path / "x")
+        assert code == 1 and said in err
 
 
 def test_images_without_a_path_must_be_sent(small_cnn, tmp_path):
