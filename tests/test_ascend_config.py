@@ -59,6 +59,12 @@ def test_four_bits_do_not_fit_the_simplified_form():
         write_simple_config(config)
 
 
+@pytest.mark.parametrize("count", [1, 100, 2**31 - 1])
+def test_batch_num_is_any_positive_int32(count):
+    assert read_simple_config(f"batch_num: {count}", GRAPH).batch_num == count
+    assert read_config(conf(batch_num=count)).batch_num == count
+
+
 @pytest.mark.parametrize("case", NAMES)
 def test_record_is_amcts_byte_for_byte(case):
     text = (CASES / case / "record.txt").read_text()
@@ -166,6 +172,7 @@ BROKEN_CFG = {
     "wrong type": ("skip_layers: 3", "Expected string"),
     "negative": ("batch_num: -1", "out of range"),
     "zero batches": ("batch_num: 0", "batch_num must be > 0"),
+    "too many batches": (f"batch_num: {2**31}", "below 2\\^31"),
     "unknown skip": ('skip_layers: "conv9"', "does not exist"),
     "repeated skip": ('skip_layers: "fc1" skip_layers: "fc1"', "repeated"),
     "unknown type": ('skip_layer_types: "Conv9d"', "did you mean"),

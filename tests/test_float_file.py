@@ -83,6 +83,28 @@ def test_one_whose_gates_are_made_one_kernel_is_written_with_them(build, tmp_pat
     assert "file that was given" not in said
 
 
+def share_names(model):
+    for node in model.graph.node:
+        node.name = "same"
+
+
+def list_weights(model):
+    model.graph.input.add(name="tones").type.CopyFrom(
+        helper.make_tensor_type_proto(TensorProto.FLOAT, [1, LONG])
+    )
+
+
+@pytest.mark.parametrize("change", [share_names, list_weights])
+def test_one_that_onnxruntime_runs_otherwise_is_cleaned(build, tmp_path, change):
+    """It loads no nodes that share a name, and computes slower with weights that are inputs."""
+    model = onnx.load(spectrum(tmp_path / "spectrum.onnx"))
+    change(model)
+    onnx.save(model, tmp_path / "spectrum.onnx")
+    written, said = build(tmp_path / "spectrum.onnx")
+    assert "Cos" not in {node.op_type for node in onnx.load(written).graph.node}
+    assert "file that was given" not in said
+
+
 def test_one_that_cleaning_makes_no_larger_is_cleaned(build, tmp_path):
     model = onnx.load(spectrum(tmp_path / "spectrum.onnx"))
     table = np.cos(np.outer(np.arange(LONG), np.linspace(0, 0.1, LONG))).astype(np.float32)

@@ -192,9 +192,14 @@ def test_logits_are_classes_and_other_vectors_are_not():
         return [{"y": make().astype(np.float32)} for _ in range(4)]
 
     assert same_task(outputs(lambda: made.standard_normal((1, 10)) * 4)) == "classes"
-    peaked = np.zeros((1, 1000))
-    peaked[0, 17] = 12
-    assert same_task(outputs(lambda: made.standard_normal((1, 1000)) + peaked)) == "classes"
+
+    def peaked(worst):
+        scores = made.standard_normal((1, 1000))
+        scores[0, [17, 23]] = 12, worst
+        return scores
+
+    assert same_task(outputs(lambda: peaked(-9.7))) == "classes"
+    assert same_task(outputs(lambda: peaked(-10.3))) is None  # the worst is as far off
     assert same_task(outputs(lambda: made.uniform(0.1, 0.9, (1, 8)))) is None  # places
     assert same_task(outputs(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
 

@@ -213,6 +213,17 @@ def test_renamed_tensors_are_found_by_position_only_between_two_that_match() -> 
     assert next(e for e in matched.entries if e.name == "renamed").tensor is None
 
 
+def test_an_entry_that_only_the_file_has_is_known_from_the_file(tmp_path: Path) -> None:
+    model = residual(batchnorm=True)
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    cache = from_scales({**cache_of(model).scales(), "a_out": np.float32(1)}, version="8.5.3")
+    for given in (model, path):
+        _, matched = cache_to_qdq(given, cache)
+        (entry,) = [entry for entry in matched.entries if entry.name == "a_out"]
+        assert not entry.used and "in the file, but not after folding" in entry.reason
+
+
 def test_a_foreign_cache_is_refused() -> None:
     foreign = from_scales({"elsewhere": np.float32(1)}, version="8.5.3")
     with pytest.raises(CacheError, match="none can be used"):

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from deploy.cli import main
+from deploy.errors import FeedError
 from deploy.feed.pixels import apply
 from deploy.feed.placing import placed
 from deploy.feed.preprocess import Preprocess
+from deploy.metrics.tasks.metric import MetricTally, metric_of
 from deploy.ort import OrtSession
 
 SIDE = 32  # of what the fixture `detector` is fed
@@ -151,6 +153,20 @@ def test_what_is_wrong_with_a_metric_is_one_sentence(run, small_cnn, score, name
     code, _, error, _ = run(small_cnn, *words)
     assert code == 1 and rule in error and "Traceback" not in error
     assert len([line for line in error.splitlines() if line.startswith("calib8: ")]) <= 1
+
+
+def test_a_metric_takes_one_label_a_sample():
+    def right(fp32, int8, label):
+        return label == int8["y"][0, 0]
+
+    tally = MetricTally(metric_of(right), labels=[0, 1, 7])
+    outputs = [{"y": np.float32([[number]])} for number in range(4)]
+    for one in outputs[:3]:
+        tally.add({}, outputs[0], one)
+    found = tally.result()
+    assert (found.value, found.reference, found.samples) == (2 / 3, 1 / 3, 3)
+    with pytest.raises(FeedError, match="got 3 labels for 4 samples or more"):
+        tally.add({}, outputs[0], outputs[3])
 
 
 def annotations(detector, pictures, path, *, spoil=0):
