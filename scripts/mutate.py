@@ -122,6 +122,8 @@ def mutants(file: str) -> Iterator[Mutant]:
             body = getattr(node, "body", None) or getattr(node, "cases", None)
             last = _first_line(body[0]) - 1 if body else node.end_lineno or 0
             statement = node.lineno, max(node.lineno, last)
+        if isinstance(node, ast.If) and code(node.test) == "TYPE_CHECKING":
+            return
         for kind, part, new in changed(node):
             start, end = span(part)
             first, last = raw.rfind(b"\n", 0, start) + 1, raw.find(b"\n", end)
@@ -161,7 +163,7 @@ def _defined(node: ast.AST) -> tuple[str, ...]:
 
 def _first_line(node: ast.AST) -> int:
     """The first line of a statement or of a case, decorators included."""
-    return min(n.lineno for n in ast.walk(node) if hasattr(n, "lineno"))
+    return min(int(n.lineno) for n in ast.walk(node) if hasattr(n, "lineno"))
 
 
 class Watch:
