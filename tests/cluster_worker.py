@@ -2,7 +2,7 @@
 
 Each sample that a piece runs is a line in `$CALIB8_TEST/samples`. Files there, written by a test:
 `die` has one worker kill itself at its second sample, `fail` has one piece fail once, `slow` has
-every sample take 50 ms.
+every sample take 250 ms.
 """
 
 import os
@@ -41,7 +41,7 @@ def watched(samples, key):
         if _claimed("fail"):
             raise OSError("the share does not answer")
         if (FOLDER / "slow").exists():
-            time.sleep(0.05)
+            time.sleep(0.25)
         yield sample
 
 

@@ -295,7 +295,7 @@ def cpp():
     ask.reads_all = ask("decoder")["library"].startswith("OpenCV")  # or JPEG, PNG and WebP alone
     yield ask
     process.stdin.close()
-    process.wait(30)
+    process.wait(300)
     process.stdout.close()
     assert process.returncode == 0
 

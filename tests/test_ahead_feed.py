@@ -40,7 +40,7 @@ def test_results_come_in_the_items_order_and_few_are_ahead():
 
     def work(item):
         begun.append(item)
-        assert item or gate.wait(5)  # the first is the last to be done
+        assert item or gate.wait(300)  # the first is the last to be done
         return item * 10
 
     def items():
@@ -66,7 +66,7 @@ def test_threads_that_meet_are_needed(monkeypatch, folder):
     meeting, fetched = threading.Barrier(3), module._fetched
 
     def met(source, index):
-        meeting.wait(5)  # nobody goes on before three are there
+        meeting.wait(300)  # nobody goes on before three are there
         return fetched(source, index)
 
     monkeypatch.setattr(module, "_fetched", met)

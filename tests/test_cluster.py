@@ -38,7 +38,7 @@ def started(folder, *words):
         yield process
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(300)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ class Scheduler:
 
 def until(true, what):
     """Wait for something of another process."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not true():
         assert time.monotonic() < end, f"waited in vain for {what}"
         time.sleep(0.05)
@@ -90,8 +90,10 @@ def scheduler(tmp_path_factory):
 
 
 @pytest.fixture
-def cluster(scheduler):
-    """The same, with nothing told yet."""
+def cluster(scheduler, monkeypatch):
+    """The same, with nothing told yet; a busy machine may answer as late as it likes."""
+    monkeypatch.setattr("deploy.cluster.connect.CONNECT_S", 300)
+    monkeypatch.setattr("deploy.cluster.run.ANSWER_S", 300)
     for path in scheduler.folder.glob("*"):
         if path.name in ("samples", "slow", "fail", "die"):
             path.unlink()
@@ -139,7 +141,7 @@ def test_a_worker_that_is_killed_in_the_middle_changes_nothing(cluster, calibrat
         from distributed import Client
 
         with Client(cluster.address, set_as_default=False) as client:
-            client.wait_for_workers(3, timeout=60)
+            client.wait_for_workers(3, timeout=300)
         cluster.tell("die")
         out = calibrated("all.cache", "--scheduler", cluster.address, "--pieces", 6)
     assert len(cluster.samples()) == 22  # two were run for nothing
@@ -159,18 +161,26 @@ def test_a_piece_that_the_system_failed_is_tried_again(cluster, calibrated, run,
     assert not (tmp_path / "x.cache").exists()
 
 
+PATIENT = """
+from deploy import cli
+from deploy.cluster import connect, run
+connect.CONNECT_S = run.ANSWER_S = run._STOP_S = 300
+cli.main()
+"""
+
+
 def test_an_interrupt_ends_the_pieces_on_the_workers(cluster, small_cnn, pictures, tmp_path):
     cluster.tell("slow")
     listed = tmp_path / "list.txt"
     listed.write_text("".join(f"{path}\n" for path in sorted(pictures.iterdir())) * 100)
     process = subprocess.Popen(
-        [sys.executable, "-m", "deploy", "calibrate", small_cnn, "--images", listed,
+        [sys.executable, "-c", PATIENT, "calibrate", small_cnn, "--images", listed,
          "--pieces", "2", "--scheduler", cluster.address, "-o", tmp_path / "x.cache"],
         cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     until(lambda: len(cluster.samples()) > 4, "the first samples")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 130 and "Traceback" not in said, said
     assert said.splitlines()[-1].startswith("calib8: interrupted")
     assert [path.name for path in tmp_path.iterdir()] == ["list.txt"]
@@ -179,7 +189,7 @@ def test_an_interrupt_ends_the_pieces_on_the_workers(cluster, small_cnn, picture
     with Client(cluster.address, set_as_default=False) as client:
         until(lambda: not any(client.processing().values()), "no task")
         until(lambda: not any(client.call_stack().values()), "no running piece")
-    assert len(cluster.samples()) < 2000  # of which each takes 50 ms
+    assert len(cluster.samples()) < 2000  # of which each takes 250 ms
 
 
 def test_a_scheduler_that_is_lost_is_a_sentence(run, small_cnn, pictures, tmp_path):

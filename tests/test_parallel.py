@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.feed.parallel import Rest, in_order
+from deploy.feed.parallel import Rest, _Line, in_order
 
 SAMPLES = [{"x": np.full(1, n)} for n in range(12)]
 
@@ -100,7 +100,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(threads):
+def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(threads, monkeypatch):
     taken, rested, begun = [], [], []
 
     def raised(*_):
@@ -110,8 +110,14 @@ def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(thread
         begun.append(number)
         if number == 5:
             signal.raise_signal(signal.SIGUSR1)  # in this thread, which is not the main one
-        time.sleep(0.03)
+        assert number < 5 or over.wait(300)
 
+    def finished(self):
+        finish(self)
+        over.set()
+
+    over, finish = threading.Event(), _Line.finish
+    monkeypatch.setattr(_Line, "finish", finished)
     rest = Rest(due=lambda number: False, use=rested.append)
     before = signal.signal(signal.SIGUSR1, raised)
     try:
@@ -125,7 +131,7 @@ def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(thread
             )
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert len(begun) < 500 and taken == sorted(begun) and rested == [len(taken)]
+    assert 5 <= len(begun) < 5 + threads and taken == sorted(begun) and rested == [len(taken)]
 
 
 def test_after_a_failure_nothing_rests_any_more():

@@ -182,7 +182,7 @@ def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch):
     monkeypatch.setattr(progress, "LASTING_S", 0)
     with telling(), phase("a call"):
         assert len(tellers()) == 1
-        assert heard.wait(60)
+        assert heard.wait(300)
     assert not tellers() and LINE.fullmatch(said[0])
     assert said[0].startswith("calib8: a call: ")
 
@@ -208,8 +208,8 @@ def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch):
     monkeypatch.setattr(progress, "LASTING_S", 0)
     with telling(), phase("a call"):
         thread = progress._TELLER.get()._thread  # it may have ended by now
-        assert gone.wait(60)
-        thread.join(60)
+        assert gone.wait(300)
+        thread.join(300)
         assert not thread.is_alive()
 
 
