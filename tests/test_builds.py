@@ -132,7 +132,8 @@ def test_a_target_that_failed_is_a_line(run, built, changed):
     a, _ = built
     other = changed("targets", 0, "error", "a chip must be there, got none")
     code, out, _ = run("report", a, other)
-    assert code == 0 and "failed" in out and "a chip must be there, got none" in out
+    assert code == 0 and "failed" in out
+    assert "a chip must be there, got none" in " ".join(out.split())
     held = json.loads((other / "report.json").read_text())
     held["engines"] = held["engines"][:1]
     (other / "report.json").write_text(json.dumps(held))
