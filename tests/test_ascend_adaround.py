@@ -172,12 +172,14 @@ def test_the_error_falls_below_that_of_the_nearest():
     assert np.abs(found * 0.05 - weight).max() < 0.05  # up or down, no further
 
 
-def test_values_that_are_not_finite_squared_are_told():
+@pytest.mark.parametrize("iterations", [1, PARAMS.num_iteration])
+def test_values_that_are_not_finite_squared_are_told(iterations):
     given = problem_of("conv", *CASES["conv"])
     huge = replace(given, targets=given.targets * np.float32(1e30), activation=Activation())
     steps = []
     with pytest.raises(CalibrationError, match="must be finite"):
-        adaround(huge, PARAMS, step=lambda: steps.append(1))
+        params = replace(PARAMS, num_iteration=iterations)
+        adaround(huge, params, step=lambda: steps.append(1))
     assert len(steps) < 10  # not after all of them
 
 

@@ -19,6 +19,7 @@ from deploy.ort import OrtSession
 from deploy.targets.ascend.deploy_model import pack_fours, unpack_fours
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.record import read_record
+from deploy.targets.ascend.told import widths
 
 WIDTHS = Path(__file__).parent / "golden" / "amct" / "widths"
 FLOAT, X = WIDTHS / "float.onnx", np.load(WIDTHS / "x.npy")
@@ -395,6 +396,20 @@ def test_a_record_that_no_layer_takes_is_one_sentence(layer, fields, said, run, 
     if "scale_d" not in fields:  # that is the hardware's, not the record's
         code, _, err = run("ascend", "check", record, "--model", FLOAT)
         assert code == 1 and said in " ".join(err.split())
+
+
+def test_layers_of_other_widths_are_named_and_no_others():
+    types = {"eight": ("INT8", "INT8"), "wide": ("INT16", "INT8"), "four": ("INT4", "INT4")}
+    eight, wide, four = (
+        read_record(f'record {{ key: "{name}" value {{ {entry(act_type=a, wts_type=w)} }} }}')
+        for name, (a, w) in types.items()
+    )
+    assert [*widths(eight)] == []
+    of_wide, _ = widths(eight | wide)
+    assert of_wide.startswith("Activations of 1 layer (wide) are of 16 bits, which atc takes")
+    of_four, _, weights = widths(eight | four)
+    assert of_four.startswith("Activations of 1 layer (four) are of 4 bits, for which chips")
+    assert weights.startswith("Weights of 1 layer (four) are of 4 bits")
 
 
 def test_dst_type_is_both_widths():

@@ -1,6 +1,7 @@
 """tensor_quantize by the command: inputs of an Add or MaxPool in int8, the node itself in float."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import onnx
@@ -11,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import IfmrParams, ifmr
+from deploy.errors import ModelError
 from deploy.ort import OrtSession
 from deploy.targets.ascend.calibrate import calibrate
 from deploy.targets.ascend.config import settled
@@ -186,6 +188,18 @@ def test_a_cache_of_the_layers_serves_them_too(built, tmp_path):
     assert "reused" in said and "in part" not in said  # r1 is what Conv_c2 reads
     said, _ = built("batch_num: 6\n" + tensor("Add_a", 0), *cache, out="third")
     assert "reused in part" in said and "lacks 1 observations" in said
+
+
+@pytest.mark.parametrize("attribute", ["scale", "dtype"])
+def test_a_deploy_model_without_the_scale_of_its_antiquant_is_not_run(both, attribute):
+    model = onnx.load(both[1] / "small_cnn_deploy_model.onnx")
+    (back,) = (node for node in model.graph.node if node.name == "Add_a.1.anti_quant")
+    kept = [one for one in back.attribute if one.name != attribute]
+    del back.attribute[:]
+    back.attribute.extend(kept)
+    expected = pytest.raises(ModelError, match="must have a scale")
+    with expected if attribute == "scale" else nullcontext():
+        open_deploy(model)
 
 
 def test_check_deploy_and_the_mapping_follow(both, run, small_cnn, tmp_path):

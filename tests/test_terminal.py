@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from deploy.errors import Calib8Error
 from deploy.terminal import page, say, say_lines, visible
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,15 @@ HOSTILE = "a\x1b[31m\x07\x9b1m\u202e\u2066\rb\nVerdict  good\x00\u2028c"
 )  # fmt: skip
 def test_what_steers_a_terminal_is_written_out(text, shown):
     assert visible(text) == shown and shown.isprintable()
+
+
+def test_a_long_message_keeps_its_beginning_and_its_end():
+    """The beginning says what is wrong, the end what to do."""
+    longest = "a" * 3100 + "b" * 900
+    assert str(Calib8Error(longest)) == longest
+    assert (
+        str(Calib8Error(f"{longest[:3100]}?{longest[3100:]}")) == "a" * 3100 + " ... " + "b" * 900
+    )
 
 
 def test_a_line_is_one_line_and_lines_end_once(capsys):

@@ -366,6 +366,7 @@ def test_the_log_keeps_errors_apart() -> None:
     for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
         kept.keep(severity, 1, message)
     assert kept.errors == ["internal", "error"]
+    assert kept.warnings == ["warning"]
     assert kept.lines == ["internal", "error", "warning", "info"]
 
 
