@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from deploy.feed.looks import Looks
 from deploy.metrics.tasks.boxes import Boxes
@@ -72,6 +73,18 @@ def test_one_that_agrees_is_among_those_shown_where_there_is_one():
     shown = tallied([(full, full), *worse]).shown()
     assert [one.number for one in shown] == [6, 5, 4, 0] and len(shown) == MOST
     assert [one.number for one in tallied(worse).shown()] == [5, 4, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("score", "count", "threshold"),
+    [
+        (0.26, 20, 0.25), (0.26, 19, 0.15), (0.24, 20, 0.15), (0.16, 5, 0.15), (0.16, 4, None),
+        (0.14, 5, 0.05), (0.06, 5, 0.05), (0.06, 4, None), (0.04, 20, None),
+    ],
+)  # fmt: skip
+def test_the_threshold_is_the_highest_with_enough_boxes(score, count, threshold):
+    seen = scene(*(row(10 * n, score=score) for n in range(count)))
+    assert tallied([(seen, seen)]).threshold == threshold
 
 
 def test_samples_are_told_at_the_threshold_of_the_figure():

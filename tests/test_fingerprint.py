@@ -73,6 +73,7 @@ def test_the_form_of_schema_4_is_read():
         ("decoder", {}, None),
         ("images", {"count": 4}, "the images changed (count 3 -> 4)"),
         ("preprocess", {"size": [1, 2]}, "the preprocessing changed (size None -> [1, 2])"),
+        ("rule", "amax", "changed (histogram -> amax)"),
         ("numbers", {"frontend": 2}, "a version changed (frontend 1 -> 2)"),
         ("versions", {"calib8": "9"}, None),
         ("program", TENSORRT, None),
@@ -84,6 +85,11 @@ def test_what_it_was_made_from_is_compared_and_who_made_it_is_not(part, other, s
         assert not changed
     else:
         assert list(changed) == [part] and said in changed[part]
+
+
+def test_a_digest_that_changed_is_not_shown():
+    now, old = replace(MADE, rule="a" * 64), replace(MADE, rule="b" * 64, preprocess=None)
+    assert [said.rpartition(" ")[2] for said in now.changes_since(old).values()] == ["changed"] * 2
 
 
 def test_a_model_is_known_by_its_graph_and_by_its_files(small_cnn, tmp_path):

@@ -105,6 +105,11 @@ def test_integers_of_other_widths_are_refused(make, bits):
         make(bits)
 
 
+@pytest.mark.parametrize(("bits", "dtype"), [(2, "int8"), (8, "int8"), (9, "int16"), (16, "int16")])
+def test_integers_are_stored_in_the_smallest_type_that_holds_them(bits, dtype):
+    assert (signed(bits).dtype, unsigned(bits).dtype) == (dtype, f"u{dtype}")
+
+
 @pytest.mark.parametrize(
     ("grid", "step"),
     [
@@ -120,6 +125,7 @@ def test_a_symmetric_range_has_the_scale_of_its_grid(grid: Grid, step: float):
 def test_an_affine_range_has_the_scale_of_its_grid():
     assert scale_of(3.0, -1.0, 3.0).on(UINT8) == (np.float32(4 / 255), 64)
     assert scale_of(3.0, -1.0, 3.0).on(UINT16) == (np.float32(4 / 65535), 16384)
+    assert affine_params(0.0, 0.0) == (1, 0)
 
 
 @given(grids, sizes, sizes)

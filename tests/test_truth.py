@@ -217,6 +217,7 @@ def test_objects_of_a_coco_json_give_the_precision_of_both(run, detector, pictur
         ({"bbox": [1, 2, -3, 4]}, "a bbox of '00.png' that is no x, y, width and height"),
         ({"bbox": [1, 2, float("nan"), 4]}, "a bbox of '00.png'"),
         ({"bbox": [1, 2, float("inf"), 4]}, "a bbox of '00.png'"),
+        ({"bbox": [1, 2, 0, -0.5]}, "a bbox of '00.png'"),
         ({"category_id": 5}, "a category_id that no category has, 5"),
         ({"image_id": 99}, "an image_id that no image has, 99"),
         ({}, "'00.png' is several images there"),
