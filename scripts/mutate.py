@@ -204,7 +204,7 @@ def run_pytest(
             os.dup2(1, 2)
             if cpu_s:
                 resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s), int(cpu_s) + 1))
-                signal.alarm(int(20 * cpu_s))  # where it waits for what never comes
+                signal.alarm(int(5 * cpu_s))  # where it waits for what never comes
             watch = Watch(order)
             words = ["-q", "-p", "no:cacheprovider", f"--basetemp={copy / 'tmp'}", *words]
             code = int(pytest.main(words, [watch]))

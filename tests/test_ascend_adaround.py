@@ -30,7 +30,10 @@ from calibrators.amct.kl_scale import kl_scale
 from calibrators.amct.tiles import Tiles
 from calibrators.errors import CalibrationError
 from calibrators.patches import Window, patches
+from deploy.targets.ascend.adaround import steps_of
+from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
+from deploy.targets.ascend.simple_config import read_simple_config
 
 # by AMCT's AdaRoundQuant, KlOptimize and loss functions in torch 2.13: random layers and inputs,
 # every place in every iteration
@@ -234,6 +237,45 @@ def model_of(nodes, weights, shape, opset=13):
         [numpy_helper.from_array(v.astype(np.float32), k) for k, v in weights.items()],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+@pytest.mark.parametrize(
+    ("behind", "kind", "slope"),
+    [
+        ([("Relu", "c", "y", {})], RELU, None),
+        ([("Sigmoid", "c", "y", {})], SIGMOID, None),
+        ([("Tanh", "c", "y", {})], TANH, None),
+        ([("LeakyRelu", "c", "y", {})], LEAKY, [[0.01]]),
+        ([("LeakyRelu", "c", "y", {"alpha": 0.25})], LEAKY, [[0.25]]),
+        ([("PRelu", "c half", "y", {})], LEAKY, [[0.5]]),
+        ([("PRelu", "c four", "y", {})], LEAKY, [[1, 2], [3, 4]]),
+        ([("PRelu", "c grid", "y", {})], NONE, None),
+        ([("Clip", "c zero six", "y", {})], RELU6, None),
+        ([("Clip", "c zero half", "y", {})], NONE, None),
+        ([("Neg", "c", "y", {})], NONE, None),
+        ([("Relu", "c", "r", {}), ("Add", "r c", "y", {})], NONE, None),
+    ],
+)
+def test_the_activation_behind_a_layer_alone_is_part_of_its_loss(behind, kind, slope):
+    weights = {
+        "w": np.ones((4, 2, 1, 1)), "zero": np.zeros(()), "six": np.full((), 6.0),
+        "half": np.full((), 0.5), "four": np.arange(1, 5.0).reshape(4, 1, 1),
+        "grid": np.ones((4, 3, 3)),
+    }  # fmt: skip
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], name="conv", group=2)]
+    nodes += [
+        helper.make_node(op, given.split(), [made], name=op, **more)
+        for op, given, made, more in behind
+    ]
+    model = model_of(nodes, weights, [1, 4, 3, 3])
+    graph = find_layers(model)
+    text = "common_config { ada_quantize { } }"
+    (step,) = steps_of(
+        model, graph.layers, read_simple_config(text, graph),
+        key="", samples=1, needs=(), prepared=lambda seen, rounded, end: model,
+    ).values()  # fmt: skip
+    assert step.activation.kind == kind
+    assert slope is None or step.activation.slope.tolist() == np.float32(slope).tolist()
 
 
 def ran(model, x):

@@ -11,6 +11,7 @@ from deploy.errors import FeedError
 from deploy.feed.pixels import apply
 from deploy.feed.placing import placed
 from deploy.feed.preprocess import Preprocess
+from deploy.metrics.coco import read_coco
 from deploy.metrics.tasks.metric import MetricTally, metric_of
 from deploy.ort import OrtSession
 
@@ -233,6 +234,21 @@ def test_objects_that_cannot_be_are_refused(broken, why, run, detector, pictures
     path.write_text(json.dumps(data))
     code, _, error, _ = run(detector, "--eval-images", pictures, "--labels", path)
     assert code == 1 and why in error
+
+
+def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path):
+    def read(**sides):
+        image = {"id": 7, "file_name": "a/0.png", "width": 1, "height": 1} | sides
+        box = {"image_id": 7, "bbox": [1, 2, 0, 0], "category_id": 3, "iscrowd": 1}
+        data = {"images": [image], "annotations": [box], "categories": [{"id": 3}]}
+        (tmp_path / "objects.json").write_text(json.dumps(data))
+        return read_coco(tmp_path / "objects.json").pictures["0.png"]
+
+    found = read()
+    assert found.boxes.tolist() == [[1, 2, 1, 2]] and found.size == (1, 1)
+    for side in ("width", "height"):
+        with pytest.raises(FeedError, match=r"a width or height of '0\.png' below 1"):
+            read(**{side: 0})
 
 
 def test_annotations_that_do_not_fit_are_refused(run, detector, small_cnn, pictures, tmp_path):
