@@ -260,6 +260,14 @@ def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
     assert same_task([{"y": row[None]} for row in turned]) == "classes"
 
 
+def test_seven_raw_scores_are_more_than_a_pose_has_numbers():
+    """A pose has up to six: its usual values differ as scores of sure classes do."""
+    usual = np.float32([20, -20, 10, -10, 5, -5, 0])
+    for count, task in ((6, None), (7, "classes")):
+        outputs = [{"y": usual[None, :count] + np.float32(turn)} for turn in (-2, 0, 1, 3)]
+        assert same_task(outputs) == task
+
+
 def test_angles_with_usual_values_are_seldom_taken_for_classes():
     """Three raw scores may be classes as well: what each usually is tells nothing of either."""
     made = rng()
