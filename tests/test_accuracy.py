@@ -186,6 +186,7 @@ def test_pairs_of_tensors_by_other_names():
         TensorComparison({"y": "z"}).result()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_samples():
     def peak(count):
         x = np.ones((1, 4), np.float32)

@@ -356,6 +356,7 @@ def integers(out):
     return {t.name: numpy_helper.to_array(t) for t in tensors if t.data_type == TensorProto.INT8}
 
 
+@pytest.mark.slow
 def test_every_kind_of_layer_is_rounded_nearer_to_the_float_model(all_kinds, built):
     _, arq = built("arq", ARQ)
     said, out = built("ada", ada(2000))
@@ -369,6 +370,7 @@ def test_every_kind_of_layer_is_rounded_nearer_to_the_float_model(all_kinds, bui
     assert algorithms == {**dict.fromkeys(LAYERS, "ada_quantize"), "pool": "arq_quantize"}
 
 
+@pytest.mark.slow
 def test_the_rounding_is_in_every_file(all_kinds, built):
     """Deploy, fake-quant and Q/DQ model hold the same codes, which are not the nearest."""
     said, out = built("ada", ada(150))
@@ -414,6 +416,7 @@ def document(**weight):
     return json.dumps({"version": 1, "batch_num": 48, **layers, "pool": {"quant_enable": True}})
 
 
+@pytest.mark.slow
 def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch):
     _, one = built("one", ada(60))
     said, two = built(
@@ -480,6 +483,7 @@ def test_auto_takes_such_a_configuration(all_kinds, run, tmp_path):
     assert (out / "kinds_modified_model.onnx").exists(), said
 
 
+@pytest.mark.slow
 def test_repairs_leave_its_layers_as_they_are(built):
     _, out = built("ada", ada(200))
     again, repaired = built("more", ada(200), ".cfg", "--repair", "bias,adaround")

@@ -263,6 +263,7 @@ def test_broken_record(name):
     one_sentence(error)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda b: b.decode("latin-1")))
 def test_no_text_breaks_a_reader(text):

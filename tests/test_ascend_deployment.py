@@ -483,6 +483,7 @@ def ort_fashion(tmp_path_factory):
 FED = ("--images", FASHION / "eval.txt", "--mean", 0.5, "--std", 0.5)
 
 
+@pytest.mark.slow
 def test_onnxruntimes_model_decides_the_same_on_the_npu(ort_fashion, done, tmp_path):
     said = done("convert", ort_fashion, "-o", tmp_path / "o", *FED)
     report = json.loads((tmp_path / "o" / "report.json").read_text())

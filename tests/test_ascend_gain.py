@@ -190,6 +190,7 @@ def test_the_command_says_what_it_chose(run, small_cnn, data, tmp_path):
     assert sum(n.op_type == "AscendDequant" for n in made.graph.node) == len(kept)
 
 
+@pytest.mark.slow
 def test_the_config_that_it_leaves_builds_such_a_model(run, small_cnn, data, tmp_path):
     code, _, _ = auto(run, small_cnn, data, tmp_path / "a", "--max-loss", "0.00008")
     words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "b")
@@ -207,6 +208,7 @@ def test_the_config_that_it_leaves_builds_such_a_model(run, small_cnn, data, tmp
         assert after[name].scale_d == pytest.approx(one.scale_d, rel=0.02)
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_threads(run, small_cnn, data, tmp_path):
     for threads in (1, 3):
         words = ("--max-loss", "0.00008", "--threads", threads)

@@ -110,6 +110,7 @@ def test_arq_to_the_bit():
     assert len(good) == 300
 
 
+@pytest.mark.slow
 def test_ifmr_to_the_bit():
     good = [c for c in CASES["ifmr"] if "error" not in c["out"]]
     compared = Counter()
@@ -123,6 +124,7 @@ def test_ifmr_to_the_bit():
     assert len(good) == 452 and compared["losses"] > 40
 
 
+@pytest.mark.slow
 def test_hfmg_to_the_bit():
     good = [c for c in CASES["hfmg"] if "error" not in c["out"]]
     compared = Counter()

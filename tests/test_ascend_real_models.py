@@ -50,6 +50,7 @@ def folder():
         pytest.skip(f"not in the cache and out of reach: {error}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_ocr_models(folder, name):
     file, size, least = MODELS[name]

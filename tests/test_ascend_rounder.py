@@ -99,6 +99,7 @@ def outputs(path, images):
     return np.concatenate([session.run({"x": x[None]})["y"] for x in np.load(images)])
 
 
+@pytest.mark.slow
 def test_the_modified_model_has_both_and_with_the_record_gives_the_same(
     auto, coarse, run, tmp_path
 ):
@@ -121,6 +122,7 @@ def test_the_modified_model_has_both_and_with_the_record_gives_the_same(
     assert deployed == (out / "coarse_deploy_model.onnx").read_bytes()
 
 
+@pytest.mark.slow
 def test_threads_change_no_byte(auto):
     _, one = auto("one", BUDGET, "--threads", 1)
     _, three = auto("three", BUDGET, "--threads", 3)

@@ -92,6 +92,7 @@ def broken():
     assert child.wait() == 0
 
 
+@pytest.mark.slow
 def test_every_way_to_break_is_found_and_named(broken):
     code, said, table = broken("--seed 3")
     assert code == 1
@@ -109,6 +110,7 @@ def test_every_way_to_break_is_found_and_named(broken):
     assert Path(kept.split("kept: ")[1].split(";")[0]).read_bytes() == b"die"
 
 
+@pytest.mark.slow
 def test_a_case_is_the_same_alone(broken):
     _, said, _ = broken("fuzz-dying --seed 5 --workers 1")
     found = [line for line in said.splitlines() if line.startswith("FAILED")]

@@ -78,6 +78,7 @@ def test_what_is_moved_before_a_body_reads_it_has_no_pair(model, float_, tmp_pat
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [MOVED, CHOSEN, PLAIN], ids=["moved", "chosen", "plain"])
 def test_a_build_of_a_model_with_bodies_leaves_an_engine_that_runs(model, rng, tmp_path):
     onnx.save(model, tmp_path / "net.onnx")

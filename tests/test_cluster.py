@@ -135,6 +135,7 @@ def test_a_cluster_writes_the_bytes_of_one_run(send, cluster, calibrated, tmp_pa
     assert len(cluster.samples()) == 20
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_in_the_middle_changes_nothing(cluster, calibrated, tmp_path):
     calibrated("one.cache")
     with worker(cluster.folder, cluster.address, "carol"):
@@ -169,6 +170,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_pieces_on_the_workers(cluster, small_cnn, pictures, tmp_path):
     cluster.tell("slow")
     listed = tmp_path / "list.txt"
@@ -192,6 +194,7 @@ def test_an_interrupt_ends_the_pieces_on_the_workers(cluster, small_cnn, picture
     assert len(cluster.samples()) < 2000  # of which each takes 250 ms
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_lost_is_a_sentence(run, small_cnn, pictures, tmp_path):
     file = tmp_path / "scheduler.json"
     words = ("--host", "127.0.0.1", "--port", 0, "--no-dashboard", "--scheduler-file", file)
@@ -472,6 +475,7 @@ def test_a_cache_that_fits_needs_no_scheduler(small_cnn, pictures, tmp_path):
     assert calibrate(small_cnn, pictures, cache=tmp_path / "x.cache", scheduler=ELSEWHERE).reused
 
 
+@pytest.mark.slow
 def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures):
     from deploy.calibration.observation import Observed
     from deploy.calibration.peaks import Peaks

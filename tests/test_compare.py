@@ -166,6 +166,7 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path, images):
     assert "goes with --runtime openvino" in refused(a, a, "--images", images, "--every")
 
 
+@pytest.mark.slow
 def test_the_node_is_found_where_another_runtime_parts(tmp_path, images, openvino):
     a = save(tmp_path / "a.onnx", CHAIN, weights=ONE)
     found = told(run(a, "--images", images, "--runtime", "openvino", "--json", "-"))
@@ -177,6 +178,7 @@ def test_the_node_is_found_where_another_runtime_parts(tmp_path, images, openvin
     assert every["looked"] == [4, 4] and every["layers"][1]["sqnr_db"] == "inf"
 
 
+@pytest.mark.slow
 def test_what_closed_dimensions_change_is_told(tmp_path, images, openvino):
     words = ("--images", images, "--runtime", "openvino", "--json", "-")
     a = save(tmp_path / "a.onnx", CHAIN, weights=ONE)
@@ -194,6 +196,7 @@ def test_runtimes_whose_outputs_agree_are_not_cut(tmp_path, images, openvino):
     assert found["parts_at"] is None and found["looked"] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_runtime_that_crashes_on_a_cut_is_a_note(tmp_path, images, openvino):
     a = save(tmp_path / "a.onnx", [("Erf", "x", "a"), ("Add", "a a", "b"), ("Neg", "b", "y")])
     found = told(run(a, "--images", images, "--runtime", "openvino", "--every", "--json", "-"))

@@ -67,6 +67,7 @@ def agree(cpp, tmp_path):
     return check
 
 
+@pytest.mark.slow
 def test_a_file_of_samples(agree, tmp_path):
     path = tmp_path / "a.npy"
     for array in (

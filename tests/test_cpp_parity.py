@@ -343,6 +343,7 @@ def values_of_all_kinds(count):
         yield kinds[index % len(kinds)](size).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_every_search_finds_the_same_to_the_bit(cpp, tmp_path):
     rows = list(values_of_all_kinds(int(os.environ.get("CALIB8_HISTOGRAMS", "150"))))
     np.concatenate(rows).tofile(tmp_path / "rows.f32")
@@ -741,6 +742,7 @@ def tool(calib8_cache):
     return call
 
 
+@pytest.mark.slow
 def test_the_tool_calibrates_compares_and_relabels(tool, tmp_path):
     rng = np.random.default_rng(2)
     batches = [rng.standard_normal(5000).astype(np.float32) * scale for scale in (1, 3)]
@@ -796,6 +798,7 @@ def test_the_tool_writes_batches(tool, photos, tmp_path):
         assert (tmp_path / "b").read_bytes() == ours
 
 
+@pytest.mark.slow
 def test_the_tool_ends_wrong_calls_in_one_sentence(tool, tmp_path):
     golden = GOLDEN / "legacy.cache"
     (tmp_path / "odd.f32").write_bytes(b"abc")

@@ -2,6 +2,7 @@
 
 from itertools import chain, combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ def splits(prices, follows):
             yield frozenset(chosen)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(problems())
 def test_no_split_is_cheaper_and_of_equals_it_is_the_one_with_least_in_float(problem):

@@ -26,6 +26,7 @@ histograms = hnp.arrays(
 )
 
 
+@pytest.mark.slow
 @given(histograms)
 @settings(max_examples=20)
 def test_the_search_by_prefix_sums_finds_the_last_minimum_of_the_definition(histogram):

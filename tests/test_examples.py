@@ -34,6 +34,7 @@ def shown(code: str, names: dict[str, object], where: str) -> str:
     return page() if page else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_the_report(path, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(path.parent)

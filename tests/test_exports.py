@@ -105,6 +105,7 @@ def test_an_inspection_fits_a_screen_and_tells_every_node(small_cnn):
     assert "Flatten_f" not in repr(found) and "Flatten_f" in found.text(everything=True)
 
 
+@pytest.mark.slow
 def test_the_documented_examples_run(small_cnn, pictures, tmp_path, monkeypatch, capsys):
     """docs/python.md, its examples one after the other in one namespace."""
     (tmp_path / "model.onnx").write_bytes(small_cnn.read_bytes())

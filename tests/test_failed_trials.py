@@ -143,6 +143,7 @@ def test_where_nothing_can_be_run_in_int8_the_report_says_why_nothing_was_search
     assert json.dumps(note).count(WHY) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("duration", [0, 0.01])
 def test_a_layer_that_cannot_be_run_in_int8_stays_float_and_the_search_goes_on(
     duration, build, monkeypatch

@@ -62,6 +62,7 @@ def listing(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_the_layer_that_loses_what_is_found_is_kept_float(target, listing, run, tmp_path):
     words = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--target", target)

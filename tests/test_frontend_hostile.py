@@ -344,6 +344,7 @@ def put(message, field, repeated, rng):
         pass
 
 
+@pytest.mark.slow
 def test_no_disturbed_graph_gives_a_traceback(capfd):
     loaded = 0
     for seed in range(500):

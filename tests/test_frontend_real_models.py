@@ -93,6 +93,7 @@ def made_by(model):
     return {name for node in model.graph.node for name in node.output if name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_names_stay(name, fetched):
     package, version, file, sizes = MODELS[name]
@@ -158,6 +159,7 @@ def test_a_brevitas_model_is_refused_by_the_name_of_its_operator(file, fetched):
         load(fetched(*QONNX[:2], QONNX[2] + file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["silero_vad.onnx", "silero_vad_16k_op15.onnx"])
 def test_subgraphs_and_recurrent_layers_stay_float(file, fetched):
     loaded = load(fetched("silero-vad", "6.2.3", f"silero_vad/data/{file}"))

@@ -220,6 +220,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "threads"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]
 )

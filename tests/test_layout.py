@@ -131,6 +131,7 @@ def test_an_import_of_any_form_is_an_arrow(tmp_path, line):
     assert arrow[:2] == ("deploy.feed", "deploy.ort")
 
 
+@pytest.mark.slow
 def test_the_drawing_holds_every_room():
     drawn = house.dot(MODULES, arrows())
     assert all(f'"{house.room(module)}"' in drawn for module in MODULES)

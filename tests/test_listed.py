@@ -71,6 +71,7 @@ def notes(model, images, out):
     return json.loads((out / "report.json").read_text())["notes"]
 
 
+@pytest.mark.slow
 def test_the_report_says_so(listing, small_cnn, pictures, tmp_path):
     said = [note for note in notes(listing, pictures, tmp_path / "a") if "8 weights" in note]
     assert len(said) == 1 and "FP32" in said[0] and "constants" in said[0]

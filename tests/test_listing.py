@@ -116,6 +116,7 @@ def held(model, listing, monkeypatch):
     return found[0]
 
 
+@pytest.mark.slow
 def test_memory_hardly_grows_with_the_images(small_cnn, tmp_path, monkeypatch):
     few, many = 100, 1600
     rng = np.random.default_rng(0)

@@ -351,6 +351,7 @@ def test_the_first_screen_says_where_the_preset_came_from(yolo, pictures, tmp_pa
     assert {one.key for one in built.metadata_props} >= set(YOLO)
 
 
+@pytest.mark.slow
 def test_the_other_commands_follow_it_too(yolo, pictures, tmp_path, run):
     out = tmp_path / "o"
     assert run("build", yolo, "--images", pictures, *QUICK, "--out", out)[0] == 0

@@ -58,6 +58,7 @@ def mutated(data, seed):
     return bytes(data[: rng.choice([len(data), len(data), rng.randrange(len(data))])])
 
 
+@pytest.mark.slow
 def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
     cache, words = kept
     whole = [path.read_bytes() for path in (cache, *store.sidecars(cache))]
@@ -124,6 +125,7 @@ def test_a_pipe_in_place_of_a_cache_is_not_waited_for(name, kind, kept, run):
     assert run(*words, "--require-cache")[0] == 1
 
 
+@pytest.mark.slow
 def test_a_folder_that_may_not_be_looked_into_is_a_sentence(
     small_cnn, pictures, tmp_path, tmp_path_factory
 ):
@@ -184,6 +186,7 @@ def test_a_folder_that_may_not_be_looked_into_is_a_sentence(
     assert sum("ermission" in line for line in errors) >= len(errors) - 1, done.stderr  # explain
 
 
+@pytest.mark.slow
 def test_a_screen_that_is_full_is_no_fault(small_cnn):
     if not Path("/dev/full").exists():
         pytest.skip("no device that is always full")

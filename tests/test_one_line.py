@@ -46,6 +46,7 @@ def work(out: Path) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_every_image_is_decoded_once_and_a_second_build_observes_nothing(run, pictures, tmp_path):
     held = tmp_path / "held"
     shutil.copytree(pictures, held)
@@ -64,6 +65,7 @@ def test_every_image_is_decoded_once_and_a_second_build_observes_nothing(run, pi
     assert "no calibration inference" in " ".join(out.split()) or "0 calibration" in out
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_was_counted(run, tmp_path):
     code, out, _ = run("build", "--target", ALL, "--out", tmp_path, "--verbose")
     said = " ".join(out.split())
@@ -72,12 +74,14 @@ def test_the_command_prints_what_was_counted(run, tmp_path):
     assert "decoded 20 images, ran 20 inferences" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_pictures_that_calibrate_and_judge_are_decoded_once_too(run, tmp_path):
     assert run("build", "--target", ALL, "--out", tmp_path)[0] == 0
     # the float model spoke while it was observed: its file is asked once, its layers four times
     assert work(tmp_path) == {"decodes": 20, "calibration": 40, "reference": 1 + 4}
 
 
+@pytest.mark.slow
 def test_an_added_target_observes_only_its_own(run, tmp_path):
     out = tmp_path / "o"
     seen = {}
@@ -91,6 +95,7 @@ def test_an_added_target_observes_only_its_own(run, tmp_path):
     assert seen[ALL] == {}
 
 
+@pytest.mark.slow
 def test_another_method_runs_the_model_only_where_it_wants_another_statistic(run, tmp_path):
     runs = {}
     for method in ("mse", "minmax", "entropy-tensorrt", "legacy", "mse"):
@@ -134,6 +139,7 @@ def test_another_parameter_changes_every_file_that_depends_on_it(run, tmp_path, 
     assert same == {"small_cnn.cache.npz"} | trt
 
 
+@pytest.mark.slow
 def test_nodes_stay_float_on_every_target(run, tmp_path):
     words = ("--target", ALL, "--keep-float", "op:Gemm", "--keep-float", "Conv_c3", "--effort", 0)
     code, _, error = run("build", *words, "--out", tmp_path)
@@ -160,6 +166,7 @@ def test_a_pattern_that_means_nothing_is_told(run, tmp_path):
     assert not (tmp_path / "o").exists() or not list((tmp_path / "o").iterdir())
 
 
+@pytest.mark.slow
 def test_a_target_that_fails_is_a_row_and_the_others_are_built(run, tmp_path):
     (tmp_path / "bad.cfg").write_text('skip_layers: "nowhere"')
     words = ("--target", ALL, "--ascend-config", tmp_path / "bad.cfg", "--out", tmp_path / "o")
@@ -175,6 +182,7 @@ def test_a_target_that_fails_is_a_row_and_the_others_are_built(run, tmp_path):
     assert code == 1 and "nowhere" in error  # alone, there is nothing left to report
 
 
+@pytest.mark.slow
 def test_the_report_says_of_each_target_what_was_used(run, tmp_path):
     words = ("--target", ALL, "--out", tmp_path, "--method", "minmax", "--effort", 0)
     assert run("build", *words)[0] == 0
@@ -217,6 +225,7 @@ def test_the_report_says_which_options_a_target_was_given(run, tmp_path):
         assert "--rest fp32 --max-batch 4" in (tmp_path / name).read_text()
 
 
+@pytest.mark.slow
 def test_a_cache_does_not_grow_with_every_configuration_that_is_tried(run, tmp_path):
     out, names = tmp_path / "o", ["Conv_c1", "Conv_c2", "Conv_c3", "Gemm_logits"]
     words = ("--target", "onnxruntime,ascend", "--out", out, "--effort", 0)
@@ -242,6 +251,7 @@ def test_what_was_used_last_is_what_a_cache_carries(run, tmp_path):
     assert "written" in calibrate("ascend", "--keep-float", kept[0])
 
 
+@pytest.mark.slow
 def test_trtexec_is_told_the_type_of_the_rest(run, tmp_path):
     words = ("--target", "tensorrt", "--keep-float", "Conv_c2", "--out", tmp_path, "--effort", 0)
     code, out, _ = run("build", *words)
@@ -261,6 +271,7 @@ def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run, tmp_path):
     assert {target["method"] for target in found["targets"]} == {"the trusted cache"}
 
 
+@pytest.mark.slow
 def test_a_node_kept_float_has_one_reason_on_every_target(run, tmp_path):
     words = ("--target", ALL, "--keep-float", "Conv_c2", "--out", tmp_path, "--effort", 0)
     assert run("build", *words)[0] == 0

@@ -394,6 +394,7 @@ def toy(monkeypatch):
         monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy")
 def test_a_toy_target_works_from_the_command_line(small_cnn, tmp_path, capsys):
     _, out, _ = run(capsys, "build", "--help")

@@ -47,6 +47,7 @@ def beside(model, path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["inside", "beside"])
 def test_a_path_that_is_no_utf_8_is_built_for_every_target(weights, small_cnn, x, folder, run):
     model = folder / os.fsdecode(b"m\xe9.onnx" if weights == "inside" else b"m.onnx")
@@ -75,6 +76,7 @@ def test_weights_beside_such_a_path_are_not_taken_from_the_working_folder(
         OrtSession.open(model)
 
 
+@pytest.mark.slow
 def test_a_locale_that_has_no_accents_builds_a_path_with_one(small_cnn, x, tmp_path):
     place = tmp_path / "é"
     place.mkdir()
@@ -89,6 +91,7 @@ def test_a_locale_that_has_no_accents_builds_a_path_with_one(small_cnn, x, tmp_p
     assert (place / "o" / "à.int8.onnx").exists()
 
 
+@pytest.mark.slow
 def test_nodes_that_share_a_name_are_renamed_and_said(small_cnn, x, tmp_path, run):
     model = onnx.load(small_cnn)
     for node in model.graph.node[1:]:

@@ -249,6 +249,7 @@ class Whole:
         return {"count": np.zeros((1, 1), np.int64)}
 
 
+@pytest.mark.slow
 def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, monkeypatch):
     here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
     monkeypatch.setattr(sdk, "find", lambda device=0: here)

@@ -339,6 +339,7 @@ def seen(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_other_commands_tell_of_all_that_they_do(small_cnn, pictures, tmp_path, seen, capfd):
     feed = ("--images", pictures, "--size", "16x16", "--limit", 4)
     short = ("--duration", 0.001, "--warmup", 0)
@@ -360,6 +361,7 @@ def test_other_commands_tell_of_all_that_they_do(small_cnn, pictures, tmp_path, 
     assert {"onnxruntime", "tensorrt", "running images"} <= set(seen)
 
 
+@pytest.mark.slow
 def test_a_build_tells_of_all_that_it_does(small_cnn, pictures, tmp_path, seen, monkeypatch, capfd):
     monkeypatch.setattr("deploy.tuning.clock._SECONDS", 0)
     words = ("--size", "16x16", "--limit", 6, "--duration", 0.001, "--out", tmp_path / "out")
@@ -487,6 +489,7 @@ def test_json_of_a_bench(small_cnn, run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_ends_it_quietly(small_cnn):
     read, write = os.pipe()
     os.close(read)

@@ -45,6 +45,7 @@ def by_bins(h: Histogram, symmetric: Grid, affine: Grid) -> tuple[float, float, 
     return float(highs[np.argmin(tried)]), ends["low"], ends["high"]
 
 
+@pytest.mark.slow
 @given(seeds)
 @settings(max_examples=25)
 def test_the_quick_look_finds_what_every_bin_of_every_range_gives(seed):

@@ -178,6 +178,7 @@ def spoiled(path, end):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["ArgMax", "TopK"])
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_the_search_hears_the_scores_before_they_are_ranked(target, end, run, tmp_path):

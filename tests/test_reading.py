@@ -236,6 +236,7 @@ def doors(module):
                 yield f"{called} in line {node.lineno}"
 
 
+@pytest.mark.slow
 def test_files_are_read_through_one_door():
     found = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): list(doors(path))

@@ -78,6 +78,7 @@ def test_the_command_line_offers_what_the_recipes_add(tree):
         assert word in text
 
 
+@pytest.mark.slow
 def test_the_toy_target_is_built_with_the_toy_search(built):
     engine = json.loads((built / "fashion.toy").read_text())
     assert engine["label"] == "greeting" and len(engine["scales"]) > 10
@@ -94,6 +95,7 @@ def test_the_accuracy_of_the_toy_target_is_told(built):
     assert toy["accuracy"]["outputs"][0]["cosine_mean"] > 0.9
 
 
+@pytest.mark.slow
 def test_a_second_build_reuses_what_the_first_observed(tree, built):
     calib8(
         tree, "calibrate", DATA / "fashion.onnx", "--images", DATA / "calib.txt", "--limit", 20,
@@ -102,11 +104,13 @@ def test_a_second_build_reuses_what_the_first_observed(tree, built):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_toy_engine_is_benched_like_any_other(tree, built):
     told = calib8(tree, "bench", built / "fashion.toy", "--duration", 0.1)
     assert "fashion.toy" in told
 
 
+@pytest.mark.slow
 def test_the_parameter_of_the_toy_search_is_refused_elsewhere(tree):
     with pytest.raises(AssertionError, match="--sigma"):
         calib8(

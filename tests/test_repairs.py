@@ -192,6 +192,7 @@ def said(report):
     return [*report.get("notes", ()), *own]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "name", "gain", "words"),
     [
@@ -219,6 +220,7 @@ def test_a_network_that_needs_a_repair_gains_by_it_on_every_target(
     assert all(new[target] > old[target] + gain for target in old), (old, new)
 
 
+@pytest.mark.slow
 def test_ranges_are_chosen_beside_every_search_that_a_plan_may_name(tmp_path, built):
     for method in ("lp", "percentile", "entropy", "mse"):
         found = said(
@@ -239,6 +241,7 @@ def test_inputs_that_float32_cannot_square_are_rounded_to_nearest_and_searched(t
     assert all(target["search"]["tried"] for target in report["targets"])
 
 
+@pytest.mark.slow
 def test_rounding_is_tried_where_there_is_a_search_unless_refused(tmp_path, built):
     model, words = lopsided(tmp_path), REPAIRS["adaround"].words
     searched = ("--effort", 1)
@@ -290,6 +293,7 @@ def test_repairs_are_tried_in_one_order_and_a_wrong_name_has_a_way_out(tmp_path,
     assert "Traceback" not in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_does_not_help_is_not_kept_and_the_files_are_those_of_a_plain_build(tmp_path, built):
     built(uneven(tmp_path), "--target", "tensorrt", "--repair", "equalize", out="equal")
     model = tmp_path / "equal" / "uneven.tensorrt.onnx"  # which has no more to gain
@@ -306,6 +310,7 @@ def files(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith(skipped)}
 
 
+@pytest.mark.slow
 def test_a_calibration_of_a_repaired_model_is_not_taken_for_one_of_the_plain_model(tmp_path, built):
     model, words = uneven(tmp_path), ("--target", ALL, "--repair", "equalize,bias")
     assert built(model, *words)[0] == 0
@@ -315,6 +320,7 @@ def test_a_calibration_of_a_repaired_model_is_not_taken_for_one_of_the_plain_mod
     assert code == 1 and "the model (weights or graph) changed" in error
 
 
+@pytest.mark.slow
 def test_every_repair_gives_the_same_bytes_again_and_with_any_number_of_threads(tmp_path, built):
     model, words = uneven(tmp_path), ("--target", ALL, "--repair", "all")
     built(model, *words, "--threads", 1, out="one")

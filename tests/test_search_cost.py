@@ -108,6 +108,7 @@ def spent(monkeypatch):
 TARGETS = ["onnxruntime", "tensorrt", "ascend"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_default_search_costs_five_calibrations_at_most(
     target, deep, feed, runs, never_usable, tmp_path, monkeypatch
@@ -123,6 +124,7 @@ def test_the_default_search_costs_five_calibrations_at_most(
     assert [one.ran for one in counted] == [total]  # what is not counted is not bounded
 
 
+@pytest.mark.slow
 def test_no_further_split_is_judged_where_the_search_has_cost_what_it_may(
     deep, feed, runs, never_usable, tmp_path, monkeypatch
 ):
@@ -136,6 +138,7 @@ def test_no_further_split_is_judged_where_the_search_has_cost_what_it_may(
     assert "the split of least cost would be unusable" in " ".join(row["notes"])
 
 
+@pytest.mark.slow
 def test_no_sample_is_judged_twice_for_one_model(deep, feed, runs, never_usable, tmp_path):
     ran(deep, "--images", feed, "--duration", 0, "--accept", out=tmp_path / "o")
     assert runs["judging"] == 3 * IMAGES  # each model on 48, then on the other 52

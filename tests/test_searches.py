@@ -114,6 +114,7 @@ def shared(histogram, params):
     return replace(found, lo=found.lo * params.share, hi=found.hi * params.share, method="share")
 
 
+@pytest.mark.slow
 def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
     small_cnn, pictures, tmp_path, monkeypatch, run
 ):

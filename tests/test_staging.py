@@ -131,6 +131,7 @@ print(at, ended)
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_call_leaves_the_old_files_or_the_next_run_all_new(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],
@@ -326,6 +327,7 @@ def test_a_cache_elsewhere_is_kept_the_moment_it_is_made(
     assert calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache).reused
 
 
+@pytest.mark.slow
 def test_builds_at_once_leave_one_of_them(small_cnn, pictures, tmp_path):
     out = tmp_path / "out"
     words = [sys.executable, "-m", "deploy", "build", str(small_cnn), "--images", str(pictures),

@@ -60,6 +60,7 @@ def printers(module):
             yield f"{words} in line {node.lineno}"
 
 
+@pytest.mark.slow
 def test_everything_is_printed_by_one_module():
     found = {
         str(path.relative_to(ROOT)): list(printers(path))

@@ -199,6 +199,7 @@ def built_on(model: Path, out: Path, backend: TensorRT | None = None, **options:
     return " / ".join(note for part in report.targets for note in part.notes)
 
 
+@pytest.mark.slow
 def test_the_cache_is_for_the_tensorrt_that_builds_here(
     gpu: list[Any], model: Path, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_without_tensorrt_the_cache_is_for_whom_the_calibration_names(
         built_on(model, tmp_path / "b", cache=CachePolicy(path=kept))
 
 
+@pytest.mark.slow
 def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(
     gpu: list[Any], model: Path, tmp_path: Path
 ) -> None:
@@ -243,6 +245,7 @@ def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(
     assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].typed
 
 
+@pytest.mark.slow
 def test_what_float16_does_not_hold_is_bound_in_engines_whose_types_tensorrt_chooses(
     gpu: list[Any], model: Path, tmp_path: Path
 ) -> None:

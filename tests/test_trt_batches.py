@@ -98,6 +98,7 @@ def test_statistics_of_whole_batches_are_not_taken_for_those_of_all():
     assert len(keys) == 3
 
 
+@pytest.mark.slow
 def test_a_calibration_of_whole_batches_is_used_again(calibrate, run, small_cnn, listed, tmp_path):
     calibrate(20, "--batch-size", 8)
     words = ["calibrate", small_cnn, "--images", listed(20), "--preprocess", "unit"]
@@ -106,6 +107,7 @@ def test_a_calibration_of_whole_batches_is_used_again(calibrate, run, small_cnn,
     assert code == 0 and "reused" in out.lower()
 
 
+@pytest.mark.slow
 def test_tensorrts_calibrator_gets_the_same_batches(tensorrt, run, small_cnn, listed, tmp_path):
     trt = tensorrt("8.5.3.1")
     words = ["build", small_cnn, "--preprocess", "unit", "--effort", 0, "--duration", 0]

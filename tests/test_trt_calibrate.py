@@ -184,6 +184,7 @@ def test_the_notes_tell_of_infinity_and_of_what_legacy_lacks(made: Callable[...,
     assert any("regression" in note for note in made("legacy").notes)
 
 
+@pytest.mark.slow
 def test_order_independent_caches_do_not_depend_on_threads_or_order(tmp_path: Path) -> None:
     feeds = (list(samples()), list(samples())[::-1])
     texts = {

@@ -160,6 +160,7 @@ def test_batches_of_an_engine_are_those_of_its_profile(tensorrt, build, run, tmp
     assert code == 1 and "with a batch of 4: an input must be within the engine's profile" in err
 
 
+@pytest.mark.slow
 def test_a_gpu_is_chosen_for_building_and_running(tensorrt, build, run, tmp_path):
     trt = tensorrt(TEN, "cuda-python")
     assert any("on Fake L4" in note for note in build("--device", 1))
@@ -190,6 +191,7 @@ def test_without_a_gpu_the_lines_say_on_which_to_build(tensorrt, build, tmp_path
     assert script.count(f"--device=3 --plugins={library}") == script.count("exec trtexec") > 2
 
 
+@pytest.mark.slow
 def test_libraries_of_plugins_are_loaded_and_part_of_the_engine(
     tensorrt, build, run, failing, tmp_path, library
 ):
@@ -228,6 +230,7 @@ def test_a_calibration_that_stops_halfway_says_how_far_it_came(tensorrt, failing
     )
 
 
+@pytest.mark.slow
 def test_a_build_that_fails_behind_its_calibration_has_lost_nothing(
     tensorrt, failing, run, small_cnn, pictures, tmp_path
 ):

@@ -372,6 +372,7 @@ def test_explain_and_compare_read_a_build_in_fp8(run, built, net, images):
 # -- search, plan, repairs -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_search_is_kept_in_the_plan_and_obeyed_on_its_own_grid(run, net, images, tmp_path):
     out = tmp_path / "out"
     words = command(net, images, out, "--duration", 0, "--method", "minmax")

@@ -166,6 +166,7 @@ def test_the_table_has_a_line_for_each_engine_and_what_is_wrong() -> None:
     assert lines[-1] == "- Q/DQ: an output's cosine is 0.5000"
 
 
+@pytest.mark.slow
 def test_the_whole_check_runs_with_a_fake_tensorrt(
     tensorrt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

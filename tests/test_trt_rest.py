@@ -227,6 +227,7 @@ def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
     assert Path(report.targets[0].runnable).name == "small_cnn.tensorrt.qdq.onnx"
 
 
+@pytest.mark.slow
 def test_the_accuracy_told_is_that_of_the_model_the_version_runs(tmp_path, small_cnn, pictures):
     for version, ending in (("8.6.1", "qdq"), ("10.3.0", "typed"), ("11.0.0", "typed")):
         report, _ = quantized(tmp_path / version, small_cnn, pictures, version=version)

@@ -67,6 +67,7 @@ def test_a_run_gives_what_the_network_gives(machine, tmp_path):
     np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
 
 
+@pytest.mark.slow
 def test_memory_is_given_back(machine, tmp_path):
     cuda = sys.modules["fake_cuda"]
     session = opened(relu(tmp_path / "m.onnx"), WIDE)

@@ -139,6 +139,7 @@ def test_files_are_for_an_older_tensorrt_that_builds_here_too(build, monkeypatch
     assert opset(out / "net.tensorrt.onnx") == 17 and "for TensorRT 8.6.1" in notes
 
 
+@pytest.mark.slow
 def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build, monkeypatch):
     def headers(*words):
         out, _ = build(newest(), *words)

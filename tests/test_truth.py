@@ -196,6 +196,7 @@ def annotations(detector, pictures, path, *, spoil=0):
     return path
 
 
+@pytest.mark.slow
 def test_objects_of_a_coco_json_give_the_precision_of_both(run, detector, pictures, tmp_path):
     path = annotations(detector, pictures, tmp_path / "objects.json")
     words = ("--eval-images", pictures, "--labels", path)
@@ -251,6 +252,7 @@ def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path):
             read(**{side: 0})
 
 
+@pytest.mark.slow
 def test_annotations_that_do_not_fit_are_refused(run, detector, small_cnn, pictures, tmp_path):
     path = annotations(detector, pictures, tmp_path / "objects.json")
     code, _, error, _ = run(detector, "--labels", path)
@@ -287,6 +289,7 @@ def resaved(pictures, folder, change):
     return folder
 
 
+@pytest.mark.slow
 def test_pictures_of_another_size_than_annotated_are_told_and_their_boxes_scaled(
     run, detector, pictures, tmp_path
 ):

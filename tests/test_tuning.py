@@ -313,6 +313,7 @@ def test_a_plan_that_is_named_is_obeyed_with_other_images_too(default, model, bu
     assert other.code == 0 and other.float_of("ascend") == {"/bad/Conv"}
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_model_is_refused_when_named_and_passed_over_when_found(
     default, build, tmp_path
 ):
@@ -428,6 +429,7 @@ def test_strange_figures_in_a_plan_do_not_stop_the_report(value, default, model,
     assert build(model, "--plan", path).code == 0
 
 
+@pytest.mark.slow
 def test_refresh_searches_again(model, build, tmp_path):
     first = build(model, "--target", "ascend")
     files, path = first.files, first.out / "spoiled.plan.toml"
@@ -446,6 +448,7 @@ def test_other_images_are_searched_again(model, build):
     assert again.plan.targets["ascend"].made_from != before
 
 
+@pytest.mark.slow
 def test_the_plan_keeps_what_it_says_of_other_targets(model, build):
     build(model, "--target", "tensorrt")
     built = build(model, "--target", "ascend")
@@ -460,6 +463,7 @@ def test_no_effort_leaves_all_in_int8_and_no_plan(plain):
         assert precision["/bad/Conv"] != "float32", row["name"]
 
 
+@pytest.mark.slow
 def test_the_plan_depends_on_no_number_of_threads(default, model, build):
     one = build(model, "--target", ALL, "--threads", 1)
     three = build(model, "--target", ALL, "--threads", 3, out="three")
@@ -658,6 +662,7 @@ def test_splits_of_slow_models_are_not_waited_for_where_the_machine_is_never_cal
 # Gates and exit codes.
 
 
+@pytest.mark.slow
 def test_a_loss_or_a_speed_that_was_not_allowed_exits_with_3_unless_accepted(
     clock, build, tmp_path
 ):
@@ -757,6 +762,7 @@ def fashion(tmp_path_factory):
     return "--images", folder / "calib.txt", "--eval-images", folder / "eval.txt", "--duration", 0
 
 
+@pytest.mark.slow
 def test_the_demo_is_good_and_the_same_with_wrong_preprocessing_is_not(fashion, tmp_path):
     model = FASHION / "fashion.onnx"
     right = ran(model, *fashion, "--mean", 0.5, "--std", 0.5, out=tmp_path / "right")

@@ -51,6 +51,7 @@ def stream(large) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", [LARGE, 1.0])
 def test_the_adds_that_spoil_a_model_are_float_and_not_the_layers_beside_them(run, tmp_path, large):
     """Nobody tried an Add: each layer beside it was blamed, and float did not help."""

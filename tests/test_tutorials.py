@@ -69,6 +69,7 @@ def found(shown: list[str], said: list[str]) -> bool:
     return bool(said) and alike(shown[0], said[0]) and found(shown[1:], said[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_what_a_page_shows_happens(page, run, tmp_path, monkeypatch, capfd):
     (tmp_path / "datasets").symlink_to(ROOT / "datasets")

@@ -119,6 +119,7 @@ def default(model, feed, tmp_path_factory):
     return ran(model, "--images", feed, "--target", ALL, "--duration", 0, out=out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_layer_that_makes_the_engine_unusable_is_kept_float(target, default):
     assert default.code == 0, default.said
@@ -144,6 +145,7 @@ def test_what_was_tried_is_told_once(target, default, surer):
             assert not [what for what in tried if what.startswith("0 of")]  # all in int8
 
 
+@pytest.mark.slow
 def test_a_second_build_obeys_the_plan_judges_nothing_and_says_the_same(
     default, model, feed, monkeypatch
 ):
@@ -155,6 +157,7 @@ def test_a_second_build_obeys_the_plan_judges_nothing_and_says_the_same(
     assert "would be unusable" in again.said
 
 
+@pytest.mark.slow
 def test_the_split_depends_on_no_number_of_threads(default, model, feed, tmp_path):
     words = ("--images", feed, "--target", ALL, "--duration", 0, "--threads", 1)
     assert ran(model, *words, out=tmp_path / "o").models == default.models
@@ -352,6 +355,7 @@ def test_a_figure_of_ones_own_judges_the_choice_too(narrow, feed, near, tmp_path
     assert "/wide/Conv" in plan.choices.float_nodes and near in plan.unusable
 
 
+@pytest.mark.slow
 def test_a_figure_that_changed_is_judged_anew(narrow, feed, near, tmp_path):
     words = ("--images", feed, "--duration", 0, "--metric", near)
     before = ran(narrow, *words, out=tmp_path / "o").plan("onnxruntime").made_from
