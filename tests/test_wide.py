@@ -69,6 +69,8 @@ def inverted(channels: int, *, squeeze: str = "", end: str = "project", window: 
     if end == "concat":
         both = net.add("Concat", [own, own], "both", axis=1)
         return net.model(net.conv(both, "project", 8, 2 * channels))
+    if end == "mean":
+        own = net.add("Mul", [own, net.add("ReduceMean", [own], "mean", axes=[1])], "weighed")
     if end == "dense":
         return net.model(net.conv(own, "project", 256, channels, 3))
     last = net.conv(own, "project", 8, channels)
@@ -127,6 +129,7 @@ def test_the_channels_of_a_slow_layer_are_filled_up(channels, wide, squeeze, tmp
     [
         ("output", []),  # the user reads it
         ("concat", []),  # channels stand behind others there
+        ("mean", []),  # zeros would count in a mean over channels
         ("dense", []),  # what reads it would lose more
         ("project", ["--keep-float", "deep"]),  # float kernels do not mind
     ],
