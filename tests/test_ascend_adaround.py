@@ -209,6 +209,15 @@ def test_weights_times_patches_are_a_transposed_convolution(given):
     np.testing.assert_allclose(made, whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("shape", "last", "share"), [((2, 3, 5), True, 0.6), ((2, 5), True, 1), ((2, 3, 5), False, 1)]
+)
+def test_the_loss_of_tokens_is_a_mean_over_axis_1_as_amcts(shape, last, share):
+    targets = TargetsOf(samples=1, most=9, last=last).recorder(None)
+    targets.observe(np.zeros(shape, np.float32))
+    assert targets.share == share
+
+
 def test_what_a_store_gives_back():
     statistic = RoundedOf(
         samples=1, most=9, window=None, shape=(1, 2, 3), scales=2, params=AdaParams()
