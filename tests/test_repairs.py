@@ -458,6 +458,14 @@ def test_rounding_by_output_wins_where_errors_add_up():
     assert abs(found.sum() - steps.sum()) < 1 and np.rint(steps).sum() == steps.sum() - 16
 
 
+@pytest.mark.parametrize(("weight", "last"), [(0.265, 0), (0.28, 1)])
+def test_a_fifth_of_the_mean_diagonal_holds_weights_at_their_nearest(weight, last):
+    """Of two that one input reads, one goes up where 4 w - 1 is more than 0.2 (1 - 2 w)."""
+    steps = np.full((1, 1, 2), weight)
+    found = rounded_by_output(steps, np.ones((1, 2, 2)), fixed=np.zeros(steps.shape, bool))
+    assert found.sum() == last
+
+
 def test_unsound_weights_are_refused():
     fixed = np.zeros((1, 1, 2), bool)
     with pytest.raises(CalibrationError, match=r"need products \[G, K, K\]"):

@@ -139,6 +139,19 @@ def test_calibrating_is_float32_alone(fake: Fake) -> None:
     assert fake.config.flags == {BuilderFlag.INT8}
 
 
+def test_a_batch_has_the_shape_of_the_profile_where_one_is_known(fake: Fake) -> None:
+    fake.does = calibrates
+
+    def made(**shapes: tuple[int, ...]) -> bytes:
+        feed = [{"x": np.zeros(3, np.float32)}] * 2
+        callbacks = Callbacks(feed, batches=2, shapes=shapes, memory=HostMemory())
+        return builder.calibrate(MODEL, Settings(), callbacks)
+
+    assert made(x=(3,)) == made() == CACHE
+    with pytest.raises(CalibrationError, match=r"OPT shape \[1, 3\] only, got \[3\] in batch 0"):
+        made(x=(1, 3))
+
+
 def test_real_libraries_leave_tensorrt_its_own_choice(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
