@@ -153,15 +153,6 @@ def test_options_that_mean_nothing_are_refused(words, said, run, small_cnn, pict
 
 
 @pytest.mark.parametrize(
-    "words", [("--source-size", "20x20"), ("--dynamic-aipp",), ("--source-color", "nv12")]
-)
-def test_options_of_aipp_need_it(words, run, small_cnn, pictures, tmp_path):
-    settings = ("--target", "ascend", "--out", tmp_path / "b")
-    code, _, err = run("build", small_cnn, "--images", pictures, *settings, *words)
-    assert code == 1 and "give --aipp too" in err
-
-
-@pytest.mark.parametrize(
     ("color", "source", "said"),
     [
         ("grey", Source(color="bgr"), "makes grey of grey pictures"),

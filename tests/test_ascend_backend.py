@@ -691,10 +691,3 @@ def test_auto_command(small_cnn, data, tmp_path, capsys):
     code, _, err = call(capsys, *words, "--refresh", "--require-cache")
     assert code == 1 and "leave one of them away" in err
     assert call(capsys, *words, "--method", "mse")[0] == 2  # Ascend's own searches are AMCT's
-
-
-def test_options_of_another_target_are_refused(small_cnn, data, tmp_path, capsys):
-    code, _, err = call(
-        capsys, "build", small_cnn, "--images", data, "--out", tmp_path, "--soc", "Ascend310P3"
-    )
-    assert code == 1 and "--target ascend" in err

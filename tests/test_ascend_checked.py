@@ -120,12 +120,6 @@ def built(run, small_cnn, tmp_path, factor, *words):
     return run("build", small_cnn, "--images", tmp_path / "x.npy", *settings, *words)
 
 
-def test_the_command_spells_the_chip(run, small_cnn, tmp_path):
-    code, _, _ = built(run, small_cnn, tmp_path, 1, "--soc", "ascend310p3")
-    script = next((tmp_path / "b").glob("*_atc.sh"))
-    assert code == 0 and "--soc_version=Ascend310P3 " in script.read_text()
-
-
 @pytest.mark.parametrize(("factor", "told"), [(1e-7, True), (1, False)])
 def test_inputs_that_the_scale_rounds_to_nothing_are_told(factor, told, run, small_cnn, tmp_path):
     built(run, small_cnn, tmp_path, factor, "--accept")

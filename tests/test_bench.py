@@ -307,11 +307,3 @@ def test_a_measurement_that_was_too_short_says_so(told, tmp_path):
     assert "measured over 10 iterations alone" in told(relu(tmp_path / "a.onnx"))[1]
     found = measure({"x": Still()}, [{}], warmup_ms=0, duration_s=0, min_iterations=FEW)["x"]
     assert not any("iterations alone" in text for text in found.warnings)
-
-
-def test_p50_is_the_one_word_for_the_middle(told, tmp_path):
-    a, b = relu(tmp_path / "a.onnx"), relu(tmp_path / "b.onnx")
-    _, out = told(b, "--against", a, "--html", tmp_path / "r.html")
-    assert "Latency p50" in out and "median" not in out.lower()
-    page = re.sub(r"<style>.*?</style>|<[^>]*>", "", (tmp_path / "r.html").read_text(), flags=re.S)
-    assert "line is the p50" in page and "median" not in page.lower()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -269,26 +268,6 @@ def test_preprocessing_is_of_the_pictures_beside_arrays(
         assert code == 0, err
         judged.append(json.loads((out / "report.json").read_text())["engines"][1]["accuracy"])
     assert judged[0]["outputs"] != judged[1]["outputs"]
-
-
-def test_how_the_images_that_judge_were_read_is_told(small_cnn, rows, pictures, tmp_path, run):
-    mixed = tmp_path / "mixed"
-    shutil.copytree(pictures, mixed)
-    (mixed / "broken.png").write_bytes(b"no picture")
-    words = ("build", small_cnn, "--images", rows, "--eval-images", mixed, "--skip-bad")
-    words += ("--effort", 0, "--duration", 0, "--accept", "--out", tmp_path / "o")
-    code, out, err = run(*words)
-    assert code == 0, err
-    said = " ".join(out.split())
-    assert "of the evaluation images: no preprocessing was given: rgb images stretched to" in said
-    assert "of the evaluation images: 1 skipped: " in said and "broken.png" in said
-
-
-def test_preprocessing_of_arrays_alone_is_refused(small_cnn, rows, tmp_path, run):
-    words = ("build", small_cnn, "--images", rows, "--mean", 0.5, "--out", tmp_path / "o")
-    for more in ((), ("--eval-images", rows)):
-        code, _, err = run(*words, *more)
-        assert code == 1 and "files of arrays are fed as they are, got preprocessing" in err
 
 
 def test_a_method_that_is_named_stands(calibrate, rows, tmp_path):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from deploy import __version__
 from deploy.cli import COMMANDS, cli, main
@@ -41,11 +40,6 @@ for name in COMMANDS:
         assert f"Usage: calib8 {name} " in done.stdout
         assert cli.get_command(click.Context(cli), name).help
     assert "\\b" not in done.stdout and "\b" not in done.stdout  # click's mark for kept lines
-
-
-def test_the_version():
-    lines = CliRunner().invoke(cli, ["--version"]).output.splitlines()
-    assert lines[0] == f"calib8, version {__version__}" and lines[1].startswith("counting: ")
 
 
 def test_an_unknown_command_is_a_usage_error(capsys):

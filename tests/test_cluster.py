@@ -329,12 +329,6 @@ def hasty(monkeypatch):
     monkeypatch.setattr("deploy.cluster.connect.CONNECT_S", 0.3)
 
 
-def test_nobody_there_is_a_sentence(hasty, run, small_cnn, pictures, tmp_path):
-    words = ("calibrate", small_cnn, "--images", pictures, "-o", tmp_path / "x.cache")
-    code, _, err = run(*words, "--scheduler", ELSEWHERE)
-    assert code == 1 and "a dask scheduler must answer at tcp://127.0.0.1:1 within" in err
-
-
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.0 400 Bad Request\r\n\r\n"])
 def test_somebody_else_there_is_a_sentence(words, hasty, small_cnn, pictures):
     from deploy import calibrate

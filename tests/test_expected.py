@@ -298,11 +298,3 @@ def test_the_demo_without_its_mean_and_std_is_told_by_a_model_with_batchnormaliz
     notes = json.loads((tmp_path / "o" / "report.json").read_text()).get("notes", [])
     assert any(said in note for note in notes) == odd
     assert (said in (tmp_path / "o" / "report.html").read_text()) == odd
-
-
-def test_calibrate_tells_it_too(run, tmp_path):
-    code, out, error = run(
-        "calibrate", FASHION / "fashion_bn.onnx", "--images", FASHION / "calib.txt", "--limit", 8,
-        "-o", tmp_path / "c",
-    )  # fmt: skip
-    assert code == 0 and "mean 0.5 and std 0.5 would be" in " ".join((out + error).split())

@@ -2,7 +2,6 @@ import gc
 import os
 import threading
 import time
-import zipfile
 
 import cv2
 import numpy as np
@@ -503,13 +502,6 @@ def test_damaged_array_files_end_in_a_feed_error_or_in_samples(tmp_path, data):
         collect(open_feed(source, [TensorSpec("x", "float32", ("n", 4))]))
     except FeedError as error:
         assert source.name in str(error)
-
-
-def test_a_zip_that_is_no_npz_is_told(tmp_path):
-    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
-        archive.writestr("readme.txt", "hello")
-    with pytest.raises(FeedError, match="cannot be read as plain numpy arrays"):
-        open_feed(tmp_path / "x.npz", [IMAGE])
 
 
 # ---- the stream -----------------------------------------------------------------------------

@@ -160,12 +160,6 @@ def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
     assert b"/dev/stdout must be a file to write to, got a device" in done.stderr
 
 
-@pytest.mark.parametrize("place", ["/", ".", ""])
-def test_a_folder_as_a_cache_is_refused(place, run, model, pictures):
-    code, said = run("calibrate", model, "--images", pictures, "-o", place)
-    assert code == 1 and "must be a file to write to, got a folder" in said
-
-
 def test_what_one_run_reads_another_may_write(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")

@@ -215,6 +215,8 @@ def test_a_target_that_failed_is_exit_code_1(told, capsys):
         ("--refresh --trust-cache", "leave one of them away"),
         ("--refresh --require-cache", "leave one of them away"),
         ("--target ascend --source-color bgr", "give --aipp too"),
+        ("--target ascend --source-size 20x20", "give --aipp too"),
+        ("--target ascend --dynamic-aipp", "give --aipp too"),
         ("--target tensorrt --calibrator minmax --engine-from qdq", "build from the cache"),
     ],
 )  # fmt: skip

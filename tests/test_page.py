@@ -28,7 +28,6 @@ from deploy.report.markup import breakable
 from deploy.report.script import POLICY, SCRIPT
 from deploy.report.section import Section, contents, written
 from deploy.report.style import PRINTED, STYLE
-from deploy.report.verdict import GOOD, UNUSABLE, Verdict
 from deploy.report.worst import first, worst_first
 
 
@@ -96,12 +95,6 @@ def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
     assert contents(sections[:2]) == ""
 
 
-def test_a_section_is_folded_unless_it_is_what_one_came_for():
-    (folded,) = written([Section(title="x", html="y")])
-    (shown,) = written([Section(title="x", html="y", folded=False)])
-    assert folded.startswith("<details>\n<summary><h2") and shown.startswith("<section>\n<h2")
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "Conv", "a b", "/model.22/cv2.0/cv2.0.1/act/Mul_output_0", "x" * 99, "<b>&amp;\n" * 9,
@@ -159,16 +152,6 @@ def test_many_engines_have_letters_of_their_own():
     figure = latency_figure([EngineRow(label=f"e{i}", latency=one) for i in range(28)])
     letters = re.findall(r'<i class="c\d">(\w+)</i>', figure)
     assert len(set(letters)) == 28 and letters[:2] == ["A", "B"] and letters[-1] == "BB"
-
-
-def test_the_verdict_is_the_first_thing_under_the_title():
-    rows = (EngineRow(label="q", verdict=Verdict(UNUSABLE, ("0 of 7 boxes kept",))),
-            EngineRow(label="r", verdict=Verdict(GOOD, ())))  # fmt: skip
-    page = to_html(Report(title="t", engines=rows))
-    after = page.split("</h1>")[1].lstrip()
-    assert after.startswith(
-        '<div class="verdicts"><p class="verdict unusable"><b>unusable</b> q: 0'
-    )
 
 
 def test_the_json_beside_a_page_keeps_the_models_order(small_cnn, pictures, run, tmp_path):

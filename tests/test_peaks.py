@@ -7,10 +7,9 @@ import pytest
 
 from deploy.calibration.peaks import FAR, Outlier, Peaks, largest, standing_out
 from deploy.calibration.store import sidecars
-from deploy.cli import main
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
-from deploy.pipeline import Tuning, build, calibrate
+from deploy.pipeline import calibrate
 from deploy.tensors import TensorSpec
 
 UNIT = Preprocess(size=(16, 16))
@@ -105,19 +104,6 @@ def test_of_a_fixed_batch_all_that_it_holds_are_named():
     (said,) = [standing_out([Outlier("v", "t", feed.digests(2), 90.0)], names)]
     assert all(f"sample {number} of" in said for number in (4, 5, 6, 7))
     assert [names[d][:8] for d in feed.digests(3)] == ["sample 8", "sample 9"]
-
-
-def test_the_command_prints_it(small_cnn, tmp_path, capsys):
-    np.save(tmp_path / "odd.npy", ODD)
-    words = [small_cnn, "--images", tmp_path / "odd.npy", "-o", tmp_path / "c"]
-    main(["calibrate", *map(str, words)])
-    assert "sample 7 of odd.npy, whose largest |x|" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_build_tells_it_on_the_screen(small_cnn, tmp_path):
-    report = build(small_cnn, list(ODD), out=tmp_path / "o", duration_s=0, tuning=Tuning(effort=0))
-    assert "sample 7 of the iterable" in " ".join(str(report).split())
-    assert "stands far above" in (tmp_path / "o" / "report.md").read_text()
 
 
 def test_ordinary_feeds_hear_nothing(small_cnn, pictures):

@@ -161,18 +161,6 @@ def test_a_build_shows_the_feed_and_the_same_pictures_with_any_threads(
         assert "data:image" not in (tmp_path / "1" / name).read_text()
 
 
-def test_arrays_are_shown_stretched_and_it_is_said(run, small_cnn, tmp_path):
-    made = np.random.default_rng(0).normal(size=(6, 3, 16, 16)).astype(np.float32)
-    np.save(tmp_path / "a.npy", made)
-    code, _, error = run(
-        "build", small_cnn, "--images", tmp_path / "a.npy", "--duration", 0, "--effort", 0,
-        "--out", tmp_path / "o",
-    )  # fmt: skip
-    assert code == 0, error
-    page = (tmp_path / "o" / "report.html").read_text()
-    assert "smallest value black and their largest white" in page and "the file" not in page
-
-
 def test_names_of_pictures_are_escaped(pictures):
     feed = open_feed(str(pictures), SPEC, preprocess=Preprocess(size=(16, 16)), limit=1)
     feed.remember(0, shown=1)

@@ -91,11 +91,6 @@ def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outp
     assert all(part["output"] != "places" for part in found["parts"])
 
 
-def test_a_ranking_that_is_wrong_on_its_own_images_is_told_so(ranking, judged, said):
-    code, out, _ = judged(ranking("best"), [(label + 1) % 10 for label in said])
-    assert code == 3 and "is wrong on its own images: top-1 0.00 % of" in " ".join(out.split())
-
-
 def refused(run, tmp_path, model, labels):
     samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
     np.save(tmp_path / "x.npy", samples)

@@ -344,13 +344,6 @@ def test_what_reads_the_model_as_the_file_has_it_refuses_repairs_before_observin
     assert error.count("\n") == 1
 
 
-def test_targets_that_read_the_file_take_repairs_after_observing(tmp_path, built):
-    words = ("--target", "tensorrt", "--method", "entropy-tensorrt", "--repair", "bias")
-    code, report, error = built(lopsided(tmp_path), *words)
-    assert code == 0, error
-    assert any("bias correction" in note and note.endswith(", kept") for note in said(report))
-
-
 def test_a_gemm_without_bias_gets_one_on_every_target(tmp_path, built):
     rng = np.random.default_rng(8)
     whole = rng.integers(-20, 21, (8, 3)) + 0.45

@@ -288,12 +288,6 @@ def test_many_rows_and_names_are_folded():
     assert "n0, n1, n2, n3, n4, n5, n6, n7, n8" in page.words
 
 
-def test_inner_tensors_are_listed_unless_the_tensor_table_has_them():
-    layers = full().targets[0].layers
-    assert "Inner tensors" in to_html(of_one(layers=layers))
-    assert "Inner tensors" not in to_html(full())
-
-
 def test_markdown_tables_have_as_many_cells_in_every_row():
     tables: list[list[int]] = [[]]
     for line in to_markdown(full(HOSTILE)).splitlines():
@@ -336,12 +330,6 @@ def test_the_screen_tells_of_every_target():
     assert text.count("the node before it is float") == 1
     assert "ascend: set --soc" in text
     assert [file.role for file in of_three().written] == ["int8 engine", "record"]
-
-
-def test_one_method_of_all_targets_is_said_once():
-    targets = tuple(dataclasses.replace(t, method="ARQ and IFMR") for t in of_three().targets)
-    text = to_screen(dataclasses.replace(of_three(), targets=targets))
-    assert text.count("ARQ and IFMR") == 1 and "mse" not in text
 
 
 def test_a_target_that_failed_is_a_row_with_its_sentence():
@@ -408,11 +396,6 @@ def test_what_a_run_cost_is_told_when_asked():
     }
     assert "<details><summary>Work</summary>" in to_markdown(report)
     assert '<details>\n<summary><h2 id="work">Work</h2></summary>' in to_html(report)
-
-
-def test_a_second_build_that_ran_nothing_says_so():
-    text = to_screen(Report(work=WorkPart(engine_runs={"ascend": 4})), verbose=True)
-    assert "0 images decoded; 0 calibration inferences; 0 reference inferences" in text
 
 
 def test_a_cache_that_was_reused_in_part_says_so():
@@ -505,14 +488,6 @@ def test_a_share_is_not_told_of_values_that_were_not_seen(small_cnn, pictures, t
     assert [row.clipped for row in report.targets[0].tensors] == [None, None]
 
 
-def test_a_slower_engine_is_called_slower():
-    engines = (
-        EngineRow(label="FP32", reference=True, latency=latency(1.0)),
-        EngineRow(label="int8", latency=latency(2.0)),
-    )
-    assert "2.00x slower" in to_screen(Report(engines=engines))
-
-
 def test_a_gpu_engine_is_not_held_against_the_cpu():
     report = full("m")
     before, after = report.engines
@@ -586,22 +561,6 @@ def test_the_latency_figure_counts_what_it_leaves_out():
     assert latency_figure([EngineRow(label="unmeasured")]) == ""
 
 
-def test_a_long_tail_does_not_squeeze_the_figure():
-    samples = (1.0,) * 90 + (100.0,) * 10
-    timing = Timing.of(samples)
-    tail = Latency(queries=100, warmup_queries=1, total_host_walltime_s=1, throughput_qps=1,
-                   latency=timing, host=timing, samples_ms=samples)  # fmt: skip
-    assert "10 slower iterations not drawn" in latency_figure([EngineRow(label="x", latency=tail)])
-
-
-def test_nan_stands_at_the_top_of_the_page():
-    output = full().targets[0].layers[0]
-    found = Accuracy(samples=1, outputs=(output,), problems=("output 'y' holds NaN",))
-    page = Page(to_html(Report(engines=(EngineRow(label="int8", accuracy=found),))))
-    assert ("class", "troubles") in page.attributes
-    assert page.words.count("output 'y' holds NaN") == 1
-
-
 def test_constant_latency_can_be_drawn():
     timing = Timing.of([1.0])
     one = Latency(queries=1, warmup_queries=1, total_host_walltime_s=1e-3, throughput_qps=1e3,
@@ -641,16 +600,3 @@ def test_nan_of_one_output_is_not_hidden_by_another(order):
     ][:: order[0]]
     engine = EngineRow(label="int8", accuracy=Accuracy(samples=1, outputs=tuple(outputs)))
     assert to_screen(Report(engines=(engine,))).count("NaN") == 3
-
-
-def test_the_first_screen_says_how_pictures_are_prepared(run, small_cnn, pictures, tmp_path):
-    words = "build", small_cnn, "--images", pictures, "--out", tmp_path / "o", "--effort", 0
-    code, out, err = run(*words, "--duration", 0, "--preprocess", "imagenet", "--accept")
-    assert code == 0, err
-    told = (
-        "imagenet: rgb 16x16, short-side (area), pixels / 255, mean 0.485 0.456 0.406, std 0.229"
-        " 0.224 0.225, nchw"
-    )
-    assert told in " ".join(out.split())
-    code, out, _ = run(*words, "--duration", 0, "--force", "--refresh", "--mean", "0.3", "--accept")
-    assert "pictures    rgb 16x16, stretch (linear), pixels / 255, mean 0.3, std 1, nchw" in out

@@ -20,7 +20,6 @@ from calibrators.searches import (
     PercentileParams,
     Search,
 )
-from deploy.cli import main
 from deploy.errors import ConfigError
 from deploy.method import Method
 
@@ -96,12 +95,6 @@ def test_a_methods_search_takes_its_parameters():
     legacy = Method.of("legacy").search()(h)
     assert legacy.symmetric == percentile(h, percent=0.999999 * 100).symmetric
     assert legacy.method == "legacy"
-
-
-def test_an_option_of_another_method_is_refused_by_the_command(small_cnn, pictures, capsys):
-    with pytest.raises(SystemExit, match="1"):
-        main(["build", str(small_cnn), "--images", str(pictures), "--percent", "99"])
-    assert "--percent belongs to --method percentile, got --method mse" in capsys.readouterr().err
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

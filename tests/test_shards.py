@@ -319,12 +319,6 @@ def test_a_broken_shard_is_a_sentence(change, run, shard, small_cnn, tmp_path):
     assert not (tmp_path / "m.cache").exists()
 
 
-def test_what_is_no_shard_is_a_sentence(run, small_cnn, pictures, tmp_path):
-    for path in (small_cnn, pictures, tmp_path / "none"):
-        code, _, err = run("merge", small_cnn, path, "-o", tmp_path / "m.cache")
-        assert code == 1 and str(path) in err
-
-
 @settings(max_examples=200)
 @given(data=st.binary(max_size=400), place=st.integers(0, 10**6))
 def test_no_change_of_a_shard_passes(data, place, changed_shard):

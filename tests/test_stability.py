@@ -335,11 +335,6 @@ def test_every_report_says_whether_the_images_were_enough(run, small_cnn, arrays
     assert "halves" not in out  # nothing was observed, so nothing is told
 
 
-def test_a_shard_tells_nothing_of_the_whole(calibrate):
-    code, out, _ = calibrate("a.shard", "--shard", "1/2")
-    assert code == 0 and "halves" not in out
-
-
 def test_from_python(small_cnn, arrays):
     rows = list(np.load(arrays))
     found = deploy.calibrate(small_cnn, rows, until_stable=0.2)

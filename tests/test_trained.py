@@ -291,10 +291,6 @@ def test_what_is_measured_on_images_needs_some(flag, refused, made, data, tmp_pa
     assert f"{flag} is of what is measured on images" in said and "give --images too" in said
 
 
-def test_a_float_model_still_needs_images(refused, small_cnn):
-    assert "Missing option '--images'" in refused(small_cnn, images=False)
-
-
 # --- spellings --------------------------------------------------------------------------------
 
 _RNG = np.random.default_rng(8)  # of these alone

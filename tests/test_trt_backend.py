@@ -283,11 +283,6 @@ def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
     assert (tmp_path / "out" / "net.gpu.cache").read_bytes() == cache
 
 
-def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'engine'"):
-        TensorRT(form="engine")
-
-
 def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", types.ModuleType("tensorrt"))
     with pytest.raises(SdkMissingError, match="empty package"):

@@ -212,18 +212,6 @@ def test_a_parser_that_lists_no_error_has_said_it_in_the_log(fake: Fake) -> None
         build_engine(MODEL, Settings())
 
 
-def test_without_an_error_the_last_words_are_given(fake: Fake) -> None:
-    def gives_up(config: Config, log: Any) -> None:
-        says(log)
-
-    fake.does = gives_up
-    with pytest.raises(BackendError, match=r"by the way$"):
-        build_engine(MODEL, Settings())
-    fake.does = lambda config, log: None
-    with pytest.raises(BackendError, match=r"its log says nothing$"):
-        build_engine(MODEL, Settings())
-
-
 def test_a_build_that_fails_while_calibrating_says_how_far_it_came(fake: Fake) -> None:
     def stops(config: Config, log: Any) -> None:
         config.int8_calibrator.get_batch(["x"])

@@ -179,11 +179,6 @@ def test_the_product_of_a_gemm_is_what_it_gives_before_its_bias(made: Callable[.
     assert np.isclose(outputs.minimum - products.minimum, 1, atol=1e-5)
 
 
-def test_the_notes_tell_of_infinity_and_of_what_legacy_lacks(made: Callable[..., Made]) -> None:
-    assert any("infinity" in note for note in made().notes)
-    assert any("regression" in note for note in made("legacy").notes)
-
-
 @pytest.mark.slow
 def test_order_independent_caches_do_not_depend_on_threads_or_order(tmp_path: Path) -> None:
     feeds = (list(samples()), list(samples())[::-1])

@@ -361,14 +361,6 @@ def test_inspect_tells_what_would_be_in_fp8(run, net):
     assert "too few channels (3) to be faster in fp8" in out
 
 
-def test_explain_and_compare_read_a_build_in_fp8(run, built, net, images):
-    code, out, _ = run("explain", built, "--images", images)
-    assert code == 0 and "fp8" in out
-    words = (net, built / "net.tensorrt.qdq.onnx", "--images", images)
-    code, out, _ = run("compare", *words)
-    assert code in (0, 1) and "dB" in out
-
-
 # -- search, plan, repairs -------------------------------------------------------------------------
 
 
@@ -513,8 +505,3 @@ def test_an_older_tensorrt_gets_no_engine_and_the_reason(
     made = on(tensorrt, monkeypatch, "10.0.1.6")
     assert "needs TensorRT 10.2 or newer, got 10.0.1.6" in notes_of(net, images, tmp_path)
     assert not made
-
-
-def test_options_that_contradict_each_other_are_refused_in_python_too():
-    with pytest.raises(ConfigError, match="precision of TensorRT is one of int8, fp8"):
-        TensorRT(precision="int4")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from pathlib import Path
-
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from deploy.benchmark import bench
-from deploy.errors import BackendError, ConfigError, SdkMissingError
+from deploy.errors import BackendError, ConfigError
 from deploy.ort import OrtSession
 from deploy.targets.tensorrt.streams import throughput
 
@@ -36,12 +31,3 @@ def test_an_error_in_a_thread_reaches_the_caller() -> None:
         throughput([session()], [{"z": np.ones(3, np.float32)}], duration_s=0)
     with pytest.raises(ConfigError):
         throughput([], [], duration_s=0)
-
-
-def test_an_engine_without_tensorrt_ends_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", types.ModuleType("tensorrt"))
-    (tmp_path / "m.engine").write_bytes(b"ftrt")
-    with pytest.raises(SdkMissingError, match="built by TensorRT"):
-        bench(tmp_path / "m.engine", duration_s=0)

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
-from deploy.report import TargetPart, TrialRow, to_html, to_markdown
+from deploy.report import TargetPart, TrialRow, to_markdown
 from deploy.report.channels import STRIPS, weight_rows
 from deploy.report.report import Report
 from deploy.report.trials import trials
@@ -200,8 +200,3 @@ def test_what_was_tried_stands_side_by_side_with_what_was_built_marked():
     times = re.findall(r'<rect class="time" width="([\d.]+)"', html)
     assert times == ["60.0", "60.0", "120.0", "30.0", "30.0"]
     assert "<mse>" not in html and html.count(">yes</td>") == 1
-
-
-def test_without_a_search_nothing_is_said_of_methods():
-    assert "tried whole" not in to_html(Report(targets=(TargetPart(name="t"),)))
-    assert 'class="time"' in trials((TrialRow(what="a", sqnr_db=math.nan, time=0.0),))
