@@ -247,9 +247,11 @@ def untold(monkeypatch):
 
 
 _ROOT = Path(__file__).resolve().parents[1]
-# Which build of the C++ half is compared (cpp/CMakePresets.json), and what runs its programs: an
-# emulator's words where it is another machine's. Of OpenCV and of this machine, unless told.
-_PRESET = os.environ.get("CALIB8_CPP_PRESET", "check")
+# The build of the C++ half that is compared: a preset of cpp/CMakePresets.json, with the decoders of
+# CALIB8_CPP_CODECS (opencv or plain) in place of the preset's; and the words that run its programs,
+# an emulator's where they are another machine's.
+_PRESET = os.environ.get("CALIB8_CPP_PRESET", "quick")
+_CODECS = os.environ.get("CALIB8_CPP_CODECS", "")
 _RUNNER = os.environ.get("CALIB8_CPP_RUNNER", "").split()
 _BUILD = _ROOT / "build" / f"cpp-{_PRESET}"
 
@@ -266,7 +268,8 @@ def _build_parity():
     _BUILD.mkdir(parents=True, exist_ok=True)
     with (_BUILD / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one of several test processes builds
-        configure = _in_cpp("cmake", "--preset", _PRESET)
+        codecs = [f"-DCALIB8_CODECS={_CODECS}"] if _CODECS else []
+        configure = _in_cpp("cmake", "--preset", _PRESET, *codecs)
         if configure.returncode and "configuration file provided by" in configure.stderr:
             package = configure.stderr.split("provided by", 1)[1].split('"')[1]
             pytest.skip(f"the C++ library needs {package}, which is not installed")

@@ -4,7 +4,6 @@
 #include <limits>
 #include <map>
 #include <mutex>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
 
@@ -15,6 +14,7 @@
 #include "calib8/errors.hpp"
 #include "calib8/pixels.hpp"
 #include "calib8/text.hpp"
+#include "json_text.hpp"
 #include "machine.hpp"
 #include "seen.hpp"
 #include "source.hpp"
@@ -489,7 +489,7 @@ std::vector<std::string> Feed::notes() const {
 
 std::string Feed::manifest() const {
   std::vector<std::string> digests = state_->digests();
-  nlohmann::ordered_json json;
+  json_text::Json json;
   json["kind"] = state_->how ? "images" : "arrays";
   json["count"] = state_->chosen.size();
   json["batch"] = state_->batch;
@@ -497,8 +497,8 @@ std::string Feed::manifest() const {
   json["ordered_sha256"] = combined(digests);
   if (state_->batch == 1) std::sort(digests.begin(), digests.end());
   json["sha256"] = combined(digests);
-  json["preprocess"] = state_->how ? nlohmann::ordered_json::parse(state_->how->to_json())
-                                   : nlohmann::ordered_json();
+  json["preprocess"] =
+      state_->how ? json_text::parse(state_->how->to_json()) : json_text::Json();
   return json.dump();
 }
 
