@@ -7,7 +7,7 @@
 #include <cstring>
 #include <map>
 
-#include "fake.hpp"
+#include "settings.hpp"
 
 struct CUstream_st {};
 struct CUevent_st {

@@ -2,7 +2,7 @@
 
 scripts/trt_fake_check builds the program against the headers of one version after the other, and
 calls these tests for each: the version is $CALIB8_TRT_VERSION, the build folder
-$CALIB8_TRT_PROGRAMS. The fake's settings are told in fake.hpp.
+$CALIB8_TRT_PROGRAMS. settings.hpp lists the fake's settings.
 """
 
 import ctypes
