@@ -11,6 +11,8 @@ from deploy.errors import Calib8Error
 from deploy.feed.feed import open_feed
 from deploy.tensors import TensorSpec
 
+pytestmark = pytest.mark.slow
+
 IMAGE = TensorSpec("image", "float32", ("n", 3, 4, 5))
 STATE = TensorSpec("state", "int64", ("n", 2))
 SCALES = TensorSpec("scales", "float16", (3, 2))

@@ -12,6 +12,8 @@ import pytest
 from deploy.feed import images
 from deploy.feed.images import opencv
 
+pytestmark = pytest.mark.slow
+
 # 11 x 9 pixels of four inks
 CMYK = base64.b64decode("""
 /9j/7gAOQWRvYmUAZAAAAAAA/9sAQwAUDg8SDw0UEhASFxUUGB4yIR4cHB49LC4kMklATEtHQEZFUFpzYlBVbVZFRmSI

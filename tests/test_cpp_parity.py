@@ -30,6 +30,8 @@ from deploy.metrics.latency import DeviceTimes, measure
 from deploy.pipeline import calibrate
 from deploy.tensors import TensorSpec
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "caches"
 THIRD_PARTY = ROOT.parent / "shared" / "golden" / "tensorrt"

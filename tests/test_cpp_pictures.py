@@ -11,6 +11,8 @@ import pytest
 from deploy.errors import Calib8Error
 from deploy.feed import images
 
+pytestmark = pytest.mark.slow
+
 NOISE = np.random.default_rng(0).integers(0, 256, (9, 14, 3), dtype=np.uint8)
 PHOTO = cv2.resize(NOISE, (126, 81), interpolation=cv2.INTER_CUBIC)
 ALPHA = np.dstack((PHOTO, np.tile(np.arange(126, dtype=np.uint8) * 2, (81, 1))))
