@@ -247,9 +247,9 @@ def untold(monkeypatch):
 
 
 _ROOT = Path(__file__).resolve().parents[1]
-# The build of the C++ half that is compared: a preset of cpp/CMakePresets.json, with the decoders of
-# CALIB8_CPP_CODECS (opencv or plain) in place of the preset's; and the words that run its programs,
-# an emulator's where they are another machine's.
+# The build of the C++ half that is compared: a preset of cpp/CMakePresets.json, with the decoders
+# CALIB8_CPP_CODECS (opencv or plain) in place of the preset's. CALIB8_CPP_RUNNER is the emulator
+# that runs its programs, where they are for another machine.
 _PRESET = os.environ.get("CALIB8_CPP_PRESET", "quick")
 _CODECS = os.environ.get("CALIB8_CPP_CODECS", "")
 _RUNNER = os.environ.get("CALIB8_CPP_RUNNER", "").split()

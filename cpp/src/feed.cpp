@@ -497,8 +497,7 @@ std::string Feed::manifest() const {
   json["ordered_sha256"] = combined(digests);
   if (state_->batch == 1) std::sort(digests.begin(), digests.end());
   json["sha256"] = combined(digests);
-  json["preprocess"] =
-      state_->how ? json_text::parse(state_->how->to_json()) : json_text::Json();
+  json["preprocess"] = state_->how ? json_text::parse(state_->how->to_json()) : json_text::Json();
   return json.dump();
 }
 
