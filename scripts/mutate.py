@@ -263,9 +263,10 @@ def measure(workers: int) -> dict[str, float]:
                 sys.exit(f"mutate: the tests of the map ended with {code}:\n{log}")
             print(log.rpartition("\n\n")[2], file=sys.stderr)
             MAP.parent.mkdir(parents=True, exist_ok=True)
-            fresh = coverage.CoverageData(str(folder / ".coverage"))
+            lines, fresh = (coverage.CoverageData(str(p)) for p in (MAP, folder / ".coverage"))
+            lines.read()  # or the first update would empty it
             fresh.read()
-            coverage.CoverageData(str(MAP)).update(fresh)
+            lines.update(fresh)
         seconds |= {test: s for test, s in measured.items() if test not in others}
         TESTS.write_text(json.dumps({"product": product, "files": now, "seconds": seconds}))
     return seconds

@@ -44,6 +44,14 @@ def test_sorted_losses_choose_as_the_direct_ones(kind, with_offset, bits):
     np.testing.assert_allclose(result.losses, losses, rtol=1e-4)
 
 
+@pytest.mark.parametrize("stairs", [1, 7, 30])
+def test_losses_are_the_same_a_few_stairs_at_a_time(stairs, monkeypatch):
+    x, params = drawn("laplace", 2_000, seed=3), IfmrParams()
+    whole = ifmr(x, params).losses
+    monkeypatch.setattr(module, "_STEPS", stairs * 255)
+    assert ifmr(x, params).losses.tolist() == whole.tolist()
+
+
 @pytest.mark.parametrize("with_offset", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_streaming_is_within_one_candidate(kind, with_offset):
