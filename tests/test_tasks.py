@@ -375,6 +375,22 @@ def test_lists_of_changing_length_have_no_parts():
     assert found.value == 1 and form.parts == ()
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "task"),
+    [
+        (5, 0, "boxes"), (5, -1, None), (5, 1.5, None), (5, 70, "boxes"),  # classes are numbers
+        (4, 1.0009, "boxes"), (4, 1.002, None), (4, np.nan, None),  # scores are shares,
+        (slice(4, None, 6), 1, None),  # not all of them whole
+        (slice(2, 4), -1, None), (slice(0, 2), 0, "boxes"),  # the second corner is the higher one
+        (slice(12, None), 0, None), (slice(18, None), 0, "boxes"),  # three rows show the columns
+    ],
+)  # fmt: skip
+def test_a_list_of_boxes_is_known_by_each_of_its_columns(column, value, task):
+    outputs = [{"out": ended(0)[None]}]
+    outputs[0]["out"].reshape(-1)[column] = value
+    assert same_task(outputs) == task
+
+
 def test_three_outputs_of_boxes_scores_and_classes():
     def outputs(number):
         rows = ended(number)[None]
