@@ -30,7 +30,7 @@ def test_tensors_that_no_memory_holds_are_refused_before_anything_is_run(
     words = ("--images", pictures, "--size", "16x16")
     memory(20_000)
     code, _, error = run("build", small_cnn, *words, "--out", tmp_path / "o")
-    assert code == 1 and "must fit into the memory, got" in error and "19.5 KiB" in error
+    assert code == 1 and "memory, got" in error and "19.5 KiB" in error
     assert "with 2,048 values" in error
     assert not (tmp_path / "o").exists() or not list((tmp_path / "o").iterdir())
     memory(1 << 30)
@@ -48,7 +48,7 @@ def test_fewer_threads_do_the_work_where_memory_is_short_and_change_nothing(
         words = ("--images", pictures, "--size", "16x16", "--threads", 4)
         code, out, _ = run("calibrate", small_cnn, *words, "-o", tmp_path / f"{number}")
         assert code == 0
-        assert ("calibrated with 1 of 4 threads" in out) == bool(number)
+        assert ("1 of 4 threads" in out) == bool(number)
         kept.append([(tmp_path / f"{number}{end}").read_bytes() for end in ("", ".npz")])
     assert kept[0] == kept[1]
 
@@ -83,7 +83,7 @@ def test_a_disk_that_cannot_hold_the_engines_is_told_first(
     monkeypatch.setattr(afford.shutil, "disk_usage", lambda path: free)
     words = ("--images", pictures, "--size", "16x16", "--out", tmp_path / "a" / "b")
     code, _, error = run("build", small_cnn, *words)
-    assert code == 1 and "must have room for 1 int8 models" in error
+    assert code == 1 and "1 int8 models" in error
     assert not (tmp_path / "a").exists()
 
 

@@ -263,17 +263,6 @@ def test_broken_record(name):
     one_sentence(error)
 
 
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(st.text(max_size=60) | st.binary(max_size=60).map(lambda b: b.decode("latin-1")))
-def test_no_text_breaks_a_reader(text):
-    for read in (read_config, lambda t: read_simple_config(t, GRAPH), read_record):
-        try:
-            read(text)
-        except ConfigError as error:
-            assert "\n" not in str(error) and len(str(error)) > 20
-
-
 ANY_JSON = st.recursive(
     st.none()
     | st.booleans()

@@ -137,7 +137,7 @@ def test_what_super_resolution_adds_must_be_left(change, level, last, tmp_path):
     np.save(tmp_path / "x.npy", np.moveaxis(samples, 1, 3) if last else samples)
     said = verdict_on(enlarging(tmp_path / "net.onnx", change, last))
     assert said["level"] == level
-    assert ("x itself, resized, would have" in str(said)) == (level == "doubtful")
+    assert ("x itself, resized" in str(said)) == (level == "doubtful")
 
 
 @pytest.mark.parametrize(("change", "level"), [(0.0004, "doubtful"), (0.01, "good")])

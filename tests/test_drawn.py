@@ -181,7 +181,7 @@ def test_of_very_many_boxes_the_best_are_drawn_and_it_is_said():
     drawn = replace(own.boxes, kept=own.boxes.kept * 20, found=own.boxes.found * 20)
     many = replace(own, kept=len(drawn.kept), boxes=drawn)
     page = to_html(Report(engines=(EngineRow(label="int8", boxes=(many,)),)))
-    assert page.count('<rect class="kept"') == 200 and "the best 100 of a kind are drawn" in page
+    assert page.count('<rect class="kept"') == 200 and "the best 100" in page
 
 
 def test_a_build_of_a_detector_draws_its_boxes(run, detector, pictures, tmp_path):

@@ -84,7 +84,7 @@ def test_a_batchnormalization_tells_the_mean_and_std_that_it_learned_with():
     assert oddities(fed(HALF), HALF, network()) == []
     for how in (UNIT, RAW):
         (said,) = oddities(fed(how), how, network())
-        assert "pixels / 255 with mean 0.5 and std 0.5 would be" in said and "(norm)" in said
+        assert "pixels / 255 with mean 0.5 and std 0.5" in said and "(norm)" in said
         assert "--mean" in said
 
 
@@ -232,7 +232,7 @@ def test_without_bias_and_norm_nothing_is_said():
 def test_samples_of_one_value_are_told(how):
     flat = [{"x": np.full((1, 3, 16, 16), value, np.float32)} for value in (0.5, -1)]
     (said,) = oddities(flat, how, network())
-    assert "each of 2 samples that were looked at holds one value alone, such as 0.5" in said
+    assert "one value alone, such as 0.5" in said
     assert oddities([*flat, *fed(HALF)], how, network(norm=False)) == []
 
 
@@ -263,13 +263,13 @@ def test_a_state_at_its_start_is_no_picture_without_content(run, tmp_path, silen
         "calibrate", tmp_path / "m.onnx", "--images", tmp_path / "fed", "-o", tmp_path / "c"
     )
     assert code == 0, error
-    assert ("holds one value alone, such as 0;" in " ".join((out + error).split())) == silent
+    assert ("one value alone, such as 0;" in " ".join((out + error).split())) == silent
 
 
 def test_pictures_of_nearly_one_colour_are_told():
     dark = [one // 24 for one in pictures()]  # as 12 bits in the upper byte of 16
     (said,) = oddities(fed(HALF, dark), HALF, network())
-    assert "differ by less than 16 of 255" in said and "16-bit" in said
+    assert "16 of 255" in said and "16-bit" in said
 
 
 def test_inputs_that_are_no_pictures_and_layers_that_are_no_conv_say_nothing():
@@ -293,7 +293,7 @@ def test_the_demo_without_its_mean_and_std_is_told_by_a_model_with_batchnormaliz
         "--duration", 0, "--effort", 0, "--out", tmp_path / "o", "--accept", *words,
     )  # fmt: skip
     assert code == 0, error
-    said = "pixels / 255 with mean 0.5 and std 0.5 would be"
+    said = "pixels / 255 with mean 0.5 and std 0.5"
     assert (said in " ".join(out.split())) == odd
     notes = json.loads((tmp_path / "o" / "report.json").read_text()).get("notes", [])
     assert any(said in note for note in notes) == odd

@@ -215,7 +215,7 @@ def test_without_a_kernel_numpy_counts_and_c_is_refused(beside, monkeypatch):
     assert said() == "counting: numpy and OpenCV (the C kernel is not built here)"
     kernel.kernel.cache_clear()
     monkeypatch.setenv(kernel.VARIABLE, "c")
-    assert "needs the C kernel, which is not built here; install" in str(said())
+    assert "the C kernel" in str(said())
 
 
 def test_a_wrong_word_is_told_as_such(run, small_cnn, pictures, monkeypatch, tmp_path):

@@ -72,7 +72,7 @@ def test_whole_numbers_are_fed_and_every_file_takes_them(run, sentences):
     cache = (out / "net.tensorrt.cache").read_text()
     assert "\ne: " in cache and "input_ids" not in cache
     (told, _) = json.loads((out / "report.json").read_text())["targets"]
-    assert any("1 LayerNormalization is written in operators" in n for n in told["notes"])
+    assert any("1 LayerNormalization" in n for n in told["notes"])
     assert any("--shapes=input_ids:1x12,attention_mask:1x12" in n for n in told["notes"])
 
 
@@ -91,5 +91,5 @@ def test_a_model_that_is_quantized_already_is_one_sentence(
         "check": ["cache", "check", cache, "--model", given[0]],
     }
     code, _, err = run(*words[command])
-    assert code == 1 and "got one that is quantized already (DequantizeLinear '" in err
+    assert code == 1 and "(DequantizeLinear '" in err
     assert "give the model it was made from" in err

@@ -9,7 +9,6 @@ import pytest
 
 from deploy.calibration.store import sidecars
 from deploy.cli import main
-from deploy.targets import TARGETS
 
 ALL = "onnxruntime,tensorrt,ascend"
 METHODS = ["minmax", "mse", "percentile", "entropy", "entropy-tensorrt", "legacy"]
@@ -106,11 +105,13 @@ def test_another_method_runs_the_model_only_where_it_wants_another_statistic(run
     assert runs == {"mse": 0, "minmax": 0, "entropy-tensorrt": 42, "legacy": 20}
 
 
-@pytest.mark.parametrize("target", list(TARGETS))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("target", "method"),
+    [("ascend", None), *((t, m) for t in ("onnxruntime", "tensorrt") for m in METHODS)],
+)
 def test_what_calibrate_keeps_is_what_build_requires(run, tmp_path, target, method):
     cache = tmp_path / "c.cache"
-    words = ("--target", target) + (() if target == "ascend" else ("--method", method))
+    words = ("--target", target, *(("--method", method) if method else ()))
     code, _, error = run("calibrate", *words, "-o", cache)
     assert code == 0, error
     kept = [path.read_bytes() for path in (cache, *sidecars(cache))]
@@ -266,7 +267,7 @@ def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run, tmp_path):
         sidecar.unlink()
     words = ("--trust-cache", "--cache", tmp_path / "c", "--target", "onnxruntime,tensorrt")
     code, out, _ = run("build", *words, "--out", tmp_path / "o")
-    assert code == 0 and "mse" not in out and "the trusted cache, cache reused" in out
+    assert code == 0 and "mse" not in out and "cache reused" in out
     found = report(tmp_path / "o")
     assert {target["method"] for target in found["targets"]} == {"the trusted cache"}
 

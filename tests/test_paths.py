@@ -3,9 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -14,7 +11,6 @@ import pytest
 from deploy.errors import BackendError
 from deploy.ort import OrtSession
 
-ROOT = Path(__file__).parent.parent
 QUICK = ("--duration", 0.02, "--effort", 0, "--accept")
 
 
@@ -74,21 +70,6 @@ def test_weights_beside_such_a_path_are_not_taken_from_the_working_folder(
     monkeypatch.chdir(tmp_path / "near")  # which has a file of the same name
     with pytest.raises(BackendError, match="must have a path in UTF-8"):
         OrtSession.open(model)
-
-
-@pytest.mark.slow
-def test_a_locale_that_has_no_accents_builds_a_path_with_one(small_cnn, x, tmp_path):
-    place = tmp_path / "é"
-    place.mkdir()
-    shutil.copy(small_cnn, place / "à.onnx")
-    own = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    words = ["build", place / "à.onnx", "--images", x, "--out", place / "o", *QUICK]
-    done = subprocess.run(
-        [sys.executable, "-m", "deploy", *map(str, words)],
-        env=own, cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "\\xc3\\xa9" in done.stdout, done.stderr
-    assert (place / "o" / "à.int8.onnx").exists()
 
 
 @pytest.mark.slow

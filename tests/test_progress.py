@@ -322,7 +322,7 @@ def test_an_interrupt_behind_the_calibration_tells_that_it_is_kept(
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.endswith(f"left behind; the calibration is kept for the next build into {out}")
     assert ended(*words) == 0
-    assert "cache reused: of a run that did not end" in capfd.readouterr().out
+    assert "cache reused" in capfd.readouterr().out
 
 
 @pytest.fixture
@@ -417,7 +417,7 @@ def test_what_is_grave_is_said_all_the_same(small_cnn, pictures, tmp_path, run):
 def test_quiet_and_verbose_exclude_each_other(run):
     for command in ("build", "calibrate"):
         code, out, err = run(command, "m.onnx", "--images", "p", "-q", "-v")
-        assert (code, out) == (2, "") and "--quiet and --verbose exclude each other" in err
+        assert (code, out) == (2, "") and "--quiet and --verbose" in err
 
 
 @pytest.mark.parametrize(

@@ -223,13 +223,15 @@ ELSEWHERE = {
 }
 DOORS = {"read_bytes", "read_text", "fromfile", "memmap"}
 OPENED = {"np.load", "np.memmap", "onnx.load", "torch.load", "os.open", "io.open", "path.open"}
+ENDS = DOORS | {"open", "load", "memmap"}
 
 
 def doors(module):
     """Calls in a module that open files by themselves."""
     for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
+            last = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            called = ast.unparse(node.func) if last in ENDS else ""
             method = called.rpartition(".")[2] if "." in called else ""
             opens = called == "open" or called in OPENED
             if method in DOORS or opens:

@@ -317,7 +317,7 @@ def test_a_calibration_of_a_repaired_model_is_not_taken_for_one_of_the_plain_mod
     code, report, error = built(model, *words, "--require-cache")
     assert code == 0 and report["calibration"]["reused"], error
     code, _, error = built(model, "--target", ALL, "--require-cache")
-    assert code == 1 and "the model (weights or graph) changed" in error
+    assert code == 1 and "weights or graph" in error
 
 
 @pytest.mark.slow

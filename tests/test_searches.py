@@ -130,4 +130,4 @@ def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
     cache = tmp_path / "share.cache"
     given = ("calibrate", small_cnn, *images, "--method", "share", "-o", cache)
     assert "share 0.5" in said(*given)
-    assert "only the method changed (share 0.5 -> share 0.75)" in said(*given, "--share", 0.75)
+    assert "(share 0.5 -> share 0.75)" in said(*given, "--share", 0.75)

@@ -181,7 +181,7 @@ def test_a_pattern_of_images_is_the_folder(pictures, tmp_path, run, small_cnn):
         "calibrate", small_cnn, "--images", pictures / "*.gif", "--out", tmp_path / "c.cache"
     )
     assert code == 1
-    assert "must match images or arrays, got none of 0 files" in err
+    assert "got none of 0 files" in err
 
 
 def test_coco_annotations_name_images(pictures, tmp_path, run, small_cnn):
@@ -203,10 +203,10 @@ def test_labels_without_evaluation_images_are_refused_or_told(pictures, tmp_path
     listed.write_text("".join(f"{path} 1\n" for path in sorted(pictures.iterdir())))
     words = "build", small_cnn, "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
     code, _, err = run(*words, "--images", pictures, "--labels", labels)
-    assert code == 1 and "labels are of evaluation images, got none; give --eval-images" in err
+    assert code == 1 and "got none; give --eval-images" in err
     code, out, err = run(*words, "--images", listed)
     assert code == 0, err
-    assert "labels of images that calibrate are not used; --eval-images takes both" in said(out)
+    assert "are not used; --eval-images" in said(out)
     code, out, _ = run(*words, "--images", pictures, "--eval-images", listed)
     assert code == 0 and "are not used" not in said(out)
 
@@ -276,15 +276,15 @@ def test_copies_of_images_are_told(pictures, tmp_path, run, small_cnn):
     shutil.copy(first, train / "again.png")
     code, out, err = run(*words)
     assert code == 0, err
-    assert "1 of the 21 images is a copy of another and counts once more" in said(out)
+    assert "1 of the 21 images is a copy" in said(out)
     for number, path in enumerate(others[:2]):
         shutil.copy(path, train / f"again{number}.png")
         shutil.copy(path, val / f"again{number}.png")
     code, out, err = run(*words)
     assert code == 0, err
-    assert "3 of the 23 images are copies of others and count once more" in said(out)
-    assert "of the evaluation images: 2 of the 7 images are copies of others" in said(out)
-    assert "7 of the 7 evaluation images calibrated too" in said(out)  # and not 5
+    assert "3 of the 23 images are copies" in said(out)
+    assert "2 of the 7 images are copies" in said(out)
+    assert "7 of the 7 evaluation images" in said(out)  # and not 5
 
 
 def said(out):
@@ -305,7 +305,7 @@ def test_labels_by_folder(pictures, tmp_path, run, small_cnn):
     assert "Top-1  " in out
     code, _, err = run(*words, *quick)
     assert code == 1
-    assert "labels by folder are of evaluation images, got none" in err
+    assert "evaluation images, got none" in err
     code, _, err = run(*words, *quick, "--eval-images", pictures)
     assert code == 1
     assert "a folder of one folder a class" in err
@@ -354,7 +354,7 @@ def test_a_lot_is_drawn_by_its_seed(pictures, tmp_path, run, small_cnn):
     assert "--sample-seed is of --sample" in err
     code, _, err = run(*words, "--sample", 3, "--limit", 3)
     assert code == 1
-    assert "spread evenly or drawn by lot, got limit 3 and sample 3" in err
+    assert "got limit 3 and sample 3" in err
 
 
 def test_every_so_manieth(pictures):
@@ -669,7 +669,7 @@ def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, run):
         *("build", wide, "--images", sizes, "--size", "24X*", "--out", tmp_path / "a", *quick)
     )
     assert code == 0 and "rgb 24x*, stretch" in out, err
-    assert "the preprocessing changed (multiple 8" in " ".join(out.split())
+    assert "(multiple 8" in " ".join(out.split())
     assert run("compare", wide, first, "--images", sizes, "--size", "*x32")[0] == 0
     assert run("bench", first, "--duration", 0, "--images", sizes, "--size", "native")[0] == 0
     assert run("explain", tmp_path / "a", "--images", sizes)[0] == 0  # as the report says
@@ -701,7 +701,7 @@ def test_sizes_that_an_input_of_one_known_side_is_advised_are_taken(sizes, wide,
     onnx.save(model, tmp_path / "tall.onnx")
     words = "calibrate", tmp_path / "tall.onnx", "--images", sizes, "--out", tmp_path / "c.cache"
     code, _, err = run(*words)
-    assert code == 1 and "give a size, such as 24x224, or 24x* for sizes of each" in err, err
+    assert code == 1 and "24x224, or 24x*" in err, err
     for advised in ("24x224", "24x*"):
         code, _, err = run(*words, "--size", advised, "--refresh")
         assert code == 0, err
@@ -731,8 +731,8 @@ def test_another_size_than_declared_is_advised_a_way_that_works(sizes, wide, tmp
     words = ("build", path, "--images", sizes, "--out", tmp_path / "o", "--duration", 0)
     words = (*words, "--effort", 0, "--accept", "--size", "32x40")
     code, _, err = run(*words)
-    assert code == 1 and "which runs no other, got 32x40; leave the size away to take" in err
-    assert "declare the sides of its inputs and outputs open (dim_param)" in err
+    assert code == 1 and "got 32x40" in err
+    assert "(dim_param)" in err
     opened(path)
     code, _, err = run(*words)
     assert code == 0, err
@@ -797,7 +797,7 @@ def test_raw_files_of_an_open_input(tmp_path, wide, run):
     stacked = open_feed(tmp_path / "stacked.npy", [WIDE]).manifest()
     assert open_feed(RawFiles(folder, shape=(1, 3, 8, 12)), [WIDE]).manifest() == stacked
     code, _, err = run(*words, tmp_path / "d.cache", "--images", folder)
-    assert code == 1 and "say it (--raw-shape), or write .npy files" in err
+    assert code == 1 and "--raw-shape" in err
 
 
 def test_raw_files_of_fewer_bits_are_widened_and_of_others_refused(tmp_path):
@@ -859,7 +859,7 @@ def test_a_form_of_raw_files_for_others(words, message, small_cnn, pictures, tmp
     )
     assert code == 1 and message in err
     code, _, err = run("bench", small_cnn, *words.split())
-    assert code == 1 and "goes with --images, which was not given" in err
+    assert code == 1 and "goes with --images" in err
 
 
 def test_a_form_of_raw_files_is_of_one_input_and_of_no_preprocessing(tmp_path):

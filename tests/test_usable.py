@@ -149,12 +149,6 @@ def test_a_second_build_obeys_the_plan_judges_nothing_and_says_the_same(
     assert "would be unusable" in again.said
 
 
-@pytest.mark.slow
-def test_the_split_depends_on_no_number_of_threads(default, model, feed, tmp_path):
-    words = ("--images", feed, "--target", ALL, "--duration", 0, "--threads", 1)
-    assert ran(model, *words, out=tmp_path / "o").models == default.models
-
-
 def test_without_a_search_nothing_is_judged_beforehand(model, feed, tmp_path):
     out = tmp_path / "o"
     built = ran(model, "--images", feed, "--duration", 0, "--effort", 0, out=out)

@@ -31,9 +31,9 @@ def test_a_folder_of_pictures_that_are_not_read_is_refused_by_their_kind(
         file.unlink()
     words = ("build", small_cnn, "--out", tmp_path / "o", "--images")
     code, _, err = run(*words, phone)
-    assert code == 1 and "got 3 pictures of kinds that are not read (.dng, .heic); save" in err
+    assert code == 1 and "got 3 pictures of kinds that are not read (.dng, .heic)" in err
     code, _, err = run(*words, phone / "b.heic")
-    assert code == 1 and "b.heic is a picture of a kind that is not read; save it as .jpg" in err
+    assert code == 1 and "b.heic is a picture of a kind that is not read" in err
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_an_argument_too_many_is_told_where_it_goes(words, way, run):
 
 def test_a_pattern_that_the_shell_has_expanded_is_told_to_be_quoted(pictures, run):
     code, _, err = run("build", "m.onnx", "--images", *sorted(pictures.glob("*.png"))[:3])
-    assert code == 2 and "; a pattern of images is quoted: 'photos/*.jpg' (`calib8" in err
+    assert code == 2 and "'photos/*.jpg'" in err
 
 
 def test_a_model_that_ascends_atc_alone_reads_is_told_what_runs_in_its_place(
