@@ -108,15 +108,6 @@ def test_a_model_that_fixes_its_batch_is_refused_a_sweep(refused, tmp_path):
     assert "got [1, 3] for 'x'" in refused(*both, "--batch", "1")
 
 
-def test_a_model_of_other_inputs_is_refused(refused, tmp_path):
-    a, b = relu(tmp_path / "a.onnx"), tmp_path / "b.onnx"
-    other = onnx.load(a)
-    other.graph.input[0].name = other.graph.node[0].input[0] = "w"
-    onnx.save(other, b)
-    said = refused(a, "--against", b)
-    assert "got w (float32) of b.onnx and x (float32) of a.onnx" in said
-
-
 def test_a_batch_that_the_model_cannot_run_is_named(refused, tmp_path):
     nodes = [
         helper.make_node("Constant", [], ["s"], value_ints=[1, 3]),

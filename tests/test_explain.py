@@ -376,42 +376,6 @@ def test_a_broken_report_is_one_sentence(tmp_path, junk):
     refused(tmp_path)
 
 
-BROKEN = (3, "words", [3], {"a": 1}, None, True, "1e999", 10**400)
-
-
-@pytest.mark.parametrize("value", BROKEN, ids=lambda value: repr(value)[:9])
-def test_no_value_of_a_report_gives_a_traceback(copied, value):
-    """Each value of the report in turn is replaced: what comes is a text or a sentence."""
-    for place in ("title", "model", "feed", "targets", "engines", "notes", "files"):
-        out = copied(lambda report, place=place: report.update({place: value}))
-        result = told(out)
-        assert result.exit_code == 0 or isinstance(result.exception, Calib8Error), place
-    for key in ("name", "nodes", "tensors", "layers", "search", "runnable", "notes", "error"):
-        out = copied(lambda report, key=key: report.update(targets=[{"name": "t", key: value}]))
-        result = told(out)
-        assert result.exit_code == 0 or isinstance(result.exception, Calib8Error), key
-    engine = {"target": "t", "reference": False}
-    for key in ("target", "reference", "verdict", "accuracy", "path"):
-        edit = {"targets": [{"name": "t"}], "engines": [{**engine, key: value}]}
-        result = told(copied(lambda report, edit=edit: report.update(edit)))
-        assert result.exit_code == 0 or isinstance(result.exception, Calib8Error), key
-
-
-@pytest.mark.parametrize(
-    "text", ["\x00", "schema = 3", 'schema = "calib8-plan/1"\n[onnxruntime]\ntried = 3\n',
-             'schema = "calib8-plan/1"\nonnxruntime = 3', "[" * 5000]
-)  # fmt: skip
-def test_a_broken_plan_is_one_sentence(copied, text):
-    out = copied(lambda report: None)
-    (out / "small_cnn.plan.toml").write_text(text)
-    report = json.loads((out / "report.json").read_text())
-    for file in report["files"]:
-        if file["role"] == "plan":
-            file["path"] = str(out / "small_cnn.plan.toml")
-    (out / "report.json").write_text(json.dumps(report))
-    assert "plan" in refused(out)
-
-
 @pytest.mark.parametrize(
     "how", [{"mean": [10**400]}, {"mean": "x"}, {"colour": "rgb"}, {"std": {}}]
 )

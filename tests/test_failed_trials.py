@@ -109,15 +109,6 @@ def test_where_no_layer_can_be_tried_alone_the_search_goes_on(where, build, monk
     assert tried and all(one["sqnr_db"] > -28 for one in tried)
 
 
-def test_a_second_build_says_the_same_of_the_plan(build, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(behind, "OrtSession", refusing(always))
-        first = build("--accept")
-    again = build("--accept")
-    assert again.report["targets"][0]["search"]["reused"]
-    assert notes(again) == notes(first) != []
-
-
 def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build, monkeypatch):
     wanted = build("--threads", 1)
     seen = []

@@ -265,32 +265,6 @@ def survives(source):
     return True
 
 
-def damaged(seed):
-    rng, data = random.Random(seed), bytearray(WHOLE)
-    kind = rng.choice(["flip", "flip", "cut", "insert", "remove"])
-    at = rng.randrange(len(data))
-    if kind == "flip":
-        for _ in range(rng.choice([1, 1, 2, 5])):
-            data[rng.randrange(len(data))] = rng.choice([rng.randrange(256), 0, 127, 128, 255])
-    elif kind == "cut":
-        del data[at:]
-    elif kind == "insert":
-        data[at:at] = data[: rng.randrange(40)]
-    else:
-        del data[at : at + rng.randrange(1, 40)]
-    return bytes(data)
-
-
-def test_no_damaged_file_gives_a_traceback(tmp_path, capfd):
-    path = tmp_path / "damaged.onnx"
-    loaded = 0
-    for seed in range(400):
-        path.write_bytes(damaged(seed))
-        loaded += survives(path)
-    assert 20 < loaded < 300  # both ways out were taken
-    assert capfd.readouterr() == ("", "")
-
-
 NUMBERS = [0, 1, -1, 2, 7, 16, 1000, 2**31 - 1, 2**62, -(2**62)]
 OPERATORS = """
     Relu Gather Softmax Loop Shape Range Tile Expand Upsample Resize Squeeze Identity Dropout

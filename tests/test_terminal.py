@@ -131,17 +131,6 @@ def test_names_in_a_cache_steer_no_command(small_cnn, said, tmp_path):
     assert "\\x1b[31m" in said("cache", "merge", a, b, "-o", tmp_path / "c")[2]
 
 
-def test_words_of_a_command_line_and_of_records_steer_nothing(small_cnn, said, tmp_path):
-    said("build", HOSTILE.replace("\x00", ""), "--images", HOSTILE.replace("\x00", ""))
-    said(HOSTILE)
-    said("build", f"--{HOSTILE}")
-    record = tmp_path / "r_record.txt"
-    for text in (f'record {{ key: "{HOSTILE}"', f"record {{ {HOSTILE}: 3 }}", f"{HOSTILE} x"):
-        record.write_bytes(text.encode())
-        code, _, error = said("ascend", "check", record, "--model", small_cnn)
-        assert code == 1 and error.startswith("calib8: error: ")
-
-
 def test_labels_and_lists_steer_nothing(small_cnn, pictures, said, tmp_path):
     listing = tmp_path / "l.txt"
     listing.write_bytes(HOSTILE.replace("\x00", "").encode())
