@@ -118,7 +118,7 @@ def held(model, listing, monkeypatch):
 
 @pytest.mark.slow
 def test_memory_hardly_grows_with_the_images(small_cnn, tmp_path, monkeypatch):
-    few, many = 100, 1600
+    few, many = 100, 700
     rng = np.random.default_rng(0)
     for number in range(8):
         made = rng.integers(0, 255, (16, 16, 3), np.uint8)

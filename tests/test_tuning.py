@@ -776,4 +776,3 @@ def test_the_demo_is_good_and_the_same_with_wrong_preprocessing_is_not(fashion, 
     assert "chance is 10 %" in page and "verdict unusable" in page
     told = (tmp_path / "wrong" / "report.json").read_text()
     assert "chance is 10 %" in told and '"level": "unusable"' in told
-    assert ran(model, *fashion, "--accept", out=tmp_path / "wrong").code == 0
