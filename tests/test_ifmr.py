@@ -46,7 +46,7 @@ def test_sorted_losses_choose_as_the_direct_ones(kind, with_offset, bits):
 
 @pytest.mark.parametrize("stairs", [1, 7, 30])
 def test_losses_are_the_same_a_few_stairs_at_a_time(stairs, monkeypatch):
-    x, params = drawn("laplace", 2_000, seed=3), IfmrParams()
+    x, params = drawn("laplace", 20_000, seed=3), IfmrParams()
     whole = ifmr(x, params).losses
     monkeypatch.setattr(module, "_STEPS", stairs * 255)
     assert ifmr(x, params).losses.tolist() == whole.tolist()

@@ -933,6 +933,25 @@ def test_texts_are_decoded_and_edits_counted(raw, turned, blank):
     assert found.value == 0.5 and found.words == "2 of 4 texts as FP32's, 2 edits in 14 symbols"
 
 
+@pytest.mark.parametrize(
+    ("best", "symbols", "fed_with", "text"),
+    [
+        ([0, 1, 0, 2], 11, 0, True), ([0, 1, 0, 2], 10, 0, False),
+        ([0, 1, 0], 11, 0, False), ([0, 0, 0, 0], 11, 0, False),
+        ([0, 1, 0, 2], 11, 3, True), ([0, 1, 0, 2], 11, 4, False),  # as of tokens
+        ([1, 0, 0, 2], 11, 0, True), ([1, 5, 5, 2], 11, 0, False),  # the blank is first or last
+        ([0, 0, *range(1, 9), 0, 0, *range(9, 17)], 30, 0, True),  # a fifth is blank
+        ([0, 0, *range(1, 9), 0, 0, *range(9, 18)], 30, 0, False),
+        ([0, *range(1, 17), 0, 0, 0, 0], 30, 0, True),  # 16 steps between two blanks
+        ([0, *range(1, 18), 0, 0, 0, 0], 30, 0, False),
+    ],
+)  # fmt: skip
+def test_a_text_is_known_by_its_steps_symbols_and_blanks(best, symbols, fed_with, text):
+    outputs = {"y": softmax(framed(best, symbols))[None]}
+    fed_too = {"tokens": np.zeros((1, fed_with), np.int64)} if fed_with else fed()
+    assert (same_task([outputs], [fed_too]) == "text") == text
+
+
 def test_slots_of_a_number_plate_keep_their_repeats():
     def plate(*best):
         scores = rng().standard_normal((9, 37))
