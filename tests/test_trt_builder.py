@@ -139,6 +139,14 @@ def test_calibrating_is_float32_alone(fake: Fake) -> None:
     assert fake.config.flags == {BuilderFlag.INT8}
 
 
+def test_no_addresses_end_the_batches() -> None:
+    """TensorRT asks until the list is empty; what went wrong is raised by `check`."""
+    callbacks = fed()
+    taken = [len(callbacks.get_batch(["x"])) for _ in range(3)]
+    assert taken == [1, 1, 0] and callbacks.get_batch(["x"]) == []
+    assert fed().get_batch(["another"]) == []
+
+
 def test_a_batch_has_the_shape_of_the_profile_where_one_is_known(fake: Fake) -> None:
     fake.does = calibrates
 
