@@ -8,6 +8,7 @@ from calibrators.amct.statistics import ChannelMaxOf
 from calibrators.statistics import HistogramOf
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.observe import observe
+from deploy.calibration.subject import FOLDED
 from deploy.errors import BackendError, CalibrationError, FeedError
 from deploy.frontends import load
 from deploy.graph.placement import ONNXRUNTIME
@@ -35,6 +36,18 @@ def test_threads_and_order_do_not_show(histograms, model, samples):
     one = state(histograms(model, tensors, samples, threads=1))
     assert one == state(histograms(model, tensors, samples, threads=3))
     assert one == state(histograms(model, tensors, reversed(samples), threads=2))
+
+
+def test_what_is_observed_together_is_what_each_observes_alone(model, samples):
+    variant, kept = Variant(FOLDED, lambda _: model), {}
+    tensors = list(analyse(model, ONNXRUNTIME).activations)[:2]
+    statistics = HistogramOf(), HistogramOf(5), ChannelMaxOf()
+    wanted = [Observation(variant, name, statistic) for name in tensors for statistic in statistics]
+    together = observe(wanted, samples, threads=2, keep=kept.__setitem__)
+    for one in wanted:
+        alone = observe([one], samples, threads=2)
+        np.testing.assert_equal(together.of(one).to_arrays(), alone.of(one).to_arrays())
+    assert len(kept) == len(samples) and all("logits" in outputs for outputs in kept.values())
 
 
 def test_the_first_batch_sets_tensorrts_range(histograms, model, samples):

@@ -15,6 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.store import text_of
+from deploy.targets.tensorrt.sdk import cache_reader
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
 LABELS = {EIGHT: "TRT-8503-", TEN: "TRT-101300-", ELEVEN: "TRT-100300-"}
@@ -66,6 +67,12 @@ def test_an_engine_is_built_used_again_and_measured(tensorrt, build, run, tmp_pa
     code, _, _ = run("bench", engine(tmp_path), "--duration", 0, "--warmup", 0)
     assert code == 0
     assert trt.STORY.runs
+
+
+@pytest.mark.parametrize(("version", "reads"), [(EIGHT, "8.5.3"), (TEN, "10.13.0"), (ELEVEN, None)])
+def test_caches_are_of_the_version_that_reads_them(tensorrt, version, reads):
+    tensorrt(version)
+    assert cache_reader() == reads
 
 
 @pytest.fixture
