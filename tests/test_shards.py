@@ -364,13 +364,14 @@ def test_shards_share_the_choice_out(count, of, every):
     assert max(len(s.places) for s in shares) - min(len(s.places) for s in shares) <= 1
 
 
-def test_from_python(small_cnn, pictures, tmp_path):
+@pytest.mark.parametrize("count", [1, 2])
+def test_from_python(small_cnn, pictures, tmp_path, count):
     from deploy import calibrate, merge
     from deploy.calibration.shards import keep_shard
 
-    paths = [tmp_path / "a.shard", tmp_path / "b.shard"]
+    paths = [tmp_path / f"{number}.shard" for number in range(count)]
     for number, path in enumerate(paths, 1):
-        keep_shard(calibrate(small_cnn, pictures, limit=Choice(shard=(number, 2))), path)
+        keep_shard(calibrate(small_cnn, pictures, limit=Choice(shard=(number, count))), path)
     merged = merge(small_cnn, paths)
     whole = calibrate(small_cnn, pictures)
     assert merged.found.scales == whole.found.scales
