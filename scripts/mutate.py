@@ -160,7 +160,8 @@ def _defined(node: ast.AST) -> tuple[str, ...]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return (node.name,)
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return tuple(target.id for target in targets if isinstance(target, ast.Name))
+    names = [node for target in targets if target for node in ast.walk(target)]
+    return tuple(node.id for node in names if isinstance(node, ast.Name))
 
 
 def _first_line(node: ast.AST) -> int:
