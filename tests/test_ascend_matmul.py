@@ -332,6 +332,27 @@ def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, co
     assert np.abs(got - feed["x"] @ weight).max() <= error
 
 
+@pytest.mark.parametrize(
+    ("op", "shape", "kind", "offered"),
+    [
+        ("MatMul", [1, 4, 4], TensorProto.FLOAT, True),
+        ("MatMul", [4], TensorProto.FLOAT, False),
+        ("MatMul", [1, 4, 4], TensorProto.INT32, False),
+        ("Gemm", [4, 4], TensorProto.FLOAT, False),
+    ],
+)
+def test_two_activations_are_offered_where_a_matmul_multiplies_float_matrices(
+    op, shape, kind, offered
+):
+    values = [helper.make_tensor_value_info(n, kind, shape) for n in "ab"]
+    end = helper.make_tensor_value_info("y", kind, None)
+    graph = helper.make_graph(
+        [helper.make_node(op, ["a", "b"], ["y"], name="m")], "g", values, [end]
+    )
+    found = find_layers(helper.make_model(graph))
+    assert list(found.offered) == ["m"] * offered and "m" in found.refused
+
+
 def test_the_default_configuration_does_not_list_them():
     assert set(default_config(find_layers(attention())).layers) == {"query", "key", "value"}
 

@@ -12,9 +12,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.calibration.trt_cache import dump, from_scales
 from deploy.errors import FeedError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import open_feed
+from deploy.targets.tensorrt.migrated import agreement
 from deploy.tensors import TensorSpec
 
 ROWS, BATCH = 19, 4
@@ -236,6 +238,19 @@ def test_the_scripts_own_cache_is_compared_and_left_alone(calibrate, tmp_path):
     own.write_bytes(b"no cache")
     code, out, _ = calibrate("--calibrator-script", written(PYCUDA, tmp_path), "--refresh")
     assert code == 0 and "was not compared" in out
+
+
+def test_how_far_two_caches_agree_is_told_in_shares_and_by_the_largest_change():
+    def told(**scales):
+        old = from_scales({name: np.float32(v) for name, v in scales.items()}, version="8.5.3")
+        made = from_scales({n: np.float32(1) for n in "abcd"}, version="8.5.3")
+        return agreement(dump(old), made).partition("not used: ")[2]
+
+    assert told(a=1, b=1) == "2 of its 2 scales are equal to the bit"
+    several = told(a=1, b=1.25, c=0.8, d=0.25)
+    assert several.endswith("3 differ, by 25 % in the median, most d (4 times)")
+    assert told(a=0, b=2) == "0 of its 2 scales are equal to the bit, 2 differ"
+    assert told(a=1, e=1).endswith("to the bit, 1 are of tensors that are not in the new one")
 
 
 def test_a_build_takes_a_script_too(small_cnn, rows, tmp_path, run):

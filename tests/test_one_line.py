@@ -270,6 +270,8 @@ def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run, tmp_path):
     assert code == 0 and "mse" not in out and "cache reused" in out
     found = report(tmp_path / "o")
     assert {target["method"] for target in found["targets"]} == {"the trusted cache"}
+    assert (tmp_path / "o" / "small_cnn.tensorrt.cache").exists()
+    assert not (tmp_path / "o" / "small_cnn.tensorrt.cache.json").exists()  # nobody knows of what
 
 
 @pytest.mark.slow

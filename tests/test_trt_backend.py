@@ -114,6 +114,7 @@ def built(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_everything_but_the_engine_is_there(built: Path) -> None:
     names = {path.name for path in built.iterdir()}
     assert {"net.tensorrt.onnx", "net.tensorrt.cache", "net.tensorrt.qdq.onnx"} <= names
+    assert "net.tensorrt.cache.json" in names  # says what the cache was made from
     onnx.checker.check_model(built / "net.tensorrt.qdq.onnx")
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
     assert (cache.header.version, cache.header.algorithm) == ("10.3.0", ENTROPY2)
