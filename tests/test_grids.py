@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,7 +27,7 @@ from calibrators.grids import (
     unsigned,
     weight_scales,
 )
-from calibrators.scales import Scale
+from calibrators.scales import Scale, Scales
 
 reals = st.floats(-1e6, 1e6, allow_nan=False, width=32)
 
@@ -120,6 +122,16 @@ def test_integers_are_stored_in_the_smallest_type_that_holds_them(bits, dtype):
 )  # fmt: skip
 def test_a_symmetric_range_has_the_scale_of_its_grid(grid: Grid, step: float):
     assert scale_of(3.0).on(grid) == (np.float32(step), 0)
+
+
+def test_scales_come_back_from_json_and_from_nothing_else():
+    scales = Scales({"a": scale_of(3.0, -1.0, 3.0), "b": scale_of(0.1, 0.0, 0.1)})
+    held = scales.to_json()
+    assert Scales.from_json(json.loads(json.dumps(held))) == scales
+    more, less, text = ({**held["a"], "n": 1}, {"lo": 1.0}, {**held["a"], "lo": "1"})
+    for wrong in ([], {"a": []}, {"a": more}, {"a": less}, {"a": text}, {"a": text | {"lo": True}}):
+        with pytest.raises(CalibrationError, match=r"JSON object|needs exactly|not a number"):
+            Scales.from_json(wrong)
 
 
 def test_an_affine_range_has_the_scale_of_its_grid():

@@ -80,6 +80,12 @@ CASES = {
         net("Resize", "", "", I64([9, 9]), opset=19, given={"axes": [-1, 2], "mode": "linear"}),
         13, ["Constant", "Resize"],
     ),
+    "ScatterElements": (
+        net(
+            "ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, given={"reduction": "add"}
+        ),
+        17, ["ScatterElements"],
+    ),
     "Cast": (net("Cast", opset=19, given={"to": TensorProto.INT32, "saturate": 1}), 13, ["Cast"]),
     "AveragePool": (
         net("AveragePool", opset=22, given={"kernel_shape": [2, 2], "dilations": [1, 1]}), 17,
@@ -168,6 +174,12 @@ REFUSED = {
     "another meaning": (net("DFT", opset=20, shape=[1, 4, 2]), "no other operators are known"),
     "a type that is new": (
         net("ReduceMax", I64([1]), opset=20, kind=TensorProto.BOOL), "must have a form in opset 17"
+    ),
+    "the largest of several": (
+        net(
+            "ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, given={"reduction": "max"}
+        ),
+        "its reduction is the largest or smallest",
     ),
     "a size that is open": (
         net("Split", opset=18, outputs=2, shape=["n", 4], given={"num_outputs": 2}), "not known"
