@@ -35,6 +35,13 @@ for _name, _fixed in (("fixed", True), ("random", False)):
 hypothesis.settings.load_profile(_PROFILE)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """torch's generator begins the same for every test and what it needs, whatever ran before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interruptible():
     """Ctrl-C means what it means in a terminal: a shell's background command is started deaf."""
