@@ -31,7 +31,10 @@ from deploy.report.style import PRINTED
 from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Verdict
 from scripts.chromium import browser, found
 
-pytestmark = pytest.mark.skipif(found() is None, reason="no Chromium is installed here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(found() is None, reason="no Chromium is installed here"),
+]
 ROOT = Path(__file__).parent.parent
 LEVELS = (GOOD, DOUBTFUL, UNUSABLE, FLOAT)
 HOSTILE = "</script><script>window.bad=1</script><img src=x onerror=bad=1>\x1b[31m|\"&'\n"

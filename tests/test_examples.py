@@ -1,7 +1,6 @@
 """The notebooks of examples/: their cells run in order, and none is kept with what it printed.
 
-`.ci/run` runs them in Jupyter as well; here what a cell ends with is asked for its page, as Jupyter
-does.
+The value of a cell's last expression is asked for its page, as Jupyter does.
 """
 
 from __future__ import annotations
