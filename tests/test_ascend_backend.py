@@ -196,6 +196,7 @@ def test_executor_grouped_conv_transpose_and_matmul_bias(rng):
     np.testing.assert_allclose(floats, reference, atol=0.05 * np.abs(reference).max())
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data())
 def test_executor_on_random_layers(data):

@@ -276,6 +276,7 @@ ANY_JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.data(), ANY_JSON)
 def test_no_value_breaks_the_json_reader(data, value):

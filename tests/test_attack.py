@@ -180,6 +180,7 @@ def test_an_end_is_judged_by_what_a_user_sees(ended, word):
     assert judged(ended).word == word
 
 
+@pytest.mark.slow
 def test_changes_come_from_the_seed_alone_and_use_every_way():
     data, other = bytes(range(256)), b'{"a": 1.5}'
 

@@ -70,6 +70,7 @@ def of(report, name="onnxruntime"):
     return next(target for target in report["targets"] if target["name"] == name)
 
 
+@pytest.mark.slow
 def test_a_build_is_explained_from_its_verdict_to_its_ranges(built):
     text = said(built)
     report = json.loads((built / "report.json").read_text())

@@ -138,6 +138,7 @@ def test_the_drawing_holds_every_room():
     assert house.figures(MODULES, arrows()).startswith("rooms ")
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported():
     names = [name for name in MODULES if not name.endswith("__main__")]
     done = subprocess.run(

@@ -119,6 +119,7 @@ def test_the_parameter_of_the_toy_search_is_refused_elsewhere(tree):
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_law_holds_with_the_additions(tree):
     known = house.modules(tree)
     added = set(known) - set(house.modules(ROOT))

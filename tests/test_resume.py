@@ -506,6 +506,7 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_write(run, small_cnn, tmp_path):
     rng = np.random.default_rng(0)
     np.save(tmp_path / "x.npy", rng.normal(size=(40, 3, 16, 16)).astype(np.float32))

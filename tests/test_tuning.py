@@ -354,6 +354,7 @@ def test_a_plan_that_says_nothing_of_a_target_is_told(default, model, build, tmp
     assert "so nothing was chosen" not in notes["tensorrt"] + notes["ascend"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_what_a_user_adds_to_the_plan_is_float_on_every_target(
     named, default, model, build, tmp_path
