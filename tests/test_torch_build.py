@@ -30,6 +30,7 @@ def outputs(path, x):
     return session.run(None, {session.get_inputs()[0].name: x})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "size"), [(SMALL, 64), (LITE0, 224)], ids=["resnet", "lite0"])
 def test_one_command_builds_what_its_onnx_builds(spec, size, tmp_path):
     x = np.random.default_rng(0).uniform(-1, 1, (3, 3, size, size)).astype(np.float32)
@@ -51,12 +52,14 @@ def test_one_command_builds_what_its_onnx_builds(spec, size, tmp_path):
     assert np.corrcoef(outputs(ours, x)[0].ravel(), float_outputs[0].ravel())[0, 1] > 0.98
 
 
+@pytest.mark.slow
 def test_the_same_model_has_the_same_digest_every_time():
     loaded = open_torch(SMALL, [(1, 3, 64, 64)])
     assert loaded.digest == open_torch(SMALL, [(4, 3, 64, 64)]).digest
     assert loaded.name == "resnet18-small" and loaded.inputs[0].shape == ("batch", 3, 64, 64)
 
 
+@pytest.mark.slow
 def test_inspect_and_calibrate_take_it_too(tmp_path):
     shape = ["--input", "1x3x64x64"]
     shown = run("inspect", SMALL, *shape)
@@ -67,6 +70,7 @@ def test_inspect_and_calibrate_take_it_too(tmp_path):
     assert shown.exit_code == 0 and (tmp_path / "m.cache").is_file()
 
 
+@pytest.mark.slow
 def test_what_is_missing_or_wrong_is_said(tmp_path):
     with pytest.raises(ConfigError, match="needs the shape of its input: --input"):
         load(SMALL)

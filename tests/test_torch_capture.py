@@ -167,6 +167,7 @@ def test_the_standard_library_is_no_line_of_the_users():
     assert "test_torch_capture.py" in users_line(caught.value)
 
 
+@pytest.mark.slow
 def test_build_names_the_line_of_a_library_too(run, tmp_path, monkeypatch):
     package = tmp_path / "site-packages"
     package.mkdir()
@@ -281,6 +282,7 @@ def test_branches_that_do_not_fit_are_left_alone(second):
     assert "Branches" not in report.counts() and max_difference(folded(x), model(x)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_fuse_and_profile_go_through_every_shape(run, name):
     spec = f"{SHAPES}:{name}"
@@ -291,6 +293,7 @@ def test_fuse_and_profile_go_through_every_shape(run, name):
     assert total.startswith("total") and "norms, activations and other" in counted
 
 
+@pytest.mark.slow
 def test_a_norm_that_stays_is_counted_and_named(run, tmp_path):
     (tmp_path / "net.py").write_text(
         "from torch import nn\n"

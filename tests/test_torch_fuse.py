@@ -133,6 +133,7 @@ def test_functional_convolutions_fold_too():
     assert torch.allclose(folded(x), model(x), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_profile_counts_resnet18_exactly_and_times_nearly_all_of_it():
     traced = trace(load_module(f"{HERE / 'resnet18.py'}:make"))
     result = profile(traced, [torch.randn(1, 3, 224, 224)], warm_up=1, runs=1)
@@ -148,6 +149,7 @@ def test_profile_counts_resnet18_exactly_and_times_nearly_all_of_it():
     assert float(first[2]) == pytest.approx(max(times), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path):
     spec = f"{HERE / 'resnet18.py'}:small"
     shown = CliRunner().invoke(cli, ["fuse", spec, "--bench", "--input", "1x3x64x64"])

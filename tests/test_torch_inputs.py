@@ -84,6 +84,7 @@ def test_made_up_values_fit_their_dtype():
     assert floating_dtype(nn.ReLU()) == torch.float32
 
 
+@pytest.mark.slow
 def test_ids_and_several_inputs_go_through_every_command(nets, tmp_path):
     spec = f"{nets}:words"
     inputs = ("--input", "2x6:int64", "--input", "2x6")
@@ -136,6 +137,7 @@ def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path):
     assert "got both" in str(both.exception)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["half", "brain", "double"])
 def test_models_of_other_floats(nets, tmp_path, kind):
     spec, words = f"{nets}:{kind}", ("--input", "2x3x8x8")
@@ -252,6 +254,7 @@ def packages(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_models_by_name(packages, tmp_path):
     made = {
         spec: load_module(spec).out_features

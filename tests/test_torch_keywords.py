@@ -67,6 +67,7 @@ def nets(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "inputs"), [("words", WORDS), ("pair", PAIR)])
 def test_every_command_takes_inputs_by_name(nets, run, tmp_path, name, inputs):
     spec, out = f"{nets}:{name}", tmp_path / "n.onnx"
@@ -82,6 +83,7 @@ def test_every_command_takes_inputs_by_name(nets, run, tmp_path, name, inputs):
         assert ("a dict of image_rgb, scale" in said) is (name == "pair")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "inputs", "named"),
     [
@@ -100,6 +102,7 @@ def test_an_exported_model_has_its_inputs_under_their_names(
     assert [one.name for one in session.get_inputs()] == named
 
 
+@pytest.mark.slow
 def test_outputs_keep_the_names_they_have_in_a_dict(nets, run, tmp_path):
     out = tmp_path / "w.onnx"
     assert run("export", f"{nets}:words", *WORDS, "-o", out)[0] == 0
@@ -124,6 +127,7 @@ def test_what_an_exported_model_is_fed_by_name(nets, run, tmp_path):
     assert np.allclose(got, wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sample_gives_keywords_and_the_keys_of_a_dict(nets, run, tmp_path):
     path = tmp_path / "s.npz"
     ids, mask = np.array([[4, 0, 1], [1, 3, 2]]), np.ones((2, 3), np.float32)
@@ -143,6 +147,7 @@ def test_a_sample_gives_keywords_and_the_keys_of_a_dict(nets, run, tmp_path):
         read_sample(path, load_module(f"{nets}:words"))
 
 
+@pytest.mark.slow
 def test_named_inputs_are_calibrated_and_built(nets, run, tmp_path):
     images, rng = tmp_path / "many.npz", np.random.default_rng(0)
     ids, mask = rng.integers(0, 5, (6, 6)), np.ones((6, 6), np.float32)

@@ -129,6 +129,7 @@ def task_of(**options):
     return Task(**(settings | options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [3, 4])
 def test_learned_scales_reach_a_lower_loss_than_fixed_ones_of_least_error(bits):
     kept, learned = (train(task_of(ranges=ranges), bits=bits) for ranges in ("kept", "learned"))
@@ -166,6 +167,7 @@ def picture_task(**options):
     return Task(**(settings | options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"amp": True}, {"norms": "train"}])
 def test_resuming_with_learned_scales_ends_as_the_unbroken_training_does(options, tmp_path):
     class Stop(Exception):
@@ -195,6 +197,7 @@ def test_resuming_with_learned_scales_ends_as_the_unbroken_training_does(options
         train(picture_task(method="minmax", **options), bits=4, target=STEM, checkpoint=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_what_was_learned_is_frozen_and_exported(target):
     result = train(picture_task(), bits=4, target=target)
@@ -219,6 +222,7 @@ def learned_model():
     return prepared, learn(prepared)
 
 
+@pytest.mark.slow
 def test_a_scale_is_never_negative_nor_lost():
     prepared, scales = learned_model()
     assert len(scales) == len(observers_of(prepared)) + 2
@@ -256,6 +260,7 @@ def test_learned_scales_are_where_the_model_is():
     assert there(torch.zeros(2, 1, 8, 8, device="meta")).device.type == "meta"
 
 
+@pytest.mark.slow
 def test_the_command_trains_scales(tmp_path):
     tables = {}
     for ranges in ("kept", "learned"):

@@ -52,6 +52,7 @@ def constants(path):
     return {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
 
 
+@pytest.mark.slow
 def test_weights_are_loaded_by_every_command(script, tmp_path):
     given = (f"{script}:net", "--weights", tmp_path / "w.pt")
     out = tmp_path / "net.onnx"
@@ -71,6 +72,7 @@ def test_trace_replaces_an_operation(script):
     assert "torch.mul" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "layers"), [((), 2), (("op:Conv*",), 1), (("[13]",), 1), (("0", "op:Conv2d"), 1)]
 )
@@ -85,6 +87,7 @@ def test_export_keeps_layers_in_float_by_name_pattern_and_type(script, tmp_path,
     assert sum(value.ndim > 1 for value in quantized) == layers
 
 
+@pytest.mark.slow
 def test_export_calibrates_on_raw_files(script, tmp_path):
     (tmp_path / "raw").mkdir()
     batch = np.random.default_rng(2).normal(size=(4, 1, 8, 8)).astype("<f2")
@@ -120,6 +123,7 @@ def test_export_refuses_what_it_would_ignore(script):
     assert "--teacher-weights goes with --teacher" in str(shown.exception)
 
 
+@pytest.mark.slow
 def test_qat_takes_another_teacher_length_and_grid(script, tmp_path):
     teacher = ("--teacher", f"{script}:net", "--teacher-weights", tmp_path / "w.pt")
     words = ("--bits", "6", "--ranges", "follow", "--epochs", "1", "--distil", "0")

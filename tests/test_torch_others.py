@@ -50,6 +50,7 @@ make = Twice
 """
 
 
+@pytest.mark.slow
 def test_a_tensor_may_be_given_twice(quantize):
     shown = quantize(TWICE)
     assert shown.exit_code == 0, (shown.output, shown.exception)
@@ -81,12 +82,14 @@ make = Parts
 """
 
 
+@pytest.mark.slow
 def test_parts_of_other_sizes_are_quantized_each(quantize):
     shown = quantize(PARTS)
     assert shown.exit_code == 0, (shown.output, shown.exception)
     assert "int8: 3 of 3 layers with weights" in shown.output
 
 
+@pytest.mark.slow
 def test_placing_shows_nothing_of_the_exporters_own_notes(quantize, caplog):
     shown = quantize(SPLIT, "2x8")
     assert shown.exit_code == 0, (shown.output, shown.exception)
@@ -171,6 +174,7 @@ def test_norms_behind_views_and_dropout_and_of_shared_layers_fold(kind, folded):
     assert torch.allclose(joined(x), model(x), atol=1e-5) and report.skipped == []
 
 
+@pytest.mark.slow
 def test_build_folds_what_no_runtime_would(tmp_path):
     sizes = {"Tokens": (5, 6), "Face": (6, 16)}
     for name, shape in sizes.items():
@@ -193,6 +197,7 @@ def test_a_view_that_moves_channels_and_two_norms_of_a_layer_stay():
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_only_a_norm_right_behind_a_layer_is_trained_with_it():
     for kind, x in ((Tokens, torch.randn(3, 5, 6)), (Pair, torch.randn(3, 6, 16))):
         model = drawn(kind())
@@ -216,6 +221,7 @@ make = Auxiliary
 """
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_what_runs(quantize):
     shown = quantize(AUXILIARY).output
     assert "int8: 2 of 2 layers with weights" in shown and "in float" not in shown

@@ -67,6 +67,7 @@ def test_a_learned_scale_does_not_fall_below():
     assert steps.round().abs().max() == 63 and scale.grad.abs().max() == 0  # it is not used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "fits"),
     [

@@ -147,6 +147,7 @@ def built(images, tmp_path_factory):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", WRITTEN)
 @pytest.mark.parametrize("net", NETWORKS)
 def test_export_quantizes_what_build_quantizes(run, built, tmp_path, images, net, target):
@@ -165,6 +166,7 @@ def test_export_quantizes_what_build_quantizes(run, built, tmp_path, images, net
     assert net != "parameters" or "int8: 4 of 4 layers with weights" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "target", "option"),
     [
@@ -202,6 +204,7 @@ class Whole(torch.nn.Module):
         return self.out(x.reshape(-1, 4, 8) @ self.weight)
 
 
+@pytest.mark.slow
 def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
     x = torch.randn(2, 4, 8)
     prepared = prepare(Whole().eval(), [x], target="tensorrt")

@@ -99,6 +99,7 @@ def task_of(model, **options):
     return Task(model=model, **(settings | options))
 
 
+@pytest.mark.slow
 def test_training_makes_the_loss_fall_and_few_bits_better(small):
     before = {k: v.clone() for k, v in small.state_dict().items()}
     lines = []
@@ -111,12 +112,14 @@ def test_training_makes_the_loss_fall_and_few_bits_better(small):
     assert all(torch.equal(v, before[k]) for k, v in small.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_8_bits_keep_the_accuracy_on_every_grid(small, target):
     result = train(task_of(small, epochs=1), target=target)
     assert result.end >= accuracy(small) - 0.02
 
 
+@pytest.mark.slow
 def test_ranges_stay_while_training_unless_they_are_to_follow(small):
     start, end, followed = (
         train(task_of(small, epochs=epochs, ranges=ranges), bits=3).converted
@@ -129,12 +132,14 @@ def test_ranges_stay_while_training_unless_they_are_to_follow(small):
         train(task_of(small, method="best"))
 
 
+@pytest.mark.slow
 def test_only_a_submodule_is_trained_in_int8(small):
     result = train(task_of(small, epochs=1, only="features"))
     assert type(result.converted.head) is nn.Linear
     assert result.end >= accuracy(small) - 0.02
 
 
+@pytest.mark.slow
 def test_norms_are_trained_then_frozen_and_fold_into_the_export(small):
     result = train(task_of(small, epochs=3, norms="train"), bits=8)
     assert result.end >= accuracy(small) - 0.03
@@ -145,6 +150,7 @@ def test_norms_are_trained_then_frozen_and_fold_into_the_export(small):
     assert found.argmax >= 0.999 and found.codes <= 1.0
 
 
+@pytest.mark.slow
 def test_resuming_ends_as_the_unbroken_training_does(small, tmp_path):
     path = tmp_path / "qat.pt"
 
@@ -168,6 +174,7 @@ def test_resuming_ends_as_the_unbroken_training_does(small, tmp_path):
         assert torch.equal(value, resumed.converted.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path):
     path = tmp_path / "qat.pt"
     train(task_of(small, epochs=1), checkpoint=path)
@@ -184,6 +191,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["qat.pt"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_and_empty_epochs_are_said(small):
     with pytest.raises(CalibrationError, match="must stay finite, got nan in epoch 1"):
         train(task_of(small, loss=lambda output, label: output.sum() * float("nan")))
@@ -212,6 +220,7 @@ def test_channel_wise_loss_is_its_formula():
     assert logit_loss(logits, logits.flip(1)).item() > 0.1
 
 
+@pytest.mark.slow
 def test_distillation_brings_the_student_to_its_teacher(small):
     def distance(prepared):
         distiller = Distiller(prepared, small)
@@ -243,6 +252,7 @@ def test_a_teacher_of_another_form_needs_pairs_of_layers(small):
         other.loss((x,), prepared(x))
 
 
+@pytest.mark.slow
 def test_the_qat_command_trains_exports_and_agrees(tmp_path):
     out = tmp_path / "net.qdq.onnx"
     arguments = ["qat", f"{TRAINING}:once", "--teacher", f"{TRAINING}:net", "-o", str(out)]
@@ -267,6 +277,7 @@ def test_the_qat_command_trains_exports_and_agrees(tmp_path):
     assert "must return a deploy.fx.qat.Task, got Sequential" in str(shown.exception)
 
 
+@pytest.mark.slow
 def test_the_export_command_in_float_and_quantized(tmp_path):
     base = ["export", f"{TRAINING}:net", "--input", "2x1x8x8"]
     shown = CliRunner().invoke(cli, [*base, "-o", str(tmp_path / "float.onnx")])
@@ -293,6 +304,7 @@ def test_the_export_command_in_float_and_quantized(tmp_path):
         assert said in str(CliRunner().invoke(cli, wrong).exception)
 
 
+@pytest.mark.slow
 def test_the_exporter_never_falls_back_in_silence():
     class Branch(nn.Module):
         def forward(self, x):
@@ -319,6 +331,7 @@ def test_the_exporter_never_falls_back_in_silence():
         to_onnx(Pool(), [torch.ones(2, 3, 4, 4)], opset=17)
 
 
+@pytest.mark.slow
 def test_an_export_that_computes_something_else_is_refused():
     layer = nn.Linear(3, 2)
     exported = to_onnx(layer, [torch.ones(2, 3)])
@@ -337,6 +350,7 @@ def fashion_module():
     return fashion
 
 
+@pytest.mark.slow
 def test_the_demo_network_in_int8_from_torch(tmp_path):
     """Without any training data: 400 labelled images, 100 to calibrate with."""
     fashion = fashion_module()
@@ -350,6 +364,7 @@ def test_the_demo_network_in_int8_from_torch(tmp_path):
     assert found.samples == 400 and found.argmax == 1.0
 
 
+@pytest.mark.slow
 def test_4_bit_training_beats_calibration_alone_on_the_demo_network():
     """Label-free, from the float teacher on the 100 calibration images; full figures in docs."""
     fashion = fashion_module()
@@ -397,6 +412,7 @@ def setup():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["ascend", "onnxruntime", "tensorrt"])
 def test_a_trained_model_decides_on_the_npu_as_in_onnxruntime(target, tmp_path):
     """`calib8 qat`, then `calib8 ascend convert`, run in integers on all 400 images."""

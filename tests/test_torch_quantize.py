@@ -89,6 +89,7 @@ def optimized_operators(model, tmp_path):
     return operators(onnx.load(tmp_path / "optimized.onnx"))
 
 
+@pytest.mark.slow
 def test_a_prepared_model_still_computes_the_float_model(resnet, batches):
     for target in TARGETS:
         prepared = prepare(resnet, batches[0], target=target)
@@ -101,6 +102,7 @@ def sites(prepared):
     return {n.args[0].name: ({user.name for user in n.users}, n.target) for n in quants}
 
 
+@pytest.mark.slow
 def test_sites_follow_the_targets_rules(resnet, batches):
     found = {t: sites(prepare(resnet, batches[0], target=t)) for t in TARGETS}
     assert "x" in found["onnxruntime"] and "fc" not in found["onnxruntime"]
@@ -116,6 +118,7 @@ def test_sites_follow_the_targets_rules(resnet, batches):
     assert len(readers) == 2 and "layer1_0_conv1" in readers and readers & {"iadd", "add"}
 
 
+@pytest.mark.slow
 def test_scales_are_shared_as_the_target_shares_them():
     class Branches(nn.Module):
         def __init__(self):
@@ -145,6 +148,7 @@ def test_scales_are_shared_as_the_target_shares_them():
         groups(share=["relu"])
 
 
+@pytest.mark.slow
 def test_a_shared_range_is_that_of_all_its_tensors():
     class Wide(nn.Module):
         def __init__(self):
@@ -189,6 +193,7 @@ def test_a_shared_range_is_that_of_all_its_tensors():
     assert float(alone.hi) == 3.0 and int(alone.seen) == 1
 
 
+@pytest.mark.slow
 def test_grids_of_the_targets(resnet, batches):
     for name, zero in (("onnxruntime", None), ("tensorrt", 0), ("ascend", None)):
         table = scale_table(convert(calibrated(resnet, batches, target=name)))
@@ -203,6 +208,7 @@ def test_grids_of_the_targets(resnet, batches):
         prepare(resnet, batches[0], bits=16)
 
 
+@pytest.mark.slow
 def test_weights_are_the_calibrators_own(resnet, batches):
     prepared = calibrated(resnet, batches)
     converted = convert(prepared)
@@ -216,6 +222,7 @@ def test_weights_are_the_calibrators_own(resnet, batches):
     assert (layer.weight_int.numpy() == expected).mean() > 0.999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_the_exported_model_is_the_converted_one_within_one_code(made, batches, target):
     converted, exported = made(target)
@@ -253,6 +260,7 @@ def test_an_export_is_the_same_bytes_every_time(made, batches):
     assert again == exported.SerializeToString(deterministic=True)
 
 
+@pytest.mark.slow
 def test_calibration_does_not_depend_on_its_own_run(resnet, batches):
     tables = [scale_table(calibrated(resnet, batches)) for _ in range(2)]
     assert tables[0] == tables[1]
@@ -269,6 +277,7 @@ def test_ema_follows_its_formula():
     assert float(quant.scale) == pytest.approx(5 / 255)
 
 
+@pytest.mark.slow
 def test_fewer_bits_clip_before_the_8_bit_operator():
     model, data = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)), torch.randn(2, 3, 8, 8)
     converted = convert(calibrated(model.eval(), [(data,)], bits=4, target=STEM))
@@ -286,6 +295,7 @@ def test_fewer_bits_clip_before_the_8_bit_operator():
     ]
 
 
+@pytest.mark.slow
 def test_nan_no_data_and_dead_tensors_are_said(resnet, batches):
     prepared = prepare(resnet, batches[0])
     with pytest.raises(FeedError, match="at least one batch"):
@@ -300,6 +310,7 @@ def test_nan_no_data_and_dead_tensors_are_said(resnet, batches):
         prepare(resnet, [torch.zeros(1, 4, 64, 64)])
 
 
+@pytest.mark.slow
 def test_layers_are_left_in_float_by_name(resnet, batches):
     prepared = calibrated(resnet, batches, skip=["conv1"])
     assert isinstance(prepared.get_submodule("conv1"), nn.Conv2d)
@@ -308,6 +319,7 @@ def test_layers_are_left_in_float_by_name(resnet, batches):
         prepare(resnet, batches[0], skip=["nope"])
 
 
+@pytest.mark.slow
 def test_each_mode_has_its_size_and_error(resnet, batches):
     results = {r.mode: r for r in compare_modes(resnet, batches[0], batches)}
     assert list(results) == ["float", "weight-only", "dynamic", "static"]
@@ -332,6 +344,7 @@ def test_each_mode_has_its_size_and_error(resnet, batches):
         prepare(resnet, batches[0], mode="magic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "operator"),
     [("weight-only", "DequantizeLinear"), ("dynamic", "DynamicQuantizeLinear")],
@@ -414,6 +427,7 @@ class Net(nn.Module):
         return self.head(self.nt(self.conv(x)))
 
 
+@pytest.mark.slow
 def test_a_custom_module_goes_from_float_to_observed_to_quantized():
     model, x = Net().eval(), torch.randn(2, 3, 4, 4)
     prepared = prepare(model, [x], custom={NonTraceable: ObservedNonTraceable})
@@ -445,6 +459,7 @@ def test_a_leaf_stays_whole_in_float_and_exact():
     assert (prepared(x) - model(x)).abs().max() < 0.1
 
 
+@pytest.mark.slow
 def test_only_a_traceable_submodule_is_quantized(resnet):
     class Whole(nn.Module):
         def __init__(self):
@@ -466,6 +481,7 @@ def test_only_a_traceable_submodule_is_quantized(resnet):
     assert 0 < (converted(x) - model(x)).abs().max() < 0.05
 
 
+@pytest.mark.slow
 def test_norms_trained_with_their_layer_fold_exactly():
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -491,6 +507,7 @@ def test_norms_trained_with_their_layer_fold_exactly():
     assert ((converted(x) - frozen).abs() < 1e-5).float().mean() > 0.99
 
 
+@pytest.mark.slow
 def test_grouped_and_transposed_layers():
     model = nn.Sequential(
         nn.Conv2d(4, 8, 3, padding=1, groups=4, padding_mode="reflect"),
@@ -519,6 +536,7 @@ def real_model(name):
         raise
 
 
+@pytest.mark.slow
 def test_efficientnet_lite0_in_int8(tmp_path):
     model = real_model("efficientnet_lite0.py:make")
     x = torch.rand(2, 3, 224, 224) * 2 - 1
@@ -533,6 +551,7 @@ def test_efficientnet_lite0_in_int8(tmp_path):
     assert stored_bytes(converted) < 0.27 * stored_bytes(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "convs"), [("pnet", 32, 5), ("rnet", 24, 3)])
 def test_mtcnn_in_int8(name, size, convs, tmp_path):
     model = real_model(f"mtcnn.py:{name}")

@@ -128,6 +128,7 @@ def built(folder, name, *words, net="net"):
     return folder / f"built-{net}" / f"{net}-make{name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", list(SEARCHES))
 def test_export_and_build_find_the_same_scales(folder, method):
     words = ("--method", method, *GIVEN.get(method, ()))
@@ -137,6 +138,7 @@ def test_export_and_build_find_the_same_scales(folder, method):
     assert ours == theirs and len(ours) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [(), ("--method", "entropy")])
 def test_and_on_a_symmetric_grid(folder, method):
     words = ("--target", "tensorrt", *method)
@@ -145,6 +147,7 @@ def test_and_on_a_symmetric_grid(folder, method):
     assert {zero for _, zero in ours} == {0}
 
 
+@pytest.mark.slow
 def test_and_by_amcts_own_search_for_ascend(folder):
     ours, shown = exported(folder, "--target", "ascend")
     assert "ranges by AMCT's IFMR" in shown
@@ -161,6 +164,7 @@ def test_and_by_amcts_own_search_for_ascend(folder):
     assert "ranges by mse" in shown and asked != ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["minmax", "mse", "percentile"])
 @pytest.mark.parametrize(
     ("target", "name"), [("onnxruntime", ".int8.onnx"), ("tensorrt", ".tensorrt.qdq.onnx")]
@@ -181,6 +185,7 @@ def test_gates_pools_and_concats_have_the_ranges_of_build(folder, target, name, 
         assert {16, 6} <= {round(end, 4) for end in ends} and ends[0] > 16
 
 
+@pytest.mark.slow
 def test_training_that_follows_the_data_keeps_to_the_bounds(folder):
     from deploy.fx.source import load_module
 
@@ -199,6 +204,7 @@ def test_training_that_follows_the_data_keeps_to_the_bounds(folder):
     assert not [name for name, _ in convert(prepared).named_modules() if "watch" in name]
 
 
+@pytest.mark.slow
 def test_real_values_differ_by_float_rounding_alone(folder):
     for words in (("--method", "minmax"), ("--method", "percentile"), ()):
         ours, _ = exported(folder, *words, net="real")
@@ -225,6 +231,7 @@ def net(folder):
     return load_module(f"{folder / 'net.py'}:make")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*SEARCHES, "entropy-tensorrt 4"])
 def test_the_size_of_batches_changes_nothing(folder, method):
     x, target = torch.from_numpy(images(16)), "onnxruntime"
@@ -237,6 +244,7 @@ def test_the_size_of_batches_changes_nothing(folder, method):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_nor_in_amcts_search(folder):
     x, found = torch.from_numpy(images(16)), []
     for size in (1, 16):
@@ -247,6 +255,7 @@ def test_nor_in_amcts_search(folder):
     assert found[0][0] == found[1][0] and found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_first_batch_wants_whole_batches(folder):
     x, search = torch.from_numpy(images(9)), search_for("onnxruntime", "entropy-tensorrt 4")
     tables = []
@@ -271,6 +280,7 @@ def test_a_first_batch_wants_whole_batches(folder):
         calibrate(prepared, [x[:2, :1]], search=search_for("tensorrt", "entropy-tensorrt"))
 
 
+@pytest.mark.slow
 def test_samples_are_taken_from_every_input():
     class Two(nn.Module):
         def __init__(self):
@@ -291,6 +301,7 @@ def test_samples_are_taken_from_every_input():
     assert tables[0][1] == pytest.approx(5 * tables[0][0], rel=1e-5), scale_table(prepared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "ascend"])
 def test_tensors_without_sound_data_are_named(folder, target):
     x, search = torch.from_numpy(images(4)), search_for(target)
@@ -334,6 +345,7 @@ def test_a_range_on_a_grid_is_that_of_calibrators():
         assert on_grid(*ends, grid) == scale.on(grid)
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_searched_on_their_own_grid(folder):
     x = torch.from_numpy(images(8))
     for target in ("onnxruntime", "tensorrt"):

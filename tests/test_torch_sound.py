@@ -188,6 +188,7 @@ def task_of(model, **options):
     return Task(model=model, **(settings | options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -213,6 +214,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path, changed, said):
     path.unlink()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_state_of_every_generator(tmp_path):
     def batches(epoch):
         for _ in range(2):
@@ -242,6 +244,7 @@ def test_a_checkpoint_holds_the_state_of_every_generator(tmp_path):
     assert (np.random.rand(), random.random()) == drawn  # noqa: NPY002
 
 
+@pytest.mark.slow
 def test_what_stays_float_is_said_and_nothing_in_int8_is_refused(tmp_path):
     source = tmp_path / "net.py"
     source.write_text(
@@ -295,6 +298,7 @@ def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches():
         check_float(exported, model, [X])
 
 
+@pytest.mark.slow
 def test_outputs_that_do_not_depend_on_the_input_prove_nothing(tmp_path):
     source = tmp_path / "net.py"
     source.write_text(

@@ -121,6 +121,7 @@ def trained(run, tasks, name, out, *more):
     return run("qat", f"{tasks}:{name}", "--int8-stem", "-o", out, *more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_by_name_and_in_tuples_train_resume_and_export(tasks, run, tmp_path, name):
     whole, broken, kept = tmp_path / "w.onnx", tmp_path / "b.onnx", tmp_path / "kept.pt"

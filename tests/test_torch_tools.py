@@ -73,6 +73,7 @@ def run(*words):
     return done.output
 
 
+@pytest.mark.slow
 def test_a_fused_model_is_written_and_agrees(source, tmp_path):
     words = ("fuse", f"{source}:net", "--input", "2x3x8x8", "--leaf", "parts.1")
     shown = run(*words, "-o", tmp_path / "f.onnx")
@@ -142,6 +143,7 @@ def test_a_device_is_known_and_here(source, tmp_path):
         assert "the meta device holds none" in str(shown.exception)
 
 
+@pytest.mark.slow
 def test_observers_are_where_the_model_is():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval().to("meta")
     prepared = prepare(model, [X.to("meta")], target="tensorrt")
@@ -169,6 +171,7 @@ def test_batches_are_brought_to_the_model_and_results_back():
     assert Reached(Asks())(torch.zeros(1, 2))["y"].device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16_and_on_a_named_device(source, tmp_path):
     scope = {}
     exec(compile(NET, "net", "exec"), scope)

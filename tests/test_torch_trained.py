@@ -136,6 +136,7 @@ def data(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_a_trained_detector_goes_to_every_target(trained, data, run, tmp_path, target):
     out, model = tmp_path / "out", trained(target)
@@ -156,6 +157,7 @@ def test_a_trained_detector_goes_to_every_target(trained, data, run, tmp_path, t
         assert (out / "onnxruntime.qdq.int8.onnx").read_bytes() == model.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_training_that_was_killed_goes_on_to_the_same_bytes(trained, tmp_path, target):
     whole = trained(target)

@@ -27,6 +27,7 @@ def pictures(seed, count=2):
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_shape_is_quantized_and_runs_in_onnxruntime_as_in_torch(name):
     model, batches = make(name), [(pictures(0),), (pictures(1),)]
@@ -72,6 +73,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_a_detector_trains_on_each_grid_and_goes_on_after_a_break(target, tmp_path):
     whole = train(task(), target=target)
@@ -91,6 +93,7 @@ def test_a_detector_trains_on_each_grid_and_goes_on_after_a_break(target, tmp_pa
     assert all(torch.equal(wanted[name], got[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_norms_train_with_their_layers_where_they_are_functions():
     prepared = prepare(make("norms").train(), [pictures(0)], norms="train")
     merged = [m for m in prepared.modules() if type(m).__name__ == "QatConvBn"]
@@ -100,6 +103,7 @@ def test_norms_train_with_their_layers_where_they_are_functions():
     assert not torch.equal(before, merged[0].norm.running_mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["detector", "all_norms"])
 def test_the_commands_build_them(run, tmp_path, name):
     images = tmp_path / "images.npy"
@@ -117,6 +121,7 @@ def test_the_commands_build_them(run, tmp_path, name):
     assert nodes.count("Conv") == {"detector": 17, "all_norms": 8}[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "ascend"])  # scales by channel, and one
 def test_a_bias_after_a_tensor_of_next_to_nothing_is_kept(target):
     torch.manual_seed(0)
