@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
+from calibrators.amct.adaround import AdaParams
+from calibrators.amct.hfmg import HfmgParams
+from calibrators.amct.ifmr import IfmrParams
 from deploy.errors import ConfigError, ModelError
 from deploy.targets.ascend.config import default_config, settled
 from deploy.targets.ascend.config_json import read_config, write_config
+from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.record import LayerRecord, check_record, read_record, write_record
 from deploy.targets.ascend.simple_config import read_simple_config, write_simple_config
@@ -57,6 +62,27 @@ def test_four_bits_do_not_fit_the_simplified_form():
     config = settled(read_config(conf(conv1=layer(act={"num_bits": 4}))), GRAPH)
     with pytest.raises(ConfigError, match="write JSON"):
         write_simple_config(config)
+
+
+def test_what_a_configuration_leaves_out_is_amcts_default():
+    ifmr = {
+        "max_percentile": 0.999999, "min_percentile": 0.999999, "search_range": (0.7, 1.3),
+        "search_step": 0.01,
+    }  # fmt: skip
+    ada = {
+        "num_iteration": 10000, "reg_param": 0.01, "beta_range": (20.0, 2.0), "warm_start": 0.2,
+    }  # fmt: skip
+    activation = {"num_bits": 8, "act_algo": "ifmr", "asymmetric": None, "num_of_bins": 4096}
+    weight = {"num_bits": 8, "wts_algo": "arq_quantize", "channel_wise": None}
+    assert asdict(LayerConfig()) == {
+        "quant_enable": True, "dmq_balancer_param": None, "activation": activation | ifmr,
+        "weight": weight | ada,
+    }  # fmt: skip
+    assert asdict(IfmrParams()) == ifmr | {"bits": 8, "with_offset": False}
+    assert asdict(HfmgParams()) == {"nbins": 4096, "bits": 8, "with_offset": True}
+    assert asdict(AdaParams()) == ada
+    left = {k: v for k, v in asdict(QuantConfig()).items() if v}
+    assert left == {"version": 1, "batch_num": 1, "activation_offset": True, "do_fusion": True}
 
 
 @pytest.mark.parametrize("count", [1, 100, 2**31 - 1])
