@@ -8,6 +8,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.metrics.tasks import shares
+
 STEPS, FEATURES, CLASSES = 50, 8, 6
 
 
@@ -289,3 +291,98 @@ def test_what_is_ranked_is_told_by_its_places(build):
     _, out, told = build(best_few)
     assert told["task"]["task"] == "classes" and "among the best 3" in told["task"]["words"]
     assert told["top1_agreement"] == told["task"]["value"] and "gives one class" not in out
+
+
+def of(*counts):
+    """(value, how often), ... -> [n]."""
+    return np.concatenate([np.full(count, value) for value, count in counts])
+
+
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        ([1, 0], True), ([0.91, 0.09], True), ([0.9, 0.05], False), ([0.95, 0.1], False),
+        ([0.95, 0.95], False), ([0.05, 0.05], False), ([1.1, 0], False), ([1, -0.1], False),
+    ],
+)  # fmt: skip
+def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, are):
+    assert shares.are_switches([np.array([[value]]) for value in values]) == are
+    assert not shares.are_switches([np.array([[value, value]]) for value in values])
+
+
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        (of((0.95, 2), (0.05, 6)), True), (of((0.95, 2), (0.05, 5)), False),  # eight steps
+        (of((0.9, 30), (0.89, 24), (0.05, 46)), True),
+        (of((0.9, 30), (0.5, 25), (0.05, 45)), False),
+        (of((0.95, 10), (0.5, 9), (0.1, 81)), True), (of((0.95, 10), (0.11, 10), (0, 80)), False),
+        (of((0.95, 8)), False), (of((0.95, 7), (0.45, 1)), True),
+        (of((1.1, 2), (0.05, 6)), False), (of((0.95, 2), (-0.1, 6)), False),
+    ],
+)  # fmt: skip
+def test_values_of_steps_are_probabilities_where_few_are_between(values, are):
+    assert shares.are_tracks([values.reshape(1, -1)]) == are
+
+
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        (of((9, 2), (-9, 6)), True), (of((9, 2), (-9, 5)), False), (of((9, 1), (-9, 7)), False),
+        (of((9, 7), (-9, 1)), False), (of((40, 2), (-9, 6)), True), (of((41, 2), (-9, 6)), False),
+        (of((9, 2), (0, 6)), False), (of((9, 2), (0, 5), (-1, 1)), True),
+        (of((3.1, 2), (6.9, 2), (-3.1, 2), (-6.9, 2)), True),  # 10 apart, each side by 1.9
+        (of((3, 2), (7, 2), (-3, 2), (-7, 2)), False),
+    ],
+)  # fmt: skip
+def test_values_of_steps_are_raw_scores_where_the_two_sides_of_0_are_apart(values, are):
+    assert shares.are_raw_tracks([values.reshape(1, -1)]) == are
+
+
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        (of((0.9, 19), (0.1, 61)), True), (of((0.9, 20), (0.1, 60)), False),
+        (of((0.1, 80)), False), (of((0.9, 1), (0.1, 79)), True),
+        (of((0.9, 9), (0.4, 3), (0.1, 68)), True), (of((0.9, 9), (0.4, 4), (0.1, 67)), False),
+        (of((0.9, 9), (0.3, 36), (0.1, 35)), True), (of((0.9, 9), (0.1, 61)), False),
+        (of((1.1, 9), (0.1, 71)), False), (of((0.9, 9), (-0.1, 71)), False),
+    ],
+)  # fmt: skip
+def test_decisions_are_a_few_probabilities_above_a_half_in_several_outputs(values, are):
+    output = [values.reshape(1, -1, 10)]  # 8 steps, or 7
+    assert shares.are_decisions([output, output]) == are
+    assert not shares.are_decisions([output])
+    assert not shares.are_decisions([output, [np.concatenate(output * 2, axis=1)]])
+
+
+def scored(apart, mean=0.0, steps=8):
+    """Raw scores [1, T, 2], `apart` from their mean, which is `mean` and -`mean` in turn."""
+    sides, means = np.tile([1, -1], steps // 2), np.tile([1, 1, -1, -1], steps // 4)
+    return np.stack([sides * apart + mean * means, mean * means - sides * apart], axis=1)[None]
+
+
+@pytest.mark.parametrize(
+    ("scores", "alone", "beside"),
+    [
+        (scored(0.7), 2, True),
+        (scored(0.69), None, True),  # 0.80 of a Softmax
+        (scored(0.21), None, True),
+        (scored(0.2), None, False),  # 0.60
+        (scored(4, 0.9), 2, True),
+        (scored(4, 1.1), None, True),  # a quarter
+        (scored(4, 1.9), None, True),
+        (scored(4, 2.1), None, False),  # a half
+        (scored(4, steps=4), 2, True),
+        (scored(4)[:, :3], None, False),
+        (scored(4)[:, ::2], None, False),  # one class alone
+    ],
+)
+def test_raw_scores_of_steps_are_classes_where_they_are_sure_and_about_0(scores, alone, beside):
+    assert shares.layout_of([scores], raw=True) == alone
+    assert shares.are_heads([[scores], [scores]]) == beside
+    assert shares.layout_of([scores], raw=False) is None and not shares.are_heads([[scores]])
+
+
+def test_the_share_of_the_best_class_is_a_softmaxs():
+    assert shares.best_share(np.log([[3, 1], [1, 1]])) == pytest.approx((0.75 + 0.5) / 2)
