@@ -5,6 +5,7 @@ import pytest
 
 from deploy.metrics.form import form_of
 from deploy.metrics.tasks.detections import Detections, matched, overlaps, suppressed
+from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.grid import Grid
 from deploy.metrics.tasks.text import edit_distance
 
@@ -326,6 +327,50 @@ def test_features_of_a_picture_are_embeddings_and_scores_of_a_thousand_are_class
         same_task([{"f": one["f"] / 100 - np.float32(least / 100)} for one in features])
         != "embeddings"
     )
+
+
+@pytest.mark.parametrize(
+    ("vector", "unit"),
+    [
+        (np.full(16, 0.25), True), (np.full(16, 0.25 * 1.009), True),
+        (np.full(16, 0.25 * 1.011), False), (np.full(16, 0.25 * 0.991), True),
+        (np.full(16, 0.25 * 0.989), False), (np.full(4, 0.5), False), (-np.full(5, 0.2**0.5), True),
+    ],
+)  # fmt: skip
+def test_a_vector_of_length_one_is_not_of_a_few_numbers(vector, unit):
+    assert of_unit_length(vector) == unit
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "most", "features"),
+    [
+        (32, 0, 2, True), (16, 0, 2, False), (72, 0, 2, False), (80, 0, 2, True),
+        (64, -0.375, 2, True), (64, -0.376, 2, False), (64, 0, 1.02, True), (64, 0, 1.01, False),
+    ],
+)  # fmt: skip
+def test_features_are_many_none_far_below_zero_and_some_above_one(size, least, most, features):
+    rows = [np.linspace(least, high, size)[None] for high in (most, most + 1)]
+    assert are_features(rows) == features
+
+
+@pytest.mark.parametrize(
+    ("counts", "embedding"),
+    [
+        (((1, 16), (-1, 16)), True),
+        (((1, 15), (-1, 16)), False),  # 32 numbers
+        (((1.55, 1), (1, 31), (-1, 32)), True),
+        (((1.65, 1), (1, 31), (-1, 32)), False),
+        (((1, 39), (-1, 25)), True),
+        (((1, 40), (-1, 24)), False),
+        (((1, 1), (-1, 1), (0.2, 31), (-0.2, 31)), True),
+        (((1, 1), (-1, 1), (0.1, 31), (-0.1, 31)), False),
+    ],
+)
+def test_an_embedding_is_long_and_lies_about_zero(counts, embedding):
+    values = np.concatenate([np.full(count, value, np.float32) for value, count in counts])
+    shuffled = rng().permutation(values)[None]  # in order they were points
+    sound = [{"x": np.zeros((1, 64), np.float32)}] * 2
+    assert (same_task([{"e": shuffled}, {"e": -shuffled}], sound) == "embeddings") == embedding
 
 
 def test_sure_classes_are_no_vectors_of_length_one():
