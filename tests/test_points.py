@@ -110,6 +110,44 @@ def test_other_numbers_are_no_points(what, values):
     assert form.task is None or form.task.name != "key points", what
 
 
+def between(count, low, high, flat=False):
+    """So many points evenly between two shares of the picture's side, in its pixels."""
+    along = np.linspace(low, high, count) * SIDE
+    places = np.stack([along, along if flat else np.roll(along, count // 2)], axis=1)
+    return {"y": np.float32(places).reshape(1, *((-1,) if flat else (count, 2)))}
+
+
+@pytest.mark.parametrize(
+    ("output", "points"),
+    [
+        (between(4, 0.2, 0.7), True), (between(3, 0.2, 0.7), False),
+        (between(600, 0.2, 0.7), True), (between(601, 0.2, 0.7), False),
+        (between(8, 0.2, 0.7, flat=True), True), (between(7, 0.2, 0.7, flat=True), False),
+        (between(50, 0.05, 0.26), True), (between(50, 0.04, 0.25), False),  # in the mean 0.15
+        (between(50, 0.74, 0.95), True), (between(50, 0.75, 0.96), False),  # and 0.85
+        (between(50, 0.48, 0.52), True), (between(50, 0.485, 0.515), False),  # 0.01 apart
+        (between(50, -0.3, 1.3), True), (between(50, -0.4, 1.4), False),  # and 0.5
+        (between(50, 0.05, 1.45), True), (between(50, 0.05, 1.6), False),  # half a side beyond
+    ],
+)  # fmt: skip
+def test_points_are_places_in_and_around_the_picture(output, points):
+    task = form_of([output] * 2, inputs=[fed()] * 2).task
+    assert (task is not None and task.name == "key points") == points
+
+
+@pytest.mark.parametrize(("sure", "far", "count"), [
+    (0.21, 0.029, "48 of 48"), (0.21, 0.031, "47 of 48"), (0.19, 0.031, "46 of 46"),
+])  # fmt: skip
+def test_a_point_is_near_within_three_percent_where_fp32_is_sure_of_it(sure, far, count):
+    own = output(0, unit=1, more=1, flat=False)
+    own["y"][..., 2] = 0.9
+    own["y"][0, 0, 5, 2] = sure
+    other = {"y": own["y"].copy()}
+    places = np.delete(own["y"][0, 0, :, :2], 5 if sure < 0.2 else [], axis=0)
+    other["y"][0, 0, 5, 0] += far * np.ptp(places, axis=0).max()
+    assert figure([own] * 2, [own, other])[1].count == count
+
+
 def test_without_a_picture_nothing_is_a_place_in_it():
     form = form_of([output(n) for n in range(4)], inputs=[{"x": np.zeros((1, 9), np.float32)}] * 4)
     assert form.task is None
