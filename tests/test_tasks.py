@@ -6,6 +6,7 @@ import pytest
 from deploy.metrics.form import form_of
 from deploy.metrics.tasks.detections import Detections, matched, overlaps, suppressed
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
+from deploy.metrics.tasks.masks import Masks
 from deploy.metrics.tasks.grid import Grid
 from deploy.metrics.tasks.text import edit_distance
 
@@ -934,6 +935,85 @@ def test_masks_are_judged_by_iou(last):
     assert form.task.form == "m, s: maps of 0 to 1" and found.value == pytest.approx(6 / 10)
     halved = [{**one, "s": one["s"][:, :, ::2, ::2]} for one in stages]
     assert same_task(halved, inputs) is None
+
+
+def shaded(*shares, side=(64, 64), channels=1, last=False):
+    """A map [1, C, H, W] whose values are (value, share of the pixels), ... in order."""
+    height, width = side
+    ends = np.round(np.cumsum([0, *(share for _, share in shares)]) * height * width).astype(int)
+    flat = np.concatenate(
+        [np.full(b - a, v) for (v, _), a, b in zip(shares, ends, ends[1:], strict=False)]
+    )
+    value = np.broadcast_to(np.float32(flat).reshape(1, 1, *side), (1, channels, *side))
+    return {"m": np.moveaxis(value, 1, 3) if last else value}
+
+
+MASK = (0.95, 0.3), (0.05, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("output", "masks"),
+    [
+        (shaded(*MASK), True), (shaded(*MASK, channels=4), True),
+        (shaded(*MASK, channels=5), False), (shaded(*MASK, channels=4, last=True), True),
+        (shaded(*MASK, side=(16, 16)), True), (shaded(*MASK, side=(15, 16)), False),
+        (shaded(*MASK, side=(16, 15)), False), (shaded(*MASK, side=(65, 64)), False),
+        (shaded((0.95, 0.3), (0.5, 0.24), (0.05, 0.46)), True),
+        (shaded((0.95, 0.3), (0.5, 0.26), (0.05, 0.44)), False),
+        (shaded((0.95, 0.3), (0.11, 0.3), (0.05, 0.4)), False),
+        (shaded((0.95, 0.3), (0.89, 0.3), (0.05, 0.4)), False),
+        (shaded((0.31, 0.1), (0.05, 0.9)), True), (shaded((0.29, 0.1), (0.05, 0.9)), False),
+        (shaded((1.14, 0.3), (-0.14, 0.7)), True), (shaded((1.16, 0.3), (0.05, 0.7)), False),
+        (shaded((0.95, 0.3), (-0.16, 0.7)), False),
+    ],
+)  # fmt: skip
+def test_a_mask_is_near_0_or_1_and_of_the_pictures_size(output, masks):
+    assert (same_task([output] * 2, [fed((64, 64))] * 2) == "masks") == masks
+
+
+@pytest.mark.parametrize(
+    ("output", "side", "masks"),
+    [
+        (shaded(*MASK, side=(16, 16)), (128, 128), True),  # an eighth of the picture
+        (shaded(*MASK, side=(16, 16)), (129, 128), False),
+    ],
+)
+def test_a_mask_is_not_much_smaller_than_the_picture(output, side, masks):
+    assert (same_task([output] * 2, [fed(side)] * 2) == "masks") == masks
+
+
+@pytest.mark.parametrize(
+    ("share", "value", "said"),
+    [
+        (0.003, 0.6, "0.5"), (0.0015, 0.6, "0.3"), (0.003, 0.4, "0.3"), (0.0008, 0.4, "0.1"),
+        (0.003, 0.2, "0.1"), (0.0004, 0.2, None), (0.003, 0.09, None),
+    ],
+)  # fmt: skip
+def test_masks_are_compared_above_the_highest_threshold_with_pixels_enough(share, value, said):
+    tally = Masks(("m",)).tally()
+    seen = shaded((value, share), (0.0, 1 - share), side=(100, 100))
+    tally.add({}, seen, seen)
+    found = tally.result()
+    assert (found and found.words) == (said and f"IoU 1.000 of the pixels above {said}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "least", "most", "task"),
+    [
+        ((1, 16, 64), 0, 1, "segmentation"),
+        ((1, 15, 64), 0, 1, None),
+        ((1, 64, 65), 0, 1, None),
+        ((1, 1, 64, 64), 0, 1, "segmentation"),
+        ((1, 64, 64), -1, 1, None),
+        ((1, 64, 64), 0, 0, None),
+        ((1, 64, 64), 0, 1023, "segmentation"),
+        ((1, 64, 64), 0, 1024, None),
+    ],
+)
+def test_pictures_of_class_numbers_are_segmentation(shape, least, most, task):
+    numbers = np.full(shape, least, np.int64)
+    numbers[..., :8] = most
+    assert same_task([{"y": numbers}] * 2, [fed((64, 64))] * 2) == task
 
 
 def test_peaks_of_heat_maps_within_a_pixel():
