@@ -1,11 +1,14 @@
 """AIPP for cameras and DVPP: what the hardware computes of YUV pictures, run in numpy."""
 
+from types import SimpleNamespace
+
 import cv2
 import numpy as np
 import pytest
 
 from deploy.feed.preprocess import Preprocess
 from deploy.targets.ascend.aipp import write_aipp
+from deploy.targets.ascend.aipp_files import write_aipp_files
 from deploy.targets.ascend.aipp_run import judged, run_aipp
 from deploy.targets.ascend.csc import matrix, to_yuv
 from deploy.targets.ascend.proto import parse_text
@@ -131,6 +134,13 @@ def test_the_command_writes_it_and_says_how_near_it_is(run, small_cnn, pictures,
     assert "AIPP's arithmetic on 2 samples" in readme and "NV21" in readme
     code, out, _ = run("ascend", "check", tmp_path / "small_cnn_aipp.cfg")
     assert code == 0 and "sound AIPP" in out
+
+
+def test_arrays_have_no_aipp_file():
+    files = {}
+    request = SimpleNamespace(manifest={"preprocess": None})
+    said = write_aipp_files(request, files, Source(), first_layer_int8=False)
+    assert said == ["No AIPP file: the calibration was fed arrays, not pictures."] and not files
 
 
 def test_the_command_writes_dynamic_aipp(run, small_cnn, pictures, tmp_path):

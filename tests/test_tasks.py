@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from deploy.metrics.form import form_of
+from deploy.metrics.tasks import outlines
 from deploy.metrics.tasks.detections import Detections, matched, overlaps, suppressed
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
-from deploy.metrics.tasks.masks import Masks
 from deploy.metrics.tasks.grid import Grid
+from deploy.metrics.tasks.masks import Masks
 from deploy.metrics.tasks.text import edit_distance
 
 SIZE = (160, 224)  # height, width of the picture
@@ -166,6 +167,43 @@ def test_suppression_is_by_class_and_matching_one_to_one():
     np.testing.assert_allclose(kept.scores, [0.9, 0.7, 0.6])
     assert list(map(len, matched(kept, kept, [0.05, 0.65]))) == [3, 2]
     assert len(matched(found, kept)[0]) == 3  # one box of the candidate stands for one
+
+
+@pytest.mark.parametrize(("side", "same"), [(5.1, True), (5.0, False)])  # of 10: IoU 0.51, 0.5
+def test_boxes_are_one_above_an_iou_of_a_half(side, same):
+    both = np.array([[0.0, 0, 10, 10], [0, 0, 10, side]])
+    one, other = (Detections.of(box[None], np.ones(1), np.zeros(1, np.int64)) for box in both)
+    assert bool(matched(one, other)[0]) == same
+    found = Detections.of(both, np.array([0.9, 0.8]), np.zeros(2, np.int64))
+    assert len(suppressed(found).scores) == 2 - same
+
+
+def test_detections_are_the_thousand_best_above_the_lowest_score():
+    boxes = np.tile([0.0, 0, 1, 1], (1200, 1))
+    scores = np.linspace(0.9, 0.1, 1200)
+    found = Detections.of(boxes, scores, np.arange(1200))
+    assert found.classes.tolist() == list(range(1000))
+    boxes[0, 3], scores[1:] = np.nan, 0.05
+    scores[[7, 3]] = 0.051, 0.052
+    assert Detections.of(boxes, scores, np.arange(1200)).classes.tolist() == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("moved", "seen", "columns", "same"),
+    [
+        (1.9, 1, 20, True), (2.1, 1, 20, False), (2.1, 0.5, 20, True),  # points that are seen
+        (0, 1, 16, True), (0, 1, 15, False),  # masks of more than three quarters
+    ],
+)  # fmt: skip
+def test_boxes_are_one_where_points_and_masks_are_alike_too(moved, seen, columns, same):
+    def found(moved, columns):
+        points = np.array([[[5 + moved, 5, seen], [9, 9, 0.4]]])
+        cells = np.broadcast_to(np.where(np.arange(20) < columns, 1.0, -1.0), (1, 20, 20))
+        masks = outlines.Masks(np.ones((1, 1)), cells, 1.0)
+        box = np.array([[0.0, 0, 20, 20]])
+        return Detections(box, np.ones(1), np.zeros(1, np.int64), points, masks)
+
+    assert bool(matched(found(0, 20), found(moved, columns))[0]) == same
 
 
 # ------------------------------------------------------------------ classes
