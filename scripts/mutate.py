@@ -282,19 +282,22 @@ def _contexts(file: str) -> dict[int, set[str]]:
 
 
 def tests_of(mutant: Mutant, seconds: dict[str, float], sources: list[str]) -> list[str]:
-    """The tests that execute a mutant's line; those that use what a line at import defines."""
+    """The tests that execute a line; of one that runs at import, those that use what it defines."""
     first, last = mutant.statement
     places = {(mutant.file, n) for n in range(first, last + 1)}
+    files = set()  # of which all tests may see it
     if mutant.names:
         word = re.compile(r"\b(" + "|".join(map(re.escape, mutant.names)) + r")\b")
         for file in sources:
             lines = (ROOT / file).read_text().splitlines()
             places |= {(file, n) for n, line in enumerate(lines, 1) if word.search(line)}
+        written = {test.split("::")[0] for test in seconds}
+        files = {file for file in written if word.search((ROOT / file).read_text())}
     found = {name for file, n in places for name in _contexts(file).get(n, ())}
     if mutant.names and not found:
         found = {name for names in _contexts(mutant.file).values() for name in names}
     # a fixture may be made once for all tests of a file
-    files = {name.split("::")[0] for name in found if name.endswith("|setup")}
+    files |= {name.split("::")[0] for name in found if name.endswith("|setup")}
     exact = {name.rpartition("|")[0] for name in found}
     return [test for test in seconds if test in exact or test.split("::")[0] in files]
 
