@@ -71,6 +71,16 @@ def test_peaks_are_objects_of_the_sizes_beside_them(raw, classes):
     assert np.abs(boxes - [x - wide, y - tall, x + wide, y + tall]).max(axis=1).min() < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("stride", "boxes"),
+    [(1, False), (2, True), (3, False), (4, True), (8, True), (9, False), (16, False)],
+)
+def test_cells_are_of_two_four_or_eight_pixels(stride, boxes):
+    picture = {"images": np.zeros((1, 3, CELLS[0] * stride, CELLS[1] * stride), np.float32)}
+    task = form_of([outputs(n) for n in range(4)], inputs=[picture] * 4).task
+    assert (task is not None and task.name == "boxes") == boxes
+
+
 def test_objects_that_change_their_size_or_class_are_lost():
     references = [outputs(n) for n in range(8)]
     _, small = figure([outputs(n, wide=5) for n in range(8)], references)

@@ -98,6 +98,10 @@ NUMBERS = {
             [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Pow", ["s", "two"], "y", {})],
             (-8, 8),
         ),
+        (
+            [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Pow", ["s", "one"], "y", {})],
+            (-8, 8),
+        ),
         (GELU, (-3 * math.sqrt(2), math.inf)),
         (HALVED_FIRST, (-3 * math.sqrt(2), math.inf)),
         (

@@ -1099,7 +1099,7 @@ def test_texts_are_decoded_and_edits_counted(raw, turned, blank):
 @pytest.mark.parametrize(
     ("best", "symbols", "fed_with", "text"),
     [
-        ([0, 1, 0, 2], 11, 0, True), ([0, 1, 0, 2], 10, 0, False),
+        ([0, 1, 0, 2], 11, 0, True), ([0, 1, 0, 2], 10, 0, False), ([0, 1, 0, 1], 11, 0, True),
         ([0, 1, 0], 11, 0, False), ([0, 0, 0, 0], 11, 0, False),
         ([0, 1, 0, 2], 11, 3, True), ([0, 1, 0, 2], 11, 4, False),  # as of tokens
         ([1, 0, 0, 2], 11, 0, True), ([1, 5, 5, 2], 11, 0, False),  # the blank is first or last

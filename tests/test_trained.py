@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -9,7 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.frontends import load_either
+from deploy.graph.placement import ONNXRUNTIME
 from deploy.ort import OrtSession
+from deploy.targets.trained import decisions_of
 
 BUILD = ("--duration", 0)
 ALL = ("--target", "onnxruntime,tensorrt,ascend")
@@ -98,6 +101,16 @@ def integers(model):
 
 
 # --- its own target: to the bit; another: the same real range --------------------------------
+
+
+def test_a_layer_whose_output_has_no_pair_computes_in_float(small_cnn):
+    model = load_either(small_cnn).model
+    convs = [node.name for node in model.graph.node if node.op_type == "Conv"]
+    trained = SimpleNamespace(name="a/m.onnx", floats={convs[0]: "why"}, written={convs[1]})
+    found = {d.node: d.reason for d in decisions_of(trained, model, ONNXRUNTIME)}
+    assert [found[name] for name in convs] == [
+        "why", "", "no pair stands on what it makes in m.onnx",
+    ]  # fmt: skip
 
 
 def test_the_own_grid_of_onnxruntime_is_kept_to_the_bit(built, made):
