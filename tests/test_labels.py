@@ -6,6 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.metrics.form import form_of
+from deploy.metrics.tasks.labels import Labels
 
 LABELS, SIDE = 12, 32
 
@@ -69,6 +70,42 @@ def test_the_threshold_goes_down_until_there_are_labels():
     silent = form.task.tally()
     silent.add(fed(), {"y": rows[0] * 0}, {"y": rows[0]})
     assert silent.result() is None
+
+
+@pytest.mark.parametrize(
+    ("score", "count", "threshold"),
+    [
+        (0.51, 20, 0.5), (0.51, 19, 0.3), (0.49, 20, 0.3), (0.31, 5, 0.3), (0.31, 4, None),
+        (0.29, 5, 0.1), (0.11, 5, 0.1), (0.11, 4, None), (0.09, 20, None),
+    ],
+)  # fmt: skip
+def test_the_threshold_is_the_highest_with_labels_enough(score, count, threshold):
+    row = {"y": np.concatenate([np.full(count, score), np.zeros(4)])[None]}
+    tally = Labels("y", count + 4, raw=False).tally()
+    tally.add(fed(), row, row)
+    found = tally.result()
+    assert (found and found.words.rpartition("above ")[2]) == (threshold and f"{threshold})")
+
+
+@pytest.mark.parametrize(
+    ("counts", "labels"),
+    [
+        (((0.95, 2), (0.05, 2)), True), (((0.95, 2), (0.05, 1)), False),  # four labels
+        (((0.95, 1), (0.05, 3)), False), (((0.51, 2), (0.05, 8)), True),  # two of a sample
+        (((0.49, 2), (0.05, 8)), False), (((0.95, 2), (0.5, 2), (0.05, 5)), True),
+        (((0.95, 3), (0.5, 2), (0.05, 5)), True), (((0.95, 3), (0.5, 3), (0.05, 6)), False),
+        (((0.95, 5), (0.05, 5)), True), (((0.95, 6), (0.05, 5)), False),  # half of all are off
+        (((1.1, 2), (0.05, 8)), False), (((0.95, 1), (0.91, 1), (0.09, 8)), True),
+    ],
+)  # fmt: skip
+def test_labels_are_several_of_a_sample_and_seldom_in_between(counts, labels):
+    row = np.concatenate([np.full(count, share) for share, count in counts])[None]
+    assert (task_of([row, row[:, ::-1]]) == "labels") == labels
+
+
+@pytest.mark.parametrize(("on", "labels"), [((2, 2), True), ((2, 1), False), ((3, 1), True)])
+def test_raw_labels_are_several_in_the_mean(on, labels):
+    assert (task_of([scores(n, on=count) for n, count in enumerate(on)]) == "labels") == labels
 
 
 def test_one_class_a_sample_is_no_label():

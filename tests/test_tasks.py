@@ -8,6 +8,7 @@ from deploy.metrics.tasks import outlines
 from deploy.metrics.tasks.detections import Detections, matched, overlaps, suppressed
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.grid import Grid
+from deploy.metrics.tasks.heatmaps import HeatMaps
 from deploy.metrics.tasks.masks import Masks
 from deploy.metrics.tasks.text import edit_distance
 
@@ -1068,6 +1069,37 @@ def test_peaks_of_heat_maps_within_a_pixel():
     form, found = figure([maps(places)] * 4, [maps(moved)] * 4)
     assert form.task.name == "heat maps"
     assert found.words == "60 of 68 peaks of FP32 within a pixel"
+
+
+def peaked(*, channels=4, side=16, peak=0.9, pixels=12, rest=0.0):
+    """Maps [1, K, H, W], each with so many pixels of one height."""
+    maps = np.full((1, channels, side * side), rest, np.float32)
+    maps[..., 40 : 40 + pixels] = peak
+    return {"heat": maps.reshape(1, channels, side, side)}
+
+
+@pytest.mark.parametrize(
+    ("how", "heat"),
+    [
+        ({}, True), ({"channels": 3}, False), ({"side": 15}, False), ({"pixels": 13}, False),
+        ({"peak": 0.21}, True), ({"peak": 0.2}, False), ({"peak": 1.5}, True),
+        ({"peak": 1.51}, False), ({"rest": -0.29}, True), ({"rest": -0.31}, False),
+        ({"rest": 0.44}, True), ({"rest": 0.46}, False), ({"peak": np.nan}, False),
+    ],
+)  # fmt: skip
+def test_a_heat_map_is_low_but_for_a_narrow_peak(how, heat):
+    assert (same_task([peaked(**how)] * 2) == "heat maps") == heat
+
+
+@pytest.mark.parametrize(("lower", "heat"), [(1, True), (2, False)])
+def test_most_heat_maps_have_their_peak(lower, heat):
+    maps = peaked(pixels=1)
+    maps["heat"][:, :lower] = 0.1
+    assert (same_task([maps] * 2) == "heat maps") == heat
+    tally = HeatMaps("heat", 4).tally()
+    tally.add({}, maps, {"heat": np.roll(maps["heat"], (1, 1), axis=(2, 3))})
+    tally.add({}, maps, {"heat": np.roll(maps["heat"], 2, axis=2)})
+    assert tally.result().count == f"{4 - lower} of {2 * (4 - lower)}"
 
 
 # ------------------------------------------------------------------ text
