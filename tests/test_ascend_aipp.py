@@ -124,8 +124,10 @@ def aipp(run, small_cnn, pictures, out, *words):
 
 def test_the_command_writes_it_and_says_how_near_it_is(run, small_cnn, pictures, tmp_path):
     words = ("--source-color", "nv21", "--csc", "bt709-full", "--source-size", "20x24")
-    code, _, err = aipp(run, small_cnn, pictures, tmp_path, *words)
+    code, _, err = aipp(run, small_cnn, pictures, tmp_path, *words, "--first-layer-int8")
     assert code == 0, err
+    text = (tmp_path / "small_cnn_compression.cfg").read_text()
+    assert parse_text("CompressionOptions", text, "it").enable_first_layer_quantization
     (op,) = parse_text("InsertNewOps", (tmp_path / "small_cnn_aipp.cfg").read_text(), "it").aipp_op
     assert (op.input_format, op.rbuv_swap_switch, op.csc_switch) == (1, True, True)
     assert (op.src_image_size_h, op.src_image_size_w, op.crop_size_w) == (20, 24, 16)
