@@ -17,6 +17,7 @@ import ast
 import contextlib
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -302,8 +303,26 @@ def tests_of(mutant: Mutant, seconds: dict[str, float], sources: list[str]) -> l
     return [test for test in seconds if test in exact or test.split("::")[0] in files]
 
 
-def judge(copy: Path, tests: list[str], seconds: dict[str, float]) -> str:
-    """Run the tests of the mutant in a copy: what killed it, or nothing if it survives."""
+def judge(
+    mutant: Mutant, copy: Path, tests: list[str], seconds: dict[str, float], *, times: Iterator[int]
+) -> str:
+    """Run the tests of a mutant in a copy: what killed it, or nothing if it survives.
+
+    A test that fails kills if it fails alone too, and passes alone without the mutant: not one that
+    depends on the tests before it.
+    """
+    path, whole = copy / mutant.file, (ROOT / mutant.file).read_bytes()
+    changed = whole[: mutant.start] + mutant.new.encode() + whole[mutant.end :]
+
+    def ran(batch: list[str], *, mutated: bool) -> tuple[int, list[str]]:
+        path.write_bytes(changed if mutated else whole)
+        time = next(times)
+        os.utime(path, (time, time))  # so that the bytecode of no other mutant is taken
+        limit = 20 + 3 * sum(seconds[test] for test in batch)
+        files = sorted({test.split("::")[0] for test in batch})
+        code, _, others = run_pytest(copy, ["-x", "--tb=no", *files], batch, limit)
+        return (0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code), others
+
     left, ranked = CPU_S, list[str]()
     for test in sorted(tests, key=seconds.__getitem__):
         left -= seconds[test]
@@ -313,12 +332,16 @@ def judge(copy: Path, tests: list[str], seconds: dict[str, float]) -> str:
     near = {file for file, _ in count.most_common(NEAR)}
     for files in (near, set(count) - near):
         batch = [test for test in ranked if test.split("::")[0] in files]
-        if batch:
-            limit = 20 + 3 * sum(seconds[test] for test in batch)
-            words = ["-x", "--tb=no", *sorted(files)]
-            code, _, others = run_pytest(copy, words, batch, limit)
-            if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
-                return others[-1] if others else f"the end of pytest with {code}"
+        while batch:
+            code, others = ran(batch, mutated=True)
+            if not code:
+                break
+            if not others:
+                return f"the end of pytest with {code}"
+            alone = others[-1:]
+            if ran(alone, mutated=True)[0] and not ran(alone, mutated=False)[0]:
+                return alone[0]
+            batch.remove(alone[0])
     return ""
 
 
@@ -326,16 +349,12 @@ def run(plan: list[Mutant], seconds: dict[str, float], workers: int, sources: li
     """Judge every mutant of the plan, and write a row of each into ROWS."""
 
     def run_one(number: int, mutant: Mutant, copy: Path) -> None:
-        path, whole = copy / mutant.file, (ROOT / mutant.file).read_bytes()
-        path.write_bytes(whole[: mutant.start] + mutant.new.encode() + whole[mutant.end :])
-        os.utime(path, (number, number))  # so that the bytecode of no other mutant is taken
         tests = tests_of(mutant, seconds, sources)
-        killer = judge(copy, tests, seconds)
-        shutil.copy2(ROOT / mutant.file, path)
+        killer = judge(mutant, copy, tests, seconds, times=itertools.count(1000 * number))
+        shutil.copy2(ROOT / mutant.file, copy / mutant.file)
         with ROWS.open("a") as rows:
-            rows.write(
-                json.dumps(mutant._asdict() | {"tests": len(tests), "killer": killer}) + "\n"
-            )
+            row = mutant._asdict() | {"tests": len(tests), "killer": killer}
+            rows.write(json.dumps(row) + "\n")
         words = f"killed by {killer}" if killer else f"survived {len(tests)} tests"
         print(f"{number}/{len(plan)} {mutant.file}:{mutant.line} {words}", flush=True)
 
