@@ -48,7 +48,7 @@ MAP, TESTS, ROWS = (
     ROOT / "build/mutate" / name for name in ("lines.coverage", "tests.json", "rows.jsonl")
 )
 CPU_S = 40.0  # of tests for one mutant: the cheapest ones, as the map measured them
-NEAR = 6  # test files that run first: those with most tests of the line
+NEAR = 4  # test files that run first: the module's own, and those with most tests of the line
 
 _COMPARE = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -329,7 +329,8 @@ def judge(
         if left > 0 or not ranked:
             ranked.append(test)
     count = Counter(test.split("::")[0] for test in ranked)
-    near = {file for file, _ in count.most_common(NEAR)}
+    own = Path(mutant.file).stem
+    near = set(sorted(count, key=lambda file: (own not in file, -count[file]))[:NEAR])
     for files in (near, set(count) - near):
         batch = [test for test in ranked if test.split("::")[0] in files]
         while batch:
