@@ -21,7 +21,7 @@ from scripts.attacks.subject import Subject, made
 _SHORT = (4000, 1500)  # arrays of a generator, pictures
 _LONG = (100_000, 20_000)
 _GROWTH = 64 << 20  # bytes of memory, from the first third on
-_EVERY = 0.05  # seconds
+_EVERY = 0.01  # seconds: a quick machine is looked at often enough too
 
 
 @dataclass(frozen=True, slots=True)
