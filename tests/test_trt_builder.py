@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import hashlib
 import subprocess
 import sys
 import types
@@ -300,6 +301,24 @@ def test_another_tactic_source_or_precision_is_another_engine() -> None:
         for left_out, tf32 in (((), True), (("CUDNN",), True), ((), False))
     ]
     assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
+
+
+def test_an_engine_depends_on_the_bytes_of_its_plugins(tmp_path: Path) -> None:
+    from deploy.targets.tensorrt.sdk import Sdk
+
+    library = tmp_path / "plugin.so"
+    keys = []
+    for data in (b"one", b"other"):
+        library.write_bytes(data)
+        key = builder.engine_key(
+            Sdk("8.5.3.1", True, "GPU"),
+            Settings(plugins=(library,)),
+            model_sha256="m",
+            cache_sha256="c",
+        )
+        assert key["plugins"] == {"plugin.so": hashlib.sha256(data).hexdigest()}
+        keys.append(key)
+    assert keys[0] != keys[1]
 
 
 def layer(name: str, tensor: str) -> Any:
