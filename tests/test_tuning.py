@@ -7,6 +7,7 @@ the others, and its weights make up for that. Who makes that input runs in float
 import contextlib
 import io
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,12 +270,12 @@ def without_trials(monkeypatch):
 
 
 def test_a_second_build_obeys_the_plan_without_a_trial_and_gives_the_same_bytes(
-    default, model, feed, monkeypatch
+    default, model, feed, monkeypatch, tmp_path
 ):
     before = default.files
     without_trials(monkeypatch)
     words = ("--images", feed, "--target", ALL, "--duration", 0)
-    again = ran(model, *words, out=default.out)
+    again = ran(model, *words, out=shutil.copytree(default.out, tmp_path / "o"))
     assert again.code == 0, again.error
     assert again.files == before and "spoiled.plan.toml" in before
     assert all(row["search"]["reused"] for row in again.report["targets"])

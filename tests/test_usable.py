@@ -11,6 +11,7 @@ four for another: doubtful, and the layer in float costs less than that is worth
 import contextlib
 import io
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,11 +140,12 @@ def test_what_was_tried_is_told_once(target, default, surer):
 
 @pytest.mark.slow
 def test_a_second_build_obeys_the_plan_judges_nothing_and_says_the_same(
-    default, model, feed, monkeypatch
+    default, model, feed, monkeypatch, tmp_path
 ):
     before = default.models
     monkeypatch.setattr(judging, "Judged", None)  # whoever calls it fails
-    again = ran(model, "--images", feed, "--target", ALL, "--duration", 0, out=default.out)
+    words = ("--images", feed, "--target", ALL, "--duration", 0)
+    again = ran(model, *words, out=shutil.copytree(default.out, tmp_path / "o"))
     assert again.code == 0 and again.models == before
     assert all(one["search"]["reused"] for one in again.report["targets"])
     assert "would be unusable" in again.said
