@@ -110,6 +110,20 @@ def test_a_channel_of_zeros_has_scale_one_and_what_overflows_is_told():
         kl_scale(np.full((1, 3), 3e38, np.float32))
 
 
+def test_the_places_of_an_iteration_are_all_or_drawn():
+    rng = np.random.default_rng(0)
+    for places, drawn in ((6, False), (100_000, True)):
+        tiles = Tiles.of(
+            np.ones((1, 2, 3), np.float32),
+            np.ones((1, 2, 1), np.float32),
+            np.zeros((1, 2), np.float32),
+            np.ones((places, 1, 3), np.float32),
+        )
+        got = tiles.draw(rng)
+        assert got.size == np.unique(got).size <= places and 0 <= got.min() <= got.max() < places
+        assert (got.size < places) == drawn == (not np.array_equal(got, np.arange(got.size)))
+
+
 @pytest.mark.parametrize("kind", [NONE, RELU, SIGMOID, TANH, LEAKY, RELU6])
 def test_the_slope_is_that_of_the_loss(kind):
     rng = np.random.default_rng(4)

@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from deploy.errors import BackendError, ConfigError, SdkMissingError
+from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import Profile, Settings, build_engine
 from deploy.targets.tensorrt.cuda import Buffer, CudaMemory
 from deploy.targets.tensorrt.gpus import gpu
@@ -205,6 +206,7 @@ def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
     model, path = relu(tmp_path / "m.onnx"), tmp_path / "m.engine"
     path.write_bytes(build_engine(model, WIDE, cuda=gpu(1)).plan)
     x = np.ones((1, 3), np.float32)
+    assert (sdk.find().gpu, sdk.find(1).gpu) == ("Fake H200 sm_90", "Fake L4 sm_90")
     assert TensorrtSession.open(path, device=1).run({"x": x})["y"].sum() == 3
     assert machine.STORY.devices == [1] == machine.STORY.runs
     assert sys.modules["fake_cuda"].current() == 0

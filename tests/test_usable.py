@@ -301,11 +301,13 @@ def test_the_report_and_the_plan_say_what_was_doubtful(target, kept, surer):
     assert f"would be doubtful, {why}; so" in " ".join(row["notes"])
 
 
-def test_a_second_build_takes_the_surer_split_from_the_plan(surer, narrow, feed, monkeypatch):
+def test_a_second_build_takes_the_surer_split_from_the_plan(
+    surer, narrow, feed, monkeypatch, tmp_path
+):
     before = surer.models
     monkeypatch.setattr(judging, "Judged", None)  # whoever calls it fails
     words = ("--images", feed, "--target", GRIDS, "--duration", 0)
-    again = ran(narrow, *words, out=surer.out)
+    again = ran(narrow, *words, out=shutil.copytree(surer.out, tmp_path / "o"))
     assert again.code == 0 and again.models == before and "would be doubtful" in again.said
 
 
