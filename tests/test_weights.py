@@ -1,5 +1,6 @@
 """Stored weights by channel, and what a search tried, as a report tells them."""
 
+import dataclasses
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from calibrators.pair_sums import FIT, ROUNDED
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
 from deploy.report import TargetPart, TrialRow, to_markdown
@@ -16,7 +18,7 @@ from deploy.report.channels import STRIPS, weight_rows
 from deploy.report.report import Report
 from deploy.report.trials import trials
 from deploy.report.weights import strip
-from deploy.targets.stored import stored_in, stored_weight
+from deploy.targets.stored import StoredWeight, stored_in, stored_weight
 from deploy.targets.tensorrt.to_qdq import to_qdq
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
@@ -200,3 +202,14 @@ def test_what_was_tried_stands_side_by_side_with_what_was_built_marked():
     times = re.findall(r'<rect class="time" width="([\d.]+)"', html)
     assert times == ["60.0", "60.0", "120.0", "30.0", "30.0"]
     assert "<mse>" not in html and html.count(">yes</td>") == 1
+
+
+def test_a_channel_uses_the_grid_by_its_largest_weight_or_pair():
+    amax, scales = np.array([12.7, 1.27, 1.27]), np.array([0.1])
+    pairs = np.array([0.0, FIT - ROUNDED, (FIT - ROUNDED) / 2])
+    weight = StoredWeight(node="n", op="Conv", amax=amax, scales=scales)
+    assert weight.used.tolist() == pytest.approx([1, 0.1, 0.1]) and not weight.saturates
+    paired = dataclasses.replace(weight, pairs=pairs)
+    assert paired.used.tolist() == pytest.approx([1, 1, 0.5]) and not paired.saturates
+    assert not dataclasses.replace(weight, pairs=np.array([FIT])).saturates
+    assert dataclasses.replace(weight, pairs=np.array([FIT + 1])).saturates
