@@ -109,14 +109,14 @@ def parts_of(output: str, samples: Sequence[Array]) -> tuple[Part, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Of each row: its largest magnitude; is it a share, always within [0, 1]; or whole numbers?"""
+    """Largest magnitude of each row; whether it is a share (within [0, 1]) or whole numbers."""
 
     peak: NDArray[np.float64]
     share: NDArray[np.bool_]
     number: NDArray[np.bool_]
 
     def top(self, rows: slice) -> float:
-        """Largest magnitude of these rows, class numbers left out where others reach any unit."""
+        """Largest magnitude of these rows; class numbers count only where no other row is loud."""
         peaks = self.peak[rows]
         others = float(peaks[~self.number[rows]].max(initial=0.0))
         return others if others >= _SILENT else float(peaks.max())
@@ -165,7 +165,7 @@ def _gap(rows: _Rows, start: int, at: int, stop: int) -> float:
     Every row of the larger side must leave [0, 1]. The smaller side must be shares that are seen
     to be more than silence; or, of another unit than shares, both sides must have two rows or
     more, since a single channel of a feature map may well stand out. Class numbers on the smaller
-    side have no say in its size: boxes of 0..320 may stand beside a score and 0..79.
+    side do not count in its magnitude: boxes of 0..320 may stand beside a score and 0..79.
     """
     left, right = slice(start, at), slice(at, stop)
     large, small = (left, right) if rows.peak[left].min() > rows.top(right) else (right, left)

@@ -29,8 +29,8 @@ class Reader:
         open: a folder -> (path of the changed file -> what reads it). Words are a command line;
             a function is called where a command would run.
         mutate: gives a changed input.
-        cases: of which the short form tries the first third; the long one has a hundred times
-            as many.
+        cases: number of changed inputs. The short form tries the first third of them, the long
+            form a hundred times as many.
         limit_s: of a case, which takes milliseconds; the machine may do other things as well.
     """
 
