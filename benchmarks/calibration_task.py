@@ -28,12 +28,13 @@ from benchmarks.fetch_models import cache_folder, fetch
 from deploy.calibration.observe import observe
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.subject import Subject
-from deploy.feed.feed import Feed, open_feed
+from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.presets import preset
+from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel, load
 from deploy.method import Method
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.targets import OnnxRuntime
 
 Samples = Iterable[Mapping[str, Any]]

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from calibrators import histogram, kernel
+from calibrators import kernel
 from calibrators.histogram import BINS, Histogram
 from calibrators.searches import SEARCHES
 
@@ -73,7 +73,7 @@ def plain(library: ctypes.CDLL, x: np.ndarray, found: list[Histogram]) -> Times:
 
 def counting(way: kernel.Kernel | None, x: np.ndarray, found: list[Histogram]) -> Times:
     """Python, by one way of the kernel or without it."""
-    histogram.kernel = lambda: way  # type: ignore[assignment]
+    kernel.kernel = lambda: way  # type: ignore[assignment]
     start = time.process_time()
     for row, one in zip(x, found, strict=True):
         one.observe(row)

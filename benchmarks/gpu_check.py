@@ -28,18 +28,19 @@ from typing import Any
 import numpy as np
 
 from calibrators.tensorrt import CLASSES, calibrator
-from deploy import atomic
 from deploy.calibration import trt_cache
 from deploy.calibration.batches import whole_batches
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.errors import SdkMissingError
-from deploy.feed.feed import Feed, open_feed
+from deploy.feed.feed import open_feed
+from deploy.feed.samples import Feed
+from deploy.files import atomic
 from deploy.frontends import LoadedModel, load
 from deploy.method import Method
 from deploy.metrics.latency import Latency, measure
-from deploy.ort import OrtSession
 from deploy.pipeline import calibrate
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import builder, sdk
 from deploy.targets.tensorrt.builder import Settings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq

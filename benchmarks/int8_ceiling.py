@@ -25,7 +25,7 @@ from model_feeds import Sample  # noqa: E402
 from task_scores import worst_part_db  # noqa: E402
 from trial import Trial, table  # noqa: E402
 
-from deploy.ort import OrtSession, kernel_events, profiled  # noqa: E402
+from deploy.runtimes.ort import OrtSession, kernel_events, profiled  # noqa: E402
 
 # what it is called -> the tool and its options
 FORMS: Mapping[str, tuple[str, tuple[str, ...]]] = {

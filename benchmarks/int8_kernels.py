@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from trial import table  # noqa: E402
 
-from deploy.ort import kernel_events, profiled  # noqa: E402
+from deploy.runtimes.ort import kernel_events, profiled  # noqa: E402
 
 _RUNS = 60
 SIGNS = ("us", "uu", "ss")  # of activations and weights: unsigned, signed

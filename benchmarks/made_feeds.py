@@ -131,7 +131,7 @@ def speech(count: int, seed: int) -> Maker:
     """
 
     def make(_: Path) -> list[Sample]:
-        from deploy.ort import OrtSession
+        from deploy.runtimes.ort import OrtSession
 
         file = of("openwakeword", "0.4.0", "openwakeword/resources/models/melspectrogram.onnx")()
         mel = OrtSession.open(file, threads=1)

@@ -30,7 +30,7 @@ from deploy.errors import Calib8Error
 from deploy.fx.capture import capture
 from deploy.fx.export import Agreement, compare, to_onnx
 from deploy.fx.fuse import fold_batch_norms
-from deploy.fx.layers import WEIGHTED, IntLayer
+from deploy.fx.int8_layers import WEIGHTED, IntLayer
 from deploy.fx.modes import measure, quantized
 from deploy.fx.profile import count_flops, tensors_of
 

@@ -14,7 +14,7 @@ from task_scores import worst_part_db
 from deploy.errors import Calib8Error
 from deploy.feed.feed import open_feed
 from deploy.metrics.latency import measure
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Session
 
 _TIMED = 4  # samples that are run in turns

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from deploy.version import __version__
 
 if TYPE_CHECKING:
-    from deploy.benchmark import bench as bench
+    from deploy.analysis.benchmark import bench as bench
+    from deploy.analysis.inspection import inspect as inspect
     from deploy.calibration.reuse import CachePolicy as CachePolicy
     from deploy.cluster.options import Cluster as Cluster
     from deploy.errors import BackendError as BackendError
@@ -28,10 +29,9 @@ if TYPE_CHECKING:
     from deploy.errors import QuantizedError as QuantizedError
     from deploy.errors import SdkMissingError as SdkMissingError
     from deploy.feed.choice import Choice as Choice
+    from deploy.feed.paths import RawFiles as RawFiles
     from deploy.feed.preprocess import Preprocess as Preprocess
-    from deploy.feed.raw import RawFiles as RawFiles
     from deploy.frontends import load as load
-    from deploy.inspection import inspect as inspect
     from deploy.method import Method as Method
     from deploy.pipeline import build as build
     from deploy.pipeline import calibrate as calibrate
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from deploy.targets import Ascend as Ascend
     from deploy.targets import OnnxRuntime as OnnxRuntime
     from deploy.targets import TensorRT as TensorRT
-    from deploy.tuning.tune import Tuning as Tuning
+    from deploy.tuning.wish import Tuning as Tuning
 
 __all__ = [  # noqa: RUF022 (in the order of a user's work)
     "__version__",
@@ -83,16 +83,16 @@ __all__ = [  # noqa: RUF022 (in the order of a user's work)
 ]
 
 _HOMES = {
-    "deploy.benchmark": ("bench",),
+    "deploy.analysis.benchmark": ("bench",),
     "deploy.calibration.reuse": ("CachePolicy",),
     "deploy.method": ("Method",),
     "deploy.cluster.options": ("Cluster",),
     "deploy.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "deploy.feed.choice": ("Choice",),
     "deploy.feed.preprocess": ("Preprocess",),
-    "deploy.feed.raw": ("RawFiles",),
+    "deploy.feed.paths": ("RawFiles",),
     "deploy.frontends": ("load",),
-    "deploy.inspection": ("inspect",),
+    "deploy.analysis.inspection": ("inspect",),
     "deploy.pipeline": ("build", "calibrate", "merge"),
     "deploy.report": ("Report",),
     "deploy.report.verdict": ("Gates",),

@@ -15,7 +15,7 @@ from math import prod
 from typing import IO, TYPE_CHECKING, Any
 
 from deploy.errors import Calib8Error
-from deploy.reading import Place, size
+from deploy.files.reading import Place, size
 
 if TYPE_CHECKING:
     import numpy as np

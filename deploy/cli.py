@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "verify": ("deploy.commands.verify:verify", "Whether a build is whole and as it was written."),
     "inspect": (
-        "deploy.commands.inspect:inspect",
+        "deploy.commands.diagnose:inspect",
         "What would be quantized in a model and why not; what a cache holds.",
     ),
     "doctor": ("deploy.commands.doctor:doctor", "What is here, and what to install for more."),
@@ -62,7 +62,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.profile:profile",
         "Time, FLOPs and parameters of a PyTorch model, node by node.",
     ),
-    "fuse": ("deploy.commands.fuse:fuse", "Fold BatchNorm and join ReLU in a PyTorch model."),
+    "fuse": (
+        "deploy.commands.torch_graph:fuse",
+        "Fold BatchNorm and join ReLU in a PyTorch model.",
+    ),
     "ascend": (
         "deploy.commands.ascend:ascend",
         "Ascend's configurations and records: made, checked, searched.",

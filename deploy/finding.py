@@ -17,20 +17,20 @@ from deploy.calibration.checkpoint import Checkpoint
 from deploy.calibration.found import of_foreign
 from deploy.calibration.keep import keep
 from deploy.calibration.observation import Observed, each_once
-from deploy.calibration.outputs import Judges, judges_of
-from deploy.calibration.peaks import Outlier, identified
 from deploy.calibration.ranges import Ranges
+from deploy.calibration.reference import Judges, judges_of
 from deploy.calibration.reuse import Verdict, fingerprint_of, judge
+from deploy.calibration.sample_checks import Outlier, identified
 from deploy.calibration.stability import Watch
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
 from deploy.calibration.until import Agreement
 from deploy.errors import ConfigError
-from deploy.feed.feed import Feed
-from deploy.feed.views import SHOWN
+from deploy.feed.preview import SHOWN
+from deploy.feed.samples import Feed
+from deploy.files.staging import Stage
 from deploy.graph.plan import never_negative
-from deploy.observing import Source, Task
-from deploy.staging import Stage
+from deploy.pipeline.observing import Source, Task
 from deploy.targets import Target
 from deploy.targets.base import CacheText, WritesCache
 

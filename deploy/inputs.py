@@ -1,7 +1,7 @@
 """Files that a run reads, which it must never write.
 
 A run (a command, or a call of `calibrate` or `build`) guards its inputs: what reads a model,
-images, labels, weights or a configuration says so, and `deploy.atomic` writes over none of them::
+images, labels, weights or a configuration says so, and `deploy.files.atomic` writes over none of them::
 
     with guarded():
         is_read(model)        # remembered by device and inode, so that no other name hides it,

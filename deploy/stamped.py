@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy import atomic
 from deploy.errors import CacheError
-from deploy.reading import read_bytes, read_json
+from deploy.files import atomic
+from deploy.files.reading import read_bytes, read_json
 
 
 def sha256(data: bytes) -> str:

@@ -25,30 +25,20 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "deploy",  # the face: re-exports, each imported when first used
         "deploy.cli deploy.__main__",
         "deploy.commands",
-        "deploy.pipeline deploy.benchmark deploy.comparison deploy.results deploy.inspection"
-        " deploy.explanation deploy.builds deploy.deployment deploy.doctor deploy.experiment",
-        "deploy.calibrating deploy.finding deploy.building deploy.observing deploy.order"
-        " deploy.terms",
-        "deploy.measure",
-        "deploy.judge",
+        "deploy.analysis",
+        "deploy.pipeline",
         "deploy.report",
         "deploy.tuning",
-        "deploy.repairs",
         "deploy.fx",
         "deploy.targets",
-        "deploy.cluster",
         "deploy.calibration",
         "deploy.frontends",
         "deploy.feed",
         "deploy.metrics",
         "deploy.graph",
-        "deploy.ort deploy.openvino",
-        "deploy.manifest",
-        "deploy.staging deploy.stamped",
-        "deploy.tensors deploy.atomic deploy.progress deploy.machine deploy.usercode"
-        " deploy.standins deploy.toml deploy.method",
-        "deploy.archives deploy.reading",
-        "deploy.inputs deploy.terminal deploy.locks",
+        "deploy.runtimes",
+        "deploy.files",
+        "deploy.tensors deploy.terminal deploy.machine deploy.method deploy.standins",
         "deploy.version deploy.errors",
         "calibrators",
     )
@@ -107,7 +97,7 @@ def _named(node: ast.AST) -> Iterable[str]:
 
 
 def _module(name: str, known: Mapping[str, Path]) -> str | None:
-    """The module that holds a name: `deploy.ort` for `deploy.ort.OrtSession`."""
+    """The module that holds a name: `deploy.runtimes.ort` for `deploy.runtimes.ort.OrtSession`."""
     if name in known:
         return name
     parent = name.rpartition(".")[0]

@@ -17,7 +17,7 @@ import click
 
 import deploy
 from deploy.cli import COMMANDS, cli
-from deploy.commands.sections import place, section_of
+from deploy.commands.base import place, section_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # pages that are a file of the checkout, whose links to docs/ are links between pages here

@@ -10,11 +10,13 @@ import signal
 import time
 from pathlib import Path
 
-from deploy.cluster import work
+from deploy.calibration import cluster_jobs
 
 FOLDER = Path(os.environ["CALIB8_TEST"])
-_real = getattr(work, "_unwatched", work._until_stopped)  # dask loads this file twice
-work._unwatched = _real
+_real = getattr(
+    cluster_jobs, "_unwatched", cluster_jobs._until_stopped
+)  # dask loads this file twice
+cluster_jobs._unwatched = _real
 _name = ""
 
 
@@ -45,4 +47,4 @@ def watched(samples, key):
         yield sample
 
 
-work._until_stopped = watched
+cluster_jobs._until_stopped = watched

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ConfigError, FeedError
-from deploy.metrics.accuracy import TensorComparison, compare, cosine, sqnr_db
+from deploy.metrics.accuracy import TensorComparison, compare
+from deploy.metrics.output_errors import cosine, sqnr_db
 from deploy.tensors import TensorSpec
 
 

@@ -18,7 +18,7 @@ from deploy.tensors import TensorSpec
 @pytest.fixture
 def memory(monkeypatch):
     def hold(count):
-        for module in ("deploy.calibration.afford", "deploy.metrics.inputs"):
+        for module in ("deploy.calibration.afford", "deploy.metrics.bench_inputs"):
             monkeypatch.setattr(f"{module}.memory_bytes", lambda: count)
 
     return hold

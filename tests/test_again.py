@@ -16,7 +16,7 @@ from deploy.calibration.observe import observe
 from deploy.calibration.subject import FOLDED
 from deploy.errors import BackendError
 from deploy.machine import trim_memory
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
@@ -138,7 +138,7 @@ def test_a_pass_gives_the_same_with_and_without(model, threads, monkeypatch):
 
 def test_memory_of_the_first_run_is_given_back_once(monkeypatch):
     given = []
-    monkeypatch.setattr(again, "trim_memory", lambda: given.append(1))
+    monkeypatch.setattr(machine, "trim_memory", lambda: given.append(1))
     runs = Again(opened(PLAIN))
     for sample in samples(4, 4, 5, 5, 4, 4):
         runs.run(sample)

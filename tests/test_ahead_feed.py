@@ -6,8 +6,9 @@ import cv2
 import numpy as np
 import pytest
 
+from deploy import machine
 from deploy.errors import FeedError
-from deploy.feed import reader as module
+from deploy.feed import reader
 from deploy.feed.ahead import ahead
 from deploy.feed.feed import open_feed
 from deploy.feed.manifest import Changed
@@ -26,7 +27,7 @@ def folder(tmp_path):
 
 
 def threads(monkeypatch, count):
-    monkeypatch.setattr(module, "default_threads", lambda: count)
+    monkeypatch.setattr(machine, "default_threads", lambda: count)
 
 
 def samples(folder, **options):
@@ -63,13 +64,13 @@ def test_leaving_early_ends_the_threads():
 
 def test_threads_that_meet_are_needed(monkeypatch, folder):
     threads(monkeypatch, 3)
-    meeting, fetched = threading.Barrier(3), module._fetched
+    meeting, fetched = threading.Barrier(3), reader._fetched
 
     def met(source, index):
         meeting.wait(300)  # nobody goes on before three are there
         return fetched(source, index)
 
-    monkeypatch.setattr(module, "_fetched", met)
+    monkeypatch.setattr(reader, "_fetched", met)
     assert len(samples(folder)[1]) == 24
 
 

@@ -30,10 +30,10 @@ from calibrators.amct.kl_scale import kl_scale
 from calibrators.amct.tiles import Tiles
 from calibrators.errors import CalibrationError
 from calibrators.patches import Window, patches
-from deploy.targets.ascend.adaround import steps_of
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.simple_config import read_simple_config
+from deploy.targets.ascend.weight_rounding import steps_of
 
 # by AMCT's AdaRoundQuant, KlOptimize and loss functions in torch 2.13: random layers and inputs,
 # every place in every iteration
@@ -452,7 +452,7 @@ def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch
         if "README" not in name:
             assert (one / name).read_bytes() == (two / name).read_bytes(), name
     monkeypatch.setattr(
-        "deploy.targets.ascend.adaround_search.searched", lambda *a, **k: pytest.fail("a search")
+        "calibrators.amct.adaround.searched", lambda *a, **k: pytest.fail("a search")
     )
     before = {name: (two / name).read_bytes() for name in files}
     said, two = built("two", ada(60))
@@ -533,7 +533,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_round_is_told_before_any_pass(case, all_kinds, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass"))
     text, wanted = REFUSED[case]
     config = tmp_path / "my.json"
     config.write_text(text)

@@ -27,10 +27,11 @@ from deploy.errors import (
 )
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
-from deploy.ort import OrtSession
-from deploy.pipeline import Tuning, build
+from deploy.pipeline import build
+from deploy.runtimes.ort import OrtSession
 from deploy.targets import Ascend
 from deploy.targets.ascend.aipp import write_aipp
+from deploy.targets.ascend.amct_calibration import calibrate
 from deploy.targets.ascend.amct_qdq import amct_qdq_model
 from deploy.targets.ascend.atc import CHIP, AtcOptions, atc_command, check_flag
 from deploy.targets.ascend.auto import (
@@ -42,7 +43,6 @@ from deploy.targets.ascend.auto import (
     search,
     similarity,
 )
-from deploy.targets.ascend.calibrate import calibrate
 from deploy.targets.ascend.config import default_config
 from deploy.targets.ascend.config_json import read_config
 from deploy.targets.ascend.deploy_model import deploy_model
@@ -55,6 +55,7 @@ from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
 from deploy.targets.ascend.source import Source
 from deploy.targets.ascend.verify import verify
+from deploy.tuning.wish import Tuning
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 DATA = np.random.default_rng(11).normal(size=(6, 3, 16, 16)).astype(np.float32)

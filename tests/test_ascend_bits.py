@@ -15,7 +15,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from calibrators.amct.grid import ascend_half, ascend_s19
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.deploy_model import pack_fours, unpack_fours
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.record import read_record
@@ -71,7 +71,9 @@ def refused(built, monkeypatch):
     """(text, suffix, model) -> the sentence of a build that ends before any pass."""
 
     def end(*how):
-        monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
+        monkeypatch.setattr(
+            "deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass")
+        )
         code, said, out = built(*how)
         assert code == 1 and not (out / "float_record.txt").exists() and "Traceback" not in said
         return said

@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.trt_cache import dump as cache_text
 from deploy.calibration.trt_cache import from_scales
-from deploy.metrics.inputs import random_feeds
-from deploy.ort import OrtSession
+from deploy.metrics.bench_inputs import random_feeds
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.record import read_record
 
@@ -36,7 +36,8 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def built(small_cnn, data, tmp_path_factory):
     """A build of every target without a search."""
-    from deploy.pipeline import Tuning, build
+    from deploy.pipeline import build
+    from deploy.tuning.wish import Tuning
 
     out = tmp_path_factory.mktemp("built")
     targets = ["onnxruntime", "tensorrt", "ascend"]

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.subject import Subject
 from deploy.frontends import load
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.half import halves_of, narrowed
 

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.targets.ascend.config_rules import ACTIVATION, GLOBAL, LAYER, WEIGHT
+from deploy.targets.ascend.config_keys import ACTIVATION, GLOBAL, LAYER, WEIGHT
 from deploy.targets.ascend.proto import MESSAGES
 
 CONFIGS = ("AMCTConfig", "OverrideLayerType", "OverrideLayer", "CalibrationConfig", "ARQuantize",
@@ -59,7 +59,9 @@ def built(model, tmp_path, run, monkeypatch):
 
     def build(text, suffix, *, passes=True):
         if not passes:
-            monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
+            monkeypatch.setattr(
+                "deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass")
+            )
         config = tmp_path / f"my{suffix}"
         config.write_text(text)
         words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "o")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.ort import OrtSession
-from deploy.targets.ascend.calibrate import calibrate
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.ascend.amct_calibration import calibrate
 from deploy.targets.ascend.config import default_config, settled
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
 from deploy.targets.ascend.deploy_model import deploy_model
@@ -200,7 +200,7 @@ WRONG = {
 
 @pytest.mark.parametrize("key", WRONG)
 def test_what_does_not_fit_is_told_before_any_pass(key, built, monkeypatch):
-    monkeypatch.setattr("deploy.observing.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass"))
     text, said = WRONG[key]
     err, folder = built(text, code=1)
     assert said in err and err.count("calib8: error") == 1 and "Traceback" not in err

@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 
 from calibrators.errors import CalibrationError
 from deploy.errors import BackendError, ExportError, FeedError
-from deploy.targets.ascend.calibrate import calibrate
+from deploy.targets.ascend.amct_calibration import calibrate
 from deploy.targets.ascend.config import default_config, settled
 from deploy.targets.ascend.config_json import read_config
 from deploy.targets.ascend.deploy_model import deploy_model, pack, unpack

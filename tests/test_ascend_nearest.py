@@ -5,10 +5,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.ascend.amct_calibration import calibrate
 from deploy.targets.ascend.auto import FINAL
-from deploy.targets.ascend.biases import corrected_biases, with_biases
-from deploy.targets.ascend.calibrate import calibrate
+from deploy.targets.ascend.auto_layers import corrected_biases, with_biases
 from deploy.targets.ascend.config import default_config
 from deploy.targets.ascend.config_json import read_config
 from deploy.targets.ascend.fake_quant import fake_quant_model

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deploy.frontends import load
-from deploy.targets.ascend.calibrate import calibrate
+from deploy.targets.ascend.amct_calibration import calibrate
 from deploy.targets.ascend.config import default_config
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.quant_layer import quantize_layers

@@ -9,9 +9,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.errors import CalibrationError
 from deploy.calibration.observation import Observed
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.auto import FINAL, HISTORY, RANKING
-from deploy.targets.ascend.calibrate import RecordPlan
 from deploy.targets.ascend.config import default_config
 from deploy.targets.ascend.config_json import read_config
 from deploy.targets.ascend.gain import ByGain

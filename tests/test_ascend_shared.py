@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
 from deploy.targets.ascend.settled import planned, prepared
 

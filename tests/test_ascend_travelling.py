@@ -60,8 +60,9 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     """One build, for all that only reads it."""
-    from deploy.pipeline import Tuning, build
+    from deploy.pipeline import build
     from deploy.targets import Ascend
+    from deploy.tuning.wish import Tuning
 
     out = tmp_path_factory.mktemp("built")
     build(

@@ -5,9 +5,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.ort import OrtSession
-from deploy.tuning import behind as behind_module
-from deploy.tuning.behind import Kept, behind, border
+from deploy.runtimes.ort import OrtSession
+from deploy.tuning import downstream
+from deploy.tuning.downstream import Kept, behind, border
 
 SAMPLES = [
     {"x": np.random.default_rng(seed).normal(size=(1, 4)).astype(np.float32)} for seed in (0, 1)
@@ -84,7 +84,7 @@ def test_a_model_in_which_nothing_changed_is_run_from_what_is_known(kept):
 
 
 def test_only_so_much_is_kept(monkeypatch):
-    monkeypatch.setattr(behind_module, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
+    monkeypatch.setattr(downstream, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
     kept = Kept.of(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
     assert [list(values) for values in kept.values] == [["a"], ["a"]]
 

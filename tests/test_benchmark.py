@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.benchmark import bench, model_size
+from deploy.analysis.benchmark import bench, model_size
 from deploy.cli import cli
 from deploy.errors import BackendError, ConfigError
-from deploy.metrics.inputs import random_feeds
+from deploy.metrics.bench_inputs import random_feeds
 from deploy.tensors import TensorSpec
 
 

@@ -5,13 +5,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from calibrators.amct.statistics import ChannelMaxOf
+from calibrators.amct.recorders import ChannelMaxOf
 from calibrators.statistics import AmaxOf, HistogramOf
 from deploy.calibration import blocked
 from deploy.calibration.observation import Observation, Variant
 from deploy.calibration.observe import observe
 from deploy.calibration.taps import Tap
 from deploy.errors import BackendError, CalibrationError
+from deploy.files import reading
 
 ODD = (3, 5, 8, 12, 17)
 
@@ -165,7 +166,7 @@ def test_where_the_form_cannot_be_kept_the_taps_are_ordinary(ordinary, monkeypat
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr(blocked, "read_bytes", fails)
+    monkeypatch.setattr(reading, "read_bytes", fails)
     assert blocked.tapped(model, tensors, in_any_order=tensors).blocked == {}
     assert state(model, tensors, samples, HistogramOf()) == expected
 

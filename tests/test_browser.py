@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.metrics.accuracy import Accuracy, OutputAccuracy
+from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, Timing
+from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
+from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.truth import PartAccuracy
 from deploy.report import (
     EngineRow,
@@ -28,7 +30,7 @@ from deploy.report import (
     to_html,
 )
 from deploy.report.style import PRINTED
-from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Verdict
+from deploy.report.verdict import Verdict
 from scripts.chromium import browser, found
 
 pytestmark = [

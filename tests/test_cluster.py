@@ -93,7 +93,7 @@ def scheduler(tmp_path_factory):
 def cluster(scheduler, monkeypatch):
     """The same, with nothing told yet; a busy machine may answer as late as it likes."""
     monkeypatch.setattr("deploy.cluster.connect.CONNECT_S", 300)
-    monkeypatch.setattr("deploy.cluster.run.ANSWER_S", 300)
+    monkeypatch.setattr("deploy.cluster.connect.ANSWER_S", 300)
     for path in scheduler.folder.glob("*"):
         if path.name in ("samples", "slow", "fail", "die"):
             path.unlink()
@@ -366,7 +366,7 @@ class Fake:
 
 @pytest.fixture
 def fake(small_cnn, pictures, monkeypatch):
-    from deploy.cluster import run as module
+    from deploy.calibration import cluster as module
     from deploy.cluster.options import Cluster
 
     monkeypatch.setattr(module, "TICK_S", 0.0)
@@ -472,7 +472,7 @@ def test_a_cache_that_fits_needs_no_scheduler(small_cnn, pictures, tmp_path):
 @pytest.mark.slow
 def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures):
     from deploy.calibration.observation import Observed
-    from deploy.calibration.peaks import Peaks
+    from deploy.calibration.sample_checks import Peaks
     from deploy.calibration.shards import shard_of
     from deploy.cluster.gather import Gathering
     from deploy.feed.feed import open_feed

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.analysis.comparison import compare
 from deploy.cli import cli
-from deploy.comparison.compare import compare
 from deploy.errors import Calib8Error
 from deploy.graph.edit import cut
 

@@ -10,6 +10,7 @@ import pytest
 
 from deploy.errors import Calib8Error
 from deploy.feed import images
+from deploy.feed import listing as listing_module
 
 pytestmark = pytest.mark.slow
 
@@ -370,7 +371,7 @@ def test_pictures_that_are_too_large_are_refused_by_their_header(theirs):
 def test_a_vast_file_is_refused_before_it_is_read(cpp, tmp_path):
     with (tmp_path / "it.png").open("wb") as file:
         file.truncate(50 << 30)
-    picture = images.Picture(tmp_path / "it.png", "it.png")
+    picture = listing_module.Picture(tmp_path / "it.png", "it.png")
     answer = cpp("decode", path=str(picture.path), name="it.png", out="", grey=False)
     assert answer == outcome(lambda: images.read(picture))
     assert "at most 1 GB, got 50.0 GB" in answer["message"]

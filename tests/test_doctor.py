@@ -3,7 +3,8 @@
 import json
 from dataclasses import replace
 
-from deploy import doctor
+from deploy import machine
+from deploy.analysis import environment
 from deploy.machine import this_machine
 from deploy.targets import TARGETS
 
@@ -48,14 +49,14 @@ def test_atc_is_named(run, monkeypatch, tmp_path):
 
 
 def test_a_cpu_without_int8_is_told(run, monkeypatch):
-    monkeypatch.setattr(doctor, "this_machine", lambda: replace(this_machine(), int8=()))
+    monkeypatch.setattr(machine, "this_machine", lambda: replace(this_machine(), int8=()))
     cpu = found(run)["CPU"]
     assert not cpu["there"] and "may saturate" in cpu["words"]
 
 
 def test_a_missing_package_says_what_it_is_for(run, monkeypatch):
     def gone(name):
-        raise doctor.PackageNotFoundError(name)
+        raise environment.PackageNotFoundError(name)
 
-    monkeypatch.setattr(doctor, "version", gone)
+    monkeypatch.setattr(environment, "version", gone)
     assert "pip install '.[torch]'" in found(run)["torch"]["words"]

@@ -13,7 +13,7 @@ from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.detections import Detections, in_pixels
 from deploy.metrics.tasks.examples import MOST, ClassExample, Foremost
 from deploy.report import EngineRow, Report, to_html, to_json, to_markdown
-from deploy.report.shown import box_rows
+from deploy.report.previews import box_rows
 
 HOSTILE = "<script>alert('x')</script>&\"\udcff"
 

@@ -11,11 +11,11 @@ import onnx
 import pytest
 from click.testing import CliRunner
 
+from deploy.analysis.explain_build import ChannelSums
 from deploy.calibration.choices import NO_CHOICES
 from deploy.cli import cli
 from deploy.errors import Calib8Error
 from deploy.explanation.explain import explain
-from deploy.explanation.held import ChannelSums
 from deploy.tuning.plan_file import TargetPlan, read_plan
 from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, WHOLE, kind, remaining
 

@@ -15,7 +15,7 @@ import deploy.errors
 from deploy.errors import SdkMissingError
 from deploy.targets import TARGETS
 from deploy.tuning.effort import EFFORTS
-from deploy.tuning.tune import DEFAULT_EFFORT
+from deploy.tuning.wish import DEFAULT_EFFORT
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(

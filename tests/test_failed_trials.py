@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from deploy.errors import BackendError
-from deploy.ort import OrtSession
-from deploy.tuning import behind, probe, searched
+from deploy.runtimes import ort
+from deploy.runtimes.ort import OrtSession
+from deploy.tuning import downstream, prices, probe
 from tests.test_tuning import ran, spoiled
 
 WHY = "the model must be what this test lets through, got another"
@@ -84,7 +85,7 @@ def test_a_layer_that_cannot_be_tried_alone_is_not_blamed_for_noise(build, monke
     def middle_alone(model):
         return layers_in_int8(model) == {"/mid/Conv"}
 
-    monkeypatch.setattr(probe, "OrtSession", refusing(middle_alone))
+    monkeypatch.setattr(ort, "OrtSession", refusing(middle_alone))
     built = build()
     assert built.code == 0 and nameless(built) == []
     layers = {name for name in built.float_of("onnxruntime") if name.endswith("/Conv")}
@@ -96,7 +97,7 @@ def test_a_layer_that_cannot_be_tried_alone_is_not_blamed_for_noise(build, monke
     assert " ".join(note.split()) in " ".join(built.said.split())
 
 
-@pytest.mark.parametrize("where", [probe, behind])
+@pytest.mark.parametrize("where", [probe, downstream])
 def test_where_no_layer_can_be_tried_alone_the_search_goes_on(where, build, monkeypatch):
     """Either the trials themselves are refused, or the float model that tells what goes in."""
     refused = one_alone if where is probe else always
@@ -117,7 +118,7 @@ def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build, monkeypat
         seen.append(model)
         return len(seen) == 2
 
-    monkeypatch.setattr(probe, "OrtSession", refusing(second))
+    monkeypatch.setattr(ort, "OrtSession", refusing(second))
     built = build("--threads", 1, out="other")
     assert built.code == 0 and "1 of " in notes(built)[0]
     names = [[one["what"] for one in b.plan.targets["onnxruntime"].tried] for b in (wanted, built)]
@@ -127,7 +128,7 @@ def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build, monkeypat
 def test_where_nothing_can_be_run_in_int8_the_report_says_why_nothing_was_searched(
     build, monkeypatch
 ):
-    monkeypatch.setattr(probe, "OrtSession", refusing(layers_in_int8))
+    monkeypatch.setattr(ort, "OrtSession", refusing(layers_in_int8))
     built = build("--accept")
     (note,) = [n for n in built.report["targets"][0]["notes"] if "nothing was searched" in n]
     assert "with all in int8" in note and WHY in note and "--keep-float" in note
@@ -145,8 +146,8 @@ def test_a_layer_that_cannot_be_run_in_int8_stays_float_and_the_search_goes_on(
     def profiled(*_):
         raise BackendError(WHY)
 
-    monkeypatch.setattr(probe, "OrtSession", refusing(with_the_middle))
-    monkeypatch.setattr(searched, "measured", profiled)
+    monkeypatch.setattr(ort, "OrtSession", refusing(with_the_middle))
+    monkeypatch.setattr(prices, "measured", profiled)
     built = build("--accept", "--duration", duration)
     assert built.code == 0 and "nothing was searched" not in built.said
     reasons = built.plan.targets["onnxruntime"].choices.float_nodes

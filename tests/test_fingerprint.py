@@ -10,9 +10,10 @@ import pytest
 
 from deploy.calibration import store
 from deploy.calibration.fingerprint import TENSORRT, Fingerprint
+from deploy.calibration.reuse import CachePolicy
 from deploy.errors import CacheError
 from deploy.frontends import load
-from deploy.pipeline import CachePolicy, calibrate
+from deploy.pipeline import calibrate
 
 GOLDEN = Path(__file__).parent / "golden" / "formats" / "0.1.0" / "m.cache.json"
 DECODER = {"decoding": 1, "library": "OpenCV 5.0.0", "jpeg": "ab", "resize": "cd"}

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.errors import ModelError
 from deploy.frontends import FRONTENDS, load
 from deploy.frontends.affine import fold_affine
-from deploy.frontends.onnx import _without_values, with_shapes
+from deploy.frontends.onnx_file import _without_values, with_shapes
 from deploy.graph.index import all_nodes
 
 F32 = TensorProto.FLOAT
@@ -606,7 +606,7 @@ def test_every_row_of_the_table_is_a_suffix_and_a_loader():
 def test_shapes_are_the_same_without_the_values_of_large_weights(least, small_cnn, monkeypatch):
     model = onnx.load(small_cnn)
     known = onnx.shape_inference.infer_shapes(onnx.load(small_cnn), data_prop=True)
-    monkeypatch.setattr("deploy.frontends.onnx._LARGE", least)
+    monkeypatch.setattr("deploy.frontends.onnx_file._LARGE", least)
     assert (_without_values(model) is None) == (least > 0)
     found = with_shapes(model)
     assert found.SerializeToString(deterministic=True) == known.SerializeToString(

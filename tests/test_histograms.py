@@ -15,12 +15,20 @@ from calibrators.statistics import Amax
 from deploy import build
 from deploy.calibration import trt_cache
 from deploy.cli import cli
-from deploy.report import HistogramPart, TargetPart, TensorRow, WeightRow, clipping, to_html
+from deploy.report import (
+    HistogramPart,
+    TargetPart,
+    TensorRow,
+    WeightRow,
+    parts,
+    report_rows,
+    to_html,
+)
 from deploy.report.bars import MOST, histogram_part
-from deploy.report.histograms import histogram
+from deploy.report.charts import histogram
 from deploy.report.report import Report
 from deploy.report.sections import tensors as tensor_sections
-from deploy.tuning.tune import Tuning
+from deploy.tuning.wish import Tuning
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 PLAIN = {"duration_s": 0, "tuning": Tuning(effort=0)}
@@ -231,7 +239,7 @@ def test_a_trusted_cache_has_no_histograms(run, made, small_cnn, pictures, tmp_p
 
 
 def test_only_the_worst_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
-    monkeypatch.setattr(clipping, "WORST", 2)
+    monkeypatch.setattr(report_rows, "WORST", 2)
     report = build(small_cnn, pictures, targets=["tensorrt"], out=tmp_path, **PLAIN)
     rows = report.targets[0].tensors
     told = sorted(row.sqnr_db for row in rows if row.sqnr_db is not None)
@@ -250,7 +258,7 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
     """Rows as a real build makes them, the worst with all that is drawn of them."""
     _, report = made
     counts = tuple(range(100_000, 100_000 + MOST))
-    others = tuple(clipping.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
+    others = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
     part = HistogramPart(start=-1.23456789, width=0.0456789, counts=counts, others=others)
     weight = report["targets"][0]["weights"][0]
     rows = tuple(
@@ -258,7 +266,7 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
             name=f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0",
             sqnr_db=20.0 + n,
             clipped=0.001,
-            histogram=part if n < clipping.WORST else None,
+            histogram=part if n < report_rows.WORST else None,
         )
         for n in range(200)
     )
@@ -275,5 +283,5 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
         for n in range(200)
     )
     page = to_html(Report(targets=(TargetPart(name="onnxruntime", tensors=rows, weights=weights),)))
-    assert page.count('class="hist"') == clipping.WORST
+    assert page.count('class="hist"') == report_rows.WORST
     assert len(page.encode()) < 450_000

@@ -14,10 +14,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy import atomic, cli
+from deploy import cli
 from deploy.calibration.store import sidecars
 from deploy.cli import Terminated
 from deploy.errors import ExportError
+from deploy.files import atomic
 from deploy.inputs import guarded, is_read, refuse
 from deploy.pipeline import build, calibrate
 

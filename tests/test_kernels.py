@@ -8,10 +8,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from deploy import ort
 from deploy.frontends import load
-from deploy.tuning import kernels
-from deploy.tuning.kernels import KernelTimes, attributed, kernel_times, quicker
+from deploy.runtimes import ort
+from deploy.tuning import timing
+from deploy.tuning.timing import KernelTimes, attributed, kernel_times, quicker
 
 
 def model_of(*nodes):
@@ -161,7 +161,7 @@ def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch):
         path.write_text(json.dumps(events))
         return path
 
-    monkeypatch.setattr(kernels, "profiled", traced)
+    monkeypatch.setattr(ort, "profiled", traced)
     model = model_of(("/c1", "t"))
     assert kernel_times(model, [{}], made_from=model, runs=3).nodes == {"/c1": 7.0}
 
@@ -174,7 +174,7 @@ def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(tmp_path, mo
         counted.append(Counter(name for name, _, _ in ort.kernel_events(trace)))
         return trace
 
-    monkeypatch.setattr(kernels, "profiled", profiled)
+    monkeypatch.setattr(ort, "profiled", profiled)
     model = turned_model()
     feeds = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
     kernel_times(model, feeds, made_from=model, runs=2)
@@ -198,14 +198,14 @@ def test_a_real_profile_gives_every_layer_its_time(small_cnn):
 
 def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn, tmp_path):
     from deploy.pipeline import build
-    from deploy.tuning.tune import Tuning
+    from deploy.tuning.wish import Tuning
 
     feed = [np.ones((1, 3, 16, 16), np.float32) * step for step in (1, 2)]
     build(small_cnn, feed, out=tmp_path, duration_s=0, tuning=Tuning(effort=0))
     int8 = onnx.load(tmp_path / "small_cnn.int8.onnx")
     model = load(small_cnn).model
     times = kernel_times(int8, [{"x": feed[0]}], made_from=model, runs=2)
-    pairs = {node.name for node in int8.graph.node if node.op_type in kernels.PAIRS}
+    pairs = {node.name for node in int8.graph.node if node.op_type in timing.PAIRS}
     assert pairs and pairs < set(times.nodes)
     assert any(times.nodes[name] > 0 for name in pairs)
     assert all(sum(times.nodes[name] for name in layer) > 0 for layer in LAYERS)

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from deploy.errors import ConfigError
 from deploy.metrics.latency import DeviceTimes, Timing, measure, percentile
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 
 FEEDS = [{"x": np.zeros(1, np.float32)}, {"x": np.ones(1, np.float32)}]
@@ -76,7 +76,7 @@ def test_one_session_alone_is_timed_in_every_run():
 def test_what_is_told_to_be_left_is_what_the_least_number_of_runs_takes(names, runs, monkeypatch):
     told = []
     monkeypatch.setattr(
-        "deploy.metrics.latency.lasting",
+        "deploy.progress.lasting",
         lambda what, seconds: told.append((what, seconds)) or nullcontext(),
     )
     sessions = {name: Recorder(name, [], seconds=0.01) for name in names}

@@ -6,8 +6,8 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.graph.plan import Decision
-from deploy.judge import LAYER_SAMPLES, Inside
 from deploy.metrics.layerwise import shared_tensors
+from deploy.pipeline.judge import LAYER_SAMPLES, Inside
 from deploy.targets.base import Built
 
 STEP = 0.25

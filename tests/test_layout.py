@@ -118,9 +118,9 @@ def test_no_import_goes_round_in_a_circle():
 
 
 @pytest.mark.parametrize(
-    "line", ["from deploy.ort import x", "import deploy.ort", "from deploy import ort",
-             "if TYPE_CHECKING:\n    from deploy.ort import x",
-             "def f():\n    from deploy.ort import x", "ROWS = {'x': 'deploy.ort:x'}"],
+    "line", ["from deploy.runtimes.ort import x", "import deploy.runtimes.ort", "from deploy import ort",
+             "if TYPE_CHECKING:\n    from deploy.runtimes.ort import x",
+             "def f():\n    from deploy.runtimes.ort import x", "ROWS = {'x': 'deploy.runtimes.ort:x'}"],
 )  # fmt: skip
 def test_an_import_of_any_form_is_an_arrow(tmp_path, line):
     for name, text in {"feed": line, "ort": ""}.items():
@@ -128,7 +128,7 @@ def test_an_import_of_any_form_is_an_arrow(tmp_path, line):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     (arrow,) = house.arrows(house.modules(tmp_path))
-    assert arrow[:2] == ("deploy.feed", "deploy.ort")
+    assert arrow[:2] == ("deploy.feed", "deploy.runtimes.ort")
 
 
 @pytest.mark.slow

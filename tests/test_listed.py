@@ -12,7 +12,7 @@ from onnx import helper
 from deploy.cli import cli
 from deploy.frontends import load
 from deploy.frontends.reader import parse_model
-from deploy.judge import float_model
+from deploy.pipeline.judge import float_model
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ExportError
 from deploy.graph.lowering import lowered
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 
 F32 = TensorProto.FLOAT
 IMAGE = (1, 4, 6, 8)

@@ -8,12 +8,12 @@ import pytest
 from onnx import TensorProto, helper
 
 from deploy.errors import ConfigError
-from deploy.feed.carried import Carried, settled
 from deploy.feed.feed import open_feed
+from deploy.feed.model_preprocess import Carried, settled
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.presets import PRESETS
 from deploy.frontends.metadata import carried_of
-from deploy.frontends.metadata.paddle import operators
+from deploy.frontends.metadata.exporters import operators
 from deploy.tensors import TensorSpec
 
 OPEN = ("n", 3, "h", "w")

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 
 F32, I64 = TensorProto.FLOAT, TensorProto.INT64
 

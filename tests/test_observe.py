@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibrators.amct.statistics import ChannelMaxOf
+from calibrators.amct.recorders import ChannelMaxOf
 from calibrators.statistics import HistogramOf
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.calibration.observe import observe

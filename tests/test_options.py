@@ -13,10 +13,10 @@ import onnx
 import pytest
 
 from deploy.cli import cli, main
-from deploy.commands import sections
+from deploy.commands import base
 from deploy.errors import ConfigError
 from deploy.feed.choice import Choice
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT
 from deploy.targets.base import Built
 from deploy.targets.options import check, option, options_of
@@ -73,7 +73,7 @@ def test_every_option_stands_in_one_section_in_the_order_of_work(name, capsys):
     (command,) = [command for words, command in commands() if words == (name,)]
     _, out, _ = run(capsys, name, "--help")
     for param in command.params:
-        if isinstance(param, sections.SectionOption):
+        if isinstance(param, base.SectionOption):
             part = out.split(f"\n{param.section}:\n")[1].split("\n\n")[0]
             assert re.search(rf"^ +(-\w, )?{param.opts[-1]}\b", part, re.MULTILINE), param.opts
     titles = re.findall(r"^([A-Z][\w ]+):$", out, re.MULTILINE)

@@ -6,7 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
 from deploy.errors import BackendError
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 
 
 def model(op="Relu", shape=("n", 3), dtype=TensorProto.FLOAT, **attributes):

@@ -7,13 +7,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy import pipeline
-from deploy.calibration import outputs as kept
-from deploy.calibration.outputs import FloatOutputs, alike, judges_of
+from deploy import frontends, pipeline
+from deploy.calibration import reference
+from deploy.calibration.reference import FloatOutputs, alike, judges_of
 from deploy.feed.feed import open_feed
 from deploy.feed.part import Part
 from deploy.frontends import load
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
+from deploy.tuning import wish
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def images(count):
 
 def built(model, x, out, **words):
     """What a build without a search counted and noted: (work, notes, int8 engine's samples)."""
-    words = {"tuning": pipeline.Tuning(effort=0), "duration_s": 0.0, "threads": 2, **words}
+    words = {"tuning": wish.Tuning(effort=0), "duration_s": 0.0, "threads": 2, **words}
     pipeline.build(model, x, out=out, **words)
     report = json.loads((out / "report.json").read_text())
     engine = next(e for e in report["engines"] if not e.get("reference"))
@@ -80,7 +81,7 @@ def test_a_second_build_has_nothing_kept_and_runs_the_users_file_with_the_same_f
 
 def test_what_was_kept_of_another_model_than_the_users_file_judges_nothing(model, tmp_path):
     _, _, wanted = built(model, images(20), tmp_path / "plain")
-    loaded = pipeline.load(model)
+    loaded = frontends.load(model)
     for tensor in loaded.model.graph.initializer:  # as if folding had gone wrong
         tensor.CopyFrom(numpy_helper.from_array(1.5 * numpy_helper.to_array(tensor), tensor.name))
     work, _, accuracy = built(loaded, images(20), tmp_path / "o")
@@ -123,7 +124,7 @@ def test_a_sample_is_run_once_and_only_its_outputs_are_kept():
 
 
 def test_outputs_too_large_to_be_kept_are_made_again(monkeypatch):
-    monkeypatch.setattr(kept, "MOST_BYTES", 100)
+    monkeypatch.setattr(reference, "MOST_BYTES", 100)
     session, x = Counting(), {"x": np.ones((4, 4), np.float32)}
     outputs = FloatOutputs(lambda: session, ["y"], range(9))
     for key in range(9):

@@ -10,8 +10,8 @@ from html import unescape
 
 import pytest
 
-from deploy.metrics.accuracy import OutputAccuracy
 from deploy.metrics.latency import Latency, Timing
+from deploy.metrics.output_errors import OutputAccuracy
 from deploy.report import (
     EngineRow,
     NodeRow,

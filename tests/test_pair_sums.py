@@ -1,4 +1,4 @@
-"""No x86 CPU saturates the products of weights that calib8 writes (`calibrators.pair_sums`)."""
+"""No x86 CPU saturates the products of weights that calib8 writes (`calibrators.weights`)."""
 
 import json
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.grids import INT8, quantize_weight, weight_scales
-from calibrators.pair_sums import FIT, in_tight_pairs, pair_scales, pair_sums
+from calibrators.weights import FIT, in_tight_pairs, pair_scales, pair_sums
 from deploy.graph.index import Graph
-from deploy.ort import OrtSession
-from deploy.repairs.adaround import rounded_weight
-from deploy.repairs.layers import layers_of, with_constants
-from deploy.targets.dynamic import dynamic_weights, write_dynamic
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.onnxruntime.dynamic import dynamic_weights, write_dynamic
 from deploy.targets.stored import stored_in
+from deploy.tuning.repairs.output_rounding import rounded_weight
+from deploy.tuning.repairs.repair_layers import layers_of, with_constants
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from deploy.errors import BackendError
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 
 QUICK = ("--duration", 0.02, "--effort", 0, "--accept")
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from deploy.calibration.peaks import FAR, Outlier, Peaks, largest, standing_out
+from deploy.calibration.sample_checks import FAR, Outlier, Peaks, largest, standing_out
 from deploy.calibration.store import sidecars
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess

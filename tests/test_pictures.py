@@ -16,8 +16,8 @@ from deploy.feed.preprocess import COLORS, Preprocess
 from deploy.feed.presets import PRESETS
 from deploy.feed.strewn import some
 from deploy.report import FeedPart, Report, to_html, to_json, to_markdown
+from deploy.report.previews import pictures_part
 from deploy.report.raster import raster
-from deploy.report.shown import pictures_part
 from deploy.tensors import TensorSpec
 
 SPEC = (TensorSpec("x", "float32", ("n", 3, 16, 16)),)

@@ -10,12 +10,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.searches import SEARCHES
 from deploy.calibration import trt_cache
+from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.store import load as load_calibration
 from deploy.calibration.store import sidecars
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
-from deploy.pipeline import CachePolicy, Tuning, build, calibrate
+from deploy.pipeline import build, calibrate
+from deploy.tuning.wish import Tuning
 
 UNIT = Preprocess(size=(16, 16))
 
@@ -76,7 +78,7 @@ def test_another_method_is_searched_without_running_the_model(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the model was run")
 
-    monkeypatch.setattr("deploy.observing.observe", refuse)
+    monkeypatch.setattr("deploy.calibration.observe.observe", refuse)
     again = calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=cache)
     assert "the model was not run" in again.reason
     assert files(cache) == files(fresh)

@@ -299,7 +299,7 @@ def test_an_interrupt_is_one_sentence_behind_the_line(
     def interrupted(*words, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deploy.observing.observe", interrupted)
+    monkeypatch.setattr("deploy.calibration.observe.observe", interrupted)
     shown = screen()
     words = (*QUICK, "--out", tmp_path / "out")
     assert ended("build", small_cnn, "--images", pictures, *words) == 130
@@ -317,7 +317,7 @@ def test_an_interrupt_behind_the_calibration_tells_that_it_is_kept(
     out = tmp_path / "out"
     words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", out)
     with monkeypatch.context() as patched:
-        patched.setattr("deploy.pipeline.built", interrupted)
+        patched.setattr("deploy.pipeline.building.built", interrupted)
         assert ended(*words) == 130
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.endswith(f"left behind; the calibration is kept for the next build into {out}")
@@ -398,7 +398,9 @@ def test_quiet_builds_in_silence(small_cnn, pictures, tmp_path, capfd, at_once):
 
 
 def test_warnings_are_said_all_the_same(small_cnn, pictures, tmp_path, run, monkeypatch):
-    monkeypatch.setattr("deploy.calibrating._warnings", lambda *_: ("a picture stands out",))
+    monkeypatch.setattr(
+        "deploy.pipeline.calibrating._warnings", lambda *_: ("a picture stands out",)
+    )
     words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c", "-q")
     assert run("calibrate", small_cnn, "--images", pictures, *words) == (
         0, "", "a picture stands out\n",

@@ -7,10 +7,10 @@ import pytest
 
 from calibrators.errors import CalibrationError
 from calibrators.grids import affine_params
+from deploy.analysis.experiment import SHOWN, read_values, searched, with_scales
 from deploy.errors import ConfigError, FeedError
-from deploy.experiment import SHOWN, read_values, searched, with_scales
 from deploy.method import Method
-from deploy.report.treemap import Area, Tile, squarified, tree_map
+from deploy.report.profile_page import Area, Tile, squarified, tree_map
 
 VALUES = "[-1, 0, 1, 2]"
 

@@ -74,7 +74,7 @@ def test_ramps_are_the_errors_of_the_nearest_levels(seed):
 
 
 def test_bins_are_added_up_for_few_ranges_alone(monkeypatch):
-    import calibrators.mse as module
+    from calibrators import mse as module
 
     added = []
 

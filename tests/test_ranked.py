@@ -60,7 +60,7 @@ def judged(judged_build, tmp_path):
 @pytest.fixture(scope="module")
 def said(small_cnn):
     """What the float model says of these samples."""
-    from deploy.ort import OrtSession
+    from deploy.runtimes.ort import OrtSession
 
     samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
     logits = OrtSession.open(small_cnn, threads=1).run({"x": samples})["logits"]

@@ -14,8 +14,7 @@ import pytest
 
 from deploy.archives import array_header, check_archive, read_array
 from deploy.errors import ConfigError, ExportError, FeedError
-from deploy.inputs import guarded, refuse
-from deploy.reading import (
+from deploy.files.reading import (
     MOST_NESTING,
     from_json,
     is_text,
@@ -26,6 +25,7 @@ from deploy.reading import (
     read_text,
     refuse_irregular,
 )
+from deploy.inputs import guarded, refuse
 
 PLAN = {"what": "a plan", "error": ConfigError}
 ROOT = Path(__file__).parent.parent
@@ -190,9 +190,7 @@ def test_a_table_of_contents_of_gigabytes_is_not_looked_at(monkeypatch):
 
 def test_a_path_that_is_no_text_is_told_from_one_that_is():
     assert is_text("a/b") and is_text(Path("é")) and not is_text(os.fsdecode(b"a\xff"))
-    code = (
-        "import os; from deploy.reading import is_text; print(is_text(os.fsdecode(b'\\xc3\\xa9')))"
-    )
+    code = "import os; from deploy.files.reading import is_text; print(is_text(os.fsdecode(b'\\xc3\\xa9')))"
     for encoding, right in (("C", "False"), ("C.UTF-8", "True")):
         own = {**os.environ, "LC_ALL": encoding, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         done = subprocess.run(
@@ -204,19 +202,19 @@ def test_a_path_that_is_no_text_is_told_from_one_that_is():
 # Where bytes of files come in by another door, and why: what the program made itself, the system's
 # own, and the decoder's file (`deploy.feed.images`), which keeps its own rules.
 ELSEWHERE = {
-    "deploy.atomic": "descriptors of what it writes",
+    "deploy.files.atomic": "descriptors of what it writes",
     "deploy.cli": "where what stdout did not take goes",
     "deploy.feed.array_files": "maps of what was opened, and of its own temporary files",
     "deploy.feed.images": "pictures",
     "deploy.locks": "descriptors that hold locks",
     "deploy.machine": "the system's description of the processor",
-    "deploy.openvino": "its own temporary files, in its own process",
+    "deploy.runtimes.openvino": "its own temporary files, in its own process",
     "deploy.comparison.cuts": "its own temporary files",
-    "deploy.judge": "what was built a moment ago",
-    "deploy.ort": "ONNX Runtime's trace in a temporary folder",
-    "deploy.reading": "the door itself",
-    "deploy.results": "what was built a moment ago",
-    "deploy.staging": "its own files, as it moves them",
+    "deploy.pipeline.judge": "what was built a moment ago",
+    "deploy.runtimes.ort": "ONNX Runtime's trace in a temporary folder",
+    "deploy.files.reading": "the door itself",
+    "deploy.pipeline.results": "what was built a moment ago",
+    "deploy.files.staging": "its own files, as it moves them",
     "deploy.standins.sources": "the memory of this very process",
     "deploy.targets.tensorrt.baselines": "what was built a moment ago",
     "deploy.targets.tensorrt.engines": "what was built a moment ago",
@@ -247,7 +245,7 @@ def test_files_are_read_through_one_door():
     found = {name: calls for name, calls in found.items() if calls}
     by = {"deploy.fx.source": 1}  # torch.load of a file that was opened
     wrong = {n: c for n, c in found.items() if n not in ELSEWHERE and len(c) > by.get(n, 0)}
-    assert not wrong, f"read with deploy.reading: {wrong}"
+    assert not wrong, f"read with deploy.files.reading: {wrong}"
     assert set(ELSEWHERE) <= set(found), f"excepted for nothing: {set(ELSEWHERE) - set(found)}"
 
 

@@ -18,22 +18,22 @@ from calibrators.errors import CalibrationError
 from calibrators.grids import quantize_weight, weight_scales
 from calibrators.rounding import gram, output_error, products_of, rounded_by_output
 from deploy.calibration.choices import Choices
-from deploy.calibration.outputs import judges_of
 from deploy.calibration.ranges import Ranges
+from deploy.calibration.reference import judges_of
 from deploy.cli import main
 from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.method import Method
-from deploy.ort import OrtSession
 from deploy.pipeline import calibrate
-from deploy.repairs import REPAIRS, chosen
-from deploy.repairs.adaround import rounded_weight
-from deploy.repairs.apply import trials
-from deploy.repairs.layers import layers_of
 from deploy.repairs.links import links_of
 from deploy.repairs.patches import patches
+from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
+from deploy.tuning.repairs import REPAIRS, chosen
+from deploy.tuning.repairs.apply import trials
+from deploy.tuning.repairs.output_rounding import rounded_weight
+from deploy.tuning.repairs.repair_layers import layers_of
 
 ALL = "onnxruntime,tensorrt,ascend"
 

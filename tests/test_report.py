@@ -12,8 +12,9 @@ from calibrators.scales import Scale, Scales
 from deploy import build
 from deploy.errors import ConfigError
 from deploy.machine import this_machine
-from deploy.metrics.accuracy import Accuracy, OutputAccuracy
+from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, Timing
+from deploy.metrics.output_errors import OutputAccuracy
 from deploy.report import (
     CalibrationPart,
     EngineRow,

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from calibrators.histogram import Histogram
 from calibrators.mse import mse
 from deploy.cli import cli
-from deploy.graph.saturation import bounds
+from deploy.graph.bounds import bounds
 
 
 def sigmoid(t):

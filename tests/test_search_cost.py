@@ -10,9 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from deploy.calibration import observe as unseen
+from deploy.metrics import levels as judging
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
-from deploy.ort import OrtSession
-from deploy.tuning import behind, judging, probe, unseen
+from deploy.runtimes.ort import OrtSession
+from deploy.tuning import downstream, probe, search_samples
 from deploy.tuning.allowance import Allowance
 from deploy.tuning.effort import EFFORTS
 from tests.test_tuning import SAME, ran, saved
@@ -69,7 +71,7 @@ def runs(monkeypatch):
 
     observe = unseen.observe
     monkeypatch.setattr(unseen, "observe", observing)
-    for module in (probe, behind, judging):
+    for module in (probe, downstream, search_samples):
         monkeypatch.setattr(module, "OrtSession", counting(module.__name__.rpartition(".")[2]))
     return found
 
@@ -82,13 +84,13 @@ def never_usable(monkeypatch):
         yield (UNUSABLE if found.outputs and asked[-1] else DOUBTFUL), "as the test has it"
 
     asked = []
-    on = judging.Judged.on
+    on = search_samples.Judged.on
 
     def noted(self, most, **words):
         asked.append(most == IMAGES)
         return on(self, most, **words)
 
-    monkeypatch.setattr(judging.Judged, "on", noted)
+    monkeypatch.setattr(search_samples.Judged, "on", noted)
     monkeypatch.setattr(judging, "of_accuracy", levels)
 
 

@@ -9,11 +9,12 @@ import numpy as np
 import onnx
 import pytest
 
-import deploy.calibrating
-import deploy.observing
-import deploy.order
 import deploy.pipeline
+import deploy.pipeline.calibrating
+import deploy.pipeline.observing
+import deploy.pipeline.request
 from deploy.calibration import versions
+from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.store import sidecars
 from deploy.calibration.subject import Subject
 from deploy.errors import FeedError, ModelError
@@ -22,9 +23,10 @@ from deploy.feed.feed import open_feed
 from deploy.feed.manifest import Changed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
-from deploy.pipeline import CachePolicy, Tuning, build, calibrate
+from deploy.pipeline import build, calibrate
 from deploy.targets.ascend.target import Ascend
 from deploy.tensors import TensorSpec
+from deploy.tuning.wish import Tuning
 
 UNIT = Preprocess(size=(16, 16))
 IMAGE = TensorSpec("x", "float32", ("n", 3, 16, 16))
@@ -139,7 +141,7 @@ def test_what_was_skipped_stays_skipped(photos):
 def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_path, monkeypatch):
     cache = tmp_path / "c"
     calibrate(small_cnn, photos, preprocess=UNIT, cache=cache)
-    between(monkeypatch, deploy.observing, "_completed", lambda: swap(photos))
+    between(monkeypatch, deploy.pipeline.observing, "_completed", lambda: swap(photos))
     with pytest.raises(FeedError, match=CHANGED):  # hashed to judge the cache, decoded later
         calibrate(
             small_cnn, photos, preprocess=UNIT, cache=cache, method="legacy", targets=["tensorrt"]
@@ -148,9 +150,11 @@ def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_p
 
 def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_path, monkeypatch):
     feeds = []
-    own = deploy.order.open_feed
+    own = deploy.feed.feed.open_feed
     monkeypatch.setattr(
-        deploy.order, "open_feed", lambda *a, **k: feeds.append(own(*a, **k)) or feeds[-1]
+        deploy.pipeline.request,
+        "open_feed",
+        lambda *a, **k: feeds.append(own(*a, **k)) or feeds[-1],
     )
     between(monkeypatch, deploy.pipeline, "searched", lambda: (feeds[0].manifest(), swap(photos)))
     with pytest.raises(FeedError, match=CHANGED):
@@ -165,7 +169,7 @@ def of_changed(*_, **__):
 
 
 def test_the_search_does_not_pass_over_it(small_cnn, pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.tuning.unseen.observe", of_changed)
+    monkeypatch.setattr("deploy.calibration.observe.observe", of_changed)
     with pytest.raises(FeedError, match=CHANGED):
         build(small_cnn, pictures, preprocess=UNIT, out=tmp_path / "o", duration_s=0)
     assert not list((tmp_path / "o").glob("*.onnx"))
@@ -326,7 +330,7 @@ def test_a_model_replaced_while_it_is_built_is_told(model, pictures, tmp_path, m
 
 
 def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, monkeypatch):
-    between(monkeypatch, deploy.calibrating, "_demands", lambda: replaced(model))
+    between(monkeypatch, deploy.pipeline.calibrating, "_demands", lambda: replaced(model))
     with pytest.raises(ModelError, match="changed while calib8 ran"):
         calibrate(model, pictures, preprocess=UNIT, targets=["tensorrt"], method="legacy")
 

@@ -14,11 +14,11 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.choice import Choice
 from deploy.feed.feed import open_feed
 from deploy.feed.manifest import Changed
+from deploy.feed.paths import RawFiles
 from deploy.feed.pixels import apply
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.raw import RawFiles
 from deploy.feed.strewn import some
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 
 X = TensorSpec("x", "float32", ("batch", 3, 16, 16))

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from deploy import atomic, locks, manifest, staging
+from deploy import locks
 from deploy.calibration.store import files
 from deploy.cli import main
 from deploy.errors import BackendError, ExportError
 from deploy.feed.preprocess import Preprocess
+from deploy.files import atomic, manifest, staging
+from deploy.files.staging import recover, staged
 from deploy.inputs import guarded, is_read
-from deploy.pipeline import Tuning, build, calibrate
-from deploy.staging import recover, staged
-from deploy.targets.onnxruntime import OnnxRuntime
+from deploy.pipeline import build, calibrate
+from deploy.targets.onnxruntime.target import OnnxRuntime
+from deploy.tuning.wish import Tuning
 
 UNIT = Preprocess(size=(16, 16))
 

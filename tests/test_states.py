@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
-from deploy.measure import _states
 from deploy.metrics.form import form_of
+from deploy.pipeline.measure import _states
 
 FEATURES, STATE, CLASSES = 8, 16, 5
 

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from calibrators.amct.statistics import ChannelMaxOf, ExactOf, HfmgOf, IfmrOf
+from calibrators.amct.recorders import ChannelMaxOf, ExactOf, HfmgOf, IfmrOf
 from calibrators.errors import CalibrationError
 from calibrators.statistics import AmaxOf, HistogramOf
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed, Variant
-from deploy.calibration.peaks import Outlier
 from deploy.calibration.reuse import CachePolicy, judge
+from deploy.calibration.sample_checks import Outlier
 from deploy.errors import CacheError
 
 STATISTICS = [

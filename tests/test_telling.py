@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.choices import NO_CHOICES, Choices
-from deploy.calibration.outputs import judges_of
+from deploy.calibration.reference import judges_of
 from deploy.errors import ExportError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load

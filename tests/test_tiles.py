@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.cli import cli
 from deploy.graph.edit import with_outputs
 from deploy.targets import tiles
-from deploy.tuning.kernels import attributed
+from deploy.tuning.timing import attributed
 
 SIDE_BY_SIDE = {
     "square": ((16, 12, 2, 2), {"strides": [2, 2]}),
@@ -249,7 +249,7 @@ def test_a_model_with_pairs_is_kept_but_for_such_layers(built, tmp_path, monkeyp
 
 def test_another_layer_between_pairs_of_a_model_is_called_float(built, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("deploy.graph.refusal.tile_of", lambda node, sizes: (3, 3))
+        patch.setattr("deploy.graph.tiles.tile_of", lambda node, sizes: (3, 3))
         plain = built(*OTHER["overlapping"])
     assert any(tensor.name == "w/quantized" for tensor in plain.graph.initializer)
     (tmp_path / "paired.onnx").write_bytes(plain.SerializeToString())

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 from deploy.cli import cli  # noqa: E402
 from deploy.errors import ConfigError, ModelError  # noqa: E402
 from deploy.frontends import load  # noqa: E402
-from deploy.frontends.torch import parse_shape  # noqa: E402
+from deploy.frontends.torch_model import parse_shape  # noqa: E402
 from deploy.fx.opening import export_torch, open_torch  # noqa: E402
 
 torch.set_num_threads(1)

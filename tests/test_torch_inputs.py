@@ -16,13 +16,13 @@ from torch import nn  # noqa: E402
 
 from deploy.cli import cli  # noqa: E402
 from deploy.errors import ConfigError, FeedError, ModelError, SdkMissingError  # noqa: E402
+from deploy.files.usercode import MODEL_LIBRARIES  # noqa: E402
 from deploy.frontends import load  # noqa: E402
-from deploy.frontends.torch import is_torch_spec, parse_input  # noqa: E402
+from deploy.frontends.torch_model import is_torch_spec, parse_input  # noqa: E402
 from deploy.fx.opening import open_torch  # noqa: E402
 from deploy.fx.samples import example_inputs, floating_dtype, read_sample  # noqa: E402
 from deploy.fx.source import load_module, load_weights  # noqa: E402
 from deploy.fx.zoo import _MAKERS  # noqa: E402
-from deploy.usercode import MODEL_LIBRARIES  # noqa: E402
 
 torch.set_num_threads(1)
 NETS = """

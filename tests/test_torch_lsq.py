@@ -17,7 +17,7 @@ from deploy.errors import CacheError, CalibrationError  # noqa: E402
 from deploy.fx.calibrate import calibrate, observers_of  # noqa: E402
 from deploy.fx.convert import scale_table  # noqa: E402
 from deploy.fx.export import compare, to_onnx  # noqa: E402
-from deploy.fx.layers import WeightQuant  # noqa: E402
+from deploy.fx.int8_layers import WeightQuant  # noqa: E402
 from deploy.fx.learned import hold, learn, values_of  # noqa: E402
 from deploy.fx.lsq import rounded  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402

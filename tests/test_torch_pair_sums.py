@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 
 from torch import nn  # noqa: E402
 
-from calibrators.pair_sums import FIT, pair_scales, pair_sums  # noqa: E402
-from deploy.fx.layers import quant_of  # noqa: E402
+from calibrators.weights import FIT, pair_scales, pair_sums  # noqa: E402
+from deploy.fx.int8_layers import quant_of  # noqa: E402
 from deploy.targets.stored import stored_in  # noqa: E402
 
 NET = """

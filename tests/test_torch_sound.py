@@ -20,7 +20,7 @@ from deploy.fx.copied import computed_weights, plain_copy, unwrapped  # noqa: E4
 from deploy.fx.coverage import coverage, refuse_float  # noqa: E402
 from deploy.fx.export import check_float, other_batch, to_onnx  # noqa: E402
 from deploy.fx.fuse import fuse  # noqa: E402
-from deploy.fx.layers import QatLayer, WeightQuant  # noqa: E402
+from deploy.fx.int8_layers import QatLayer, WeightQuant  # noqa: E402
 from deploy.fx.modes import measure, quantized, report  # noqa: E402
 from deploy.fx.prepare import prepare, prepare_only  # noqa: E402
 from deploy.fx.qat import Task, train  # noqa: E402

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.frontends import load_either
 from deploy.graph.placement import ONNXRUNTIME
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.trained import decisions_of
 
 BUILD = ("--duration", 0)
@@ -28,7 +28,8 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def made(small_cnn, data, tmp_path_factory):
     """The Q/DQ models that calib8 makes of a float one, one a target."""
-    from deploy.pipeline import Tuning, build
+    from deploy.pipeline import build
+    from deploy.tuning.wish import Tuning
 
     out = tmp_path_factory.mktemp("made")
     targets = ["onnxruntime", "tensorrt", "ascend"]

@@ -16,13 +16,15 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.fingerprint import Fingerprint
+from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trt_cache import ENTROPY2, parse
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.frontends import load
 from deploy.method import Method
-from deploy.pipeline import CachePolicy, Tuning, build
+from deploy.pipeline import build
 from deploy.targets.spans import Span
-from deploy.targets.tensorrt import builder, engines, live, sdk, session
+from deploy.targets.tensorrt import builder, gpus, sdk
+from deploy.targets.tensorrt import live as engines
 from deploy.targets.tensorrt.builder import (
     Engine,
     Profile,
@@ -37,6 +39,7 @@ from deploy.targets.tensorrt.log import KeepingLogger, missing_tensors, sort_mis
 from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.targets.tensorrt.to_qdq import scale_nodes
+from deploy.tuning.wish import Tuning
 
 HERE = Sdk(version="8.5.3.1", calibrators=True, gpu="Some GPU sm_90")
 
@@ -175,9 +178,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Settings, bytes | No
         made.append((path.name, settings, known))
         return Engine(b"plan", (), known)
 
-    monkeypatch.setattr(session, "find", no_engine)  # built, never opened
+    monkeypatch.setattr(sdk, "find", no_engine)  # built, never opened
     monkeypatch.setattr(sdk, "find", lambda device=0: here)
-    monkeypatch.setattr(engines, "gpu", lambda device: None)
+    monkeypatch.setattr(gpus, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", engine)
     monkeypatch.setattr(engines, "from_cache", lambda asked, known: Known(known))
     return made
@@ -275,7 +278,7 @@ def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
         return cache
 
     monkeypatch.setattr(builder, "calibrate", calibrates)
-    monkeypatch.setattr(live, "_live", lambda asked, request, settings, cuda, keep: keep(cache))
+    monkeypatch.setattr(engines, "_live", lambda asked, request, settings, cuda, keep: keep(cache))
     for rest in ("fp16", "fp32"):  # other settings of the engine, the same calibration
         backend = TensorRT(calibrator="entropy2", max_batch=2, rest=rest)
         built_on(model, tmp_path / "out", backend)

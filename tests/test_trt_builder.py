@@ -19,7 +19,8 @@ import pytest
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks, HostMemory
 from deploy.errors import BackendError
-from deploy.targets.tensorrt import builder, libraries
+from deploy.targets.tensorrt import builder as builder_module
+from deploy.targets.tensorrt import libraries
 from deploy.targets.tensorrt.builder import Profile, Settings, build_engine
 from deploy.targets.tensorrt.log import listening, process_logger
 
@@ -136,7 +137,7 @@ def test_a_build_allows_what_was_asked_for(fake: Fake) -> None:
 
 def test_calibrating_is_float32_alone(fake: Fake) -> None:
     fake.does = calibrates
-    assert builder.calibrate(MODEL, Settings(), fed()) == CACHE
+    assert builder_module.calibrate(MODEL, Settings(), fed()) == CACHE
     assert fake.config.flags == {BuilderFlag.INT8}
 
 
@@ -154,7 +155,7 @@ def test_a_batch_has_the_shape_of_the_profile_where_one_is_known(fake: Fake) -> 
     def made(**shapes: tuple[int, ...]) -> bytes:
         feed = [{"x": np.zeros(3, np.float32)}] * 2
         callbacks = Callbacks(feed, batches=2, shapes=shapes, memory=HostMemory())
-        return builder.calibrate(MODEL, Settings(), callbacks)
+        return builder_module.calibrate(MODEL, Settings(), callbacks)
 
     assert made(x=(3,)) == made() == CACHE
     with pytest.raises(CalibrationError, match=r"OPT shape \[1, 3\] only, got \[3\] in batch 0"):
@@ -164,10 +165,10 @@ def test_a_batch_has_the_shape_of_the_profile_where_one_is_known(fake: Fake) -> 
 def test_real_libraries_leave_tensorrt_its_own_choice(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "stand_ins", lambda: ())  # whatever this environment has
+    monkeypatch.setattr(libraries, "stand_ins", lambda: ())  # whatever this environment has
     build_engine(MODEL, Settings())
     assert fake.config.sources == 0b1111
-    monkeypatch.setattr(builder, "stand_ins", lambda: ("CUBLAS", "CUDNN"))
+    monkeypatch.setattr(libraries, "stand_ins", lambda: ("CUBLAS", "CUDNN"))
     build_engine(MODEL, Settings())
     assert fake.config.sources == 0b1010
 
@@ -175,7 +176,7 @@ def test_real_libraries_leave_tensorrt_its_own_choice(
 def test_stand_ins_that_cannot_be_left_out_are_refused(fake: Fake) -> None:
     fake.config.takes_sources = False
     with pytest.raises(BackendError, match="CUDNN, whose libraries are empty"):
-        builder._leave_out(fake.config, ("CUDNN",))  # type: ignore[arg-type]
+        builder_module._leave_out(fake.config, ("CUDNN",))  # type: ignore[arg-type]
 
 
 def test_a_library_is_a_stand_in_by_its_mark_alone(
@@ -292,7 +293,7 @@ def test_another_tactic_source_or_precision_is_another_engine() -> None:
     from deploy.targets.tensorrt.sdk import Sdk
 
     keys = [
-        builder.engine_key(
+        builder_module.engine_key(
             Sdk("8.5.3.1", True, "GPU", stand_ins=left_out),
             Settings(tf32=tf32, profiles={"x": Profile((1,), (1,), (1,))}),
             model_sha256="m",
@@ -310,7 +311,7 @@ def test_an_engine_depends_on_the_bytes_of_its_plugins(tmp_path: Path) -> None:
     keys = []
     for data in (b"one", b"other"):
         library.write_bytes(data)
-        key = builder.engine_key(
+        key = builder_module.engine_key(
             Sdk("8.5.3.1", True, "GPU"),
             Settings(plugins=(library,)),
             model_sha256="m",

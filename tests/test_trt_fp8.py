@@ -22,14 +22,15 @@ from deploy.graph.index import Graph
 from deploy.graph.placement import TENSORRT_FP8
 from deploy.graph.plan import analyse
 from deploy.method import Method
-from deploy.ort import OrtSession
-from deploy.pipeline import Tuning, build
-from deploy.repairs.layers import layers_of
+from deploy.pipeline import build
 from deploy.repairs.written import all_written
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import builder
-from deploy.targets.tensorrt.from_qdq import from_qdq
+from deploy.targets.tensorrt.cache_qdq import from_qdq
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.targets.tensorrt.versions import Needs
+from deploy.tuning.repairs.repair_layers import layers_of
+from deploy.tuning.wish import Tuning
 
 FLOAT, FLOAT8 = TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN
 BYTES = np.arange(256, dtype=np.uint8)
@@ -455,7 +456,7 @@ def test_a_model_of_small_layers_alone_is_refused(run, small_cnn, pictures, tmp_
 def test_a_model_that_cannot_be_brought_to_opset_19_says_so(images, tmp_path):
     model = wide(own=True)
     model.graph.node.append(helper.make_node("Own", ["y"], ["z"], "/own", domain="own"))
-    from deploy.targets.tensorrt.rest import at_opset
+    from deploy.targets.tensorrt.float_types import at_opset
 
     with pytest.raises(ExportError, match=r"opset 19 .* got opset 13 .* domain own"):
         at_opset(model, 19)

@@ -21,7 +21,7 @@ from deploy.errors import BackendError, SdkMissingError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.metrics.latency import Latency, Timing, measure
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import Profile
 from deploy.tensors import Session

@@ -9,10 +9,10 @@ from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
-from deploy.ort import OrtSession
 from deploy.pipeline import build
+from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
-from deploy.tuning.tune import Tuning
+from deploy.tuning.wish import Tuning
 
 
 def node(op, inputs, output, **attributes):

@@ -17,8 +17,8 @@ from deploy.calibration.trt_cache import CalibrationCache, from_scales, parse
 from deploy.errors import CacheError, Calib8Error, ExportError
 from deploy.frontends import load
 from deploy.pipeline import calibrate
+from deploy.targets.tensorrt.cache_qdq import from_qdq
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
-from deploy.targets.tensorrt.from_qdq import from_qdq
 from deploy.targets.tensorrt.match import match
 from deploy.targets.tensorrt.naming import trt_tensors
 from deploy.targets.tensorrt.to_qdq import scale_nodes

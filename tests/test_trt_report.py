@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import deploy.measure as timing
 from deploy.errors import BackendError, SdkMissingError
 from deploy.graph.plan import Decision
+from deploy.metrics import latency as timing
 from deploy.metrics.latency import DeviceTimes
 from deploy.metrics.ran import RanLayer
 from deploy.report.ran import ran_part, ran_words

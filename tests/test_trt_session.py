@@ -112,7 +112,7 @@ def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypa
         raise BackendError("out of memory")
 
     x = {"x": np.ones(4, np.float32)}
-    monkeypatch.setattr("deploy.targets.tensorrt.allocator.Buffer", refuses)
+    monkeypatch.setattr("deploy.targets.tensorrt.cuda.Buffer", refuses)
     with pytest.raises(BackendError, match=r"^out of memory$"):
         session.run(x)
 

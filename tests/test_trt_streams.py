@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from deploy.errors import BackendError, ConfigError
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt.streams import throughput
 
 

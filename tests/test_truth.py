@@ -13,7 +13,7 @@ from deploy.feed.placing import placed
 from deploy.feed.preprocess import Preprocess
 from deploy.metrics.coco import read_coco
 from deploy.metrics.tasks.metric import MetricTally, metric_of
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 
 SIDE = 32  # of what the fixture `detector` is fed
 

@@ -20,12 +20,13 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.cli import main
 from deploy.errors import BackendError
 from deploy.metrics.latency import Latency, Timing
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.tuning import clock as clocks
 from deploy.tuning import prices, probe
-from deploy.tuning.kernels import PAIRS, KernelTimes
+from deploy.tuning import timing as prices
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.reasons import NOT_FASTER
+from deploy.tuning.timing import PAIRS, KernelTimes
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
 ALL = "onnxruntime,tensorrt,ascend"
@@ -519,7 +520,7 @@ def clock(monkeypatch):
 
         monkeypatch.setattr(prices, "kernel_times", times)
         monkeypatch.setattr(clocks, "quickest_ms", quickest)
-        monkeypatch.setattr("deploy.measure.measure", measure)
+        monkeypatch.setattr("deploy.metrics.latency.measure", measure)
 
     return set_to
 

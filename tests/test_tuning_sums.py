@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.tuning.plan_file import read_plan
 
 LARGE = 300.0  # times what the other half of the channels holds

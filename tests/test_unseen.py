@@ -12,13 +12,13 @@ from deploy import pipeline
 from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.cli import main
 from deploy.method import Method
-from deploy.ort import Bound, OrtSession
 from deploy.pipeline import calibrate
+from deploy.runtimes.ort import Bound, OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
-from deploy.targets.onnxruntime import OnnxRuntime
+from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.probe import Noise
-from deploy.tuning.trial import Trial
+from deploy.tuning.search_options import Trial
 from deploy.tuning.unseen import MANY, unseen
 
 SAME = {"pads": [1, 1, 1, 1]}

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.cli import cli
 from deploy.graph.edit import with_outputs
 from deploy.graph.index import Graph
-from deploy.targets.upsampling import write_upsampling
+from deploy.targets.onnxruntime.map_rewrites import write_upsampling
 
 FLOOR = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 ASYMMETRIC = {"coordinate_transformation_mode": "asymmetric"}

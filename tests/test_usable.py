@@ -24,11 +24,11 @@ from deploy.cli import main
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, Timing
 from deploy.metrics.tasks import TaskFigure
-from deploy.tuning import clock as clocks
-from deploy.tuning import judging, prices
-from deploy.tuning.kernels import PAIRS, KernelTimes
+from deploy.tuning import clock, search_samples
+from deploy.tuning import timing as prices
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.reasons import NOT_FASTER
+from deploy.tuning.timing import PAIRS, KernelTimes
 
 ALL = "onnxruntime,tensorrt,ascend"
 TARGETS = ALL.split(",")
@@ -143,7 +143,7 @@ def test_a_second_build_obeys_the_plan_judges_nothing_and_says_the_same(
     default, model, feed, monkeypatch, tmp_path
 ):
     before = default.models
-    monkeypatch.setattr(judging, "Judged", None)  # whoever calls it fails
+    monkeypatch.setattr(search_samples, "Judged", None)  # whoever calls it fails
     words = ("--images", feed, "--target", ALL, "--duration", 0)
     again = ran(model, *words, out=shutil.copytree(default.out, tmp_path / "o"))
     assert again.code == 0 and again.models == before
@@ -199,8 +199,8 @@ def test_the_float_model_is_built_where_no_split_is_usable_and_faster(
         return 0.5 if any(node.op_type in PAIRS for node in ran.graph.node) else 1.0
 
     monkeypatch.setattr(prices, "kernel_times", times)
-    monkeypatch.setattr(clocks, "quickest_ms", quickest)
-    monkeypatch.setattr("deploy.measure.measure", measure)
+    monkeypatch.setattr(clock, "quickest_ms", quickest)
+    monkeypatch.setattr("deploy.metrics.latency.measure", measure)
     built = ran(model, "--images", feed, "--duration", 0.01, out=tmp_path / "o")
     assert built.code == 0 and built.level("onnxruntime") == "stay in float"
     assert "would be unusable" in built.said and [*built.models] == ["guessing.float.onnx"]
@@ -305,7 +305,7 @@ def test_a_second_build_takes_the_surer_split_from_the_plan(
     surer, narrow, feed, monkeypatch, tmp_path
 ):
     before = surer.models
-    monkeypatch.setattr(judging, "Judged", None)  # whoever calls it fails
+    monkeypatch.setattr(search_samples, "Judged", None)  # whoever calls it fails
     words = ("--images", feed, "--target", GRIDS, "--duration", 0)
     again = ran(narrow, *words, out=shutil.copytree(surer.out, tmp_path / "o"))
     assert again.code == 0 and again.models == before and "would be doubtful" in again.said
@@ -389,8 +389,8 @@ def test_samples_are_asked_until_more_of_them_would_hardly_say_anything_else(
             given.append(words)
             yield Accuracy(samples=9, outputs=(), task=figure)
 
-    monkeypatch.setattr(judging.Judging, "_judged", judged)
-    judge = judging.Judging(
+    monkeypatch.setattr(search_samples.Judging, "_judged", judged)
+    judge = search_samples.Judging(
         None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
     )
     found = judge.of(None)

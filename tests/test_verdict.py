@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from deploy.metrics.accuracy import Accuracy, Comparison
+from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
+from deploy.metrics.output_errors import RunningError
 from deploy.metrics.precision import MeanPrecision
-from deploy.metrics.running import RunningError
 from deploy.metrics.tasks import TaskFigure
 from deploy.metrics.truth import PartAccuracy
-from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Gates, verdict
+from deploy.report.verdict import Gates, verdict
 from deploy.tensors import TensorSpec
 
 

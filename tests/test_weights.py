@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from calibrators.pair_sums import FIT, ROUNDED
+from calibrators.weights import FIT, ROUNDED
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
 from deploy.report import TargetPart, TrialRow, to_markdown

@@ -118,7 +118,7 @@ def test_the_channels_of_a_slow_layer_are_filled_up(channels, wide, squeeze, tmp
     model = inverted(channels, squeeze=squeeze, end="residual")
     found = engine(built(model, tmp_path / "wide", "--effort", "0"))
     assert groups(found) == wide
-    monkeypatch.setattr("deploy.targets.wide._AT_ONCE", 1)
+    monkeypatch.setattr("deploy.targets.onnxruntime.conv_rewrites._AT_ONCE", 1)
     plain = engine(built(model, tmp_path / "plain", "--effort", "0"))
     assert groups(plain) == channels
     assert ran(found) == ran(plain)
@@ -161,7 +161,7 @@ def planned(folder: Path) -> Path:
 
 def test_the_search_gives_float_layers_back_their_weights(tmp_path, monkeypatch):
     """Trials round every weight, and a layer in float is to have its own, as wide as it is."""
-    from deploy.repairs import adaround
+    from deploy.tuning.repairs import output_rounding
 
     seen = []
 
@@ -174,8 +174,8 @@ def test_the_search_gives_float_layers_back_their_weights(tmp_path, monkeypatch)
             if name in held
         )
 
-    real = adaround._give_back
-    monkeypatch.setattr(adaround, "_give_back", give_back)
+    real = output_rounding._give_back
+    monkeypatch.setattr(output_rounding, "_give_back", give_back)
     monkeypatch.setattr("deploy.tuning.search._NEAR", 0.0)  # layers are looked at alone, too
     built(inverted(24, window=5), tmp_path / "net", "--effort", "1")
     assert seen and all(seen)

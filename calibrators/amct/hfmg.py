@@ -123,7 +123,7 @@ class HfmgHistogram:
         return bool(self.lo == self.hi == 0)
 
     def to_arrays(self) -> Arrays:
-        """Plain 1-D arrays; see `calibrators.amct.statistics.HfmgOf.restore`."""
+        """Plain 1-D arrays; see `calibrators.amct.recorders.HfmgOf.restore`."""
         counts = np.zeros(0, np.int32) if self.counts is None else self.counts
         return {"counts": counts, "reals": np.array([self.lo, self.hi], np.float64)}
 

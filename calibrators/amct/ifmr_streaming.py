@@ -93,7 +93,7 @@ class IfmrHistogram:
         return self.minimum == self.maximum == 0
 
     def to_arrays(self) -> Arrays:
-        """Plain 1-D arrays; see `calibrators.amct.statistics.IfmrOf.restore`."""
+        """Plain 1-D arrays; see `calibrators.amct.recorders.IfmrOf.restore`."""
         kept = self.kept
         occupied = np.flatnonzero(self.counts)
         return {

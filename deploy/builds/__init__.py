@@ -1,6 +1,6 @@
 """Builds that were written before: read back whole, and held side by side."""
 
-from deploy.builds.compare import Builds, EngineLine, SettingLine, compare
+from deploy.analysis.builds import Builds, EngineLine, SettingLine, compare
 from deploy.builds.forms import to_html, to_json, to_screen
 from deploy.builds.read import Build, read_build
 

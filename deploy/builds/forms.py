@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from html import escape
 
-import deploy.report.figures as figures
-import deploy.report.markup as markup
-from deploy.builds.compare import Builds, EngineLine
+from deploy.analysis.builds import Builds, EngineLine
+from deploy.report import figures, markup
 from deploy.report.margin import entry
 from deploy.report.model import plain
 from deploy.report.page import page

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import toml
 from deploy.builds.decode import decoded
 from deploy.errors import ConfigError
-from deploy.manifest import PAGES, SETTINGS
-from deploy.reading import read_json
+from deploy.files import toml
+from deploy.files.manifest import PAGES, SETTINGS
+from deploy.files.reading import read_json
+from deploy.metrics.levels import LEVELS
 from deploy.report import Report
 from deploy.report.model import SCHEMA
-from deploy.report.verdict import LEVELS
 
 _MOST = 1 << 30  # bytes; a report has a row for every tensor
 _WIDE = 60  # letters of an option's value

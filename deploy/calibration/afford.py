@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from calibrators.histogram import BINS
 from deploy.calibration.observation import Observation
 from deploy.errors import CalibrationError, ExportError
+from deploy.files.reading import size
 from deploy.graph.index import Graph
 from deploy.machine import memory_bytes
-from deploy.reading import size
 
 if TYPE_CHECKING:
     import onnx

@@ -20,7 +20,7 @@ import numpy as np
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample
 from deploy.machine import trim_memory
-from deploy.ort import Bound, OrtSession
+from deploy.runtimes.ort import Bound, OrtSession
 from deploy.tensors import Array
 
 MOST_BYTES = 1 << 26  # of more outputs the memory is let go after each sample

@@ -29,10 +29,10 @@ import onnx
 from onnx import TensorProto, ValueInfoProto, helper
 
 from deploy.errors import BackendError
+from deploy.files.reading import read_bytes
 from deploy.graph.edit import replace, replace_nodes, with_outputs
 from deploy.graph.index import attributes, users
-from deploy.ort import OrtSession
-from deploy.reading import read_bytes
+from deploy.runtimes.ort import OrtSession
 
 _DOMAIN = "com.microsoft.nchwc"
 

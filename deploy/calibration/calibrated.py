@@ -8,12 +8,12 @@ from pathlib import Path
 
 from deploy.calibration.found import Found
 from deploy.calibration.observation import Observation, each_once
-from deploy.calibration.outputs import Judges
-from deploy.calibration.peaks import Peaks
 from deploy.calibration.ranges import Ranges
+from deploy.calibration.reference import Judges
+from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.subject import Subject
 from deploy.calibration.until import Agreement
-from deploy.feed.feed import Feed
+from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel
 from deploy.method import Method
 

@@ -23,21 +23,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import atomic
 from deploy.calibration import shard_file
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.shard_file import Shard
 from deploy.calibration.shards import origin_of
 from deploy.errors import CacheError, ExportError
+from deploy.files import atomic
 from deploy.inputs import refuse
 from deploy.progress import tell
 from deploy.version import __version__
 
 if TYPE_CHECKING:
-    from deploy.calibration.peaks import Peaks
+    from deploy.calibration.sample_checks import Peaks
     from deploy.calibration.subject import Subject
-    from deploy.feed.feed import Feed
+    from deploy.feed.samples import Feed
     from deploy.feed.share import Share
 
 ENDING = ".checkpoint"

@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from deploy.calibration.subject import Subject
 from deploy.errors import BackendError
 from deploy.feed.denormalise import layout_of
-from deploy.feed.feed import Feed
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.presets import PRESETS
-from deploy.feed.views import SHOWN
+from deploy.feed.preview import SHOWN
+from deploy.feed.samples import Feed
 from deploy.frontends.again import graph_of
 from deploy.graph.first import FirstLayer, Floats, first_layer
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from deploy.calibration.reuse import CachePolicy, Verdict
 from deploy.calibration.store import Calibration
 from deploy.calibration.subject import FOLDED, Subject
 from deploy.errors import CacheError
-from deploy.staging import Stage, staged
+from deploy.files.staging import Stage, staged
 
 if TYPE_CHECKING:
     import numpy as np

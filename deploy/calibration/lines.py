@@ -22,7 +22,7 @@ from calibrators.histogram import Histogram
 from calibrators.statistics import HistogramOf, Recorder
 from calibrators.together import Located, Refused, Together
 from deploy.calibration.observation import Observation, Observed
-from deploy.calibration.peaks import Peaks, largest
+from deploy.calibration.sample_checks import Peaks, largest
 from deploy.calibration.subject import FOLDED
 from deploy.calibration.taps import Reading, Tap
 from deploy.feed.parallel import Sample

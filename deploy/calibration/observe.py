@@ -30,7 +30,7 @@ from itertools import chain, islice
 from deploy.calibration.lines import Keep
 from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.one_pass import Enough, Keeper, Progress, one_pass
-from deploy.calibration.peaks import Peaks
+from deploy.calibration.sample_checks import Peaks
 from deploy.feed.parallel import Sample
 from deploy.progress import phase
 

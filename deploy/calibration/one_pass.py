@@ -17,18 +17,9 @@ from typing import Protocol
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
 from calibrators.statistics import Batched, Recorder
-from deploy.calibration.lines import (
-    Held,
-    Keep,
-    Waiting,
-    limit_of,
-    lines_of,
-    reaches,
-    record,
-    told,
-)
+from deploy.calibration.lines import Held, Keep, Waiting, limit_of, lines_of, reaches, record, told
 from deploy.calibration.observation import Observation, Observed
-from deploy.calibration.peaks import Peaks
+from deploy.calibration.sample_checks import Peaks
 from deploy.errors import FeedError
 from deploy.feed.doubling import following
 from deploy.feed.parallel import NEVER, Rest, Sample, in_order

@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deploy import staging
 from deploy.calibration import store, versions
 from deploy.calibration.fingerprint import CALIB8, Fingerprint
 from deploy.calibration.observation import Observation, Observed, with_needs
-from deploy.calibration.peaks import Outlier
+from deploy.calibration.sample_checks import Outlier
 from deploy.calibration.subject import Subject
 from deploy.calibration.until import Until
 from deploy.errors import CacheError
+from deploy.files import staging
 
 _SEARCH = {"method", "rule"}  # parts that decide what is looked for, not what was seen
 _SOME = {"order"}  # parts that decide for some observations alone

@@ -25,11 +25,11 @@ from calibrators.errors import CalibrationError
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Key, Observation, Observed
 from deploy.calibration.packed import EPOCH, archive_of, pack, unpack
-from deploy.calibration.peaks import Row
+from deploy.calibration.sample_checks import Row
 from deploy.errors import CacheError
 from deploy.feed.share import Share
+from deploy.files.reading import from_json, read_bytes
 from deploy.inputs import refuse
-from deploy.reading import from_json, read_bytes
 from deploy.stamped import sha256
 
 SCHEMA = "calib8-shard/1"
@@ -60,7 +60,7 @@ class Shard:
         digests: sha256 (hex) of its images or rows in their order, of those that were skipped
             too; of a checkpoint, of those that its samples came of.
         skipped: place in the whole -> why the sample there was left out.
-        peaks: as `deploy.calibration.peaks.Peaks.rows`.
+        peaks: as `deploy.calibration.sample_checks.Peaks.rows`.
         keys: the observations that are kept.
         path: where it was read.
         counted: samples of a checkpoint; None of a whole shard.

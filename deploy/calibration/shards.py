@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from calibrators.histogram import Histogram
-from deploy import atomic
 from deploy.calibration import shard_file
 from deploy.calibration.fingerprint import CALIB8, Fingerprint
 from deploy.calibration.observation import Observation, Observed
-from deploy.calibration.peaks import Peaks
+from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.shard_file import Shard
 from deploy.calibration.versions import of_feed
 from deploy.errors import CacheError, ConfigError, FeedError
-from deploy.feed.feed import Feed
 from deploy.feed.manifest import Raw
+from deploy.feed.samples import Feed
 from deploy.feed.share import Share
+from deploy.files import atomic
 
 if TYPE_CHECKING:
     from deploy.calibration.calibrated import Calibrated

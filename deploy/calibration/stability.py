@@ -29,7 +29,7 @@ from deploy.calibration.until import WITHIN, Agreement, Until
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deploy.feed.feed import Feed
+    from deploy.feed.samples import Feed
 
 _QUIET = 2  # points in a row
 

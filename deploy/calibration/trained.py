@@ -17,18 +17,19 @@ from deploy.calibration.calibrated import Calibrated
 from deploy.calibration.choices import Choices
 from deploy.calibration.found import Found, Trouble
 from deploy.calibration.observation import Observation, Observed
-from deploy.calibration.outputs import Judges
 from deploy.calibration.ranges import Ranges
+from deploy.calibration.reference import Judges
 from deploy.calibration.subject import Subject
 from deploy.errors import ConfigError
 from deploy.graph.placement import WEIGHTED
 from deploy.method import Method
-from deploy.metrics.inputs import random_feeds
+from deploy.metrics.bench_inputs import random_feeds
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.feed.feed import Feed, FeedSource
+    from deploy.feed.opening import FeedSource
+    from deploy.feed.samples import Feed
     from deploy.frontends import LoadedModel
     from deploy.frontends.trained import Trained
     from deploy.tensors import Array

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -59,7 +59,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         TimeoutError: it takes longer.
         Exception: what the call raised.
     """
-    done: Future[T] = Future()
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:

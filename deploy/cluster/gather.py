@@ -8,11 +8,11 @@ from pathlib import Path
 from calibrators.histogram import Histogram
 from deploy.calibration import shard_file
 from deploy.calibration.observation import Key, Observation, Observed
-from deploy.calibration.peaks import Peaks
+from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.shards import origin_of
 from deploy.errors import BackendError, FeedError
-from deploy.feed.feed import Feed
 from deploy.feed.manifest import Changed
+from deploy.feed.samples import Feed
 from deploy.feed.share import Share
 
 

@@ -8,16 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from calibrators.statistics import Statistic
-from deploy.calibration import versions
+from deploy.calibration import versions as versions_module
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.subject import FOLDED, Subject
 from deploy.cluster.options import Cluster
 from deploy.errors import ConfigError
 from deploy.feed.choice import Choice, Limit, choice_of
-from deploy.feed.feed import Feed, FeedSource
 from deploy.feed.loaders import names_loader
+from deploy.feed.opening import FeedSource
+from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.raw import RawFiles
+from deploy.feed.samples import Feed
 from deploy.tensors import TensorSpec
 
 Paths = str | RawFiles | tuple[str, ...]
@@ -116,7 +117,7 @@ def job_of(
 
 def versions_here(kind: str) -> Versions:
     """Of all programs that take part in a calibration on "arrays", or on pictures of any kind."""
-    return {**versions.programs(), **versions.of_feed(kind)}
+    return {**versions_module.programs(), **versions_module.of_feed(kind)}
 
 
 def shared(images: FeedSource) -> Paths:

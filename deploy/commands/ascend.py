@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import given, sections
-from deploy.commands.deployed import Where, where_options
-from deploy.commands.images import ImageOptions, image_options
-from deploy.commands.numbers import Real
-from deploy.commands.output import json_option, put_json, quietable, told, verbose_option
-from deploy.commands.ranges import (
+from deploy.commands import base, given
+from deploy.commands.calibration_options import (
     keep_float_option,
     refresh_option,
     refuse_both_ways,
     require_cache_option,
 )
+from deploy.commands.deployed import Where, where_options
+from deploy.commands.image_options import ImageOptions, image_options
+from deploy.commands.numbers import Real
+from deploy.commands.output import json_option, put_json, quietable, told, verbose_option
 from deploy.terminal import say, say_lines, textless
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def ascend() -> None:
 )
 def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path | None) -> None:
     """Write the quant config of MODEL: JSON, or the simplified form where OUT ends in .cfg."""
-    from deploy import atomic
+    from deploy.files import atomic
     from deploy.targets.ascend.config import default_config
     from deploy.targets.ascend.config_json import write_config
     from deploy.targets.ascend.files import read_any_config
@@ -98,50 +98,50 @@ def check(path: Path, model: Path | None) -> None:
 
 
 @ascend.command(
-    cls=sections.SectionedCommand,
+    cls=base.SectionedCommand,
     short_help="Leave the worst layers in float until a loss budget holds.",
 )
 @quietable()
 @click.argument("model", type=FILE)
-@sections.option(
+@base.option(
     "-o",
     "--out",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     type=FILE,
     default=Path("build"),
     show_default=True,
     help="Folder of everything that is written.",
 )
-@sections.option(
+@base.option(
     "--ascend-config",
-    section=sections.CALIBRATION,
+    section=base.CALIBRATION,
     type=FILE,
     help="AMCT's simplified .cfg, or its quant config JSON.",
 )
-@sections.option(
+@base.option(
     "--amct-batch",
-    section=sections.CALIBRATION,
+    section=base.CALIBRATION,
     type=click.IntRange(min=1),
     metavar="N",
     help="Images of one of AMCT's batches, by which HFMG, DMQ and batch_num go.",
 )
-@sections.option(
+@base.option(
     "--eval-images",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     metavar="PATH",
     help="Images to judge on; a list may hold labels.",
 )
-@sections.option(
+@base.option(
     "--max-loss",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=Real(0, 1),
     default=0.01,
     show_default=True,
     help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",
 )
-@sections.option(
+@base.option(
     "--strategy",
-    section=sections.CALIBRATION,
+    section=base.CALIBRATION,
     type=click.Choice(["gain", "binary-search"]),
     default="gain",
     show_default=True,
@@ -172,8 +172,8 @@ def auto(
     from deploy.calibration.reuse import CachePolicy
     from deploy.feed.feed import open_feed
     from deploy.pipeline import calibrate
+    from deploy.targets.ascend.auto_losses import Budget
     from deploy.targets.ascend.autocalibrate import auto_calibrate
-    from deploy.targets.ascend.losses import Budget
     from deploy.targets.ascend.target import Ascend
     from deploy.targets.ascend.variants import Choosing, plans
 
@@ -231,21 +231,21 @@ def auto(
         say(f"  {path}")
 
 
-@ascend.command("deploy", cls=sections.SectionedCommand, short_help="Files by a record's scales.")
+@ascend.command("deploy", cls=base.SectionedCommand, short_help="Files by a record's scales.")
 @quietable()
 @click.argument("model", type=FILE)
 @click.argument("record", type=FILE, required=False)
-@sections.option(
+@base.option(
     "--cache",
-    section=sections.CALIBRATION,
+    section=base.CALIBRATION,
     type=FILE,
     metavar="FILE",
     help="In place of RECORD: a TensorRT calibration cache, whose scales the inputs of the layers"
     " get, symmetric; weights get theirs by ARQ.",
 )
-@sections.option(
+@base.option(
     "--ascend-config",
-    section=sections.CALIBRATION,
+    section=base.CALIBRATION,
     type=FILE,
     metavar="FILE",
     help="Configuration that RECORD was made with, where it kept BatchNormalization apart.",
@@ -271,7 +271,7 @@ def deploy_scales(
       calib8 ascend deploy model.onnx record.txt -o build/ --images photos/
       calib8 ascend deploy model.onnx --cache model.cache -o build/
     """  # noqa: D301 (click reads the backspace)
-    from deploy.deployment import deploy
+    from deploy.pipeline.deployment import deploy
     from deploy.report import to_json, to_screen
 
     report = deploy(
@@ -289,12 +289,12 @@ def deploy_scales(
     say_lines(to_screen(report))
 
 
-@ascend.command("convert", cls=sections.SectionedCommand, short_help="Files of a Q/DQ model.")
+@ascend.command("convert", cls=base.SectionedCommand, short_help="Files of a Q/DQ model.")
 @quietable()
 @click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
-@sections.option(
+@base.option(
     "--keep-rounding/--no-keep-rounding",
-    section=sections.CALIBRATION,
+    section=base.CALIBRATION,
     default=True,
     show_default=True,
     help="Round what float operators read, such as the shortcut of an Add, as the model's pairs do;"
@@ -314,7 +314,7 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where, json_path: Pat
       calib8 ascend convert net.qdq.onnx -o build/ --soc Ascend310P3
       calib8 ascend convert net.qdq.onnx -o build/ --images photos/
     """  # noqa: D301 (click reads the backspace)
-    from deploy.deployment import convert
+    from deploy.pipeline.deployment import convert
     from deploy.report import to_json, to_screen
 
     report = convert(

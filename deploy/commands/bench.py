@@ -6,57 +6,55 @@ from pathlib import Path
 
 import click
 
+from deploy.commands import base
 from deploy.commands import given as given_flags
-from deploy.commands import sections
 from deploy.commands.inputs import Inputs, input_options, shape, shape_option
+from deploy.commands.model_options import Given, made, own_options
 from deploy.commands.numbers import THREADS, Real
 from deploy.commands.numbers import batches as batches_of
 from deploy.commands.output import html_option, json_option, put_json, quietable
-from deploy.commands.targets import Given, made, own_options
 from deploy.errors import ConfigError
 from deploy.terminal import say_lines
 
 
-@click.command(
-    cls=sections.SectionedCommand, short_help="Latency of one or two models, side by side."
-)
+@click.command(cls=base.SectionedCommand, short_help="Latency of one or two models, side by side.")
 @quietable("--json", "--html")
 @click.argument("engine", type=click.Path(path_type=Path))
-@sections.option(
+@base.option(
     "--against",
-    section=sections.MODEL,
+    section=base.MODEL,
     type=click.Path(path_type=Path),
     metavar="MODEL",
     help="A second model, run in turn with ENGINE so that noise falls on both; usually the float"
     " model that ENGINE was built from.",
 )
-@sections.option(
+@base.option(
     "--runtime",
-    section=sections.MODEL,
+    section=base.MODEL,
     type=click.Choice(["onnxruntime", "openvino"]),
     default="onnxruntime",
     show_default=True,
     help="With openvino, ENGINE runs there too, beside ONNX Runtime.",
 )
-@sections.option(
+@base.option(
     "--threads",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=THREADS,
     metavar="N",
     help="Threads of an engine on the CPU.  [default: every core]",
 )
-@sections.option(
+@base.option(
     "--warmup",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=Real(min=0),
     default=200,
     show_default=True,
     metavar="MS",
     help="Time thrown away first, in milliseconds, for each model.",
 )
-@sections.option(
+@base.option(
     "--duration",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=Real(min=0),
     default=3,
     show_default=True,
@@ -64,18 +62,18 @@ from deploy.terminal import say_lines
     help="Time measured, in seconds, for each model; 10 runs at the least.",
 )
 @shape_option("  [default: what the build beside ENGINE calibrated with]")
-@sections.option(
+@base.option(
     "--seed",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
     metavar="N",
     help="Seed of the random inputs.",
 )
-@sections.option(
+@base.option(
     "--streams",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
@@ -83,18 +81,18 @@ from deploy.terminal import say_lines
     help="Measure the throughput of N sessions at once too, each on a stream of its own; on a CPU"
     " they share its cores.",
 )
-@sections.option(
+@base.option(
     "--batch",
     "batches",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     callback=batches_of,
     metavar="N,N,...",
     help="Measure at each of these batches, such as 1,2,4,8, of a model that leaves its batch open;"
     " what else is told is of the smallest.",
 )
-@sections.option(
+@base.option(
     "--profile",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     is_flag=True,
     help="Tell what each kernel takes too, the slowest first, and of two models what each kind"
     " takes; in runs of their own.",
@@ -133,8 +131,8 @@ def bench(
       calib8 bench build/model.int8.onnx --against model.onnx --profile
       calib8 bench model.onnx --shape images:1x3x640x640 --threads 1 --html latency.html
     """  # noqa: D301 (click reads the backspace)
-    from deploy.atomic import write_text
-    from deploy.benchmark import bench as run
+    from deploy.analysis.benchmark import bench as run
+    from deploy.files.atomic import write_text
     from deploy.report import to_html, to_json, to_screen
 
     if inputs.source is not None and (idle := given_flags.typed("shapes", "seed")):

@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import sections
+from deploy.commands import base
+from deploy.commands.calibration_options import (
+    CalibrationOptions,
+    calibration_options,
+    resume_option,
+)
 from deploy.commands.cluster import cluster_options
 from deploy.commands.completion import among_those_of
-from deploy.commands.config import ConfiguredCommand, config_option, settings
 from deploy.commands.feeding import fed
-from deploy.commands.images import ImageOptions, build_options, refuse_unfed
+from deploy.commands.image_options import ImageOptions, build_options, refuse_unfed
 from deploy.commands.model import model_from, model_options
+from deploy.commands.model_options import target_options
 from deploy.commands.numbers import Real
 from deploy.commands.output import json_option, put_json, quietable
-from deploy.commands.ranges import CalibrationOptions, calibration_options, resume_option
-from deploy.commands.targets import target_options
+from deploy.commands.settings import ConfiguredCommand, config_option, settings
 from deploy.commands.tuning import TuningOptions, tuning_options
 from deploy.terminal import say, say_lines, textless
 
@@ -30,64 +34,64 @@ if TYPE_CHECKING:
 @click.command(cls=ConfiguredCommand)
 @quietable()
 @click.argument("model", type=click.Path(path_type=Path))
-@sections.option(
+@base.option(
     "--out",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     type=click.Path(path_type=Path),
     default=Path("build"),
     show_default=True,
     help="Folder of everything that is written.",
 )
-@sections.option(
+@base.option(
     "--cache",
-    section=sections.CACHE,
+    section=base.CACHE,
     type=click.Path(path_type=Path),
     help="Calibration cache.  [default: in --out]",
 )
-@sections.option(
+@base.option(
     "--eval-images",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     metavar="PATH",
     help="Images for the accuracy figures, as --images; a list file may hold labels.",
 )
-@sections.option(
+@base.option(
     "--float",
     "float_model",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Of a Q/DQ model: the float model to judge it beside.  [default: it without its pairs]",
 )
-@sections.option(
+@base.option(
     "--labels",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=click.Path(path_type=Path),
     help="One class number a line, for the evaluation images in order; their objects as a COCO"
     " json, by file name; or the word folders, where each class has one.",
 )
-@sections.option(
+@base.option(
     "--metric",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     metavar="FILE.py:FUNCTION",
     help="Your own figure: (FP32 outputs, int8 outputs, label or None) of a sample -> number,"
     " more is better; the mean is told.",
 )
-@sections.option(
+@base.option(
     "--duration",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=Real(min=0),
     default=3.0,
     show_default=True,
     help="Seconds of latency runs a model; 0 leaves them out.",
 )
 @tuning_options
-@sections.option(
+@base.option(
     "--repair",
     "repairs",
-    section=sections.CALIBRATION,
+    section=base.CALIBRATION,
     multiple=True,
     metavar="NAMES",
-    shell_complete=among_those_of("deploy.repairs", "REPAIRS", "all", "none"),
+    shell_complete=among_those_of("deploy.tuning.repairs", "REPAIRS", "all", "none"),
     help="Repairs to try, kept where they help: equalize, absorb, smooth, ranges, adaround, bias,"
     " all or none; a comma list, may be repeated. Default: adaround, none with --effort 0.",
 )

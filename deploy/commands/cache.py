@@ -102,8 +102,8 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
 )
 def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
     """Merge caches of one version and algorithm into one."""
-    from deploy.atomic import write_bytes
     from deploy.calibration.trt_cache import dump
+    from deploy.files.atomic import write_bytes
     from deploy.targets.tensorrt import cache_tools
 
     merged = cache_tools.merge(
@@ -124,9 +124,9 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
     TensorRT ignores a cache whose first line is not its own. The scales stay as they are: they do
     not depend on the version, as long as the model is the same.
     """
-    from deploy.atomic import write_bytes
     from deploy.calibration.trt_cache import dump
     from deploy.calibration.trt_cache import relabel as under
+    from deploy.files.atomic import write_bytes
     from deploy.targets.tensorrt.cache_tools import read_cache
 
     read = read_cache(path)
@@ -216,7 +216,7 @@ def to_qdq(
     verbose: bool,
 ) -> None:
     """Write MODEL.ONNX with the scales of CACHE in QuantizeLinear/DequantizeLinear pairs."""
-    from deploy.atomic import write_bytes
+    from deploy.files.atomic import write_bytes
     from deploy.targets.tensorrt import cache_tools
 
     quantized, matched = cache_tools.cache_to_qdq(
@@ -268,8 +268,8 @@ def from_qdq(
     DLA runs a layer in int8 only where all that it reads and makes has a scale; --dla infers those
     that have no pair from those that have.
     """
-    from deploy.atomic import write_bytes
     from deploy.calibration.trt_cache import dump
+    from deploy.files.atomic import write_bytes
     from deploy.targets.tensorrt import cache_tools, sdk
     from deploy.targets.tensorrt.naming import trt_tensors
 

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import sections
+from deploy.commands import base
+from deploy.commands.calibration_options import (
+    CalibrationOptions,
+    calibration_options,
+    resume_option,
+)
 from deploy.commands.cluster import cluster_options
 from deploy.commands.feeding import compared, fed
-from deploy.commands.images import ImageOptions, feed_options
+from deploy.commands.image_options import ImageOptions, feed_options
 from deploy.commands.model import model_from, model_options
+from deploy.commands.model_options import target_options
 from deploy.commands.observed import end, tell
 from deploy.commands.output import json_option, put_json, quietable
-from deploy.commands.ranges import CalibrationOptions, calibration_options, resume_option
-from deploy.commands.targets import target_options
 from deploy.errors import ConfigError
 from deploy.terminal import say
 
@@ -26,29 +30,29 @@ if TYPE_CHECKING:
     from deploy.targets import Target
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=base.SectionedCommand)
 @quietable()
 @click.argument("model", type=click.Path(path_type=Path))
-@sections.option(
+@base.option(
     "-o",
     "--out",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     type=click.Path(path_type=Path),
     help="Cache file.  [default: MODEL.cache]",
 )
-@sections.option(
+@base.option(
     "--shard",
-    section=sections.IMAGES,
+    section=base.IMAGES,
     metavar="I/N",
     help="Observe the I-th of N parts of the images, for calib8 merge; -o is then the shard's file."
     "  [default of -o: MODEL.I-of-N.shard]",
 )
-@sections.retired(
+@base.retired(
     "--calibrator",
     "TensorRT's calibrators are methods: --method entropy-tensorrt (with --batch-size),"
     " --method minmax or --method legacy",
 )
-@sections.retired(
+@base.retired(
     "--order-independent", "it is what --method entropy does with every target", is_flag=True
 )
 @target_options(lambda option: option.observes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deploy.commands import sections
+from deploy.commands import base
 from deploy.commands.completion import among_those_of
 from deploy.commands.numbers import Real
 from deploy.commands.preprocessing import whole
@@ -15,23 +15,23 @@ from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.feed.choice import Limit
-    from deploy.feed.raw import RawFiles
+    from deploy.feed.paths import RawFiles
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _RAW = (
-    sections.option(
+    base.option(
         "--raw-shape",
-        section=sections.IMAGES,
+        section=base.IMAGES,
         metavar="DIMS",
         help="Shape of a sample in .bin and .raw files, such as 1x3x224x224; of pictures 480x640x3."
         "  [default: the input's]",
     ),
-    sections.option(
+    base.option(
         "--raw-dtype",
-        section=sections.IMAGES,
+        section=base.IMAGES,
         metavar="NAME",
-        shell_complete=among_those_of("deploy.feed.raw", "DTYPES"),
+        shell_complete=among_those_of("deploy.feed.paths", "DTYPES"),
         help="Their dtype, little-endian, such as float16; uint8 are pictures, unless the input is"
         " of uint8 and no preprocessing is asked for.  [default: the input's]",
     ),
@@ -40,7 +40,7 @@ _RAW = (
 
 def raw_options(command: Command) -> Command:
     """Add the form of files without a header; `raw_from` gathers it."""
-    return sections.added(command, _RAW)
+    return base.added(command, _RAW)
 
 
 def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
@@ -57,34 +57,34 @@ def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
             "--raw-shape and --raw-dtype are of the files of --images, which was not given; leave"
             " them away"
         )
-    from deploy.feed.raw import RawFiles
+    from deploy.feed.paths import RawFiles
 
     sides = None if shape is None else tuple(whole("--raw-shape", s) for s in shape.split("x"))
     return RawFiles(source, shape=sides, dtype=dtype)
 
 
 _CHOICE = (
-    sections.option(
+    base.option(
         "--limit",
-        section=sections.IMAGES,
+        section=base.IMAGES,
         type=click.IntRange(min=1),
         help="Use at most so many images, spread evenly over all.",
     ),
-    sections.option(
+    base.option(
         "--sample",
-        section=sections.IMAGES,
+        section=base.IMAGES,
         type=click.IntRange(min=1),
         help="Use at most so many images, drawn by lot.",
     ),
-    sections.option(
+    base.option(
         "--sample-seed",
-        section=sections.IMAGES,
+        section=base.IMAGES,
         type=click.IntRange(min=0),
         help="Of the lot of --sample.  [default: 0]",
     ),
-    sections.option(
+    base.option(
         "--stride",
-        section=sections.IMAGES,
+        section=base.IMAGES,
         type=click.IntRange(min=1),
         help="Use every so-manieth image or frame only.  [default: 1; of a video, one a second]",
     ),
@@ -93,7 +93,7 @@ _CHOICE = (
 
 def limit_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add which of the images are used; `limit_from` gathers them."""
-    return sections.added(command, _CHOICE)
+    return base.added(command, _CHOICE)
 
 
 def limit_from(words: dict[str, Any]) -> Limit:
@@ -114,16 +114,16 @@ def limit_from(words: dict[str, Any]) -> Limit:
 
 
 STABLE = (
-    sections.option(
+    base.option(
         "--until-stable",
-        section=sections.IMAGES,
+        section=base.IMAGES,
         is_flag=True,
         help="Look at 16, 32, 64 ... images, spread evenly over all, until both halves of them give"
         " the same ranges.",
     ),
-    sections.option(
+    base.option(
         "--stable-within",
-        section=sections.IMAGES,
+        section=base.IMAGES,
         type=Real(),
         help="Of --until-stable: the share of its range by which halves may differ."
         "  [default: 0.2]",

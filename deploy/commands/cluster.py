@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,27 +18,27 @@ SECTION = "Many machines"
 SENDS = ("nothing", "model", "images", "all")  # of `deploy.cluster.options`, which --help spares
 
 _OPTIONS = (
-    sections.option(
+    base.option(
         "--scheduler",
         section=SECTION,
         metavar="ADDRESS",
         help="Observe on the workers of this dask scheduler, such as tcp://host:8786, which must be"
         " trusted; the result is the same. Needs the extra [dask].",
     ),
-    sections.option(
+    base.option(
         "--send",
         section=SECTION,
         type=click.Choice(SENDS),
         help="What the workers are sent in place of reading it from the same path as here."
         "  [default: nothing]",
     ),
-    sections.option(
+    base.option(
         "--pieces",
         section=SECTION,
         type=click.IntRange(min=1),
         help="Split the images into so many.  [default: 8 a thread of the workers, or more]",
     ),
-    sections.option(
+    base.option(
         "--retries",
         section=SECTION,
         type=click.IntRange(min=0),
@@ -57,7 +57,7 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
             given.refuse_without("--scheduler", given.typed(*asked))
         command(scheduler=None if scheduler is None else _cluster(scheduler, asked), **words)
 
-    return sections.added(gathered, _OPTIONS)
+    return base.added(gathered, _OPTIONS)
 
 
 def _cluster(address: str, asked: dict[str, Any]) -> Cluster:

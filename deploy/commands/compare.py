@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from deploy.commands import given, sections
-from deploy.commands.images import ImageOptions, image_options
+from deploy.commands import base, given
+from deploy.commands.image_options import ImageOptions, image_options
 from deploy.commands.numbers import Real
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.terminal import say_lines
@@ -15,31 +15,31 @@ from deploy.terminal import say_lines
 _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a few
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=base.SectionedCommand)
 @quietable("--json")
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path), required=False)
 @image_options
-@sections.option(
+@base.option(
     "--runtime",
-    section=sections.MODEL,
+    section=base.MODEL,
     type=click.Choice(["onnxruntime", "openvino"]),
     default="onnxruntime",
     show_default=True,
     help="What runs SECOND, or FIRST again where no SECOND is given; FIRST runs in ONNX Runtime.",
 )
-@sections.option(
+@base.option(
     "--min-sqnr",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     type=Real(),
     default=20.0,
     show_default=True,
     metavar="DB",
     help="The first tensor below so many dB is where the two part.",
 )
-@sections.option(
+@base.option(
     "--every",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     is_flag=True,
     help="With another runtime, look at every tensor, not only at as many as it takes.",
 )
@@ -65,7 +65,7 @@ def compare(
       calib8 compare model.onnx build/model.int8.onnx --images held/
       calib8 compare build/model.int8.onnx --runtime openvino --images held/ --limit 2
     """  # noqa: D301 (click reads the backspace)
-    from deploy.comparison.compare import compare as run
+    from deploy.analysis.comparison import compare as run
 
     if runtime == "onnxruntime":
         given.refuse_without("--runtime openvino", given.typed("every"))

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deploy.commands import base
 from deploy.commands import given as given_flags
-from deploy.commands import sections
 from deploy.commands.inputs import Inputs, input_options, shape, shape_option
+from deploy.commands.model_options import Given, own_options
 from deploy.commands.numbers import THREADS
-from deploy.commands.targets import Given, own_options
 from deploy.errors import ConfigError
 from deploy.targets import Ascend
 from deploy.targets.options import options_of
 
 if TYPE_CHECKING:
-    from deploy.deployment import Tried
+    from deploy.pipeline.deployment import Tried
 
 FILE = click.Path(path_type=Path)
 _FILES = frozenset(option.flag for option in options_of(Ascend) if not option.observes)
@@ -45,7 +45,7 @@ def where_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def gathered(given: Given, inputs: Inputs, shapes: tuple[str, ...], **words: Any) -> None:
-        from deploy.deployment import Tried
+        from deploy.pipeline.deployment import Tried
 
         if inputs.source is not None and (idle := given_flags.typed("shapes")):
             raise ConfigError(
@@ -69,14 +69,14 @@ def where_options(command: Callable[..., None]) -> Callable[..., None]:
         command(where=where, **words)
 
     wrapped: Callable[..., None] = gathered
-    return sections.added(wrapped, _OPTIONS)
+    return base.added(wrapped, _OPTIONS)
 
 
 _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
-    sections.option(
+    base.option(
         "-o",
         "--out",
-        section=sections.GENERAL,
+        section=base.GENERAL,
         type=FILE,
         required=True,
         help="Folder of everything that is written.",
@@ -84,16 +84,16 @@ _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
     shape_option(),
     input_options("Run on these, and tell how far the outputs are from the model's"),
     own_options(lambda option: option.flag in _FILES),
-    sections.option(
+    base.option(
         "--threads",
-        section=sections.GENERAL,
+        section=base.GENERAL,
         type=THREADS,
         metavar="N",
         help="Worker threads; the files do not depend on it.  [default: up to 4 cores]",
     ),
-    sections.option(
+    base.option(
         "--force",
-        section=sections.GENERAL,
+        section=base.GENERAL,
         is_flag=True,
         help="Write over files that calib8 did not write.",
     ),

@@ -16,7 +16,7 @@ def doctor(as_json: bool) -> None:
 
     What is missing is said with the command that brings it; the exit code is 0 all the same.
     """
-    from deploy.doctor import examine
+    from deploy.analysis.environment import examine
 
     found = examine()
     if as_json:

@@ -6,32 +6,32 @@ from pathlib import Path
 
 import click
 
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.commands.inputs import Inputs, input_options
 from deploy.commands.numbers import THREADS
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.terminal import say_lines
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=base.SectionedCommand)
 @quietable("--json")
 @click.argument("folder", type=click.Path(path_type=Path))
-@sections.option(
+@base.option(
     "--target",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     metavar="NAME",
     help="Tell of this target alone.  [default: every target of the build]",
 )
-@sections.option(
+@base.option(
     "--all",
     "everything",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     is_flag=True,
     help="Every row of every table, not the worst ones alone.",
 )
-@sections.option(
+@base.option(
     "--model",
-    section=sections.IMAGES,
+    section=base.IMAGES,
     type=click.Path(path_type=Path),
     help="The float model, where it is no longer where the report says.",
 )
@@ -39,9 +39,9 @@ from deploy.terminal import say_lines
     "Run the float model and the int8 models on these, and tell the images and the channels that"
     " lose most"
 )
-@sections.option(
+@base.option(
     "--threads",
-    section=sections.IMAGES,
+    section=base.IMAGES,
     type=THREADS,
     help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
 )
@@ -66,8 +66,8 @@ def explain(
       calib8 explain build/ --target tensorrt --all
       calib8 explain build/ --images held/
     """  # noqa: D301 (click reads the backspace)
+    from deploy.analysis.explanation import to_json, to_screen
     from deploy.explanation.explain import explain as run
-    from deploy.explanation.screen import to_json, to_screen
 
     if json_path == Path("-"):
         given.refuse_without("the text", given.typed("everything"))

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.commands.choosing import raw_options
 from deploy.commands.methods import method_options
 from deploy.commands.model import torch_inputs, torch_model, torch_options
+from deploy.commands.model_options import one_target
 from deploy.commands.output import quietable
 from deploy.commands.preprocessing import preprocess_options
-from deploy.commands.targets import one_target
 from deploy.targets import TARGETS, Target
 from deploy.terminal import say, say_lines
 
@@ -23,56 +23,54 @@ if TYPE_CHECKING:
 QDQ = "Quantization"  # with --qdq alone
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=base.SectionedCommand)
 @quietable()
 @click.argument("model")
 @torch_options
-@sections.option(
+@base.option(
     "-o",
     "--out",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     type=click.Path(path_type=Path),
     required=True,
     help="ONNX file to write.",
 )
-@sections.option(
+@base.option(
     "--opset",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     default=18,
     show_default=True,
     type=int,
     help="Opset of the ONNX domain.",
 )
-@sections.option(
+@base.option(
     "--static-batch",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     is_flag=True,
     help="Keep the batch of --input fixed.",
 )
-@sections.option(
+@base.option(
     "--qdq",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     is_flag=True,
     help="Quantize, with QuantizeLinear and DequantizeLinear.",
 )
 @one_target(QDQ)
-@sections.option(
+@base.option(
     "--mode",
     section=QDQ,
     default="static",
     show_default=True,
     help="Kind of quantization: static, dynamic or weight-only.",
 )
-@sections.option(
-    "--images", section=sections.IMAGES, metavar="PATH", help="Images to calibrate with."
-)
-@sections.option(
+@base.option("--images", section=base.IMAGES, metavar="PATH", help="Images to calibrate with.")
+@base.option(
     "--limit",
-    section=sections.IMAGES,
+    section=base.IMAGES,
     type=click.IntRange(min=1),
     help="Use at most so many images.",
 )
-@sections.option(
+@base.option(
     "--leaf",
     "leaves",
     section=QDQ,
@@ -80,7 +78,7 @@ QDQ = "Quantization"  # with --qdq alone
     metavar="NAME|CLASS",
     help="Module to keep whole and in float, by its name or class.",
 )
-@sections.option(
+@base.option(
     "--keep-float",
     "skip",
     section=QDQ,
@@ -89,15 +87,15 @@ QDQ = "Quantization"  # with --qdq alone
     help="Layers to leave in float: a module's name, a pattern such as 'layer1.*', op:Linear, or"
     " @FILE with one of these a line. May be repeated.",
 )
-@sections.retired("--ranges", "--method names the search, as for build")
-@sections.option("--only", section=QDQ, metavar="SUBMODULE", help="Quantize this part alone.")
-@sections.option(
+@base.retired("--ranges", "--method names the search, as for build")
+@base.option("--only", section=QDQ, metavar="SUBMODULE", help="Quantize this part alone.")
+@base.option(
     "--scales",
     section=QDQ,
     is_flag=True,
     help="Print every activation's scale and zero point.",
 )
-@sections.option("--modes", "all_modes", section=QDQ, is_flag=True, help="Compare all modes too.")
+@base.option("--modes", "all_modes", section=QDQ, is_flag=True, help="Compare all modes too.")
 @preprocess_options
 @raw_options
 @method_options
@@ -127,16 +125,16 @@ def export(
     **preprocess: str | None,
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
-    from deploy.atomic import write_bytes
     from deploy.commands.choosing import raw_from
     from deploy.commands.preprocessing import preprocess_from
     from deploy.errors import ConfigError
+    from deploy.files.atomic import write_bytes
     from deploy.fx import export as exports
     from deploy.fx.coverage import coverage, refuse_float
     from deploy.fx.device import find_device, moved, refuse_meta
     from deploy.fx.fuse import norms_in_float
     from deploy.fx.images import batches_of
-    from deploy.fx.layers import weighted
+    from deploy.fx.int8_layers import weighted
     from deploy.fx.lift import argument_names
     from deploy.fx.modes import compare_modes, measure, quantized, report, scales_report
     from deploy.fx.prepare import target_of
@@ -149,10 +147,10 @@ def export(
         raise ConfigError("export runs the model and needs its --input shape, or a --sample")
     if not qdq:
         placing = [f"Target {name}" for name in TARGETS]
-        alone = (QDQ, sections.IMAGES, sections.CALIBRATION, *placing)
+        alone = (QDQ, base.IMAGES, base.CALIBRATION, *placing)
         given.refuse_without("--qdq", [flag for part in alone for flag in given.typed_in(part)])
     elif not images:
-        given.refuse_without("--images", given.typed_in(sections.IMAGES))
+        given.refuse_without("--images", given.typed_in(base.IMAGES))
     if mode != "static":
         given.refuse_without("--mode static", list(asked))
     place = find_device(device)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.commands.images import ImageOptions
-from deploy.commands.ranges import CalibrationOptions
+from deploy.commands.calibration_options import CalibrationOptions
+from deploy.commands.image_options import ImageOptions
 
 if TYPE_CHECKING:
     from deploy.feed.calibrator import CalibratorScript
-    from deploy.feed.raw import RawFiles
+    from deploy.feed.paths import RawFiles
     from deploy.method import Method
     from deploy.targets import Target
 

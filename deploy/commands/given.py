@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.core import ParameterSource
 
-from deploy.commands.sections import section_of
+from deploy.commands.base import section_of
 from deploy.errors import ConfigError
 
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.commands.choosing import limit_from, limit_options, raw_from, raw_options
-from deploy.commands.images import SOURCES, skip_bad_option
+from deploy.commands.image_options import SOURCES, skip_bad_option
 from deploy.commands.preprocessing import PREPROCESS, preprocess_from, preprocess_options
 
 if TYPE_CHECKING:
     from deploy.feed.choice import Limit
+    from deploy.feed.paths import RawFiles
     from deploy.feed.preprocess import Asked
-    from deploy.feed.raw import RawFiles
 
 Command = Callable[..., None]
 
@@ -34,10 +34,10 @@ class Inputs:
 
 def shape_option(ending: str = "") -> Callable[[Command], Command]:
     """Add --shape, which may be repeated, as `shapes`; `ending` is said last in its help."""
-    return sections.option(
+    return base.option(
         "--shape",
         "shapes",
-        section=sections.MODEL,
+        section=base.MODEL,
         multiple=True,
         metavar="NAME:DIMS",
         help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be"
@@ -72,7 +72,7 @@ def input_options(purpose: str) -> Callable[[Command], Command]:
         def gathered(**words: Any) -> None:
             source = words.pop("images")
             if source is None:
-                given.refuse_without("--images", given.typed_in(sections.IMAGES))
+                given.refuse_without("--images", given.typed_in(base.IMAGES))
             raw = raw_from(words, source or "")
             inputs = Inputs(
                 source=raw or None,
@@ -83,16 +83,16 @@ def input_options(purpose: str) -> Callable[[Command], Command]:
             command(inputs=inputs, **words)
 
         wrapped: Command = gathered
-        return sections.added(wrapped, _options(purpose))
+        return base.added(wrapped, _options(purpose))
 
     return added
 
 
 def _options(purpose: str) -> list[Callable[[Command], Command]]:
     return [
-        sections.option(
+        base.option(
             "--images",
-            section=sections.IMAGES,
+            section=base.IMAGES,
             metavar="PATH",
             help=f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}.",
         ),

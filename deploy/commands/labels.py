@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploy.errors import FeedError
-from deploy.feed.annotated import BY_FOLDER
+from deploy.feed.evaluation import BY_FOLDER
+from deploy.files.reading import read_text
 from deploy.metrics.coco import Annotations, read_coco
-from deploy.reading import read_text
 
 _DIGITS = 9  # of a class number, at most
 

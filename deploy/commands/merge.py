@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import sections
+from deploy.commands import base
+from deploy.commands.calibration_options import CalibrationOptions, calibration_options
 from deploy.commands.model import model_from, model_options
+from deploy.commands.model_options import target_options
 from deploy.commands.observed import end, tell
 from deploy.commands.output import json_option, put_json, quietable
-from deploy.commands.ranges import CalibrationOptions, calibration_options
-from deploy.commands.targets import target_options
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.targets import Target
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=base.SectionedCommand)
 @quietable()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("shards", nargs=-1, required=True, type=click.Path(path_type=Path))
-@sections.option(
+@base.option(
     "-o",
     "--out",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     type=click.Path(path_type=Path),
     help="Cache file.  [default: MODEL.cache]",
 )

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import click
 
 from calibrators.searches import DEFAULT_METHOD, SEARCHES
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.method import Method
 
 Command = Callable[..., None]
@@ -66,9 +66,9 @@ def method_options(command: Command) -> Command:
     wrapped: Command = gathered
     for parameter in reversed(known):
         wrapped = _option(parameter)(wrapped)
-    return sections.option(
+    return base.option(
         "--method",
-        section=sections.CALIBRATION,
+        section=base.CALIBRATION,
         type=click.Choice(list(SEARCHES)),
         default=DEFAULT_METHOD,
         show_default=True,
@@ -82,10 +82,10 @@ def _said() -> list[str]:
 
 def _option(parameter: Parameter) -> Callable[[Command], Command]:
     flag = parameter.kind is bool
-    return sections.option(
+    return base.option(
         parameter.flag,
         parameter.name,
-        section=sections.CALIBRATION,
+        section=base.CALIBRATION,
         type=None if flag else parameter.kind,
         is_flag=flag,
         default=None,

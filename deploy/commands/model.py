@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deploy.commands import sections
+from deploy.commands import base
 from deploy.errors import ConfigError
 from deploy.terminal import say
 
@@ -23,16 +23,16 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def model_options(command: Command) -> Command:
     """Add what a model in PyTorch needs besides its name: `shapes` and `weights`."""
-    weights = sections.option(
+    weights = base.option(
         "--weights",
-        section=sections.MODEL,
+        section=base.MODEL,
         type=click.Path(path_type=Path),
         help="State dict for a model given as file.py:factory or timm:NAME.",
     )
-    shapes = sections.option(
+    shapes = base.option(
         "--input",
         "shapes",
-        section=sections.MODEL,
+        section=base.MODEL,
         multiple=True,
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
@@ -48,7 +48,7 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
         ConfigError: shapes or weights for an ONNX file.
         SdkMissingError, ModelError, ExportError: as `export_torch`.
     """
-    from deploy.frontends.torch import is_torch_spec, parse_input
+    from deploy.frontends.torch_model import is_torch_spec, parse_input
 
     if is_torch_spec(model):
         from deploy.fx.opening import open_torch
@@ -70,10 +70,10 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
 
 def leaf_option(command: Command) -> Command:
     """Add `leaves`: modules of a PyTorch model that stay whole."""
-    added = sections.option(
+    added = base.option(
         "--leaf",
         "leaves",
-        section=sections.MODEL,
+        section=base.MODEL,
         multiple=True,
         metavar="NAME|CLASS",
         help="Module to keep whole, by its name or class.",
@@ -84,38 +84,38 @@ def leaf_option(command: Command) -> Command:
 def torch_options(command: Command) -> Command:
     """Add what a command for models in PyTorch alone takes: inputs, weights, a device."""
     added = (
-        sections.option(
+        base.option(
             "--input",
             "shapes",
-            section=sections.MODEL,
+            section=base.MODEL,
             multiple=True,
             metavar="[NAME=]SHAPE[:DTYPE]",
             help="Input, batch first, such as 1x3x224x224 or ids=1x128:int64; once for each, by an"
             " argument of forward or a key of the dict that it takes.",
         ),
-        sections.option(
+        base.option(
             "--sample",
-            section=sections.MODEL,
+            section=base.MODEL,
             type=click.Path(path_type=Path),
             metavar="FILE",
             help="Inputs of one run in place of made-up ones: .npy, or .npz with an array for each"
             " name.",
         ),
-        sections.option(
+        base.option(
             "--weights",
-            section=sections.MODEL,
+            section=base.MODEL,
             type=click.Path(path_type=Path),
             help="State dict, or a checkpoint that holds one, to load.",
         ),
-        sections.option(
+        base.option(
             "--device",
-            section=sections.MODEL,
+            section=base.MODEL,
             default="cpu",
             show_default=True,
             help="Where the model computes: cpu, cuda, cuda:1; meta computes nothing.",
         ),
     )
-    return sections.added(command, added)
+    return base.added(command, added)
 
 
 def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
@@ -145,9 +145,9 @@ def torch_inputs(
     Raises:
         ConfigError, FeedError: both, no shape, or no sample or names for this model.
     """
-    from deploy.frontends.torch import parse_input
+    from deploy.frontends.torch_model import parse_input
     from deploy.fx.device import device_of, moved
-    from deploy.fx.keywords import as_dict, take_named
+    from deploy.fx.model_inputs import as_dict, take_named
     from deploy.fx.samples import example_inputs, floating_dtype, read_sample
 
     if shapes and sample:

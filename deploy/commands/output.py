@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.progress import telling
 from deploy.terminal import say_data, without_text
 
@@ -18,33 +18,33 @@ _SCREEN = Path("-")
 
 Command = Callable[..., None]
 
-verbose_option = sections.option(
+verbose_option = base.option(
     "-v",
     "--verbose",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     is_flag=True,
     help="Print what was counted: images decoded, inferences run.",
 )
-json_option = sections.option(
+json_option = base.option(
     "--json",
     "json_path",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     type=click.Path(path_type=Path, allow_dash=True),
     metavar="FILE",
     help="Write what was found as JSON; - prints it in place of the text.",
 )
-html_option = sections.option(
+html_option = base.option(
     "--html",
     "html_path",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Write what was found as a page.",
 )
-_quiet_option = sections.option(
+_quiet_option = base.option(
     "-q",
     "--quiet",
-    section=sections.GENERAL,
+    section=base.GENERAL,
     is_flag=True,
     help="No progress and no text: errors and warnings alone, beside what is written.",
 )
@@ -97,7 +97,7 @@ def put_json(path: Path | None, make: Callable[[], object]) -> None:
         return
     import json
 
-    from deploy.atomic import write_text
+    from deploy.files.atomic import write_text
 
     text = json.dumps(make(), indent=1, allow_nan=False) + "\n"
     if path == _SCREEN:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deploy.commands import sections
+from deploy.commands import base
 from deploy.commands.completion import among_those_of
 from deploy.errors import ConfigError
 
@@ -50,10 +50,10 @@ _NAMES = {
 def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
     for flag, name, text in reversed(PREPROCESS):
-        command = sections.option(
+        command = base.option(
             flag,
             name,
-            section=sections.IMAGES,
+            section=base.IMAGES,
             help=text,
             shell_complete=_NAMES.get(name),
         )(command)

@@ -6,28 +6,28 @@ from pathlib import Path
 
 import click
 
-from deploy.commands import sections
+from deploy.commands import base
 from deploy.commands.model import leaf_option, torch_inputs, torch_model, torch_options
 from deploy.commands.output import html_option, json_option, put_json, quietable
 from deploy.terminal import say, say_lines
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=base.SectionedCommand)
 @quietable("--json", "--html")
 @click.argument("model")
 @torch_options
 @leaf_option
-@sections.option(
+@base.option(
     "--warm-up",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     default=5,
     show_default=True,
     type=click.IntRange(0),
     help="Runs before the clock starts.",
 )
-@sections.option(
+@base.option(
     "--runs",
-    section=sections.MEASURING,
+    section=base.MEASURING,
     default=20,
     show_default=True,
     type=click.IntRange(1),
@@ -48,8 +48,8 @@ def profile(
     html_path: Path | None,
 ) -> None:
     """Run MODEL (file.py:factory or timm:NAME) and print what each node costs, slowest first."""
-    from deploy.atomic import write_text
     from deploy.errors import ConfigError
+    from deploy.files.atomic import write_text
     from deploy.fx.capture import graph_of
     from deploy.fx.profile import COUNTED
     from deploy.fx.profile import profile as profile_graph

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.commands.methods import method_options
+from deploy.commands.model_options import one_target
 from deploy.commands.output import quietable
-from deploy.commands.targets import one_target
 from deploy.targets import Target
 from deploy.terminal import say, say_lines
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from deploy.method import Method
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=base.SectionedCommand)
 @quietable()
 @click.argument("script")
-@one_target(sections.TARGETS)
+@one_target(base.TARGETS)
 @click.option(
     "--bits", default=8, show_default=True, type=int, help="Bits of weights and activations."
 )
@@ -84,15 +84,15 @@ def qat(
     """  # noqa: D301 (click reads the backspace)
     from dataclasses import replace
 
-    from deploy.atomic import write_bytes
     from deploy.errors import ConfigError
-    from deploy.fx import export as exports
+    from deploy.files.atomic import write_bytes
+    from deploy.fx import export
     from deploy.fx.arguments import in_order
     from deploy.fx.calibrate import float_form
     from deploy.fx.coverage import coverage, refuse_float
     from deploy.fx.device import CPU, find_device, moved, refuse_meta
     from deploy.fx.fuse import norms_in_float
-    from deploy.fx.keywords import as_dict
+    from deploy.fx.model_inputs import as_dict
     from deploy.fx.modes import measure, report, scales_report
     from deploy.fx.prepare import target_of
     from deploy.fx.qat import Task, first_batches, train
@@ -135,9 +135,9 @@ def qat(
     say(str(covered))
     if trained.end is not None:
         say(f"after training ({bits} bits): {trained.end:.4f}")
-    exported = exports.to_onnx(trained.converted, moved(list(task.inputs), CPU))
+    exported = export.to_onnx(trained.converted, moved(list(task.inputs), CPU))
     kernels = target_of(target).runs_here
-    say(str(exports.compare(exported, trained.converted, batches, kernels=kernels)))
+    say(str(export.compare(exported, trained.converted, batches, kernels=kernels)))
     if left := norms_in_float(trained.converted):
         say(left)
     result = measure("qat", float_form(trained.prepared), trained.converted, batches)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.commands.methods import method_options
 from deploy.commands.output import json_option, put_json, quietable
 from deploy.terminal import say_lines
@@ -34,7 +34,7 @@ def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Num
     return read
 
 
-class _Quantize(sections.SectionedCommand):
+class _Quantize(base.SectionedCommand):
     """A command whose values may begin with a minus."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -43,7 +43,7 @@ class _Quantize(sections.SectionedCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from deploy.experiment import refuse_bare
+            from deploy.analysis.experiment import refuse_bare
 
             refuse_bare(next((w for w in given_words if w.startswith(error.option_name)), ""))
             raise
@@ -52,7 +52,7 @@ class _Quantize(sections.SectionedCommand):
 @click.command(cls=_Quantize)
 @quietable("--json")
 @click.argument("values")
-@sections.option(
+@base.option(
     "--dtype",
     section=GRID,
     type=click.Choice(["quint8", "qint8", "qint32"]),
@@ -60,7 +60,7 @@ class _Quantize(sections.SectionedCommand):
     show_default=True,
     help="Integers to store, by torch's name: 0..255, -128..127 or 32 bits.",
 )
-@sections.option(
+@base.option(
     "--scale",
     "scales",
     section=GRID,
@@ -68,7 +68,7 @@ class _Quantize(sections.SectionedCommand):
     callback=_numbers(float, "numbers"),
     help="Real value of one step, in place of a search; of each channel with --axis.",
 )
-@sections.option(
+@base.option(
     "--zero-point",
     "zeros",
     section=GRID,
@@ -76,7 +76,7 @@ class _Quantize(sections.SectionedCommand):
     callback=_numbers(int, "whole numbers"),
     help="Integer of a real 0, with --scale.  [default: 0]",
 )
-@sections.option("--axis", section=GRID, type=int, help="Dimension of channels, each by itself.")
+@base.option("--axis", section=GRID, type=int, help="Dimension of channels, each by itself.")
 @method_options
 @json_option
 def quantize(
@@ -94,8 +94,8 @@ def quantize(
     Prints scale and zero point, each value's integer and what it stands for, and the error. The
     range is searched in the values, or given by --scale and --zero-point.
     """
+    from deploy.analysis.experiment import read_values, searched, with_scales
     from deploy.errors import ConfigError
-    from deploy.experiment import read_values, searched, with_scales
 
     if scales is None:
         given.refuse_without("--scale", given.typed("zeros"))

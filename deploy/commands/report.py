@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.commands.output import html_option, json_option, put_json, quietable
 from deploy.terminal import say_lines
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=base.SectionedCommand)
 @quietable("--html", "--json")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
 @html_option
@@ -28,8 +28,8 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
       calib8 report a/ b/ --html both.html
     """  # noqa: D301 (click reads the backspace)
     from deploy import report as one
-    from deploy.atomic import write_text
     from deploy.builds import compare, read_build, to_html, to_json, to_screen
+    from deploy.files.atomic import write_text
 
     builds = [read_build(folder) for folder in folders]
     if len(builds) == 1:

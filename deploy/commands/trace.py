@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from deploy.commands import given, sections
+from deploy.commands import base, given
 from deploy.commands.model import leaf_option, torch_inputs, torch_model, torch_options
 from deploy.commands.output import told
 from deploy.terminal import say_lines
 
 
-@click.command(cls=sections.SectionedCommand)
+@click.command(cls=base.SectionedCommand)
 @told
 @click.argument("model")
 @torch_options

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands import sections
+from deploy.commands import base
 from deploy.commands.numbers import Real
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.report.verdict import Gates
-    from deploy.tuning.tune import Tuning
+    from deploy.tuning.wish import Tuning
 
 Command = Callable[..., None]
 
@@ -42,7 +42,7 @@ def tuning_options(command: Command) -> Command:
         **words: Any,
     ) -> None:
         from deploy.report.verdict import Gates
-        from deploy.tuning.tune import DEFAULT_EFFORT, Tuning
+        from deploy.tuning.wish import DEFAULT_EFFORT, Tuning
 
         if plan is not None and effort is not None:
             raise ConfigError(
@@ -59,42 +59,42 @@ def tuning_options(command: Command) -> Command:
         command(tuning=TuningOptions(wish=wish, gates=gates), **words)
 
     wrapped: Command = gathered
-    return sections.added(wrapped, _options())
+    return base.added(wrapped, _options())
 
 
 def _options() -> list[Callable[[Command], Command]]:
     return [
-        sections.option(
+        base.option(
             "--effort",
-            section=sections.SEARCH,
+            section=base.SEARCH,
             type=click.IntRange(0, 3),
             help="How much is tried to find what stays float and which method finds each range: 0"
             " nothing, 3 as long as it finds something.  [default: 1]",
         ),
-        sections.option(
+        base.option(
             "--plan",
-            section=sections.SEARCH,
+            section=base.SEARCH,
             metavar="FILE",
             type=click.Path(path_type=Path),
             help="A plan of an earlier build to obey.  [default: the one in --out, where it fits]",
         ),
-        sections.option(
+        base.option(
             "--max-loss",
-            section=sections.SEARCH,
+            section=base.SEARCH,
             type=Real(0, 1),
             help="Most that may be lost of accuracy, or of what FP32 says (0.01 is one in a"
             " hundred); more is unusable.",
         ),
-        sections.option(
+        base.option(
             "--min-speedup",
-            section=sections.SEARCH,
+            section=base.SEARCH,
             type=Real(min=0),
             help="Least speed over FP32, on a GPU over its runtime's own FP16; a slower engine is"
             " unusable.",
         ),
-        sections.option(
+        base.option(
             "--accept",
-            section=sections.SEARCH,
+            section=base.SEARCH,
             is_flag=True,
             help="Exit code 0 even where an engine is unusable.",
         ),

@@ -24,7 +24,7 @@ def verify(folder: Path) -> None:
     Example:
       calib8 verify build/
     """  # noqa: D301 (click reads the backspace)
-    from deploy import manifest, staging
+    from deploy.files import manifest, staging
 
     staging.recover(folder)
     found = manifest.read(folder)

@@ -13,9 +13,9 @@ import numpy as np
 from deploy.comparison.sums import Figures, Sums
 from deploy.errors import BackendError
 from deploy.graph.edit import cut
-from deploy.openvino import run_apart
-from deploy.ort import OrtSession
 from deploy.progress import phase
+from deploy.runtimes.openvino import run_apart
+from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Samples
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.metrics.accuracy import OutputAccuracy
+from deploy.metrics.output_errors import OutputAccuracy
 from deploy.terminal import page
 
 

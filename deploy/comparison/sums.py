@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from deploy.metrics.accuracy import OutputAccuracy, TensorComparison
+from deploy.metrics.accuracy import TensorComparison
+from deploy.metrics.output_errors import OutputAccuracy
 from deploy.tensors import Array
 
 Figures = dict[str, OutputAccuracy]

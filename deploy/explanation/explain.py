@@ -6,19 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from deploy import manifest
+from deploy.analysis.explain_build import held_of
+from deploy.analysis.written import beside, is_file, of_build, read_build
 from deploy.errors import CacheError, ConfigError, did_you_mean
-from deploy.explanation.held import held_of
 from deploy.explanation.values import Explanation, Held, TargetWhy
-from deploy.explanation.written import beside, is_file, of_build, read_build
 from deploy.feed.choice import Limit
-from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.feed import open_feed
+from deploy.feed.opening import FeedSource
+from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Asked, Preprocess, asked_of
-from deploy.feed.raw import RawFiles
+from deploy.files import manifest
 from deploy.frontends import LoadedModel, load_either
 from deploy.machine import default_threads
 from deploy.progress import on_request, phase
-from deploy.repairs import REPAIRS
+from deploy.tuning.repairs import REPAIRS
 
 _ARRAYS = {".npy", ".npz"}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import ConfigError
-from deploy.reading import read_json
+from deploy.files.reading import read_json
 
 _MOST = 1 << 30  # bytes; a report has a row for every tensor
 

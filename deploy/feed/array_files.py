@@ -33,8 +33,8 @@ from deploy.feed.images import shown
 from deploy.feed.items import by_name
 from deploy.feed.listing import Picture
 from deploy.feed.preprocess import describe
+from deploy.files.reading import opened, refuse_irregular, size
 from deploy.inputs import is_read
-from deploy.reading import opened, refuse_irregular, size
 from deploy.tensors import Array, TensorSpec
 
 SUFFIXES = frozenset((".bin", ".npy", ".npz", ".raw"))

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.chosen import Chosen
 from deploy.feed.reader import Reader
+from deploy.feed.sampling import Chosen
 from deploy.feed.source import Sample
 
 

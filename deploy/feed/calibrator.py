@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-import deploy.usercode as usercode
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.arrays import ArraySource, Item, from_iterable
 from deploy.feed.handed import Handed
+from deploy.files import usercode
 from deploy.standins.installed import StandIns
-from deploy.standins.tensorrt import CalibrationAlgoType
+from deploy.standins.modules import CalibrationAlgoType
 from deploy.tensors import TensorSpec
 
 T = TypeVar("T")

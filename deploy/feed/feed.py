@@ -19,15 +19,16 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.arrays import fixed_batch
 from deploy.feed.batches import refuse_batches
 from deploy.feed.calibrator import CalibratorScript
-from deploy.feed.carried import Carried
 from deploy.feed.choice import Limit, choice_of
 from deploy.feed.files import Files, files_of, labelled, listed
 from deploy.feed.loaders import called, names_loader
+from deploy.feed.model_preprocess import Carried
 from deploy.feed.opening import FeedSource, Opened, Opening
+from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Asked
-from deploy.feed.raw import RawFiles
-from deploy.feed.samples import KEPT, Feed, Sample
+from deploy.feed.samples import KEPT, Feed
 from deploy.feed.share import names_digest, share_of
+from deploy.feed.source import Sample
 from deploy.inputs import is_read
 from deploy.progress import phase
 from deploy.tensors import TensorSpec

@@ -12,8 +12,8 @@ from deploy.errors import FeedError
 from deploy.feed.array_files import is_arrays
 from deploy.feed.images import is_image, is_other, kinds, read_list, shown, summary, walked
 from deploy.feed.listing import Listing
-from deploy.feed.video import is_video
-from deploy.reading import read_json
+from deploy.feed.sources import is_video
+from deploy.files.reading import read_json
 
 _IN_PATTERNS = frozenset("*?[")
 _SOURCES = "a folder of images or arrays, a list file, a pattern such as 'photos/*.jpg', or a file"

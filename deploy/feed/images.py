@@ -27,7 +27,7 @@ from deploy.feed import jpeg
 from deploy.feed.headers import sides
 from deploy.feed.listing import Listing, Picture
 from deploy.feed.words import heard
-from deploy.reading import read_bytes
+from deploy.files.reading import read_bytes
 from deploy.tensors import Array
 
 SUFFIXES = frozenset(

@@ -17,8 +17,8 @@ from deploy.errors import FeedError
 from deploy.feed.items import as_array
 from deploy.feed.pixels import apply
 from deploy.feed.preprocess import Preprocess
+from deploy.files.usercode import load_function, users_errors
 from deploy.tensors import Array
-from deploy.usercode import load_function, users_errors
 
 _FORM = "loader.py:function"
 

@@ -19,16 +19,16 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import from_file, from_files, from_folder
 from deploy.feed.arrays import ArraySource, from_iterable
 from deploy.feed.calibrator import CalibratorScript
-from deploy.feed.carried import Carried, Settled, settled
 from deploy.feed.choice import Choice
 from deploy.feed.files import Files
 from deploy.feed.images import shown, summary
 from deploy.feed.loaders import items_of, pictured
+from deploy.feed.model_preprocess import Carried, Settled, settled
+from deploy.feed.paths import RawFiles, as_arrays, as_pictures, refuse_others
 from deploy.feed.pictures import ImageSource, check_dtype, check_present
 from deploy.feed.preprocess import Asked, Preprocess, describe
-from deploy.feed.raw import RawFiles, as_arrays, as_pictures, refuse_others
 from deploy.feed.source import Source
-from deploy.feed.video import VideoSource, is_video
+from deploy.feed.sources import VideoSource, is_video
 from deploy.inputs import are_read, is_read
 from deploy.tensors import TensorSpec
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from deploy.feed.feed import Feed, Sample
+from deploy.feed.samples import Feed
+from deploy.feed.source import Sample
 from deploy.feed.stream import Stream
 from deploy.feed.strewn import some
 from deploy.tensors import Array

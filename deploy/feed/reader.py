@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from deploy.errors import FeedError
 from deploy.feed.ahead import ahead
-from deploy.feed.chosen import Chosen
 from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen
 from deploy.feed.pictures import ImageSource
 from deploy.feed.preprocess import Preprocess
+from deploy.feed.preview import Views
+from deploy.feed.sampling import Chosen
 from deploy.feed.source import Sample, Source
 from deploy.feed.spool import Spool
-from deploy.feed.views import Views
 from deploy.machine import default_threads
 from deploy.progress import phase
 

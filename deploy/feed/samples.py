@@ -13,18 +13,18 @@ from typing import Any
 
 from deploy.errors import FeedError
 from deploy.feed.batches import batches, filled, refuse_batches
-from deploy.feed.chosen import Chosen
 from deploy.feed.denormalise import picture_in
 from deploy.feed.pictures import ImageSource
 from deploy.feed.posted import Posted, posted
 from deploy.feed.preprocess import Preprocess, Size
+from deploy.feed.preview import View, Views
 from deploy.feed.reader import Reader
+from deploy.feed.sampling import Chosen
 from deploy.feed.share import Share, names_digest, share_of
 from deploy.feed.source import Sample, Source
+from deploy.feed.sources import VideoSource
 from deploy.feed.stream import Stream
 from deploy.feed.strewn import some
-from deploy.feed.video import VideoSource
-from deploy.feed.views import View, Views
 from deploy.progress import phase
 from deploy.tensors import Array
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deploy.feed.feed import Feed
 from deploy.feed.presets import in_words
+from deploy.feed.samples import Feed
 
 
 def prepared(feed: Feed) -> str:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import ModelError, QuantizedError
 from deploy.frontends.base import LoadedModel, Loader
-from deploy.frontends.onnx import load_onnx
-from deploy.frontends.torch import is_torch_spec, load_torch
+from deploy.frontends.onnx_file import load_onnx
+from deploy.frontends.torch_model import is_torch_spec, load_torch
 from deploy.progress import phase
 
 if TYPE_CHECKING:

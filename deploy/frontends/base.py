@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.feed.carried import Carried
+from deploy.feed.model_preprocess import Carried
 from deploy.frontends.reader import Stamp
 from deploy.tensors import TensorSpec
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from deploy.graph.edit import copied, rename_reads, replace_nodes
 from deploy.graph.index import attributes, reads, subgraphs, users
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 
 if TYPE_CHECKING:
     import onnx

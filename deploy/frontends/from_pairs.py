@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale, Scales
 from deploy.errors import ModelError
-from deploy.frontends.pairs import (
-    DQ,
-    Grid,
-    Q,
-    UnfitError,
-    input_grid,
-    sound_grid,
-    weight_grid,
-)
+from deploy.frontends.pairs import DQ, Grid, Q, UnfitError, input_grid, sound_grid, weight_grid
 from deploy.frontends.spread import spread
 from deploy.frontends.trained import Trained
 from deploy.frontends.unpaired import named, without_pairs
@@ -55,7 +47,7 @@ def read_trained(source: str | Path | onnx.ModelProto) -> LoadedModel:
     """
     from deploy.frontends.digest import model_digest
     from deploy.frontends.metadata import carried_of
-    from deploy.frontends.onnx import load_onnx
+    from deploy.frontends.onnx_file import load_onnx
     from deploy.frontends.reader import read_stamped, refuse_external
 
     path, stamp = None, None

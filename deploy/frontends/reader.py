@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ModelError
+from deploy.files.reading import opened, read_bytes
 from deploy.graph.index import all_nodes, subgraphs
-from deploy.reading import opened, read_bytes
 from deploy.stamped import sha256
 
 if TYPE_CHECKING:

@@ -58,7 +58,7 @@ def named(quantized: onnx.ModelProto) -> onnx.ModelProto:
     """
     from deploy.frontends import checks
     from deploy.frontends.fold import remove_identity
-    from deploy.frontends.onnx import inlined
+    from deploy.frontends.onnx_file import inlined
     from deploy.frontends.plugins import check_part_valid
 
     checks.check_names(quantized)

@@ -7,7 +7,7 @@
     evaluate    model(batch), model(**batch), model(ids, mask=mask)      as they are
 
 Names are the arguments of forward, or the keys of a dict that is its only one, as
-`deploy.fx.keywords` has them.
+`deploy.fx.model_inputs` has them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from deploy.errors import ConfigError, FeedError
 from deploy.fx.copied import unwrapped
-from deploy.fx.keywords import named_class, taken
+from deploy.fx.model_inputs import named_class, taken
 from deploy.fx.observe import as_inputs
 from deploy.fx.task import Task
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from deploy.errors import FeedError
 from deploy.fx.fakequant import FakeQuant, no_data
-from deploy.fx.layers import QatConvBn, WeightQuant
+from deploy.fx.int8_layers import QatConvBn, WeightQuant
 from deploy.fx.observe import Recorders, observed
 from deploy.fx.search import BY_DEFAULT, OnGrid, Search, widest
 from deploy.progress import phase

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deploy.atomic import write_bytes
 from deploy.errors import CacheError, ModelError
+from deploy.files.atomic import write_bytes
 from deploy.fx import randomness
 from deploy.fx.source import read_tensors
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from deploy.fx.fakequant import FakeQuant, FixedQuant
 from deploy.fx.fuse import called_module, called_once
-from deploy.fx.layers import IntLayer, QatLayer, WeightQuant, folded_layer
+from deploy.fx.int8_layers import IntLayer, QatLayer, WeightQuant, folded_layer
 from deploy.fx.trace import replace_submodule
 from deploy.fx.watched import unwatch
 

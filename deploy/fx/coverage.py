@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from deploy.errors import ExportError
 from deploy.fx.fakequant import DynamicQuant, FixedQuant
-from deploy.fx.layers import IntLayer
+from deploy.fx.int8_layers import IntLayer
 
 REASONS = "why in float"  # key in the meta of a prepared or converted graph
 _FEW = 8  # layers that are named

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.fuse import CONVS, fold_batch_norms
-from deploy.fx.layers import QatLayer
+from deploy.fx.int8_layers import QatLayer
 from deploy.fx.profile import tensors_of
 
 

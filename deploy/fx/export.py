@@ -19,14 +19,14 @@ from torch import nn
 
 from deploy.errors import BackendError, ExportError, ModelError, first_line
 from deploy.fx.fakequant import DynamicQuant, FakeQuant, FixedQuant
-from deploy.fx.layers import IntLayer
+from deploy.fx.int8_layers import IntLayer
 from deploy.fx.onnxform import name_outputs, plain
 from deploy.fx.profile import tensors_of
 from deploy.fx.quiet import quiet
 from deploy.fx.refusal import line_of
 from deploy.fx.same import difference, largest_of
-from deploy.ort import OrtSession
 from deploy.progress import phase
+from deploy.runtimes.ort import OrtSession
 
 if TYPE_CHECKING:
     import onnx

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from deploy.feed.choice import Limit
-from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.feed import open_feed
+from deploy.feed.opening import FeedSource
 from deploy.feed.preprocess import Asked
 from deploy.tensors import TensorSpec
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from deploy.errors import CalibrationError
 from deploy.fx.fakequant import FakeQuant
-from deploy.fx.layers import QatLayer
+from deploy.fx.int8_layers import QatLayer
 
 Scales = Mapping[str, nn.Parameter]
 

@@ -29,7 +29,7 @@ from deploy.fx.profile import tensors_of
 from deploy.fx.same import check_same
 from deploy.fx.search import Search, search_for
 from deploy.fx.table import columns
-from deploy.metrics.accuracy import sqnr_db
+from deploy.metrics.output_errors import sqnr_db
 from deploy.targets import Target
 
 

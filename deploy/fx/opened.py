@@ -22,7 +22,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.nn import functional
 
 from deploy.fx.fuse import CONVS, called_module
-from deploy.fx.layers import QatLayer
+from deploy.fx.int8_layers import QatLayer
 from deploy.fx.trace import replace_submodule
 
 SILUS = (functional.silu, torch.ops.aten.silu.default, torch.ops.aten.silu_.default)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.frontends.base import LoadedModel
-from deploy.frontends.onnx import load_onnx
-from deploy.frontends.torch import shapeless
+from deploy.frontends.onnx_file import load_onnx
+from deploy.frontends.torch_model import shapeless
 from deploy.fx.export import check_float, to_onnx
 from deploy.fx.fuse import for_runtimes
-from deploy.fx.keywords import as_dict, take_named
+from deploy.fx.model_inputs import as_dict, take_named
 from deploy.fx.samples import example_inputs, in_float32
 from deploy.fx.source import load_module
 from deploy.fx.zoo import note
@@ -39,7 +39,7 @@ def export_torch(
         spec: the user's file and function, whose code is run; or a named model.
         inputs: shape of each input of forward, batch first.
         dtypes: of each input, None for the model's own floating dtype.
-        names: of each input, as `deploy.fx.keywords.take_named` takes them; none for the order.
+        names: of each input, as `deploy.fx.model_inputs.take_named` takes them; none for the order.
         weights: a state dict to load, tensors only.
         dynamic_batch: leave the batch open.
         notes: gets a sentence for each thing that the user should know.

@@ -1,6 +1,6 @@
 """The least scales of a layer's weight with which no x86 CPU saturates, in PyTorch.
 
-As `calibrators.pair_sums` has them, for weights that are still trained, on any device.
+As `calibrators.weights` has them, for weights that are still trained, on any device.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from calibrators.pair_sums import FIT, ROUNDED, is_depthwise, step_of
+from calibrators.weights import FIT, ROUNDED, is_depthwise, step_of
 
 
 def least_scales(

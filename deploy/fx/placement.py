@@ -1,7 +1,7 @@
 """Where a target wants its pairs, in a graph of PyTorch: its plan of the ONNX model, mapped back.
 
 `calib8 build` asks the target for a plan of the cleaned ONNX model; here the same question is put
-for the model that the graph exports (`deploy.fx.named`), so that both quantize the same tensors and
+for the model that the graph exports (`deploy.fx.target_placement`), so that both quantize the same tensors and
 weights. A *site* is a tensor that is quantized, for all its readers or for some; sites of one
 *group* share their scale::
 
@@ -21,8 +21,8 @@ from torch import fx
 from calibrators.grids import Grid
 from deploy.errors import ConfigError
 from deploy.fx.fuse import called_module
-from deploy.fx.layers import WEIGHTED, QatLayer
-from deploy.fx.named import BEFORE, Named, is_float, named
+from deploy.fx.int8_layers import WEIGHTED, QatLayer
+from deploy.fx.target_placement import BEFORE, Named, is_float, named
 from deploy.fx.watched import Sources
 from deploy.graph.index import Graph
 from deploy.graph.plan import AS_ASKED

@@ -35,7 +35,7 @@ from deploy.fx.fuse import (
     layers_to_modules,
 )
 from deploy.fx.grids import at_bits
-from deploy.fx.layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis, quant_of
+from deploy.fx.int8_layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis, quant_of
 from deploy.fx.lift import is_layer
 from deploy.fx.norms import FrozenNorm, is_norm
 from deploy.fx.opened import open_calls

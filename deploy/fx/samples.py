@@ -13,8 +13,8 @@ from torch import nn
 
 from deploy.archives import check_archive, read_array
 from deploy.errors import ConfigError, FeedError
-from deploy.fx.keywords import take_named
-from deploy.reading import opened
+from deploy.files.reading import opened
+from deploy.fx.model_inputs import take_named
 from deploy.tensors import Array
 
 _MOST_ARRAYS = 64
@@ -80,7 +80,7 @@ def in_float32(model: nn.Module) -> str | None:
 def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
     """The inputs of one run from an .npy file, or an .npz file with an array for each.
 
-    An archive's arrays are inputs by their names, as `deploy.fx.keywords.take_named` gives them to
+    An archive's arrays are inputs by their names, as `deploy.fx.model_inputs.take_named` gives them to
     the model, which it may change; or arr_0, arr_1, ... as `numpy.savez(path, a, b)` writes them.
 
     Raises:

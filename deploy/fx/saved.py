@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from deploy.atomic import write_bytes
 from deploy.errors import ConfigError, ExportError, ModelError, first_line
+from deploy.files.atomic import write_bytes
 from deploy.fx.export import check_float, to_onnx
 from deploy.fx.profile import tensors_of
 from deploy.fx.quiet import quiet

@@ -20,7 +20,7 @@ import numpy as np
 
 from calibrators.amct.ifmr import IfmrParams
 from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming
-from calibrators.amct.statistics import IfmrOf
+from calibrators.amct.recorders import IfmrOf
 from calibrators.grids import Grid, affine_params, symmetric_scale
 from calibrators.histogram import Histogram
 from calibrators.statistics import Recorder, Statistic, searched

@@ -17,14 +17,14 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-import deploy.usercode as usercode
 from deploy.archives import check_archive
 from deploy.errors import Calib8Error, ModelError, SdkMissingError
+from deploy.files import usercode
+from deploy.files.reading import MOST_BYTES, opened
+from deploy.files.usercode import is_named
 from deploy.fx.copied import unwrapped
 from deploy.fx.states import fitted, found_state
 from deploy.fx.zoo import make_named
-from deploy.reading import MOST_BYTES, opened
-from deploy.usercode import is_named
 
 _EXPORTED = "give the module that the program was exported from"
 _HELD = re.compile(r"(?:GLOBAL|class|type) ([A-Za-z_][\w]*\.[\w.]*\w)")

@@ -12,7 +12,7 @@ from torch import fx, nn
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.copied import unwrapped
 from deploy.fx.hooks import computing, has_hooks, take_off
-from deploy.fx.keywords import input_names
+from deploy.fx.model_inputs import input_names
 from deploy.fx.refusal import line_of
 from deploy.fx.wrap import Function, global_wrap
 

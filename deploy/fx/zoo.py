@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from deploy import usercode
 from deploy.errors import ConfigError, ModelError, SdkMissingError, first_line
+from deploy.files import usercode
 from deploy.fx.randomness import seeded
 
 

@@ -42,7 +42,7 @@ class Placement:
         groups: whether a Conv may have groups.
         tiles: a ConvTranspose that does more than make a tile of each pixel stays float.
         fits_pairs: weights are stored so that no CPU saturates the products of two beside each
-            other (`calibrators.pair_sums`).
+            other (`calibrators.weights`).
     """
 
     name: str

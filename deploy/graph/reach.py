@@ -1,6 +1,6 @@
 """How far a tensor's readers can tell its values apart, and where larger ones than seen will come.
 
-To the bounds of `deploy.graph.saturation` this adds the logits of scores. What a detector, a tagger
+To the bounds of `deploy.graph.bounds` this adds the logits of scores. What a detector, a tagger
 or a mask says of most places is "nothing", and the few values that say "here" are what it is for:
 of 51 photos none held an object that a YOLOv8n was more than 0.38 sure of, so its range ended at
 0.5, and every score of 0.9 that came later was read as 0.5. Of such a tensor the rare large values
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import onnx
 
+from deploy.graph.bounds import MOVED, SIGMOID, bounds
 from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED
-from deploy.graph.saturation import MOVED, SIGMOID, bounds
 
 
 class Reach(NamedTuple):

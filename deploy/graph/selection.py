@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError, did_you_mean
-from deploy.reading import read_text
+from deploy.files.reading import read_text
 
 if TYPE_CHECKING:
     import onnx

@@ -1,6 +1,6 @@
 """Channels that are all zero behind a tensor's own: what it is called then, and how to lose them.
 
-`deploy.targets.wide` adds them. Whoever holds such a model against another one asks here.
+`deploy.targets.onnxruntime.conv_rewrites` adds them. Whoever holds such a model against another one asks here.
 """
 
 from __future__ import annotations

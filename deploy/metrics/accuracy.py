@@ -1,6 +1,6 @@
 """How far an engine's outputs are from the reference's, in one pass and flat memory.
 
-Each output as a whole (`deploy.metrics.running` has the formulas), its parts, and what it is for:
+Each output as a whole (`deploy.metrics.output_errors` has the formulas), its parts, and what it is for:
 `deploy.metrics.truth`. NaN and Inf are never averaged away: `problems` says so.
 """
 
@@ -15,9 +15,9 @@ from deploy.errors import ConfigError, FeedError
 from deploy.graph.width import of_own_channels
 from deploy.metrics.changes import Changes
 from deploy.metrics.form import Form
+from deploy.metrics.output_errors import OutputAccuracy, RunningError, cosine, output_json, sqnr_db
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import batch_length
-from deploy.metrics.running import OutputAccuracy, RunningError, cosine, output_json, sqnr_db
 from deploy.metrics.tasks import Metric, TaskFigure
 from deploy.metrics.tasks.examples import Example
 from deploy.metrics.top1 import Top1

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from deploy.metrics.output_errors import sqnr_db
 from deploy.metrics.resized import resized
 from deploy.metrics.rows import Outputs
-from deploy.metrics.running import sqnr_db
 from deploy.tensors import Array
 
 _PICTURE = 4  # dimensions at least: states of recurrent layers have fewer

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import FeedError
-from deploy.reading import read_json
+from deploy.files.reading import read_json
 
 _MOST = 2 << 30  # bytes; those of all training pictures of COCO are 450 MB
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from deploy.errors import ConfigError
 from deploy.metrics.latency import Feeds, percentile
-from deploy.ort import OrtSession, kernel_events, profiled
 from deploy.progress import phase
+from deploy.runtimes.ort import OrtSession, kernel_events, profiled
 from deploy.tensors import Session
 
 _WARMUP = 2  # runs that do not count

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.metrics.accuracy import Accuracy, PartAccuracy
+from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.changes import LEFT_DB
+from deploy.metrics.truth import PartAccuracy
 
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"
 LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first

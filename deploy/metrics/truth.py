@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 
 from deploy.errors import FeedError
 from deploy.metrics.form import Form, form_of
+from deploy.metrics.output_errors import OutputAccuracy, RunningError, number
 from deploy.metrics.parts import SAMPLES, Part
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.metrics.rows import Outputs, split
-from deploy.metrics.running import OutputAccuracy, RunningError, number
 from deploy.metrics.tasks import Metric, Tally, TaskFigure
 from deploy.metrics.tasks.boxes import Boxes
 from deploy.metrics.tasks.classes import Classes

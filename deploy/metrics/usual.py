@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deploy.metrics.changes import GIVEN_BACK_DB, ROUNDING_DB
-from deploy.metrics.running import sqnr_db
+from deploy.metrics.output_errors import sqnr_db
 from deploy.tensors import Array
 
 USUAL = "its mean"

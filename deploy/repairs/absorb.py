@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from calibrators.equalization import absorbable
 from deploy.feed.parallel import Sample
 from deploy.graph.index import Graph
-from deploy.repairs.layers import Layer, with_biases
 from deploy.repairs.links import Link, links_of
-from deploy.repairs.runs import channel_moments
+from deploy.tuning.repairs.repair_layers import Layer, with_biases
+from deploy.tuning.repairs.sample_runs import channel_moments
 
 if TYPE_CHECKING:
     import numpy as np

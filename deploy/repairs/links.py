@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deploy.graph.index import Graph
-from deploy.repairs.layers import Layer, layers_of
+from deploy.tuning.repairs.repair_layers import Layer, layers_of
 
 if TYPE_CHECKING:
     import onnx

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from calibrators.patches import patches as drawn_patches
 from deploy.feed.parallel import Sample
 from deploy.graph.windows import window_of
-from deploy.repairs.layers import FloatArray, Layer
-from deploy.repairs.runs import tapped
 from deploy.tensors import Array
+from deploy.tuning.repairs.repair_layers import FloatArray, Layer
+from deploy.tuning.repairs.sample_runs import tapped
 
 if TYPE_CHECKING:
     import onnx

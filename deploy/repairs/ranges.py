@@ -22,9 +22,9 @@ from deploy.calibration.choices import Choices
 from deploy.graph.flow import keeps_range
 from deploy.graph.index import Graph
 from deploy.method import Method, comparable
-from deploy.repairs.base import Making
-from deploy.repairs.layers import Layer, layers_of
 from deploy.repairs.patches import inputs_of
+from deploy.tuning.repairs.base import Making
+from deploy.tuning.repairs.repair_layers import Layer, layers_of
 
 if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest

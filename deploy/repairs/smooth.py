@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from calibrators.equalization import smooth_factors
 from deploy.feed.parallel import Sample
 from deploy.graph.index import Graph, users
-from deploy.repairs.layers import Layer, layers_of, with_constants
-from deploy.repairs.runs import channel_maxima
+from deploy.tuning.repairs.repair_layers import Layer, layers_of, with_constants
+from deploy.tuning.repairs.sample_runs import channel_maxima
 
 if TYPE_CHECKING:
     import onnx

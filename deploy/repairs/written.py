@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from calibrators.grids import FP8, INT8, Grid, rounded
 from deploy.graph.index import Graph, attributes
-from deploy.repairs.layers import Layer
+from deploy.tuning.repairs.repair_layers import Layer
 
 if TYPE_CHECKING:
     import onnx

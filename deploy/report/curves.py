@@ -20,7 +20,7 @@ from string import ascii_uppercase
 import numpy as np
 from numpy.typing import NDArray
 
-import deploy.report.figures as figures
+from deploy.report import figures
 from deploy.report.parts import EngineRow
 
 Float64Array = NDArray[np.float64]

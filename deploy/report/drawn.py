@@ -21,8 +21,8 @@ from deploy.report.look_style import LONG
 from deploy.report.markup import breakable
 from deploy.report.model import Findings
 from deploy.report.pictures import image
+from deploy.report.previews import Box, Boxes, BoxRow, ClassRow
 from deploy.report.section import Section
-from deploy.report.shown import Box, Boxes, BoxRow, ClassRow
 
 _MOST = 100  # boxes of a kind in one drawing, the best by score
 

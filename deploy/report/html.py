@@ -10,26 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-import deploy.report.drawn as drawn
-import deploy.report.figures as figures
-import deploy.report.markup as markup
-import deploy.report.pictures as pictures
-import deploy.report.sections as sections
-import deploy.report.speed as speed
-import deploy.report.truth as truth
+from deploy.report import drawn, figures, markup, pictures, sections, speed, truth
+from deploy.report.charts import histograms
 from deploy.report.curves import LATENCY_WORDS, latency_figure
-from deploy.report.histograms import histograms
 from deploy.report.model import Findings
 from deploy.report.page import page
 from deploy.report.section import Section, contents, written
 from deploy.report.sweep import sweep_section
-from deploy.report.table import (
-    covered,
-    engine_lines,
-    failures,
-    shrink,
-    top1,
-)
+from deploy.report.tables import covered, engine_lines, failures, shrink, top1
 from deploy.report.timed import kernel_section
 from deploy.report.weights import weights
 from deploy.report.words import calibration_words, group_words, whose, work_words

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from urllib.parse import quote
 
-import deploy.report.figures as figures
-import deploy.report.truth as truth
+from deploy.report import figures, truth
 from deploy.report.channels import worst_weights
 from deploy.report.figures import encodable
 from deploy.report.floats import float_groups
@@ -14,13 +13,7 @@ from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.ran import RAN_HEADS, ran_words
 from deploy.report.sweep import sweep_table
-from deploy.report.table import (
-    coverage,
-    covered,
-    engine_lines,
-    failures,
-    quantized_operators,
-)
+from deploy.report.tables import coverage, covered, engine_lines, failures, quantized_operators
 from deploy.report.timed import KERNEL_HEADS, kernel_rows, timed_engines
 from deploy.report.words import (
     TRIAL_HEADS,

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.report.style import PRINTED
-from deploy.report.verdict import DOUBTFUL, FLOAT, GOOD, UNUSABLE, Verdict
+from deploy.report.verdict import Verdict
 
 _MARKS = {GOOD: "good", FLOAT: "float", DOUBTFUL: "doubtful", UNUSABLE: "unusable"}
 _FEW = 8  # names that a cell shows unfolded

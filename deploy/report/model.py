@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from deploy.errors import ConfigError
 from deploy.machine import Machine
+from deploy.metrics.levels import UNUSABLE
 from deploy.report import speed
 from deploy.report.parts import (
     CalibrationPart,
@@ -24,8 +25,7 @@ from deploy.report.parts import (
     TargetPart,
     WorkPart,
 )
-from deploy.report.shown import DRAWN
-from deploy.report.verdict import UNUSABLE
+from deploy.report.previews import DRAWN
 
 SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers stand in their target
 

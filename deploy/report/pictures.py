@@ -9,9 +9,9 @@ from deploy.report.figures import encodable
 from deploy.report.look_style import BOX
 from deploy.report.markup import breakable
 from deploy.report.model import Findings
+from deploy.report.previews import ViewRow
 from deploy.report.raster import Raster
 from deploy.report.section import Section
-from deploy.report.shown import ViewRow
 
 
 def views(report: Findings) -> Iterator[Section]:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-import deploy.report.figures as figures
-import deploy.report.markup as markup
+from deploy.report import figures, markup
 from deploy.report.page import page
+from deploy.report.profile_page import Tile, tree_map
 from deploy.report.section import Section, written
-from deploy.report.treemap import Tile, tree_map
 
 if TYPE_CHECKING:
     from deploy.fx.profile import NodeCost, Profile

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import deploy.report.figures as figures
 from deploy.metrics.ran import RanLayer
+from deploy.report import figures
 
 if TYPE_CHECKING:
     from deploy.graph.plan import Decision

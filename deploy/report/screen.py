@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import deploy.report.figures as figures
+from deploy.metrics.levels import DOUBTFUL, UNUSABLE
+from deploy.report import figures
 from deploy.report.floats import FloatGroup, float_groups
 from deploy.report.margin import MARGIN, columns, entry
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.ran import lost_groups, ran_words
 from deploy.report.sweep import sweep_table
-from deploy.report.table import (
+from deploy.report.tables import (
     common_method,
     coverage,
     covered,
@@ -19,14 +20,7 @@ from deploy.report.table import (
     failures,
     quantized_operators,
 )
-from deploy.report.timed import (
-    KERNEL_HEADS,
-    kernel_rows,
-    kind_table,
-    more_kernels,
-    timed_engines,
-)
-from deploy.report.verdict import DOUBTFUL, UNUSABLE
+from deploy.report.timed import KERNEL_HEADS, kernel_rows, kind_table, more_kernels, timed_engines
 from deploy.report.words import (
     TRIAL_HEADS,
     calibration_words,

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from urllib.parse import quote
 
-import deploy.report.figures as figures
-import deploy.report.markup as markup
+from deploy.report import figures, markup
 from deploy.report.figures import encodable
 from deploy.report.floats import float_groups
 from deploy.report.model import Findings
@@ -15,7 +14,7 @@ from deploy.report.parts import TargetPart
 from deploy.report.ran import RAN_HEADS, ran_words
 from deploy.report.section import Section
 from deploy.report.svg import range_bar
-from deploy.report.table import coverage, covered, quantized_operators
+from deploy.report.tables import coverage, covered, quantized_operators
 from deploy.report.trials import trials
 from deploy.report.words import plan_name, search_words, whose
 from deploy.report.worst import first, worst_first

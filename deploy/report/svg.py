@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-import deploy.report.figures as figures
+from deploy.report import figures
 from deploy.report.parts import TensorRow
 
 _BAR_WIDTH, _BAR_HEIGHT = 190, 16

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-import deploy.report.figures as figures
-import deploy.report.markup as markup
+from deploy.report import figures, markup
 from deploy.report.model import Findings
 from deploy.report.parts import BatchRow, EngineRow
 from deploy.report.section import Section

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import deploy.report.figures as figures
-import deploy.report.markup as markup
+from deploy.report import figures, markup
 from deploy.report.parts import TrialRow
 from deploy.report.svg import drawing
 from deploy.report.words import TRIAL_HEADS, trial_row

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import deploy.report.figures as figures
-from deploy.metrics.accuracy import Accuracy, PartAccuracy
+from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.truth import PartAccuracy
+from deploy.report import figures
 
 PART_HEADS = ("part", "SQNR", "cosine", "worst cosine", "max abs error")
 

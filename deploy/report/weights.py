@@ -12,8 +12,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-import deploy.report.figures as figures
-import deploy.report.markup as markup
+from deploy.report import figures, markup
 from deploy.report.channels import worst_weights
 from deploy.report.model import Findings
 from deploy.report.parts import WeightRow

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
-import deploy.report.figures as figures
+from deploy.report import figures
 from deploy.report.model import Findings
 from deploy.report.parts import CalibrationPart, GroupRow, SearchPart, TrialRow, WeightRow, WorkPart
-from deploy.report.table import common_method
+from deploy.report.tables import common_method
 
 PLAN = "plan"  # role of the plan among the report's files
 TRIAL_HEADS = ("SQNR", "time, FP32 = 1", "built", "tried whole")

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 
-from deploy.standins import cudart, pycuda, tensorrt
+from deploy.standins import cuda_modules, cudart
+from deploy.standins import modules as tensorrt
 from deploy.standins.libcudart import libraries
 from deploy.standins.memory import Memory
 
@@ -27,7 +28,7 @@ class StandIns:
         self.memory = Memory()
         self._modules = {
             **tensorrt.modules(),
-            **pycuda.modules(self.memory),
+            **cuda_modules.modules(self.memory),
             **cudart.modules(self.memory),
         }
         self._library = libraries(self.memory)
@@ -39,7 +40,7 @@ class StandIns:
             stack.enter_context(_replaced(self._modules))
             stack.enter_context(_libraries(self._library))
             if "torch" in sys.modules:
-                from deploy.standins.torch import OnHost
+                from deploy.standins.torch_on_cpu import OnHost
 
                 stack.enter_context(OnHost(self.memory))
             yield

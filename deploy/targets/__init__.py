@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from deploy.errors import ConfigError, did_you_mean
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import Target
-from deploy.targets.onnxruntime import OnnxRuntime
+from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.targets.tensorrt.target import TensorRT
 
 TARGETS: dict[str, type[Target]] = {

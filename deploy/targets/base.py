@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from calibrators.scales import Scale
     from deploy.calibration.found import Found
     from deploy.calibration.observation import Observation
-    from deploy.calibration.outputs import Judges
     from deploy.calibration.ranges import Ranges
+    from deploy.calibration.reference import Judges
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
     from deploy.graph.plan import Decision, FloatNodes, Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy import atomic
+from deploy.files import atomic
 
 
 def write_script(path: Path, body: str) -> Path:

@@ -23,7 +23,7 @@ from onnx import helper, numpy_helper
 from deploy.graph.edit import drop_dead, replace_nodes
 from deploy.graph.index import Graph, attributes
 from deploy.graph.width import wide_for
-from deploy.targets.wide import integers_of, wider
+from deploy.targets.onnxruntime.conv_rewrites import integers_of, wider
 
 _AT_ONCE = 4
 _LEAST = 16  # channels of output

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from calibrators.pair_sums import FIT, ROUNDED
+from calibrators.weights import FIT, ROUNDED
 from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED
 from deploy.targets.weights import channel_rows, largest_pairs
@@ -40,7 +40,7 @@ class StoredWeight:
             stored as zeros.
         scales: float64 [C], or [1] for all channels: the real value of a stored 1.
         pairs: steps of each channel's largest pair, float64 [C], where kernels of CPUs add these in
-            16 bits (`calibrators.pair_sums`); None elsewhere.
+            16 bits (`calibrators.weights`); None elsewhere.
     """
 
     node: str

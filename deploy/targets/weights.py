@@ -10,7 +10,7 @@ from onnx import numpy_helper
 
 from calibrators.amct.arq import channels_first
 from calibrators.grids import Grid, weight_scales
-from calibrators.pair_sums import is_depthwise, pair_scales, pair_sums
+from calibrators.weights import is_depthwise, pair_scales, pair_sums
 from deploy.graph.index import attributes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from deploy.ort import OrtSession
 from deploy.progress import phase
+from deploy.runtimes.ort import OrtSession
 
 if TYPE_CHECKING:
     import onnx

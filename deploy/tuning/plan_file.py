@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy import atomic, toml
 from deploy.calibration.choices import Choices
 from deploy.errors import ConfigError, did_you_mean
+from deploy.files import atomic, toml
 from deploy.method import Method
 
 SCHEMA = "calib8-plan/1"

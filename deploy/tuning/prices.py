@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from deploy.graph.edit import with_outputs
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import WEIGHTED
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 from deploy.tuning.cut import cheapest_split
-from deploy.tuning.kernels import PAIRS, KernelTimes, kernel_times, quicker
+from deploy.tuning.timing import PAIRS, KernelTimes, kernel_times, quicker
 from deploy.tuning.units import Units
 
 if TYPE_CHECKING:

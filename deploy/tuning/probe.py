@@ -31,8 +31,8 @@ from deploy.calibration.choices import Choices
 from deploy.errors import Calib8Error, ConfigError
 from deploy.metrics.accuracy import Accuracy, Comparison, Said
 from deploy.metrics.form import form_of
-from deploy.ort import OrtSession
-from deploy.tuning.behind import Kept, behind
+from deploy.runtimes.ort import OrtSession
+from deploy.tuning.downstream import Kept, behind
 from deploy.tuning.energy import energies, energy, square
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deploy.tuning.prices import Prices
+    from deploy.tuning.search_options import Trial
     from deploy.tuning.sensitivity import Sensitivity
-    from deploy.tuning.trial import Trial
     from deploy.tuning.units import Units
 
 _SHARE = 0.02  # of all noise: less is not why a layer is float

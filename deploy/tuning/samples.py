@@ -21,7 +21,7 @@ from deploy.metrics.parts import SAMPLES
 from deploy.tuning.energy import energies
 
 if TYPE_CHECKING:
-    from deploy.calibration.outputs import Judges
+    from deploy.calibration.reference import Judges
     from deploy.tensors import Array
 
 _EVERY = 2  # of the strongest samples every second one: the very first would speak for all

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from deploy.graph.edit import with_outputs
-from deploy.ort import OrtSession
+from deploy.runtimes.ort import OrtSession
 
 if TYPE_CHECKING:
     import onnx

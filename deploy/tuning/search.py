@@ -11,7 +11,7 @@
     other methods, whole and in the noisiest groups -> ranges
     float, plain int8 and likely splits, timed -> what is built
 
-What a split costs, by time and noise together: `deploy.tuning.trial`.
+What a split costs, by time and noise together: `deploy.tuning.search_options`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from deploy.method import Method
 from deploy.tuning.effort import Effort
 from deploy.tuning.prices import Prices, cheapest
 from deploy.tuning.probe import Noise, Prober
+from deploy.tuning.search_options import COMMON_WEIGHT, Trial
 from deploy.tuning.sensitivity import Group, Sensitivity, groups_of, halves, sensitivity
-from deploy.tuning.trial import COMMON_WEIGHT, Trial
 from deploy.tuning.units import Units
 
 if TYPE_CHECKING:

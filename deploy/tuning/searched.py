@@ -21,7 +21,6 @@ from deploy.method import Method, comparable
 from deploy.progress import Step, phase
 from deploy.tuning.allowance import Allowance
 from deploy.tuning.effort import EFFORTS, Effort
-from deploy.tuning.judging import Judgement, Judging
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.prices import Prices, counted, measured
 from deploy.tuning.probe import LISTED, Heard, Prober
@@ -29,8 +28,9 @@ from deploy.tuning.reasons import BETWEEN, NOT_FASTER, NOT_USABLE, reasons
 from deploy.tuning.samples import alike, as_many, telling
 from deploy.tuning.scores import ranked, telling_scores, with_scores
 from deploy.tuning.search import Search
+from deploy.tuning.search_options import Trial
+from deploy.tuning.search_samples import Judgement, Judging
 from deploy.tuning.timed import TELLING_US, by_the_clock
-from deploy.tuning.trial import Trial
 from deploy.tuning.units import Units, sums_of, units_of
 from deploy.tuning.unseen import unseen
 from deploy.tuning.usable import Settled, Told, Way, settled
@@ -39,7 +39,7 @@ from deploy.tuning.wish import Tuning
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.calibration.outputs import Judges
+    from deploy.calibration.reference import Judges
     from deploy.targets.base import BuildRequest, Target
     from deploy.tensors import Array
 

@@ -15,7 +15,7 @@ from deploy.metrics.latency import OVERHEAD_MS
 from deploy.tuning.clock import quickest_of
 from deploy.tuning.plan_file import TIMED
 from deploy.tuning.search import Search
-from deploy.tuning.trial import Trial
+from deploy.tuning.search_options import Trial
 from deploy.tuning.usable import Told
 from deploy.tuning.wish import Tuning
 

@@ -14,9 +14,9 @@ from deploy.errors import ConfigError
 from deploy.graph.plan import word_of
 from deploy.graph.selection import matching
 from deploy.progress import phase
-from deploy.repairs import ROUNDING
-from deploy.repairs.apply import trials
 from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan, write_plan
+from deploy.tuning.repairs import ROUNDING
+from deploy.tuning.repairs.apply import trials
 from deploy.tuning.searched import Asked, searched
 from deploy.tuning.wish import DEFAULT_EFFORT, Tuning
 

@@ -22,9 +22,9 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deploy.tuning.judging import Judgement
     from deploy.tuning.search import Search
-    from deploy.tuning.trial import Trial
+    from deploy.tuning.search_options import Trial
+    from deploy.tuning.search_samples import Judgement
 
 _TIMED = 3  # splits that are timed
 _KEPT = 1 / 3  # of what int8 wins, as a logarithm, at least, where it is usable but doubtful

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError
 from deploy.tuning.effort import EFFORTS
-from deploy.tuning.trial import COMMON_WEIGHT
+from deploy.tuning.search_options import COMMON_WEIGHT
 
 if TYPE_CHECKING:
     from deploy.metrics.tasks import Metric
@@ -27,7 +27,7 @@ class Tuning:
         min_speedup: less than this, and the target gets its float model.
         max_loss: of the task, over the samples of the search: noise is made to cost more until it
             holds; None leaves it at the common cost.
-        weight: what noise costs beside time, see `deploy.tuning.trial`.
+        weight: what noise costs beside time, see `deploy.tuning.search_options`.
         timed: whether time of this machine may decide.
         fresh: search again though there is a plan.
         metric: the user's figure, which judges choices in the task's place; None leaves them to

@@ -205,7 +205,7 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
 
 def _sharded(folder: Path) -> Callable[[Path], Callable[[], object]]:
     """A shard, changed in earnest or in passing, merged."""
-    from deploy.calibration.peaks import Peaks
+    from deploy.calibration.sample_checks import Peaks
     from deploy.calibration.shards import Shards
     from deploy.pipeline import calibrate
 
@@ -255,7 +255,7 @@ def _checkpoints(folder: Path) -> list[bytes]:
                 raise Ended
 
     subject, place = made(folder / "seeded"), folder / "begun"
-    with patch("deploy.observing.Checkpoint", Ending), suppress(Ended):
+    with patch("deploy.calibration.checkpoint.Checkpoint", Ending), suppress(Ended):
         calibrate(subject.model, subject.pictures(0), limit=4, threads=1, checkpoint=place)
     return [place.read_bytes()]
 
@@ -318,7 +318,7 @@ accept = true
 
 def _settings(folder: Path) -> Callable[[Path], Callable[[], object]]:
     from deploy.commands.build import build
-    from deploy.commands.config import options_in
+    from deploy.commands.settings import options_in
 
     return lambda path: lambda: options_in(build, path)
 
@@ -382,7 +382,7 @@ def _beside(name: str) -> Callable[[Path], Callable[[Path], Callable[[], object]
     def opened(folder: Path) -> Callable[[Path], Callable[[], object]]:
         import onnx
 
-        from deploy.feed.carried import settled
+        from deploy.feed.model_preprocess import settled
         from deploy.frontends.metadata import carried_of
         from deploy.tensors import TensorSpec
 

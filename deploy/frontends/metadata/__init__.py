@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError
-from deploy.feed.carried import Carried
-from deploy.frontends.metadata import huggingface, openvino, paddle, timm, ultralytics
+from deploy.feed.model_preprocess import Carried
+from deploy.frontends.metadata import exporters, huggingface, openvino, timm, ultralytics
 from deploy.frontends.metadata.values import LONGEST, Found, Said
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ READERS: tuple[tuple[str, str, Callable[[Found], Said | None]], ...] = (
     (_OWN, "Ultralytics", ultralytics.read),
     (_OWN, "OpenVINO's model_info", openvino.read),
     (_OWN, "timm", timm.read),
-    (_OWN, "PaddleOCR's characters", paddle.read_characters),
+    (_OWN, "PaddleOCR's characters", exporters.read_characters),
     (f"the {huggingface.FILE} beside the model", "Hugging Face", huggingface.read),
     (f"the {timm.FILE} beside the model", "timm", timm.read_beside),
-    (f"the {paddle.FILE} beside the model", "PaddleDetection", paddle.read),
+    (f"the {exporters.FILE} beside the model", "PaddleDetection", exporters.read),
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from deploy.errors import ConfigError
 from deploy.feed.preprocess import Preprocess
-from deploy.reading import from_json, read_text
+from deploy.files.reading import from_json, read_text
 
 LONGEST = 1 << 12  # characters of a value that is read
 _LARGEST = 1 << 18  # bytes of a file beside the model

@@ -11,13 +11,13 @@ from deploy.metrics.tasks import (
     echoes,
     embeddings,
     heatmaps,
+    keypoints,
     labels,
     masks,
-    pixels,
-    points,
     ranked,
+    segmentation,
+    sequences,
     states,
-    steps,
     text,
 )
 from deploy.metrics.tasks.metric import Metric, metric_of
@@ -27,16 +27,16 @@ from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
 TASKS: dict[str, Callable[[Seen], Task | None]] = {
     "boxes": boxes.find,
     "text": text.find,
-    "segmentation": pixels.find,
+    "segmentation": segmentation.find,
     "masks": masks.find,
     "heat maps": heatmaps.find,
     "key points by axes": axes.find,
-    "key points": points.find,
+    "key points": keypoints.find,
     "labels": labels.find,
     "ranked classes": ranked.find,
     "classes": classes.find,
     "embeddings": embeddings.find,
-    "steps": steps.find,
+    "steps": sequences.find,
 }
 
 

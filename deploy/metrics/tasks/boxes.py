@@ -15,14 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-import deploy.metrics.tasks.anchors as anchors
-import deploy.metrics.tasks.centres as centres
-import deploy.metrics.tasks.ended as ended
-import deploy.metrics.tasks.joined as joined
-import deploy.metrics.tasks.maps as maps
-import deploy.metrics.tasks.yolo as yolo
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.tasks import anchors, centres, ended, joined, maps, yolo
 from deploy.metrics.tasks.detections import NOTHING, Detections, in_pixels, matched, suppressed
 from deploy.metrics.tasks.examples import BoxExample, Foremost
 from deploy.metrics.tasks.task import Seen, TaskFigure, kept_figure

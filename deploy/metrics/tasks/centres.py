@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-import deploy.metrics.tasks.pixels as pixels
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.tasks import segmentation
 from deploy.metrics.tasks.detections import LOWEST, Detections, Floats
 from deploy.metrics.tasks.task import Seen
 from deploy.tensors import Array
@@ -160,7 +160,7 @@ def _is_heat(samples: Sequence[Floats], *, raw: bool) -> bool:
 def _are_classes(names: Sequence[str], seen: Seen) -> bool:
     """Whether one of them is a class a pixel, as of panoptic segmentation."""
     rest = [{name: one[name] for name in names} for one in seen.outputs]
-    return pixels.find(Seen(seen.inputs, rest)) is not None
+    return segmentation.find(Seen(seen.inputs, rest)) is not None
 
 
 def _sizes(

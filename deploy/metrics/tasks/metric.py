@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import deploy.usercode as usercode
 from deploy.errors import ConfigError, FeedError
+from deploy.files import usercode
+from deploy.files.reading import read_bytes
 from deploy.metrics.rows import Outputs
 from deploy.metrics.tasks.task import TaskFigure
-from deploy.reading import read_bytes
 
 Function = Callable[[Outputs, Outputs, int | None], float]
 

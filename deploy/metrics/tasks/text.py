@@ -3,7 +3,7 @@
 The blank is the first or the last symbol and the one that most steps have, and it stands between
 the symbols: where it is away for long, as silence is while somebody speaks, or where numbers of
 tokens were fed or a vector for each step, these are classes of steps
-(`deploy.metrics.tasks.steps`). Texts are decoded greedily: the best symbol of each step, repeats
+(`deploy.metrics.tasks.sequences`). Texts are decoded greedily: the best symbol of each step, repeats
 merged, blanks dropped. Where in every sample blanks only follow the last symbol, each step is the
 slot of a symbol, as of a number plate's, and repeats stay.
 """

@@ -6,7 +6,7 @@ from calibrators.amct.grid import ascend_clip_range
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import AscendScale, IfmrParams
 from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming
-from calibrators.amct.statistics import Exact
+from calibrators.amct.recorders import Exact
 from calibrators.scales import Scale
 from calibrators.statistics import Recorder
 from deploy.targets.ascend.config_types import LayerConfig

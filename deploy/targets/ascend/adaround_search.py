@@ -10,19 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.ada_statistics import Rounded, RoundedOf, Targets
-from calibrators.amct.adaround import (
-    AdaParams,
-    AdaProblem,
-    joined,
-    nearest,
-    output_error,
-    searched,
-)
+from calibrators.amct.adaround import AdaParams, AdaProblem, joined, nearest, output_error, searched
 from calibrators.amct.kl_scale import kl_scale
 from deploy.calibration.observation import Observed
 from deploy.machine import default_threads
 from deploy.progress import Step, phase
-from deploy.targets.ascend.adaround import AdaStep, Float32Array
+from deploy.targets.ascend.weight_rounding import AdaStep, Float32Array
 
 
 def settle(step: AdaStep, weight: Float32Array, observed: Observed, *, place: str) -> Rounded:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import atomic
 from deploy.errors import ExportError
 from deploy.feed.preprocess import Preprocess
+from deploy.files import atomic
 from deploy.targets.ascend.aipp import Aipp, write_aipp
 from deploy.targets.ascend.aipp_run import judged
 from deploy.targets.ascend.atc import write_compression_options

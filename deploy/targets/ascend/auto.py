@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from deploy.errors import ConfigError
 from deploy.graph.edit import copied
 from deploy.graph.index import Graph
-from deploy.metrics.accuracy import cosine
+from deploy.metrics.output_errors import cosine
 from deploy.targets.ascend.config_json import write_config
 from deploy.targets.ascend.config_types import QuantConfig
 from deploy.targets.ascend.record import LayerRecord
@@ -31,7 +31,7 @@ from deploy.targets.ascend.record import LayerRecord
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.targets.ascend.biases import Biases
+    from deploy.targets.ascend.auto_layers import Biases
     from deploy.targets.ascend.quant_layer import QuantLayer
 
 RANKING = "accuracy_based_auto_calibration_ranking_information.json"

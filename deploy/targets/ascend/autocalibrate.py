@@ -7,17 +7,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import atomic
 from deploy.calibration.observation import Observed
+from deploy.files import atomic
 from deploy.progress import phase
+from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.auto import Searched, rank, search
-from deploy.targets.ascend.biases import Biases, with_biases
-from deploy.targets.ascend.calibrate import RecordPlan
+from deploy.targets.ascend.auto_layers import Biases, with_biases
+from deploy.targets.ascend.auto_losses import Budget, Losses
 from deploy.targets.ascend.cann import stripped
 from deploy.targets.ascend.gain import ByGain
 from deploy.targets.ascend.half import halves_of
 from deploy.targets.ascend.layers import find_layers
-from deploy.targets.ascend.losses import Budget, Losses
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.rounder import Rounder
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from deploy.calibration.subject import Subject
-    from deploy.feed.feed import Feed
+    from deploy.feed.samples import Feed
 
 CORRECTED = "_corrected.onnx"  # the float model that the int8 ones are made of
 _RANKED = 8  # samples that AMCT's ranking looks at

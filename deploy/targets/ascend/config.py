@@ -14,7 +14,7 @@ from deploy.targets.ascend.bits import (
     takes_weights,
     told_of_weights,
 )
-from deploy.targets.ascend.config_rules import GLOBAL
+from deploy.targets.ascend.config_keys import GLOBAL
 from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import POINTS, Layer, LayerGraph
 from deploy.targets.ascend.proto import near

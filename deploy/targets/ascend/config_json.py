@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from deploy.errors import ConfigError
-from deploy.reading import from_json
-from deploy.targets.ascend.config_rules import (
+from deploy.files.reading import from_json
+from deploy.targets.ascend.config_keys import (
     ACTIVATION,
     GLOBAL,
     LAYER,
@@ -19,12 +19,7 @@ from deploy.targets.ascend.config_rules import (
     refuse_repeats,
     weight_from,
 )
-from deploy.targets.ascend.config_types import (
-    Activation,
-    LayerConfig,
-    QuantConfig,
-    TensorConfig,
-)
+from deploy.targets.ascend.config_types import Activation, LayerConfig, QuantConfig, TensorConfig
 from deploy.targets.ascend.proto import near
 
 

@@ -90,7 +90,7 @@ def open_deploy(
     """
     from onnx import helper
 
-    from deploy.ort import OrtSession
+    from deploy.runtimes.ort import OrtSession
 
     model = executable(model)
     model.graph.output.extend(helper.make_tensor_value_info(name, 7, None) for name in shown)

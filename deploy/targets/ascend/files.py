@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.errors import ConfigError, ModelError
+from deploy.files.reading import read_text
 from deploy.graph.index import Graph, attributes
-from deploy.reading import read_text
 from deploy.targets.ascend.config import settled
 from deploy.targets.ascend.config_json import read_config
 from deploy.targets.ascend.config_types import QuantConfig

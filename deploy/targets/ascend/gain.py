@@ -34,7 +34,7 @@ _WORTH = 0.03  # share of the loss: a step that takes less is none, and all laye
 
 
 class Judging(Protocol):
-    """What is lost; `deploy.targets.ascend.losses.Losses`."""
+    """What is lost; `deploy.targets.ascend.auto_losses.Losses`."""
 
     def judge(self, records: Records) -> tuple[bool, float]:
         """(the budget holds, loss) on all images."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError
-from deploy.targets.ascend.calibrate import Recorded, RecordPlan
+from deploy.targets.ascend.amct_calibration import Recorded, RecordPlan
 
 if TYPE_CHECKING:
     from deploy.calibration.choices import Choices

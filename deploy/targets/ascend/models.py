@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import atomic
+from deploy.files import atomic
 from deploy.targets.ascend.cann import DEFAULT, readable, stripped
 from deploy.targets.ascend.config_json import write_config
 from deploy.targets.ascend.config_types import QuantConfig

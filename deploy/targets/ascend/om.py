@@ -9,8 +9,8 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
-from deploy import atomic
 from deploy.errors import BackendError
+from deploy.files import atomic
 from deploy.progress import phase
 from deploy.targets.ascend.atc import atc_command, outside, shell, whole_path
 from deploy.targets.ascend.readme import readme

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from calibrators.amct.arq import arq_fake_quantize
 from deploy.graph.index import Graph
-from deploy.targets.ascend.adaround import adaptive
 from deploy.targets.ascend.config_types import QuantConfig
 from deploy.targets.ascend.layers import Layer
+from deploy.targets.ascend.weight_rounding import adaptive
 
 if TYPE_CHECKING:
     import onnx

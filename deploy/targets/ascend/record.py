@@ -13,13 +13,8 @@ from numpy.typing import NDArray
 
 from calibrators.amct.grid import FLT_EPSILON, ascend_range
 from deploy.errors import ConfigError
-from deploy.reading import from_json
-from deploy.targets.ascend.bits import (
-    INT4_WEIGHTS,
-    INT16_LAYERS,
-    takes_activations,
-    takes_weights,
-)
+from deploy.files.reading import from_json
+from deploy.targets.ascend.bits import INT4_WEIGHTS, INT16_LAYERS, takes_activations, takes_weights
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
 from deploy.targets.ascend.tensor_config import refuse_unknown

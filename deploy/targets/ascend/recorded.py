@@ -16,8 +16,8 @@ import numpy as np
 
 from calibrators.amct.arq import arq
 from deploy.errors import CacheError, ConfigError
+from deploy.files.reading import read_text
 from deploy.graph.index import Graph
-from deploy.reading import read_text
 from deploy.targets.ascend.config_types import QuantConfig
 from deploy.targets.ascend.recipe import Recipe
 
@@ -99,7 +99,7 @@ def from_cache(subject: Subject, path: Path) -> Recipe:
     """
     from deploy.calibration.observation import Observed
     from deploy.graph.placement import ASCEND
-    from deploy.targets.ascend.calibrate import RecordPlan
+    from deploy.targets.ascend.amct_calibration import RecordPlan
     from deploy.targets.ascend.config import default_config
     from deploy.targets.ascend.quant_layer import quantize_fitting
     from deploy.targets.ascend.record import LayerRecord

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from deploy.calibration.observation import Observed
 from deploy.calibration.observe import observe
 from deploy.graph.index import Graph
-from deploy.targets.ascend.adaround import open_layers
-from deploy.targets.ascend.calibrate import RecordPlan
+from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.quant_layer import quantize_fitting
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.variants import (
@@ -30,9 +29,10 @@ from deploy.targets.ascend.variants import (
     is_rounded,
     with_adaround,
 )
+from deploy.targets.ascend.weight_rounding import open_layers
 
 if TYPE_CHECKING:
-    from deploy.feed.feed import Feed
+    from deploy.feed.samples import Feed
 
 _MOST = 6  # layers
 _WEIGHTS = 2**20  # of them together: some 3 minutes of a core

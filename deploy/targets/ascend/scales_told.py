@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deploy.targets.ascend.calibrate import Recorded, RecordPlan
+    from deploy.targets.ascend.amct_calibration import Recorded, RecordPlan
     from deploy.targets.ascend.config_types import QuantConfig
     from deploy.targets.ascend.quant_layer import QuantLayer
 
 
 def searches(config: QuantConfig) -> str:
     """The searches that gave the scales, in words."""
-    from deploy.targets.ascend.adaround import algorithms
+    from deploy.targets.ascend.weight_rounding import algorithms
 
     enabled = config.entries().values()
     searches = sorted({layer.activation.act_algo.upper() for layer in enabled})
@@ -58,7 +58,7 @@ def _batches(plan: RecordPlan) -> str:
 
 
 def _rounding_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
-    from deploy.targets.ascend.adaround import MOST_PLACES, MOST_SAMPLES
+    from deploy.targets.ascend.weight_rounding import MOST_PLACES, MOST_SAMPLES
 
     if found.adaround is None:
         return

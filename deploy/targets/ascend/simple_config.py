@@ -13,7 +13,7 @@ from typing import Any
 from deploy.errors import ConfigError
 from deploy.targets.ascend.bits import takes_activations, told_of_activations
 from deploy.targets.ascend.config import settled, why_not
-from deploy.targets.ascend.config_rules import activation_from, checked_keys, weight_from
+from deploy.targets.ascend.config_keys import activation_from, checked_keys, weight_from
 from deploy.targets.ascend.config_types import (
     Activation,
     LayerConfig,

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from deploy.calibration.subject import Subject
     from deploy.frontends.trained import Trained
     from deploy.graph.plan import FloatNodes, Plan
+    from deploy.targets.ascend.amct_calibration import Recorded, RecordPlan
     from deploy.targets.ascend.atc import AtcOptions
-    from deploy.targets.ascend.calibrate import Recorded, RecordPlan
     from deploy.targets.ascend.config_types import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
@@ -314,7 +314,7 @@ class Ascend:
             recipe: the layers and their scales.
             request: where to write, and samples to try what is written on.
         """
-        from deploy.targets.ascend import told
+        from deploy.targets.ascend import told as told_module
         from deploy.targets.ascend.aipp_files import write_aipp_files
         from deploy.targets.ascend.half import halves_of
         from deploy.targets.ascend.models import write_models
@@ -335,10 +335,13 @@ class Ascend:
             halves=halves,
             shared=shared,
         )
-        of_widths = (*told.widths(recipe.records), *told.halves(recipe.layers, halves))
-        narrow = told.narrow(recipe, self.atc_flags)
+        of_widths = (
+            *told_module.widths(recipe.records),
+            *told_module.halves(recipe.layers, halves),
+        )
+        narrow = told_module.narrow(recipe, self.atc_flags)
         notes = [*recipe.notes, *chips(recipe.layers), *of_widths, *narrow]
-        notes += told.shared(shared, request.name)
+        notes += told_module.shared(shared, request.name)
         notes.append(tried(recipe.model, recipe.layers, request))
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
@@ -383,7 +386,7 @@ class Ascend:
     def record_plan(self, subject: Subject) -> RecordPlan:
         """The layers, settled by the configuration and by what the user keeps in float."""
         from deploy.calibration.subject import FOLDED
-        from deploy.targets.ascend.calibrate import RecordPlan
+        from deploy.targets.ascend.amct_calibration import RecordPlan
 
         model, graph = prepared(subject.model)
         config, base = self._config(graph, subject), FOLDED

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from deploy.calibration.observation import Observation, Observed
 from deploy.calibration.subject import Subject
-from deploy.targets.ascend.calibrate import RecordPlan
+from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.config_types import Activation, LayerConfig, QuantConfig
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.target import Ascend

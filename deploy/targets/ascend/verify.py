@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ModelError
-from deploy.metrics.accuracy import cosine
+from deploy.metrics.output_errors import cosine
 
 if TYPE_CHECKING:
     import onnx
@@ -89,7 +89,7 @@ def verify(
         BackendError: ONNX Runtime refuses a model or a sample.
         ModelError: a layer that the executor cannot add up exactly.
     """
-    from deploy.ort import OrtSession
+    from deploy.runtimes.ort import OrtSession
     from deploy.targets.ascend.deploy_model import deploy_model
     from deploy.targets.ascend.executor import open_deploy
     from deploy.targets.ascend.fake_quant import fake_quant_model

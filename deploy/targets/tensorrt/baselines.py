@@ -18,7 +18,7 @@ from deploy.targets.base import BuildRequest
 from deploy.targets.tensorrt import builder
 from deploy.targets.tensorrt.builder import Settings
 from deploy.targets.tensorrt.cuda import Cuda
-from deploy.targets.tensorrt.rest import typed
+from deploy.targets.tensorrt.float_types import typed
 from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.words import FLOAT_TYPED, FP16, FP32
 from deploy.targets.tensorrt.written import written

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks
-from deploy import atomic, stamped
+from deploy import stamped
 from deploy.errors import BackendError, ConfigError
+from deploy.files import atomic
+from deploy.files.reading import read_bytes
 from deploy.progress import phase
-from deploy.reading import read_bytes
 from deploy.targets.spans import Shape, Span
 from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.libraries import stand_ins

@@ -12,14 +12,14 @@ import numpy as np
 from deploy.calibration import trt_cache
 from deploy.calibration.trt_cache import CalibrationCache, Entry
 from deploy.errors import CacheError, ModelError
-from deploy.reading import MOST_TEXT, read_bytes
+from deploy.files.reading import MOST_TEXT, read_bytes
 from deploy.targets.tensorrt.words import FP32, INT8
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.targets.tensorrt.cache_qdq import Plain
     from deploy.targets.tensorrt.dla_scales import Inferred
-    from deploy.targets.tensorrt.from_qdq import Plain
     from deploy.targets.tensorrt.match import EntryUse, Match
 
 
@@ -226,7 +226,7 @@ def cache_to_qdq(
         own_concat_scales: see `deploy.targets.tensorrt.to_qdq`.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
         rest: type of what is not quantized, "fp16", "bf16" or "fp32"
-            (`deploy.targets.tensorrt.rest`).
+            (`deploy.targets.tensorrt.float_types`).
         precision: grid of the pairs, "int8" or "fp8"; the cache's thresholds stand for either.
 
     Raises:
@@ -284,7 +284,7 @@ def qdq_to_cache(
         ExportError: the model is not quantized, or not in a way that a cache can say.
     """
     from deploy.frontends.reader import read_model
-    from deploy.targets.tensorrt.from_qdq import from_qdq
+    from deploy.targets.tensorrt.cache_qdq import from_qdq
 
     plain = from_qdq(read_model(Path(model)))
     return plain, trt_cache.from_scales(plain.scales, version=version, algorithm=algorithm)

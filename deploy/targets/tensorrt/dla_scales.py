@@ -2,7 +2,7 @@
 
 TensorRT runs a layer in int8 on DLA only where all that it reads and makes has a scale. A Q/DQ
 model says the scales of its pairs, which stand before a Conv and not behind it; the others follow
-from what the operators do, by the table of `deploy.targets.tensorrt.dla_rules`::
+from what the operators do, by the table of `deploy.targets.tensorrt.dla`::
 
     pair on x   x -> Conv -> c -> Relu -> r   pair on r:  c as r (equal), what Relu cuts is cut
     pair on s   c -> Add(s) -> a -> Relu -> r pair on r:  a as r (equal), c = a + s (bound)
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.graph.edit import copied
-from deploy.targets.tensorrt.dla_rules import BOUND, EQUAL, GUESS, Known, Range, before, behind
+from deploy.targets.tensorrt.dla import BOUND, EQUAL, GUESS, Known, Range, before, behind
 from deploy.targets.tensorrt.naming import trt_tensors
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def inferred(
     Raises:
         ModelError: shapes in the model contradict each other.
     """
-    from deploy.frontends.onnx import with_shapes
+    from deploy.frontends.onnx_file import with_shapes
 
     typed = with_shapes(copied(model))
     known = Known(typed, {name: _QMAX * float(scale) for name, scale in scales.items()})

@@ -13,7 +13,6 @@ from deploy.stamped import sha256
 from deploy.targets.base import BuildRequest
 from deploy.targets.tensorrt import baselines, builder, sdk
 from deploy.targets.tensorrt.as_cache import sizes
-from deploy.targets.tensorrt.asked import Asked
 from deploy.targets.tensorrt.baselines import Baselines
 from deploy.targets.tensorrt.gpus import gpu
 from deploy.targets.tensorrt.live import calibrated, from_cache, unseen
@@ -21,6 +20,7 @@ from deploy.targets.tensorrt.log import missing_tensors, sort_missing
 from deploy.targets.tensorrt.readable import all_readable
 from deploy.targets.tensorrt.sdk import Sdk
 from deploy.targets.tensorrt.settings import settings_of
+from deploy.targets.tensorrt.trt_options import Asked
 from deploy.targets.tensorrt.trtexec import float_layers
 from deploy.targets.tensorrt.versions import row
 from deploy.targets.tensorrt.words import (

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy import atomic, staging
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.errors import CacheError
+from deploy.files import atomic, staging
 
 
 def fitting(path: Path, fingerprint: Fingerprint) -> bytes | None:

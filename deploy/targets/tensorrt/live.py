@@ -14,11 +14,11 @@ from deploy.frontends.digest import model_digest
 from deploy.frontends.reader import read_stamped
 from deploy.targets.base import BuildRequest
 from deploy.targets.tensorrt import builder, gpu_cache
-from deploy.targets.tensorrt.asked import Asked
 from deploy.targets.tensorrt.builder import Settings
 from deploy.targets.tensorrt.cuda import Cuda, CudaMemory
 from deploy.targets.tensorrt.plugins import digests
 from deploy.targets.tensorrt.settings import first_sample
+from deploy.targets.tensorrt.trt_options import Asked
 from deploy.version import __version__
 
 

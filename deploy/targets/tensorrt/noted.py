@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import atomic
 from deploy.calibration import store
 from deploy.calibration.reuse import fingerprint_of
+from deploy.files import atomic
 from deploy.frontends.digest import model_digest
 from deploy.stamped import sha256
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deploy.errors import ConfigError
-from deploy.reading import read_bytes
+from deploy.files.reading import read_bytes
 from deploy.stamped import sha256
 from deploy.targets.tensorrt.log import process_logger
 

@@ -10,8 +10,8 @@ from deploy.errors import ExportError
 from deploy.frontends.checks import opset_of
 from deploy.graph.lowering import lowered
 from deploy.targets.tensorrt import sdk
-from deploy.targets.tensorrt.asked import Asked
-from deploy.targets.tensorrt.rest import OPSETS
+from deploy.targets.tensorrt.float_types import OPSETS
+from deploy.targets.tensorrt.trt_options import Asked
 from deploy.targets.tensorrt.versions import Needs, row, unread
 from deploy.targets.tensorrt.words import FP8, TYPED
 

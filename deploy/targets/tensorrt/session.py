@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 
 from calibrators.device_types import BITS, host_type, loaded, stored
 from deploy.errors import BackendError
-from deploy.reading import read_bytes
+from deploy.files.reading import read_bytes
 from deploy.targets.tensorrt.allocator import Growing, growing
 from deploy.targets.tensorrt.cuda import Buffer, Cuda
 from deploy.targets.tensorrt.cuda_graph import CudaGraph

@@ -8,8 +8,8 @@ from typing import Any
 from deploy.graph.index import dims, fed_inputs
 from deploy.targets.base import BuildRequest
 from deploy.targets.spans import span_of
-from deploy.targets.tensorrt.asked import Asked
 from deploy.targets.tensorrt.builder import Settings, profiles_for
+from deploy.targets.tensorrt.trt_options import Asked
 from deploy.targets.tensorrt.words import BF16, FP16
 
 _TIMING = "tensorrt.timing"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 from deploy.errors import ConfigError, ExportError, ModelError, SdkMissingError
 from deploy.targets.base import BuildRequest, Built, CacheText
 from deploy.targets.script import write_script
-from deploy.targets.tensorrt.asked import Asked
+from deploy.targets.tensorrt.trt_options import Asked
 from deploy.targets.tensorrt.words import (
     CACHE,
     FLOAT,

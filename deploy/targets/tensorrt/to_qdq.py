@@ -32,9 +32,9 @@ from deploy.graph.edit import replace_nodes
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import Plan
-from deploy.targets.qdq import write_qdq
+from deploy.targets.onnxruntime.qdq import write_qdq
+from deploy.targets.tensorrt.float_types import FP8_OPSET, OPSETS, at_opset, storable, typed
 from deploy.targets.tensorrt.naming import POOLS
-from deploy.targets.tensorrt.rest import FP8_OPSET, OPSETS, at_opset, storable, typed
 
 if TYPE_CHECKING:
     import onnx
@@ -61,7 +61,7 @@ def to_qdq(
         scales: tensor -> float32 scale of int8 (amax / 127), for `plan.activations`, whatever the
             grid of the placement.
         own_concat_scales: leave the tensors of a Concat their own scales.
-        known: scales of weights that were trained, see `deploy.targets.qdq.write_qdq`.
+        known: scales of weights that were trained, see `deploy.targets.onnxruntime.qdq.write_qdq`.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or one that is not positive; fp8, and the
@@ -87,7 +87,7 @@ def to_typed(
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """The same with weights stored on the grid and what is not on it in a narrow type.
 
-    Args beyond those of `to_qdq`, and what is given back: see `deploy.targets.tensorrt.rest.typed`.
+    Args beyond those of `to_qdq`, and what is given back: see `deploy.targets.tensorrt.float_types.typed`.
 
     Raises:
         ExportError: as `to_qdq` and `typed`.

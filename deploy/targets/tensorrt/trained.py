@@ -10,7 +10,7 @@ from deploy.frontends.checks import to_array
 from deploy.frontends.pairs import DQ, Q
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph, attributes
-from deploy.targets.tensorrt.rest import storable, typed
+from deploy.targets.tensorrt.float_types import storable, typed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,7 @@ def own_model(trained: Trained) -> onnx.ModelProto:
 def own_typed(
     model: onnx.ModelProto, rest: str, largest: Mapping[str, float]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """The same with what is not quantized in a narrow type, as `deploy.targets.tensorrt.rest`.
+    """The same with what is not quantized in a narrow type, as `deploy.targets.tensorrt.float_types`.
 
     Raises:
         ExportError: as there.

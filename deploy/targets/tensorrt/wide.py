@@ -1,7 +1,7 @@
 """Nodes that must compute in float32 where TensorRT chooses types itself.
 
 With `--fp16` TensorRT runs a layer in float16 wherever that is faster, whatever its values are.
-What `deploy.targets.tensorrt.rest` keeps out of the typed model for what they are, and other
+What `deploy.targets.tensorrt.float_types` keeps out of the typed model for what they are, and other
 operators for the same reason, are bound to float32 with all that they give.
 """
 

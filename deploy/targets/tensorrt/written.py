@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import atomic
+from deploy.files import atomic
 
 if TYPE_CHECKING:
     import onnx

@@ -1,0 +1,412 @@
+"""Latency of one or two model files, side by side: by batch, in streams and by kernel too.
+
+::
+
+    files -> sessions -> inputs of each batch -> rounds (deploy.metrics.latency) -> Report
+                                              -> streams, kernels: of the smallest batch
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from deploy.errors import BackendError, ConfigError
+from deploy.feed.choice import Limit
+from deploy.feed.feed import open_feed
+from deploy.feed.model_preprocess import Carried
+from deploy.feed.opening import FeedSource
+from deploy.feed.preprocess import Asked
+from deploy.feed.samples import KEPT, Feed
+from deploy.feed.told import as_read
+from deploy.files.reading import read_bytes
+from deploy.frontends.metadata import carried_of
+from deploy.frontends.reader import model_bytes, parse_model
+from deploy.machine import this_machine, usable_cores
+from deploy.metrics.accuracy import Accuracy, Comparison
+from deploy.metrics.bench_inputs import (
+    FEEDS,
+    Shapes,
+    random_feeds,
+    refuse_fixed_batch,
+    remembered,
+    stacked,
+)
+from deploy.metrics.kernels import kernels_of, refuse_untimed
+from deploy.metrics.latency import Feeds, Latency, measure
+from deploy.metrics.ran import OnDevice, devices_of, layers_of
+from deploy.progress import lasting, on_request, phase
+from deploy.report import EngineRow, Report, figures
+from deploy.report.parts import BatchRow
+from deploy.report.ran import ran_part
+from deploy.runtimes.openvino import OpenvinoSession
+from deploy.targets import TARGETS, OnnxRuntime, Target
+from deploy.targets.tensorrt.streams import throughput
+from deploy.tensors import Session, TensorSpec
+
+
+class Opens(Protocol):
+    """A target, or a runtime that is none."""
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """A session of an engine's file."""
+        ...
+
+
+_LOAD_BUDGET_MS = 200
+
+
+@on_request
+def bench(
+    engine: Path | str,
+    *,
+    against: Path | str | None = None,
+    threads: int | None = None,
+    warmup_ms: float = 200,
+    duration_s: float = 3,
+    shapes: Shapes | None = None,
+    seed: int = 0,
+    targets: Sequence[Target] = (),
+    streams: int = 1,
+    batches: Sequence[int] = (),
+    profile: bool = False,
+    runtime: str = "onnxruntime",
+    images: FeedSource | None = None,
+    preprocess: Asked = None,
+    limit: Limit = None,
+    skip_bad: bool = False,
+    progress: bool = False,
+) -> Report:
+    """Measure an engine, and another beside it, each on the target whose suffix it has.
+
+    Args:
+        engine: an ONNX file, which runs on the CPU, or an engine of a target, such as TensorRT's.
+        against: file to compare with; it must have the engine's inputs.
+        threads: threads inside one operator on the CPU; None takes every core.
+        warmup_ms: time thrown away first, per model.
+        duration_s: time measured, per model on average.
+        shapes: input name -> dimensions, for inputs whose shape the model leaves open; those that
+            are not named are taken from the build beside the engine, where there is one.
+        seed: of the random inputs.
+        targets: targets with options of their own; the others have their defaults.
+        streams: measure the throughput of so many sessions at once too.
+        batches: measure at each of these first dimensions; what else is told is of the smallest.
+        profile: tell too what each kernel takes, in runs of their own.
+        runtime: "openvino" runs the engine there too, beside ONNX Runtime.
+        images: run on these, as `deploy.pipeline.build` takes them, and compare the outputs of
+            the second session with those of the first; None makes up random inputs.
+        preprocess: how images become inputs, or some options of it; the rest is what the models'
+            metadata says, else what their input tells.
+        limit: use at most so many images, or a `Choice` of them.
+        skip_bad: go on without unreadable images.
+        progress: tell on stderr what is going on, where it takes over two seconds.
+
+    Raises:
+        BackendError: a file that its runtime cannot load or run.
+        ConfigError: inputs that differ, a shape that does not fit, or a target or a number of
+            threads that no engine makes use of; a second engine beside a second runtime; batches
+            of a model that fixes its own, or a profile where the runtime tells none.
+        SdkMissingError: the runtime is not installed.
+        FeedError: images that do not fit.
+    """
+    paths = _paths(Path(engine), Path(against) if against is not None else None)
+    runtimes: dict[str, Opens] = {label: _runtime(path, targets) for label, path in paths.items()}
+    if runtime == "openvino":
+        paths, runtimes = _both(paths, runtimes)
+    for target in targets:
+        if target not in runtimes.values():
+            raise ConfigError(
+                f"an option of {target.name} must have an engine of it to run"
+                f" ({', '.join(target.engines)}), got {' and '.join(paths)}"
+            )
+    opened = {
+        label: open_timed(path, runtimes[label], threads=threads) for label, path in paths.items()
+    }
+    sessions = {label: session for label, (session, _) in opened.items()}
+    _check(paths, sessions, threads=threads, batches=batches, profile=profile)
+    specs = _shared_inputs(sessions)
+    judged: dict[str, Accuracy] = {}
+    notes: tuple[str, ...] = ()
+    if images is None:
+        known = remembered(paths.values(), specs)
+        taken = {name: dims for name, dims in known.items() if name not in (shapes or {})}
+        notes = tuple(map(_recalled, taken, taken.values()))
+        feeds = _random(specs, {**taken, **(shapes or {})}, seed)
+    else:
+        feed = open_feed(
+            images,
+            specs,
+            preprocess=preprocess,
+            carried=next(filter(None, map(_carried, paths.values())), None),
+            skip_bad=skip_bad,
+            limit=limit,
+        )
+        feeds = _real(feed)
+        judged = _judged(sessions, feed)
+        notes = as_read(feed)
+    asked: list[int | None] = [*sorted(set(batches))] or [None]
+    found = {
+        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s) for batch in asked
+    }
+    first = next(iter(found))
+    used = feeds(first)
+    kernels = {
+        label: kernels_of(
+            path,
+            sessions[label],
+            used,
+            again=partial(runtimes[label].open, path, threads=threads),
+            duration_ms=1e3 * duration_s,
+            p50_ms=found[first][label].host.p50,
+        )
+        for label, path in (paths.items() if profile else ())
+    }
+    rows = tuple(
+        EngineRow(
+            label=label,
+            reference=len(paths) > 1 and label == next(iter(paths)),
+            path=str(path),
+            size_bytes=model_size(path),
+            load_ms=opened[label][1],
+            threads=sessions[label].threads,
+            latency=found[first][label],
+            sweep=tuple(_at(b, each[label]) for b, each in found.items() if b is not None),
+            kernels=kernels.get(label, ()),
+            accuracy=judged.get(label),
+            ran=ran_part(layers_of(sessions[label])),
+            notes=(
+                *_streams(path, runtimes[label], streams, used, threads, warmup_ms, duration_s),
+                *_by_output(judged.get(label)),
+            ),
+        )
+        for label, path in paths.items()
+    )
+    title = f"Latency of {' and '.join(dict.fromkeys(path.name for path in paths.values()))}"
+    machine = replace(this_machine(), devices=devices_of(sessions))
+    return Report(title=title, engines=rows, machine=machine, notes=notes)
+
+
+@phase("loading")
+def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
+    """Load an engine; gives the session and the best of up to three load times in ms.
+
+    An engine that loads slowly is loaded once, as a second and third time would cost too much.
+
+    Raises:
+        BackendError: the target's runtime cannot load it.
+    """
+    import onnxruntime  # noqa: F401 (its own start-up is no part of a model's load time)
+
+    taken: list[float] = []
+    while len(taken) < 3 and sum(taken) < _LOAD_BUDGET_MS:
+        start = time.perf_counter()
+        session = target.open(path, threads=threads)
+        taken.append((time.perf_counter() - start) * 1e3)
+    return session, min(taken)
+
+
+def _carried(path: Path) -> Carried | None:
+    """What an ONNX model carries of how pictures become its input; None of another engine."""
+    if path.suffix.lower() != ".onnx":
+        return None
+    return carried_of(parse_model(model_bytes(path), str(path)), path)
+
+
+def _runtime(path: Path, targets: Sequence[Target]) -> Target:
+    """The target whose engines have this suffix; of any other file ONNX Runtime tells its fault."""
+    own = {target.name: target for target in targets}
+    for name, kind in TARGETS.items():
+        if path.suffix in kind.engines:
+            return own[name] if name in own else kind()
+    return OnnxRuntime()
+
+
+def _check(
+    paths: Mapping[str, Path],
+    sessions: Mapping[str, Session],
+    *,
+    threads: int | None,
+    batches: Sequence[int],
+    profile: bool,
+) -> None:
+    """Refuse what the sessions make nothing of."""
+    if threads is not None and all(s.threads != threads for s in sessions.values()):
+        raise ConfigError(
+            f"threads are those of engines that run on the CPU, got {' and '.join(paths)}; leave"
+            " --threads away"
+        )
+    for label, session in sessions.items():
+        if batches:
+            refuse_fixed_batch(session.inputs)
+        if profile:
+            refuse_untimed(paths[label], session)
+
+
+def _random(
+    specs: Sequence[TensorSpec], shapes: Shapes, seed: int
+) -> Callable[[int | None], Feeds]:
+    return lambda batch: random_feeds(specs, shapes=shapes, batch=batch, seed=seed)
+
+
+def _real(feed: Feed) -> Callable[[int | None], Feeds]:
+    """The first images, alone or stacked."""
+    return lambda batch: feed.first(FEEDS) if batch is None else stacked(feed.first(KEPT), batch)
+
+
+def _recalled(name: str, dims: Sequence[int]) -> str:
+    return (
+        f"input {name!r} is open: {'x'.join(map(str, dims))}, as the build beside it was calibrated"
+        " with; --shape gives another"
+    )
+
+
+def _measured(
+    sessions: Mapping[str, Session],
+    feeds: Feeds,
+    batch: int | None,
+    warmup_ms: float,
+    duration_s: float,
+) -> dict[str, Latency]:
+    try:
+        with phase("measuring" if batch is None else f"batch {batch}"):
+            return measure(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
+    except BackendError as error:
+        if batch is None:
+            raise
+        raise BackendError(f"with a batch of {batch}: {error}") from error
+
+
+def _at(batch: int, found: Latency) -> BatchRow:
+    p50_s = max(found.host.p50, 1e-6) / 1e3
+    return BatchRow(batch=batch, items_qps=batch / p50_s, latency=found)
+
+
+def _streams(
+    path: Path,
+    target: Opens,
+    count: int,
+    feeds: Feeds,
+    threads: int | None,
+    warmup_ms: float,
+    duration_s: float,
+) -> tuple[str, ...]:
+    """The throughput of `count` sessions at once, as a note; on a CPU they share its cores."""
+    if count <= 1:
+        return ()
+    each = threads or max(usable_cores() // count, 1)
+    sessions = [target.open(path, threads=each) for _ in range(count)]
+    with lasting("streams", warmup_ms / 1000 + duration_s):
+        rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
+    whose = "" if isinstance(sessions[0], OnDevice) else f", {figures.count(each, 'thread')} each"
+    return (f"{count} streams at once{whose}: {rate:,.0f} inferences a second",)
+
+
+def model_size(path: Path) -> int:
+    """Bytes of an ONNX file and of the external data that it names.
+
+    A file in ONNX Runtime's own format names none.
+
+    Raises:
+        ConfigError: the file is not there.
+    """
+    import onnx
+    from onnx.external_data_helper import uses_external_data
+
+    data = read_bytes(path, what="a model", error=ConfigError)
+    total = len(data)
+    try:
+        model = onnx.load_model_from_string(data)
+    except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
+        return total
+    beside = {
+        entry.value
+        for tensor in model.graph.initializer
+        if uses_external_data(tensor)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    files = (path.parent / name for name in beside)
+    return total + sum(int(file.stat().st_size) for file in files if file.is_file())
+
+
+def _paths(engine: Path, against: Path | None) -> dict[str, Path]:
+    """Label -> path, the one compared with first; labels are file names, or paths where alike."""
+    if against is None:
+        return {engine.name: engine}
+    if engine.name != against.name:
+        return {against.name: against, engine.name: engine}
+    if engine == against:
+        raise ConfigError(f"--against needs another model than the engine, got {engine} twice")
+    return {str(against): against, str(engine): engine}
+
+
+def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
+    """The inputs that all sessions have, as the first one describes them."""
+    labels = list(sessions)
+    first, last = labels[0], labels[-1]
+    ours, theirs = (
+        ", ".join(sorted(f"{spec.name} ({spec.dtype})" for spec in sessions[label].inputs))
+        for label in (first, last)
+    )
+    if ours != theirs:
+        raise ConfigError(
+            f"models measured side by side must have the same inputs, got {ours} of {first} and"
+            f" {theirs} of {last}; measure each by itself, without --against"
+        )
+    return sessions[first].inputs
+
+
+def _judged(sessions: Mapping[str, Session], feed: Feed) -> dict[str, Accuracy]:
+    """How far the second session's outputs are from the first one's."""
+    if len(sessions) < 2:
+        return {}
+    left, right = sessions.values()
+    comparison = Comparison(left, right)
+    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
+        for sample in samples:
+            comparison.add(sample, left.run(sample), right.run(sample), count=feed.count)
+            step()
+    return {list(sessions)[-1]: comparison.result()}
+
+
+def _by_output(accuracy: Accuracy | None) -> tuple[str, ...]:
+    """Each output's figures as a note; of one alone the table tells."""
+    if accuracy is None or len(accuracy.outputs) < 2:
+        return ()
+    return tuple(
+        f"output {one.name!r}: {one.sqnr_db:.1f} dB, cosine {one.cosine_mean:.5f}"
+        for one in accuracy.outputs
+    )
+
+
+def _both(
+    paths: Mapping[str, Path], runtimes: Mapping[str, Opens]
+) -> tuple[dict[str, Path], dict[str, Opens]]:
+    """One engine in ONNX Runtime and in OpenVINO.
+
+    Raises:
+        ConfigError: there is a second engine, or it is no ONNX model.
+    """
+    (label, path), *others = paths.items()
+    if others:
+        raise ConfigError(
+            f"two runtimes take one engine, got {' and '.join(paths)}; leave --against away, or"
+            " --runtime"
+        )
+    if not isinstance(runtimes[label], OnnxRuntime):
+        raise ConfigError(
+            f"OpenVINO reads ONNX models, got {path}; name the .onnx file, or leave --runtime away"
+        )
+    here, there = f"{label} in ONNX Runtime", f"{label} in OpenVINO"
+    return {here: path, there: path}, {here: runtimes[label], there: _Openvino()}
+
+
+class _Openvino:
+    """What opens a model there."""
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        return OpenvinoSession.open(engine, threads=threads)

@@ -1,0 +1,233 @@
+"""Values quantized by hand: scale and zero point, the integers, and what rounding costs.
+
+::
+
+    values --search--> range --grid--> scale, zero point --affine--> integers, error
+
+The search is any of the table's; with a scale and a zero point that are given there is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrators.affine import QuantizedTensor, quantize_per_channel, quantize_per_tensor
+from calibrators.grids import INT8, UINT8, Grid
+from deploy.archives import read_array
+from deploy.errors import ConfigError, FeedError
+from deploy.files.reading import from_json, opened
+from deploy.method import Method
+from deploy.metrics.output_errors import sqnr_db
+from deploy.report.figures import count, decibels
+from deploy.report.model import plain
+from deploy.terminal import page
+
+SCHEMA = "calib8-quantize/1"
+GRIDS: dict[str, Grid] = {"quint8": UINT8, "qint8": INT8}
+SHOWN = 32  # values in the table
+_MOST_BYTES = 1 << 30
+_RULE = "values are a JSON array of numbers, such as [[-1, 0], [1, 2]], or an .npy file"
+_BARE = re.compile(r"[-+]?[.\d][-+.,\deE\s]*")
+_HEADS = ("value", "int_repr", "dequantized", "error")
+
+Real = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experiment:
+    """Values, what became of them, and how the scale was found.
+
+    Attributes:
+        values: float32, of any shape.
+        quantized: their integers.
+        dtype: torch's name of the integers' type.
+        found: "given", or the method that searched.
+    """
+
+    values: Real
+    quantized: QuantizedTensor
+    dtype: str
+    found: str
+
+    @property
+    def error(self) -> NDArray[np.float64]:
+        """What is stored less what was meant, float64 of the values' shape."""
+        stored = self.quantized.dequantize().astype(np.float64)
+        return np.asarray(stored - self.values.astype(np.float64))
+
+    @property
+    def clipped(self) -> int:
+        """How many values lie beyond what can be stored."""
+        low, high = self.quantized.representable()
+        shape = [-1 if i == self.quantized.axis else 1 for i in range(self.values.ndim)]
+        one = [1] * self.values.ndim if self.quantized.axis is None else shape
+        outside = (self.values < low.reshape(one)) | (self.values > high.reshape(one))
+        return int(outside.sum())
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON types; numbers that JSON has no word for become "inf", "-inf" or "nan"."""
+        made = plain(
+            {
+                "schema": SCHEMA,
+                "dtype": self.dtype,
+                "found": self.found,
+                "axis": self.quantized.axis,
+                "scale": self.quantized.scale.tolist(),
+                "zero_point": self.quantized.zero_point.tolist(),
+                "values": self.values.tolist(),
+                "int_repr": self.quantized.stored.tolist(),
+                "dequantized": self.quantized.dequantize().tolist(),
+                "error": self.error.tolist(),
+                "clipped": self.clipped,
+                **self._figures(),
+            }
+        )
+        assert isinstance(made, dict)
+        return made
+
+    def to_text(self) -> str:
+        """Scales, the first values of all with their errors, and the figures of them all."""
+        figures = self._figures()
+        told = (
+            f"largest error {figures['largest_error']:.6g}, root mean square {figures['rms']:.6g},"
+            f" SQNR {decibels(figures['sqnr_db'])}, {self.clipped} of"
+            f" {count(self.values.size, 'value')} clipped"
+        )
+        return page([*self._scales(), "", *self._table(), "", told]) + "\n"
+
+    def _figures(self) -> dict[str, float]:
+        error, values = self.error, self.values.astype(np.float64)
+        return {
+            "largest_error": float(np.abs(error).max()),
+            "rms": float(np.sqrt(np.square(error).mean())),
+            "sqnr_db": sqnr_db(float(np.square(values).sum()), float(np.square(error).sum())),
+        }
+
+    def _scales(self) -> Iterator[str]:
+        low, high = self.quantized.representable()
+        rows = zip(self.quantized.scale, self.quantized.zero_point, low, high, strict=True)
+        for channel, (scale, zero, least, most) in enumerate(rows):
+            where = "" if self.quantized.axis is None else f"channel {channel}: "
+            if channel == SHOWN:
+                yield f"and {count(len(low) - SHOWN, 'channel')} more"
+                return
+            yield (
+                f"{where}scale {scale:.9g}, zero point {zero}, {self.dtype} ({self.found}): stores"
+                f" {least:.6g} to {most:.6g}"
+            )
+
+    def _table(self) -> Iterator[str]:
+        flat = (self.values, self.quantized.stored, self.quantized.dequantize(), self.error)
+        columns = [array.reshape(-1)[:SHOWN] for array in flat]
+        rows = [
+            (f"{value:.6g}", str(integer), f"{back:.6g}", f"{error:.3g}")
+            for value, integer, back, error in zip(*columns, strict=True)
+        ]
+        widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
+        for row in (_HEADS, *rows):
+            yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        if self.values.size > SHOWN:
+            yield f"and {count(self.values.size - SHOWN, 'value')} more"
+
+
+def with_scales(
+    values: Real, scales: Sequence[float], zeros: Sequence[int], *, axis: int | None, dtype: str
+) -> Experiment:
+    """Quantize by a scale and a zero point, or by one of each for every channel along an axis.
+
+    Raises:
+        CalibrationError: as `calibrators.affine`.
+        ConfigError: several without an axis.
+    """
+    if axis is not None:
+        made = quantize_per_channel(values, scales, zeros, axis, dtype)
+    elif len(scales) == len(zeros) == 1:
+        made = quantize_per_tensor(values, scales[0], zeros[0], dtype)
+    else:
+        raise ConfigError(
+            "several scales are those of channels, whose --axis was not given, got"
+            f" {len(scales)} scales and {len(zeros)} zero points; give --axis, or one of each"
+        )
+    return Experiment(values, made, dtype, "given")
+
+
+def searched(values: Real, method: Method, *, axis: int | None, dtype: str) -> Experiment:
+    """Quantize by the range that a search finds in the values themselves, by channel with an axis.
+
+    Raises:
+        CalibrationError: values that have no range, or an axis that they do not have.
+        ConfigError: a dtype whose range is no search's.
+    """
+    if dtype not in GRIDS:
+        raise ConfigError(
+            f"a search finds the scale of {' or '.join(GRIDS)}, got {dtype}; give its --scale and"
+            " --zero-point"
+        )
+    if axis is not None and not -values.ndim <= axis < values.ndim:
+        raise ConfigError(f"the axis must be one of {values.ndim} dimensions, got {axis}")
+    channels = [values] if axis is None else list(np.moveaxis(values, axis, 0))
+    found = [_range(channel, method, GRIDS[dtype]) for channel in channels]
+    scales, zeros = [scale for scale, _ in found], [zero for _, zero in found]
+    made = with_scales(values, scales, zeros, axis=axis, dtype=dtype)
+    return Experiment(values, made.quantized, dtype, method.label)
+
+
+def read_values(text: str) -> Real:
+    """`[[-1, 0], [1, 2]]` or an .npy file -> float32 values.
+
+    Raises:
+        ConfigError: no JSON array of finite numbers.
+        FeedError: the file is missing or damaged, or holds no finite real numbers.
+    """
+    if not text.lstrip().startswith("["):
+        refuse_bare(text)
+        return _from_file(Path(text))
+    read = from_json(text, rule=_RULE, error=ConfigError)
+    try:
+        return _real(np.array(read, np.float64))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{_RULE}, got {text[:60]!r}: {error}") from error
+
+
+def refuse_bare(text: str) -> None:
+    """Raise `ConfigError` for numbers without brackets, which would be taken for a file's name."""
+    if _BARE.fullmatch(text.strip()) and not Path(text).exists():
+        raise ConfigError(f"{_RULE}, got {text!r}; write it as '[{text}]'")
+
+
+def _range(values: Real, method: Method, grid: Grid) -> tuple[float, int]:
+    lead = None
+    if method.statistic.lead is not None:  # all of the values are the first batch
+        lead = method.statistic.lead.recorder(None)
+        lead.observe(values)
+    recorder = method.statistic.recorder(lead)
+    recorder.observe(values)
+    scale, zero = method.search(grid if grid.symmetric else None)(recorder).on(grid)
+    return float(scale) or 1.0, zero  # a channel of zeros has no step of its own
+
+
+def _from_file(path: Path) -> Real:
+    with opened(path, what="an .npy file of values", error=FeedError, most=_MOST_BYTES) as file:
+        try:
+            return _real(read_array(file, _MOST_BYTES))
+        except (ValueError, EOFError) as error:
+            raise FeedError(
+                f"{path} must be a sound .npy file of real numbers, got: {error}"
+            ) from error
+
+
+def _real(read: NDArray[Any]) -> Real:
+    if read.dtype.kind not in "fiub" or not read.size:
+        raise ValueError(f"{read.size} values of {read.dtype}")
+    with np.errstate(over="ignore"):  # what overflows is told below
+        made = read.astype(np.float32)
+    if beyond := int(np.isinf(made).sum()):
+        raise ValueError(f"{beyond} of {count(read.size, 'value')} infinite in float32")
+    return made

@@ -1,0 +1,149 @@
+"""An explanation as text, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from deploy.explanation.values import Explanation, Held, Kept, TargetWhy
+from deploy.report import figures
+from deploy.report.margin import columns, entry
+from deploy.report.model import plain
+from deploy.report.words import TRIAL_HEADS, trial_row
+from deploy.terminal import page
+from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, WHOLE
+
+SCHEMA = "calib8-explanation/1"
+FEW = 10  # rows of a table unless all are asked for
+_NAMES = 3  # nodes of one reason
+_KINDS = {
+    NOISE: "  by noise",
+    TIME: "  by time",
+    CONSEQUENCE: "  in between",
+    WHOLE: "  as a whole",
+    RULE: "  by rule",
+}
+_ALL = "--all tells them"
+
+
+def to_screen(found: Explanation, *, everything: bool = False) -> str:
+    """Plain text, without colours.
+
+    Args:
+        found: the explanation.
+        everything: every row of every table.
+    """
+    most = None if everything else FEW
+    blocks = [
+        [found.title, *entry("Report", found.report), *entry("Plan", found.plan or "none")],
+        *(list(_target(one, most)) for one in found.targets),
+    ]
+    return "\n\n".join(map(page, blocks)) + "\n"
+
+
+def to_json(found: Explanation) -> dict[str, object]:
+    """Plain JSON types; numbers that JSON has no word for become "inf", "-inf" or "nan"."""
+    made = plain({"schema": SCHEMA, **asdict(found)})
+    assert isinstance(made, dict)
+    return made
+
+
+def _target(one: TargetWhy, most: int | None) -> Iterator[str]:
+    yield f"{one.name}: {one.level or ('failed' if one.error else 'no verdict')}"
+    if one.error:
+        yield from entry("Why", one.error)
+        return
+    for number, reason in enumerate(one.reasons):
+        yield from entry("" if number else "Why", reason)
+    if one.task and one.task not in one.reasons:
+        yield from entry("Task", one.task)
+    yield from _parts(one, most)
+    yield from _float(one, most)
+    yield from _layers(one, most)
+    yield from _tried(one)
+    yield from _clipping(one, most)
+    if one.held is not None:
+        yield from _held(one.held)
+
+
+def _parts(one: TargetWhy, most: int | None) -> Iterator[str]:
+    rows = [[figures.decibels(p.sqnr_db), figures.cosine(p.cosine_mean), p.name] for p in one.parts]
+    yield from _table("Parts", ["SQNR", "cosine", "part of the outputs"], rows, most)
+
+
+def _float(one: TargetWhy, most: int | None) -> Iterator[str]:
+    count = sum(len(group.nodes) for group in one.kept)
+    yield from entry("Float", f"{count} of {figures.count(one.nodes, 'node')}")
+    for kind, label in _KINDS.items():
+        groups = [group for group in one.kept if group.kind == kind]
+        few = None if most is None else most // 2
+        for number, group in enumerate(groups[:few]):
+            yield from entry("" if number else label, _kept(group, most))
+        yield from _more(groups, few)
+
+
+def _kept(group: Kept, most: int | None) -> str:
+    shown = group.nodes if most is None else group.nodes[:_NAMES]
+    more = len(group.nodes) - len(shown)
+    rest = f" and {more} more" if more else ""
+    types = ", ".join(group.operators)
+    return f"{types} {', '.join(shown)}{rest}: {group.reason or 'no reason given'}"
+
+
+def _layers(one: TargetWhy, most: int | None) -> Iterator[str]:
+    rows = [
+        [figures.decibels(layer.sqnr_db), figures.cosine(layer.cosine_mean), layer.name]
+        for layer in one.layers
+    ]
+    yield from _table("Layers", ["SQNR", "cosine", "inner tensor, the worst first"], rows, most)
+
+
+def _tried(one: TargetWhy) -> Iterator[str]:
+    rows = [trial_row(trial) for trial in one.tried]
+    yield from _table("Tried", TRIAL_HEADS, rows, None)
+    if one.settled:
+        yield from entry("" if rows else "Tried", f"settled on {one.settled}")
+    if one.methods:
+        names = ", ".join(f"{tensor} by {method}" for tensor, method in one.methods.items())
+        yield from entry("", f"ranges by methods of their own: {names}")
+    for number, said in enumerate(one.repairs):
+        yield from entry("" if number else "Repairs", said)
+
+
+def _clipping(one: TargetWhy, most: int | None) -> Iterator[str]:
+    rows = [
+        [figures.percent(row.share), _span(row.kept), _span(row.seen), row.tensor]
+        for row in one.clipped
+    ]
+    yield from _table("Clipped", ["values", "range kept", "range seen", "tensor"], rows, most)
+
+
+def _span(ends: tuple[float, float]) -> str:
+    return f"[{figures.real(ends[0])}, {figures.real(ends[1])}]"
+
+
+def _held(held: Held) -> Iterator[str]:
+    rows = [[figures.decibels(i.sqnr_db), i.part, i.task, i.name] for i in held.images]
+    heads = ["SQNR", "in", "as FP32", f"image, the worst of {held.samples}"]
+    yield from _table("Images", heads, rows, None)
+    channels = [
+        [figures.decibels(c.sqnr_db), figures.percent(c.noise), str(c.channel), c.tensor]
+        for c in held.channels
+    ]
+    heads = ["SQNR", "of its noise", "channel", "inner tensor"]
+    yield from _table("Channels", heads, channels, None)
+    for note in held.notes:
+        yield from entry("", note)
+
+
+def _table(
+    label: str, heads: Sequence[str], rows: Sequence[Sequence[str]], most: int | None
+) -> Iterator[str]:
+    """A table beside its label, and how many rows are left out."""
+    yield from columns(label, heads, rows[:most])
+    yield from _more(rows, most)
+
+
+def _more(rows: Sequence[object], most: int | None) -> Iterator[str]:
+    if most is not None and len(rows) > most:
+        yield from entry("", f"and {len(rows) - most} more; {_ALL}")

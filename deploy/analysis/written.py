@@ -1,0 +1,207 @@
+"""What a build's report and plan say, read back."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from deploy.calibration.choices import NO_CHOICES
+from deploy.errors import ConfigError
+from deploy.explanation.fields import Fields, read_fields
+from deploy.explanation.values import Clipped, Explanation, Kept, Loss, TargetWhy
+from deploy.pipeline.results import trial_rows
+from deploy.report import NodeRow, TrialRow
+from deploy.report.model import SCHEMA
+from deploy.report.words import PLAN
+from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan
+from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, WHOLE, kind, remaining
+from deploy.tuning.repairs import REPAIRS
+
+_ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
+
+
+def read_build(folder: Path) -> Explanation:
+    """Everything that was written of a build.
+
+    Args:
+        folder: that was built into, or its report.json.
+
+    Raises:
+        ConfigError: no such folder, no report in it, or a report or plan that is broken.
+    """
+    path = folder if folder.suffix == ".json" else folder / "report.json"
+    if not is_file(path):
+        raise ConfigError(
+            f"a build to explain must be a folder that `calib8 build` wrote, got {folder} without"
+            " a report.json; build first, or name the folder that --out named"
+        )
+    report = read_fields(path, SCHEMA)
+    plan_path = _plan_path(report)
+    plan = PlanFile() if plan_path is None else read_plan(plan_path)
+    model, feed = report.part("model"), report.part("feed")
+    how = feed.part("preprocess") if feed else None
+    notes = report.texts("notes")
+    int8 = [e for e in report.rows("engines") if not (e.flag("reference") or e.flag("baseline"))]
+    engines = {e.text("target"): e for e in int8}
+    return Explanation(
+        title=report.text("title"),
+        report=str(path),
+        plan=str(plan_path) if plan_path else None,
+        model=model.text("path") if model else "",
+        preprocess=how.held if how else {},
+        targets=tuple(
+            _target(row, engines.get(row.text("name")), plan, notes)
+            for row in report.rows("targets")
+        ),
+    )
+
+
+def of_build(written: str, report: Path) -> Path:
+    """A file of the build: in the report's folder, whatever that was called when it was built.
+
+    Another build may stand by now where the report says.
+    """
+    return report.parent / Path(written).name
+
+
+def beside(written: str, report: Path) -> Path:
+    """A file that is not the build's: where the report says, or in the report's folder."""
+    path = Path(written)
+    return path if os.path.exists(path) else report.parent / path.name
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; False for names that no file can have, where pathlib raises."""
+    return os.path.isfile(path)
+
+
+def _plan_path(report: Fields) -> Path | None:
+    named = [row.text("path") for row in report.rows("files") if row.text("role") == PLAN]
+    path = of_build(named[0], report.path) if named else None
+    return path if path is not None and is_file(path) else None
+
+
+def _target(
+    row: Fields, engine: Fields | None, plan: PlanFile, notes: tuple[str, ...]
+) -> TargetWhy:
+    name = row.text("name")
+    verdict = engine.part("verdict") if engine else None
+    accuracy = engine.part("accuracy") if engine else None
+    task = accuracy.part("task") if accuracy else None
+    own = plan.targets.get(name, TargetPlan(choices=NO_CHOICES))
+    settled, tried = _search(row.part("search"), own)
+    nodes = [_node(one) for one in row.rows("nodes")]
+    runnable = row.text("runnable") or None
+    return TargetWhy(
+        name=name,
+        error=row.text("error"),
+        level=verdict.text("level") if verdict else "",
+        reasons=verdict.texts("reasons") if verdict else (),
+        parts=_losses(accuracy, "parts", "label") or _losses(accuracy, "outputs", "name"),
+        task=task.text("words") if task else "",
+        nodes=len(nodes),
+        kept=tuple(_kept(nodes)),
+        layers=_losses(row, "layers", "name"),
+        repairs=tuple(_repairs((*notes, *row.texts("notes")))),
+        settled=settled,
+        tried=tried,
+        methods={tensor: method.label for tensor, method in own.choices.methods.items()},
+        clipped=tuple(_clipped(row)),
+        runnable=runnable,
+        native=engine is not None and runnable is not None and engine.text("path") == runnable,
+    )
+
+
+def _node(row: Fields) -> NodeRow:
+    return NodeRow(
+        name=row.text("name"),
+        op=row.text("op"),
+        precision=row.text("precision", "int8"),
+        reason=row.text("reason"),
+    )
+
+
+def _search(search: Fields | None, own: TargetPlan) -> tuple[str, tuple[TrialRow, ...]]:
+    """What the report tells; of a report without it, what stands in the plan."""
+    if search is None:
+        return own.settled, tuple(trial_rows(own))
+    rows = tuple(
+        TrialRow(
+            what=one.text("what"),
+            sqnr_db=_known(one.number("sqnr_db")),
+            time=_known(one.number("time")),
+            taken=one.flag("taken"),
+        )
+        for one in search.rows("tried")
+    )
+    return search.text("settled"), rows
+
+
+def _losses(held: Fields | None, key: str, name: str) -> tuple[Loss, ...]:
+    """The worst first; what cannot be told (NaN) is worst of all."""
+    rows = [
+        Loss(
+            name=row.text(name),
+            sqnr_db=_known(row.number("sqnr_db")),
+            cosine_mean=_known(row.number("cosine_mean")),
+            cosine_min=_known(row.number("cosine_min")),
+        )
+        for row in (held.rows(key) if held else ())
+    ]
+    return tuple(sorted(rows, key=lambda loss: worse(loss.sqnr_db)))
+
+
+def worse(decibels: float) -> float:
+    """To sort by: the worst first, NaN before all."""
+    return -math.inf if math.isnan(decibels) else decibels
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _kept(nodes: Iterable[NodeRow]) -> Iterator[Kept]:
+    """Float nodes by reason, of rules by type too.
+
+    Noise comes first, and there what would lose most; then time, then the rest.
+    """
+    groups: dict[tuple[str, str], list[NodeRow]] = {}
+    for node in nodes:
+        if not node.quantized:
+            alone = kind(node.reason) in (NOISE, TIME)  # such a reason is of one unit of nodes
+            groups.setdefault((node.reason, "" if alone else node.op), []).append(node)
+    order = sorted(groups, key=lambda key: (_ORDER.index(kind(key[0])), remaining(key[0])))
+    for key in order:
+        yield Kept(
+            kind=kind(key[0]),
+            reason=key[0],
+            operators=tuple(dict.fromkeys(node.op for node in groups[key])),
+            nodes=tuple(node.name for node in groups[key]),
+        )
+
+
+def _repairs(notes: Iterable[str]) -> Iterator[str]:
+    """Those of the notes that tell of a repair; they begin with its words."""
+    words = [repair.words for repair in REPAIRS.values()]
+    return (note for note in notes if any(f"{one}: " in note for one in words))
+
+
+def _clipped(row: Fields) -> Iterator[Clipped]:
+    found = []
+    for tensor in row.rows("tensors"):
+        share = tensor.number("clipped")
+        if share is not None and share > 0:
+            ends = [
+                _known(tensor.number(key)) for key in ("observed_min", "observed_max", "lo", "hi")
+            ]
+            found.append(
+                Clipped(
+                    tensor=tensor.text("name"),
+                    share=share,
+                    seen=(ends[0], ends[1]),
+                    kept=(ends[2], ends[3]),
+                )
+            )
+    return iter(sorted(found, key=lambda one: -one.share))

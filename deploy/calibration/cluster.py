@@ -1,0 +1,296 @@
+"""The pieces of a calibration given to the workers, and what comes of them taken in.
+
+::
+
+    shares left --submit, two a thread--> running --done--> Gathering
+         ^                                  |
+         '---- dask: its worker is lost; calib8: the system failed it --'
+
+So few pieces are under way that neither the scheduler nor a cancelled run holds many of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deploy.calibration import cluster_jobs
+from deploy.calibration.observation import Observation, Observed
+from deploy.calibration.sample_checks import Peaks
+from deploy.calibration.subject import Subject
+from deploy.cluster.connect import ANSWER_S, LATE, connected, within
+from deploy.cluster.gather import Gathering
+from deploy.cluster.job import Job, job_of, versions_here
+from deploy.cluster.options import Cluster
+from deploy.errors import BackendError, first_line
+from deploy.feed.choice import Limit
+from deploy.feed.opening import FeedSource
+from deploy.feed.samples import Feed
+from deploy.feed.share import Share
+from deploy.progress import phase, tell
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+WORKERS_S = 60.0  # that a run waits for a worker where there is none
+TICK_S = 1.0  # between looks at who is there
+_STOP_S = 5.0  # for telling the workers to stop
+_AHEAD = 2  # pieces under way, a thread of the workers
+_EACH = 8  # pieces, a thread, so that all end at about the same time
+_MOST_SAMPLES = 1024  # of a piece: what a lost worker loses, and a step of the progress
+_MOST_BYTES = 32 << 20  # of a piece that is sent
+
+
+def observe_on(
+    cluster: Cluster,
+    wanted: tuple[Observation, ...],
+    feed: Feed,
+    *,
+    subject: Subject,
+    images: FeedSource,
+    limit: Limit,
+    peaks: Peaks,
+    runs: Counter[str],
+) -> tuple[Observed, tuple[str, ...]]:
+    """Observe on the workers of a scheduler what one pass here would have observed.
+
+    Args:
+        cluster: the scheduler.
+        wanted: the observations, none of which goes by the order of the samples.
+        feed: the images; it learns of every sample what a pass would have told it.
+        subject: the model.
+        images: what the feed was opened from.
+        limit: and which of them.
+        peaks: is told the largest |x| of every tensor.
+        runs: raised by the inferences, by the variant's key.
+
+    Returns:
+        What was wanted; and where it was observed, in sentences.
+
+    Raises:
+        ConfigError, FeedError: the images cannot be shared out.
+        BackendError: no scheduler, no worker, other versions there; or all workers were lost.
+        Calib8Error: what went wrong on a worker, which is named.
+    """
+    whole = feed.share_of((1, 1))
+    job = job_of(cluster, wanted, feed, subject=subject, images=images, limit=limit)
+    gathering = Gathering(wanted, feed, job.identities)
+    with connected(cluster.address) as client:
+        run = Run(client, job, cluster, feed)
+        threads = run.muster()
+        of = _pieces(cluster, feed, whole, sum(threads.values()))
+        first = feed.share_of((1, of))
+        try:
+            with phase("observing", whole.count, "samples") as step:
+                for share, worker, data in run.pieces(
+                    replace(first, number=n + 1) for n in range(of)
+                ):
+                    gathering.add(share, worker, data)
+                    for _ in share.places:
+                        step()
+        finally:
+            run.end()
+    found = gathering.end(peaks)
+    runs.update({key: feed.count for key in dict.fromkeys(o.variant.key for o in wanted)})
+    return found, run.told(of)
+
+
+def _pieces(cluster: Cluster, feed: Feed, whole: Share, threads: int) -> int:
+    """How many pieces the images are split into."""
+    if cluster.pieces is not None:
+        return cluster.pieces
+    least = max(_EACH * threads, -(-whole.count // _MOST_SAMPLES))
+    if cluster.sends_images:
+        (one,) = feed.posted(replace(whole, of=whole.count))
+        least = max(least, -(-whole.count * one.weight // _MOST_BYTES))
+    return min(whole.count, least)
+
+
+class Run:
+    """A job on a scheduler's workers.
+
+    Attributes:
+        lost: addresses of workers that were there and are not any more.
+    """
+
+    def __init__(self, client: Client, job: Job, cluster: Cluster, feed: Feed) -> None:
+        self._client = client
+        self._job = job
+        self._cluster = cluster
+        self._feed = feed
+        self._held: Future | None = None
+        self._running: dict[Future, Share] = {}
+        self._tries: Counter[Share] = Counter()
+        self._there: Mapping[str, int] = {}
+        self._looked = self._alone = time.monotonic()
+        self._all: set[str] = set()
+        self.lost: list[str] = []
+
+    def muster(self) -> Mapping[str, int]:
+        """The workers that are there, by their address, and their threads; all can do the job.
+
+        Raises:
+            BackendError: there are none, or one has no calib8, or another version.
+        """
+        with phase("workers"):
+            while not self._look():
+                time.sleep(TICK_S / 4)
+            for machine, found in self._versions().items():
+                self._refuse_other(machine, found)
+        return self._there
+
+    def _versions(self) -> Mapping[str, object]:
+        """Of the scheduler, which reads what it passes on, and each worker; or the error."""
+        kind = self._job.kind
+        found: dict[str, object] = {}
+        try:
+            here = within(ANSWER_S, lambda: self._client.run_on_scheduler(versions_here, kind))
+            found["the scheduler"] = {"calib8": here["calib8"]}  # the rest is for the workers
+        except (ImportError, AttributeError) as error:
+            found["the scheduler"] = error
+        workers = within(ANSWER_S, lambda: self._client.run(versions_here, kind, on_error="return"))
+        return found | {f"the worker {address}": one for address, one in workers.items()}
+
+    def _refuse_other(self, machine: str, found: object) -> None:
+        ours = self._job.versions
+        if isinstance(found, Exception):
+            raise BackendError(
+                f"{machine} must have calib8 {ours['calib8']}, got: {first_line(found)}; pip"
+                " install it there"
+            )
+        assert isinstance(found, dict)
+        if others := cluster_jobs.differing({name: ours[name] for name in found}, found):
+            raise BackendError(f"all machines must have the same versions, {machine} {others}")
+
+    def pieces(self, shares: Iterator[Share]) -> Iterator[tuple[Share, str, bytes]]:
+        """(share, its worker, bytes of its shard) of each, as they are done.
+
+        Raises:
+            BackendError: the scheduler or all workers are gone; or a piece failed again and again.
+            Calib8Error: what a worker found wrong.
+        """
+        left = deque(shares)
+        while left or self._running:
+            self._look()
+            while left and len(self._running) < _AHEAD * max(1, sum(self._there.values())):
+                self._submit(left.popleft())
+            yield from self._done()
+        self._look(anew=True)
+
+    def end(self) -> None:
+        """Have nothing of the job left on the workers."""
+        futures = [*self._running, *([] if self._held is None else [self._held])]
+        if self._running:
+            key, client = self._job.key, self._client
+            with suppress(Exception):
+                within(_STOP_S, lambda: client.cancel(futures, force=True))
+                within(_STOP_S, lambda: client.run(cluster_jobs.stop, key, on_error="ignore"))
+        self._running = {}
+        self._held = None
+
+    def told(self, of: int) -> tuple[str, ...]:
+        """Where it was observed, in sentences."""
+        number = len(self._all)
+        by = f"observed in {of} pieces by {number} worker{'s' * (number > 1)}"
+        lost = f"lost on the way, what they did was done elsewhere: {', '.join(self.lost)}"
+        return (f"{by} of {self._cluster.address}", *((lost,) if self.lost else ()))
+
+    def _look(self, *, anew: bool = False) -> bool:
+        """See who is there, now and then, or in any case; whether anybody is.
+
+        Raises:
+            BackendError: nobody has been for long.
+        """
+        now = time.monotonic()
+        if not anew and self._there and now - self._looked < TICK_S:
+            return True
+        self._looked = now
+        there = within(ANSWER_S, self._client.nthreads)
+        for address in set(self._there) - set(there):
+            self.lost.append(address)
+            tell(f"the worker {address} is lost; what it did is done elsewhere")
+        self._there = there
+        self._all |= set(there)
+        if there:
+            self._alone = now
+        elif now - self._alone > WORKERS_S:
+            raise BackendError(
+                f"the scheduler {self._cluster.address} must have a worker, got none for"
+                f" {WORKERS_S:.0f} s; start `dask worker {self._cluster.address}`, and run again"
+            )
+        return bool(there)
+
+    def _submit(self, share: Share) -> None:
+        if self._held is None:
+            self._held = self._client.submit(
+                cluster_jobs.hold, self._job, key=self._job.key, pure=False
+            )
+        samples = self._feed.posted(share) if self._cluster.sends_images else None
+        if samples is None:
+            self._feed.glance(share.number - 1)  # that the worker sees the same file
+        future = self._client.submit(
+            cluster_jobs.observe_piece,
+            self._held,
+            share,
+            samples,
+            key=f"{self._job.key}-{share.number}-{self._tries[share]}",
+            pure=False,
+        )
+        self._running[future] = share
+
+    def _done(self) -> Iterator[tuple[Share, str, bytes]]:
+        from distributed import wait
+
+        try:
+            wait(list(self._running), timeout=TICK_S, return_when="FIRST_COMPLETED")
+        except LATE:
+            pass
+        except Exception as error:  # all that it waits for was cancelled
+            raise self._taken(first_line(error)) from error
+        for future in [one for one in self._running if one.status != "pending"]:
+            try:
+                worker, found = self._result(future)
+            except LATE:  # its worker went before it was fetched: it is made again
+                continue
+            share = self._running.pop(future)
+            if isinstance(found, cluster_jobs.Failure):
+                self._again(share, found)
+            else:
+                yield share, worker, found
+
+    def _again(self, share: Share, failure: cluster_jobs.Failure) -> None:
+        """Try a piece once more.
+
+        Raises:
+            Calib8Error: it was tried often enough, or would fail again.
+        """
+        if not failure.may_pass or self._tries[share] >= self._cluster.retries:
+            raise failure.error
+        self._tries[share] += 1
+        self._submit(share)
+
+    def _result(self, future: Future) -> tuple[str, bytes | cluster_jobs.Failure]:
+        share = self._running[future]
+        if future.status in ("cancelled", "lost"):
+            raise self._taken(f"piece {share} taken away")
+        try:
+            found: tuple[str, bytes | cluster_jobs.Failure] = future.result(timeout=10 * TICK_S)
+        except LATE:
+            raise
+        except Exception as error:  # of dask: several workers died of it, or it does not load there
+            raise BackendError(
+                f"the workers must survive their pieces, got {type(error).__name__} of piece"
+                f" {share}: {first_line(error)}; see the workers' logs, use more --pieces, or give"
+                " the workers more memory"
+            ) from error
+        return found
+
+    def _taken(self, what: str) -> BackendError:
+        return BackendError(
+            f"the scheduler {self._cluster.address} must keep what it was given, got: {what}; it"
+            " was restarted, or lost: run again"
+        )

@@ -1,0 +1,155 @@
+"""`--config`: the options of a build out of a TOML file, and the file that each build leaves.
+
+::
+
+    calib8.toml   [build]             what stands on the command line stands before what is in the
+                  model = "net.onnx"  file, option by option; a flag's name without its dashes, a
+                  images = "photos/"  list for one that may be repeated. Paths are as they would be
+                  target = ["ascend"] typed: from the folder in which the command runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deploy.commands.base import GENERAL, SectionedCommand, option
+from deploy.errors import ConfigError, did_you_mean
+from deploy.files.manifest import NAME, SETTINGS
+
+_HEAD = "# The options of a build: calib8 {} --config {}"
+_APART = frozenset(("config", "force", "resume", "help"))  # of one run alone
+_UNSAID = frozenset(
+    ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
+)  # of no weight for the build
+_META = "calib8.asked"
+
+config_option = option(
+    "--config",
+    section=GENERAL,
+    type=click.Path(path_type=Path),
+    expose_value=False,
+    help=f"Options out of a TOML file, such as the {SETTINGS} of a build; what is typed stands"
+    " before.",
+)
+
+
+class ConfiguredCommand(SectionedCommand):
+    """A command with `--config`, which knows what was asked of it, typed or in the file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, with the file's values where the command line has none.
+
+        Raises:
+            ConfigError: the file cannot be read, or names what is no option, or a value of
+                another kind than the option takes.
+        """
+        typed = _given(self.make_parser(ctx).parse_args(list(args))[0])
+        file = typed.get("config")
+        held = {} if file is None else options_in(self, Path(str(file)))
+        ctx.default_map = held if file is None else _beside(Path(str(file))) | held
+        ctx.meta[_META] = {**held, **typed}
+        return super().parse_args(ctx, args)
+
+
+def settings() -> str:
+    """The options of the running command, as a file that `--config` reads."""
+    context = click.get_current_context()
+    return "\n".join(_lines(context.command, context.meta[_META])) + "\n"
+
+
+def _beside(file: Path) -> dict[str, Any]:
+    """The folder of a build's own file is where it is built again."""
+    return {"out": str(file.parent)} if (file.parent / NAME).exists() else {}
+
+
+def _given(words: Mapping[str, Any]) -> dict[str, Any]:
+    """What was typed, by the parameter's name; click has placeholders for the rest."""
+    kinds = str, bool, list, tuple
+    return {name: value for name, value in words.items() if isinstance(value, kinds)}
+
+
+def _lines(command: click.Command, asked: Mapping[str, Any]) -> Iterator[str]:
+    from deploy.files import toml
+
+    yield _HEAD.format(command.name, SETTINGS)
+    yield ""
+    yield f"[{command.name}]"
+    for flag, param in _options(command).items():
+        if param.name not in asked or flag in _APART | _UNSAID:
+            continue
+        value = asked[param.name]
+        if _is_text(value):
+            yield f"{toml.key(flag)} = {_said(param, value)}"
+        else:
+            yield f"# {flag} has a name that is no text: it must be typed"
+
+
+def _said(param: click.Parameter, value: Any) -> str:
+    from deploy.files import toml
+
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml.word(str(one)) for one in value)}]"
+    return str(value).lower() if isinstance(value, bool) else toml.word(_number(param, value))
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a file of UTF-8 can hold it, as it cannot hold every name of a file."""
+    words = value if isinstance(value, list | tuple) else [value]
+    return not any(0xD800 <= ord(c) <= 0xDFFF for word in words for c in str(word))
+
+
+def _number(param: click.Parameter, value: Any) -> str | float:
+    """A number as one, where the option takes nothing else."""
+    kind = param.type
+    if isinstance(value, str) and isinstance(kind, click.types.IntParamType):
+        return int(value)
+    return float(value) if isinstance(kind, click.types.FloatParamType) else value
+
+
+def _options(command: click.Command) -> dict[str, click.Parameter]:
+    """Name in the file -> parameter; hidden ones say what took their place."""
+    shown = (one for one in command.params if not getattr(one, "hidden", False))
+    return {max(one.opts, key=len).lstrip("-"): one for one in shown}
+
+
+def options_in(command: click.Command, path: Path) -> dict[str, Any]:
+    """Parameter -> value, of the options of a command in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has what is no option or no value of one.
+    """
+    from deploy.files import toml
+
+    what = "a TOML file of the options of a command"
+    data = toml.read(path, what=what, way_out=f"take the {SETTINGS} of a build as a pattern")
+    table = data.get(str(command.name), {})
+    strange = next((name for name in data if name != command.name), None)
+    if strange is not None or not isinstance(table, dict):
+        raise ConfigError(
+            f"{path} must have its options under [{command.name}], got {strange or command.name!r};"
+            f" take the {SETTINGS} of a build as a pattern"
+        )
+    known = _options(command)
+    found = {}
+    for name, value in table.items():
+        if name not in known or name in _APART:
+            near = did_you_mean(name, known, f"`calib8 {command.name} --help` has them")
+            raise ConfigError(f"{name!r} in {path} is no option of {command.name}; {near}")
+        found[str(known[name].name)] = _checked(name, known[name], value, path)
+    return found
+
+
+def _checked(name: str, param: click.Parameter, value: Any, path: Path) -> Any:
+    """A value of the kind that the option takes; one for a list is a list of one."""
+    several, flag = getattr(param, "multiple", False), getattr(param, "is_flag", False)
+    values = value if several and isinstance(value, list) else [value]
+    plain = bool if flag else (str, int, float)
+    right = all(isinstance(one, plain) and isinstance(one, bool) == flag for one in values)
+    if not right:
+        kind = "true or false" if flag else "texts or numbers" if several else "a text or number"
+        raise ConfigError(f"{name} in {path} must be {kind}, got {value!r}")
+    return [str(one) for one in values] if several else value if flag else str(value)

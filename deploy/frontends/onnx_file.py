@@ -1,0 +1,354 @@
+"""ONNX files: read, checked, lifted to opset 13 and cleaned without changing what they compute."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.errors import BackendError, ModelError, first_line
+from deploy.frontends import checks
+from deploy.frontends.affine import NORM, fold_affine
+from deploy.frontends.base import LoadedModel
+from deploy.frontends.digest import model_digest
+from deploy.frontends.fold import fold_constants, remove_identity
+from deploy.frontends.half import drop_casts, widen
+from deploy.frontends.lift import lift
+from deploy.frontends.metadata import carried_of
+from deploy.frontends.plugins import Behind, cut
+from deploy.frontends.reader import Stamp, read_stamped, refuse_external
+from deploy.frontends.stored import restore
+from deploy.graph.edit import (
+    copied,
+    copied_without,
+    drop_dead,
+    free_inputs,
+    name_nodes,
+    replace,
+    sort_nodes,
+)
+from deploy.graph.index import Graph, all_nodes, holds_no_graph, subgraphs
+from deploy.runtimes.ort import OrtSession
+from deploy.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+_ROUNDS = 8  # folding a Shape makes new constants; real models are done after two rounds
+_OLDEST_IR = 7  # the one that came with opset 13; IR 3 still wants weights among the inputs
+_FEEDS_WEIGHTS = 4  # the IR from which on a weight that is an input as well is only its default
+_FLOAT = 1  # onnx.TensorProto.FLOAT
+_LARGE = 1 << 12  # values of a weight
+_RECURRENT = ("LSTM", "GRU", "RNN")
+
+
+def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:
+    """Load an ONNX file, or a model in memory, which is copied; see `deploy.frontends.load`.
+
+    Raises:
+        ModelError: one sentence on what is wrong with the model and what to do.
+    """
+    try:
+        path, model, stamp = _read(source)
+        checks.check_names(model)
+        digest, carried = model_digest(model), carried_of(model, path)
+        stored = restore(model)
+        _check(model)
+        shared, listed = _shared_names(model.graph), _listed(model)
+        model, notes, widened, behind = _clean(model, fold_batchnorm)
+        _check_cleaned(model)
+    except ModelError as error:  # a name in a broken model may hold line breaks and worse
+        raise type(error)(_printable(str(error))) from error.__cause__
+    if stored:
+        notes.insert(0, stored)
+    name = path.stem if path else model.graph.name or "model"
+    inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
+    if shared:
+        notes.insert(0, f"Renamed {_count(shared, 'node')} whose name another node has.")
+    return LoadedModel(
+        model,
+        path,
+        name,
+        digest,
+        tuple(notes),
+        inputs,
+        outputs,
+        widened,
+        bool(shared),
+        listed,
+        stamp,
+        behind,
+        carried,
+        restored=stored is not None,
+    )
+
+
+def cleaned(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A float model in memory as `load_onnx` cleans it, not run; tensors keep their names.
+
+    Raises:
+        ModelError: it is not valid.
+    """
+    return _clean(copied(model), True)[0]
+
+
+def _shared_names(graph: onnx.GraphProto) -> int:
+    """How many nodes have a name that one before them has."""
+    names = [node.name for node in graph.node if node.name]
+    return len(names) - len(set(names))
+
+
+def _listed(model: onnx.ModelProto) -> int:
+    """How many weights are inputs as well, and may be fed: in IR 3 none may, though all are."""
+    if model.ir_version < _FEEDS_WEIGHTS:
+        return 0
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return len(weights & {value.name for value in model.graph.input})
+
+
+def _read(
+    source: str | Path | onnx.ModelProto,
+) -> tuple[Path | None, onnx.ModelProto, Stamp | None]:
+    if isinstance(source, str | Path):
+        return Path(source), *read_stamped(Path(source))
+    model = copied(source)
+    refuse_external(model)
+    return None, model, None
+
+
+def _check(model: onnx.ModelProto) -> None:
+    """Everything that can be judged before the graph is touched."""
+    checks.check_opset(model)
+    checks.check_float(model)
+    for tensor in model.graph.initializer:
+        checks.to_array(tensor)
+
+
+def _check_cleaned(model: onnx.ModelProto) -> None:
+    checks.check_valid(model)
+    checks.check_precision(model)
+    checks.check_weights(model)
+    _check_runs(model)
+
+
+def _clean(
+    model: onnx.ModelProto, fold_batchnorm: bool
+) -> tuple[onnx.ModelProto, list[str], bool, Behind | None]:
+    """The cleaned model, what was done to it in its order, if it was float16, what was cut off."""
+    model.ir_version = max(model.ir_version, _OLDEST_IR)
+    notes: list[str | None] = [_free_inputs(model.graph)]
+    _open_sizes(model.graph)
+    if model.functions:
+        model, note = inlined(model)
+        notes.append(note)
+        checks.check_float(model)
+    checks.check_ends(model)
+    behind = cut(model, with_shapes)
+    if behind is not None:
+        model = with_shapes(model)  # the types of its new outputs
+    widened = widen(model)
+    notes.append(widened)
+    if sort_nodes(model.graph):
+        notes.append("Put the nodes into the order in which they run.")
+    name_nodes(model.graph)
+    model = with_shapes(model)  # also fills in the types of outputs
+    checks.check_valid(model)
+    if widened:
+        drop_casts(model.graph, Graph(model).dtypes)
+    model, lifted = lift(model, behind.nodes if behind is not None else ())
+    notes.append(lifted)
+    model, done = _fold(model)
+    notes += done
+    if fold_batchnorm:
+        notes += _fold_norms(model.graph)
+    name_nodes(model.graph)
+    model = with_shapes(model)
+    notes += _left_float(model)
+    return model, [note for note in notes if note], widened is not None, behind
+
+
+def _free_inputs(graph: onnx.GraphProto) -> str | None:
+    """Take initializers off the list of inputs, where IR 3 had to put them."""
+    taken = free_inputs(graph)
+    if not taken:
+        return None
+    return f"Took {_count(taken, 'weight')} off the list of inputs; they are constants now."
+
+
+def _open_sizes(graph: onnx.GraphProto) -> None:
+    """Take a size below 0 for one that is not known, as ONNX Runtime does.
+
+    Old Paddle exports write -1; shape inference would multiply it. A size of 0 is one.
+    """
+    bodies = [graph, *(body for node in all_nodes(graph) for body in subgraphs(node))]
+    for body in bodies:
+        for value in (*body.input, *body.output, *body.value_info):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0:
+                    dim.ClearField("dim_value")
+
+
+def inlined(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+    """The model with its functions written out, and a note on it.
+
+    Raises:
+        ModelError: they are not valid.
+    """
+    from onnx import inliner
+
+    count = len(model.functions)
+    try:
+        inlined = inliner.inline_local_functions(model)
+    except Exception as error:  # C++ behind a binding: no error class of its own
+        raise ModelError(
+            f"the model's functions must be valid ONNX, got: {first_line(error)}; export it again"
+        ) from error
+    return inlined, f"Inlined {_count(count, 'function')}."
+
+
+def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
+    constants = identities = casts = 0
+    model = with_shapes(model)
+    for _ in range(_ROUNDS):
+        identities += (removed := remove_identity(model.graph))
+        constants += (folded := fold_constants(model))
+        casts += (idle := drop_casts(model.graph, Graph(model).dtypes))
+        if not folded and not removed and not idle:
+            break
+        model = with_shapes(model)
+    dead = drop_dead(model.graph)
+    return model, [
+        sentence
+        for count, sentence in (
+            (constants, f"Folded {_count(constants, 'constant node')}."),
+            (identities, f"Removed {_count(identities, 'Identity or Dropout node')}."),
+            (casts, f"Removed {_count(casts, 'cast')} to the type that was there."),
+            (dead, f"Removed {_count(dead, 'node')} that no output needs."),
+        )
+        if count
+    ]
+
+
+def _fold_norms(graph: onnx.GraphProto) -> list[str]:
+    folded = fold_affine(graph)
+    drop_dead(graph)
+    notes = [
+        f"Folded {_count(number, f'{op_type} node')} into the layer before."
+        for op_type, number in sorted(folded.items())
+    ]
+    left = sum(node.op_type == NORM for node in graph.node)
+    if left:
+        notes.append(
+            f"Left {_count(left, f'{NORM} node')} in float: no Conv, ConvTranspose or Gemm before "
+            "that has constant weights and no other reader."
+        )
+    return notes
+
+
+def _left_float(model: onnx.ModelProto) -> list[str]:
+    """What the graph analysis will not go into."""
+    control = [n.op_type for n in model.graph.node if any(True for _ in subgraphs(n))]
+    recurrent = [n.op_type for n in model.graph.node if n.op_type in _RECURRENT]
+    custom = [
+        f"{n.domain}.{n.op_type}" for n in model.graph.node if n.domain not in ("", "ai.onnx")
+    ]
+    return [
+        f"Left in float: {', '.join(f'{types.count(t)} {t}' for t in sorted(set(types)))} ({why})."
+        for types, why in (
+            (control, "with all nodes inside"),
+            (recurrent, "recurrent"),
+            (custom, "not of the standard operator set"),
+        )
+        if types
+    ]
+
+
+def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Shapes and types inferred afresh; of the file's own only those that inference lacks.
+
+    Raises:
+        ModelError: they contradict each other.
+    """
+    from onnx import shape_inference
+
+    own = [copied(value) for value in model.graph.value_info]
+    del model.graph.value_info[:]
+    light = _without_values(model)
+    try:
+        inferred = shape_inference.infer_shapes(light or model, data_prop=True)
+    except Exception as error:  # C++ behind a binding: no error class of its own
+        raise ModelError(
+            f"shapes of the model must fit together, got: {first_line(error)}; export it again"
+        ) from error
+    if light is not None:
+        found, inferred = inferred, model
+        replace(model.graph.output, found.graph.output)
+        model.graph.value_info.extend(found.graph.value_info)
+    known = {value.name for value in inferred.graph.value_info}
+    made = {name for node in inferred.graph.node for name in node.output}
+    made -= {value.name for value in inferred.graph.output}
+    inferred.graph.value_info.extend(v for v in own if v.name in made and v.name not in known)
+    return inferred
+
+
+def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """The model whose large weights have a shape alone; None where that is of no use.
+
+    Shapes come from no value of a float weight, which inference would copy three times. Where
+    there are subgraphs, what is inferred stands in them too.
+    """
+    graph = model.graph
+    large = {t.name for t in graph.initializer if t.data_type == _FLOAT and _size(t) > _LARGE}
+    if not large or not all(map(holds_no_graph, graph.node)):
+        return None
+    light = copied_without(model, large)
+    for tensor in graph.initializer:
+        if tensor.name in large:
+            light.graph.initializer.add(
+                name=tensor.name, dims=tensor.dims, data_type=tensor.data_type
+            )
+    return light
+
+
+def _size(tensor: onnx.TensorProto) -> int:
+    return math.prod(tensor.dims)
+
+
+def _check_runs(model: onnx.ModelProto) -> None:
+    try:
+        OrtSession.open(model, threads=1, optimize=False)
+    except BackendError as error:
+        raise ModelError(
+            f"onnxruntime must load the model, got: {_runtime_reason(error)}; export it again "
+            "with operators that onnxruntime has on the CPU"
+        ) from error
+
+
+def _runtime_reason(error: BackendError) -> str:
+    """Onnxruntime's message without its code and its own file names."""
+    text = first_line(error.__cause__ or error).removeprefix("[ONNXRuntimeError] : ")
+    return text.split(" : ", 2)[-1]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _specs(values: object) -> tuple[TensorSpec, ...]:
+    return tuple(_spec(value) for value in values)  # type: ignore[attr-defined]
+
+
+def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    tensor = value.type.tensor_type
+    dims = tuple(_dimension(dim) for dim in tensor.shape.dim)
+    return TensorSpec(value.name, checks.type_name(tensor.elem_type), dims)
+
+
+def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    if dim.HasField("dim_param"):  # Paddle writes "?" for any dimension that it does not know
+        return dim.dim_param if dim.dim_param not in ("", "?") else None
+    return dim.dim_value if dim.dim_value > 0 else None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

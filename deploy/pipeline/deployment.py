@@ -1,0 +1,344 @@
+"""Ascend's files from scales that were found before: nothing is calibrated.
+
+::
+
+    float model, record or cache --.
+    Q/DQ model --------------------+--> Recipe --> Ascend.files --> folder, report, manifest
+                                     (`deploy.targets.ascend.recipe`)
+
+With images, what is deployed is judged: a record beside the float model, through the fake-quant
+model; a converted Q/DQ model beside that model itself, in the integers that the NPU computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.calibration.observation import Observed
+from deploy.calibration.ranges import Ranges
+from deploy.calibration.subject import Subject
+from deploy.errors import ConfigError, ModelError
+from deploy.feed.choice import Limit
+from deploy.feed.feed import open_feed
+from deploy.feed.opening import FeedSource
+from deploy.feed.part import Part
+from deploy.feed.preprocess import Asked
+from deploy.feed.samples import Feed
+from deploy.files import manifest
+from deploy.files.reading import read_bytes
+from deploy.files.staging import Stage, staged
+from deploy.inputs import guarded
+from deploy.machine import default_threads, this_machine
+from deploy.metrics.bench_inputs import Shapes, random_feeds
+from deploy.pipeline.request import written_by
+from deploy.pipeline.results import feed_part, file_rows, judged, model_part, publish, write_pages
+from deploy.progress import phase
+from deploy.report import EngineRow, Report, TargetPart, node_rows
+from deploy.report.channels import weight_rows
+from deploy.report.verdict import Gates
+from deploy.runtimes.ort import OrtSession
+from deploy.stamped import sha256
+from deploy.targets.ascend.target import Ascend
+from deploy.targets.base import BuildRequest, Built
+from deploy.targets.options import given
+from deploy.tensors import Session
+from deploy.version import __version__
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.frontends import LoadedModel
+    from deploy.targets.ascend.recipe import Recipe
+
+_TRIED = 2  # made-up samples where there are no images
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What the deployed model is tried on.
+
+    Attributes:
+        images: as `deploy.pipeline.build` takes them; None makes samples up.
+        preprocess: how images become inputs; what is not said comes from the model.
+        limit: use at most so many images, or a `Choice` of them.
+        skip_bad: go on without unreadable images.
+        shapes: input name -> dimensions, of made-up samples where the model leaves them open.
+    """
+
+    images: FeedSource | None = None
+    preprocess: Asked = None
+    limit: Limit = None
+    skip_bad: bool = False
+    shapes: Shapes | None = None
+
+    def feed(self, loaded: LoadedModel) -> Feed:
+        """The samples.
+
+        Raises:
+            FeedError: images that do not fit.
+            ConfigError: a shape that does not fit, or that is missing.
+        """
+        if self.images is None:
+            made = random_feeds(loaded.inputs, shapes=self.shapes, count=_TRIED)
+            return open_feed(made, loaded.inputs)
+        return open_feed(
+            self.images,
+            loaded.inputs,
+            preprocess=self.preprocess,
+            carried=loaded.carried,
+            skip_bad=self.skip_bad,
+            limit=self.limit,
+        )
+
+
+@guarded()
+def deploy(
+    model: Path | str,
+    record: Path | None = None,
+    *,
+    out: Path | str,
+    cache: Path | None = None,
+    config: Path | None = None,
+    target: Ascend | None = None,
+    tried: Tried | None = None,
+    threads: int | None = None,
+    force: bool = False,
+) -> Report:
+    """Files of a float model by the scales of a record, or of a TensorRT cache.
+
+    Args:
+        model: path of the float ONNX model.
+        record: AMCT's record.
+        out: folder of everything that is written.
+        cache: TensorRT's calibration cache, in place of a record.
+        config: configuration that the record was made with, where it kept BatchNormalization apart.
+        target: with the options that do not calibrate.
+        tried: what to try it on; with images it is judged beside `model`.
+        threads: worker threads, None for up to 4 cores.
+        force: write over files that calib8 did not write.
+
+    Raises:
+        ConfigError: neither of record and cache, or both; a record that breaks a rule or is another
+            model's.
+        CacheError: a cache that knows none of the model's layers.
+        ModelError, FeedError, ExportError, BackendError: as `deploy.pipeline.build`.
+    """
+    from deploy.frontends import load
+    from deploy.pipeline.measure import measured
+    from deploy.targets.ascend.recorded import from_cache, from_record
+
+    scales = _one_of(record, cache, config)
+    ascend, samples = target or Ascend(), tried or Tried()
+    _refuse_early(ascend, samples, Path(out), Path(model).stem, force=force)
+    loaded = load(model)
+    subject = Subject(loaded=loaded, samples=0, given=model)
+    recipe = from_cache(subject, scales) if cache else from_record(subject, scales, config=config)
+    workers = threads or default_threads()
+
+    def rows(built: Built, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
+        figures = measured(
+            loaded,
+            [ascend],
+            [built],
+            calibration=Part(feed, feed.count),
+            evaluation=feed,
+            labels=None,
+            duration_s=0,
+            threads=workers,
+        )
+        return judged(figures, [built], Gates(), stage)
+
+    source = {"name": loaded.name, "sha256": loaded.digest}
+    made = _Making(ascend, samples, subject, recipe, workers, rows)
+    return made.written(Path(out), source, scales, force=force)
+
+
+@guarded()
+def convert(
+    model: Path | str,
+    *,
+    out: Path | str,
+    target: Ascend | None = None,
+    keep_rounding: bool = True,
+    tried: Tried | None = None,
+    threads: int | None = None,
+    force: bool = False,
+) -> Report:
+    """Files of a Q/DQ model by its own scales; the rest as `deploy`.
+
+    With images, the deploy model is run in integers beside `model` in ONNX Runtime.
+
+    Args beyond those of `deploy`:
+        keep_rounding: round what float operators read as the model's pairs do.
+
+    Raises:
+        ModelError: it is no ONNX model in the Q/DQ form.
+        ExportError: Ascend can take over none of its layers.
+        ConfigError, FeedError, BackendError: as `deploy`.
+    """
+    from deploy.frontends.digest import model_digest
+    from deploy.frontends.reader import read_model
+    from deploy.targets.ascend.from_qdq import from_qdq
+
+    path, ascend, samples = Path(model), target or Ascend(), tried or Tried()
+    _refuse_early(ascend, samples, Path(out), path.stem, force=force)
+    quantized = read_model(path)
+    converted = from_qdq(quantized, path, keep_rounding=keep_rounding)
+    subject = Subject(loaded=converted.loaded, samples=0, given=quantized)
+    workers = threads or default_threads()
+
+    def rows(built: Built, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
+        return _beside(quantized, path, built, feed, threads=workers)
+
+    source = {"name": path.stem, "sha256": model_digest(quantized)}
+    made = _Making(ascend, samples, subject, converted.recipe, workers, rows)
+    return made.written(Path(out), source, path, force=force)
+
+
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """A recipe on its way to files."""
+
+    target: Ascend
+    tried: Tried
+    subject: Subject
+    recipe: Recipe
+    threads: int
+    rows: Callable[[Built, Feed, Stage], tuple[EngineRow, ...]]
+
+    def written(self, out: Path, source: Mapping[str, str], scales: Path, *, force: bool) -> Report:
+        """Write the files, judge them, let them appear together."""
+        feed = self.tried.feed(self.subject.loaded)
+        with staged(out) as stage:
+            built = self.target.files(self.recipe, self.request(feed, stage))
+            report = self.report(built, feed, stage, scales)
+            write_pages(report, stage)
+            made_from = {
+                "versions": {"calib8": __version__},
+                "model": source,
+                "shapes": {name: array.shape for name, array in feed.first(1)[0].items()},
+                "scales": {"name": scales.name, "sha256": _digest(scales)},
+                "targets": [self.target.name],
+            }
+            publish(made_from, stage, replacing=None if force else ())
+        return report
+
+    def request(self, feed: Feed, stage: Stage) -> BuildRequest:
+        """What the target's files are written from, beside the recipe."""
+        return BuildRequest(
+            subject=self.subject,
+            folder=stage.inside,
+            earlier=stage.folder,
+            ranges=Ranges(Observed({}), self.subject.method, {}),
+            feed=feed,
+            manifest=feed.manifest(),
+            threads=self.threads,
+        )
+
+    def report(self, built: Built, feed: Feed, stage: Stage, scales: Path) -> Report:
+        """Everything that is known of the files."""
+        images = self.tried.images
+        notes = feed.notes if images is not None else (_MADE_UP,)
+        return Report(
+            title=f"calib8: {self.subject.loaded.name} in int8 for {built.target}, by {scales}",
+            model=model_part(self.subject.loaded),
+            feed=None if images is None else feed_part(feed, str(images)),
+            targets=(
+                TargetPart(
+                    name=built.target,
+                    method=built.method,
+                    options=given(self.target),
+                    nodes=node_rows(built.decisions),
+                    weights=weight_rows(built.weights),
+                    files=file_rows(built.files, stage),
+                    runnable=str(stage.final(built.files["fake-quant model"])),
+                    notes=built.notes,
+                ),
+            ),
+            engines=() if images is None else self.rows(built, feed, stage),
+            machine=this_machine(),
+            notes=(*self.subject.loaded.cut, *notes),
+        )
+
+
+_MADE_UP = (
+    "No images were given: the deploy model was tried on made-up samples, and nothing tells how"
+    " good its outputs are; --images does."
+)
+
+
+def _digest(path: Path) -> str:
+    return sha256(read_bytes(path, what="a file of scales", error=ConfigError))
+
+
+def _one_of(record: Path | None, cache: Path | None, config: Path | None) -> Path:
+    """The file that holds the scales."""
+    if record is not None and cache is not None:
+        raise ConfigError(
+            f"scales come from a record or from a cache, got {record} and {cache}; leave one of"
+            " them away"
+        )
+    scales = record or cache
+    if scales is None:
+        raise ConfigError("scales come from a record or from a cache, got neither; give RECORD")
+    if cache is not None and config is not None:
+        raise ConfigError(
+            f"a configuration goes with the record that was made with it, got {config} and the"
+            f" cache {cache}; leave the configuration away"
+        )
+    return scales
+
+
+def _refuse_early(target: Ascend, tried: Tried, out: Path, name: str, *, force: bool) -> None:
+    """Refuse what can be told before anything is read."""
+    if (target.aipp or target.first_layer_int8) and tried.images is None:
+        raise ConfigError(
+            "AIPP is written from how pictures become inputs, got no pictures; give --images and"
+            " their preprocessing"
+        )
+    if not force:
+        manifest.refuse_foreign(out, written_by([target], name))
+
+
+def _beside(
+    quantized: onnx.ModelProto,
+    path: Path,
+    built: Built,
+    feed: Feed,
+    *,
+    threads: int,
+) -> tuple[EngineRow, ...]:
+    """The Q/DQ model in ONNX Runtime, and how far from it the deploy model in integers is."""
+    from deploy.frontends.reader import read_model
+    from deploy.metrics.accuracy import Comparison
+    from deploy.targets.ascend.executor import open_deploy
+
+    # as it is written: integer kernels of an older x86 CPU may saturate
+    reference = OrtSession.open(quantized, threads=threads, int8_kernels=False)
+    how = "Compared in integers, as the NPU computes."
+    whom = f"What is called FP32's here is that of {path.name} in ONNX Runtime."
+    try:
+        deployed = read_model(built.files["deploy model"])
+        candidate: Session = open_deploy(deployed, threads=threads)
+    except ModelError as error:  # sums that the executor cannot add up exactly
+        fake = built.files["fake-quant model"]
+        candidate = OrtSession.open(fake, threads=threads, optimize=False)
+        how = f"Compared as the fake-quant model: {error}."
+    comparison = Comparison(reference, candidate)
+    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
+        for sample in samples:
+            left, right = reference.run(sample), candidate.run(sample)
+            comparison.add(sample, left, right, count=feed.count)
+            step()
+    return (
+        EngineRow(label="Q/DQ", reference=True, path=str(path)),
+        EngineRow(
+            label=built.word, target=built.target, accuracy=comparison.result(), notes=(how, whom)
+        ),
+    )
+
+
+__all__ = ["Tried", "convert", "deploy"]

@@ -1,0 +1,452 @@
+"""From what the pipeline found to a `Report`, and the report to its files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.calibration.versions import of_feed
+from deploy.feed.told import prepared
+from deploy.files import atomic, manifest
+from deploy.machine import this_machine
+from deploy.progress import phase
+from deploy.report import (
+    CalibrationPart,
+    EngineRow,
+    FeedPart,
+    FileRow,
+    GroupRow,
+    ModelPart,
+    Report,
+    SearchPart,
+    TargetPart,
+    TrialRow,
+    WorkPart,
+    node_rows,
+    speed,
+    to_html,
+    to_json,
+    to_markdown,
+)
+from deploy.report.channels import weight_rows
+from deploy.report.previews import box_rows, class_rows, pictures_part
+from deploy.report.report_rows import clip_rows
+from deploy.report.verdict import Gates, Verdict, verdict
+from deploy.report.words import PLAN
+from deploy.stamped import sha256
+from deploy.targets import TARGETS
+from deploy.targets.base import Built
+from deploy.tensors import TensorSpec
+from deploy.version import __version__
+
+if TYPE_CHECKING:
+    from deploy.calibration.calibrated import Calibrated
+    from deploy.feed.samples import Feed
+    from deploy.files.staging import Stage
+    from deploy.frontends import LoadedModel
+    from deploy.pipeline.measure import Figures
+    from deploy.targets import Target
+    from deploy.tuning.plan_file import TargetPlan
+    from deploy.tuning.tune import Tuned
+
+_NAMED = 3  # tensors of one reason
+_FAILED = "the search was made without some of its trials: {}"
+_UNUSABLE = (
+    "the split of least cost would be unusable, {}; so the fastest usable one was looked for among"
+    " those of less noise"
+)
+_DOUBTFUL = (
+    "the split of least cost would be doubtful, {}; so one of less noise was taken, which wins more"
+    " of the task than it costs in time"
+)
+_WORTHLESS = "int8 wins nothing here that is worth its loss; {}"
+
+
+@phase("report")
+def write_report(
+    calibrated: Calibrated,
+    built: Sequence[Built],
+    figures: Figures,
+    stage: Stage,
+    *,
+    plans: Mapping[str, Tuned],
+    plan: Path | None,
+    gates: Gates,
+) -> Report:
+    """Gather the report and write it as report.json, report.md and report.html."""
+    report = gather(calibrated, built, figures, stage, plans=plans, plan=plan, gates=gates)
+    write_pages(report, stage)
+    return report
+
+
+def write_pages(report: Report, stage: Stage) -> None:
+    """Write a report as report.json, report.md and report.html."""
+    text = json.dumps(to_json(report), indent=1, allow_nan=False) + "\n"
+    for name, page in zip(
+        manifest.PAGES, (text, to_markdown(report), to_html(report)), strict=True
+    ):
+        atomic.write_text(stage.inside / name, page)
+
+
+def made_from(
+    calibrated: Calibrated, targets: Sequence[Target], cache: Path | None
+) -> dict[str, Any]:
+    """What a build was made from, for its manifest.
+
+    Args:
+        calibrated: the calibration.
+        targets: that were built for.
+        cache: of the calibration, where it stands outside the build's folder.
+    """
+    fed = calibrated.feed.manifest()
+    there = cache is not None and cache.is_file()
+    return {
+        **({"cache": manifest.outside(cache)} if cache is not None and there else {}),
+        "versions": {"calib8": __version__, **of_feed(fed["kind"])},
+        "model": {"name": calibrated.loaded.name, "sha256": calibrated.loaded.digest},
+        "images": fed,
+        "shapes": {name: array.shape for name, array in calibrated.feed.first(1)[0].items()},
+        "method": calibrated.method.label,
+        "targets": [target.name for target in targets],
+    }
+
+
+@phase("report")
+def publish(
+    made_from: Mapping[str, Any], stage: Stage, *, replacing: Collection[str] | None
+) -> None:
+    """Let a build appear in its folder, with the manifest that makes it one.
+
+    Args:
+        made_from: what it was built from, and for.
+        stage: where all of it was written.
+        replacing: names that may be replaced though no manifest tells of them; None for all.
+
+    Raises:
+        ExportError: another file would be replaced, or the disk refuses.
+    """
+
+    def complete() -> None:
+        names = stage.names()
+        if replacing is not None:
+            others = [name for name in names if name not in replacing]
+            manifest.refuse_foreign(stage.folder, others)
+        manifest.write(stage.inside, stage.folder, names, made_from)
+
+    stage.publish(complete)
+
+
+def gather(
+    calibrated: Calibrated,
+    built: Sequence[Built],
+    figures: Figures,
+    stage: Stage,
+    *,
+    plans: Mapping[str, Tuned] | None = None,
+    plan: Path | None = None,
+    gates: Gates | None = None,
+) -> Report:
+    """Everything that was found, as one value.
+
+    Args:
+        calibrated: the calibration.
+        built: what each target made, or why it failed.
+        figures: what was measured.
+        stage: where everything was written, and where it will be.
+        plans: what was settled for each target before it was built.
+        plan: the file that keeps it; None where there is none.
+        gates: what the user demands of the engines.
+    """
+    settled = plans or {}
+    loaded, feed = calibrated.loaded, calibrated.feed
+    kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
+    common = {role: path for role, path in kept.items() if path is not None}
+    report_page = FileRow(role="report", path=str(stage.folder / "report.html"))
+    return Report(
+        title=_title(loaded.name, built),
+        model=model_part(loaded),
+        feed=feed_part(feed, calibrated.images),
+        calibration=_calibration(calibrated, built),
+        targets=tuple(
+            _target(calibrated, figures, result, settled.get(result.target), stage)
+            for result in built
+        ),
+        engines=judged(figures, built, gates or Gates(), stage, fed_wrong=bool(calibrated.doubts)),
+        machine=replace(this_machine(), devices=figures.devices),
+        files=(*file_rows(common, stage), report_page),
+        work=_work(calibrated, figures),
+        notes=(
+            *calibrated.doubts,
+            *calibrated.warnings,
+            *calibrated.resumed,
+            *feed.notes,
+            *calibrated.repairs,
+            *_troubles(calibrated),
+            *figures.notes,
+        ),
+    )
+
+
+def model_part(loaded: LoadedModel) -> ModelPart:
+    """The float model's part of a report."""
+    imports = loaded.model.opset_import
+    return ModelPart(
+        path=str(loaded.source or loaded.name),
+        opset=next((o.version for o in imports if o.domain in ("", "ai.onnx")), None),
+        nodes=len(loaded.model.graph.node),
+        inputs=tuple(_words(spec) for spec in loaded.inputs),
+        outputs=tuple(_words(spec) for spec in loaded.outputs),
+        notes=loaded.notes,
+    )
+
+
+def feed_part(feed: Feed, source: str) -> FeedPart:
+    """The images' part of a report; `source` is what the user calls them."""
+    fed = feed.manifest()
+    return FeedPart(
+        source=source,
+        samples=feed.count,
+        preprocess=fed.get("preprocess") or {},
+        prepared=prepared(feed),
+        skipped=feed.skipped,
+        digest=fed.get("sha256"),
+        pictures=pictures_part(feed.views(), feed.preprocess),
+    )
+
+
+def _title(name: str, built: Sequence[Built]) -> str:
+    words = sorted({one.word for one in built}, reverse=True)
+    return f"calib8: {name} in {' and '.join(words)} for {', '.join(r.target for r in built)}"
+
+
+def judged(
+    figures: Figures,
+    built: Sequence[Built],
+    gates: Gates,
+    stage: Stage,
+    *,
+    fed_wrong: bool = False,
+) -> tuple[EngineRow, ...]:
+    """The engines' rows, each with its verdict; float engines and what failed have none.
+
+    Args:
+        figures: what was measured.
+        built: what each target made.
+        gates: what the user demands.
+        stage: where everything was written, and where it will be.
+        fed_wrong: whether the images seem not to be what the model learned from.
+    """
+    reference, *others = figures.engines
+    rows = [_with_examples(replace(row, path=_final(row.path, stage)), figures) for row in others]
+    int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
+    failed = figures.failed
+    judged = (
+        replace(
+            row,
+            verdict=_verdict(
+                row, figures.engines, int8=int8[row.target], gates=gates, fed_wrong=fed_wrong
+            ),
+        )
+        if row.target in int8 and row.target not in failed and not row.baseline
+        else row
+        for row in rows
+    )
+    return reference, *judged
+
+
+def _with_examples(row: EngineRow, figures: Figures) -> EngineRow:
+    """The row of an int8 engine with samples to look at."""
+    own = () if row.baseline else figures.examples.get(row.target, ())
+    looks = figures.looks
+    return replace(row, boxes=box_rows(own, looks), changed=class_rows(own, looks))
+
+
+def _verdict(
+    row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates, fed_wrong: bool
+) -> Verdict:
+    """Of one engine, its speed held against that of the first of its rivals."""
+    rival = next(iter(speed.rivals(engines, row)), None)
+    if rival is None:
+        return verdict(
+            accuracy=row.accuracy,
+            speed_up=None,
+            int8=int8,
+            gates=gates,
+            rival=_rival_of(row),
+            fed_wrong=fed_wrong,
+        )
+    return verdict(
+        accuracy=row.accuracy,
+        speed_up=speed.speed_up(rival, row),
+        slower_ms=math.inf if row.on_device else speed.slower_ms(rival, row),
+        by_fastest=speed.by_fastest(rival, row),
+        int8=int8,
+        gates=gates,
+        rival="FP32" if rival.reference else rival.label,
+        fed_wrong=fed_wrong,
+    )
+
+
+def _rival_of(row: EngineRow) -> str:
+    """In words, what an engine without rivals would be held against."""
+    return "a float engine on its device" if row.on_device else "FP32"
+
+
+def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:
+    """What the run cost."""
+    return WorkPart(
+        decodes=calibrated.feed.decodes + figures.decodes,
+        calibration_runs=dict(calibrated.runs),
+        reference_runs=figures.reference_runs,
+        engine_runs=dict(figures.engine_runs),
+    )
+
+
+def _groups(calibrated: Calibrated) -> tuple[GroupRow, ...]:
+    """Observations by variant and statistic, and which of them the cache held."""
+    now = set(calibrated.observed_now)
+    observations = calibrated.observations
+    counted = Counter((o.variant.key, o.statistic.key, o not in now) for o in observations)
+    return tuple(
+        GroupRow(variant=variant, statistic=statistic, tensors=tensors, reused=reused)
+        for (variant, statistic, reused), tensors in counted.items()
+    )
+
+
+def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationPart:
+    asked = calibrated.ranges.chosen_by
+    used = {result.method for result in built if result.method}
+    by_model = calibrated.loaded.trained is not None
+    return CalibrationPart(
+        method=asked if asked in used or not used else "",
+        reused=calibrated.reused,
+        reason=calibrated.reason,
+        seconds=None if calibrated.reused or by_model else calibrated.seconds,
+        cache=str(calibrated.cache) if calibrated.cache else None,
+        groups=_groups(calibrated),
+        by_model=by_model,
+        agreement=calibrated.agreement,
+    )
+
+
+def _target(
+    calibrated: Calibrated, figures: Figures, built: Built, plan: Tuned | None, stage: Stage
+) -> TargetPart:
+    error = built.error or figures.failed.get(built.target, "")
+    layers = figures.layers.get(built.target, ())
+    now = set(calibrated.observed_now)
+    return TargetPart(
+        name=built.target,
+        method=built.method,
+        options=built.options,
+        reused=not error and not now.intersection(calibrated.wanted.get(built.target, ())),
+        nodes=node_rows(built.decisions),
+        tensors=clip_rows(calibrated, built, layers),
+        weights=weight_rows(built.weights),
+        layers=layers,
+        files=file_rows(built.files, stage),
+        runnable=_final(built.runnable, stage),
+        search=_search(plan),
+        notes=(
+            *(() if built.error else _of_search(plan)),
+            *built.notes,
+            *_left_over(calibrated.loaded.name, built.target, stage),
+        ),
+        error=error,
+    )
+
+
+def _left_over(name: str, target: str, stage: Stage) -> Iterator[str]:
+    """Files of an earlier build of the same model that this one did not write again."""
+    endings = TARGETS[target].writes if target in TARGETS else ()
+    names = [f"{name}{ending}" for ending in endings]
+    left = [n for n in names if (stage.folder / n).exists() and not (stage.inside / n).exists()]
+    if left:
+        yield f"not of this build, but of an earlier one in {stage.folder}: {', '.join(left)}"
+
+
+def _of_search(plan: Tuned | None) -> Iterator[str]:
+    """What the user should know of how the plan came about."""
+    if plan is not None and plan.note:
+        yield plan.note
+    if plan is not None and plan.plan.unusable:
+        yield _UNUSABLE.format(plan.plan.unusable)
+    if plan is not None and plan.plan.doubtful:
+        yield _DOUBTFUL.format(plan.plan.doubtful)
+    if plan is not None and plan.plan.worthless:
+        yield _WORTHLESS.format(plan.plan.worthless)
+    if plan is not None and plan.plan.failed:
+        yield _FAILED.format(plan.plan.failed)
+
+
+def _search(plan: Tuned | None) -> SearchPart | None:
+    """What was tried before the target was built; None where nothing was."""
+    if plan is None or not plan.plan.tried:
+        return None
+    return SearchPart(
+        reused=plan.reused,
+        probes=plan.probes,
+        settled=plan.plan.settled,
+        tried=tuple(trial_rows(plan.plan)),
+    )
+
+
+def trial_rows(plan: TargetPlan) -> Iterator[TrialRow]:
+    """What was tried whole, without rows that a hand has broken."""
+    for place, one in enumerate(plan.tried):
+        db, time = one.get("sqnr_db"), one.get("time")
+        if isinstance(db, float) and isinstance(time, float):
+            what = str(one.get("what", ""))
+            yield TrialRow(what=what, sqnr_db=db, time=time, taken=place == plan.taken)
+
+
+def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
+    """Rows of files that were written, by what they are for."""
+    return tuple(
+        FileRow(
+            role=role,
+            path=str(stage.final(path)),
+            size_bytes=path.stat().st_size,
+            sha256=sha256(path.read_bytes()),
+        )
+        for role, path in files.items()
+    )
+
+
+def _final(path: Path | str | None, stage: Stage) -> str | None:
+    """Where a file will be that was written, in words."""
+    return None if path is None else str(stage.final(Path(path)))
+
+
+def _cache_now(calibrated: Calibrated, stage: Stage) -> Path | None:
+    """The cache of this run: in the stage where it appears with the build."""
+    if calibrated.cache is None:
+        return None
+    waiting = stage.inside / calibrated.cache.name
+    return waiting if waiting.exists() else calibrated.cache
+
+
+def _troubles(calibrated: Calibrated) -> list[str]:
+    """Tensors without a scale, those of one reason together; their nodes stay float."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in calibrated.found.reasons.items():
+        by_reason.setdefault(why, []).append(name)
+    return [_without_scale(names, why) for why, names in by_reason.items()]
+
+
+def _without_scale(names: Sequence[str], why: str) -> str:
+    if len(names) == 1:
+        return f"no scale for {names[0]}: it {why}; its nodes stay float"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    listed = ", ".join(names[:_NAMED]) + more
+    return f"no scale for {listed}: each {why}; their nodes stay float"
+
+
+def _words(spec: TensorSpec) -> str:
+    shape = ",".join("?" if d is None else str(d) for d in spec.shape)
+    return f"{spec.name} {spec.dtype} [{shape}]"

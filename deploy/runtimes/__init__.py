@@ -1,0 +1,1 @@
+"""Sessions: a model loaded in ONNX Runtime or OpenVINO on the CPU."""

@@ -1,0 +1,367 @@
+"""ONNX Runtime on the CPU: the embedded default, and the reference for every other target.
+
+The engine is a Q/DQ model: uint8 activations (with int8 ones the CPU's kernels do not fuse a Relu
+and gain nothing), int8 weights per channel, int32 biases, a pair after every int8 node. ONNX
+Runtime turns it into QLinearConv, QGemm and their like when it loads the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from deploy.errors import ConfigError, ExportError
+from deploy.files import atomic
+from deploy.targets.base import BuildRequest, Built
+from deploy.targets.options import check, option
+
+if TYPE_CHECKING:
+    import onnx
+
+    from calibrators.scales import Scale
+    from deploy.calibration.observation import Observation
+    from deploy.calibration.subject import Subject
+    from deploy.frontends.trained import Trained
+    from deploy.graph.placement import Placement
+    from deploy.graph.plan import Decision, FloatNodes, Plan, Read
+    from deploy.targets.stored import StoredWeight
+    from deploy.tensors import Session
+
+
+_ANEW = (
+    "ONNX Runtime's are uint8: the same codes 128 higher, and where a tensor of zero point 0 is"
+    " never negative, all 255 steps over the same real range"
+)
+_LARGER = 1.25  # times the given file that what cleaning stores, as tables, may make of it
+_GIVEN = (
+    "the float engine is the file that was given: cleaned, with what it computes from constants"
+    " stored, it would be {times:.1f} times as large"
+)
+
+_SATURATES = (
+    "x86 CPUs without VNNI{here} add two products in 16 bits and can saturate in {count} layer{s}"
+    " of the int8 model, since {why}"
+)
+_ASKED = "--full-weights lets weights take all of int8"
+_TRAINED = "weights are kept as the given model has them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxRuntime:
+    """The ONNX Runtime CPU target.
+
+    Attributes:
+        int8_stem: run the first Conv in int8 even where float is faster.
+        weight_bits: 8, or 7.
+        full_weights: weights of all of int8, whose products saturate on x86 CPUs without VNNI.
+        dynamic_matmul: find the scale of what a MatMul with constant weights multiplies anew for
+            each input.
+    """
+
+    int8_stem: bool = option(
+        False,
+        help="Run the first Conv in int8 even where float is faster.",
+        observes=True,
+        places=True,
+    )
+    weight_bits: int = option(
+        8,
+        help="Bits of weights; 7 where a runtime other than ONNX Runtime saturates.",
+        least=7,
+        most=8,
+    )
+    full_weights: bool = option(
+        False,
+        help="Let weights take all of int8: a little nearer on CPUs with VNNI and on Arm, wrong on"
+        " x86 CPUs without, which saturate.",
+    )
+    dynamic_matmul: bool = option(
+        False,
+        help="Quantize what MatMuls with constant weights multiply anew for each input; may suit"
+        " attention models.",
+        places=True,
+    )
+    name: str = "onnxruntime"
+    engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
+    writes: ClassVar[tuple[str, ...]] = (".int8.onnx", ".float.onnx")
+    runs_here: ClassVar[bool] = True
+    own_method: ClassVar[str] = ""
+    float_way: ClassVar[str] = ""
+    alternatives: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.full_weights and self.weight_bits < 8:
+            raise ConfigError(
+                "weights take all of int8 or fewer bits, got --full-weights and --weight-bits"
+                f" {self.weight_bits}; leave one of them away"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        """Where this target wants its pairs."""
+        from deploy.graph.placement import ONNXRUNTIME
+
+        own = replace(ONNXRUNTIME, fits_pairs=not self.full_weights)
+        return replace(own, thin=0) if self.int8_stem else own
+
+    def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """Tensors that need a scale: what int8 nodes read and make."""
+        from deploy.graph.plan import analyse
+
+        return analyse(model, self.placement, float_nodes=float_nodes).activations
+
+    def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
+        """What the graph analysis decides before anything is calibrated."""
+        from deploy.graph.plan import analyse, reasons
+
+        kept = reasons(float_nodes)
+        plan = analyse(model, self._static, float_nodes=kept)
+        dynamic = self._dynamic(model, tuple(kept))
+        return replace(plan, decisions=self._with_dynamic(plan.decisions, dynamic))
+
+    @property
+    def _static(self) -> Placement:
+        """The placement of what is quantized by calibrated ranges."""
+        own = self.placement
+        return replace(own, heavy=own.heavy - {"MatMul"}) if self.dynamic_matmul else own
+
+    def _dynamic(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """The MatMuls that are quantized anew for each input."""
+        from deploy.targets.onnxruntime.dynamic import dynamic_matmuls
+
+        return dynamic_matmuls(model, float_nodes) if self.dynamic_matmul else ()
+
+    def _with_dynamic(
+        self, decisions: tuple[Decision, ...], dynamic: tuple[str, ...]
+    ) -> tuple[Decision, ...]:
+        grid = self.placement.grid.name
+        chosen = frozenset(dynamic)
+        return tuple(
+            replace(d, precision=grid, reason="") if d.node in chosen else d for d in decisions
+        )
+
+    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+        """The method's statistic of every tensor that needs a scale.
+
+        Raises:
+            ExportError: ONNX Runtime does not know a node of the model.
+        """
+        if subject.loaded.behind is not None:
+            raise ExportError(
+                "onnxruntime must know every operator, got"
+                f" {subject.loaded.behind.stranger}; build with --target tensorrt or ascend, whose"
+                " files keep it, or export the model with standard ONNX operators"
+            )
+        if subject.loaded.trained is not None:
+            return self._every_tensor(subject, subject.loaded.trained)
+        return subject.histograms(self.wanted(subject.model, subject.float_nodes))
+
+    def _every_tensor(self, subject: Subject, trained: Trained) -> tuple[Observation, ...]:
+        """What a Q/DQ model may or may not have a scale for; its own layers are in int8."""
+        from deploy.targets.trained import refuse_options
+
+        given = {
+            "--int8-stem": self.int8_stem,
+            "--weight-bits": self.weight_bits != 8,
+            "--full-weights": self.full_weights,
+            "--dynamic-matmul": self.dynamic_matmul,
+        }
+        refuse_options(trained, self.name, given)
+        graph = subject.model.graph
+        made = (name for node in graph.node for name in node.output if name)
+        return subject.histograms([*(value.name for value in graph.input), *made])
+
+    def trial(self, request: BuildRequest) -> onnx.ModelProto:
+        """The engine itself."""
+        return self._paired(request).engine()
+
+    def _paired(self, request: BuildRequest) -> _Paired:
+        """The model with its pairs, before it is written as the engine."""
+        from calibrators.grids import signed
+        from deploy.graph.plan import Read, analyse
+        from deploy.targets.onnxruntime.dynamic import write_dynamic
+        from deploy.targets.onnxruntime.qdq import Stored, write_qdq
+        from deploy.targets.trained import decisions_of
+
+        found, trained = request.ranges_of(self), request.trained
+        if trained is not None and self._keeps(request):
+            decisions = decisions_of(trained, request.model, self.placement)
+            return _Paired(
+                trained.model, decisions, dict(found.scales), request.model, Read(request.model)
+            )
+        key = "read", id(request.model)  # kept with the model of this id, as the next
+        read = request.ranges.once(key, lambda: (request.model, Read(request.model)))[1]
+        apart = tuple(request.float_nodes.items()), tuple(found.reasons.items())
+        plan = request.ranges.once(
+            ("plan", self, id(request.model), *apart),
+            lambda: analyse(
+                request.model,
+                self._static if trained is None else replace(self._static, thin=0),
+                float_nodes=request.float_nodes,
+                float_tensors=found.reasons,
+                read=read,
+            ),
+        )
+        key = "stored weights", id(request.model)
+        model = write_qdq(
+            request.model,
+            plan,
+            found.scales,
+            weight_bits=self.weight_bits,
+            known={} if trained is None else trained.weights,
+            stored=request.ranges.once(key, lambda: (request.model, Stored()))[1],
+        )
+        dynamic = self._dynamic(request.model, tuple(request.float_nodes))
+        if dynamic:
+            fits = self.placement.fits_pairs
+            model = write_dynamic(model, dynamic, signed(self.weight_bits), fits_pairs=fits)
+        clipped = {gate.source for gate in plan.shifts.values()}
+        ranges = {name: found.scales[name] for name in plan.activations if name not in clipped}
+        decisions = self._with_dynamic(plan.decisions, dynamic)
+        return _Paired(model, decisions, ranges, request.model, read, plan)
+
+    def build(self, request: BuildRequest) -> Built:
+        """Write `<name>.int8.onnx`; or `<name>.float.onnx` where everything stays float."""
+        from deploy.targets.onnxruntime.dynamic import dynamic_weights
+        from deploy.targets.stored import stored_in
+
+        paired = self._paired(request)
+        decisions, weights = paired.decisions, stored_in(paired.model, on_cpus=True)
+        kind = "int8" if any(d.quantized for d in decisions) else "float"
+        plain = paired.model.SerializeToString(deterministic=True) if kind == "float" else b""
+        model = paired.engine()
+        weights = (*weights, *dynamic_weights(model))
+        notes = (
+            *self._notes(decisions, weights),
+            *self._of_trained(request, paired.model, decisions),
+        )
+        data = model.SerializeToString(deterministic=True)
+        # what was written for faster kernels is worth its size
+        given = _smaller(request, len(data)) if data == plain else None
+        if given is not None:
+            data, notes = given, (*notes, _GIVEN.format(times=len(data) / len(given)))
+        path = request.folder / f"{request.name}.{kind}.onnx"
+        atomic.write_bytes(path, data)
+        return Built(
+            target=self.name,
+            engine=path,
+            runnable=path,
+            files={f"{kind} engine": path},
+            decisions=decisions,
+            method=request.chosen.chosen_by,
+            ranges=paired.ranges,
+            weights=weights,
+            notes=notes,
+        )
+
+    def _keeps(self, request: BuildRequest) -> bool:
+        """Whether a Q/DQ model is what ONNX Runtime's kernels want as it is."""
+        trained = request.trained
+        return trained is not None and trained.only("uint8") and not request.subject.loaded.widened
+
+    def _of_trained(
+        self, request: BuildRequest, written: onnx.ModelProto, decisions: tuple[Decision, ...]
+    ) -> tuple[str, ...]:
+        """What became of the pairs of a Q/DQ model."""
+        from deploy.targets.trained import anew_notes, kept_note
+
+        if request.trained is None:
+            return ()
+        if self._keeps(request):
+            return (kept_note(request.trained),)
+        return tuple(anew_notes(request.trained, written, decisions, self.name, _ANEW))
+
+    def _notes(
+        self, decisions: tuple[Decision, ...], weights: tuple[StoredWeight, ...]
+    ) -> tuple[str, ...]:
+        from deploy.machine import this_machine
+
+        int8 = any(d.quantized for d in decisions)
+        notes = [] if int8 else ["all of it stays in float; the nodes say why"]
+        count = sum(one.saturates for one in weights)
+        if count:
+            machine = this_machine()
+            here = ", of which this is one," if "x86" in machine.os and not machine.int8 else ""
+            why = _ASKED if self.full_weights else _TRAINED
+            notes.append(_SATURATES.format(here=here, count=count, s="s" * (count > 1), why=why))
+        return tuple(notes)
+
+    def at_hand(self) -> str:
+        """ONNX Runtime, which is always here."""
+        from deploy.runtimes.ort import runtime
+
+        return runtime()
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """Load an engine with ONNX Runtime on the CPU."""
+        from deploy.runtimes.ort import OrtSession
+
+        return OrtSession.open(engine, threads=threads)
+
+
+def _smaller(request: BuildRequest, size: int) -> bytes | None:
+    """The file as it was given, where it is much smaller than its cleaned form and as fast.
+
+    None where ONNX Runtime does less for it, computes it in another type, or not at all.
+    """
+    from deploy.frontends.again import file_of
+
+    loaded = request.subject.loaded
+    other = loaded.widened or loaded.restored or loaded.renamed or loaded.listed
+    if other or loaded.source is None or loaded.stamp is None or request.trained is not None:
+        return None
+    given = file_of(loaded)
+    return given if len(given) * _LARGER < size else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """A model with pairs, and what it is of.
+
+    Attributes:
+        model: with pairs.
+        decisions: what each node of it is.
+        ranges: those that it holds.
+        like: the model without pairs.
+        read: what was found in that.
+        plan: where the pairs stand; None of a Q/DQ model that is kept as it is.
+    """
+
+    model: onnx.ModelProto
+    decisions: tuple[Decision, ...]
+    ranges: dict[str, Scale]
+    like: onnx.ModelProto
+    read: Read
+    plan: Plan | None = None
+
+    def engine(self) -> onnx.ModelProto:
+        """The same model, what ONNX Runtime has no fast kernel for as what it has one for."""
+        from deploy.frontends.checks import opset_of
+        from deploy.frontends.lift import TARGET_OPSET
+        from deploy.targets.apart import keep_apart
+        from deploy.targets.averages import write_averages
+        from deploy.targets.broadcasts import write_broadcasts
+        from deploy.targets.fused_gates import fuse_gates
+        from deploy.targets.means import write_means
+        from deploy.targets.onnxruntime.conv_rewrites import write_wide
+        from deploy.targets.onnxruntime.map_rewrites import write_upsampling
+        from deploy.targets.softmax import write_softmax
+        from deploy.targets.stems import write_stems
+        from deploy.targets.tiles import with_tiles
+
+        read, plan = self.read, self.plan
+        if plan is not None:
+            write_means(self.model, read.graph)
+            keep_apart(self.model, {d.node for d in self.decisions if not d.quantized})
+        if plan is not None and opset_of(self.like) >= TARGET_OPSET:
+            left = [gate for gate in read.gates if gate not in plan.gates]
+            fuse_gates(self.model, left, read.graph)
+            write_averages(self.model)
+            write_softmax(self.model, read.graph)
+            write_upsampling(self.model, read.graph)
+            write_wide(self.model, read.graph)
+            write_stems(self.model, read.graph)
+            write_broadcasts(self.model, read.graph, plan.gates)
+        return with_tiles(self.model, read.graph)
